@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -20,7 +21,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -79,7 +80,6 @@ logs = f"{out}/logs"
 LocalPipelineExecutor([JsonlReader(files), writer], tasks=1, workers=1, logging_dir=logs).run()
 Path(out, "token_size").write_text(str(writer.token_size))
 """
-Encode = Callable[[list[str]], Any]
 Rows = list[dict[str, Any]]
 """Each with `what`, `value` (None: not measured), `unit` and, in words, `target`."""
 
@@ -101,11 +101,13 @@ def run(arguments: argparse.Namespace) -> None:
             f"--repeats {repeats} --megabytes {megabytes:g}: expected at least 1, and more than 0"
         )
     request = TokenizerRequest.parse(arguments.tokenizer, None)
+    if request.given and request.given.file_name == HF_FILE:
+        raise UserError(f"--tokenizer {arguments.tokenizer}: expected a SentencePiece model")
     texts = collect(int(megabytes * 1e6))
     num_bytes = sum(len(text.encode()) for text in texts)
     sample = texts[:: max(1, round(num_bytes / ENCODED_BYTES))]
+    say(f"{len(texts):,} documents, {num_bytes / 1e6:.1f} MB")
     model = request.given or Tokenizer(train_tokenizer(sample, request.vocab_size), request.name)
-    say(f"{len(texts):,} documents, {num_bytes / 1e6:.1f} MB; {model.method}")
     with tempfile.TemporaryDirectory(prefix="canon-data-bench-") as scratch:
         folder = Path(scratch)
         rows = measure_encoding(model, sample, repeats)
@@ -152,57 +154,45 @@ def collect(limit: int) -> list[str]:
 
 
 def measure_encoding(model: Tokenizer, texts: list[str], repeats: int) -> Rows:
-    """Return tokens per second of CPU time and their ratios: all take turns, `repeats` times.
-
-    A tokenizer.json has no sp.encode beside it, and a model that cannot be written as one no
-    tokenizers.
-    """
+    """Return tokens per second of CPU time and their ratios: all take turns, `repeats` times."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core
-    others: dict[str, Encode] = {}
-    if model.file_name != HF_FILE:
-        processor = sentencepiece.SentencePieceProcessor(model_proto=model.model)
-        others["sp.encode"] = lambda texts: [processor.encode(text) for text in texts]
-    if content := as_tokenizer_json(model):
-        plain = tokenizers.Tokenizer.from_str(content)
-        plain.encode_special_tokens = True
-        others["tokenizers"] = lambda b: plain.encode_batch_fast(b, add_special_tokens=False)
-    seconds: dict[str, list[float]] = {}
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.model)
+    plain = tokenizers.Tokenizer.from_str(as_tokenizer_json(model))
+    plain.encode_special_tokens = True
+    own, others = ("empty word cache", "the same text again"), ("sp.encode", "tokenizers")
+    seconds: dict[str, list[float]] = {name: [] for name in (*own, *others)}
     for _ in range(repeats):
         ours = Tokenizer(model.model, "bench", eos=model.eos_id)
-        encode_all: Encode = lambda texts, ours=ours: [ours.encode(text) for text in texts]  # noqa: E731
-        both = {"empty word cache": encode_all, "the same text again": encode_all}
-        for name, encode in (both | others).items():
+        for name, encode in zip(seconds, (*[ours.encode] * 2, processor.encode, None), strict=True):
             started = time.process_time()
-            encode(texts)
-            seconds.setdefault(name, []).append(time.process_time() - started)
+            if encode is None:
+                plain.encode_batch_fast(texts, add_special_tokens=False)
+            else:
+                for text in texts:
+                    encode(text)
+            seconds[name].append(time.process_time() - started)
     tokens = sum(len(model.encode(text)) for text in texts)
     rows = [
         row(f"encoding, {name}", tokens / statistics.median(taken) / 1e6, "Mtok/s")
         for name, taken in seconds.items()
     ]
-    for name in both:
-        for other in others:
-            pairs = zip(seconds[name], seconds[other], strict=True)
-            ratio = statistics.median(theirs / own for own, theirs in pairs)
-            rows.append(row(f"encoding, {name} / {other}", ratio, "x"))
+    for name, other in itertools.product(own, others):
+        pairs = zip(seconds[name], seconds[other], strict=True)
+        ratio = statistics.median(theirs / ours for ours, theirs in pairs)
+        rows.append(row(f"encoding, {name} / {other}", ratio, "x"))
     return rows
 
 
 def as_tokenizer_json(model: Tokenizer) -> str:
-    """Return the model as a tokenizer.json with the same ids; "" if there is none."""
-    if model.file_name == HF_FILE:
-        return model.model.decode()
-    try:
-        return json.dumps(tokenizer_files(model, SEQ_LEN)[HF_FILE], ensure_ascii=False)
-    except UserError:
-        return ""
+    """Return the model as a tokenizer.json with the same ids."""
+    return json.dumps(tokenizer_files(model, SEQ_LEN)[HF_FILE], ensure_ascii=False)
 
 
 def measure_builds(model: Tokenizer, texts: Sequence[str], folder: Path, repeats: int) -> Rows:
     """Build the same JSONL files in turns; return rates of CPU time, and ratios.
 
     The start of a process is included; the least of each is of the run that others disturbed least.
-    datatrove runs in one task, without its shuffling, if it is installed and has a tokenizer.json.
+    datatrove runs in one task, without its shuffling, if it is installed.
     """
     files = folder / "files"
     files.mkdir(parents=True)
@@ -214,10 +204,9 @@ def measure_builds(model: Tokenizer, texts: Sequence[str], folder: Path, repeats
     build = ["-m", "data_prep", "build", "--source", "local", "--files", str(files), "--holdout"]
     build += ["0", "--tokenizer", str(folder / model.file_name), "--workers"]
     commands = {"ours, 1 worker": [*build, "1"], "ours, 2 workers": [*build, "2"]}
-    content, theirs = as_tokenizer_json(model), "datatrove, 1 task"
-    if content and importlib.util.find_spec("datatrove"):
-        path = folder / "datatrove.json"
-        path.write_text(content, encoding="utf-8")
+    theirs, path = "datatrove, 1 task", folder / "datatrove.json"
+    if importlib.util.find_spec("datatrove"):
+        path.write_text(as_tokenizer_json(model), encoding="utf-8")
         commands[theirs] = ["-c", DATATROVE, str(files), str(path), model.eos_token]
     clock_s, cpu_s = (dict.fromkeys(commands, float("inf")) for _ in range(2))
     tokens: dict[str, int] = {}

@@ -38,10 +38,8 @@ BRIEFLY = {
     "trainer": [],
 }
 """What `all` asks of each. Not of codegen, which needs a process that pretends to have a GPU."""
-LEAST = {"block_seconds": 0, "new_tokens": 2} | dict.fromkeys(
-    ("batches", "layers", "micro_batch", "pairs", "prompt_tokens", "repeats", "steps", "tokens"), 1
-)
-"""The smallest value of each number among the options."""
+LEAST = {"block_seconds": 0, "new_tokens": 2}
+"""The smallest value of a number among the options; 1 for all others."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -120,12 +118,11 @@ def _parse(words: list[str]) -> argparse.Namespace:
     arguments, arguments.overrides = parser.parse_known_args(words)
     if arguments.overrides and arguments.command != "trainer":
         parser.error(f"unrecognized arguments: {' '.join(arguments.overrides)}")
-    for name, least in LEAST.items():
-        given = getattr(arguments, name, None)
+    for name, given in vars(arguments).items():
         for value in given if isinstance(given, list) else [given]:
-            if value is not None and value < least:
+            if type(value) in (int, float) and value < LEAST.get(name, 1):
                 option = "--" + name.replace("_", "-")
-                raise UserError(f"{option} {value:g}: expected at least {least}")
+                raise UserError(f"{option} {value:g}: expected at least {LEAST.get(name, 1)}")
     return arguments
 
 

@@ -173,12 +173,9 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     heads, kv_heads, head_dim = result["heads"]
     columns: tables.Columns = {
         "way": lambda row: row["way"],
-        "pass": lambda row: row["direction"],
-        "ms": lambda row: tables.ms(row["other_s"], 3),
-        **tables.FACTOR,
+        **tables.PASS,
         "TFLOP/s": lambda row: f"{row['flops_per_second'] / 1e12:,.2f}",
         "of matmul": lambda row: f"{row['of_matmul']:.0%}",
-        "max error": lambda row: f"{row['max_error']:.0e}",
     }
     line = (
         f"{result['work']}, {heads} heads (k and v: {kv_heads}) of {head_dim}, causal; factor over "

@@ -20,12 +20,11 @@ from canon_pretrain.bench.timing import (
     BASE,
     Seconds,
     Subject,
-    compare_subjects,
     no_garbage,
     now,
     synchronize,
 )
-from canon_pretrain.bench.variants import NONE, Variant, Workload
+from canon_pretrain.bench.variants import Variant
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.model.args import num_parameters
 from canon_pretrain.model.decode import generate
@@ -60,26 +59,24 @@ def measure(
 
     def make(variant: Variant) -> Subject:
         say(f"{variant.name} ...")
-        model = _model(work, variant)
+        args = variants.with_canon(work.args, variant.canon_set)
+        with torch.device("meta"):
+            model = Transformer(args, canon_backend=variant.backend).to(work.dtype)
+        model.to_empty(device=work.device).requires_grad_(False).eval()
+        fill(model)
         counts = {b: operators_per_token(model, texts, machine) for b, texts in prompts.items()}
 
         def block() -> dict[str, float]:
-            return {
-                f"{part} {batch}": seconds
-                for batch, texts in prompts.items()
-                for part, seconds in generation(model, texts, num_new).items()
-            }
+            found: dict[str, float] = {}
+            for batch, texts in prompts.items():
+                taken = generation(model, texts, num_new)
+                found |= {f"{part} {batch}": seconds for part, seconds in taken.items()}
+            return found
 
         block()
         return Subject(block, lambda: {"operators": counts})
 
-    parts, facts, _ = compare_subjects(
-        partial(make, NONE),
-        {variant.name: partial(make, variant) for variant in chosen},
-        pairs=arguments.pairs,
-        alone=machine.alone,
-        free=machine.free_memory,
-    )
+    parts, facts, _ = variants.compare_variants(make, chosen, arguments, machine)
     rows = [
         {
             **variant.row(),
@@ -102,15 +99,6 @@ def measure(
         "weights_read_s": weights / machine.copy_bandwidth,
         "rows": rows,
     }
-
-
-def _model(work: Workload, variant: Variant) -> Transformer:
-    own = variants.with_canon(work.args, variant.canon_set)
-    with torch.device("meta"):
-        model = Transformer(own, canon_backend=variant.backend).to(work.dtype)
-    model.to_empty(device=work.device)
-    fill(model)
-    return model.requires_grad_(False).eval()
 
 
 def generation(model: Transformer, prompts: Sequence[Sequence[int]], new_tokens: int) -> Seconds:

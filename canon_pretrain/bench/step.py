@@ -12,7 +12,6 @@ import argparse
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from canon_pretrain.bench.timing import (
     Step,
     Subject,
     block_of,
-    compare_subjects,
     seconds_of,
     steps_for,
 )
@@ -82,13 +80,7 @@ def measure(
         }
 
     with one_rank() if is_model else nullcontext():
-        parts, facts, failed = compare_subjects(
-            partial(make, NONE),
-            {variant.name: partial(make, variant) for variant in chosen},
-            pairs=arguments.pairs,
-            alone=machine.alone,
-            free=machine.free_memory,
-        )
+        parts, facts, failed = variants.compare_variants(make, chosen, arguments, machine)
         if not parts:
             raise NotMeasured(f"no variant could be measured: {failed}")
         whole = None

@@ -91,6 +91,13 @@ FACTOR: Columns = {
     "spread": lambda row: f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}",
 }
 """A comparison as a factor over the base."""
+PASS: Columns = {
+    "pass": lambda row: row["direction"],
+    "ms": lambda row: ms(row["other_s"], 3),
+    **FACTOR,
+    "max error": lambda row: f"{row['max_error']:.0e}",
+}
+"""A kernel's forward or backward pass."""
 
 
 def peaks_line(peaks: Row) -> str:

@@ -73,13 +73,14 @@ class Subject(NamedTuple):
     facts: Callable[[], dict[str, Any]] = dict
 
 
+Compared = tuple[dict[str, Parts], dict[str, dict[str, Any]], dict[str, str]]
 Make = Callable[[], Subject]
 """Builds a subject. Raises NotMeasured."""
 
 
 def compare_subjects(
     base: Make, others: Mapping[str, Make], *, pairs: int, alone: bool, free: Callable[[], None]
-) -> tuple[dict[str, Parts], dict[str, dict[str, Any]], dict[str, str]]:
+) -> Compared:
     """Compare others with the base; return their parts and facts by name, and why others failed.
 
     Blocks take turns, with the base and one other in memory. `alone` (on a GPU): one subject in

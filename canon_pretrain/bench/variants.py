@@ -2,14 +2,15 @@
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from canon_pretrain.bench.machine import Machine
-from canon_pretrain.bench.timing import NotMeasured
+from canon_pretrain.bench.timing import Compared, NotMeasured, Subject, compare_subjects
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.kernels import backends
 from canon_pretrain.kernels.backends import BACKENDS, OPTIONAL, compile_options
@@ -150,6 +151,18 @@ def variants(
     others = [Variant(sets[-1], backend) for backend in usable if backend not in usual]
     found = [Variant(canon_set, backend) for canon_set in sets for backend in usual]
     return list(dict.fromkeys([*found, *others]))
+
+
+def compare_variants(
+    make: Callable[[Variant], Subject],
+    chosen: Sequence[Variant],
+    arguments: argparse.Namespace,
+    machine: Machine,
+) -> Compared:
+    """Compare the `chosen` with no Canon; see compare_subjects."""
+    others = {variant.name: partial(make, variant) for variant in chosen}
+    base, pairs, free = partial(make, NONE), arguments.pairs, machine.free_memory
+    return compare_subjects(base, others, pairs=pairs, alone=machine.alone, free=free)
 
 
 def canon_sets_of(given: Sequence[str]) -> list[str]:

@@ -59,13 +59,6 @@ def test_a_builds_tokens_are_those_of_its_texts(model: Tokenizer, tmp_path: Path
     assert len(counted) >= 2 and set(counted) == {expected}
 
 
-def test_an_hf_tokenizer_is_measured_beside_the_package(model: Tokenizer) -> None:
-    converted = Tokenizer(bench.as_tokenizer_json(model).encode(), "x")
-    names = [row["what"] for row in bench.measure_encoding(converted, TEXTS[:20], 1)]
-    assert "encoding, empty word cache / tokenizers" in names
-    assert not [name for name in names if "sp.encode" in name]
-
-
 def test_the_table_says_what_holds() -> None:
     values = {"loader, CRC checked, one core": (99.0, "Mtok/s"), "opening all parts": (0.05, "s")}
     values["build, CPU time: ours / datatrove"] = (None, "x")
