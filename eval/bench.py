@@ -95,15 +95,6 @@ CASES = {
 }
 
 
-class Case(NamedTuple):
-    """`requests` of one group; `tokens`: all that are in them, or asked for."""
-
-    name: str
-    group: str
-    requests: list[Instance]
-    tokens: int
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, model = parser.add_argument, parser.add_mutually_exclusive_group()
     about = "random weights of this size and variant (default: Canon ABCD and no positions)"
@@ -137,11 +128,13 @@ def library_texts() -> list[str]:
     return [path.read_text("utf-8", errors="ignore") for path in sorted(folder.glob("*.py"))]
 
 
-def make_cases(tokenizer: Tokenizer, names: Sequence[str], scale: float) -> list[Case]:
-    """Return the cases `names`; equal for equal arguments and an equal standard library."""
+def make_requests(
+    tokenizer: Tokenizer, names: Sequence[str], scale: float
+) -> dict[str, list[Instance]]:
+    """Return the requests of cases; equal for equal arguments and an equal standard library."""
     # in one line: a text of the suites has few
     ids = tokenizer.encode(" ".join(" ".join(library_texts()).split())[:TEXT_CHARACTERS])
-    generator, cases = random.Random(0), []
+    generator, requests = random.Random(0), {}
 
     def some(place: re.Match[str]) -> str:
         count = generator.randint(int(place[1]), int(place[2]))
@@ -158,12 +151,9 @@ def make_cases(tokenizer: Tokenizer, names: Sequence[str], scale: float) -> list
             asked += [(prompt, fill(choice)) for choice in form.choices]
             if not form.choices:
                 asked.append((prompt, options) if form.new_tokens else (prompt,))
-        texts = [part for given in asked for part in given if isinstance(part, str)]
-        tokens = sum(map(len, map(tokenizer.encode, texts))) + form.new_tokens * len(asked)
         kind = KINDS[form.group]
-        requests = [Instance(kind, {}, given, index) for index, given in enumerate(asked)]
-        cases.append(Case(name, form.group, requests, tokens))
-    return cases
+        requests[name] = [Instance(kind, {}, given, index) for index, given in enumerate(asked)]
+    return requests
 
 
 # ---- the model
@@ -268,10 +258,10 @@ def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
         ours.batch_tokens = batch_tokens_for(ours, folder, lambda line: None)
         theirs = load_theirs(folder / "out", device, dtype, folder)
         names = [name for name in CASES if not asked.cases or name in asked.cases]
-        rows = []
-        for case in make_cases(subject.tokenizer, names, asked.scale or (16.0 if on_gpu else 1.0)):
-            rows.append(measure_case(ours, theirs, case, asked.repeats))
-            say(f"{case.name}: {rows[-1]['ratio']:.2f}x")
+        rows, scale = [], asked.scale or (16.0 if on_gpu else 1.0)
+        for name, requests in make_requests(subject.tokenizer, names, scale).items():
+            rows.append(measure_case(ours, theirs, name, requests, asked.repeats))
+            say(f"{name}: {rows[-1]['ratio']:.2f}x")
     means = []
     for group in dict.fromkeys(row["group"] for row in rows):
         mean = statistics.geometric_mean(row["ratio"] for row in rows if row["group"] == group)
@@ -301,49 +291,50 @@ def target(group: str, ratio: float) -> str:
     return TARGETS[group].verdict(ratio) if has_target else ""
 
 
-def measure_case(ours: Any, theirs: Any, case: Case, repeats: int) -> dict[str, Any]:
+def measure_case(
+    ours: Any, theirs: Any, name: str, requests: list[Instance], repeats: int
+) -> dict[str, Any]:
     """Measure both sides in turn; raises UserError if they do not agree in float32."""
-    batch_size = best_batch_size(theirs, case)
+    batch_size, group = best_batch_size(theirs, requests), CASES[name].group
     theirs.batch_size_per_gpu = batch_size
-    answer(ours, case, case.requests[:1])  # the first call warms up
+    answer(ours, requests[:1])  # the first call warms up
     answers: dict[Any, list[Any]] = {}
 
     def block(side: Any) -> dict[str, float]:
-        answers[side], seconds = answer(side, case, case.requests)
+        answers[side], seconds = answer(side, requests)
         return {STEP: seconds}
 
     found = paired(partial(block, ours), partial(block, theirs), repeats)[STEP]
     dtype = ours.model.tok_embeddings.weight.dtype
     return {
-        "case": case.name,
-        "group": case.group,
-        "requests": len(case.requests),
-        "tokens": case.tokens,
+        "case": name,
+        "group": group,
+        "requests": len(requests),
         "batch_size": batch_size,
         **found,
-        "target": target(case.group, found["ratio"]),
-        "agreement": agreement(case, answers[ours], answers[theirs], dtype),
+        "target": target(group, found["ratio"]),
+        "agreement": agreement(name, answers[ours], answers[theirs], dtype),
     }
 
 
-def answer(side: Any, case: Case, requests: Sequence[Instance]) -> tuple[list[Any], float]:
+def answer(side: Any, requests: list[Instance]) -> tuple[list[Any], float]:
     """Return what one side answers, and the seconds of it."""
     answers: list[Any] = []
-    ask = getattr(side, KINDS[case.group])
+    ask = getattr(side, requests[0].request_type)
     with contextlib.redirect_stderr(io.StringIO()):  # their bars
-        seconds = seconds_of(lambda: answers.extend(ask(list(requests), disable_tqdm=True)))
+        seconds = seconds_of(lambda: answers.extend(ask(requests, disable_tqdm=True)))
     return answers, seconds
 
 
-def best_batch_size(theirs: Any, case: Case) -> int:
+def best_batch_size(theirs: Any, requests: list[Instance]) -> int:
     """Return theirs' fastest batch size: larger ones are tried until one is slower or fails."""
     best, fastest = 0, float("inf")
     for size in HF_BATCH_SIZES[theirs.device.type]:
         theirs.batch_size_per_gpu = size
         try:
             if not best:
-                answer(theirs, case, case.requests[:1])  # the first call warms up
-            took = answer(theirs, case, case.requests)[1]
+                answer(theirs, requests[:1])  # the first call warms up
+            took = answer(theirs, requests)[1]
         except torch.OutOfMemoryError:
             break
         if took >= fastest:
@@ -352,7 +343,7 @@ def best_batch_size(theirs: Any, case: Case) -> int:
     return best or 1
 
 
-def agreement(case: Case, ours: list[Any], theirs: list[Any], dtype: torch.dtype) -> str:
+def agreement(case: str, ours: list[Any], theirs: list[Any], dtype: torch.dtype) -> str:
     """Return how the answers are the same; in float32 raises UserError if they are not."""
 
     def is_same(own: str, other: str) -> bool:
@@ -361,7 +352,7 @@ def agreement(case: Case, ours: list[Any], theirs: list[Any], dtype: torch.dtype
         return other.startswith(text) if was_cut else other == text
 
     pairs = list(zip(ours, theirs, strict=True))
-    if case.group == GENERATION:
+    if isinstance(ours[0], str):
         agrees = [is_same(own, other) for own, other in pairs]
         text = f"{sum(agrees)} of {len(agrees)} texts"
     else:
@@ -375,8 +366,7 @@ def agreement(case: Case, ours: list[Any], theirs: list[Any], dtype: torch.dtype
         ]
     if not all(agrees) and dtype == torch.float32:
         raise UserError(
-            f"{case.name}: the two sides answer differently ({text}), so their times can't be "
-            "compared"
+            f"{case}: the two sides answer differently ({text}): their times can't be compared"
         )
     return text
 
@@ -384,7 +374,7 @@ def agreement(case: Case, ours: list[Any], theirs: list[Any], dtype: torch.dtype
 def print_result(result: dict[str, Any], console: Console) -> None:
     columns: Columns = {
         "case": lambda case: case["case"],
-        "tokens": lambda case: f"{case['tokens']:,}",
+        "requests": lambda case: str(case["requests"]),
         "ours s": lambda case: f"{case['base_s']:.2f}",
         "hf s": lambda case: f"{case['other_s']:.2f}",
         "batch": lambda case: str(case["batch_size"]),

@@ -63,7 +63,6 @@ def fake_gpu() -> Iterator[None]:
         "synchronize": lambda device=None: None,
     }
     there = {"is_available": lambda: True, "is_bf16_supported": lambda *_, **__: True}
-    for_torch = {"get_device_capability": lambda device=None: (9, 0)}
     for_dynamo = {name: staticmethod(answer) for name, answer in (answers | there).items()}
     device: Any = contextlib.nullcontext
 
@@ -74,7 +73,7 @@ def fake_gpu() -> Iterator[None]:
     scatter = "torch._inductor.fx_passes.reinplace._inplace_generalized_scatter"
     patch: Any = mock.patch.multiple
     with (
-        patch(torch.cuda, device=device, **answers, **for_torch),
+        patch(torch.cuda, device=device, get_device_capability=lambda *_: (9, 0), **answers),
         patch(CudaInterface, device=device, **for_dynamo),
         patch(TensorVariable, method_attr_device=traced(GPU), method_attr_is_cuda=traced(True)),
         mock.patch(scatter, lambda out, source, views: out),

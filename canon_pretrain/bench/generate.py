@@ -35,7 +35,8 @@ PREFILL, DECODE = "prefill", "decode"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    variants.add_options(parser, "sets", "pairs", pairs=9, micro_batch=1)
+    shapes = dict.fromkeys(("cuda", "cpu"), (0, 0))  # of --batches and the two below
+    variants.add_options(parser, "sets", "pairs", pairs=9, shapes=shapes, micro_batch=None)
     about = "rows at a time (default: 1 8 32)"
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], help=about)
     for option, tokens in (("--prompt-tokens", 128), ("--new-tokens", 64)):

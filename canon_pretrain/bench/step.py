@@ -82,7 +82,8 @@ def measure(
     with one_rank() if is_model else nullcontext():
         parts, facts, failed = variants.compare_variants(make, chosen, arguments, machine)
         if not parts:
-            raise NotMeasured(f"no variant could be measured: {failed}")
+            reasons = "; ".join(f"{name}: {why}" for name, why in failed.items())
+            raise NotMeasured(f"no variant could be measured: {reasons}")
         whole = None
         if is_model and plain:
             machine.free_memory()

@@ -147,10 +147,9 @@ def variants(
     If none was asked for: every set by what `auto` is, and the last set by the others.
     """
     sets = canon_sets_of(canon_sets)
-    usual = list(usable) if asked else ["triton" if "triton" in usable else "compiled"]
-    others = [Variant(sets[-1], backend) for backend in usable if backend not in usual]
+    usual = usable if asked else ["triton" if "triton" in usable else "compiled"]
     found = [Variant(canon_set, backend) for canon_set in sets for backend in usual]
-    return list(dict.fromkeys([*found, *others]))
+    return list(dict.fromkeys([*found, *(Variant(sets[-1], backend) for backend in usable)]))
 
 
 def compare_variants(
