@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -20,33 +21,27 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import sentencepiece
 import tokenizers
-from rich.table import Table
 
+from canon_pretrain.bench.tables import Columns, Target, make_console, print_table
 from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import write_json
+from canon_pretrain.core.files import read_json, write_json
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.data.blocks import BLOCK_BYTES, FileFacts, PartFiles, block_crcs
+from canon_pretrain.data.blocks import BLOCK_BYTES, block_crcs
 from canon_pretrain.data.loader import BatchLoader
 from canon_pretrain.data.shard_writer import write_manifest, write_shards
-from canon_pretrain.data.shards import (
-    FORMAT,
-    VERSION,
-    CommitMark,
-    TokenShards,
-    part_name,
-    read_manifest,
-)
+from canon_pretrain.data.shards import TokenShards, part_name, read_manifest
 from canon_pretrain.data.tokenizer import HF_FILE, Tokenizer
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
 from data_prep.folder import TRAIN, say
@@ -62,6 +57,15 @@ SEQ_LEN, BATCH, BATCHES = 4096, 8, 400
 SPLIT_TOKENS = 1 << 26
 # FineWeb-Edu's 100B tokens in Llama-2's pieces
 PARTS, TOKENS, DOCUMENTS_A_PART = 433, 116_000_000_000, 224_000
+TARGETS = {
+    "encoding, empty word cache / sp.encode": Target((1.0,), True, "x"),
+    "encoding, the same text again / sp.encode": Target((2.0,), True, "x"),
+    "build, CPU time: ours / datatrove": Target((1.0,), True, "x"),
+    "build, clock: 2 workers / 1": Target((1.8,), True, "x"),
+    "loader, CRC checked, one core": Target((100.0,), True, "Mtok/s"),
+    "opening all parts": Target((0.1,), unit="s"),
+    "memory, with the first batch": Target((20.0,), unit="MB"),
+}
 
 DATATROVE = """
 import sys
@@ -76,14 +80,8 @@ logs = f"{out}/logs"
 LocalPipelineExecutor([JsonlReader(files), writer], tasks=1, workers=1, logging_dir=logs).run()
 Path(out, "token_size").write_text(str(writer.token_size))
 """
-START = """
-import json, sys, time
-from pathlib import Path
-from data_prep.bench import open_once
-print(json.dumps(open_once(Path(sys.argv[1]))))
-"""
-
-Encode = Callable[[list[str]], Any]
+Rows = list[dict[str, Any]]
+"""Each with `what`, `value` (None: not measured), `unit` and, in words, `target`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,153 +101,133 @@ def run(arguments: argparse.Namespace) -> None:
             f"--repeats {repeats} --megabytes {megabytes:g}: expected at least 1, and more than 0"
         )
     request = TokenizerRequest.parse(arguments.tokenizer, None)
+    if request.given and request.given.file_name == HF_FILE:
+        raise UserError(f"--tokenizer {arguments.tokenizer}: expected a SentencePiece model")
     texts = collect(int(megabytes * 1e6))
     num_bytes = sum(len(text.encode()) for text in texts)
     sample = texts[:: max(1, round(num_bytes / ENCODED_BYTES))]
+    say(f"{len(texts):,} documents, {num_bytes / 1e6:.1f} MB")
     model = request.given or Tokenizer(train_tokenizer(sample, request.vocab_size), request.name)
-    say(f"{len(texts):,} documents, {num_bytes / 1e6:.1f} MB; {model.method}")
     with tempfile.TemporaryDirectory(prefix="canon-data-bench-") as scratch:
         folder = Path(scratch)
-        result = {
-            "bench": "data_prep",
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "cpu": f"{platform.machine()}, {available_cores()} cores",
-            "versions": {name: version(name) for name in ("sentencepiece", "tokenizers", "numpy")},
-            "documents": len(texts),
-            "bytes": num_bytes,
-            "vocab_size": model.vocab_size,
-            "method": model.method,
-            "encoding": measure_encoding(model, sample, repeats),
-            "builds": measure_builds(model, texts, folder / "builds", repeats),
-            "loader": measure_reading(folder / "reading", repeats),
-            "start": measure_start(folder / "start", repeats),
-        }
-    print_result(result, Console())
+        rows = measure_encoding(model, sample, repeats)
+        rows += measure_builds(model, texts, folder / "builds", repeats)
+        rows += measure_reading(folder / "reading", repeats)
+        rows += measure_start(folder / "start", repeats)
+    result = {
+        "bench": "data_prep",
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": f"{platform.machine()}, {available_cores()} cores",
+        "versions": {name: version(name) for name in ("sentencepiece", "tokenizers", "numpy")},
+        "documents": len(texts),
+        "bytes": num_bytes,
+        "vocab_size": model.vocab_size,
+        "method": model.method,
+        "rows": rows,
+    }
+    print_result(result, make_console())
     if arguments.json:
         write_json(arguments.json, result)
+
+
+def row(what: str, value: float | None, unit: str) -> dict[str, Any]:
+    has_target = what in TARGETS and value is not None
+    target = TARGETS[what].verdict(value) if has_target else ""
+    return {"what": what, "value": value, "unit": unit, "target": target}
 
 
 def collect(limit: int) -> list[str]:
     """Return text files of the library, then of the installed packages, up to `limit` bytes."""
     texts: list[str] = []
-    for place in ("stdlib", "purelib"):
-        for folder, names, found in os.walk(sysconfig.get_path(place)):
-            names[:] = sorted(name for name in names if name != "site-packages")
-            for name in sorted(name for name in found if name.endswith(TEXT_FILES)):
+    for place in map(sysconfig.get_path, ("stdlib", "purelib")):
+        for path in sorted(Path(place).rglob("*")):
+            is_own = "site-packages" not in path.relative_to(place).parts
+            if path.suffix in TEXT_FILES and is_own and path.is_file():
                 # a package's test may be no UTF-8: any other text serves as well
                 with contextlib.suppress(OSError, UnicodeDecodeError):
-                    content = Path(folder, name).read_bytes()
+                    content = path.read_bytes()
                     limit -= len(content)
                     if limit < 0 and len(texts) > 1:
                         return texts
-                    if content:
-                        texts.append(content.decode())
+                    texts += [content.decode()] if content else []
     return texts
 
 
-# ---- encoding
-
-
-def measure_encoding(model: Tokenizer, texts: list[str], repeats: int) -> dict[str, Any]:
-    """Return tokens per second of CPU time: medians over `repeats`, in which all take turns.
-
-    A tokenizer.json has no sp.encode beside it, and a model that cannot be written as one no
-    tokenizers.
-    """
+def measure_encoding(model: Tokenizer, texts: list[str], repeats: int) -> Rows:
+    """Return tokens per second of CPU time and their ratios: all take turns, `repeats` times."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core
-    others: dict[str, Encode] = {}
-    if model.file_name != HF_FILE:
-        processor = sentencepiece.SentencePieceProcessor(model_proto=model.model)
-        others["sp.encode"] = _one_by_one(processor.encode)
-    if content := as_tokenizer_json(model):
-        plain = tokenizers.Tokenizer.from_str(content)
-        plain.encode_special_tokens = True
-        others["tokenizers"] = lambda b: plain.encode_batch_fast(b, add_special_tokens=False)
-    seconds: dict[str, list[float]] = {}
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.model)
+    plain = tokenizers.Tokenizer.from_str(as_tokenizer_json(model))
+    plain.encode_special_tokens = True
+    own, others = ("empty word cache", "the same text again"), ("sp.encode", "tokenizers")
+    seconds: dict[str, list[float]] = {name: [] for name in (*own, *others)}
     for _ in range(repeats):
         ours = Tokenizer(model.model, "bench", eos=model.eos_id)
-        own = _one_by_one(ours.encode)
-        for name, encode in {"cold": own, "warm": own, **others}.items():
+        for name, encode in zip(seconds, (*[ours.encode] * 2, processor.encode, None), strict=True):
             started = time.process_time()
-            encode(texts)
-            seconds.setdefault(name, []).append(time.process_time() - started)
+            if encode is None:
+                plain.encode_batch_fast(texts, add_special_tokens=False)
+            else:
+                for text in texts:
+                    encode(text)
+            seconds[name].append(time.process_time() - started)
     tokens = sum(len(model.encode(text)) for text in texts)
-
-    def ratio(name: str, other: str) -> float:
+    rows = [
+        row(f"encoding, {name}", tokens / statistics.median(taken) / 1e6, "Mtok/s")
+        for name, taken in seconds.items()
+    ]
+    for name, other in itertools.product(own, others):
         pairs = zip(seconds[name], seconds[other], strict=True)
-        return statistics.median(theirs / ours for ours, theirs in pairs)
-
-    return {
-        "tokens": tokens,
-        "rates": {name: tokens / statistics.median(taken) for name, taken in seconds.items()},
-        "ratios": {f"{n} / {other}": ratio(n, other) for n in ("cold", "warm") for other in others},
-    }
-
-
-def _one_by_one(encode: Callable[[str], Any]) -> Encode:
-    return lambda texts: [encode(text) for text in texts]
+        ratio = statistics.median(theirs / ours for ours, theirs in pairs)
+        rows.append(row(f"encoding, {name} / {other}", ratio, "x"))
+    return rows
 
 
 def as_tokenizer_json(model: Tokenizer) -> str:
-    """Return the model as a tokenizer.json with the same ids; "" if there is none."""
-    if model.file_name == HF_FILE:
-        return model.model.decode()
-    try:
-        return json.dumps(tokenizer_files(model, SEQ_LEN)[HF_FILE], ensure_ascii=False)
-    except UserError:
-        return ""
+    """Return the model as a tokenizer.json with the same ids."""
+    return json.dumps(tokenizer_files(model, SEQ_LEN)[HF_FILE], ensure_ascii=False)
 
 
-# ---- whole builds
+def measure_builds(model: Tokenizer, texts: Sequence[str], folder: Path, repeats: int) -> Rows:
+    """Build the same JSONL files in turns; return rates of CPU time, and ratios.
 
-
-def measure_builds(
-    model: Tokenizer, texts: Sequence[str], folder: Path, repeats: int
-) -> dict[str, Any]:
-    """Build the same JSONL files in turns; return seconds by the clock and of CPU, and rates.
-
-    The start of a process is included. datatrove runs in one task, without its shuffling, and is
-    left out if it is not installed or has no tokenizer.json.
+    The start of a process is included; the least of each is of the run that others disturbed least.
+    datatrove runs in one task, without its shuffling, if it is installed.
     """
     files = folder / "files"
     files.mkdir(parents=True)
     every = max(1, len(texts) * FILE_BYTES // sum(map(len, texts)))
     for start in range(0, len(texts), every):
-        rows = (json.dumps({"text": text}) + "\n" for text in texts[start : start + every])
-        (files / f"{start:08d}.jsonl").write_text("".join(rows))
+        lines = (json.dumps({"text": text}) + "\n" for text in texts[start : start + every])
+        (files / f"{start:08d}.jsonl").write_text("".join(lines))
     (folder / model.file_name).write_bytes(model.model)
     build = ["-m", "data_prep", "build", "--source", "local", "--files", str(files), "--holdout"]
     build += ["0", "--tokenizer", str(folder / model.file_name), "--workers"]
     commands = {"ours, 1 worker": [*build, "1"], "ours, 2 workers": [*build, "2"]}
-    content = as_tokenizer_json(model)
-    if content and importlib.util.find_spec("datatrove"):
-        path = folder / "datatrove.json"
-        path.write_text(content, encoding="utf-8")
-        commands["datatrove, 1 task"] = ["-c", DATATROVE, str(files), str(path), model.eos_token]
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
+    theirs, path = "datatrove, 1 task", folder / "datatrove.json"
+    if importlib.util.find_spec("datatrove"):
+        path.write_text(as_tokenizer_json(model), encoding="utf-8")
+        commands[theirs] = ["-c", DATATROVE, str(files), str(path), model.eos_token]
+    clock_s, cpu_s = (dict.fromkeys(commands, float("inf")) for _ in range(2))
+    tokens: dict[str, int] = {}
     for turn in range(repeats):
         for number, (name, command) in enumerate(commands.items()):
             out = folder / f"out-{turn}-{number}"
             before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
             run_python(*command, "--out", str(out))
-            clock_s = time.perf_counter() - started
+            clock_s[name] = min(clock_s[name], time.perf_counter() - started)
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            cpu_s = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-            runs[name].append({"clock_s": clock_s, "cpu_s": cpu_s, "tokens": _tokens(out)})
-    # the least: of the run that whatever else the machine does disturbed least
-    least = {
-        name: {unit: min(run[unit] for run in taken) for unit in taken[0]}
-        for name, taken in runs.items()
-    }
-    for known in least.values():
-        known["tokens_per_cpu_s"] = known["tokens"] / known["cpu_s"]
-    one, two = least["ours, 1 worker"], least["ours, 2 workers"]
-    theirs = least.get("datatrove, 1 task")
-    return {
-        "runs": least,
-        "2 workers / 1": one["clock_s"] / two["clock_s"],
-        "ours / datatrove": theirs["cpu_s"] / one["cpu_s"] if theirs else None,
-    }
+            used = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+            cpu_s[name] = min(cpu_s[name], used)
+            tokens[name] = count_tokens(out)
+    rows = [
+        row(f"text to shards: {name}", tokens[name] / cpu_s[name] / 1e6, "Mtok/s")
+        for name in commands
+    ]
+    one, two = "ours, 1 worker", "ours, 2 workers"
+    beside = cpu_s[theirs] / cpu_s[one] if theirs in commands else None
+    rows.append(row("build, CPU time: ours / datatrove", beside, "x"))
+    return [*rows, row("build, clock: 2 workers / 1", clock_s[one] / clock_s[two], "x")]
 
 
 def run_python(*words: str) -> str:
@@ -261,20 +239,17 @@ def run_python(*words: str) -> str:
     return done.stdout
 
 
-def _tokens(out: Path) -> int:
-    """How many tokens a build wrote: ours by its manifest, datatrove by its files' sizes."""
+def count_tokens(out: Path) -> int:
+    """Return how many tokens a build wrote: ours by its manifest, datatrove by its files' sizes."""
     if (out / TRAIN).exists():
         return read_manifest(out / TRAIN).num_tokens
     width = int((out / "token_size").read_text())
     return sum(path.stat().st_size for path in out.glob("tokens/*.ds")) // width
 
 
-# ---- reading
-
-
 def measure_reading(
     folder: Path, repeats: int, *, tokens: int = SPLIT_TOKENS, batches: int = BATCHES
-) -> float:
+) -> Rows:
     """Tokens per second of CPU time of the loader, all checks on: the median."""
     rng = np.random.default_rng(0)
     documents = [rng.integers(3, VOCAB_SIZE, size=1 << 16) for _ in range(tokens >> 16)]
@@ -287,7 +262,7 @@ def measure_reading(
             for _ in range(batches):
                 loader.next_batch()
             rates.append(batches * BATCH * SEQ_LEN / (time.process_time() - started))
-    return statistics.median(rates)
+    return [row("loader, CRC checked, one core", statistics.median(rates) / 1e6, "Mtok/s")]
 
 
 def _loader(shards: TokenShards) -> BatchLoader:
@@ -296,21 +271,23 @@ def _loader(shards: TokenShards) -> BatchLoader:
     )
 
 
-def measure_start(
-    folder: Path, repeats: int, *, parts: int = PARTS, tokens: int = TOKENS
-) -> dict[str, float]:
-    """Seconds and bytes to open a split of `parts` parts and `tokens` tokens and to read a batch.
+def measure_start(folder: Path, repeats: int, *, parts: int = PARTS, tokens: int = TOKENS) -> Rows:
+    """Seconds and memory to open a split of `parts` parts and to read a batch.
 
-    The least of `repeats` fresh processes: of the one that others disturbed least. The split's
-    files are sparse: zeros that no disk holds, with their true CRCs.
+    The least of `repeats` fresh processes: of the one that others disturbed least.
     """
     write_sparse(folder, parts, tokens)
-    runs = [json.loads(run_python("-c", START, str(folder))) for _ in range(repeats)]
-    return {name: min(run[name] for run in runs) for name in runs[0]}
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        runs = list(pool.map(open_once, [folder] * repeats))
+    open_s, memory = (min(values) for values in zip(*runs, strict=True))
+    return [
+        row("opening all parts", open_s, "s"),
+        row("memory, with the first batch", memory / 1e6, "MB"),
+    ]
 
 
-def open_once(folder: Path) -> dict[str, float]:
-    """What opening a split costs this process, which has not done it before."""
+def open_once(folder: Path) -> tuple[float, int]:
+    """Return the seconds and bytes that opening a split costs this process, which is new to it."""
 
     def memory() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -320,81 +297,46 @@ def open_once(folder: Path) -> dict[str, float]:
     with TokenShards.open(folder) as shards:
         open_s = time.perf_counter() - started
         _loader(shards).next_batch()
-    return {"open_s": open_s, "memory": memory() - before}
+    return open_s, memory() - before
 
 
 def write_sparse(folder: Path, parts: int, tokens: int) -> None:
-    """A split of `tokens` tokens, all 0, in `parts` parts of equal length."""
-    folder.mkdir(parents=True)
-    count = tokens // parts
+    """A split of `tokens` tokens, all 0, in `parts` parts of equal length: its files are sparse.
+
+    No disk holds the zeros, and their CRCs are true.
+    """
+    write_shards(folder, [np.array([EOS_ID])], vocab_size=VOCAB_SIZE, eos_id=EOS_ID)
+    like, count = read_json(folder / f"{part_name(0, 0)}.json"), tokens // parts
     whole, rest = divmod(2 * count, BLOCK_BYTES)
-    crcs = np.repeat(block_crcs(bytes(BLOCK_BYTES)), whole)
-    crc = np.concatenate([crcs, block_crcs(bytes(rest))]).astype("<u4").tobytes()
-    dumps = [f"CC-MAIN-{year}-{week:02d}" for year in range(2013, 2025) for week in range(0, 50, 6)]
+    crcs = [np.repeat(block_crcs(bytes(BLOCK_BYTES)), whole), block_crcs(bytes(rest))]
+    crc = np.concatenate(crcs).astype("<u4").tobytes()
+    sizes = {"bin": 2 * count, "docs": 16 * DOCUMENTS_A_PART, "crc": len(crc)}
+    files = {name: {"size": size, "sha256": "0" * 64} for name, size in sizes.items()}
+    files["crc"]["sha256"] = hashlib.sha256(crc).hexdigest()
+    like |= {"tokens": count, "documents": DOCUMENTS_A_PART, "text_bytes": 4 * count, "max_id": 0}
+    like |= {"rows": [0, DOCUMENTS_A_PART], "files": files}
+    like["groups"] = {f"CC-MAIN-2024-{week:03d}": [1, 1, 1] for week in range(108)}
     for unit in range(parts):
-        stem = part_name(unit, 0)
-        (folder / f"{stem}.crc").write_bytes(crc)
-        mark = CommitMark(
-            format=FORMAT,
-            version=VERSION,
-            unit=unit,
-            part=0,
-            last_in_unit=True,
-            tokens=count,
-            documents=DOCUMENTS_A_PART,
-            text_bytes=4 * count,
-            rows=(0, DOCUMENTS_A_PART),
-            max_id=0,
-            groups=dict.fromkeys(dumps, (1, 1, 1)),
-            repaired={},
-            skipped={},
-            inputs={f"sample/100BT/{unit:03d}_00000.parquet": "0" * 64},
-            plan_sha256="0" * 64,
-            files=PartFiles(
-                bin=FileFacts(2 * count, "0" * 64),
-                docs=FileFacts(16 * DOCUMENTS_A_PART, "0" * 64),
-                crc=FileFacts(len(crc), hashlib.sha256(crc).hexdigest()),
-            ),
-        )
+        stem = folder / part_name(unit, 0)
+        stem.with_suffix(".crc").write_bytes(crc)
         for suffix in ("bin", "docs"):
-            with open(folder / f"{stem}.{suffix}", "wb") as file:
-                file.truncate(getattr(mark.files, suffix).size)
-        write_json(folder / f"{stem}.json", asdict(mark))
+            with open(stem.with_suffix(f".{suffix}"), "wb") as file:
+                file.truncate(sizes[suffix])
+        inputs = {f"sample/100BT/{unit:03d}_00000.parquet": "0" * 64}
+        write_json(stem.with_suffix(".json"), like | {"unit": unit, "inputs": inputs})
     write_manifest(folder, parts, vocab_size=VOCAB_SIZE, eos_id=EOS_ID)
 
 
-# ---- what is shown
-
-
-def claims(result: dict[str, Any]) -> list[tuple[str, float | None, str, float | None]]:
-    """What is compared: its name, value and unit, and the goal: of x and Mtok/s at least."""
-    ratio, builds = result["encoding"]["ratios"], result["builds"]
-    return [
-        ("encoding, empty word cache / sp.encode", ratio.get("cold / sp.encode"), "x", 1.0),
-        ("encoding, the same text again / sp.encode", ratio.get("warm / sp.encode"), "x", 2.0),
-        ("encoding, empty word cache / tokenizers", ratio.get("cold / tokenizers"), "x", None),
-        ("build, CPU time: ours / datatrove", builds["ours / datatrove"], "x", 1.0),
-        ("build, clock: 2 workers / 1", builds["2 workers / 1"], "x", 1.8),
-        ("loader, CRC checked, one core", result["loader"] / 1e6, "Mtok/s", 100.0),
-        ("opening 433 parts, 116B tokens", result["start"]["open_s"], "s", 0.1),
-        ("  memory, with the first batch", result["start"]["memory"] / 1e6, "MB", 20.0),
-    ]
-
-
 def print_result(result: dict[str, Any], console: Console) -> None:
-    text = f"{result['bytes'] / 1e6:.1f} MB in {result['documents']:,} documents"
-    rates = Table("Mtok/s", "one core", title=f"{text}, {result['vocab_size']:,} pieces")
-    for name, rate in result["encoding"]["rates"].items():
-        rates.add_row(f"encoding: {name}", f"{rate / 1e6:.2f}")
-    for name, build in result["builds"]["runs"].items():
-        rates.add_row(f"text to shards: {name}", f"{build['tokens_per_cpu_s'] / 1e6:.2f}")
-    ratios = Table("side by side", "", "goal", "held", title=f"{result['cpu']}, {result['time']}")
-    for what, value, unit, goal in claims(result):
-        shown = "not measured" if value is None else f"{value:.3g} {unit}"
-        aim = held = ""
-        if value is not None and goal is not None:
-            more = unit in ("x", "Mtok/s")
-            aim = f"at {'least' if more else 'most'} {goal:g} {unit}"
-            held = "yes" if (value >= goal if more else value <= goal) else "no"
-        ratios.add_row(what, shown, aim, held)
-    console.print(rates, ratios)
+    """Print the rows, and which targets are met."""
+    columns: Columns = {
+        "measured": lambda row: row["what"],
+        "": lambda row: f"{row['value']:.3g} {row['unit']}" if row["value"] else "not measured",
+        "target": lambda row: row["target"],
+    }
+    line = (
+        f"{result['bytes'] / 1e6:.1f} MB in {result['documents']:,} documents, "
+        f"{result['vocab_size']:,} pieces; {PARTS} parts of {TOKENS / 1e9:.0f}B tokens; "
+        f"{result['cpu']}, {result['time']}"
+    )
+    print_table(console, result["rows"], columns, line)

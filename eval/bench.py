@@ -15,23 +15,30 @@ import re
 import statistics
 import sysconfig
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import sentencepiece
 import torch
 from lm_eval.api.instance import Instance
+from pydantic import TypeAdapter, ValidationError
 
-from canon_pretrain.bench.tables import FACTOR, Columns, print_lines, print_table
-from canon_pretrain.bench.timing import clock_name, paired, synchronize
+from canon_pretrain.bench.tables import (
+    FACTOR,
+    Columns,
+    Target,
+    make_console,
+    print_lines,
+    print_table,
+)
+from canon_pretrain.bench.timing import STEP, clock_name, paired, seconds_of
 from canon_pretrain.checkpoint.writer import save_alone
-from canon_pretrain.core.errors import UserError, check_choice, suggestion
+from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.files import write_json
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
@@ -51,20 +58,45 @@ TEXT_CHARACTERS = 600_000
 TOLERANCE = 1e-3
 """Nats that log-likelihoods of the two may be apart in float32: sums of rounding."""
 HF_BATCH_SIZES = {"cpu": (1, 4, 16), "cuda": (8, 32, 128)}
-"""The best of these is theirs; `auto` is not among them: it tries the largest on 2,048 tokens,
-which on a CPU is beyond its memory, and on a GPU costs passes of its own."""
+"""The best of these is theirs; `auto` tries the largest on 2,048 tokens: beyond a CPU's memory."""
 NO_TEXT = 3 + 256
 """The ids of control tokens and bytes in a tokenizer that SentencePiece has just trained."""
 CHOICE, ROLLING, GENERATION = "multiple choice", "perplexity", "generation"
 KINDS = {CHOICE: "loglikelihood", ROLLING: "loglikelihood_rolling", GENERATION: "generate_until"}
 """lm_eval's requests by group."""
-TARGETS = {CHOICE: 1.2, GENERATION: 1.5}
+TARGETS = {CHOICE: Target((1.2,), True, "x"), GENERATION: Target((1.5,), True, "x")}
 """How many times as fast ours should be on a CPU."""
 
 
+class Form(NamedTuple):
+    """What a suite's requests look like; {6-14} is the place of a text of 6 to 14 tokens."""
+
+    group: str
+    items: int
+    """At scale 1."""
+    prompt: str
+    choices: tuple[str, ...] = ()
+    head: str = ""
+    """Before every prompt, the same each time."""
+    new_tokens: int = 0
+    until: tuple[str, ...] = ()
+
+
+BABILONG = "<context>\n{650-950}\n</context>\n\nQuestion: {6-9}?\nAnswer:"
+BIRTH_YEAR = "{310-360}\n\nAnswer me: {5-8} was born in the year of "
+CASES = {
+    "hellaswag": Form(CHOICE, 6, "{20-110}", (" {10-45}",) * 4),
+    "boolq": Form(CHOICE, 8, "{80-300}\nQuestion: {6-14}?\nAnswer:", (" no", " yes")),
+    "piqa": Form(CHOICE, 16, "Question: {5-25}\nAnswer:", (" {8-50}",) * 2),
+    "wikitext": Form(ROLLING, 1, "{1400-2400}"),
+    "jrt": Form(GENERATION, 4, "{880-1000}", new_tokens=48, until=("\n",)),
+    "babilong": Form(GENERATION, 3, BABILONG, head="{230-230}\n\n", new_tokens=20),
+    "birth-year": Form(GENERATION, 8, BIRTH_YEAR, new_tokens=5),
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    model = parser.add_mutually_exclusive_group()
+    add, model = parser.add_argument, parser.add_mutually_exclusive_group()
     about = "random weights of this size and variant (default: Canon ABCD and no positions)"
     model.add_argument("--model", metavar="FLAVOR[,FIELD=VALUE...]", help=about)
     about = "a trained one instead"
@@ -78,13 +110,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Measure and print. Raises UserError, also if the two sides answer differently."""
-    if arguments.repeats < 1 or (arguments.scale is not None and arguments.scale <= 0):
-        raise UserError(
-            f"--repeats {arguments.repeats} --scale {arguments.scale}: expected at least 1, and "
-            "more than 0"
-        )
-    console = Console()
-    result = measure(arguments, lambda line: print_lines(console, line))
+    repeats, scale, console = arguments.repeats, arguments.scale, make_console()
+    if repeats < 1 or (scale is not None and scale <= 0):
+        raise UserError(f"--repeats {repeats} --scale {scale}: expected at least 1, and above 0")
+    result = measure(arguments, partial(print_lines, console))
     print_result(result, console)
     if arguments.json:
         write_json(arguments.json, result)
@@ -93,97 +122,38 @@ def execute(arguments: argparse.Namespace) -> None:
 # ---- the requests
 
 
-class Words:
-    """Texts of so many tokens, from random places of the standard library."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        # in one line: a text of the suites has few
-        text = " ".join(" ".join(library_texts()).split())[:TEXT_CHARACTERS]
-        self._tokenizer, self._ids = tokenizer, tokenizer.encode(text)
-        self._random = random.Random(0)
-
-    def fill(self, form: str) -> str:
-        """Return `form` with a text of 6 to 14 tokens in the place of {6-14}."""
-
-        def some(place: re.Match[str]) -> str:
-            count = self._random.randint(int(place[1]), int(place[2]))
-            start = self._random.randrange(len(self._ids) - count)
-            return self._tokenizer.decode(self._ids[start : start + count]).strip()
-
-        return re.sub(r"\{(\d+)-(\d+)\}", some, form)
-
-
 def library_texts() -> list[str]:
     """Return the modules of the running Python's standard library, as texts."""
     folder = Path(sysconfig.get_path("stdlib"))
     return [path.read_text("utf-8", errors="ignore") for path in sorted(folder.glob("*.py"))]
 
 
-@dataclass(frozen=True)
-class Form:
-    """What a suite's requests look like, as forms for `Words.fill`."""
+def make_requests(
+    tokenizer: Tokenizer, names: Sequence[str], scale: float
+) -> dict[str, list[Instance]]:
+    """Return the requests of cases; equal for equal arguments and an equal standard library."""
+    # in one line: a text of the suites has few
+    ids = tokenizer.encode(" ".join(" ".join(library_texts()).split())[:TEXT_CHARACTERS])
+    generator, requests = random.Random(0), {}
 
-    group: str
-    items: int
-    """At scale 1."""
-    prompt: str
-    choices: tuple[str, ...] = ()
-    head: str = ""
-    """Before every prompt, the same each time."""
-    new_tokens: int = 0
-    until: tuple[str, ...] = ()
+    def some(place: re.Match[str]) -> str:
+        count = generator.randint(int(place[1]), int(place[2]))
+        start = generator.randrange(len(ids) - count)
+        return tokenizer.decode(ids[start : start + count]).strip()
 
-
-CASES = {
-    "hellaswag": Form(CHOICE, 6, "{20-110}", (" {10-45}",) * 4),
-    "boolq": Form(CHOICE, 8, "{80-300}\nQuestion: {6-14}?\nAnswer:", (" no", " yes")),
-    "piqa": Form(CHOICE, 16, "Question: {5-25}\nAnswer:", (" {8-50}",) * 2),
-    "wikitext": Form(ROLLING, 1, "{1400-2400}"),
-    "jrt": Form(GENERATION, 4, "{880-1000}", new_tokens=48, until=("\n",)),
-    "babilong": Form(
-        GENERATION,
-        3,
-        "<context>\n{650-950}\n</context>\n\nQuestion: {6-9}?\nAnswer:",
-        head="{230-230}\n\n",
-        new_tokens=20,
-    ),
-    "birth-year": Form(
-        GENERATION, 8, "{310-360}\n\nAnswer me: {5-8} was born in the year of ", new_tokens=5
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """`requests` of one group; `tokens`: all that are in them, or asked for."""
-
-    name: str
-    group: str
-    requests: list[Instance]
-    tokens: int
-
-
-def make_cases(tokenizer: Tokenizer, names: Sequence[str], scale: float) -> list[Case]:
-    """Return the cases `names`; equal for equal arguments and an equal standard library."""
-    words = Words(tokenizer)
-    cases = []
+    fill = partial(re.sub, r"\{(\d+)-(\d+)\}", some)
     for name in names:
         form = CASES[name]
-        head = words.fill(form.head)
+        head, asked = fill(form.head), []
         options = {"until": list(form.until), "max_gen_toks": form.new_tokens, "do_sample": False}
-        asked: list[tuple[Any, ...]] = []
         for _ in range(max(1, round(form.items * scale))):
-            prompt = head + words.fill(form.prompt)
-            if form.group == CHOICE:
-                asked += [(prompt, words.fill(choice)) for choice in form.choices]
-            else:
+            prompt = head + fill(form.prompt)
+            asked += [(prompt, fill(choice)) for choice in form.choices]
+            if not form.choices:
                 asked.append((prompt, options) if form.new_tokens else (prompt,))
-        texts = [part for given in asked for part in given if isinstance(part, str)]
-        tokens = sum(map(len, map(tokenizer.encode, texts))) + form.new_tokens * len(asked)
         kind = KINDS[form.group]
-        requests = [Instance(kind, {}, given, index) for index, given in enumerate(asked)]
-        cases.append(Case(name, form.group, requests, tokens))
-    return cases
+        requests[name] = [Instance(kind, {}, given, index) for index, given in enumerate(asked)]
+    return requests
 
 
 # ---- the model
@@ -192,20 +162,17 @@ def make_cases(tokenizer: Tokenizer, names: Sequence[str], scale: float) -> list
 def parse_model(text: str) -> ModelArgs:
     """Return the args that FLAVOR[,FIELD=VALUE...] names; Canon ABCD and NoPE by default."""
     name, *settings = text.split(",")
-    changes: dict[str, Any] = {"position": "nope", "canon_set": "ABCD"}
-    known: dict[str, type] = {f.name: type(f.default) for f in fields(ModelArgs)}
+    fields = asdict(flavor(name)) | {"position": "nope", "canon_set": "ABCD"}
     for setting in settings:
         field, _, value = setting.partition("=")
-        if field not in known:
-            raise UserError(
-                f'--model {text}: "{field}" is no field of a model.{suggestion(field, known)}'
-            )
-        kind = known[field]
-        try:
-            changes[field] = value == "true" if kind is bool else kind(value)
-        except ValueError:
-            raise UserError(f'--model {text}: {field} = "{value}" is no {kind.__name__}') from None
-    args = replace(flavor(name), **changes)
+        check_choice("--model: field", field, fields)
+        fields[field] = value
+    try:
+        args = TypeAdapter(ModelArgs).validate_python(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        given = f'{first["loc"][0]} = "{first["input"]}"'
+        raise UserError(f"--model {text}: {given}: {first['msg']}") from None
     return replace(args, max_seq_len=max(args.max_seq_len, MAX_LENGTH))
 
 
@@ -231,10 +198,9 @@ def write_random_export(args: ModelArgs, folder: Path, dtype: str) -> None:
 
 def trained_tokenizer(vocab_size: int) -> bytes:
     """Return a SentencePiece BPE model of the standard library, as data_prep trains one."""
-    lines = (line for text in library_texts() for line in text.split("\n") if 0 < len(line) < 4000)
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines,
+        sentence_iterator=(x for t in library_texts() for x in t.split("\n") if 0 < len(x) < 4000),
         model_writer=model,
         vocab_size=vocab_size,
         model_type="bpe",
@@ -277,18 +243,14 @@ def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
         check_choice("--cases", name, CASES)
     check_cuda()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = device.type == "cuda"
-    weights = dtype_for(asked.dtype, device)
+    on_gpu, weights = device.type == "cuda", dtype_for(asked.dtype, device)
     dtype = str(weights).removeprefix("torch.")
     with tempfile.TemporaryDirectory(prefix="canon-eval-bench-") as scratch:
         folder = Path(scratch)
         if asked.checkpoint is not None:
             export(asked.checkpoint, folder / "out", dtype=dtype)
-            title = str(asked.checkpoint)
         else:
             args = parse_model(asked.model or ("1b3" if on_gpu else "8L512D"))
-            canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon"
-            title = f"random weights, {args.num_layers}L{args.dim}D, {args.position}, {canon}"
             write_random_export(args, folder, dtype)
         subject = Subject.open(folder / "out", None)
         transformer = subject.load(device, weights, MAX_LENGTH)
@@ -296,99 +258,92 @@ def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
         ours.batch_tokens = batch_tokens_for(ours, folder, lambda line: None)
         theirs = load_theirs(folder / "out", device, dtype, folder)
         names = [name for name in CASES if not asked.cases or name in asked.cases]
-        scale = asked.scale or (16.0 if on_gpu else 1.0)
-        cases = []
-        for case in make_cases(subject.tokenizer, names, scale):
-            cases.append(measure_case(ours, theirs, case, asked.repeats))
-            say(f"{case.name}: {cases[-1]['ratio']:.2f}x")
+        rows, scale = [], asked.scale or (16.0 if on_gpu else 1.0)
+        for name, requests in make_requests(subject.tokenizer, names, scale).items():
+            rows.append(measure_case(ours, theirs, name, requests, asked.repeats))
+            say(f"{name}: {rows[-1]['ratio']:.2f}x")
+    means = []
+    for group in dict.fromkeys(row["group"] for row in rows):
+        mean = statistics.geometric_mean(row["ratio"] for row in rows if row["group"] == group)
+        means.append({"group": group, "ratio": mean, "target": target(group, mean)})
+    args = transformer.args
+    title = f"{args.num_layers}L{args.dim}D, {args.position}, Canon {args.canon_set or 'none'}"
     cpu = f"{cpu_info('model name') or platform.machine()}, {torch.get_num_threads()} threads"
-    groups = {
-        group: [case["ratio"] for case in cases if case["group"] == group]
-        for group in dict.fromkeys(case["group"] for case in cases)
-    }
     return {
         "bench": "eval",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if on_gpu else cpu,
         "versions": {name: version(name) for name in ("torch", "transformers", "lm_eval")},
-        "model": title,
-        "args": asdict(transformer.args),
-        "num_parameters": num_parameters(transformer.args),
+        "model": str(asked.checkpoint or f"random weights, {title}"),
+        "args": asdict(args),
+        "num_parameters": num_parameters(args),
         "dtype": dtype,
         "batch_tokens": ours.batch_tokens,
-        "max_length": MAX_LENGTH,
-        "repeats": asked.repeats,
-        "ratio_of": clock_name(),
-        "cases": cases,
-        "groups": [
-            {
-                "group": group,
-                "ratio": statistics.geometric_mean(ratios),
-                "target": None if on_gpu else TARGETS.get(group),
-            }
-            for group, ratios in groups.items()
-        ],
+        "seconds_are": clock_name(),
+        "cases": rows,
+        "groups": means,
     }
 
 
-def measure_case(ours: Any, theirs: Any, case: Case, repeats: int) -> dict[str, Any]:
+def target(group: str, ratio: float) -> str:
+    """Return what a ratio should be on a CPU, and whether it is; empty without a target."""
+    has_target = group in TARGETS and not torch.cuda.is_available()
+    return TARGETS[group].verdict(ratio) if has_target else ""
+
+
+def measure_case(
+    ours: Any, theirs: Any, name: str, requests: list[Instance], repeats: int
+) -> dict[str, Any]:
     """Measure both sides in turn; raises UserError if they do not agree in float32."""
-    batch_size = best_batch_size(theirs, case)
+    batch_size, group = best_batch_size(theirs, requests), CASES[name].group
     theirs.batch_size_per_gpu = batch_size
-    answer(ours, case, case.requests[:1])  # the first call warms up
+    answer(ours, requests[:1])  # the first call warms up
     answers: dict[Any, list[Any]] = {}
 
     def block(side: Any) -> dict[str, float]:
-        answers[side], clocks = answer(side, case, case.requests)
-        return clocks
+        answers[side], seconds = answer(side, requests)
+        return {STEP: seconds}
 
-    found = paired(partial(block, ours), partial(block, theirs), repeats)
-    ratio = asdict(found[clock_name()])
-    weight = ours.model.tok_embeddings.weight
+    found = paired(partial(block, ours), partial(block, theirs), repeats)[STEP]
+    dtype = ours.model.tok_embeddings.weight.dtype
     return {
-        "case": case.name,
-        "group": case.group,
-        "requests": len(case.requests),
-        "tokens": case.tokens,
-        "ours": {clock: times.base_s for clock, times in found.items()},
-        "hf": {"batch_size": batch_size} | {clock: t.other_s for clock, t in found.items()},
-        **{name: ratio[name] for name in ("ratio", "ratio_low", "ratio_high")},
-        "target": None if weight.is_cuda else TARGETS.get(case.group),
-        "agreement": agreement(case, answers[ours], answers[theirs], weight.dtype),
+        "case": name,
+        "group": group,
+        "requests": len(requests),
+        "batch_size": batch_size,
+        **found,
+        "target": target(group, found["ratio"]),
+        "agreement": agreement(name, answers[ours], answers[theirs], dtype),
     }
 
 
-def answer(
-    side: Any, case: Case, requests: Sequence[Instance]
-) -> tuple[list[Any], dict[str, float]]:
-    """Return what one side answers, and the seconds of it by both clocks."""
-    synchronize()
-    begin, begin_cpu = time.perf_counter(), time.process_time()
+def answer(side: Any, requests: list[Instance]) -> tuple[list[Any], float]:
+    """Return what one side answers, and the seconds of it."""
+    answers: list[Any] = []
+    ask = getattr(side, requests[0].request_type)
     with contextlib.redirect_stderr(io.StringIO()):  # their bars
-        answers = getattr(side, KINDS[case.group])(list(requests), disable_tqdm=True)
-    synchronize()
-    clocks = {"clock": time.perf_counter() - begin, "CPU": time.process_time() - begin_cpu}
-    return answers, clocks
+        seconds = seconds_of(lambda: answers.extend(ask(requests, disable_tqdm=True)))
+    return answers, seconds
 
 
-def best_batch_size(theirs: Any, case: Case) -> int:
+def best_batch_size(theirs: Any, requests: list[Instance]) -> int:
     """Return theirs' fastest batch size: larger ones are tried until one is slower or fails."""
-    best, fastest = 1, float("inf")
+    best, fastest = 0, float("inf")
     for size in HF_BATCH_SIZES[theirs.device.type]:
         theirs.batch_size_per_gpu = size
         try:
-            if size == HF_BATCH_SIZES[theirs.device.type][0]:
-                answer(theirs, case, case.requests[:1])  # the first call warms up
-            took = answer(theirs, case, case.requests)[1][clock_name()]
+            if not best:
+                answer(theirs, requests[:1])  # the first call warms up
+            took = answer(theirs, requests)[1]
         except torch.OutOfMemoryError:
             break
         if took >= fastest:
             break
         best, fastest = size, took
-    return best
+    return best or 1
 
 
-def agreement(case: Case, ours: list[Any], theirs: list[Any], dtype: torch.dtype) -> str:
+def agreement(case: str, ours: list[Any], theirs: list[Any], dtype: torch.dtype) -> str:
     """Return how the answers are the same; in float32 raises UserError if they are not."""
 
     def is_same(own: str, other: str) -> bool:
@@ -396,57 +351,46 @@ def agreement(case: Case, ours: list[Any], theirs: list[Any], dtype: torch.dtype
         text, was_cut, _ = own.removeprefix(" ").partition("\ufffd")
         return other.startswith(text) if was_cut else other == text
 
-    if case.group == GENERATION:
-        same = [is_same(own, text) for own, text in zip(ours, theirs, strict=True)]
-        text, agrees = f"{sum(same)} of {len(same)} texts", all(same)
+    pairs = list(zip(ours, theirs, strict=True))
+    if isinstance(ours[0], str):
+        agrees = [is_same(own, other) for own, other in pairs]
+        text = f"{sum(agrees)} of {len(agrees)} texts"
     else:
-        scores = [[a if isinstance(a, float) else a[0] for a in side] for side in (ours, theirs)]
-        apart = [abs(own - other) for own, other in zip(*scores, strict=True)]
+        scored = [[a if isinstance(a, tuple) else (a, True) for a in pair] for pair in pairs]
+        apart = [abs(own[0] - other[0]) for own, other in scored]
         text = f"to {max(apart):.0e} nat"
         # rounding adds up over the thousands of tokens of a document
-        near = [
-            gap <= TOLERANCE * max(1, abs(score) / 100)
-            for gap, score in zip(apart, scores[0], strict=True)
+        agrees = [
+            gap <= TOLERANCE * max(1, abs(own[0]) / 100) and own[1] == other[1]
+            for gap, (own, other) in zip(apart, scored, strict=True)
         ]
-        greedy = [[a[1] for a in side if not isinstance(a, float)] for side in (ours, theirs)]
-        agrees = all(near) and greedy[0] == greedy[1]
-    if not agrees and dtype == torch.float32:
+    if not all(agrees) and dtype == torch.float32:
         raise UserError(
-            f"{case.name}: the two sides answer differently ({text}), so their times can't be "
-            "compared"
+            f"{case}: the two sides answer differently ({text}): their times can't be compared"
         )
     return text
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    clock = result["ratio_of"]
-
-    def goal(found: dict[str, Any]) -> str:
-        if found["target"] is None:
-            return ""
-        return f"{found['target']:g} {'met' if found['ratio'] >= found['target'] else 'MISSED'}"
-
     columns: Columns = {
         "case": lambda case: case["case"],
-        "tokens": lambda case: f"{case['tokens']:,}",
-        "ours s": lambda case: f"{case['ours'][clock]:.2f}",
-        "hf s": lambda case: f"{case['hf'][clock]:.2f}",
-        "batch": lambda case: str(case["hf"]["batch_size"]),
+        "requests": lambda case: str(case["requests"]),
+        "ours s": lambda case: f"{case['base_s']:.2f}",
+        "hf s": lambda case: f"{case['other_s']:.2f}",
+        "batch": lambda case: str(case["batch_size"]),
         **FACTOR,
-        "goal": goal,
+        "target": lambda case: case["target"],
         "answers": lambda case: case["agreement"],
     }
-    print_table(console, result["cases"], columns)
     versions = ", ".join(f"{name} {found}" for name, found in result["versions"].items())
-    print_lines(
-        console,
-        *(
-            f"{group['group']}: {group['ratio']:.2f}x, the geometric mean of its cases; goal "
-            f"{goal(group) or 'none'}"
-            for group in result["groups"]
-        ),
+    means = [
+        f"{group['group']}: {group['ratio']:.2f}x, the geometric mean of its cases; target "
+        f"{group['target'] or 'none'}"
+        for group in result["groups"]
+    ]
+    facts = (
         f"{result['device']}; {versions}; {result['time']}; {result['model']}, "
         f"{result['num_parameters']:,} parameters in {result['dtype']}; ours with batch_tokens "
-        f"{result['batch_tokens']:,}, hf with the best batch size; medians of {result['repeats']}, "
-        f"{clock} time",
+        f"{result['batch_tokens']:,}, hf with the best batch size; {result['seconds_are']} time"
     )
+    print_table(console, result["cases"], columns, *means, facts)

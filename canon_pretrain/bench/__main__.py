@@ -6,6 +6,7 @@ code 2 with one message for bad input.
 
 import argparse
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,8 @@ BRIEFLY = {
     "trainer": [],
 }
 """What `all` asks of each. Not of codegen, which needs a process that pretends to have a GPU."""
-LEAST = {"block_seconds": 0, "new_tokens": 2} | dict.fromkeys(
-    ("batches", "layers", "micro_batch", "pairs", "prompt_tokens", "repeats", "steps", "tokens"), 1
-)
-"""The smallest value of each number among the options."""
+LEAST = {"block_seconds": 0, "new_tokens": 2}
+"""The smallest value of a number among the options; 1 for all others."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -50,57 +49,57 @@ def main(argv: list[str] | None = None) -> None:
 
     with command():
         arguments = _parse(sys.argv[1:] if argv is None else argv)
-        file = arguments.json
+        file: Path | None = arguments.json
         if file is not None and not (folder := file.absolute().parent).is_dir():
             raise UserError(f"--json {file}: the folder {folder} does not exist; create it first")
         init_logging(rank=1)  # warnings and errors alone
         console, machine = tables.make_console(), Machine.here()
         if arguments.command == ALL:
             _all(file, machine, console)
-            return
-        result = _one(arguments.command, arguments, machine, console)
-        if file is not None:
-            write_json(file, result)
+        else:
+            result = _one(arguments, machine, console)
+            if file is not None:
+                write_json(file, result)
 
 
 def _all(file: Path | None, machine: Any, console: Console) -> None:
     """Run every bench in brief, also after one that failed; exit with code 1 after a fault."""
     results: dict[str, Any] = {}
+    exit_code = 0
     for name, options in BRIEFLY.items():
-        words = [name, *options]
-        console.rule(f"{' '.join(words)}: {COMMANDS[name]}")
+        console.rule(f"{' '.join([name, *options])}: {COMMANDS[name]}")
         try:
-            results[name] = _one(name, _parse(words), machine, console)
+            results[name] = _one(_parse([name, *options]), machine, console)
         except UserError as error:
             tables.print_lines(console, f"error: {error}")
             results[name] = {"bench": name, "error": str(error)}
         except Exception as error:
             console.print_exception(show_locals=False)
-            results[name] = {"bench": name, "error": repr(error), "is_a_fault": True}
+            results[name], exit_code = {"bench": name, "error": repr(error)}, 1
         if file is not None:  # the results so far, in case a later one does not end
             write_json(file, {"bench": ALL, "results": results})
-    if any("is_a_fault" in result for result in results.values()):
-        raise SystemExit(1)
+    if exit_code:
+        raise SystemExit(exit_code)
 
 
-def _one(
-    name: str, arguments: argparse.Namespace, machine: Any, console: Console
-) -> dict[str, Any]:
+def _one(arguments: argparse.Namespace, machine: Any, console: Console) -> dict[str, Any]:
     import torch
 
-    bench = import_module(f"canon_pretrain.bench.{name}")
-    try:
-        found = bench.measure(arguments, machine, lambda line: tables.print_lines(console, line))
-    except torch.OutOfMemoryError:
-        raise UserError(
-            f"{name}: these sizes do not fit in this GPU's memory; give a smaller --micro-batch, "
-            "--batches, --tokens or --layers"
-        ) from None
-    result: dict[str, Any] = {"bench": name, **machine.facts(), **found}
-    tables.print_lines(console, *tables.heading(result))
+    from canon_pretrain.bench.variants import failing
+
+    bench = import_module(f"canon_pretrain.bench.{arguments.command}")
+    # the variants of a block share their code, and each is compiled for its own shapes
+    limits = {"recompile_limit": 256, "accumulated_recompile_limit": 256}
+    with torch._dynamo.config.patch(**limits), failing():
+        found = bench.measure(arguments, machine, partial(tables.print_lines, console))
+    result: dict[str, Any] = {"bench": arguments.command, **machine.facts(), **found}
+    with_what = ", ".join(f"{what} {v}" for what, v in result["versions"].items() if v)
+    where = f"{result['device']}; {with_what}; {result['time']}; {result['seconds_are']} time"
+    gpu = [f"{fact} {value}" for fact, value in (result["gpu"] or {}).items()]
+    tables.print_lines(console, "; ".join([where, *gpu]))
     bench.print_result(result, console)
-    for what, why in result.get("unavailable", {}).items():
-        tables.print_lines(console, f"not measured: {what}: {why}")
+    reasons = result.get("unavailable", {}).items()
+    tables.print_lines(console, *(f"not measured: {what}: {why}" for what, why in reasons))
     # the next bench finds no shapes that were seen and no memory that is held
     torch._dynamo.reset()
     machine.free_memory()
@@ -109,29 +108,21 @@ def _one(
 
 def _parse(words: list[str]) -> argparse.Namespace:
     """Return the arguments of the one command among `words`; only its module is imported."""
-    parser = argparse.ArgumentParser(
-        prog="python -m canon_pretrain.bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m canon_pretrain.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    wanted = next((word for word in words if word in COMMANDS), None)
     for name, about in (COMMANDS | {ALL: "all of them but codegen, in brief"}).items():
-        command = commands.add_parser(name, help=about, description=about + ".")
-        if name == wanted:
-            import_module(f"canon_pretrain.bench.{name}").add_arguments(command)
-        add = command.add_argument
-        add("--json", type=Path, metavar="FILE", help="write the figures to this file too")
-    arguments, overrides = parser.parse_known_args(words)
-    if overrides and arguments.command != "trainer":
-        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
-    arguments.overrides = overrides
-    for name, least in LEAST.items():
-        given = getattr(arguments, name, None)
+        bench = commands.add_parser(name, help=about, description=about + ".")
+        if name in COMMANDS and name in words:
+            import_module(f"canon_pretrain.bench.{name}").add_arguments(bench)
+        bench.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    arguments, arguments.overrides = parser.parse_known_args(words)
+    if arguments.overrides and arguments.command != "trainer":
+        parser.error(f"unrecognized arguments: {' '.join(arguments.overrides)}")
+    for name, given in vars(arguments).items():
         for value in given if isinstance(given, list) else [given]:
-            if value is not None and value < least:
+            if type(value) in (int, float) and value < LEAST.get(name, 1):
                 option = "--" + name.replace("_", "-")
-                raise UserError(f"{option} {value:g}: expected at least {least}")
+                raise UserError(f"{option} {value:g}: expected at least {LEAST.get(name, 1)}")
     return arguments
 
 

@@ -11,17 +11,16 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_tensor
 
 from canon_pretrain import kernels
 from canon_pretrain.bench.fake_gpu import ATTENTION, NAME, OpaqueAttend, fake_gpu, lower
-from canon_pretrain.bench.limits import RATES, block_traffic, step_seconds
+from canon_pretrain.bench.limits import RATES, Rates, block_traffic, step_seconds
 from canon_pretrain.bench.machine import Machine
 from canon_pretrain.bench.tables import print_lines
 from canon_pretrain.bench.variants import canon_sets_of, with_canon
@@ -33,36 +32,35 @@ from canon_pretrain.model.args import ModelArgs, flavor, flops_per_token
 from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.transformer import TransformerBlock
 
+Row = dict[str, Any]
 KIB = 1024
 RECORD = Path(kernels.__file__).with_name("codegen.json")
 PAGE = RECORD.with_name("CODEGEN.md")
 GPUS_OF_A_NODE = 8
 MICRO_BATCH, NUM_TOKENS = 6, 4096
-OURS = "torch.ops.canon_pretrain."
+OURS, GEMM = "torch.ops.canon_pretrain.", "extern_kernels."
 BACKENDS = ("compiled", "triton")
 SETS = ("A", "B", "C", "D", "AC", "ABCD")
 BRIEF_SETS = ("AC", "ABCD")
-_NOPE = {"position": "nope"}
-_STANDARD = {"ffn": "standard"}
+NOPE, STANDARD = {"position": "nope"}, {"ffn": "standard"}
 MODELS: dict[str, dict[str, Any]] = {
-    "nope": _NOPE,
+    "nope": NOPE,
     "rope": {},
     "partial_rope_a": {"position": "partial_rope_a"},
     "partial_rope_b": {"position": "partial_rope_b"},
     "partial_rope_c": {"position": "partial_rope_c"},
-    "nope_documents": _NOPE | {"document_mask": True},
+    "nope_documents": NOPE | {"document_mask": True},
     "rope_documents": {"document_mask": True},
     "rope_relu2": {"ffn_activation": "relu2"},
-    "rope_standard_relu2": _STANDARD | {"ffn_activation": "relu2"},
-    "rope_standard_gelu": _STANDARD | {"ffn_activation": "gelu"},
-    "nope_qk_per_head": _NOPE | {"qk_norm": "per_head"},
+    "rope_standard_relu2": STANDARD | {"ffn_activation": "relu2"},
+    "rope_standard_gelu": STANDARD | {"ffn_activation": "gelu"},
+    "nope_qk_per_head": NOPE | {"qk_norm": "per_head"},
     "released_1b": {"position": "partial_rope_c", "qk_norm": "full"},
 }
 """Name -> what it changes in a 1b3 model (released_1b: in 1b3_released)."""
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A model of MODELS with a Canon set by a backend; no set is the model without Canon."""
 
     model: str
@@ -88,212 +86,186 @@ def measure(
     arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Return the counts as JSON can hold them. Raises UserError."""
-    rows: list[dict[str, Any]] = []
-    head = {"counted_for": NAME, "micro_batch": MICRO_BATCH, "num_tokens": NUM_TOKENS}
-    versions = machine.facts()["versions"]
-    recorded = head | {"versions": {name: versions[name] for name in ("torch", "triton")}}
+    rows: list[Row] = []
+    head: Row = {"counted_for": NAME, "micro_batch": MICRO_BATCH, "num_tokens": NUM_TOKENS}
     for case in cases(arguments.models, arguments.sets, arguments.backends):
-        rows.append(dataclasses.asdict(case) | count(case))
+        rows.append(case._asdict() | count(case))
         say(f"{case.model}: {case.canon_set or 'no Canon'} {case.backend}")
-        if arguments.record:
-            record(recorded, rows)
+    if arguments.record:
+        versions = machine.facts()["versions"]
+        record(head | {"versions": {name: versions[name] for name in ("torch", "triton")}}, rows)
     return head | {"rows": rows, "computed": [computed(row, rows) for row in rows]}
 
 
-def record(head: dict[str, Any], counted: list[dict[str, Any]]) -> None:
+def record(head: Row, counted: list[Row]) -> None:
     """Replace these rows in RECORD, and write PAGE of all of its rows.
 
     Rows of other versions of torch and Triton are dropped.
     """
     found = json.loads(RECORD.read_text())
     same = all(found.get(name) == value for name, value in head.items())
-    rows = {_key(row): row for row in [*(found["rows"] if same else ()), *counted]}
-    order = cases(list(MODELS), None, BACKENDS)
-    known = [rows.pop(case) for case in order if case in rows]
-    ordered = [*known, *rows.values()]
+    rows = {_case(row): row for row in [*(found["rows"] if same else ()), *counted]}
+    order = {case: i for i, case in enumerate(cases(list(MODELS), None, BACKENDS))}
+    ordered = sorted(rows.values(), key=lambda row: order.get(_case(row), len(order)))
     lines = ",\n".join(json.dumps(row) for row in ordered)
-    top = json.dumps(head)[:-1]
-    write_atomic(RECORD, f'{top}, "rows": [\n{lines}\n]}}\n'.encode())
+    write_atomic(RECORD, f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n'.encode())
     write_atomic(PAGE, page(head | {"rows": ordered}).encode())
 
 
-def _key(row: dict[str, Any]) -> Case:
+def _case(row: Row) -> Case:
     return Case(row["model"], row["canon_set"], row["backend"])
 
 
 def cases(models: Sequence[str], sets: Sequence[str] | None, backends: Sequence[str]) -> list[Case]:
     """Return what to count, each model first without Canon. Raises UserError."""
+    for option, given, known in (("--models", models, MODELS), ("--backends", backends, BACKENDS)):
+        for name in given:
+            check_choice(option, name, known)
     found = []
     for model in models:
-        check_choice("--models", model, tuple(MODELS))
+        own = canon_sets_of(sets or (SETS if model == "nope" else BRIEF_SETS))
         found.append(Case(model, "", "compiled"))
-        for canon_set in canon_sets_of(sets or (SETS if model == "nope" else BRIEF_SETS)):
-            for backend in backends:
-                check_choice("--backends", backend, BACKENDS)
-                found.append(Case(model, canon_set, backend))
+        found += [Case(model, canon_set, backend) for canon_set in own for backend in backends]
     return found
 
 
-def count(case: Case) -> dict[str, Any]:
-    """Return launches and KiB per token of both directions, and the bytes saved between them."""
-    counter = _Counter()
-    if case.backend == "triton":  # a traced function can't import
-        import_module("canon_pretrain.kernels.triton.fused")
-    with fake_gpu():
-        _train_block(case, counter)
-    return counter.found
+def count(case: Case) -> Row:
+    """Compile a block for the fake GPU, forward and backward; return what `_count` finds of both.
 
-
-def _train_block(case: Case, counter: "_Counter") -> None:
-    """Compile forward and backward of one block; nothing but empty tensors is computed."""
+    `saved_bytes`: what is kept per token between them.
+    """
     from torch._inductor.compile_fx import compile_fx
 
-    options = compile_options("cuda", case.backend)
+    if case.backend == "triton":  # a traced function can't import
+        import_module("canon_pretrain.kernels.triton.fused")
+    found: Row = {}
 
-    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        return compile_fx(gm, inputs, inner_compile=counter.compile, config_patches=options)
-
-    torch._dynamo.reset()
-    args = dataclasses.replace(case.args, max_seq_len=NUM_TOKENS)
-    rope = Rope(args) if args.rope_dim else None
-    with torch.device("meta"):
-        block = TransformerBlock(args, rope, OpaqueAttend(args), case.backend)
-    block.to(torch.bfloat16).to_empty(device="cpu")
-    near_BN = None
-    if args.document_mask:
-        near_BN = torch.empty(MICRO_BATCH, args.canon_kernel - 1 + NUM_TOKENS, dtype=torch.int32)
-    shape = MICRO_BATCH, NUM_TOKENS, args.dim
-    h_BTD = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
-    # as titan/parallelize.py compiles it
-    y_BTD = torch.compile(block, backend=backend, fullgraph=True)(h_BTD, None, near_BN)
-    y_BTD.backward(torch.empty_like(y_BTD))
-
-
-class _Counter:
-    """Inductor's inner compiler, which counts the code of a graph instead of compiling it."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
-
-    def compile(
-        self,
-        gm: torch.fx.GraphModule,
-        example_inputs: Sequence[Any],
-        *,
-        is_backward: bool = False,
-        is_inference: bool = False,
-        **_: Any,
-    ) -> Any:
-        assert not is_inference
+    def inner(gm: torch.fx.GraphModule, _: Any, *, is_backward: bool = False, **__: Any) -> Any:
+        """Count the code of a graph; what is returned makes empty results in its place."""
         (returned,) = next(node for node in gm.graph.nodes if node.op == "output").args
         values = [out.meta["val"] if isinstance(out, torch.fx.Node) else out for out in returned]
-        if not is_backward:
-            self.found["saved_bytes"] = _bytes_of(returned[1:]) / (MICRO_BATCH * NUM_TOKENS)
-        self.found["backward" if is_backward else "forward"] = self._count(gm, is_backward)
+        if not is_backward:  # the block's parameters and inputs are placeholders
+            nodes = [out for out in returned[1:] if isinstance(out, torch.fx.Node)]
+            kept = [node.meta["val"] for node in nodes if node.op != "placeholder"]
+            num_bytes = sum(math.prod(v.shape) * v.itemsize for v in kept if is_tensor(v))
+            found["saved_bytes"] = num_bytes / (MICRO_BATCH * NUM_TOKENS)
+        found["backward" if is_backward else "forward"] = _count(*lower(gm, is_backward))
 
         def run(inputs: list[Any]) -> list[Any]:
             inputs.clear()
             return [
-                torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-                if isinstance(value, Tensor)
-                else value
-                for value in values
+                torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) if is_tensor(v) else v
+                for v in values
             ]
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def _count(self, gm: torch.fx.GraphModule, is_backward: bool) -> dict[str, Any]:
-        code, kernels = lower(gm, is_backward)
-        kib = {"gemm": 0.0, "attention": 0.0, "other": 0.0}
-        for name, num_bytes in kernels:
-            kind = "attention" if name.startswith(ATTENTION) else "other"
-            if name.startswith("extern_kernels."):
-                kind = "gemm"
-            kib[kind] += num_bytes / (MICRO_BATCH * NUM_TOKENS) / KIB
-        return {
-            "launches": len(re.findall(r"^\s+triton_\w+\.run\(", code, re.MULTILINE)),
-            "operators": sum(name.startswith(OURS) for name, _ in kernels),
-            "gemms": sum(name.startswith("extern_kernels.") for name, _ in kernels),
-            "kib": {kind: round(value, 2) for kind, value in kib.items()},
-        }
+    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        options = compile_options("cuda", case.backend)
+        return compile_fx(gm, inputs, inner_compile=inner, config_patches=options)
+
+    with fake_gpu():
+        torch._dynamo.reset()
+        args = dataclasses.replace(case.args, max_seq_len=NUM_TOKENS)
+        rope = Rope(args) if args.rope_dim else None
+        with torch.device("meta"):
+            block = TransformerBlock(args, rope, OpaqueAttend(args), case.backend)
+        block.to(torch.bfloat16).to_empty(device="cpu")
+        near_shape = MICRO_BATCH, args.canon_kernel - 1 + NUM_TOKENS
+        near_BN = torch.empty(near_shape, dtype=torch.int32) if args.document_mask else None
+        shape = MICRO_BATCH, NUM_TOKENS, args.dim
+        h_BTD = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+        # as titan/parallelize.py compiles it; nothing but empty tensors is computed
+        y_BTD = torch.compile(block, backend=backend, fullgraph=True)(h_BTD, None, near_BN)
+        y_BTD.backward(torch.empty_like(y_BTD))
+    return found
 
 
-def _bytes_of(nodes: Sequence[Any]) -> int:
-    """Return the bytes of what nodes of a graph hold, without its parameters and inputs."""
-    values = [
-        n.meta["val"] for n in nodes if isinstance(n, torch.fx.Node) and n.op != "placeholder"
-    ]
-    return sum(math.prod(v.shape) * v.itemsize for v in values if isinstance(v, Tensor))
+def _count(code: str, kernels: list[tuple[str, int]]) -> Row:
+    """Return launches, and KiB per token by what reads and writes them."""
+    kib = {"gemm": 0.0, "attention": 0.0, "other": 0.0}
+    for name, num_bytes in kernels:
+        kind = "attention" if name.startswith(ATTENTION) else "other"
+        kind = "gemm" if name.startswith(GEMM) else kind
+        kib[kind] += num_bytes / (MICRO_BATCH * NUM_TOKENS) / KIB
+    return {
+        "launches": len(re.findall(r"^\s+triton_\w+\.run\(", code, re.MULTILINE)),
+        "operators": sum(name.startswith(OURS) for name, _ in kernels),
+        "gemms": sum(name.startswith(GEMM) for name, _ in kernels),
+        "kib": {kind: round(value, 2) for kind, value in kib.items()},
+    }
 
 
-def _base_of(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return next(one for one in rows if one["model"] == row["model"] and not one["canon_set"])
-
-
-def _both(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _both(row: Row) -> tuple[Row, Row]:
     return row["forward"], row["backward"]
 
 
-def _total_kib(row: dict[str, Any]) -> float:
-    """Return KiB per token of forward and backward, products and attention included."""
-    return sum(sum(one["kib"].values()) for one in _both(row))
-
-
-def computed(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def computed(row: Row, rows: Sequence[Row]) -> Row:
     """Return what follows from a row: the least KiB, the ratio to them, and a training step's time.
 
-    `steps`: GPU of RATES -> seconds, MFU and the price over no Canon, each with low rates, middle
-    and high ones. Computed, not measured.
+    `total_kib`: per token, forward and backward, products and attention included; `extra_kib`: over
+    no Canon. `steps`: GPU of RATES -> seconds, MFU and the price over no Canon, each with low
+    rates, middle and high ones. Computed, not measured.
     """
-    least = sum(one.total for one in block_traffic(_key(row).args, itemsize=2).values()) / KIB
+
+    def step_s(row: Row, rates: Rates, bar: int) -> float:
+        launches = sum(one["launches"] + one["operators"] + one["gemms"] for one in _both(row))
+        return step_seconds(
+            _case(row).args,
+            rates,
+            bar,
+            num_tokens=MICRO_BATCH * NUM_TOKENS,
+            seq_len=NUM_TOKENS,
+            world_size=GPUS_OF_A_NODE,
+            layer_bytes=KIB * sum(one["kib"]["other"] for one in _both(row)),
+            # a second stage of weight gradients; attention
+            layer_launches=launches + row["backward"]["operators"] + 3,
+        )
+
+    none = next(one for one in rows if one["model"] == row["model"] and not one["canon_set"])
+    args = _case(row).args
+    least = sum(map(sum, block_traffic(args, itemsize=2).values())) / KIB
     counted = sum(one["kib"]["other"] for one in _both(row))
-    flops = flops_per_token(_key(row).args, NUM_TOKENS) * MICRO_BATCH * NUM_TOKENS
-    steps = {}
+    total, base = (sum(sum(one["kib"].values()) for one in _both(each)) for each in (row, none))
+    flops = flops_per_token(args, NUM_TOKENS) * MICRO_BATCH * NUM_TOKENS
+    found = {"least_kib": least, "counted_kib": counted, "ratio": counted / least, "steps": {}}
     for gpu, rates in RATES.items():
-        took = [_step_s(row, gpu, bar) for bar in range(3)]
-        base = [_step_s(_base_of(row, rows), gpu, bar) for bar in range(3)]
-        steps[gpu] = {
-            "seconds": took,
-            "mfu": [flops / seconds / rates.peak_flops for seconds in took],
-            "over_none": [own / none - 1 for own, none in zip(took, base, strict=True)],
+        own, others = ([step_s(one, rates, bar) for bar in range(3)] for one in (row, none))
+        found["steps"][gpu] = {
+            "seconds": own,
+            "mfu": [flops / seconds / rates.peak_flops for seconds in own],
+            "over_none": [one / other - 1 for one, other in zip(own, others, strict=True)],
         }
-    return {"least_kib": least, "counted_kib": counted, "ratio": counted / least, "steps": steps}
+    return found | {"total_kib": total, "extra_kib": total - base}
 
 
-def _step_s(row: dict[str, Any], gpu: str, bar: int) -> float:
-    launches = sum(one["launches"] + one["operators"] + one["gemms"] for one in _both(row))
-    launches += row["backward"]["operators"] + 3  # a second stage of weight gradients; attention
-    return step_seconds(
-        _key(row).args,
-        RATES[gpu],
-        bar,
-        num_tokens=MICRO_BATCH * NUM_TOKENS,
-        seq_len=NUM_TOKENS,
-        world_size=GPUS_OF_A_NODE,
-        layer_bytes=KIB * sum(one["kib"]["other"] for one in _both(row)),
-        layer_launches=launches,
-    )
-
-
+RATE_WORDS = {
+    "gemm_flops": ("products (TFLOP/s)", 1e12),
+    "attention_flops": ("attention (TFLOP/s of the causal half)", 1e12),
+    "memory_bytes": ("memory (TB/s)", 1e12),
+    "launch_gap_s": ("gap between kernels (us)", 1e-6),
+    "network_bytes": ("NVLink (GB/s)", 1e9),
+    "exposed_network": ("share of it exposed", 1),
+}
+"""Field of Rates -> what it is, and its unit."""
 COLUMNS = (
     "model", "Canon", "backend", "launches", "operators", "KiB", "extra", "saved B", "least",
     "ratio", "H100 ms", "MFU %", "over none %", "H200 ms", "MFU %", "over none %",
 )  # fmt: skip
 
 
-def cells(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
+def cells(row: Row, rows: Sequence[Row]) -> list[str]:
     """Return a row of the table, in the order of COLUMNS."""
-    base = _base_of(row, rows)
-    found = computed(row, rows)
+    found, has_canon = computed(row, rows), bool(row["canon_set"])
     words = [
         row["model"],
         row["canon_set"] or "none",
-        row["backend"] if row["canon_set"] else "",
+        row["backend"] if has_canon else "",
         " + ".join(str(one["launches"]) for one in _both(row)),
         " + ".join(str(one["operators"]) for one in _both(row)),
-        f"{_total_kib(row):,.1f}",
-        f"{_total_kib(row) - _total_kib(base):+,.1f}" if row is not base else "",
+        f"{found['total_kib']:,.1f}",
+        f"{found['extra_kib']:+,.1f}" if has_canon else "",
         f"{row['saved_bytes']:,.0f}",
         f"{found['least_kib']:.1f}",
         f"{found['ratio']:.2f}",
@@ -303,12 +275,12 @@ def cells(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
         words.append(f"{middle} ({high}-{low})")
         low, middle, high = (f"{100 * value:.0f}" for value in step["mfu"])
         words.append(f"{middle} ({low}-{high})")
-        price = [f"{100 * value:+.1f}" for value in step["over_none"]]
-        words.append(f"{price[1]} ({price[2]}, {price[0]})" if row is not base else "")
+        low, middle, high = (f"{100 * value:+.1f}" for value in step["over_none"])
+        words.append(f"{middle} ({high}, {low})" if has_canon else "")
     return words
 
 
-def legend(result: dict[str, Any]) -> list[str]:
+def legend(result: Row) -> list[str]:
     """Return what the columns are, and which rates the times are computed from."""
     lines = [
         f"Counted for {result['counted_for']}: one block of 1.3B, {result['micro_batch']} x "
@@ -321,54 +293,49 @@ def legend(result: dict[str, Any]) -> list[str]:
         "micro-batch each; in brackets with the best and the worst rates.",
     ]
     for gpu, rates in RATES.items():
-        bars = {
-            "products (TFLOP/s)": [value / 1e12 for value in rates.gemm_flops],
-            "attention (TFLOP/s of the causal half)": [v / 1e12 for v in rates.attention_flops],
-            "memory (TB/s)": [value / 1e12 for value in rates.memory_bytes],
-            "gap between kernels (us)": [1e6 * value for value in rates.launch_gap_s],
-            "NVLink (GB/s)": [value / 1e9 for value in rates.network_bytes],
-            "share of it exposed": list(rates.exposed_network),
-        }
-        told = "; ".join(
-            f"{name} {middle:g} ({low:g}, {high:g})" for name, (low, middle, high) in bars.items()
-        )
-        lines.append(f"{gpu.upper()}: {told}. MFU is of {rates.peak_flops / 1e12:.0f} TFLOP/s.")
+        words = []
+        for name, (what, unit) in RATE_WORDS.items():
+            low, middle, high = (value / unit for value in getattr(rates, name))
+            words.append(f"{what} {middle:g} ({low:g}, {high:g})")
+        peak = f"MFU is of {rates.peak_flops / 1e12:.0f} TFLOP/s."
+        lines.append(f"{gpu.upper()}: {'; '.join(words)}. {peak}")
     return lines
 
 
-def print_result(result: dict[str, Any], console: Console) -> None:
-    rows = [cells(row, result["rows"]) for row in result["rows"]]
-    print_lines(console, *legend(result), *_markdown(COLUMNS, rows))
+def print_result(result: Row, console: Console) -> None:
+    print_lines(console, *legend(result), *_table(result["rows"]))
 
 
-def page(result: dict[str, Any]) -> str:
+def page(result: Row) -> str:
     """Return PAGE: the same in Markdown, and the least bytes site by site."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    rows = [cells(row, result["rows"]) for row in result["rows"]]
     sites = []
     for model in ("nope", "rope"):
-        with_all, none = (
-            block_traffic(Case(model, canon_set, "").args, itemsize=2) for canon_set in ("ABCD", "")
-        )
-        for site, traffic in with_all.items():
-            words = [model, site]
-            for name in ("forward", "backward"):
-                least, base = (getattr(one, name) / KIB for one in (traffic, none[site]))
-                words += [f"{least:.1f}", f"{least - base:.1f}"]
-            sites.append(words)
+        every, none = (block_traffic(Case(model, s, "").args, itemsize=2) for s in ("ABCD", ""))
+        for site, traffic in every.items():
+            pairs = [
+                (getattr(traffic, name), getattr(none[site], name))
+                for name in ("forward", "backward")
+            ]
+            figures = [value / KIB for least, base in pairs for value in (least, least - base)]
+            sites.append([model, site, *(f"{value:.1f}" for value in figures)])
     lines = [
         "# What a block launches and moves on an H100, counted without one",
         "",
         f"Written by `python -m canon_pretrain.bench codegen --record` ({versions}).",
         "",
         *(f"{line}\n" for line in legend(result)),
-        *_markdown(COLUMNS, rows),
+        *_table(result["rows"]),
         "",
         "## The least KiB per token and layer, site by site (`block_traffic` in bench/limits.py)",
         "",
         *_markdown(("model", "site", "forward", "Canon's", "backward", "Canon's"), sites),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    return _markdown(COLUMNS, [cells(row, rows) for row in rows])
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

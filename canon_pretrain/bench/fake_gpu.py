@@ -21,11 +21,11 @@ from canon_pretrain.model.attend import Attend, Mask
 
 GPU = torch.device("cuda", 0)
 ATTENTION = "torch.ops.canon_pretrain_bench.attention"
-NAME, CAPABILITY = "NVIDIA H100 80GB HBM3", (9, 0)
+NAME = "NVIDIA H100 80GB HBM3"
 PROPERTIES = SimpleNamespace(
     name=NAME,
-    major=CAPABILITY[0],
-    minor=CAPABILITY[1],
+    major=9,
+    minor=0,
     multi_processor_count=132,
     total_memory=80 * 2**30,
     warp_size=32,
@@ -39,30 +39,6 @@ PROPERTIES = SimpleNamespace(
 )
 
 
-class _Driver:
-    """What Triton asks of a GPU's driver; no kernel is compiled or launched."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], PROPERTIES.warp_size)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return GPU
-
-
-class _Device(contextlib.AbstractContextManager["_Device"]):
-    def __init__(self, *_: object) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
 @contextlib.contextmanager
 def fake_gpu() -> Iterator[None]:
     """Let Inductor believe in the GPU, and code that is traced that its tensors are there.
@@ -71,38 +47,37 @@ def fake_gpu() -> Iterator[None]:
     what a traced function reads of their device is the GPU's.
     """
     import triton
+    from triton.backends.compiler import GPUTarget
 
+    driver = SimpleNamespace(  # what Triton asks; no kernel is compiled or launched
+        get_current_target=lambda: GPUTarget("cuda", 90, PROPERTIES.warp_size),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=None: 0,
+        get_active_torch_device=lambda: GPU,
+    )
     answers: dict[str, Any] = {
         "get_device_properties": lambda device=None: PROPERTIES,
         "current_device": lambda: 0,
         "device_count": lambda: 1,
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
-        "device": _Device,
     }
-    for_torch = answers | {"get_device_capability": lambda device=None: CAPABILITY}
     there = {"is_available": lambda: True, "is_bf16_supported": lambda *_, **__: True}
-    for_dynamo = {
-        name: answer if name == "device" else staticmethod(answer)
-        for name, answer in (answers | there).items()
-    }
+    for_dynamo = {name: staticmethod(answer) for name, answer in (answers | there).items()}
+    device: Any = contextlib.nullcontext
 
-    def device_of(self: Any, tx: Any) -> Any:
-        return VariableTracker.build(tx, GPU)
-
-    def is_cuda(self: Any, tx: Any) -> Any:
-        return VariableTracker.build(tx, True)
+    def traced(answer: Any) -> Any:
+        return lambda variable, tx: VariableTracker.build(tx, answer)
 
     # a pass over slices of fake tensors copies them to learn a shape: no such copy without CUDA
     scatter = "torch._inductor.fx_passes.reinplace._inplace_generalized_scatter"
-    traced = {"method_attr_device": device_of, "method_attr_is_cuda": is_cuda}
     patch: Any = mock.patch.multiple
     with (
-        patch(torch.cuda, **for_torch),
-        patch(CudaInterface, **for_dynamo),
-        patch(TensorVariable, **traced),
+        patch(torch.cuda, device=device, get_device_capability=lambda *_: (9, 0), **answers),
+        patch(CudaInterface, device=device, **for_dynamo),
+        patch(TensorVariable, method_attr_device=traced(GPU), method_attr_is_cuda=traced(True)),
         mock.patch(scatter, lambda out, source, views: out),
-        mock.patch.object(triton.runtime.driver, "_active", _Driver()),
+        mock.patch.object(triton.runtime.driver, "_active", driver),
     ):
         yield
 
@@ -112,10 +87,7 @@ def lower(gm: torch.fx.GraphModule, is_backward: bool) -> tuple[str, list[tuple[
 
     The steps of torch._inductor.compile_fx between AOT autograd and the compilation of kernels.
     """
-    from torch._inductor.compile_fx import (
-        _recursive_post_grad_passes,
-        _recursive_record_original_output_strides,
-    )
+    from torch._inductor import compile_fx
     from torch._inductor.debug import DebugContext
     from torch._inductor.fx_passes.post_grad import view_to_reshape
     from torch._inductor.graph import GraphLowering
@@ -128,31 +100,26 @@ def lower(gm: torch.fx.GraphModule, is_backward: bool) -> tuple[str, list[tuple[
         if "device" in node.kwargs:
             node.update_kwarg("device", GPU)
         if node.op == "placeholder":
-            value = node.meta["val"]
+            like = node.meta["val"]
+            stride, dtype = like.stride(), like.dtype
             with mode:
-                inputs.append(
-                    torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=GPU)
-                )
+                inputs.append(torch.empty_strided(like.shape, stride, dtype=dtype, device=GPU))
     view_to_reshape(gm)
     with torch.no_grad():
         FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*inputs)
-    _recursive_record_original_output_strides(gm)
+    compile_fx._recursive_record_original_output_strides(gm)
     with V.set_fake_mode(mode), DebugContext(), V.set_real_inputs(inputs):
-        _recursive_post_grad_passes(gm, is_inference=False)
+        compile_fx._recursive_post_grad_passes(gm, is_inference=False)
         graph = GraphLowering(
             gm, example_inputs=inputs, shape_env=mode.shape_env, is_backward=is_backward
         )
         with V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
             graph.run(*inputs)
             code, _ = graph.codegen()
-            kernels = [
-                (
-                    str(getattr(node.node, "python_kernel_name", None) or ""),
-                    node.get_read_write_buffers_sizes(),
-                )
-                for node in graph.scheduler.nodes
-            ]
-    return code.value, kernels
+            nodes = graph.scheduler.nodes
+            names = [str(getattr(node.node, "python_kernel_name", None) or "") for node in nodes]
+            sizes = [node.get_read_write_buffers_sizes() for node in nodes]
+    return code.value, list(zip(names, sizes, strict=True))
 
 
 @torch.library.custom_op("canon_pretrain_bench::attention", mutates_args=())

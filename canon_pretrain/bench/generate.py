@@ -6,10 +6,9 @@ turns, on a GPU each is in memory alone, the one without Canon first and last.
 """
 
 import argparse
-import dataclasses
 import gc
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,8 +16,15 @@ import torch
 
 from canon_pretrain.bench import tables, variants
 from canon_pretrain.bench.machine import Machine
-from canon_pretrain.bench.timing import Subject, compare_subjects, no_garbage, now, synchronize
-from canon_pretrain.bench.variants import NONE, Variant, Workload
+from canon_pretrain.bench.timing import (
+    BASE,
+    Seconds,
+    Subject,
+    no_garbage,
+    now,
+    synchronize,
+)
+from canon_pretrain.bench.variants import Variant
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.model.args import num_parameters
 from canon_pretrain.model.decode import generate
@@ -29,13 +35,12 @@ PREFILL, DECODE = "prefill", "decode"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    variants.add_model_arguments(parser)
-    add("--batches", nargs="+", type=int, default=[1, 8, 32], metavar="B", help="rows at a time")
-    add("--prompt-tokens", type=int, default=128, metavar="T", help="(default: %(default)s)")
-    add("--new-tokens", type=int, default=64, metavar="T", help="(default: %(default)s)")
-    add("--sets", nargs="+", default=list(variants.SETS), metavar="SET", help="Canon sets, as AC")
-    add("--pairs", type=int, default=9, help="pairs of calls (default: %(default)s)")
+    shapes = dict.fromkeys(("cuda", "cpu"), (0, 0))  # of --batches and the two below
+    variants.add_options(parser, "sets", "pairs", pairs=9, shapes=shapes, micro_batch=None)
+    about = "rows at a time (default: 1 8 32)"
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], help=about)
+    for option, tokens in (("--prompt-tokens", 128), ("--new-tokens", 64)):
+        parser.add_argument(option, type=int, default=tokens, help="(default: %(default)s)")
 
 
 def measure(
@@ -43,57 +48,48 @@ def measure(
 ) -> dict[str, Any]:
     """Return the figures as JSON can hold them; seconds. Raises UserError."""
     num_prompt, num_new = arguments.prompt_tokens, arguments.new_tokens
-    work = variants.workload(arguments, machine, num_prompt + num_new)
-    args = work.args
+    arguments.tokens = num_prompt + num_new
+    work = variants.workload(arguments, machine)
     chosen = variants.variants(arguments.sets, ["auto"], ["auto"])
     generator = torch.Generator().manual_seed(0)
+    vocab_size = work.args.vocab_size
     prompts = {
-        batch: torch.randint(args.vocab_size, (batch, num_prompt), generator=generator).tolist()
+        batch: torch.randint(vocab_size, (batch, num_prompt), generator=generator).tolist()
         for batch in arguments.batches
     }
 
     def make(variant: Variant) -> Subject:
         say(f"{variant.name} ...")
-        model = _model(work, variant)
-        facts: dict[str, Any] = {
-            f"operators {batch}": operators_per_token(model, texts, machine)
-            for batch, texts in prompts.items()
-        }
+        args = variants.with_canon(work.args, variant.canon_set)
+        with torch.device("meta"):
+            model = Transformer(args, canon_backend=variant.backend).to(work.dtype)
+        model.to_empty(device=work.device).requires_grad_(False).eval()
+        fill(model)
+        counts = {b: operators_per_token(model, texts, machine) for b, texts in prompts.items()}
 
         def block() -> dict[str, float]:
-            return {
-                f"{part} {batch}": seconds
-                for batch, texts in prompts.items()
-                for part, seconds in generation(model, texts, num_new).items()
-            }
+            found: dict[str, float] = {}
+            for batch, texts in prompts.items():
+                taken = generation(model, texts, num_new)
+                found |= {f"{part} {batch}": seconds for part, seconds in taken.items()}
+            return found
 
         block()
-        return Subject(block, facts)
+        return Subject(block, lambda: {"operators": counts})
 
-    found = compare_subjects(
-        partial(make, NONE),
-        {variant.name: partial(make, variant) for variant in chosen},
-        pairs=arguments.pairs,
-        alone=machine.on_gpu,
-        free=machine.free_memory,
-    )
-    assert not isinstance(found, str)
+    parts, facts, _ = variants.compare_variants(make, chosen, arguments, machine)
     rows = [
         {
-            "variant": variant.name,
-            **dataclasses.asdict(variant),
+            **variant.row(),
             "batch": batch,
-            "operators": found.facts[variant.name][f"operators {batch}"],
-            "base_operators": found.base_facts[f"operators {batch}"],
-            **{
-                part: dataclasses.asdict(found.parts[variant.name][f"{part} {batch}"])
-                for part in (PREFILL, DECODE)
-            },
+            "operators": facts[variant.name]["operators"][batch],
+            "base_operators": facts[BASE]["operators"][batch],
+            **{part: parts[variant.name][f"{part} {batch}"] for part in (PREFILL, DECODE)},
         }
         for variant in chosen
         for batch in prompts
     ]
-    weights = (num_parameters(args) - args.vocab_size * args.dim) * work.dtype.itemsize
+    weights = (num_parameters(work.args) - vocab_size * work.args.dim) * work.dtype.itemsize
     return {
         **work.facts(),
         "prompt_tokens": num_prompt,
@@ -106,18 +102,7 @@ def measure(
     }
 
 
-def _model(work: Workload, variant: Variant) -> Transformer:
-    own = variants.with_canon(work.args, variant.canon_set)
-    with torch.device("meta"):
-        model = Transformer(own, canon_backend=variant.backend).to(work.dtype)
-    model.to_empty(device=work.device)
-    fill(model)
-    return model.requires_grad_(False).eval()
-
-
-def generation(
-    model: Transformer, prompts: Sequence[Sequence[int]], new_tokens: int
-) -> Mapping[str, float]:
+def generation(model: Transformer, prompts: Sequence[Sequence[int]], new_tokens: int) -> Seconds:
     """Generate once; return seconds until the first token, and per later one, for all rows."""
     batch_tokens = len(prompts) * (len(prompts[0]) + new_tokens)
     stamps: list[float] = []
@@ -139,10 +124,8 @@ def operators_per_token(
     model: Transformer, prompts: Sequence[Sequence[int]], machine: Machine
 ) -> float:
     """Return operators (on a GPU: kernels) per step of decoding: of 9 tokens less those of 1."""
-    many, one = (
-        machine.count_operators(partial(generate, model, prompts, max_new_tokens=count))
-        for count in (9, 1)
-    )
+    work = partial(generate, model, prompts)
+    many, one = (machine.count_operators(partial(work, max_new_tokens=n)) for n in (9, 1))
     return (many - one) / 8
 
 
@@ -154,10 +137,6 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         for part in (PREFILL, DECODE):
             none[part] = {"other_s": statistics.median(row[part]["base_s"] for row in own)}
         rows += [none, *own]
-
-    def goal(row: tables.Row) -> str:
-        return tables.verdict(tables.GENERATION, row["canon_set"], row[DECODE].get("ratio", 1) - 1)
-
     columns: tables.Columns = {
         "batch": lambda row: str(row["batch"]),
         "Canon": lambda row: row["canon_set"] or "none",
@@ -166,15 +145,14 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         "decode ms": lambda row: tables.ms(row[DECODE]["other_s"], 3),
         "decode over none": lambda row: tables.extra(row[DECODE]),
         "spread": lambda row: tables.spread(row[DECODE]),
-        "target": goal,
+        "target": lambda row: tables.verdict(tables.GENERATION, row | row[DECODE]),
         f"{result['operators_are']} per step": lambda row: f"{row['operators']:.0f}",
     }
-    tables.print_table(console, rows, columns)
-    tables.print_lines(
-        console,
+    line = (
         f"{result['model']}, {result['dtype']}, prompts of {result['prompt_tokens']:,} tokens, "
         f"answers of {result['new_tokens']:,}; decode: ms per step, which makes one token in every "
         f"row; medians of {result['rows'][0][DECODE]['pairs']} pairs of calls. The limit: a step "
         f"reads the weights once, {1000 * result['weights_read_s']:.3f} ms at the measured copy "
-        f"bandwidth of {result['copy_bandwidth'] / 1e9:,.1f} GB/s",
+        f"bandwidth of {result['copy_bandwidth'] / 1e9:,.1f} GB/s"
     )
+    tables.print_table(console, rows, columns, line)

@@ -1,20 +1,16 @@
 """What bounds a figure: bytes that a block must move, and products that a step must make."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from canon_pretrain.model.args import ModelArgs, flops_per_token, num_parameters
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes per token and layer, forward and backward."""
+class Traffic(NamedTuple):
+    """Bytes per token and layer."""
 
     forward: int
     backward: int
-
-    @property
-    def total(self) -> int:
-        return self.forward + self.backward
 
 
 def block_flops_per_token(args: ModelArgs, seq_len: int) -> int:
@@ -51,7 +47,7 @@ def block_traffic(args: ModelArgs, itemsize: int) -> dict[str, Traffic]:
 def least_extra(args: ModelArgs, itemsize: int) -> int:
     """Return the least bytes per token and layer that the Canon of `args` adds, both directions."""
     with_canon, without = (
-        sum(site.total for site in block_traffic(one, itemsize).values())
+        sum(map(sum, block_traffic(one, itemsize).values()))
         for one in (args, replace(args, canon_set=""))
     )
     return with_canon - without
@@ -115,9 +111,9 @@ def step_seconds(
     head_bytes = 5 * 2 * args.vocab_size + 8 * args.vocab_size * args.dim / 4096
     token_s = 6 * products / gemm + attention / rates.attention_flops[bar]
     token_s += (args.num_layers * layer_bytes + head_bytes) / memory
-    num = num_parameters(args)
-    optimizer_s = 32 * num / world_size / memory  # weight and moments both ways, gradient twice
+    share = num_parameters(args) / world_size
+    optimizer_s = 32 * share / memory  # weight and moments both ways, gradient twice
     # bfloat16 weights in, float32 gradients out
-    network_s = 6 * num * (world_size - 1) / world_size / rates.network_bytes[bar]
+    network_s = 6 * share * (world_size - 1) / rates.network_bytes[bar]
     launches_s = args.num_layers * layer_launches * rates.launch_gap_s[bar]
     return num_tokens * token_s + optimizer_s + rates.exposed_network[bar] * network_s + launches_s

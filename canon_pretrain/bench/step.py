@@ -9,11 +9,9 @@ memory, as in a run: each is built, measured and freed, the one without Canon fi
 """
 
 import argparse
-import dataclasses
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,140 +20,113 @@ from canon_pretrain.bench import tables, variants
 from canon_pretrain.bench.limits import block_flops_per_token, least_extra
 from canon_pretrain.bench.machine import Machine
 from canon_pretrain.bench.timing import (
+    BASE,
     STEP,
+    NotMeasured,
     Step,
     Subject,
     block_of,
-    compare_subjects,
     seconds_of,
     steps_for,
 )
 from canon_pretrain.bench.variants import NONE, Variant, Workload
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.kernels.backends import OPTIONAL
 from canon_pretrain.model.args import FLOPS_FORMULA, ModelArgs, flops_per_token
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.titan.bare_step import BareStep, job_of, one_rank
 from canon_pretrain.titan.dry_run import GIB
 
-UNITS = ("block", "model")
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting(Workload):
-    """What all variants of one run have in common."""
-
-    unit: str
-    alone: bool
-    """One model in memory at a time."""
-    pairs: int
-    block_s: float
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    variants.add_model_arguments(parser, gpu=(3, 4096), cpu=(2, 1024))
-    add("--unit", choices=UNITS, help="(default: model on a GPU, block on a CPU)")
-    variants.add_variant_arguments(parser)
-    variants.add_timing_arguments(parser, pairs=15, block_s=0.5)
+    about = "(default: model on a GPU, block on a CPU)"
+    parser.add_argument("--unit", choices=("block", "model"), help=about)
+    names = (*variants.SHAPE, "sets", "backends", *variants.TIMING)
+    shapes = {"cuda": (3, 4096), "cpu": (2, 1024)}
+    variants.add_options(parser, *names, shapes=shapes, pairs=15, block_seconds=0.5)
 
 
 def measure(
     arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Return the figures as JSON can hold them; seconds, bytes, FLOPs. Raises UserError."""
-    setting = Setting(
-        **vars(variants.workload(arguments, machine)),
-        unit=arguments.unit or ("model" if machine.on_gpu else "block"),
-        alone=machine.on_gpu,
-        pairs=arguments.pairs,
-        block_s=arguments.block_seconds,
-    )
-    backends, missing = variants.available(arguments.backends, machine.device, setting.dtype)
+    work = variants.workload(arguments, machine)
+    unit = arguments.unit or ("model" if machine.on_gpu else "block")
+    is_model, plain = unit == "model", machine.alone
+    backends, missing = variants.available(arguments.backends, work)
     chosen = variants.variants(arguments.sets, arguments.backends, backends)
-    peaks = machine.peaks(setting.dtype)
-    whole = None
+    peaks, block_s = machine.peaks(work.dtype), arguments.block_seconds
+    num_tokens = work.micro_batch * work.num_tokens
 
-    def make(variant: Variant) -> Subject | str:
+    def make(variant: Variant) -> Subject:
         say(f"{variant.name} ...")
-        return _subject(setting, variant, machine)
+        if machine.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with variants.failing(variant.backend):
+            step = build(work, variant, is_model, plain=plain)
+            facts = {"compile_s": seconds_of(step)}
+        facts["peak_bytes"] = torch.cuda.max_memory_allocated() - before or None
+        return Subject(block_of(step, steps_for(step, block_s)), lambda: facts)
 
-    with one_rank() if setting.unit == "model" else nullcontext(), variants.many_compilations():
-        found = compare_subjects(
-            partial(make, NONE),
-            {variant.name: partial(make, variant) for variant in chosen},
-            pairs=setting.pairs,
-            alone=setting.alone,
-            free=machine.free_memory,
-        )
-        if isinstance(found, str) or not found.parts:
-            why = found if isinstance(found, str) else "no variant could be measured"
-            raise UserError(f"{why}: give a smaller --micro-batch, or fewer --layers")
-        if setting.alone and setting.unit == "model":
-            whole = measure_whole(setting, machine)
+    def speed(canon_set: str, seconds: float) -> dict[str, Any]:
+        args = variants.with_canon(work.args, canon_set)
+        count = flops_per_token if is_model else block_flops_per_token
+        flops = count(args, work.num_tokens) * num_tokens / seconds
+        stated = peaks["stated_flops"]
+        return {
+            "tokens_per_second": num_tokens / seconds,
+            "mfu_of_measured": flops / peaks["matmul_flops"],
+            "mfu_of_stated": flops / stated if stated else None,
+        }
+
+    with one_rank() if is_model else nullcontext():
+        parts, facts, failed = variants.compare_variants(make, chosen, arguments, machine)
+        if not parts:
+            reasons = "; ".join(f"{name}: {why}" for name, why in failed.items())
+            raise NotMeasured(f"no variant could be measured: {reasons}")
+        whole = None
+        if is_model and plain:
+            machine.free_memory()
+            whole = measure_whole(work, arguments.pairs, block_s)
     rows = []
     for variant in chosen:
-        if variant.name not in found.parts:
-            continue
-        beside = found.parts[variant.name][STEP]
-        args = variants.with_canon(setting.args, variant.canon_set)
-        layers = args.num_layers if setting.unit == "model" else 1
-        tokens = setting.micro_batch * setting.num_tokens
-        least = least_extra(args, setting.dtype.itemsize) * layers * tokens
-        rows.append(
-            {
-                "variant": variant.name,
-                **dataclasses.asdict(variant),
-                **found.facts[variant.name],
-                **dataclasses.asdict(beside),
-                **speed(setting, variant, beside.other_s, peaks),
-                "least": least / machine.copy_bandwidth / beside.base_s,
-            }
-        )
+        if variant.name in parts:
+            beside = parts[variant.name][STEP]
+            args = variants.with_canon(work.args, variant.canon_set)
+            least = least_extra(args, work.dtype.itemsize) * num_tokens
+            least *= args.num_layers if is_model else 1
+            row = variant.row() | facts[variant.name] | beside
+            row |= speed(variant.canon_set, beside["other_s"])
+            rows.append(row | {"least": least / machine.copy_bandwidth / beside["base_s"]})
     base_s = statistics.median(row["base_s"] for row in rows)
-    base = {"variant": "no Canon", "canon_set": "", "backend": "", **found.base_facts}
-    base |= {"s": base_s, "drift": found.drift, **speed(setting, NONE, base_s, peaks)}
     return {
-        **setting.facts(),
-        "unit": setting.unit,
-        "timed": "forward and backward" if setting.alone or setting.unit == "block" else "step",
-        "attention": Attend(setting.args, "auto").describe(machine.device.type),
+        **work.facts(),
+        "unit": unit,
+        "timed": "forward and backward" if plain or not is_model else "step",
+        "attention": Attend(work.args, "auto").describe(machine.device.type),
         "flops_formula": FLOPS_FORMULA,
         "peaks": peaks,
-        "unavailable": missing | found.failed,
-        "base": base,
+        "unavailable": missing | failed,
+        "base": Variant("", "").row() | facts[BASE] | {"other_s": base_s} | speed("", base_s),
         "whole": whole,
         "rows": rows,
     }
 
 
-def _subject(setting: Setting, variant: Variant, machine: Machine) -> Subject | str:
-    """Return `variant` after its first step, most of which is compilation; or why it failed."""
-    if machine.on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if machine.on_gpu else 0
-    try:
-        step = build(setting, variant, machine.device)
-        compile_s = seconds_of(step)
-    except torch.OutOfMemoryError:
-        return f"a micro-batch of {setting.micro_batch} does not fit in this GPU's memory"
-    except Exception as why:
-        if variant.backend not in OPTIONAL:
-            raise
-        return variants.failure(why)
-    peak = torch.cuda.max_memory_allocated() - before if machine.on_gpu else None
-    block = block_of(step, steps_for(step, setting.block_s))
-    return Subject(block, {"compile_s": compile_s, "peak_bytes": peak})
-
-
-def build(setting: Setting, variant: Variant, device: torch.device) -> Step:
+def build(work: Workload, variant: Variant, is_model: bool, *, plain: bool) -> Any:
     """Return a step of `variant`, whose first call compiles it."""
-    if setting.unit == "model":
-        return _whole_step(setting, variant, device, plain=setting.alone)
-    block, compiled = variants.compiled_block(setting, variant)
-    shape = (setting.micro_batch, setting.num_tokens, setting.args.dim)
-    h_BTD = torch.randn(shape, device=device).to(setting.dtype).requires_grad_()
+    if is_model:
+        job = job_of(
+            variants.with_canon(work.args, variant.canon_set),
+            num_tokens=work.num_tokens,
+            micro_batch=work.micro_batch,
+            dtype=work.dtype,
+            canon_backend=variant.backend,
+        )
+        return BareStep(job, work.device, plain=plain)
+    block, compiled = variants.compiled_block(work, variant)
+    shape = (work.micro_batch, work.num_tokens, work.args.dim)
+    h_BTD = torch.randn(shape, device=work.device).to(work.dtype).requires_grad_()
     grad_BTD = torch.randn_like(h_BTD)
 
     def step() -> None:
@@ -166,45 +137,16 @@ def build(setting: Setting, variant: Variant, device: torch.device) -> Step:
     return step
 
 
-def _whole_step(
-    setting: Setting, variant: Variant, device: torch.device, *, plain: bool
-) -> BareStep:
-    job = job_of(
-        variants.with_canon(setting.args, variant.canon_set),
-        num_tokens=setting.num_tokens,
-        micro_batch=setting.micro_batch,
-        dtype=setting.dtype,
-        canon_backend=variant.backend,
-    )
-    return BareStep(job, device, plain=plain)
-
-
-def measure_whole(setting: Setting, machine: Machine) -> dict[str, float]:
+def measure_whole(work: Workload, pairs: int, block_s: float) -> dict[str, float]:
     """Return seconds of the step without Canon: forward and backward under FSDP2, the update."""
-    machine.free_memory()
-    step = _whole_step(setting, NONE, machine.device, plain=False)
+    step = build(work, NONE, True, plain=False)
     step()
-    found = {}
-    for name, part in (("forward_backward_s", step.forward_backward), ("update_s", step.update)):
-        block = block_of(part, steps_for(part, setting.block_s))
-        found[name] = statistics.median(block()[STEP] for _ in range(setting.pairs))
-    return found
 
+    def seconds(part: Step) -> float:
+        block = block_of(part, steps_for(part, block_s))
+        return statistics.median(block()[STEP] for _ in range(pairs))
 
-def speed(
-    setting: Setting, variant: Variant, seconds: float, peaks: Mapping[str, float | None]
-) -> dict[str, float | None]:
-    """Return tokens per second, and the share of both peaks that their FLOPs are."""
-    per_second = setting.micro_batch * setting.num_tokens / seconds
-    count = block_flops_per_token if setting.unit == "block" else flops_per_token
-    args = variants.with_canon(setting.args, variant.canon_set)
-    flops = count(args, setting.num_tokens) * per_second
-    measured, stated = peaks["matmul_flops"], peaks["stated_flops"]
-    return {
-        "tokens_per_second": per_second,
-        "mfu_of_measured": flops / measured if measured else None,
-        "mfu_of_stated": flops / stated if stated else None,
-    }
+    return {"forward_backward_s": seconds(step.forward_backward), "update_s": seconds(step.update)}
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
@@ -215,46 +157,37 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         targets = tables.STEP
     elif (unit, result["dtype"], args.dim, args.ffn_dim) == ("block", "float32", 512, 1368):
         targets = tables.CPU_BLOCK
-
-    def percent(value: float | None, form: str = ".1%") -> str:
-        return "" if value is None else format(value, form)
-
     columns: tables.Columns = {
         "Canon": lambda row: row["canon_set"] or "none",
         "backend": lambda row: row["backend"],
-        "ms": lambda row: tables.ms(row.get("other_s", base["s"])),
+        "ms": lambda row: tables.ms(row["other_s"]),
         "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
-        "of matmul": lambda row: percent(row["mfu_of_measured"]),
-        "MFU": lambda row: percent(row["mfu_of_stated"]),
+        "of matmul": lambda row: f"{row['mfu_of_measured']:.1%}",
+        "MFU": lambda row: f"{row['mfu_of_stated']:.1%}" if row["mfu_of_stated"] else "",
         "over none": tables.extra,
         "spread": tables.spread,
-        "least": lambda row: percent(row.get("least"), "+.1%"),
-        "target": lambda row: tables.verdict(targets, row["canon_set"], row.get("ratio", 1) - 1),
+        "least": lambda row: f"{row['least']:+.1%}" if "least" in row else "",
+        "target": lambda row: tables.verdict(targets, row),
     }
-    tables.print_table(console, [base, *rows], columns)
-    how = f"medians of {rows[0]['pairs']} pairs of neighboring blocks"
+    how = "pairs of neighboring blocks"
     if base["drift"] is not None:
-        how = (
-            f"medians of {rows[0]['pairs']} blocks of each model by itself, beside none's before "
-            f"and after ({base['drift'] - 1:+.1%})"
-        )
-    products_s = base["mfu_of_measured"] * base["s"]
+        how = f"blocks of each alone, beside none's before and after ({base['drift'] - 1:+.1%})"
     lines = [
-        f"{result['timed']} of the {unit}: {tables.work_line(result)}; attention by "
-        f"{result['attention']}; {how}; spread: 10th to 90th percentile",
+        f"{result['timed']} of the {unit}: {result['work']}; attention by {result['attention']}; "
+        f"medians of {rows[0]['pairs']} {how}; spread: 10th to 90th percentile",
         tables.peaks_line(result["peaks"]),
-        f"limits: the products alone take {tables.ms(products_s)} ms of none's "
-        f"{tables.ms(base['s'])} at the measured matmul peak ({result['flops_formula']}); "
-        "least: Canon's own bytes, one kernel per site, at the copy bandwidth",
+        f"limits: the products alone take {tables.ms(base['mfu_of_measured'] * base['other_s'])} "
+        f"ms of none's {tables.ms(base['other_s'])} at the measured matmul peak "
+        f"({result['flops_formula']}); least: Canon's own bytes, one kernel per site, at the copy "
+        "bandwidth",
     ]
-    if result["whole"] is not None:
-        fsdp_s = result["whole"]["forward_backward_s"] - base["s"]
+    if whole := result["whole"]:
         lines.append(
-            f"apart, without Canon: FSDP2 at one rank {1000 * fsdp_s:+.2f} ms on forward and "
-            f"backward; clipping and AdamW of all parameters "
-            f"{tables.ms(result['whole']['update_s'])} ms"
+            "apart, without Canon: FSDP2 at one rank "
+            f"{1000 * (whole['forward_backward_s'] - base['other_s']):+.2f} ms on forward and "
+            f"backward; clipping and AdamW of all parameters {tables.ms(whole['update_s'])} ms"
         )
-    if base["peak_bytes"] is not None:
+    if base["peak_bytes"]:
         peaks = [f"{row['variant']} {row['peak_bytes'] / GIB:.1f}" for row in (base, *rows)]
         lines.append(f"peak memory of each by itself in GiB: {', '.join(peaks)}")
     is_1b3 = unit == "model" and (args.num_layers, args.dim, args.position) == (24, 2048, "nope")
@@ -262,4 +195,4 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         best = min(rows, key=lambda row: (row["canon_set"] != "ABCD", row["ratio"]))
         share = best["mfu_of_stated"]
         lines.append(f"MFU of {best['variant']}: {share:.1%}; target {tables.MFU.verdict(share)}")
-    tables.print_lines(console, *lines)
+    tables.print_table(console, [base, *rows], columns, *lines)

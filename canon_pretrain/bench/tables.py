@@ -1,8 +1,7 @@
-"""How the benches print: narrow tables, lines that no terminal breaks, targets and verdicts."""
+"""How the benches print: a table whose cells stay on one line, then lines; targets and verdicts."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.box import SIMPLE
 from rich.table import Table
@@ -16,44 +15,38 @@ Columns = Mapping[str, Callable[[Any], str]]
 """Title -> the cell of a row."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """Three bounds, the easiest first: upper ones, or lower ones if more is better."""
+class Target(NamedTuple):
+    """Upper bounds, the easiest first, or lower ones if more is better; a single one is a goal."""
 
-    must: float
-    goal: float
-    stretch: float
+    bounds: tuple[float, ...]
     more_is_better: bool = False
     unit: str = "%"
 
     def verdict(self, value: float) -> str:
         """Return the bounds and the hardest one that `value` meets, if any."""
         scale = 100 if self.unit == "%" else 1
-        bounds = "/".join(f"{scale * b:g}" for b in (self.must, self.goal, self.stretch))
-        for name in ("stretch", "goal", "must"):
-            bound = getattr(self, name)
+        names = ("must", "goal", "stretch") if len(self.bounds) == 3 else ("goal",)
+        met = "MISSED"
+        for name, bound in zip(names, self.bounds, strict=True):
             if value >= bound if self.more_is_better else value <= bound:
-                return f"{bounds} {self.unit}: {name} met"
-        return f"{bounds} {self.unit}: MISSED"
+                met = f"{name} met"
+        return f"{'/'.join(f'{scale * bound:g}' for bound in self.bounds)} {self.unit}: {met}"
 
 
-STEP = {"ABCD": Target(0.08, 0.05, 0.03), "AC": Target(0.025, 0.015, 0.01)}
-"""Forward and backward of the 1.3B model over the same without Canon, on a GPU, by Canon set."""
-CPU_BLOCK = {"ABCD": Target(0.15, 0.10, 0.05)}
-"""Compiled block of 8L512D, forward and backward, float32, on a CPU."""
-GENERATION = {"ABCD": Target(0.10, 0.05, 0.03)}
-"""Decoding over the same without Canon."""
-MFU = Target(0.50, 0.55, 0.60, more_is_better=True)
-"""1.3B NoPE with ABCD on one H200."""
-SAVED_BYTES = Target(4.0, 2.0, 2.0, unit="B")
-"""Kept for backward by ABCD, per token, site and channel, in bfloat16."""
-TRAINER = Target(0.03, 0.03, 0.03)
-"""The trainer's step beyond a bare loop's."""
+# By Canon set: over the same without Canon.
+STEP = {"ABCD": Target((0.08, 0.05, 0.03)), "AC": Target((0.025, 0.015, 0.01))}  # 1.3B, on a GPU
+CPU_BLOCK = {"ABCD": Target((0.15, 0.10, 0.05))}  # compiled, 8L512D, float32
+GENERATION = {"ABCD": Target((0.10, 0.05, 0.03))}  # decoding
+SAVED_BYTES = {"ABCD": Target((4.0, 2.0, 2.0), unit="B")}  # a token, site and channel, bfloat16
+MFU = Target((0.50, 0.55, 0.60), more_is_better=True)  # 1.3B NoPE with ABCD on one H200
+TRAINER = Target((0.03,))  # the trainer's step beyond a bare loop's
 
 
-def verdict(targets: Mapping[str, Target], canon_set: str, value: float) -> str:
-    """Return a table's cell: the target of this Canon set and its verdict; empty without one."""
-    return targets[canon_set].verdict(value) if canon_set in targets else ""
+def verdict(targets: Mapping[str, Target], row: Row, value: float | None = None) -> str:
+    """Return the cell of a row's target for `value`, by default its extra; empty without one."""
+    if row["canon_set"] not in targets:
+        return ""
+    return targets[row["canon_set"]].verdict(row["ratio"] - 1 if value is None else value)
 
 
 def make_console() -> Console:
@@ -61,14 +54,15 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=NO_TERMINAL_WIDTH)
 
 
-def print_table(console: Console, rows: Iterable[Any], columns: Columns) -> None:
-    """Print a line per row, whose cells stay on one line."""
+def print_table(console: Console, rows: Iterable[Any], columns: Columns, *lines: str) -> None:
+    """Print a line per row, whose cells stay on one line, and then `lines`."""
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     for title in columns:
         table.add_column(title, no_wrap=True)
     for row in rows:
         table.add_row(*(cell(row) for cell in columns.values()))
     console.print(table)
+    print_lines(console, *lines)
 
 
 def print_lines(console: Console, *lines: str) -> None:
@@ -89,8 +83,7 @@ def extra(row: Row) -> str:
 
 def spread(row: Row) -> str:
     """Return the cell of the spread of `extra`."""
-    low, high = row.get("ratio_low", 0) - 1, row.get("ratio_high", 0) - 1
-    return f"{low:+.1%} to {high:+.1%}" if "ratio" in row else ""
+    return f"{row['ratio_low'] - 1:+.1%} to {row['ratio_high'] - 1:+.1%}" if "ratio" in row else ""
 
 
 FACTOR: Columns = {
@@ -98,27 +91,17 @@ FACTOR: Columns = {
     "spread": lambda row: f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}",
 }
 """A comparison as a factor over the base."""
-
-
-def heading(result: Row) -> list[str]:
-    """Return the lines that say where, with what and when a result was measured."""
-    with_what = ", ".join(f"{name} {v}" for name, v in result["versions"].items() if v)
-    lines = [f"{result['device']}; {with_what}; {result['time']}; {result['seconds_are']} time"]
-    if result["gpu"] is not None:
-        facts = ", ".join(f"{name} {value}" for name, value in result["gpu"].items())
-        lines.append(facts)
-    return lines
-
-
-def work_line(result: Row) -> str:
-    """Return what was measured: the model and the micro-batch."""
-    shape = f"{result['micro_batch']} x {result['num_tokens']:,} tokens"
-    return f"{result['model']}, {shape}, {result['dtype']}"
+PASS: Columns = {
+    "pass": lambda row: row["direction"],
+    "ms": lambda row: ms(row["other_s"], 3),
+    **FACTOR,
+    "max error": lambda row: f"{row['max_error']:.0e}",
+}
+"""A kernel's forward or backward pass."""
 
 
 def peaks_line(peaks: Row) -> str:
     """Return both speeds of the machine in words."""
-    copy, matmul = peaks["copy_bandwidth"] or 0.0, peaks["matmul_flops"] or 0.0
-    stated = peaks["stated_flops"]
+    copy, matmul, stated = (peaks[name] or 0.0 for name in sorted(peaks))
     line = f"measured: copy {copy / 1e9:,.1f} GB/s, matmul sustained {matmul / 1e12:,.3g} TFLOP/s"
     return line + (f" (stated: {stated / 1e12:,.0f})" if stated else "")

@@ -14,150 +14,115 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-Step = Callable[[], Any]
-Block = Callable[[], Mapping[str, float]]
-"""Does its work once and returns the seconds of each of its parts."""
+from canon_pretrain.core.errors import UserError
 
-STEP = "step"
+Step = Callable[[], Any]
+Seconds = Mapping[str, float]
+Block = Callable[[], Seconds]
+"""Does its work once and returns the seconds of each of its parts."""
+Comparison = dict[str, float]
+"""`base_s`, `other_s`, `ratio`, `ratio_low`, `ratio_high` (10th, 90th percentile), `pairs`."""
+Parts = dict[str, Comparison]
+
+STEP, BASE = "step", ""
 MAX_STEPS = 10_000
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Medians over pairs of blocks; seconds are of a step, the spread is of the pairs' ratios."""
-
-    base_s: float
-    other_s: float
-    ratio: float
-    ratio_low: float
-    """The 10th percentile."""
-    ratio_high: float
-    """The 90th percentile."""
-    pairs: int
+class NotMeasured(UserError):
+    """The message is why something can't be measured here."""
 
 
 def summarise(base_s: Sequence[float], other_s: Sequence[float]) -> Comparison:
     """Compare two lists of seconds whose places are pairs."""
     ratios = sorted(other / base for base, other in zip(base_s, other_s, strict=True))
     outer = len(ratios) // 10
-    return Comparison(
-        base_s=statistics.median(base_s),
-        other_s=statistics.median(other_s),
-        ratio=statistics.median(ratios),
-        ratio_low=ratios[outer],
-        ratio_high=ratios[-1 - outer],
-        pairs=len(ratios),
-    )
-
-
-def paired(base: Block, other: Block, pairs: int) -> dict[str, Comparison]:
-    """Run blocks of the two in turn, `pairs` times; return a comparison per part."""
-    base_times: list[Mapping[str, float]] = []
-    other_times: list[Mapping[str, float]] = []
-    for number in range(pairs):
-        # base first, other first, ...: what one leaves in caches is there for both alike
-        turn = [(base, base_times), (other, other_times)]
-        for block, times in turn if number % 2 == 0 else reversed(turn):
-            times.append(block())
     return {
-        part: summarise([t[part] for t in base_times], [t[part] for t in other_times])
-        for part in base_times[0]
+        "base_s": statistics.median(base_s),
+        "other_s": statistics.median(other_s),
+        "ratio": statistics.median(ratios),
+        "ratio_low": ratios[outer],
+        "ratio_high": ratios[-1 - outer],
+        "pairs": len(ratios),
     }
 
 
-def around(
-    before: Sequence[float], other: Sequence[float], after: Sequence[float]
-) -> tuple[Comparison, float]:
-    """Compare blocks that could not take turns with those of the base around them.
+def paired(base: Block, other: Block, pairs: int) -> Parts:
+    """Run blocks of the two in turn, `pairs` times; return a comparison per part."""
+    taken: tuple[list[Seconds], list[Seconds]] = ([], [])
+    for number in range(pairs):
+        # base first, other first, ...: what one leaves in caches is there for both alike
+        turn = list(zip((base, other), taken, strict=True))
+        for block, times in turn if number % 2 == 0 else reversed(turn):
+            times.append(block())
+    return by_part(*taken)
 
-    A block's partner is the mean of the base's two of the same number: a drift of the clocks falls
-    on both. The drift is the ratio of the base's medians.
-    """
-    base_s = [(a + b) / 2 for a, b in zip(before, after, strict=True)]
-    return summarise(base_s, other), statistics.median(after) / statistics.median(before)
+
+def by_part(base: Sequence[Seconds], other: Sequence[Seconds]) -> Parts:
+    """Compare blocks part by part."""
+    return {p: summarise([t[p] for t in base], [t[p] for t in other]) for p in base[0]}
 
 
-@dataclass(frozen=True)
-class Subject:
-    """One of the things compared, ready to be timed."""
+class Subject(NamedTuple):
+    """One of the things compared, ready to be timed; `facts` are asked for after its blocks."""
 
     block: Block
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Callable[[], dict[str, Any]] = dict
 
 
-Make = Callable[[], Subject | str]
-"""Builds a subject, or returns the reason why it can't be built."""
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Subjects beside the base: comparisons by name and part, facts, and what failed and why."""
-
-    parts: dict[str, dict[str, Comparison]]
-    facts: dict[str, dict[str, Any]]
-    base_facts: dict[str, Any]
-    failed: dict[str, str]
-    drift: float | None
-    """The base's speed after the others over that before them; None if blocks took turns."""
+Compared = tuple[dict[str, Parts], dict[str, dict[str, Any]], dict[str, str]]
+Make = Callable[[], Subject]
+"""Builds a subject. Raises NotMeasured."""
 
 
 def compare_subjects(
     base: Make, others: Mapping[str, Make], *, pairs: int, alone: bool, free: Callable[[], None]
-) -> Compared | str:
-    """Compare each of `others` with the base; return the reason if the base can't be built.
+) -> Compared:
+    """Compare others with the base; return their parts and facts by name, and why others failed.
 
     Blocks take turns, with the base and one other in memory. `alone` (on a GPU): one subject in
-    memory at a time, the base first and last. `free` returns memory that no object holds.
+    memory at a time, the base first and last; a block's partner is the mean of the base's two of
+    its number, so that a drift of the clocks falls on both. It is the `drift` among the facts of
+    BASE, else None. `free` is called before each is built. Raises NotMeasured if the base fails.
     """
+    parts: dict[str, Parts] = {}
+    facts, failed, first, drift = {}, {}, None, None
+    blocks: dict[str, list[Seconds]] = {}
 
-    def times(make: Make) -> tuple[list[Mapping[str, float]], dict[str, Any]] | str:
+    def measure(name: str, make: Make) -> None:
         free()
         subject = make()
-        if isinstance(subject, str):
-            return subject
-        return [subject.block() for _ in range(pairs)], subject.facts
+        if first is not None:
+            parts[name] = paired(first.block, subject.block, pairs)
+        else:
+            blocks[name] = [subject.block() for _ in range(pairs)]
+        facts[name] = subject.facts()
 
-    found = Compared({}, {}, {}, {}, None)
-    if not alone:
+    if alone:
+        measure(BASE, base)
+    else:
         free()
         first = base()
-        if isinstance(first, str):
-            return first
-        for name, make in others.items():
-            free()
-            other = make()
-            if isinstance(other, str):
-                found.failed[name] = other
-            else:
-                found.parts[name] = paired(first.block, other.block, pairs)
-                found.facts[name] = other.facts
-            del other
-        return Compared(found.parts, found.facts, first.facts, found.failed, None)
-    before = times(base)
-    if isinstance(before, str):
-        return before
-    timed = {}
     for name, make in others.items():
-        taken = times(make)
-        if isinstance(taken, str):
-            found.failed[name] = taken
-        else:
-            timed[name], found.facts[name] = taken
-    after = times(base)
-    if isinstance(after, str):
-        return after
-    drift = None
-    for name, blocks in timed.items():
-        found.parts[name] = {}
-        for part in before[0][0]:
-            sides = ([block[part] for block in side] for side in (before[0], blocks, after[0]))
-            found.parts[name][part], drift = around(*sides)
-    return Compared(found.parts, found.facts, before[1], found.failed, drift)
+        try:
+            measure(name, make)
+        except NotMeasured as why:
+            failed[name] = str(why)
+    if first is not None:
+        facts[BASE] = first.facts()
+    else:
+        before = blocks.pop(BASE)
+        measure(BASE, base)
+        after = blocks.pop(BASE)
+        means = [{p: (a[p] + b[p]) / 2 for p in a} for a, b in zip(before, after, strict=True)]
+        parts = {name: by_part(means, taken) for name, taken in blocks.items()}
+        (*_, last) = by_part(before, after).values()
+        drift = last["other_s"] / last["base_s"]
+    facts[BASE]["drift"] = drift
+    return parts, facts, failed
 
 
 def block_of(step: Step, count: int) -> Block:

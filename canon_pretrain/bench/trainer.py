@@ -6,12 +6,11 @@ is measured before the trainer and after it, each alone in memory.
 """
 
 import argparse
-import dataclasses
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,13 @@ import numpy as np
 from canon_pretrain.bench import tables
 from canon_pretrain.bench.machine import Machine
 from canon_pretrain.bench.timing import (
+    BASE,
     STEP,
-    Comparison,
     Step,
-    around,
+    Subject,
     block_of,
+    compare_subjects,
     no_garbage,
-    paired,
     seconds_of,
     synchronize,
 )
@@ -69,65 +68,42 @@ def measure(
     config, overrides = arguments.config or CONFIG, arguments.overrides
     if arguments.config is None and machine.on_gpu:
         config, overrides = Path(GPU_JOB[0]), [*GPU_JOB[1:], *overrides]
-    with tempfile.TemporaryDirectory(prefix="canon-bench-") as scratch:
-        folder = Path(scratch)
-        job = _job(config, overrides, folder, (repeats + 2) * steps + WARM_UP + SAVES)
-        compare = measure_alone if machine.on_gpu else measure_in_turns
-        found, saves, drift = compare(job, folder, machine, repeats, steps)
+    with tempfile.TemporaryDirectory(prefix="canon-bench-") as scratch, ExitStack() as held:
+        job = _job(config, overrides, Path(scratch), (repeats + 2) * steps + WARM_UP + SAVES)
+        shared = None if machine.alone else held.enter_context(_trainer(job, Path(scratch)))
+
+        def free() -> None:
+            if machine.alone:
+                held.close()
+            machine.free_memory()
+
+        def warm(step: Step, facts: Callable[[], dict[str, Any]] = dict) -> Subject:
+            seconds_of(step, WARM_UP)
+            return Subject(block_of(step, steps), facts)
+
+        def bare() -> Subject:
+            if machine.alone:
+                held.enter_context(one_rank())
+            rounds = job.training.global_batch_size // job.training.local_batch_size
+            return warm(BareStep(job, machine.device, rounds=rounds))
+
+        def ours() -> Subject:
+            trainer, data = shared or held.enter_context(_trainer(job, Path(scratch)))
+            saves = lambda: {"saves": [_save(trainer, data) for _ in range(SAVES)]}  # noqa: E731
+            return warm(partial(trainer.advance, data), saves)
+
+        parts, facts, _ = compare_subjects(
+            bare, {"ours": ours}, pairs=repeats, alone=machine.alone, free=free
+        )
     return {
         "config": str(config),
         "overrides": overrides,
         "tokens_per_step": job.training.global_batch_size * job.training.seq_len,
-        **dataclasses.asdict(found),
-        "drift": drift,
+        **parts["ours"][STEP],
+        **facts[BASE],
         "steps_a_block": steps,
-        "saves": saves,
+        **facts["ours"],
     }
-
-
-Found = tuple[Comparison, list[dict[str, float]], float | None]
-"""Ours beside the bare loop, our saves, and how the bare loop's speed has drifted meanwhile."""
-
-
-def measure_in_turns(
-    job: CanonJobConfig, folder: Path, machine: Machine, repeats: int, steps: int
-) -> Found:
-    """Measure with both in memory, blocks in turn."""
-    with _trainer(job, folder) as (trainer, data):
-        rounds, dims = trainer.gradient_accumulation_steps, trainer.parallel_dims
-        bare = BareStep(job, trainer.device, parallel_dims=dims, rounds=rounds)
-        ours = partial(trainer.advance, data)
-        for step in (ours, bare):
-            seconds_of(step, WARM_UP)
-        found = paired(block_of(bare, steps), block_of(ours, steps), repeats)[STEP]
-        return found, [_save(trainer, data) for _ in range(SAVES)], None
-
-
-def measure_alone(
-    job: CanonJobConfig, folder: Path, machine: Machine, repeats: int, steps: int
-) -> Found:
-    """Measure the bare loop, ours, and the bare loop again, each alone in memory."""
-
-    def seconds(step: Step) -> list[float]:
-        seconds_of(step, WARM_UP)
-        block = block_of(step, steps)
-        return [block()[STEP] for _ in range(repeats)]
-
-    def bare() -> list[float]:
-        machine.free_memory()
-        with one_rank():
-            rounds = job.training.global_batch_size // job.training.local_batch_size
-            return seconds(BareStep(job, machine.device, rounds=rounds))
-
-    def ours() -> tuple[list[float], list[dict[str, float]]]:
-        machine.free_memory()
-        with _trainer(job, folder) as (trainer, data):
-            took = seconds(partial(trainer.advance, data))
-            return took, [_save(trainer, data) for _ in range(SAVES)]
-
-    before, (took, saves), after = bare(), ours(), bare()
-    found, drift = around(before, took, after)
-    return found, saves, drift
 
 
 def _job(config: Path, overrides: list[str], folder: Path, total: int) -> CanonJobConfig:
@@ -169,42 +145,37 @@ def _save(trainer: CanonTrainer, data: Any) -> dict[str, float]:
     """Make a step and save its state; return how long it stalled, and until it was whole."""
     trainer.advance(data)
     synchronize()
-    manager = trainer.checkpointer
-    begin = time.perf_counter()
+    manager, begin = trainer.checkpointer, time.perf_counter()
     manager.begin_save(trainer.step)
     stall = time.perf_counter() - begin
     manager.wait()
-    path = manager.folder.step_path(trainer.step)
-    return {
-        "stall_s": stall,
-        "whole_s": time.perf_counter() - begin,
-        "bytes": Manifest.read(path).total_bytes,
-    }
+    whole = time.perf_counter() - begin
+    size = Manifest.read(manager.folder.step_path(trainer.step)).total_bytes
+    return {"stall_s": stall, "whole_s": whole, "bytes": size}
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    tokens = result["tokens_per_step"]
-    step: tables.Columns = {
+    tokens, saves = result["tokens_per_step"], result["saves"]
+    drift = ""
+    if result["drift"] is not None:
+        drift = f", the bare loop's before and after ours: {result['drift'] - 1:+.1%}"
+    columns: tables.Columns = {
         "step": lambda row: row[0],
         "ms": lambda row: tables.ms(row[1]),
         "tokens/s": lambda row: f"{tokens / row[1]:,.0f}",
     }
-    both = [("ours", result["other_s"]), ("bare PyTorch loop", result["base_s"])]
-    tables.print_table(console, both, step)
-    drift = ""
-    if result["drift"] is not None:
-        drift = f", the bare loop's before and after ours: {result['drift'] - 1:+.1%}"
-    tables.print_lines(
+    tables.print_table(
         console,
+        [("ours", result["other_s"]), ("bare PyTorch loop", result["base_s"])],
+        columns,
         f"{result['config']} {' '.join(result['overrides'])}, {tokens:,} tokens per step",
         f"ours takes {tables.extra(result)} ({tables.spread(result)}, {result['pairs']} pairs of "
         f"blocks of {result['steps_a_block']} steps{drift}); target "
         f"{tables.TRAINER.verdict(result['ratio'] - 1)}",
+        *(
+            f"a save of {save['bytes'] / 1e6:,.1f} MB: the step waits "
+            f"{tables.ms(save['stall_s'], 1)} ms, whole on disk after "
+            f"{tables.ms(save['whole_s'], 1)} ms"
+            for save in saves
+        ),
     )
-    saves: tables.Columns = {
-        "save of bytes": lambda save: f"{save['bytes']:,}",
-        "stall ms": lambda save: tables.ms(save["stall_s"], 1),
-        "whole after ms": lambda save: tables.ms(save["whole_s"], 1),
-        "GB/s": lambda save: f"{save['bytes'] / save['whole_s'] / 1e9:.2f}",
-    }
-    tables.print_table(console, result["saves"], saves)

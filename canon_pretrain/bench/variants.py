@@ -2,14 +2,15 @@
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from canon_pretrain.bench.machine import Machine
+from canon_pretrain.bench.timing import Compared, NotMeasured, Subject, compare_subjects
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.kernels import backends
 from canon_pretrain.kernels.backends import BACKENDS, OPTIONAL, compile_options
@@ -18,14 +19,11 @@ from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.transformer import TransformerBlock
 
-SETS = ("A", "AC", "ABCD")
 MEASURED = tuple(name for name in BACKENDS if name != "auto")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MANY_COMPILATIONS = 256
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """A Canon set and what computes it; the empty set is the model without Canon."""
 
     canon_set: str
@@ -35,11 +33,14 @@ class Variant:
     def name(self) -> str:
         return f"{self.canon_set} {self.backend}" if self.canon_set else "no Canon"
 
+    def row(self) -> dict[str, Any]:
+        return {"variant": self.name, **self._asdict()}
+
 
 NONE = Variant("", "auto")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Workload:
     """A model without Canon, and the micro-batch that is measured."""
 
@@ -50,60 +51,51 @@ class Workload:
     num_tokens: int
 
     def facts(self) -> dict[str, Any]:
-        args = self.args
+        args, dtype = self.args, str(self.dtype).removeprefix("torch.")
+        model = f"{args.num_layers}L{args.dim}D, F {args.ffn_dim}, {args.position}"
         return {
-            "model": f"{args.num_layers}L{args.dim}D, F {args.ffn_dim}, {args.position}",
+            "model": model,
             "args": dataclasses.asdict(args),
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": dtype,
             "micro_batch": self.micro_batch,
             "num_tokens": self.num_tokens,
+            "work": f"{model}, {self.micro_batch} x {self.num_tokens:,} tokens, {dtype}",
         }
 
 
-def add_model_arguments(
-    parser: argparse.ArgumentParser, *, gpu: tuple[int, int] = (1, 0), cpu: tuple[int, int] = (1, 0)
-) -> None:
-    """Add the options that say which model; `gpu`, `cpu`: rows and tokens of a micro-batch."""
-    add = parser.add_argument
-    add("--flavor", help="size of the model (default: 1b3 on a GPU, 8L512D on a CPU)")
-    add("--position", default="nope", choices=POSITIONS, help="(default: %(default)s)")
-    add("--layers", type=int, help="so many layers instead of the flavor's")
-    add("--dtype", choices=tuple(DTYPES), help="(default: bfloat16 on a GPU, float32 on a CPU)")
-    if gpu[1]:
-        for i, (option, letter) in enumerate((("--micro-batch", "B"), ("--tokens", "T"))):
-            about = f"(default: {gpu[i]} on a GPU, {cpu[i]} on a CPU)"
-            add(option, type=int, metavar=letter, help=about)
-    parser.set_defaults(shapes={"cuda": gpu, "cpu": cpu})
+OPTIONS: dict[str, dict[str, Any]] = {
+    "flavor": {"help": "size of the model (default: 1b3 on a GPU, 8L512D on a CPU)"},
+    "position": {"default": "nope", "choices": POSITIONS, "help": "(default: %(default)s)"},
+    "layers": {"type": int, "help": "so many layers instead of the flavor's"},
+    "dtype": {"choices": tuple(DTYPES), "help": "(default: bfloat16 on a GPU, else float32)"},
+    "micro-batch": {"type": int, "help": "rows (default: fits the device)"},
+    "tokens": {"type": int, "help": "of a row (default: fits the device)"},
+    "sets": {"nargs": "+", "default": ["A", "AC", "ABCD"], "help": "Canon sets, as AC"},
+    "backends": {"nargs": "+", "help": f"of {', '.join(MEASURED)} (default: all here)"},
+    "pairs": {"type": int, "help": "pairs of blocks (default: %(default)s)"},
+    "block-seconds": {"type": float, "help": "in whole steps (default: %(default)s)"},
+}
+MODEL = ("flavor", "position", "layers", "dtype")
+SHAPE = ("micro-batch", "tokens")
+TIMING = ("pairs", "block-seconds")
 
 
-def add_variant_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what is compared with no Canon."""
-    add = parser.add_argument
-    add("--sets", nargs="+", default=list(SETS), metavar="SET", help="Canon sets, as AC")
-    add("--backends", nargs="+", metavar="B", help=f"of {', '.join(MEASURED)}, for all sets")
+def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
+    """Add MODEL and these of OPTIONS; `shapes`: rows and tokens of a micro-batch by device."""
+    for name in (*MODEL, *names):
+        parser.add_argument(f"--{name}", **OPTIONS[name])
+    parser.set_defaults(**defaults)
 
 
-def add_timing_arguments(parser: argparse.ArgumentParser, *, pairs: int, block_s: float) -> None:
-    """Add the options that say how long."""
-    add, about = parser.add_argument, "a block's length, in whole steps (default: %(default)s)"
-    add("--pairs", type=int, default=pairs, help="pairs of blocks (default: %(default)s)")
-    add("--block-seconds", type=float, default=block_s, metavar="S", help=about)
-
-
-def workload(arguments: argparse.Namespace, machine: Machine, num_tokens: int = 0) -> Workload:
-    """Return what the options mean here, or of `num_tokens`. Raises UserError."""
+def workload(arguments: argparse.Namespace, machine: Machine) -> Workload:
+    """Return what the options mean here. Raises UserError."""
     rows, tokens = arguments.shapes[machine.device.type]
-    tokens = num_tokens or arguments.tokens or tokens
-    base = flavor(arguments.flavor or ("1b3" if machine.on_gpu else "8L512D"))
-    args = dataclasses.replace(
-        base,
-        position=arguments.position,
-        num_layers=arguments.layers or base.num_layers,
-        max_seq_len=max(base.max_seq_len, tokens),
-    )
+    rows, tokens = arguments.micro_batch or rows, arguments.tokens or tokens
+    args = flavor(arguments.flavor or ("1b3" if machine.on_gpu else "8L512D"))
+    layers, length = arguments.layers or args.num_layers, max(args.max_seq_len, tokens)
+    changes = {"position": arguments.position, "num_layers": layers, "max_seq_len": length}
     dtype = DTYPES[arguments.dtype or ("bfloat16" if machine.on_gpu else "float32")]
-    rows = getattr(arguments, "micro_batch", None) or rows
-    return Workload(args, dtype, machine.device, rows, tokens)
+    return Workload(dataclasses.replace(args, **changes), dtype, machine.device, rows, tokens)
 
 
 def with_canon(args: ModelArgs, canon_set: str) -> ModelArgs:
@@ -111,33 +103,40 @@ def with_canon(args: ModelArgs, canon_set: str) -> ModelArgs:
     return dataclasses.replace(args, canon_set=canon_set)
 
 
-def available(
-    asked: Sequence[str] | None, device: torch.device, dtype: torch.dtype
-) -> tuple[list[str], dict[str, str]]:
+def available(asked: Sequence[str] | None, work: Workload) -> tuple[list[str], dict[str, str]]:
     """Return the backends of `asked` (or all) to measure, and why others can't be.
 
     Raises UserError.
     """
-    for name in asked or ():
+    missing = {}
+    for name in asked or MEASURED:
         check_choice("--backends", name, MEASURED)
-    reasons = {name: backend_problem(name, device, dtype) for name in asked or MEASURED}
-    missing = {name: reason for name, reason in reasons.items() if reason is not None}
-    if len(missing) == len(reasons):
-        told = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
-        raise UserError(f"--backends {' '.join(asked or ())}: none can be had here. {told}")
-    return [name for name in reasons if name not in missing], missing
+        problem = backends.backend_problem(name, work.device.type, work.dtype)
+        if name in OPTIONAL and work.device.type == "cpu":
+            problem = "needs a GPU"  # an interpreter says nothing about speed
+        if problem is not None:
+            missing[name] = problem
+    if found := [name for name in asked or MEASURED if name not in missing]:
+        return found, missing
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+    raise UserError(f"--backends {' '.join(asked or ())}: none can be had here. {reasons}")
 
 
-def backend_problem(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why `backend` can't be measured here, if it can't."""
-    if backend in OPTIONAL and device.type == "cpu":  # an interpreter says nothing about speed
-        return "needs a GPU"
-    return backends.backend_problem(backend, device.type, dtype)
-
-
-def failure(why: Exception) -> str:
-    """Return an exception in one line."""
-    return f"{type(why).__name__}: {str(why).strip().partition(chr(10))[0]}"
+@contextmanager
+def failing(backend: str = "") -> Iterator[None]:
+    """Raise NotMeasured if the block needs too much memory, or fails by an optional backend."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise NotMeasured(
+            "it does not fit in this GPU's memory; give a smaller --micro-batch, --batches or "
+            "--tokens, or fewer --layers"
+        ) from None
+    except Exception as why:
+        if backend not in OPTIONAL:
+            raise
+        first = str(why).strip().partition("\n")[0]
+        raise NotMeasured(f"{type(why).__name__}: {first}") from None
 
 
 def variants(
@@ -148,10 +147,21 @@ def variants(
     If none was asked for: every set by what `auto` is, and the last set by the others.
     """
     sets = canon_sets_of(canon_sets)
-    usual = list(usable) if asked else ["triton" if "triton" in usable else "compiled"]
-    others = [Variant(sets[-1], backend) for backend in usable if backend not in usual]
+    usual = usable if asked else ["triton" if "triton" in usable else "compiled"]
     found = [Variant(canon_set, backend) for canon_set in sets for backend in usual]
-    return list(dict.fromkeys([*found, *others]))
+    return list(dict.fromkeys([*found, *(Variant(sets[-1], backend) for backend in usable)]))
+
+
+def compare_variants(
+    make: Callable[[Variant], Subject],
+    chosen: Sequence[Variant],
+    arguments: argparse.Namespace,
+    machine: Machine,
+) -> Compared:
+    """Compare the `chosen` with no Canon; see compare_subjects."""
+    others = {variant.name: partial(make, variant) for variant in chosen}
+    base, pairs, free = partial(make, NONE), arguments.pairs, machine.free_memory
+    return compare_subjects(base, others, pairs=pairs, alone=machine.alone, free=free)
 
 
 def canon_sets_of(given: Sequence[str]) -> list[str]:
@@ -172,11 +182,3 @@ def compiled_block(work: Workload, variant: Variant) -> tuple[TransformerBlock, 
         rope.reset(work.device)
     options = compile_options(work.device.type, variant.backend)
     return block, torch.compile(block, fullgraph=True, dynamic=False, options=options)
-
-
-def many_compilations() -> AbstractContextManager[None]:
-    """Let the variants of a block, which share their code, be compiled each for its own shapes."""
-    patched: AbstractContextManager[None] = torch._dynamo.config.patch(
-        recompile_limit=MANY_COMPILATIONS, accumulated_recompile_limit=MANY_COMPILATIONS
-    )
-    return patched

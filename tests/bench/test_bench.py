@@ -1,5 +1,6 @@
 """The benches as a user starts them: they measure, say the ratio, and leave nothing behind."""
 
+import argparse
 import gc
 import json
 import os
@@ -17,11 +18,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from canon_pretrain.bench import __main__ as bench_main
-from canon_pretrain.bench import step, trainer, variants
+from canon_pretrain.bench import canon, step
 from canon_pretrain.bench.__main__ import main
 from canon_pretrain.bench.attention import use_flash
 from canon_pretrain.bench.machine import Machine
-from canon_pretrain.bench.variants import Variant
+from canon_pretrain.bench.variants import Variant, Workload
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model import canon as canon_module
 from canon_pretrain.model import canon_check
@@ -105,8 +106,9 @@ def test_all_is_one_page_and_one_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not [path for path in scratch.iterdir() if path.name.startswith("canon-bench-")]
 
 
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = classmethod(lambda cls: cls(torch.device("cpu")))
+def on_cpu(monkeypatch: pytest.MonkeyPatch, alone: bool = False) -> None:
+    """`alone`: as on a GPU, which holds one of the compared at a time."""
+    here = classmethod(lambda cls: cls(torch.device("cpu"), alone=alone))
     monkeypatch.setattr(Machine, "here", here)
 
 
@@ -198,19 +200,21 @@ def test_what_does_not_fit_in_memory_is_left_out_and_said(
 ) -> None:
     build, refused = step.build, {"ABCD reference"}
 
-    def limited(setting: step.Setting, variant: Variant, device: torch.device) -> Any:
+    def limited(work: Workload, variant: Variant, *how: Any, **options: Any) -> Any:
         if variant.name in refused:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return build(setting, variant, device)
+        return build(work, variant, *how, **options)
 
     monkeypatch.setattr(step, "build", limited)
     result, page = run("step", *SMALL, *QUICK, "--sets", "AC", "ABCD")
     assert [row["variant"] for row in result["rows"]] == ["AC compiled", "ABCD compiled"]
-    assert "not measured: ABCD reference: a micro-batch of 2 does not fit" in page
+    assert "not measured: ABCD reference: it does not fit in this GPU's memory" in page
     refused.add("no Canon")
     with pytest.raises(SystemExit):
         run("step", *SMALL, *QUICK)
-    assert "give a smaller --micro-batch, or fewer --layers" in capsys.readouterr().err
+    assert (
+        "give a smaller --micro-batch, --batches or --tokens, or fewer" in capsys.readouterr().err
+    )
 
 
 def counted_blocks(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[TransformerBlock]:
@@ -239,10 +243,10 @@ def test_on_a_gpu_the_trainer_and_the_bare_loop_are_not_there_together(
         left.append(len(blocks))
 
     monkeypatch.setattr(Machine, "free_memory", freed)
-    monkeypatch.setattr(trainer, "measure_in_turns", trainer.measure_alone)
+    on_cpu(monkeypatch, alone=True)
     config = ROOT / "train_configs" / "debug.toml"
     result, page = run("trainer", "--config", config, "--repeats", 3, "--steps", 1)
-    assert left == [0, 0, 0, 0] and result["drift"] > 0
+    assert left == [0] * 4 and result["drift"] > 0
     assert result["pairs"] == 3 and len(result["saves"]) == 3
     assert result["tokens_per_step"] == 12 * 64
     assert "before and after ours" in " ".join(page.split())
@@ -252,18 +256,17 @@ def test_a_gpu_holds_one_model_at_a_time(run: Run, monkeypatch: pytest.MonkeyPat
     """The way of a GPU, on a CPU: what it builds is gone before the next."""
     build, built, blocks = step.build, [], counted_blocks(monkeypatch)
 
-    def watched(setting: Any, variant: Variant, device: torch.device) -> Any:
+    def watched(work: Workload, variant: Variant, *how: Any, plain: bool) -> Any:
         gc.collect()
         assert not len(blocks)
-        built.append(variant.canon_set)
-        return build(setting, variant, device)
+        built.append((variant.canon_set, plain))
+        return build(work, variant, *how, plain=plain)
 
-    setting = step.Setting
-    monkeypatch.setattr(step, "Setting", lambda **given: setting(**given | {"alone": True}))
+    on_cpu(monkeypatch, alone=True)
     monkeypatch.setattr(step, "build", watched)
     options = ("--unit", "model", "--backends", "reference", "--sets", "AC")
     result, page = run("step", *SMALL, *QUICK, *options)
-    assert built == ["", "AC", ""]
+    assert built == [("", True), ("AC", True), ("", True), ("", False)]
     assert result["timed"] == "forward and backward" and result["base"]["drift"] > 0
     (row,) = result["rows"]
     flops = flops_per_token(ModelArgs(**result["args"] | {"canon_set": "AC"}), 32) * 2 * 32
@@ -292,7 +295,8 @@ def test_all_keeps_what_is_there_where_one_fails(
 ) -> None:
     fatal = "memory"
 
-    def one(name: str, *rest: object) -> dict[str, Any]:
+    def one(arguments: argparse.Namespace, *rest: object) -> dict[str, Any]:
+        name = arguments.command
         if name == "canon":
             raise UserError("no such thing")
         if name == "generate":
@@ -346,7 +350,7 @@ def test_a_kernel_that_fails_leaves_the_others(run: Run, monkeypatch: pytest.Mon
         return y
 
     change_kernels(monkeypatch, failing)
-    monkeypatch.setattr(variants, "backend_problem", lambda name, device, dtype: None)
+    monkeypatch.setattr(canon.variants, "available", lambda asked, work: (asked, {}))
     monkeypatch.setattr(canon_check, "check_canon_backend", lambda *backend: None)
     options = ("--backends", "causal_conv1d", "compiled", "--micro-batch", 2)
     result, _ = run("canon", *SMALL, *QUICK, *options)

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -15,17 +16,17 @@ def test_the_ratio_is_of_neighbours_and_not_of_medians() -> None:
     # the machine gets slower and slower: the medians of each alone say nothing
     base = [1.0, 2.0, 4.0, 8.0, 16.0]
     found = timing.summarise(base, [1.1 * s for s in base])
-    assert found.ratio == pytest.approx(1.1)
-    assert (found.base_s, found.pairs) == (4.0, 5)
+    assert found["ratio"] == pytest.approx(1.1)
+    assert (found["base_s"], found["pairs"]) == (4.0, 5)
 
 
 def test_the_spread_is_of_the_middle_eight_tenths() -> None:
     ratios = [1.0 + n / 100 for n in range(20)]
     found = timing.summarise([1.0] * 20, list(reversed(ratios)))
-    assert (found.ratio_low, found.ratio_high) == (1.02, 1.17)
-    assert tables.spread(dataclasses.asdict(found)) == "+2.0% to +17.0%"
+    assert (found["ratio_low"], found["ratio_high"]) == (1.02, 1.17)
+    assert tables.spread(found) == "+2.0% to +17.0%"
     one = timing.summarise([2.0], [3.0])
-    assert one.ratio == one.ratio_low == one.ratio_high == 1.5
+    assert one["ratio"] == one["ratio_low"] == one["ratio_high"] == 1.5
 
 
 def test_blocks_take_turns_and_change_their_order() -> None:
@@ -40,7 +41,7 @@ def test_blocks_take_turns_and_change_their_order() -> None:
 
     found = timing.paired(block("a", read=1, write=2), block("b", read=3, write=1), 4)
     assert "".join(calls) == "abbaabba"
-    assert {part: each.ratio for part, each in found.items()} == {"read": 3.0, "write": 0.5}
+    assert {part: each["ratio"] for part, each in found.items()} == {"read": 3.0, "write": 0.5}
 
 
 class Clock:
@@ -107,36 +108,36 @@ def subject(name: str, seconds: float, log: list[str]) -> timing.Make:
             log.append(name)
             return {"step": seconds}
 
-        return timing.Subject(block, {"name": name})
+        return timing.Subject(block, lambda: {"name": name, "blocks": log.count(name)})
 
     return make
 
 
-def test_subjects_take_turns_or_are_alone_with_the_base_around_them() -> None:
+def too_large() -> timing.Subject:
+    raise timing.NotMeasured("too large")
+
+
+@pytest.mark.parametrize(
+    ("alone", "order"),
+    [
+        (False, "free|make a|free|make b|a|b|b|a|free"),
+        (True, "free|make a|a|a|free|make b|b|b|free|free|make a|a|a"),
+    ],
+)
+def test_subjects_take_turns_or_are_alone_with_the_base_around_them(
+    alone: bool, order: str
+) -> None:
     log: list[str] = []
-    others: dict[str, timing.Make] = {"b": subject("b", 3, log), "c": lambda: "too large"}
-    for alone, order in (
-        (False, "make a|free|make b|a|b|b|a|free".split("|")),
-        (
-            True,
-            ["make a", "a", "a", "free", "make b", "b", "b", "free", "free", "make a", "a", "a"],
-        ),
-    ):
-        log.clear()
-        found = timing.compare_subjects(
-            subject("a", 2, log),
-            others,
-            pairs=2,
-            alone=alone,
-            free=lambda: log.append("free"),
-        )
-        assert isinstance(found, timing.Compared)
-        assert log == ["free", *order]
-        assert found.parts["b"]["step"].ratio == 1.5 and list(found.parts) == ["b"]
-        assert found.failed == {"c": "too large"} and found.facts == {"b": {"name": "b"}}
-        assert found.drift == (1.0 if alone else None)
-    failed = timing.compare_subjects(lambda: "no", others, pairs=1, alone=True, free=lambda: None)
-    assert failed == "no"
+    options: Any = {"pairs": 2, "alone": alone, "free": lambda: log.append("free")}
+    others: dict[str, timing.Make] = {"b": subject("b", 3, log), "c": too_large}
+    parts, facts, failed = timing.compare_subjects(subject("a", 2, log), others, **options)
+    assert log == order.split("|")
+    assert parts["b"]["step"]["ratio"] == 1.5 and list(parts) == ["b"]
+    assert failed == {"c": "too large"} and facts["b"] == {"name": "b", "blocks": 2}
+    drift = 1.0 if alone else None
+    assert (facts[timing.BASE]["name"], facts[timing.BASE]["drift"]) == ("a", drift)
+    with pytest.raises(timing.NotMeasured):
+        timing.compare_subjects(too_large, others, **options)
 
 
 def test_without_rotation_all_of_b_is_extra() -> None:

@@ -28,56 +28,48 @@ def model() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def results(model: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def rows(model: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What is measured, of small parts."""
     folder = tmp_path_factory.mktemp("bench")
-    return {
-        "time": "now",
-        "cpu": "test",
-        "documents": len(TEXTS),
-        "bytes": sum(map(len, TEXTS)),
-        "vocab_size": model.vocab_size,
-        "encoding": bench.measure_encoding(model, TEXTS, 2),
-        "builds": bench.measure_builds(model, TEXTS, folder / "builds", 1),
-        "loader": bench.measure_reading(folder / "reading", 1, tokens=1 << 17, batches=20),
-        "start": bench.measure_start(folder / "start", 1, parts=3, tokens=3_000_000),
-    }
+    return [
+        *bench.measure_encoding(model, TEXTS, 2),
+        *bench.measure_builds(model, TEXTS, folder / "builds", 1),
+        *bench.measure_reading(folder / "reading", 1, tokens=1 << 17, batches=20),
+        *bench.measure_start(folder / "start", 1, parts=3, tokens=3_000_000),
+    ]
 
 
-def test_encodings_and_builds_have_all_tokens(results: dict[str, Any], model: Tokenizer) -> None:
-    encoding, builds = results["encoding"], results["builds"]
-    assert encoding["tokens"] == sum(len(model.encode(text)) for text in TEXTS)
-    assert set(encoding["rates"]) == {"cold", "warm", "sp.encode", "tokenizers"}
-    assert all(rate > 0 for rate in (*encoding["rates"].values(), *encoding["ratios"].values()))
-    expected = encoding["tokens"] + len(TEXTS)  # an EOS each
-    assert {build["tokens"] for build in builds["runs"].values()} == {expected}
-    assert builds["2 workers / 1"] > 0
-    there = importlib.util.find_spec("datatrove") is not None
-    assert (builds["ours / datatrove"] is not None) == there
+def test_every_row_is_measured_and_every_target_has_one(rows: list[dict[str, Any]]) -> None:
+    values = {row["what"]: row["value"] for row in rows}
+    assert len(values) == len(rows) and set(bench.TARGETS) < set(values)
+    without_datatrove = importlib.util.find_spec("datatrove") is None
+    missing = {name for name, value in values.items() if value is None}
+    assert missing == ({"build, CPU time: ours / datatrove"} if without_datatrove else set())
+    assert all(value > 0 for name, value in values.items() if name not in missing)
+    for name in ("sp.encode", "tokenizers"):
+        assert {f"encoding, {name}", f"encoding, empty word cache / {name}"} < set(values)
 
 
-def test_an_hf_tokenizer_is_measured_beside_the_package(model: Tokenizer) -> None:
-    converted = Tokenizer(bench.as_tokenizer_json(model).encode(), "x")
-    ratios = bench.measure_encoding(converted, TEXTS[:20], 1)["ratios"]
-    assert ratios["cold / tokenizers"] > 0 and "cold / sp.encode" not in ratios
+def test_a_builds_tokens_are_those_of_its_texts(model: Tokenizer, tmp_path: Path) -> None:
+    counted, count = [], bench.count_tokens
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "count_tokens", lambda out: counted.append(count(out)) or counted[-1])
+        bench.measure_builds(model, TEXTS, tmp_path, 1)
+    expected = sum(len(model.encode(text)) + 1 for text in TEXTS)  # an EOS each
+    assert len(counted) >= 2 and set(counted) == {expected}
 
 
-def test_the_table_says_what_holds(results: dict[str, Any]) -> None:
-    slow = {
-        **results,
-        "loader": 99e6,
-        "start": {"open_s": 0.05, "memory": 5_000_000},
-        "builds": {**results["builds"], "ours / datatrove": None},
-    }
+def test_the_table_says_what_holds() -> None:
+    values = {"loader, CRC checked, one core": (99.0, "Mtok/s"), "opening all parts": (0.05, "s")}
+    values["build, CPU time: ours / datatrove"] = (None, "x")
+    facts = {"time": "now", "cpu": "test", "documents": 1, "bytes": 1, "vocab_size": 300}
     console = Console(record=True, width=120)
-    bench.print_result(slow, console)
-    rows = console.export_text().splitlines()
-    held = {
-        name: line for line in rows for name in ("loader", "opening", "datatrove") if name in line
-    }
-    assert "99 Mtok/s" in held["loader"] and " no " in held["loader"]
-    assert "0.05 s" in held["opening"] and " yes " in held["opening"]
-    assert "not measured" in held["datatrove"] and " yes " not in held["datatrove"]
+    rows = [bench.row(what, *measured) for what, measured in values.items()]
+    bench.print_result(facts | {"rows": rows}, console)
+    lines = {line.split()[0]: line for line in console.export_text().splitlines() if line.strip()}
+    assert "99 Mtok/s" in lines["loader,"] and "MISSED" in lines["loader,"]
+    assert "0.05 s" in lines["opening"] and "met" in lines["opening"]
+    assert "not measured" in lines["build,"] and "met" not in lines["build,"]
 
 
 def test_the_sparse_split_is_as_large_as_it_says_and_can_be_read(tmp_path: Path) -> None:
