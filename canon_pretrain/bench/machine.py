@@ -115,7 +115,7 @@ class Machine:
         return {
             "copy_bandwidth": self.copy_bandwidth,
             "matmul_flops": self.matmul_flops(dtype),
-            "stated_flops": next((g.peak_flops for key, g in GPUS.items() if key in name), None),
+            "stated_flops": next((flops for key, (_, flops) in GPUS.items() if key in name), None),
         }
 
     def count_operators(self, work: Callable[[], Any]) -> int:
