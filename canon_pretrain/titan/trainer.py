@@ -118,7 +118,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.data, self.compared = share(self.job_config, *self._own)
         self.canon = choose_canon(self.job_config, self.device, self.compared.code)
         if self.canon is not None:
-            self.job_config.model.canon_backend = self.canon.backend  # type: ignore[assignment]
+            self.job_config.model.canon_backend = self.canon.backend
         self.guards = StepGuards(self.job_config.guards, self.device)
         self.readback = Readback(self.device)
         # every label counts, so the number that a loss is divided by is known to all ranks

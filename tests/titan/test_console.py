@@ -31,7 +31,13 @@ FIELDS: dict[str, Any] = {
     "skipped_steps": 2,
     "restarts": 1,
 }
-HELD_OUT = {"step": 200, "loss": 3.5, "bits_per_byte": 1.75, "tokens_scored": 131072, "seconds": 1.25}
+HELD_OUT = {
+    "step": 200,
+    "loss": 3.5,
+    "bits_per_byte": 1.75,
+    "tokens_scored": 131072,
+    "seconds": 1.25,
+}
 
 
 def a_view() -> Console:
