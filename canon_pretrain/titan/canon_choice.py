@@ -28,8 +28,6 @@ PACKAGES = ("triton", "fla-core", "causal-conv1d")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What of a cached check is read."""
-
     problem: str | None
 
 

@@ -99,9 +99,7 @@ def count_memory(
     """Return the bytes on one GPU by part; `model`, the job's, may be on the meta device.
 
     Activations are an upper bound, what eager PyTorch keeps on a CPU; with `recompute` (full
-    activation checkpointing) the blocks' inputs, and one block's. FSDP2's own buffers are the
-    gathered weights of two blocks (of all if it never reshards), embedding and head, and one
-    block's gradient in float32.
+    activation checkpointing) the blocks' inputs, and one block's.
     """
     args, training, loss = job.model_args, job.training, job.loss
     dtype = TORCH_DTYPE_MAP[training.dtype]
@@ -109,6 +107,7 @@ def count_memory(
     num_shards, micro_batch = shard_degree(job, world_size), micro_batch_size(job, world_size)
     parameters, trained = count_parameters(model)
     block = sum(p.numel() for p in model.get_submodule("layers.0").parameters())
+    # weights of two blocks, embedding and head, and one block's gradient in float32
     gathered = parameters - (args.num_layers - 2) * block
     if job.parallelism.fsdp_reshard_after_forward == "never":
         gathered = parameters
@@ -137,12 +136,9 @@ def count_memory(
 def saved_bytes(
     args: ModelArgs, micro_batch: int, dtype: torch.dtype, loss: Loss
 ) -> tuple[int, int]:
-    """Return the bytes that autograd keeps for backward: of one block; of norm, head and loss.
-
-    For `micro_batch` sequences of args.max_seq_len tokens, without the weights. Masks and ALiBi are
-    counted as on a GPU, where flex attention computes them and keeps what plain attention does.
-    """
+    """Return the bytes that autograd keeps for backward: of one block; of norm, head and loss."""
     shape = (micro_batch, args.max_seq_len)
+    # on a GPU flex attention computes masks and ALiBi, and keeps what plain attention does
     plain = args if args.position in ROTARY else dataclasses.replace(args, position="nope")
     before = torch.get_default_dtype()
     with FakeTensorMode():
@@ -190,10 +186,7 @@ def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
 
 
 def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
-    """Raise UserError, with the parts of the estimate, if a rank of `job` can't fit on `device`.
-
-    Counted is the least that it may need: with CPU offload nothing.
-    """
+    """Raise UserError, with the parts of the estimate, if a rank can't do with the least."""
     room, args = device.memory_gib * GIB, job.model_args
     # counting takes a second: not where a bound several times too high fits
     tokens = micro_batch_size(job, world_size) * job.training.seq_len

@@ -5,7 +5,7 @@ logging and checkpointing change nothing that is computed and are not part of th
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,7 @@ from torchtitan.tools.utils import device_type
 from canon_pretrain.checkpoint.folder import ARCHIVE, CheckpointFolder, remove_tree
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import host_name
-from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.run.config import Loss
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import (
     FRESH,
@@ -44,13 +42,11 @@ from canon_pretrain.titan.resume import Council, check_initial
 
 Changes = dict[str, list[Any]]
 """Dotted name -> [old, new]."""
-TRAINING_TERMS = (
-    *("seq_len", "global_batch_size", "steps", "max_norm", "dtype"),
-    *("mixed_precision_param", "mixed_precision_reduce"),
-)
-LOSS_TERMS = ("z_loss", "squared_loss")
-"""The keys of `[loss]` that belong to the identity; chunk_tokens changes nothing but rounding."""
-GUARD_TERMS = ("outlier_sigma", "outlier_window")
+IDENTITY = {"model": "", "optimizer": "", "lr_scheduler": "", "data": "data_seed order"}
+IDENTITY |= {"loss": "z_loss squared_loss", "guards": "outlier_sigma outlier_window"}
+IDENTITY["training"] = "seq_len global_batch_size steps max_norm dtype "
+IDENTITY["training"] += "mixed_precision_param mixed_precision_reduce"
+"""The keys of each section that belong to what a run is; none: all."""
 CODE = "code"
 """What `run.allow_changes` calls the program's source, which is not part of the identity."""
 
@@ -90,19 +86,10 @@ def run_identity(
     job: CanonJobConfig, fingerprint: str, held_out: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return all that a run may not change between its launches unless allowed, by dotted name."""
-    sections: tuple[tuple[str, Any, Sequence[str]], ...] = (
-        ("model", job.model_args, ()),
-        ("optimizer", job.optimizer, ()),
-        ("lr_scheduler", job.lr_scheduler, ()),
-        ("data", job.data, ("data_seed", "order")),
-        ("training", job.training, TRAINING_TERMS),
-        ("loss", job.loss, LOSS_TERMS),
-        ("guards", job.guards, GUARD_TERMS),
-    )
     identity = {"data_fingerprint": fingerprint, **(held_out or {})}
-    for name, section, keys in sections:
-        values = asdict(section)
-        identity |= {f"{name}.{key}": values[key] for key in keys or values}
+    for section, keys in IDENTITY.items():
+        values = asdict(job.model_args if section == "model" else getattr(job, section))
+        identity |= {f"{section}.{key}": values[key] for key in keys.split() or values}
     return identity
 
 
@@ -116,10 +103,8 @@ def check_identity(folder: RunFolder, identity: dict[str, Any], allowed: list[st
         )
     if not folder.config_file.exists():
         return {}
-    # what a part was before there was a name for it
-    defaults = {f"model.{f.name}": f.default for f in fields(ModelArgs)}
-    defaults |= {f"loss.{name}": getattr(Loss(), name) for name in LOSS_TERMS}
-    old = defaults | _recorded(folder, "identity")
+    # what a part was before there was a name for it: the default
+    old = run_identity(CanonJobConfig(), "") | _recorded(folder, "identity")
     changed = _differing(old, identity)
     if not (HELD_OUT in old and HELD_OUT in identity):
         changed.pop(HELD_OUT, None)
@@ -140,8 +125,8 @@ def code_changes(folder: RunFolder, code: dict[str, str], *, refuse: bool) -> Ch
     if changed and refuse:
         raise UserError(
             f"the code of canon_pretrain is not that of the last launch of {folder.path}: "
-            f"{', '.join(changed)} differ(s), and run.code is refuse. Put the former code back "
-            "(launches/ names its commit), or give --run.allow_changes code",
+            f"{', '.join(changed)} differ(s), and run.code is refuse. Put the former code back, or "
+            "give --run.allow_changes code",
             shared=True,
         )
     return changed
@@ -192,10 +177,9 @@ def is_fresh(job: CanonJobConfig, run: RunFolder) -> bool:
 def prepare_folder(
     job: CanonJobConfig, session: Session, *, fingerprint: str, arguments: Sequence[str]
 ) -> LaunchRecord:
-    """Prepare the run folder, under its lock, before the ranks meet; on rank 0.
+    """Prepare the run folder, under its lock, before the ranks meet; return the launch's record.
 
-    Returns the launch's record, with the shards' `fingerprint` and the command line's `arguments`.
-    Raises UserError, with nothing moved, for a folder that the launch can't use.
+    Raises UserError, with nothing moved, for a folder that the launch can't use. On rank 0.
     """
     run = session.folder
     path = run.path / job.checkpoint.folder
@@ -231,12 +215,6 @@ def _check_folder(
 ) -> None:
     """Raise UserError for what keeps the launch from using its folder; moves nothing."""
     path, own = checkpoints.path, known_run(run)
-    home = RunFolder(path.resolve().parent)
-    if checkpoints_outside(job) and (home.run_file.is_file() or home.config_file.is_file()):
-        raise UserError(
-            f"checkpoint.folder = {job.checkpoint.folder} is in another run's folder, {home.path}. "
-            "Choose another one"
-        )
     if others := checkpoints.of_other_runs(own.run_id if own else None):
         steps = ", ".join(f"step-{step} of run {run_id}" for step, run_id in others.items())
         raise UserError(
@@ -289,8 +267,8 @@ def _settle_folder(
 
 def announce(
     step: int,
-    *,
     folder: RunFolder,
+    *,
     config: dict[str, Any],
     compared: Comparison,
     canon: CanonChoice | None,
@@ -331,7 +309,7 @@ def announce(
         metrics.event("changed", step=step, run=compared.changes, config=differences, code=code)
     # after what it makes unseen: killed before, the next launch says it all again
     metrics.flush()
-    council.decide(lambda: _write_config(folder, config, compared))
+    council.decide(lambda: folder.write_config(config, compared.identity, compared.code))
     if record is not None:
         kept = ("world_size", "hosts", "config_hash", "canon_backend")
         names = [torch.cuda.get_device_name(k) for k in range(has_accelerator() * device_count())]
@@ -348,13 +326,3 @@ def announce(
         logger.info(f"NOTE: changed since the last launch: {name}: {old} -> {new}{mark}")
     if code:
         logger.warning(f"the code has changed since the last launch: {', '.join(code)}")
-
-
-def _write_config(folder: RunFolder, config: dict[str, Any], compared: Comparison) -> None:
-    try:
-        folder.write_config(config, compared.identity, compared.code)
-    except OSError as error:
-        raise UserError(
-            f"{folder.config_file} cannot be written: {error.strerror}; without it the run can't "
-            "be resumed. Make room, or choose another --job.dump_folder"
-        ) from None

@@ -186,7 +186,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.checkpointer.begin()
         announce(
             self.step,
-            folder=self.folder,
+            self.folder,
             config=self.config,
             compared=self.compared,
             canon=self.canon,
@@ -437,12 +437,13 @@ class CanonTrainer(torchtitan.train.Trainer):
             yield lambda: None
             return
         limit_s = 0.8 * comm.train_timeout_seconds  # before the collectives' own ends the process
-        try:
-            yield lambda: faulthandler.dump_traceback_later(limit_s, file=file)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-            # a launch that has taken the folder has the same name: what it writes is not ours
-            with contextlib.suppress(OSError), file:
-                own = os.fstat(file.fileno())
-                if not own.st_size and os.path.samestat(own, path.stat()):
-                    path.unlink()
+        with file:
+            try:
+                yield lambda: faulthandler.dump_traceback_later(limit_s, file=file)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+                # a launch that has taken the folder has the same name: what it writes is not ours
+                with contextlib.suppress(OSError):
+                    own = os.fstat(file.fileno())
+                    if not own.st_size and os.path.samestat(own, path.stat()):
+                        path.unlink()
