@@ -65,10 +65,7 @@ def check_nodes(global_batch_size: int, nodes: int, ranks_per_node: int) -> None
 def plan_job(
     arguments: list[str], nodes: int, ranks_per_node: int, data: bool = False
 ) -> tuple[Path, int]:
-    """Return a job's run folder, absolute, and about the bytes of its checkpoints; or UserError.
-
-    `arguments` are those of canon_pretrain.train; with `data` its shards must be there.
-    """
+    """Return a job's run folder and the bytes of a checkpoint; with `data` open its shards."""
     from canon_pretrain.titan.device import prepare_device
 
     prepare_device()

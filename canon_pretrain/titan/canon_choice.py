@@ -87,7 +87,7 @@ def _checked(
         "backend": backend,
         "device": _name(device),
         "torch": f"{torch.__version__} {torch.version.cuda} {torch.version.hip}",
-        "packages": [d.version for name in PACKAGES for d in distributions(name=name)],
+        "packages": {d.name: d.version for name in PACKAGES for d in distributions(name=name)},
         "code": {p: h for p, h in code.items() if p.startswith(("kernels/", "model/"))},
         "shape": shape,
         "dtype": str(dtype),

@@ -6,7 +6,6 @@ Decisions are global rank 0's, over the Council's group, which is a save's while
 """
 
 import functools
-import os
 import socket
 import threading
 import time
@@ -60,11 +59,8 @@ def check_room(folder: CheckpointFolder, num_bytes: int) -> None:
     try:
         folder.make_trial()
     except OSError as error:
-        path = folder.path
-        why = f"a link to {os.readlink(path)}, which is no folder" if path.is_symlink() else None
-        raise UserError(
-            f"no checkpoint can be saved in {path}: {why or error.strerror}. {ELSEWHERE}"
-        ) from None
+        text = f"no checkpoint can be saved in {folder.path}: {error.strerror}. {ELSEWHERE}"
+        raise UserError(text) from None
 
 
 class Staging:

@@ -79,7 +79,7 @@ class CanonMetrics(MetricsProcessor):
         self.console.event(name, fields)
 
     def flush(self) -> None:
-        """Wait for the run's log, before something that must not be on the disk without it."""
+        """Wait for the run's log, before what must not be on the disk without it."""
         if self.run_log is not None:
             self.run_log.flush()
 

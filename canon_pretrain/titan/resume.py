@@ -76,8 +76,6 @@ class Council:
 
     def decide_at_once(self, decision: Callable[[], bool]) -> bool:
         """Do as `decide` does, by the store: for no disk, also while a thread uses the group."""
-        if self.world_size == 1:
-            return decision()
         self._asked += 1
         store, key = dist.distributed_c10d._get_default_store(), f"council/{self._asked}"
         if self.rank == 0:

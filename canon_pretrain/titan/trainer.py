@@ -68,7 +68,6 @@ class CanonTrainer(torchtitan.train.Trainer):
         session: Session,
         record: LaunchRecord | None = None,
     ) -> None:
-        asked = job.training.local_batch_size
         job.training.local_batch_size = micro_batch_size(job, world_size)
         self.session, self.folder = session, session.folder
         self._record = record
@@ -87,7 +86,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         self._is_last = False
         # host states of the last steps, to go back to when bad steps in a row end the run
         most = job.guards.max_bad_steps + Readback.LAG + 1
-        self._before: deque[tuple[int, dict[str, Any]]] = deque(maxlen=most)
+        self._before: deque[tuple[int, list[dict[str, Any]]]] = deque(maxlen=most)
         job.metrics.disable_color_printing |= not is_terminal()
         with plugged_in(
             self._build_checkpointer,
@@ -103,12 +102,6 @@ class CanonTrainer(torchtitan.train.Trainer):
         session.ranks_have_met()
         # FSDP2 casts at every world size: autocast at one rank would change its numerics
         self.maybe_enable_amp = contextlib.nullcontext()
-        if job.training.local_batch_size != asked:
-            logger.info(
-                f"training.local_batch_size: {asked} -> {job.training.local_batch_size}, of which "
-                f"{self.gradient_accumulation_steps} on each of {world_size} ranks make the global "
-                f"batch of {job.training.global_batch_size}"
-            )
 
     # -- the parts, in the order of torchtitan's constructor -----------------------------------
 
@@ -221,10 +214,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         else:
             reason = stop or "run.stop_at"
             metrics.event("stop", step=step, reason=reason, skipped_steps=self.skipped_steps)
-            text = (
-                f"stopped at step {step} of {total} by {reason}; the same command"
-                f"{'' if stop else ' without --run.stop_at'} goes on from here"
-            )
+            text = f"stopped at step {step} of {total} by {reason}; the same command"
+            text += f"{'' if stop else ' without --run.stop_at'} goes on from here"
         metrics.flush()
         self._end(reason)
         logger.info(text)
@@ -294,12 +285,9 @@ class CanonTrainer(torchtitan.train.Trainer):
     def advance(self, data: Iterator[tuple[dict[str, Tensor], Tensor]]) -> str | None:
         """Take the next step, and save it if that is due; returns what asks to stop after it."""
         stop = self._hear(self.readback.pop())
-        state = {  # what a step changes besides tensors; a few numbers
-            "trainer": self.state_dict(),
-            "schedule": self.lr_schedulers.state_dict(),
-            "data": self.dataloader.state_dict(),
-        }
-        self._before.append((self.step, state))
+        # what a step changes besides tensors; a few numbers
+        parts = (self, self.lr_schedulers, self.dataloader)
+        self._before.append((self.step, [part.state_dict() for part in parts]))
         self.step += 1
         self.tokens += self.tokens_per_step
         self._is_last = stop is not None or self.step == self.job_config.last_step
@@ -354,9 +342,8 @@ class CanonTrainer(torchtitan.train.Trainer):
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         """Return a copy that the host does not wait for: out of pinned memory, for a GPU."""
-        if self.device.type != "cuda":
-            return tensor.to(self.device)
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        tensor = tensor.pin_memory() if self.device.type == "cuda" else tensor
+        return tensor.to(self.device, non_blocking=True)
 
     def _share(self, own_losses: Tensor, grad_norm: Tensor) -> Tensor:
         """Sum losses and requests to stop over the ranks, judge the step, and take it or not."""
@@ -402,11 +389,10 @@ class CanonTrainer(torchtitan.train.Trainer):
         """End the run on the state from before the bad steps in a row, all skipped; UserError."""
         # a launch that began between bad steps knows none from before itself
         good = max(step - int(counters[IN_A_ROW]), self._before[0][0])
-        state = next(state for number, state in self._before if number == good)
         self.checkpointer.go_back(good)
-        self.load_state_dict(state["trainer"])
-        self.lr_schedulers.load_state_dict(state["schedule"])
-        self.dataloader.load_state_dict(state["data"])
+        parts = (self, self.lr_schedulers, self.dataloader)
+        for part, state in zip(parts, dict(self._before)[good], strict=True):
+            part.load_state_dict(state)
         self._impose_hyperparameters()
         self.guards.counters.copy_(self.guards.before_the_streak())
         if good:
