@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from canon_pretrain.core.cli import check_encoding, words
 from canon_pretrain.core.errors import UserError, exit_with
@@ -118,7 +119,7 @@ def _own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--dry_run", "--dry-run", action="store_true")
     parser.add_argument(FORCE, action="store_true")
-    kinds = {"gpu": str, "world": int, "mfu": float}
+    kinds: dict[str, Any] = {"gpu": str, "world": int, "mfu": float}
     for name, kind in kinds.items():
         parser.add_argument(f"--{name}", type=kind)
     try:

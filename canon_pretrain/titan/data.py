@@ -53,9 +53,12 @@ def open_data(job: CanonJobConfig) -> OpenedData:
     with open_shards(job) as training:
         if job.validation.enable is False:
             return OpenedData(training, [], [], {})
-        open_part = open_apart if job.validation.path else open_held_out
+        parts: list[TokenShards | None]
         try:
-            parts = [open_part(folder) for folder in validation_folders(job)]
+            if job.validation.path:
+                parts = [open_apart(job.validation.path)]
+            else:
+                parts = [open_held_out(folder) for folder in job.data.folders]
         except ShardError as error:
             raise UserError(f"the held-out part can't be read: {error}. {OFF}") from None
         for part in filter(None, parts):

@@ -115,7 +115,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.guards = StepGuards(self.job_config.guards, self.device)
         self.readback = Readback(self.device)
         # every label counts, so the number that a loss is divided by is known to all ranks
-        self._labels_per_step = torch.tensor(float(self.tokens_per_step), device=self.device)
+        self._num_labels = torch.tensor(float(self.tokens_per_step), device=self.device)
         return dims
 
     def _build_dataloader(self, **options: Any) -> CanonDataLoader:
@@ -310,9 +310,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         for _ in range(self.gradient_accumulation_steps):
             inputs, labels = next(data_iterator)
             inputs = {name: self._to_device(tensor) for name, tensor in inputs.items()}
-            step = {"input_dict": inputs, "labels": self._to_device(labels)}
-            total = self._labels_per_step
-            losses.append(self.forward_backward_step(**step, global_valid_tokens=total))
+            options = {"labels": self._to_device(labels), "global_valid_tokens": self._num_labels}
+            losses.append(self.forward_backward_step(input_dict=inputs, **options))
         own_losses = torch.stack(losses).sum(dim=0)
         parameters = [p for part in self.model_parts for p in part.parameters()]
         grad_norm = clip_gradients(parameters, self.job_config.training.max_norm)
