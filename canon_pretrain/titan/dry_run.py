@@ -53,10 +53,8 @@ LEAST_KEPT = 0.64
 # measured with the quickstart's model on 2 ranks of one core each: 9,000 tokens/s at 6.4 MFLOP
 CPU_FLOPS_PER_RANK = 3e10
 ADVICE = "training.local_batch_size (it changes no result), use more"
-SHOWN_ANYWAY = {
-    *("num_layers", "num_heads", "dim", "ffn_dim", "vocab_size", "max_seq_len", "norm_eps"),
-    *("position", "canon_set", "qk_norm"),
-}
+SHOWN_ANYWAY = "num_layers num_heads dim ffn_dim vocab_size max_seq_len norm_eps ".split()
+SHOWN_ANYWAY += ["position", "canon_set", "qk_norm"]
 GPUS = {"a100": (79.2, 312e12), "h100": (79.6, 989e12), "h200": (139.8, 989e12)}
 """Usable memory in GiB and dense bf16 FLOP/s, from the vendor's data sheets."""
 
