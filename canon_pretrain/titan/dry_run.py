@@ -9,7 +9,8 @@ tensor that autograd keeps for backward is added up.
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -233,6 +234,8 @@ class Plan:
         self.fits = sum(self.memory.values()) <= device.memory_gib * GIB
         itemsize = TORCH_DTYPE_MAP[training.dtype].itemsize
         self.checkpoint_bytes = (self.parameters + 2 * self.trained) * itemsize
+        saves = -(-training.steps // job.checkpoint.interval)
+        self.checkpoints_kept = min(job.checkpoint.keep_latest_k or saves, saves)
         self.data_bytes = drawn * dtype_for(args.vocab_size).itemsize
         self.flops_per_token = flops_per_token(args, training.seq_len)
         self.seconds = self.tokens * self.flops_per_token / (world_size * device.flops_per_s)
@@ -270,6 +273,25 @@ def world_sizes(job: CanonJobConfig) -> list[int]:
     return sizes
 
 
+def first_notes(job: CanonJobConfig, device: Device, world_size: int) -> Iterator[str]:
+    """Yield what a user should know before a real run starts to use up their time."""
+    ranks, devices = int(os.environ["LOCAL_WORLD_SIZE"]), device_count()
+    if has_accelerator() and ranks < devices:
+        yield (
+            f"this run uses {ranks} of the {devices} GPUs of this node; torchrun "
+            f"--nproc-per-node {devices} would use all"
+        )
+    training = job.training
+    tokens = job.last_step * training.global_batch_size * training.seq_len
+    flops = tokens * flops_per_token(job.model_args, training.seq_len)
+    days = flops / (world_size * device.flops_per_s) / DAY_S
+    if days > 7:
+        yield (
+            f"this run takes about {days:,.0f} days in all on {world_size} rank(s), assuming "
+            f"{device.assumed}; --dry_run shows what it needs"
+        )
+
+
 # -- tables --------------------------------------------------------------------------------------
 
 
@@ -304,8 +326,7 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
 def _facts(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
     args, training, plan = job.model_args, job.training, next(iter(plans.values()))
     trained = f", {plan.trained:,} of them trained" if plan.trained != plan.parameters else ""
-    saves = -(-training.steps // job.checkpoint.interval)
-    kept, size = min(job.checkpoint.keep_latest_k or saves, saves), plan.checkpoint_bytes
+    kept, size = plan.checkpoints_kept, plan.checkpoint_bytes
     unknown = (
         f"not there yet; {dtype_for(args.vocab_size).itemsize} bytes a token drawn, none twice"
     )
