@@ -5,11 +5,8 @@
     torchrun ... -m canon_pretrain.preflight ranks --report DIR [--gpus 8]
     python -m canon_pretrain.preflight verdict --report DIR --nodes n1,n2 [--ranks]
 
-slurm/lib.sh calls them in this order before each launch: `job` on the first node (and before
-sbatch, by slurm/submit.sh), `node` once on each node, `ranks` as all ranks of the run. Nodes and
-ranks leave reports in DIR (cluster/node_report.py); `verdict` names the nodes at fault, which are
-left out when the job is requeued. An entry point, as train.py is: `job` reads the job as the
-trainer will.
+slurm/lib.sh calls them in this order before each launch; `job` reads the job as the trainer will.
+Nodes and ranks leave reports in DIR (cluster/node_report.py), `verdict` names those at fault.
 """
 
 import argparse
@@ -29,25 +26,25 @@ from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.holder import host_name
+from canon_pretrain.run.config import valid_world_sizes
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_tail
 
 CLOCK_WARNING_S, CLOCK_FAULT_S = 2.0, 30.0
 """Half of the minute after which a silent run counts as dead, by another node's clock."""
 SLOW_WARNING, SLOW_FAULT = 0.8, 0.5
-"""Shares of the usual speed. All ranks wait for the slowest: below the second, a run on the other
-nodes is worth the wait for another one. On CPUs, which jobs may share, a warning is all."""
+"""Shares of the usual speed. On CPUs, which jobs may share, a warning is all."""
 EXIT_COMMON, EXIT_BROKEN_NODES = 1, 3
 """Exit codes of `verdict`; after the second, leaving out the nodes that it names may help."""
 
 Reports = Mapping[str, Report | None]
 """By node; None without one."""
+Finding = tuple[str, str, bool]
+"""A node, what is odd about it, and whether that is a fault."""
 
 
 def check_nodes(global_batch_size: int, nodes: int, ranks_per_node: int) -> None:
     """Raise UserError, with the numbers that fit, if these ranks can't share a global batch."""
-    from canon_pretrain.run.config import valid_world_sizes
-
     if nodes < 1 or ranks_per_node < 1:
         raise UserError(f"{nodes} node(s) of {ranks_per_node} rank(s): expected at least 1 of each")
     worlds = valid_world_sizes(global_batch_size, ranks_per_node)
@@ -58,8 +55,7 @@ def check_nodes(global_batch_size: int, nodes: int, ranks_per_node: int) -> None
         way_out = f"Numbers of nodes that can: {fitting} (sbatch --nodes), of {ranks_per_node} each"
     else:
         fitting = ", ".join(map(str, valid_world_sizes(global_batch_size)))
-        way_out = f"No number of nodes can. Numbers of ranks that can, on 1 node: {fitting} "
-        way_out += "(GPUS_PER_NODE, or RANKS_PER_NODE)"
+        way_out = f"Numbers of ranks that can, on 1 node: {fitting} (GPUS_PER_NODE)"
     raise UserError(
         f"{nodes} node(s) of {ranks_per_node} can't share training.global_batch_size = "
         f"{global_batch_size}. {way_out}"
@@ -69,11 +65,7 @@ def check_nodes(global_batch_size: int, nodes: int, ranks_per_node: int) -> None
 def plan_job(
     arguments: list[str], nodes: int, ranks_per_node: int, data: bool = False
 ) -> tuple[Path, int]:
-    """Return the run folder of a job, absolute, and about how many bytes its checkpoints take.
-
-    `arguments` are those of canon_pretrain.train. Raises UserError for a job that can't be; with
-    `data`, also if its shards are not there.
-    """
+    """Return a job's run folder and the bytes of a checkpoint; with `data` open its shards."""
     from canon_pretrain.titan.device import prepare_device
 
     prepare_device()
@@ -96,26 +88,22 @@ def plan_job(
 
 
 def slow_save(run: RunFolder, show: Callable[[str], str]) -> str | None:
-    """Return a warning if Slurm kills sooner after SIGTERM than this run's last save took.
-
-    `show` returns the output of `scontrol show ...`. None if all is well, or nothing is known.
-    """
+    """Return a warning if Slurm, by `scontrol show ...`, kills sooner than the last save took."""
     try:
-        saves = [e for e in read_tail(run.log_file, until="checkpoint") if "seconds" in e]
-        save_s = next(float(e["seconds"]) for e in reversed(saves) if e["event"] == "checkpoint")
-    except (UnreadableFile, StopIteration, ValueError, TypeError):
+        tail = read_tail(run.log_file, until="checkpoint")
+    except UnreadableFile:
         return None
+    save_s = [e["seconds"] for e in tail if e["event"] == "checkpoint"][-1:] or [0.0]
     partition = os.environ.get("SLURM_JOB_PARTITION", "")
     kill = re.search(r"KillWait\s*=\s*(\d+)", show("config"))
     grace = re.search(r"GraceTime=(\d+)", show(f"partition {partition}")) if partition else None
-    if kill is None or save_s <= int(kill[1]):
+    if kill is None or save_s[0] <= int(kill[1]):
         return None
     return (
-        f"the last checkpoint took {save_s:.0f} s, and Slurm kills {kill[1]} s after SIGTERM "
-        f"(KillWait), {grace[1] if grace else 0} s later where partition {partition} preempts "
-        "(GraceTime). A cancelled, preempted or failed job may then lose the steps since its last "
-        "checkpoint: a lower checkpoint.interval makes them fewer. The time limit's signal should "
-        "come earlier than that, too (sbatch --signal=B:USR1@SECONDS; 300 unless given)"
+        f"the last checkpoint took {save_s[0]:.0f} s, and Slurm kills {kill[1]} s after SIGTERM "
+        f"(KillWait), {grace[1] if grace else 0} s later where it preempts (GraceTime): steps "
+        "since the last checkpoint may be lost. Lower checkpoint.interval, and let the time "
+        "limit's signal come earlier (sbatch --signal=B:USR1@SECONDS)"
     )
 
 
@@ -139,77 +127,60 @@ class Verdict(NamedTuple):
     warnings: list[str]
 
 
-def judge_nodes(reports: Reports) -> Verdict:
-    """Judge the reports of `report_node`."""
+def judge(reports: Reports) -> Verdict:
+    """Judge the reports of `report_node`, or those of `report_ranks`, a node's ranks merged."""
     there = {node: report for node, report in reports.items() if report is not None}
-    nodes = {node: [*there[node].faults] if node in there else ["no report"] for node in reports}
-    common: list[str] = []
+    faults = {node: [*each.faults] if each else ["no report"] for node, each in reports.items()}
+    common, warnings = [], []
     if there and all(report.disk for report in there.values()):
         common = list(dict.fromkeys(text for each in there.values() for text in each.disk))
     else:
         for node, report in there.items():
-            nodes[node] += report.disk
-    for name in sorted({name for each in there.values() for name in each.versions}):
-        values = {node: each.versions.get(name, "unknown") for node, each in there.items()}
-        usual = Counter(values.values()).most_common(1)[0][0]
-        for node, value in values.items():
-            if value != usual:
-                nodes[node].append(f"{name} is {value}, elsewhere {usual}")
-    return Verdict({node: texts for node, texts in nodes.items() if texts}, common, [])
-
-
-def judge_ranks(reports: Reports) -> Verdict:
-    """Judge the reports of `report_ranks`, those of a node's ranks merged."""
-    there = {node: report for node, report in reports.items() if report is not None}
-    if not there:
-        return Verdict({}, ["the ranks could not meet: no node reports"], [])
-    nodes = {node: [*each.faults] if each else ["no report"] for node, each in reports.items()}
-    nodes = {node: texts for node, texts in nodes.items() if texts}
-    common, warnings = [], []
+            faults[node] += report.disk
+    nodes = {node: texts for node, texts in faults.items() if texts}
     if not nodes:
-        common = [f"{node}: {each.left_alone}" for node, each in there.items() if each.left_alone]
-    clocks = {node: each.clock_s for node, each in there.items() if each.clock_s is not None}
-    middle = statistics.median_low(clocks.values()) if clocks else 0.0
-    found = [
-        (node, f"its clock is {off:.1f} s off the others'", off > CLOCK_FAULT_S)
-        for node, clock_s in clocks.items()
-        if (off := abs(clock_s - middle)) > CLOCK_WARNING_S
-    ]
-    for node, text, is_fault in [*found, *_slow_devices(there)]:
-        if is_fault:
-            nodes.setdefault(node, []).append(text)
-        else:
-            warnings.append(f"{node}: {text}")
+        common += [f"{node}: {each.left_alone}" for node, each in there.items() if each.left_alone]
+    for find in (_other_versions, _wrong_clocks, _slow_devices):
+        for node, text, is_fault in find(there):
+            if is_fault:
+                nodes.setdefault(node, []).append(text)
+            else:
+                warnings.append(f"{node}: {text}")
     return Verdict(nodes, common, warnings)
 
 
-def _slow_devices(reports: Mapping[str, Report]) -> Iterator[tuple[str, str, bool]]:
-    """Yield each node's slowest device by each measure if it is slow: node, words, is it a fault.
+def _other_versions(reports: Mapping[str, Report]) -> Iterator[Finding]:
+    for name in sorted({name for each in reports.values() for name in each.versions}):
+        values = {node: each.versions.get(name, "unknown") for node, each in reports.items()}
+        usual = Counter(values.values()).most_common(1)[0][0]
+        for node, value in values.items():
+            if value != usual:
+                yield node, f"{name} is {value}, elsewhere {usual}", True
 
-    The usual speed is the upper median of the nodes' upper medians: of two, the better one's.
-    """
-    nodes = {node: _speeds(report) for node, report in reports.items()}
-    for name in dict.fromkeys(name for speeds in nodes.values() for name in speeds):
-        there = {node: speeds[name] for node, speeds in nodes.items() if name in speeds}
-        usual = statistics.median_high(statistics.median_high(s.values()) for s in there.values())
-        for node, speeds in there.items():
+
+def _wrong_clocks(reports: Mapping[str, Report]) -> Iterator[Finding]:
+    clocks = {node: each.clock_s for node, each in reports.items() if each.clock_s is not None}
+    for node, clock_s in clocks.items():
+        if (off := abs(clock_s - statistics.median_low(clocks.values()))) > CLOCK_WARNING_S:
+            yield node, f"its clock is {off:.1f} s off the others'", off > CLOCK_FAULT_S
+
+
+def _slow_devices(reports: Mapping[str, Report]) -> Iterator[Finding]:
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for node, report in reports.items():
+        for device, speeds in report.speeds.items():
+            for name, value in speeds.items():
+                found.setdefault(name, {}).setdefault(node, {})[device] = value
+    for name, nodes in found.items():
+        unit, scale = ("TFLOP/s", 1e12) if name == MATMUL else ("GB/s", 1e9)
+        # of two nodes, the better one's
+        usual = statistics.median_high(statistics.median_high(s.values()) for s in nodes.values())
+        for node, speeds in nodes.items():
             device = min(speeds, key=speeds.__getitem__)
             if (share := speeds[device] / usual) < SLOW_WARNING:
-                text = f"{device} is slow: {name} {_rate(name, speeds[device])}, {share:.0%} of "
-                text += f"the usual {_rate(name, usual)}"
+                text = f"{device} is slow: {name} {speeds[device] / scale:.3g} {unit}, {share:.0%} "
+                text += f"of the usual {usual / scale:.3g} {unit}"
                 yield node, text, share < SLOW_FAULT and not device.startswith("cpu")
-
-
-def _speeds(report: Report) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
-    for device, speeds in report.speeds.items():
-        for name, value in speeds.items():
-            found.setdefault(name, {})[device] = value
-    return found
-
-
-def _rate(name: str, value: float) -> str:
-    return f"{value / 1e12:.3g} TFLOP/s" if name == MATMUL else f"{value / 1e9:.3g} GB/s"
 
 
 def read_reports(folder: Path, nodes: Sequence[str], *, ranks: bool) -> dict[str, Report | None]:
@@ -226,7 +197,6 @@ def read_reports(folder: Path, nodes: Sequence[str], *, ranks: bool) -> dict[str
                     report,
                     faults=list(dict.fromkeys(before.faults + report.faults)),
                     left_alone=report.left_alone or before.left_alone,
-                    clock_s=before.clock_s if report.clock_s is None else report.clock_s,
                     speeds=before.speeds | report.speeds,
                 )
             reports[node] = report
@@ -236,24 +206,18 @@ def read_reports(folder: Path, nodes: Sequence[str], *, ranks: bool) -> dict[str
 def print_verdict(folder: Path, names: str, *, ranks: bool) -> int:
     """Print faults to stderr and the nodes to leave out to stdout; return the exit code."""
     reports = read_reports(folder, [name for name in names.split(",") if name], ranks=ranks)
-    verdict = judge_ranks(reports) if ranks else judge_nodes(reports)
-    lines = []
-    for node, report in reports.items():
-        if report is not None and report.speeds:
-            lowest = {name: min(speeds.values()) for name, speeds in _speeds(report).items()}
-            rates = (f"{name} {_rate(name, value)}" for name, value in lowest.items())
-            lines.append(f"{node}: {', '.join(rates)}")
-    lines += [f"WARNING: {text}" for text in verdict.warnings]
-    lines += [f"not fit: {text}" for text in verdict.common]
-    lines += [f"node {node} is not fit: {'; '.join(all_)}" for node, all_ in verdict.nodes.items()]
+    nodes, common, warnings = judge(reports)
+    if ranks and not any(reports.values()):
+        common = ["the ranks could not meet: no node reports"]
+    lines = [f"WARNING: {text}" for text in warnings] + [f"not fit: {text}" for text in common]
+    lines += [f"node {node} is not fit: {'; '.join(texts)}" for node, texts in nodes.items()]
     for line in lines:
         print(line, file=sys.stderr)
-    if verdict.common:
+    if common:
         return EXIT_COMMON
-    if verdict.nodes:
-        print(",".join(verdict.nodes))
-        return EXIT_BROKEN_NODES
-    return 0
+    if nodes:
+        print(",".join(nodes))
+    return EXIT_BROKEN_NODES if nodes else 0
 
 
 # -- the command --------------------------------------------------------------------------------
@@ -282,19 +246,15 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m canon_pretrain.preflight", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m canon_pretrain.preflight")
     commands = parser.add_subparsers(dest="command", required=True)
-    job = commands.add_parser("job", help="check a job's arguments (after --) and its nodes")
+    names = ("job", "node", "ranks", "verdict")
+    job, node, ranks, verdict = (commands.add_parser(name) for name in names)
     job.add_argument("--nodes", type=int, required=True)
     job.add_argument("--ranks_per_node", type=int, required=True)
     job.add_argument("--data", action="store_true", help="look for the data too")
-    node = commands.add_parser("node", help="check the node that this runs on")
     node.add_argument("--run", type=Path, required=True)
     node.add_argument("--bytes", type=int, default=0, help="about the size of a checkpoint")
-    ranks = commands.add_parser("ranks", help="check each rank's device, under torchrun")
-    verdict = commands.add_parser("verdict", help="put the reports together")
     verdict.add_argument("--nodes", required=True, help="comma-separated names of all nodes")
     verdict.add_argument("--ranks", action="store_true", help="judge the ranks' reports")
     for each in (node, ranks, verdict):

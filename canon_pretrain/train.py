@@ -1,17 +1,15 @@
 """The entry point: read the TOML, check it against the machine and the data, hand over.
 
     torchrun --nproc-per-node 2 -m canon_pretrain.train --config train_configs/quickstart.toml
-    python -m canon_pretrain.train --config train_configs/quickstart.toml        (one rank)
 
-Any `--section.key value` after it wins over the file; --help lists them all. Bad input is one
-message and exit code 2, which torchrun turns into a report of its own below it and exit code 1.
+Any `--section.key value` after it wins over the file; --help lists them all.
 """
 
 import argparse
-import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from canon_pretrain.core.cli import check_encoding, words
 from canon_pretrain.core.errors import UserError, exit_with
@@ -20,7 +18,7 @@ from canon_pretrain.kernels.hardware import check_cuda
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
 from canon_pretrain.titan.command_line import FORCE, check_names, parse_job
-from canon_pretrain.titan.console import init_logging
+from canon_pretrain.titan.console import init_logging, logger
 from canon_pretrain.titan.device import (
     check_launch,
     prepare_device,
@@ -89,7 +87,6 @@ def _run(argv: list[str], *, quiet: bool) -> None:
             dry_run.check_memory(job, here, world_size)
         notes = [*data.notices, *dry_run.first_notes(job, here, world_size)]
     init_logging(rank)
-    logger = logging.getLogger()
     for note in notes:
         logger.info(f"NOTE: {note}")
     trainer = record = None
@@ -123,16 +120,15 @@ def _own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--dry_run", "--dry-run", action="store_true")
     parser.add_argument(FORCE, action="store_true")
-    parser.add_argument("--gpu")
-    parser.add_argument("--world", type=int)
-    parser.add_argument("--mfu", type=float)
+    kinds: dict[str, Any] = {"gpu": str, "world": int, "mfu": float}
+    for name, kind in kinds.items():
+        parser.add_argument(f"--{name}", type=kind)
     try:
         options, rest = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise UserError(str(error)) from None
-    given = [f"--{name}" for name in ("gpu", "world", "mfu") if getattr(options, name) is not None]
-    if given and not options.dry_run:
-        raise UserError(f"{', '.join(given)} belong(s) to --dry_run, which is not given")
+    if not options.dry_run and any(getattr(options, name) is not None for name in kinds):
+        raise UserError("--gpu, --world and --mfu belong to --dry_run, which is not given")
     return options, rest
 
 

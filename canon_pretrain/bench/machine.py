@@ -100,7 +100,7 @@ class Machine:
     def peaks(self, dtype: torch.dtype) -> dict[str, float | None]:
         """Return bytes and FLOPs per second, measured, and the data sheet's dense bf16 FLOP/s."""
         name = self.name.lower() if self.on_gpu and dtype != torch.float32 else ""
-        stated = next((gpu.peak_flops for key, gpu in GPUS.items() if key in name), None)
+        stated = next((flops for key, (_, flops) in GPUS.items() if key in name), None)
         measured = {"copy_bandwidth": self.copy_bandwidth, "matmul_flops": self.matmul_flops(dtype)}
         return measured | {"stated_flops": stated}
 

@@ -1,7 +1,4 @@
-"""A training step with nothing around it, for benches: forward, loss, backward, clip, fused AdamW.
-
-The model, its sharding, its compilation and its loss are the trainer's own.
-"""
+"""A training step for benches, of the trainer's model, sharding and loss with nothing around."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,8 +27,6 @@ def one_rank(*, start: bool = True) -> Iterator[None]:
         try:
             if start:
                 on_gpu = torch.cuda.is_available()
-                if on_gpu:
-                    torch.cuda.set_device(0)
                 dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
             yield
         finally:
@@ -50,13 +45,10 @@ def job_of(
 ) -> CanonJobConfig:
     """A job whose step is one micro-batch of `args`, compiled, with the paper's optimizer."""
     job = CanonJobConfig()
-    known = vars(job.model)
-    job.model.flavor = "1b3"
-    for name, value in vars(args).items():
-        if name in known:
+    values = vars(args) | {"canon_backend": canon_backend, "attention_backend": attention_backend}
+    for name, value in values.items():
+        if name in vars(job.model):
             setattr(job.model, name, value)
-    job.model.canon_backend = canon_backend  # type: ignore[assignment]
-    job.model.attention_backend = attention_backend  # type: ignore[assignment]
     training = job.training
     training.seq_len = num_tokens
     training.global_batch_size = training.local_batch_size = micro_batch
@@ -104,15 +96,10 @@ class BareStep:
             for parameter in model.parameters():  # buffers stay, as FSDP2 leaves them
                 parameter.data = parameter.to(TORCH_DTYPE_MAP[job.training.mixed_precision_param])
         else:
-            config = job.optimizer
-            self.optimizer = torch.optim.AdamW(
-                model.parameters(),
-                lr=config.lr,
-                betas=(config.beta1, config.beta2),
-                eps=config.eps,
-                weight_decay=config.weight_decay,
-                fused=True,
-            )
+            asked, parameters = job.optimizer, model.parameters()
+            numbers = {"lr": asked.lr, "eps": asked.eps, "weight_decay": asked.weight_decay}
+            betas = (asked.beta1, asked.beta2)
+            self.optimizer = torch.optim.AdamW(parameters, betas=betas, fused=True, **numbers)
         shape = (rounds, job.training.local_batch_size, job.training.seq_len + 1)
         self.batches = torch.randint(3, job.model_args.vocab_size, shape).to(device)
         self.num_tokens = self.batches[:, :, 1:].numel()

@@ -1,8 +1,4 @@
-"""Which backend computes a run's Canon layers: decided once, before the model is built.
-
-On a GPU `auto` is `triton` if a start-up check on rank 0 passes, else `compiled`, with a warning. A
-named backend is checked too, and refused if it fails. A pass is kept in the user's cache.
-"""
+"""Which backend computes a run's Canon layers: decided once, before the model is built."""
 
 import contextlib
 import hashlib
@@ -11,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +28,6 @@ PACKAGES = ("triton", "fla-core", "causal-conv1d")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What of a cached check is read."""
-
     problem: str | None
 
 
@@ -64,15 +58,13 @@ def choose_canon(
         answer[0] = _checked(job, backend, device, code)
     dist.broadcast_object_list(answer, src=0)
     problem, how, is_lost = answer[0]
-    fault = None
-    if is_lost:
-        fault = 'which has left the GPU unusable. Start again ("auto" takes compiled then)'
-    elif problem is not None and asked != "auto":
-        fault = f'on {_name(device)}. Choose "auto"'
-    if fault:
+    if is_lost or (problem is not None and asked != "auto"):
+        state = (
+            "which has left the GPU unusable: start" if is_lost else f"on {_name(device)}: start"
+        )
         raise UserError(
-            f'canon_backend = "{asked}": {backend} failed its check, {problem}, {fault}, or give '
-            "--model.canon_backend compiled",
+            f'canon_backend = "{asked}": {backend} failed its check, {problem}, {state} again with '
+            '"auto", or with --model.canon_backend compiled',
             shared=True,
         )
     if problem is None:
@@ -95,7 +87,7 @@ def _checked(
         "backend": backend,
         "device": _name(device),
         "torch": f"{torch.__version__} {torch.version.cuda} {torch.version.hip}",
-        "packages": [_version(name) for name in PACKAGES],
+        "packages": {d.name: d.version for name in PACKAGES for d in distributions(name=name)},
         "code": {p: h for p, h in code.items() if p.startswith(("kernels/", "model/"))},
         "shape": shape,
         "dtype": str(dtype),
@@ -137,9 +129,3 @@ def _name(device: torch.device) -> str:
         return device.type
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
-
-
-def _version(package: str) -> str | None:
-    with contextlib.suppress(PackageNotFoundError):
-        return version(package)
-    return None

@@ -2,12 +2,10 @@
 
     preflight -> copy to CPU memory -> VerifiedWriter in the background -> retention
 
-Every decision is global rank 0's, over the Council's gloo group, which nothing else uses while a
-save is written.
+Decisions are global rank 0's, over the Council's group, which is a save's while that is written.
 """
 
 import functools
-import os
 import socket
 import threading
 import time
@@ -61,18 +59,12 @@ def check_room(folder: CheckpointFolder, num_bytes: int) -> None:
     try:
         folder.make_trial()
     except OSError as error:
-        path = folder.path
-        why = f"a link to {os.readlink(path)}, which is no folder" if path.is_symlink() else None
-        raise UserError(
-            f"no checkpoint can be saved in {path}: {why or error.strerror}. {ELSEWHERE}"
-        ) from None
+        text = f"no checkpoint can be saved in {folder.path}: {error.strerror}. {ELSEWHERE}"
+        raise UserError(text) from None
 
 
 class Staging:
-    """A copy of the state in CPU memory, from which a save is written while training goes on.
-
-    On a GPU it is pinned and made on a stream of its own: `copied` is the event of its end.
-    """
+    """A copy of the state in (pinned) CPU memory, made beside training until the event `copied`."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Any] | None = None
@@ -82,14 +74,12 @@ class Staging:
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """Copy `state` (names to tensors, numbers or Stateful objects); returns what to save."""
-        state = _stateful_to_state_dict(state)
-        cuda = torch.cuda.is_available()
+        state, cuda = _stateful_to_state_dict(state), torch.cuda.is_available()
         if self._buffers is None or self._buffers.keys() != state.keys():
             self._buffers = _create_cpu_state_dict(state, pin_memory=cuda)
             if cuda:  # torch leaves scalars pageable, and a copy to one waits for all before it
-                self._buffers = tree_map_only(
-                    Tensor, lambda t: t if t.ndim else t.pin_memory(), self._buffers
-                )
+                pin = lambda t: t if t.ndim else t.pin_memory()  # noqa: E731
+                self._buffers = tree_map_only(Tensor, pin, self._buffers)
         if not cuda:
             return _copy_state_dict(state, self._buffers, type_check=False)
         self._stream = self._stream or torch.cuda.Stream()
@@ -107,11 +97,7 @@ class Staging:
 
 
 class CanonCheckpointManager:
-    """One run's checkpoints. All public methods are collective, in the same order on every rank.
-
-    `event` and `note` report to the run's log and status.json, `still_ours` asks whether this
-    launch holds the run folder, `flush` waits for the run's log. `launch` is for rank 0.
-    """
+    """One run's checkpoints. All public methods are collective, in the same order on every rank."""
 
     def __init__(
         self,
@@ -135,11 +121,8 @@ class CanonCheckpointManager:
         self.run = RunFolder(Path(base_folder))
         path = self.run.path / checkpoint_config.folder
         self.folder = CheckpointFolder(path, may_change=still_ours)
-        self.states = states | {
-            "optimizer": optimizers,
-            "dataloader": dataloader,
-            "lr_scheduler": lr_schedulers,
-        }
+        parts = {"optimizer": optimizers, "dataloader": dataloader, "lr_scheduler": lr_schedulers}
+        self.states = states | parts
         self._model = ModelWrapper(model_parts)
         self._event, self._note, self._flush = event, note, flush
         self._still_ours, self._launch = still_ours, launch
@@ -164,10 +147,7 @@ class CanonCheckpointManager:
         )
 
     def load(self, step: int = -1) -> bool:
-        """Resume from `step`, or with -1 from the newest whole one; returns whether there was one.
-
-        A restarted job takes the newest, though its command line still names a step.
-        """
+        """Resume from `step`, or with -1 from the newest whole one; return if there was one."""
         if not self.enable:
             return False
         once, option = self.run.obeyed_file, f"checkpoint.load_step={step}"
@@ -176,11 +156,9 @@ class CanonCheckpointManager:
             step = -1
         initial = self.config.initial_load_path or ""
         search = Resume(self.folder, self.run, self.council, self._model, self.states, self._event)
-        found = search.take_up(
-            step, initial=initial, initial_model_only=self.config.initial_load_model_only
-        )
-        if step != -1:
-            self._obeyed_once = option
+        only_weights = self.config.initial_load_model_only
+        found = search.take_up(step, initial=initial, initial_model_only=only_weights)
+        self._obeyed_once = None if step == -1 else option
         if found is not None:
             self.saved_step = found
             self._note(checkpoint_step=found)
@@ -193,14 +171,13 @@ class CanonCheckpointManager:
         if not self.council.decide(self._still_ours):
             raise UserError(f"stopped before its first step: {LOST_LOCK}", shared=True)
         self.check_room()
-
-        def leave() -> None:
-            leave_branch(self.folder, self.run, self.saved_step, self._event)
-            if self._obeyed_once:
-                mark_obeyed(self.run.obeyed_file, self._obeyed_once)
-
         if self.saved_step:
-            self.council.decide(leave)
+            self.council.decide(self._leave_branch)
+
+    def _leave_branch(self) -> None:
+        leave_branch(self.folder, self.run, self.saved_step, self._event)
+        if self._obeyed_once:
+            mark_obeyed(self.run.obeyed_file, self._obeyed_once)
 
     def go_back(self, step: int) -> None:
         """Make `step` the newest one: move what was saved after it to the archive."""
@@ -221,9 +198,8 @@ class CanonCheckpointManager:
             return
         if last_step:
             self.wait()  # the one being written may be it, and ranks hear of its end apart
-            if curr_step == self.saved_step:
-                return
-        self.begin_save(curr_step)
+        if not last_step or curr_step != self.saved_step:
+            self.begin_save(curr_step)
         if last_step:
             self.wait()
 
@@ -239,20 +215,21 @@ class CanonCheckpointManager:
             self._failed(step, verdict)
             return
         staged = self._staging.copy(self.states | self._model.state_dict())
+        launch = self._launch
         writer = VerifiedWriter(
             self.folder.step_path(step),
             self.folder.saving_path(step),
             step=step,
             world_size=dist.get_world_size(),
-            run_id=self._launch.run_id if self._launch else None,
-            launch=self._launch.launches if self._launch else None,
+            run_id=launch.run_id if launch else None,
+            launch=launch.launches if launch else None,
             may_commit=self._may_commit,
         )
         write = functools.partial(self._write, staged, writer, self._staging.copied)
         self._save = _Save(step, begin, writer, write)
         if self.config.async_mode == "disabled":
             self.wait()
-        if self._save is not None:
+        else:
             self._save.stall_s = time.monotonic() - begin
 
     def _is_busy(self, step: int) -> bool:
@@ -260,9 +237,7 @@ class CanonCheckpointManager:
         if self._save is None or self._save.future.done():
             return False
         self._event("checkpoint_slow", step=step, saving=self._save.step)
-        self._save.missed += 1
-        loud = self._save.missed >= LOUD_AFTER
-        (logger.error if loud else logger.warning)(
+        logger.warning(
             f"step {step} is not saved: the checkpoint of step {self._save.step} is still "
             f"being written, {time.monotonic() - self._save.begin:.0f} s after it began"
         )
@@ -283,9 +258,8 @@ class CanonCheckpointManager:
     def check_room(self) -> None:
         """Raise UserError on all ranks if no checkpoint could be saved."""
         self.council.decide(lambda: check_room(self.folder, self.checkpoint_bytes()))
-        trial = self.folder.trial_path
+        trial, faults = self.folder.trial_path, []
         num_bytes = self.checkpoint_bytes() // dist.get_world_size()
-        faults = []
         try:
             reserve(trial / f"__{self._rank}_0.distcp", num_bytes)
         except OSError as error:
@@ -334,8 +308,7 @@ class CanonCheckpointManager:
         save, self._save = self._save, None
         if save is None:
             return
-        error = save.future.exception()
-        if error is not None:
+        if error := save.future.exception():
             self._failed(save.step, describe(error))
             return
         self.saved_step, self.failures = save.step, 0
@@ -345,9 +318,8 @@ class CanonCheckpointManager:
         seconds = time.monotonic() - save.begin
         times = {"seconds": seconds, "stall_seconds": save.stall_s or seconds}
         self._event("checkpoint", step=save.step, bytes=manifest.total_bytes, **times)
-        self._note(
-            checkpoint_step=save.step, checkpoint_saved=manifest.saved, checkpoint_failures=0
-        )
+        self._note(checkpoint_step=save.step, checkpoint_saved=manifest.saved)
+        self._note(checkpoint_failures=0)
         self._retaining.request()
 
     def _failed(self, step: int, why: str) -> None:
@@ -357,14 +329,11 @@ class CanonCheckpointManager:
             return
         self._event("checkpoint_failed", step=step, reason=why, in_a_row=self.failures)
         self._note(checkpoint_failures=self.failures)
-        text = f"step {step} is NOT SAVED: {why}"
-        if self.failures < LOUD_AFTER:
-            logger.warning(f"{text}. Training goes on; the next try is at the next interval")
-        else:
-            logger.error(
-                f"{text}\n{'!' * 80}\n{self.failures} saves in a row have failed: all since step "
-                f"{self.saved_step} would be lost with this process\n{'!' * 80}"
-            )
+        text = f"step {step} is NOT SAVED: {why}. Training goes on; the next interval tries again"
+        if self.failures >= LOUD_AFTER:
+            text += f"\n{'!' * 80}\n{self.failures} saves in a row have failed: all since step "
+            text += f"{self.saved_step} would be lost with this process\n{'!' * 80}"
+        logger.warning(text)
 
     # -- keeping -----------------------------------------------------------------------------
 
@@ -389,8 +358,7 @@ class CanonCheckpointManager:
         self._retaining.wait(threading.TIMEOUT_MAX)
 
     def close(self) -> None:
-        """Let the background work end, but not for long: a save is under way here only where
-        training failed, and other ranks that it needs may be gone."""
+        """Let the background work end, but not for long: ranks that a save needs may be gone."""
         if self._save is not None:
             wait([self._save.future], timeout=CLOSE_TIMEOUT_S)
         self._retaining.wait(CLOSE_TIMEOUT_S)
@@ -403,8 +371,7 @@ class _Save:
     def __init__(
         self, step: int, begin: float, writer: VerifiedWriter, write: Callable[[], None]
     ) -> None:
-        self.step, self.begin, self.writer = step, begin, writer
-        self.stall_s, self.missed = 0.0, 0
+        self.step, self.begin, self.writer, self.stall_s = step, begin, writer, 0.0
         self.future: Future[None] = Future()
         threading.Thread(target=self._run, args=(write,), daemon=True).start()
 

@@ -43,23 +43,13 @@ def split_config(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def check_names(arguments: Sequence[str]) -> None:
-    """Raise UserError for a word that is no section or key of any job.
-
-    It reads the sources of the job's dataclasses: torch and torchtitan, seconds of CPU, are not
-    imported. Whether a key is in its section is parse_job's to check.
-    """
+    """Raise UserError for a word that is no section or key of any job, without importing torch."""
     torchtitan = importlib.util.find_spec("torchtitan")
     assert torchtitan is not None and torchtitan.origin is not None
-    sources = (
-        Path(__file__).with_name("job_config.py"),
-        Path(torchtitan.origin).parent / "config" / "job_config.py",
-        Path(experiment.__file__),
-    )
-    declared = [
-        match
-        for source in sources
-        for match in re.findall(r"^    (\w+): (.*)", source.read_text("utf-8"), re.MULTILINE)
-    ]
+    theirs = Path(torchtitan.origin).parent / "config" / "job_config.py"
+    sources = (Path(__file__).with_name("job_config.py"), theirs, Path(experiment.__file__))
+    text = "".join(source.read_text("utf-8") for source in sources)
+    declared = re.findall(r"^    (\w+): (.*)", text, re.MULTILINE)
     keys = {name for name, _ in declared}
     sections = {name for name, kind in declared if re.match(r"(\w+\.)?[A-Z]\w+ = field", kind)}
 
@@ -83,10 +73,9 @@ def check_names(arguments: Sequence[str]) -> None:
 
 
 def parse_job(arguments: Sequence[str], *, quiet: bool = False) -> "CanonJobConfig":
-    """Return the checked job that a command line describes; its options win over its file.
+    """Return the checked job of a command line, whose options win over its file; or UserError.
 
-    With `quiet` nothing is printed (the ranks above 0). Raises UserError; a fault in the overrides
-    is printed by tyro, with the nearest option, and leaves with exit code 2.
+    A fault in the overrides is printed by tyro (not if `quiet`) and leaves with exit code 2.
     """
     import tyro
     from torchtitan.config.manager import custom_registry

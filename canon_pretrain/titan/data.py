@@ -31,41 +31,34 @@ HELD_OUT = "held_out_fingerprint"
 OFF = "--validation.enable False turns it off"
 IN_THE_IDENTITY = ("fingerprint", "seed", "mode", "seq_len", "global_batch")
 """Fields of the loader's state that the run's identity has too."""
-CLOSE_S = 10.0
-"""How long the end of a run waits for a thread that is still reading."""
-LEAVE_S = 0.5
-"""How long the end of its steps does: the last checkpoint is still to be saved."""
+CLOSE_S, LEAVE_S = 10.0, 0.5
+"""How long the ends of a run and of its steps wait for a thread that is still reading."""
 
 # -- opening -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class OpenedData:
-    """What a job trains on and the held-out part of each folder, every commit record checked.
-
-    `identity` is HELD_OUT and its value; empty if validation is turned off.
-    """
+    """What a job trains on and the held-out part of each folder, every commit record checked."""
 
     training: Mixture
     held_out: list[TokenShards | None]
     notices: list[str]
     identity: dict[str, Any]
+    """HELD_OUT and its value; empty if validation is turned off."""
 
 
 def open_data(job: CanonJobConfig) -> OpenedData:
-    """Open what `job` trains and validates on.
-
-    Sets `model.vocab_size` to that of the data if it is unset, and `validation.enable` to whether
-    there is something to validate on. Raises UserError for data that do not fit the job.
-    """
+    """Open what `job` trains and validates on; sets `model.vocab_size` and `validation.enable`."""
     with open_shards(job) as training:
         if job.validation.enable is False:
             return OpenedData(training, [], [], {})
+        parts: list[TokenShards | None]
         try:
-            parts = [
-                open_apart(folder) if job.validation.path else open_held_out(folder)
-                for folder in validation_folders(job)
-            ]
+            if job.validation.path:
+                parts = [open_apart(job.validation.path)]
+            else:
+                parts = [open_held_out(folder) for folder in job.data.folders]
         except ShardError as error:
             raise UserError(f"the held-out part can't be read: {error}. {OFF}") from None
         for part in filter(None, parts):
@@ -87,11 +80,9 @@ def open_data(job: CanonJobConfig) -> OpenedData:
 
 
 def open_shards(job: CanonJobConfig) -> Mixture:
-    """Open the training data alone; sets `model.vocab_size` and raises as `open_data` does."""
+    """Open the training data alone. Raises UserError for data that do not fit the job."""
     if not job.data.folders:
-        raise UserError(
-            "data.path is not set: name the folder that `python -m data_prep build` wrote"
-        )
+        raise UserError("data.path is not set: name the folder that data_prep build wrote")
     mixture = Mixture.open(job.data.folders, job.data.shares)
     if job.model.vocab_size is None:
         job.model.vocab_size = mixture.vocab_size
@@ -104,9 +95,8 @@ def open_shards(job: CanonJobConfig) -> Mixture:
     for folder, source in zip(job.data.folders, mixture.sources, strict=True):
         if args.document_mask and source.eos_id != args.eos_id:
             raise UserError(
-                f"model.document_mask looks for the token model.eos_id = {args.eos_id}, but "
-                f"documents of {folder} end with {source.eos_id}: set model.eos_id = "
-                f"{source.eos_id}, or choose other shards"
+                f"model.document_mask looks for model.eos_id = {args.eos_id}, but documents of "
+                f"{folder} end with {source.eos_id}: set model.eos_id, or choose other shards"
             )
         if source.num_tokens <= job.training.seq_len:
             raise UserError(
@@ -125,10 +115,8 @@ def _settle_validation(job: CanonJobConfig, parts: Sequence[TokenShards | None])
     """Set `validation.enable`; return notices. Raises UserError if it was asked for in vain."""
     folders = validation_folders(job)
     without = [folder for folder, part in zip(folders, parts, strict=True) if part is None]
-    text = (
-        f"{', '.join(without)} has no held-out part: build the data with --holdout above 0, or set "
-        "validation.path"
-    )
+    text = f"{', '.join(without)} has no held-out part: build with --holdout, or set "
+    text += "validation.path"
     if job.validation.enable and without:
         raise UserError(f"validation.enable = True, but {text}, or leave it unset")
     job.validation.enable = len(without) < len(folders)
@@ -136,11 +124,7 @@ def _settle_validation(job: CanonJobConfig, parts: Sequence[TokenShards | None])
 
 
 def share(job: CanonJobConfig, data: OpenedData | None, compared: T | None) -> tuple[OpenedData, T]:
-    """Return what rank 0 has of both, on all ranks; collective.
-
-    `data` is None except on the first rank of each node, `compared` except on rank 0. Raises
-    UserError on all ranks if a node's data are not rank 0's.
-    """
+    """Return what rank 0 has of both, on all ranks; UserError if a node's data are not rank 0's."""
 
     def prints(data: OpenedData) -> list[str]:
         return [data.training.fingerprint, *map(str, data.identity.values())]
@@ -155,9 +139,8 @@ def share(job: CanonJobConfig, data: OpenedData | None, compared: T | None) -> t
     others = {host: found for host, found in filter(None, everyone) if found != prints(first)}
     if others:
         raise UserError(
-            f"{', '.join(job.data.folders)} does not hold the same data on all nodes: fingerprint "
-            f"{prints(first)} on rank 0's, other nodes: {others}. Copy it from one node to the "
-            "others, or use a shared folder",
+            f"{', '.join(job.data.folders)} does not hold the same data on all nodes: rank 0's "
+            f"has {prints(first)}, other nodes: {others}. Copy it, or use a shared folder",
             shared=True,
         )
     return first, compared
@@ -221,19 +204,16 @@ class _Batch(NamedTuple):
 
 
 class CanonDataLoader(BaseDataLoader):
-    """Endless micro-batches of this rank; its state is the same on every rank.
+    """Endless micro-batches of this rank; its state, that of what was taken, is all ranks'.
 
-    Yields ({"input": int64 [b, T]}, labels int64 [b, T]), labels one token ahead, in pinned memory
-    if there is a GPU. A thread reads `read_ahead` of them ahead; the state is that of the batches
-    that were taken. A loaded state may differ in `may_change`.
+    Yields ({"input": int64 [b, T]}, labels int64 [b, T]), labels one token ahead, pinned for a GPU.
+    A thread reads `read_ahead` of them ahead. A loaded state may differ in `may_change`.
     """
 
     def __init__(
         self, loader: BatchLoader, read_ahead: int = 0, may_change: Sequence[str] = ()
     ) -> None:
-        self.loader = loader
-        self._depth = read_ahead
-        self._may_change = may_change
+        self.loader, self._depth, self._may_change = loader, read_ahead, may_change
         self._ahead: ReadAhead[_Batch] | None = None
         self._state = loader.state_dict()
         self._device = torch.cuda.current_device() if has_accelerator() else None
@@ -257,15 +237,14 @@ class CanonDataLoader(BaseDataLoader):
         begins_step = self.loader.at_step_start
         samples = self.loader.next_batch()
         # copied by numpy: torch would start threads of its own for a large one, in this thread too
-        inputs, labels = (
-            torch.from_numpy(np.ascontiguousarray(part))
-            for part in (samples[:, :-1], samples[:, 1:])
-        )
+        parts = map(np.ascontiguousarray, (samples[:, :-1], samples[:, 1:]))
+        inputs, labels = map(torch.from_numpy, parts)
         if self._device is not None:
             torch.cuda.set_device(self._device)  # a new thread is at the first GPU
             inputs, labels = inputs.pin_memory(), labels.pin_memory()
-        digest = samples_digest(samples)
-        return _Batch(inputs, labels, digest, begins_step, self.loader.state_dict())
+        return _Batch(
+            inputs, labels, samples_digest(samples), begins_step, self.loader.state_dict()
+        )
 
     def close(self, timeout_s: float | None = CLOSE_S) -> None:
         """End the thread; what it has read and nobody took will be read again."""

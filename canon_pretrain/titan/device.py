@@ -5,8 +5,7 @@ import os
 import platform
 import resource
 import socket
-import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,14 +32,14 @@ def device_count() -> int:
     return torch.cuda.device_count()
 
 
-def prepare_process(environ: MutableMapping[str, str] = os.environ) -> None:
+def prepare_process() -> None:
     """Set what torch and the system should know of a rank, unless the user has; before torch."""
-    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
-        environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # Inductor takes all cores in each rank
-    threads = available_cores() // max(1, read_count(environ, "LOCAL_WORLD_SIZE"))
+    threads = available_cores() // max(1, read_count(os.environ, "LOCAL_WORLD_SIZE"))
     threads = min(max(1, threads), MAX_COMPILE_THREADS)
-    environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     # gloo takes a socket per rank, a usual soft limit is 1,024
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # macOS has a lower one than it says
@@ -48,14 +47,9 @@ def prepare_process(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def prepare_device() -> None:
-    """Let the CPU stand in for a missing accelerator; before torchtitan is imported; idempotent.
-
-    torchtitan 0.2.2 asks torch for its accelerator at import time and falls back to CUDA.
-    """
+    """Let the CPU stand in for a missing accelerator, for which torchtitan asks when imported."""
     if has_accelerator():
         return
-    tools = sys.modules.get("torchtitan.tools.utils")
-    assert tools is None or tools.device_type == "cpu", "torchtitan was imported first"
     import torch
 
     def memory_stats(device: Any = None) -> dict[str, int]:
@@ -124,7 +118,7 @@ def take_device() -> None:
 
 
 def run_on(cores: set[int]) -> None:
-    """Keep this process on those of `cores` that it may use; on all if it may use none of them."""
+    """Keep this process on those of `cores` that it may use, if any."""
     if allowed := cores & os.sched_getaffinity(0):
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError):  # it has ended

@@ -2,18 +2,16 @@
 
     python -m canon_pretrain.train --config FILE.toml --dry_run [--gpu h100] [--world 8] [--mfu 0.4]
 
-Nothing is trained and nothing written. Activations are counted, not guessed: a block runs under
-FakeTensorMode, without numbers, and every tensor that autograd keeps for backward is added up.
+Activations are counted, not guessed: a block runs under FakeTensorMode, without numbers, and every
+tensor that autograd keeps for backward is added up.
 """
 
 import contextlib
 import dataclasses
 import json
-import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from rich.table import Table
@@ -52,25 +50,14 @@ DEFAULT_MFU = 0.4
 FILLS_A_GPU = 50_000_000
 """Parameters below which no MFU is assumed: a GPU waits for so small a model's kernels."""
 LEAST_KEPT = 0.64
-"""The share of the counted activations that compiled blocks keep at least: 0.65 without Canon, 0.70
-to 0.78 with Canon-ABCD (kernels/NOTES.md, of 101,512 and 110,984 bytes per token)."""
+"""The share of the counted activations that compiled blocks keep at least (kernels/NOTES.md)."""
 # measured with the quickstart's model on 2 ranks of one core each: 9,000 tokens/s at 6.4 MFLOP
 CPU_FLOPS_PER_RANK = 3e10
 ADVICE = "training.local_batch_size (it changes no result), use more"
-SHOWN_ANYWAY = {
-    *("num_layers", "num_heads", "dim", "ffn_dim", "vocab_size", "max_seq_len", "norm_eps"),
-    *("position", "canon_set", "qk_norm"),
-}
-
-
-class Gpu(NamedTuple):
-    """Usable memory in GiB and dense bf16 FLOP/s, from the vendor's data sheets."""
-
-    memory_gib: float
-    peak_flops: float
-
-
-GPUS = {"a100": Gpu(79.2, 312e12), "h100": Gpu(79.6, 989e12), "h200": Gpu(139.8, 989e12)}
+SHOWN_ANYWAY = "num_layers num_heads dim ffn_dim vocab_size max_seq_len norm_eps ".split()
+SHOWN_ANYWAY += ["position", "canon_set", "qk_norm"]
+GPUS = {"a100": (79.2, 312e12), "h100": (79.6, 989e12), "h200": (139.8, 989e12)}
+"""Usable memory in GiB and dense bf16 FLOP/s, from the vendor's data sheets."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +73,7 @@ class Device:
 
 def reference(gpu: str, mfu: float = DEFAULT_MFU) -> Device:
     """Return one of GPUS."""
-    memory_gib, peak = GPUS[gpu]
-    return Device(gpu.upper(), memory_gib, mfu * peak, f"{mfu:.0%} MFU")
+    return Device(gpu.upper(), GPUS[gpu][0], mfu * GPUS[gpu][1], f"{mfu:.0%} MFU")
 
 
 def this_machine(ranks: int, mfu: float = DEFAULT_MFU) -> Device:
@@ -97,12 +83,8 @@ def this_machine(ranks: int, mfu: float = DEFAULT_MFU) -> Device:
         return Device("CPU core", memory, CPU_FLOPS_PER_RANK, "30 GFLOP/s per core", is_gpu=False)
     name = torch.cuda.get_device_name()
     memory = torch.cuda.get_device_properties(0).total_memory / GIB
-    logging.disable(logging.WARNING)  # it reports a guess, as `assumed` does
-    try:
-        peak = utils.get_peak_flops(name)
-    finally:
-        logging.disable(logging.NOTSET)
-    is_guess = peak == GPUS["a100"].peak_flops and "A100" not in name
+    peak = utils.get_peak_flops(name)
+    is_guess = peak == GPUS["a100"][1] and "A100" not in name
     whose = f"{'an A100' if is_guess else 'its'} {peak / 1e12:,.0f} TFLOP/s"
     return Device(name, memory, mfu * peak, f"{mfu:.0%} MFU of {whose}")
 
@@ -115,11 +97,8 @@ def count_memory(
 ) -> dict[str, int]:
     """Return the bytes on one GPU by part; `model`, the job's, may be on the meta device.
 
-    Activations are an upper bound: what eager PyTorch keeps on a CPU, whose RMSNorm holds float32
-    copies that a GPU's fused one does not. With `recompute` (full activation checkpointing) they
-    are the blocks' inputs, and one block's at a time. FSDP2's own buffers are the gathered weights
-    of two blocks (one computes, one is prefetched; of all if it never reshards), of the embedding
-    and the head, and one block's gradient in float32 for the reduction.
+    Activations are an upper bound, what eager PyTorch keeps on a CPU; with `recompute` (full
+    activation checkpointing) the blocks' inputs, and one block's.
     """
     args, training, loss = job.model_args, job.training, job.loss
     dtype = TORCH_DTYPE_MAP[training.dtype]
@@ -127,6 +106,7 @@ def count_memory(
     num_shards, micro_batch = shard_degree(job, world_size), micro_batch_size(job, world_size)
     parameters, trained = count_parameters(model)
     block = sum(p.numel() for p in model.get_submodule("layers.0").parameters())
+    # weights of two blocks, embedding and head, and one block's gradient in float32
     gathered = parameters - (args.num_layers - 2) * block
     if job.parallelism.fsdp_reshard_after_forward == "never":
         gathered = parameters
@@ -155,12 +135,9 @@ def count_memory(
 def saved_bytes(
     args: ModelArgs, micro_batch: int, dtype: torch.dtype, loss: Loss
 ) -> tuple[int, int]:
-    """Return the bytes that autograd keeps for backward: of one block; of norm, head and loss.
-
-    For `micro_batch` sequences of args.max_seq_len tokens, without the weights. Masks and ALiBi are
-    counted as on a GPU, where flex attention computes them and keeps what plain attention does.
-    """
+    """Return the bytes that autograd keeps for backward: of one block; of norm, head and loss."""
     shape = (micro_batch, args.max_seq_len)
+    # on a GPU flex attention computes masks and ALiBi, and keeps what plain attention does
     plain = args if args.position in ROTARY else dataclasses.replace(args, position="nope")
     before = torch.get_default_dtype()
     with FakeTensorMode():
@@ -208,11 +185,7 @@ def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
 
 
 def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
-    """Raise UserError, with the parts of the estimate, if a rank of `job` can't fit on `device`.
-
-    The least that it may need is compared: of compiled blocks the LEAST_KEPT share, and what full
-    activation checkpointing keeps in the modes between none and full. With CPU offload nothing is.
-    """
+    """Raise UserError, with the parts of the estimate, if a rank can't do with the least."""
     room, args = device.memory_gib * GIB, job.model_args
     # counting takes a second: not where a bound several times too high fits
     tokens = micro_batch_size(job, world_size) * job.training.seq_len
@@ -231,73 +204,41 @@ def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
     raise UserError(
         f"this job can't fit: each of its {world_size} rank(s) needs at least {total / GIB:.1f} "
         f"GiB ({', '.join(f'{name} {size / GIB:.1f}' for name, size in parts.items())}), and a "
-        f"{device.name} here has {device.memory_gib:.1f} GiB for one. Lower {ADVICE} ranks, each "
-        "with memory of its own, or --activation_checkpoint.mode full; --dry_run shows the whole "
-        "plan, --force starts all the same"
+        f"{device.name} here has {device.memory_gib:.1f} GiB for one. Lower {ADVICE} ranks, or "
+        "--activation_checkpoint.mode full; --force starts all the same"
     )
 
 
 # -- plans ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Plan:
-    """What a job would take on `world_size` ranks, of which `num_shards` share the weights."""
+    """What `job` would take on `world_size` ranks. Raises UserError for a bad world size."""
 
-    device: Device
-    world_size: int
-    num_shards: int
-    micro_batch: int
-    parameters: int
-    trained: int
-    flops_per_token: int
-    tokens: int
-    memory: dict[str, int]
-    checkpoint_bytes: int
-    checkpoints_kept: int
-    data_bytes: int
-    data_fingerprint: str | None
-
-    @property
-    def seconds(self) -> float:
-        return self.tokens * self.flops_per_token / (self.world_size * self.device.flops_per_s)
-
-    @property
-    def fits(self) -> bool:
-        return sum(self.memory.values()) <= self.device.memory_gib * GIB
-
-
-def make_plan(job: CanonJobConfig, device: Device, world_size: int) -> Plan:
-    """Return the plan of `job` on one kind of device. Raises UserError for a bad world size."""
-    training = job.training
-    tokens = training.steps * training.global_batch_size * training.seq_len
-    drawn, fingerprint = tokens, None
-    with contextlib.suppress(ShardError):  # what is there, and this job would refuse, is an error
-        if job.data.folders:
-            with open_shards(job) as data:
-                drawn, fingerprint = data.num_tokens, data.fingerprint
-    args = job.model_args  # with the vocabulary of the data
-    with torch.device("meta"):
-        model = Transformer(args)
-    parameters, trained = count_parameters(model)
-    assert parameters == num_parameters(args), "the closed form and the built model differ"
-    recompute = job.activation_checkpoint.mode == "full"
-    saves = -(-training.steps // job.checkpoint.interval)
-    return Plan(
-        device=device,
-        world_size=world_size,
-        num_shards=shard_degree(job, world_size),
-        micro_batch=micro_batch_size(job, world_size),
-        parameters=parameters,
-        trained=trained,
-        flops_per_token=flops_per_token(args, training.seq_len),
-        tokens=tokens,
-        memory=count_memory(job, model, world_size, recompute=recompute),
-        checkpoint_bytes=(parameters + 2 * trained) * TORCH_DTYPE_MAP[training.dtype].itemsize,
-        checkpoints_kept=min(job.checkpoint.keep_latest_k or saves, saves),
-        data_bytes=drawn * dtype_for(args.vocab_size).itemsize,
-        data_fingerprint=fingerprint,
-    )
+    def __init__(self, job: CanonJobConfig, device: Device, world_size: int) -> None:
+        training = job.training
+        self.device, self.world_size = device, world_size
+        self.tokens = training.steps * training.global_batch_size * training.seq_len
+        drawn, self.data_fingerprint = self.tokens, ""
+        with contextlib.suppress(ShardError):  # what is there, and the job would refuse, is one
+            if job.data.folders:
+                with open_shards(job) as data:
+                    drawn, self.data_fingerprint = data.num_tokens, data.fingerprint
+        args = job.model_args  # with the vocabulary of the data
+        with torch.device("meta"):
+            model = Transformer(args)
+        self.parameters, self.trained = count_parameters(model)
+        self.micro_batch = micro_batch_size(job, world_size)
+        recompute = job.activation_checkpoint.mode == "full"
+        self.memory = count_memory(job, model, world_size, recompute=recompute)
+        self.fits = sum(self.memory.values()) <= device.memory_gib * GIB
+        itemsize = TORCH_DTYPE_MAP[training.dtype].itemsize
+        self.checkpoint_bytes = (self.parameters + 2 * self.trained) * itemsize
+        saves = -(-training.steps // job.checkpoint.interval)
+        self.checkpoints_kept = min(job.checkpoint.keep_latest_k or saves, saves)
+        self.data_bytes = drawn * dtype_for(args.vocab_size).itemsize
+        self.flops_per_token = flops_per_token(args, training.seq_len)
+        self.seconds = self.tokens * self.flops_per_token / (world_size * device.flops_per_s)
 
 
 def make_plans(
@@ -316,10 +257,10 @@ def make_plans(
     places = device_count() if has_accelerator() else available_cores()
     if ranks == 1:
         ranks = max((n for n in sizes if n <= places), default=sizes[0])
-    plans = {"this machine": (here := make_plan(job, this_machine(ranks, mfu), ranks))}
+    plans = {"this machine": (here := Plan(job, this_machine(ranks, mfu), ranks))}
     if asked or here.seconds > DAY_S or not here.fits:
         world = world or max((n for n in sizes if n <= 8), default=sizes[0])
-        plans["reference"] = make_plan(job, reference(gpu, mfu), world)
+        plans["reference"] = Plan(job, reference(gpu, mfu), world)
     return plans
 
 
@@ -356,10 +297,40 @@ def first_notes(job: CanonJobConfig, device: Device, world_size: int) -> Iterato
 
 def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -> None:
     """Print the plans as tables that can be checked."""
+    console.print(f"[bold]{job.job.description}[/bold]  (dry run: nothing is trained or written)")
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    facts.add_column(style="cyan")
+    for name, value in _facts(job, plans).items():
+        facts.add_row(name, value)
+    console.print(facts)
+    memory = Table("part", title="memory per rank, GiB", title_justify="left")
+    columns = [plan.memory | {"sum": sum(plan.memory.values())} for plan in plans.values()]
+    for title in plans:
+        memory.add_column(title, justify="right")
+    for name in columns[0]:
+        if name == "sum":
+            memory.add_section()
+        memory.add_row(name, *(f"{column[name] / GIB:.2f}" for column in columns))
+    memory.add_row("there is", *(f"{plan.device.memory_gib:.1f}" for plan in plans.values()))
+    console.print(memory)
+    console.print(
+        "activations are an upper bound: a GPU's fused kernels and torch.compile keep fewer"
+    )
+    if too_small := [title for title, each in plans.items() if not each.fits]:
+        console.print(
+            f"[bold]does not fit as counted[/bold] ({', '.join(too_small)}): lower {ADVICE} GPUs, "
+            "or --activation_checkpoint.mode full"
+        )
+
+
+def _facts(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
     args, training, plan = job.model_args, job.training, next(iter(plans.values()))
     trained = f", {plan.trained:,} of them trained" if plan.trained != plan.parameters else ""
-    width = dtype_for(args.vocab_size).itemsize
-    rows = {
+    kept, size = plan.checkpoints_kept, plan.checkpoint_bytes
+    unknown = (
+        f"not there yet; {dtype_for(args.vocab_size).itemsize} bytes a token drawn, none twice"
+    )
+    return {
         "model": f"{job.model.flavor}: {args.num_layers} layers, {args.num_heads} heads, hidden "
         f"{args.dim}, F {args.ffn_dim}, {_variant(job)}",
         "parameters": f"{plan.parameters:,}{trained}",
@@ -370,43 +341,16 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
         **{title: _pace(job, each) for title, each in plans.items()},
         "disk for data": f"{text_of_size(plan.data_bytes)} "
         f"({', '.join(job.data.folders) or 'data.path unset'})",
-        "data fingerprint": plan.data_fingerprint
-        or f"not there yet; {width} bytes a token drawn, none twice",
-        "disk for checkpoints": f"{plan.checkpoints_kept} + 1 in writing, of "
-        f"{text_of_size(plan.checkpoint_bytes)}: "
-        f"{text_of_size((plan.checkpoints_kept + 1) * plan.checkpoint_bytes)}",
+        "data fingerprint": plan.data_fingerprint or unknown,
+        "disk for checkpoints": f"{kept} + 1 in writing, of {text_of_size(size)}: "
+        f"{text_of_size((kept + 1) * size)}",
     }
-    console.print(f"[bold]{job.job.description}[/bold]  (dry run: nothing is trained or written)")
-    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    facts.add_column(style="cyan")
-    for name, value in rows.items():
-        facts.add_row(name, value)
-    console.print(facts)
-    memory = Table("part", title="memory per rank, GiB", title_justify="left")
-    for title in plans:
-        memory.add_column(title, justify="right")
-    for name in plan.memory:
-        memory.add_row(name, *(f"{each.memory[name] / GIB:.2f}" for each in plans.values()))
-    memory.add_section()
-    memory.add_row("sum", *(f"{sum(x.memory.values()) / GIB:.2f}" for x in plans.values()))
-    memory.add_row("there is", *(f"{each.device.memory_gib:.1f}" for each in plans.values()))
-    console.print(memory)
-    console.print(
-        "activations are an upper bound: a GPU's fused kernels and torch.compile keep fewer"
-    )
-    if job.activation_checkpoint.mode in ("selective", "memory_budget"):
-        console.print(f"activation_checkpoint.mode = {job.activation_checkpoint.mode}: not counted")
-    if too_small := [title for title, each in plans.items() if not each.fits]:
-        console.print(
-            f"[bold]does not fit as counted[/bold] ({', '.join(too_small)}): lower {ADVICE} GPUs, "
-            "or --activation_checkpoint.mode full"
-        )
 
 
 def _pace(job: CanonJobConfig, plan: Plan) -> str:
     """Return the ranks of a plan and, by the stated assumption, their time."""
-    device, replicas = plan.device, plan.world_size // plan.num_shards
-    sharding = f" ({replicas} replicas of {plan.num_shards})" if replicas > 1 else ""
+    device, replicas = plan.device, job.parallelism.data_parallel_replicate_degree
+    sharding = f" ({replicas} replicas)" if replicas > 1 else ""
     start = (
         f"{plan.world_size} x {device.name}{sharding}, "
         f"{plan.micro_batch} x {job.training.seq_len} tokens at once on each: "
@@ -435,7 +379,5 @@ def _variant(job: CanonJobConfig) -> str:
 
 def _short(value: float) -> str:
     """Return a number in billions or millions, as the field counts tokens and FLOPs."""
-    for unit, word in ((1e9, "billion"), (1e6, "million")):
-        if value >= unit:
-            return f"{value / unit:,.2f} {word}"
-    return f"{value:,.0f}"
+    unit, word = (1e9, "billion") if value >= 1e9 else (1e6, "million")
+    return f"{value / unit:,.2f} {word}"

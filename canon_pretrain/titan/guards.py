@@ -1,7 +1,6 @@
 """Which steps leave the weights as they are: judged on the device, read by the host later.
 
-A step whose loss or gradient norm is not finite is skipped on all ranks. After `max_bad_steps` in a
-row the verdict latches until the host, which is two steps behind, has seen it.
+After `max_bad_steps` in a row the verdict latches until the host, two steps behind, has seen it.
 """
 
 from collections import deque
@@ -14,7 +13,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from canon_pretrain.run.config import Guards
 
 SKIPPED, OUTLIERS, IN_A_ROW, HALTED, SEEN = range(5)
-"""Positions in `StepGuards.counters`."""
+"""In `StepGuards.counters`: bad steps and outliers, outliers, bad in a row, end, norms seen."""
 MAX_WINDOW = 1024
 """The most norms that are remembered, and always are: a run may be told to change its window."""
 
@@ -22,9 +21,7 @@ MAX_WINDOW = 1024
 class StepGuards(Stateful):
     """Counts and judges steps; its state is on `device` and in every checkpoint.
 
-    `counters`, float64 [5]: steps skipped since the run began (bad and outliers), outliers among
-    them, bad steps in a row, whether the run has to end, norms seen. `norms`, float32
-    [MAX_WINDOW]: a ring of the last finite gradient norms.
+    `counters`, float64 [5]: see SKIPPED ... SEEN; `norms`, float32 [MAX_WINDOW]: a ring.
     """
 
     def __init__(self, config: Guards, device: torch.device) -> None:
@@ -50,10 +47,9 @@ class StepGuards(Stateful):
         return (bad | outlier | halted).float()
 
     def _is_outlier(self, grad_norm: Tensor, counts: Tensor) -> Tensor:
-        """Return whether a norm stands out from the window; it then enters that if it `counts`.
+        """Return whether a norm stands out from the window, which it enters if it `counts`.
 
-        An outlier enters too (as in OLMo-core's SkipStepOptimizer): a lasting change of scale is
-        normal before long, and the run does not skip for ever.
+        An outlier enters too: a lasting change of scale is normal before long.
         """
         window = self.config.outlier_window
         if self.config.outlier_sigma is None:

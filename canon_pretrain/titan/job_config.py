@@ -67,16 +67,12 @@ class Model(titan.Model):
     """paper: N(0, 0.02); lingua: truncated normal with std D^-1/2."""
     init_seed: int | None = None
     """Seed of the initial weights alone; they are the same at every world size."""
-    attention_backend: Literal[
-        "auto", "sdpa", "cudnn", "flash", "flex", "flash_attn", "fa3", "fa4"
-    ] = "auto"
-    """How attention is computed; no part of what the run is. cudnn, flash: SDPA, that kernel first;
-    fa3, fa4: flash by that package (`python -m canon_pretrain.bench attention` times them)."""
-    canon_backend: Literal["auto", "reference", "compiled", "causal_conv1d", "fla", "triton"] = (
-        "auto"
-    )
-    """How Canon layers are computed; no part of what the run is. auto: triton on a GPU that passes
-    the check at start-up, else compiled."""
+    attention_backend: str = "auto"
+    """auto, sdpa, flex or flash_attn; cudnn, flash: SDPA, that kernel first; fa3, fa4: flash by
+    that package (`python -m canon_pretrain.bench attention` times them)."""
+    canon_backend: str = "auto"
+    """reference, compiled, causal_conv1d, fla or triton; auto: triton on a GPU that passes the
+    check at start-up, else compiled."""
 
 
 @dataclass
@@ -118,8 +114,7 @@ class Checkpoint(titan.Checkpoint):
     enable: bool = True
     last_save_model_only: bool = False
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
-    """`async` copies to (on a GPU pinned) CPU memory and writes from there while training goes on;
-    `async_with_pinned_mem`, torchtitan's other name, is the same here."""
+    """async copies to (pinned) CPU memory and writes from there; the other name is the same."""
     fresh: bool = False
     """Begin again at step 1 though there are checkpoints; the run so far moves to RUN/archive."""
     max_held: int = 4
@@ -155,8 +150,7 @@ class Validation(titan.Validation):
     """Steps between two validations."""
     windows: int | None = None
     """Windows of training.seq_len tokens, the same ones each time; -1: the whole held-out part.
-    Unset: training.global_batch_size of them for every 100 steps of `freq`, at most 2**21 tokens:
-    a third of a percent of the run's arithmetic."""
+    Unset: training.global_batch_size of them for each 100 steps of `freq`, at most 2**21 tokens."""
 
 
 @dataclass
@@ -203,20 +197,16 @@ def shard_degree(job: CanonJobConfig, world_size: int) -> int:
     """Return how many ranks share one copy of the weights; UserError if replicas don't divide."""
     replicas, batch = job.parallelism.data_parallel_replicate_degree, job.training.global_batch_size
     if world_size % replicas:
+        fitting = ", ".join(map(str, valid_world_sizes(batch, replicas))) or "none"
         raise UserError(
             f"parallelism.data_parallel_replicate_degree = {replicas}: {world_size} ranks can't be "
-            f"that many equal replicas. World sizes that fit it and training.global_batch_size = "
-            f"{batch}: {', '.join(map(str, valid_world_sizes(batch, replicas))) or 'none'}"
+            f"that many equal replicas. World sizes that fit: {fitting}"
         )
     return world_size // replicas
 
 
 def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
-    """Return how many sequences a rank's forward pass takes: a divisor of its share of the batch.
-
-    The largest up to `training.local_batch_size`, which is a bound set by memory and changes no
-    result. Raises UserError if the ranks do not divide the global batch.
-    """
+    """Return how many sequences a rank takes at once: at most local_batch_size, equal parts."""
     total = job.training.global_batch_size
     if total % world_size:
         raise UserError(
@@ -232,6 +222,7 @@ def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
 
 COUNT = Annotated[int, Field(ge=1, le=1 << 31)]
 SIZE = Annotated[int, Field(ge=0, le=1 << 31)]
+SECONDS = Annotated[int, Field(ge=1, le=86_400)]
 AMOUNT = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 LIMITS: tuple[tuple[Any, str], ...] = (
     (COUNT, "training.seq_len training.global_batch_size training.local_batch_size"),
@@ -242,10 +233,7 @@ LIMITS: tuple[tuple[Any, str], ...] = (
     (AMOUNT, "optimizer.lr optimizer.eps optimizer.weight_decay training.max_norm"),
     (AMOUNT, "lr_scheduler.min_lr_factor loss.z_loss loss.squared_loss"),
     (Annotated[float, Field(ge=0, lt=1)], "optimizer.beta1 optimizer.beta2"),
-    (
-        Annotated[int, Field(ge=1, le=86_400)],
-        "comm.init_timeout_seconds comm.train_timeout_seconds",
-    ),
+    (SECONDS, "comm.init_timeout_seconds comm.train_timeout_seconds"),
     (Annotated[int, Field(ge=1, le=1 << 40)], "training.steps"),
     (Annotated[int, Field(ge=1)] | None, "lr_scheduler.decay_steps"),
     (Annotated[float, Field(gt=0, le=1)] | None, "lr_scheduler.decay_ratio"),
@@ -259,8 +247,7 @@ LIMITS: tuple[tuple[Any, str], ...] = (
     # 0: all; not 1, since the newest may still be in writing
     (Literal[0] | Annotated[int, Field(ge=2)], "checkpoint.keep_latest_k"),
 )
-"""What a single key may be. By name, not on the dataclasses: most of the keys are torchtitan's, and
-a field that is declared again loses its text in --help."""
+"""By name: a field of torchtitan's that is declared again would lose its text in --help."""
 
 UNSUPPORTED = """
     model.name job.custom_config_module model.converters model.hf_assets_path model.tokenizer_path
@@ -342,10 +329,7 @@ def _faults(job: CanonJobConfig) -> Iterator[str]:
         if not (value := _value(job, name)) or "\0" in value or value.startswith("~"):
             yield f"{name} = {value!r}: expected a folder's path (only a shell expands ~)"
     if data.path and data.paths:
-        yield (
-            f"data.path = {data.path!r} and data.paths = {data.paths!r}: give one of the two "
-            '(data.path = "" unsets what a base file set)'
-        )
+        yield f"data.path = {data.path!r} and data.paths = {data.paths!r}: set one of them to empty"
     if len(data.weights) != len(data.paths):
         yield (
             f"data.weights has {len(data.weights)} numbers for {len(data.paths)} folders of "
@@ -358,13 +342,10 @@ def _faults(job: CanonJobConfig) -> Iterator[str]:
     if loss.z_loss and loss.squared_loss:
         yield (
             f"loss.z_loss = {loss.z_loss} and loss.squared_loss = {loss.squared_loss} are two "
-            "forms of one thing (PaLM's, and what the released models call z-loss); set one to 0"
+            "forms of one thing: set one to 0"
         )
     if checkpoint.fresh and checkpoint.load_step != -1:
-        yield (
-            "checkpoint.fresh begins again at step 1, checkpoint.load_step = "
-            f"{checkpoint.load_step} goes on from there: give one of the two"
-        )
+        yield f"checkpoint.fresh, checkpoint.load_step = {checkpoint.load_step}: give one of them"
     warmup, active = profiling.profiler_warmup, profiling.profiler_active
     possible = warmup >= 0 and active >= 1 and profiling.profile_freq >= warmup + active
     if profiling.enable_profiling and not possible:

@@ -1,12 +1,11 @@
 """What makes a run the run it is, and what a launch does to its folder before the first step.
 
-A launch that is refused leaves no record: `announce` comes after the last refusal. The identity is
-in RUN/config.json. World size, logging and checkpointing change nothing that is computed and are
-not part of it.
+A launch that is refused leaves no record: `announce` comes after the last refusal. World size,
+logging and checkpointing change nothing that is computed and are not part of the identity.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ import torch
 import torch.distributed as dist
 import torchtitan
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_type
 
 from canon_pretrain.checkpoint.folder import ARCHIVE, CheckpointFolder, remove_tree
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import host_name
-from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.run.config import Loss
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import (
     FRESH,
@@ -44,13 +42,11 @@ from canon_pretrain.titan.resume import Council, check_initial
 
 Changes = dict[str, list[Any]]
 """Dotted name -> [old, new]."""
-TRAINING_TERMS = (
-    *("seq_len", "global_batch_size", "steps", "max_norm", "dtype"),
-    *("mixed_precision_param", "mixed_precision_reduce"),
-)
-LOSS_TERMS = ("z_loss", "squared_loss")
-"""The keys of `[loss]` that belong to the identity; chunk_tokens changes nothing but rounding."""
-GUARD_TERMS = ("outlier_sigma", "outlier_window")
+IDENTITY = {"model": "", "optimizer": "", "lr_scheduler": "", "data": "data_seed order"}
+IDENTITY |= {"loss": "z_loss squared_loss", "guards": "outlier_sigma outlier_window"}
+IDENTITY["training"] = "seq_len global_batch_size steps max_norm dtype "
+IDENTITY["training"] += "mixed_precision_param mixed_precision_reduce"
+"""The keys of each section that belong to what a run is; none: all."""
 CODE = "code"
 """What `run.allow_changes` calls the program's source, which is not part of the identity."""
 
@@ -75,38 +71,26 @@ def compare(
 ) -> Comparison:
     """Compare a launch with the run in `folder`; one with checkpoint.fresh begins a new run."""
     identity, code = run_identity(job, data.training.fingerprint, data.identity), code_hashes()
-    is_new = not folder.config_file.exists()
+    is_new, allowed = not folder.config_file.exists(), job.run.allow_changes
     if is_fresh(job, folder):
         return Comparison(is_new, identity, code, {}, {}, {})
-    allowed = job.run.allow_changes
     changes = check_identity(folder, identity, allowed)
     refuse = job.run.code == "refuse" and CODE not in _names(allowed)
-    changed_code = code_changes(folder, code, refuse=refuse)
-    changed_config = config_changes(folder, config)
-    recorded = {} if is_new else folder.read_config().get("identity", {})
-    if HELD_OUT in recorded:
-        identity = {HELD_OUT: recorded[HELD_OUT]} | identity
-    elif HELD_OUT in identity and not is_new:
-        changed_config[HELD_OUT] = ["not recorded", identity[HELD_OUT]]
-    return Comparison(is_new, identity, code, changes, changed_code, changed_config)
+    changed = code_changes(folder, code, refuse=refuse), config_changes(folder, config)
+    recorded = _recorded(folder, "identity")  # also where this launch does not validate
+    identity = {name: recorded[name] for name in (HELD_OUT,) if name in recorded} | identity
+    return Comparison(is_new, identity, code, changes, *changed)
 
 
 def run_identity(
     job: CanonJobConfig, fingerprint: str, held_out: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return all that a run may not change between its launches unless allowed, by dotted name."""
-    return {
-        **{f"model.{name}": value for name, value in asdict(job.model_args).items()},
-        **{f"optimizer.{name}": value for name, value in asdict(job.optimizer).items()},
-        **{f"lr_scheduler.{name}": value for name, value in asdict(job.lr_scheduler).items()},
-        "data_fingerprint": fingerprint,
-        **(held_out or {}),
-        "data.data_seed": job.data.data_seed,
-        "data.order": job.data.order,
-        **{f"training.{name}": getattr(job.training, name) for name in TRAINING_TERMS},
-        **{f"loss.{name}": getattr(job.loss, name) for name in LOSS_TERMS},
-        **{f"guards.{name}": getattr(job.guards, name) for name in GUARD_TERMS},
-    }
+    identity = {"data_fingerprint": fingerprint, **(held_out or {})}
+    for section, keys in IDENTITY.items():
+        values = asdict(job.model_args if section == "model" else getattr(job, section))
+        identity |= {f"{section}.{key}": values[key] for key in keys.split() or values}
+    return identity
 
 
 def check_identity(folder: RunFolder, identity: dict[str, Any], allowed: list[str]) -> Changes:
@@ -119,10 +103,8 @@ def check_identity(folder: RunFolder, identity: dict[str, Any], allowed: list[st
         )
     if not folder.config_file.exists():
         return {}
-    # what a part was before there was a name for it
-    defaults = {f"model.{f.name}": f.default for f in fields(ModelArgs)}
-    defaults |= {f"loss.{name}": getattr(Loss(), name) for name in LOSS_TERMS}
-    old = defaults | folder.read_config().get("identity", {})
+    # what a part was before there was a name for it: the default
+    old = run_identity(CanonJobConfig(), "") | _recorded(folder, "identity")
     changed = _differing(old, identity)
     if not (HELD_OUT in old and HELD_OUT in identity):
         changed.pop(HELD_OUT, None)
@@ -137,17 +119,14 @@ def check_identity(folder: RunFolder, identity: dict[str, Any], allowed: list[st
 
 
 def code_changes(folder: RunFolder, code: dict[str, str], *, refuse: bool) -> Changes:
-    """Return source files that differ from those of the run's last launch: path -> hashes.
-
-    Empty for a run without a record of them. With `refuse`, UserError instead.
-    """
-    old = folder.read_config().get("code") if folder.config_file.exists() else None
+    """Return source files that are not those of the last launch: path -> hashes, if recorded."""
+    old = _recorded(folder, "code")
     changed = _differing(old, code) if old else {}
     if changed and refuse:
         raise UserError(
             f"the code of canon_pretrain is not that of the last launch of {folder.path}: "
-            f"{', '.join(changed)} differ(s), and run.code is refuse. Put the former code back "
-            "(launches/ names its commit), or give --run.allow_changes code",
+            f"{', '.join(changed)} differ(s), and run.code is refuse. Put the former code back, or "
+            "give --run.allow_changes code",
             shared=True,
         )
     return changed
@@ -157,9 +136,14 @@ def config_changes(folder: RunFolder, config: dict[str, Any]) -> Changes:
     """Return all that differs between the job in `folder` and this one."""
     if not folder.config_file.exists():
         return {}
-    old = _flat(CanonJobConfig().to_dict()) | _flat(folder.read_config().get("config", {}))
+    old = _flat(CanonJobConfig().to_dict()) | _flat(_recorded(folder, "config"))
     changed = _differing(old, _flat(config))
     return {name: pair for name, pair in changed.items() if name not in OWN_TO_A_LAUNCH}
+
+
+def _recorded(folder: RunFolder, part: str) -> dict[str, Any]:
+    """Return a part of config.json; empty in a new run, or without a record of it."""
+    return folder.read_config().get(part, {}) if folder.config_file.exists() else {}
 
 
 def _names(words: list[str]) -> list[str]:
@@ -193,10 +177,9 @@ def is_fresh(job: CanonJobConfig, run: RunFolder) -> bool:
 def prepare_folder(
     job: CanonJobConfig, session: Session, *, fingerprint: str, arguments: Sequence[str]
 ) -> LaunchRecord:
-    """Prepare the run folder, under its lock, before the ranks meet; on rank 0.
+    """Prepare the run folder, under its lock, before the ranks meet; return the launch's record.
 
-    Returns the launch's record, with the shards' `fingerprint` and the command line's `arguments`.
-    Raises UserError, with nothing moved, for a folder that the launch can't use.
+    Raises UserError, with nothing moved, for a folder that the launch can't use. On rank 0.
     """
     run = session.folder
     path = run.path / job.checkpoint.folder
@@ -231,37 +214,29 @@ def _check_folder(
     job: CanonJobConfig, run: RunFolder, checkpoints: CheckpointFolder, *, fresh: bool
 ) -> None:
     """Raise UserError for what keeps the launch from using its folder; moves nothing."""
-    home = RunFolder(checkpoints.path.resolve().parent)
-    if checkpoints_outside(job) and (home.run_file.is_file() or home.config_file.is_file()):
-        raise UserError(
-            f"checkpoint.folder = {job.checkpoint.folder} is in another run's folder, {home.path}. "
-            "Choose another one"
-        )
-    own = known_run(run)
+    path, own = checkpoints.path, known_run(run)
     if others := checkpoints.of_other_runs(own.run_id if own else None):
+        steps = ", ".join(f"step-{step} of run {run_id}" for step, run_id in others.items())
         raise UserError(
-            f"{checkpoints.path} holds "
-            f"{', '.join(f'step-{step} of run {run_id}' for step, run_id in others.items())}, and "
-            f"{run.path} is {f'run {own.run_id}' if own else 'a new run'}: a folder holds the "
-            "checkpoints of one run. Choose another with --checkpoint.folder or --job.dump_folder, "
-            "or start a new run from one of them with --checkpoint.initial_load_path STEP"
+            f"{path} holds {steps}, and {run.path} is {f'run {own.run_id}' if own else 'a new run'}"
+            ": a folder holds the checkpoints of one run. Choose another with --checkpoint.folder "
+            "or --job.dump_folder, or start from one with --checkpoint.initial_load_path STEP"
         )
     if not fresh and checkpoints.steps() and not run.config_file.exists():
         raise UserError(
-            f"{checkpoints.path} holds checkpoints, but {run.config_file}, which says what run "
-            "they are of, is gone. Put it back, or begin again with --checkpoint.fresh"
+            f"{path} holds checkpoints, but {run.config_file}, which says what run they are of, is "
+            "gone. Put it back, or begin again with --checkpoint.fresh"
         )
     if not fresh or not job.checkpoint.enable:
         return
     with torch.device("meta"):
         weights = Transformer(job.model_args).state_dict()
     if initial := job.checkpoint.initial_load_path:
-        archive, path = checkpoints.path.resolve() / ARCHIVE, Path(initial).resolve()
-        if path.is_relative_to(archive.parent) and not path.is_relative_to(archive):
+        archive, start = path.resolve() / ARCHIVE, Path(initial).resolve()
+        if start.is_relative_to(archive.parent) and not start.is_relative_to(archive):
             raise UserError(
                 f"checkpoint.initial_load_path = {initial} is one of the checkpoints that "
-                "--checkpoint.fresh moves away. Choose another --job.dump_folder for the new run, "
-                "or copy the checkpoint to another place first"
+                "--checkpoint.fresh moves away: copy it, or choose another --job.dump_folder"
             )
         check_initial(initial, weights, model_only=job.checkpoint.initial_load_model_only)
     check_room(checkpoints, full_bytes(weights))
@@ -272,19 +247,19 @@ def _settle_folder(
     job: CanonJobConfig, run: RunFolder, checkpoints: CheckpointFolder, *, fresh: bool
 ) -> None:
     """Move what earlier launches left, and with `fresh` the run so far."""
-    for sentence in checkpoints.recover():
-        logger.info(f"NOTE: {sentence}")
+    notes = checkpoints.recover()
     if strays := checkpoints.strays():
-        logger.info(f"NOTE: no checkpoints, left alone in {checkpoints.path}: {', '.join(strays)}")
+        notes.append(f"no checkpoints, left alone in {checkpoints.path}: {', '.join(strays)}")
     if fresh:
         kept = checkpoints.archive_all(run.path, "--checkpoint.fresh")
         mark_obeyed(run.obeyed_file, FRESH)
-        if kept is not None:
-            logger.info(f"NOTE: beginning again: the run so far is in {kept}")
+        notes += [f"beginning again: the run so far is in {kept}"] if kept else []
     elif job.checkpoint.fresh:
-        logger.info("NOTE: this job has begun the run afresh before: going on with it")
-    if kept := archive_traces(run.path / job.comm.save_traces_folder):
-        logger.info(f"NOTE: communication traces of an earlier launch are in {kept}")
+        notes.append("this job has begun the run afresh before: going on with it")
+    if traces := archive_traces(run.path / job.comm.save_traces_folder):
+        notes.append(f"communication traces of an earlier launch are in {traces}")
+    for note in notes:
+        logger.info(f"NOTE: {note}")
 
 
 # -- inside the trainer --------------------------------------------------------------------------
@@ -292,8 +267,8 @@ def _settle_folder(
 
 def announce(
     step: int,
-    *,
     folder: RunFolder,
+    *,
     config: dict[str, Any],
     compared: Comparison,
     canon: CanonChoice | None,
@@ -334,40 +309,20 @@ def announce(
         metrics.event("changed", step=step, run=compared.changes, config=differences, code=code)
     # after what it makes unseen: killed before, the next launch says it all again
     metrics.flush()
-    council.decide(lambda: _write_config(folder, config, compared))
+    council.decide(lambda: folder.write_config(config, compared.identity, compared.code))
     if record is not None:
         kept = ("world_size", "hosts", "config_hash", "canon_backend")
+        names = [torch.cuda.get_device_name(k) for k in range(has_accelerator() * device_count())]
+        devices = {"type": device_type, "count": device_count(), "names": names}
         versions = {name: facts.get(name) for name in ("canon_pretrain", "torch", "torchtitan")}
         own = {name: facts.get(name) for name in kept} | {"from_step": step}
-        problems = record.write(
-            folder,
-            config=config,
-            identity=compared.identity,
-            code=compared.code,
-            facts=own | {"versions": versions, "devices": _devices()},
-        )
-        for problem in problems:
+        own |= {"versions": versions, "devices": devices | {"cuda": torch.version.cuda}}
+        for problem in record.write(
+            folder, config=config, identity=compared.identity, code=compared.code, facts=own
+        ):
             logger.warning(f"{problem}. The run goes on")
     for name, (old, new) in differences.items():
         mark = " (allowed by run.allow_changes)" if name in compared.changes else ""
         logger.info(f"NOTE: changed since the last launch: {name}: {old} -> {new}{mark}")
     if code:
         logger.warning(f"the code has changed since the last launch: {', '.join(code)}")
-
-
-def _write_config(folder: RunFolder, config: dict[str, Any], compared: Comparison) -> None:
-    try:
-        folder.write_config(config, compared.identity, compared.code)
-    except OSError as error:
-        raise UserError(
-            f"{folder.config_file} cannot be written: {error.strerror}. Without it the run could "
-            "not be resumed; make room, or choose another --job.dump_folder"
-        ) from None
-
-
-def _devices() -> dict[str, Any]:
-    """Return what launch.json says of this node's devices."""
-    if not has_accelerator():
-        return {"type": "cpu", "count": device_count(), "names": []}
-    names = [torch.cuda.get_device_name(index) for index in range(device_count())]
-    return {"type": "cuda", "count": len(names), "names": names, "cuda": torch.version.cuda}

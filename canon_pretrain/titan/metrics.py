@@ -1,8 +1,7 @@
 """What a training step shows of itself: a line in log.jsonl, progress for a user, and traces.
 
 torchtitan's own profiler hands torch a None for a missing accelerator, its trace can end a run on a
-full disk, and it knows no Canon. The files are where it puts them, profile_traces/iteration_N/
-rankK_trace.json in the run folder, and `python -m canon_pretrain.run profile RUN` reads them.
+full disk, and it knows no Canon. The files are where it puts them.
 """
 
 import contextlib
@@ -60,7 +59,8 @@ class CanonMetrics(MetricsProcessor):
         self._tokens_per_step = job.training.global_batch_size * job.training.seq_len
         self._checkpoint_seconds = self._stall_seconds = 0.0
         self._exports = LiveExports()
-        self.console = Console(job.training.steps, colour=not job.metrics.disable_color_printing)
+        colour = not job.metrics.disable_color_printing
+        self.console = Console(job.training.steps, job.last_step, colour=colour)
         self.run_log: RunLog | None = None
         if dist.get_rank() == 0:
             self.run_log = RunLog(RunFolder(Path(job.job.dump_folder)).log_file, may_write)
@@ -79,15 +79,14 @@ class CanonMetrics(MetricsProcessor):
         self.console.event(name, fields)
 
     def flush(self) -> None:
-        """Wait for the run's log, before something that must not be on the disk without it."""
-        if (run_log := self.run_log) is not None:
-            run_log.flush()
+        """Wait for the run's log, before what must not be on the disk without it."""
+        if self.run_log is not None:
+            self.run_log.flush()
 
     def stands_at(self, step: int, tokens: int) -> None:
         """Note where the run is, in both counts; called after a load and after each step."""
         self._stands_at = (step, tokens)
-        if self.run_log is not None:
-            self.console.stands_at(step)
+        self.console.stands_at(step)
 
     def begin(self, step: int) -> None:
         """Start the clocks, the view and the exports of a (resumed) run that is at `step`."""
@@ -105,8 +104,6 @@ class CanonMetrics(MetricsProcessor):
         """Report a held-out loss; its `seconds` are not part of the speed of training."""
         self.event("validation", step=step, **fields)
         self.time_last_log += fields["seconds"]
-        if self.run_log is not None:
-            self.console.validation(step, fields)
 
     def log(
         self,
@@ -118,17 +115,16 @@ class CanonMetrics(MetricsProcessor):
     ) -> None:
         """Report `step`: losses in nats per token, gradient norm before clipping; collective."""
         seconds = time.perf_counter() - self.time_last_log
-        steps = step - self._logged_at
-        tokens_per_second = self.world_size * self.ntokens_since_last_log / seconds
+        speed = self.ntokens_since_last_log / seconds
         fields: dict[str, Any] = {
             "step": step,
             "loss": global_avg_loss,
             "max_loss": global_max_loss,
             "grad_norm": grad_norm,
             **(extra_metrics or {}),
-            "tokens_per_second": tokens_per_second,
-            "tokens_per_second_per_device": tokens_per_second / self.world_size,
-            "seconds_per_step": seconds / steps,
+            "tokens_per_second": self.world_size * speed,
+            "tokens_per_second_per_device": speed,
+            "seconds_per_step": seconds / (step - self._logged_at),
             "data_wait": sum(self.data_loading_times) / seconds,
             "memory_gib": self.device_memory_monitor.get_peak_stats().max_reserved_gib,
             "restarts": self.run_log.segment - 1 if self.run_log is not None else 0,
@@ -136,15 +132,12 @@ class CanonMetrics(MetricsProcessor):
             "checkpoint_stall_seconds": self._stall_seconds,
         }
         if has_accelerator():  # a CPU has no stated peak to be a fraction of
-            flops = self.num_flops_per_token * tokens_per_second / self.world_size
-            fields |= {"mfu": flops / self.gpu_peak_flops, "mfu_formula": FLOPS_FORMULA}
+            mfu = self.num_flops_per_token * speed / self.gpu_peak_flops
+            fields |= {"mfu": mfu, "mfu_formula": FLOPS_FORMULA}
         fields["data_digests"] = self._global_digests()
         fields["source_tokens"] = self._dataloader.source_tokens
         self.event("step", **fields)
-        if self.run_log is not None:
-            remaining = (self.job_config.last_step - step) * seconds / steps
-            self.console.report(step, fields, remaining)
-            self._exports.check()
+        self._exports.check()
         self._logged_at = step
         self._checkpoint_seconds = self._stall_seconds = 0.0
         self.ntokens_since_last_log = 0
@@ -201,14 +194,10 @@ def named_data(batches: Iterator[Any]) -> Iterator[Any]:
         yield batch
 
 
-@contextlib.contextmanager
-def _tracing(config: Any, folder: Path, step: int) -> Iterator[profile]:
-    written: list[int] = []
-
+def _tracing(config: Any, folder: Path, step: int) -> profile:
     def write(profiler: profile) -> None:
         path = folder / f"iteration_{profiler.step_num}" / f"rank{dist.get_rank()}_trace.json"
         unfinished = path.with_name(f".{path.name}")  # a reader finds whole ones only
-        begin = time.monotonic()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(unfinished))
@@ -217,9 +206,6 @@ def _tracing(config: Any, folder: Path, step: int) -> Iterator[profile]:
             logger.warning(f"the trace {path} could not be written: {error}; training goes on")
             with contextlib.suppress(OSError):
                 unfinished.unlink()
-            return
-        written.append(profiler.step_num)
-        logger.info(f"wrote {path} in {time.monotonic() - begin:.1f} s")
 
     warmup, active = config.profiler_warmup, config.profiler_active
     cycle = schedule(wait=config.profile_freq - warmup - active, warmup=warmup, active=active)
@@ -227,29 +213,23 @@ def _tracing(config: Any, folder: Path, step: int) -> Iterator[profile]:
     logger.info(f"tracing {active} of every {config.profile_freq} steps: {folder}")
     # each trace is of its own cycle: that is what is wanted
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
-    with profile(
+    tracer = profile(
         activities=activities, schedule=cycle, on_trace_ready=write, record_shapes=True
-    ) as profiler:
-        profiler.step_num = step
-        yield profiler
-    if not written:
-        logger.warning(
-            "no trace was written: this launch ended before a cycle of "
-            f"profiling.profile_freq = {config.profile_freq} steps did"
-        )
+    )
+    tracer.step_num = step
+    return tracer
 
 
 def _name_canon(model: nn.Module, stack: contextlib.ExitStack) -> None:
     """Let traces show where each Canon layer begins and ends, until `stack` is closed."""
     open_scopes: list[record_function] = []
-
-    def enter(module: nn.Module, inputs: Any) -> None:
-        open_scopes.append(record_function(CANON).__enter__())
-
-    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-        open_scopes.pop().__exit__(None, None, None)
-
     for layer in model.modules():
         if isinstance(layer, Canon):
-            stack.callback(layer.register_forward_pre_hook(enter).remove)
-            stack.callback(layer.register_forward_hook(leave, always_call=True).remove)
+            enter = layer.register_forward_pre_hook(
+                lambda *_: open_scopes.append(record_function(CANON).__enter__())
+            )
+            leave = layer.register_forward_hook(
+                lambda *_: open_scopes.pop().__exit__(None, None, None), always_call=True
+            )
+            stack.callback(enter.remove)
+            stack.callback(leave.remove)

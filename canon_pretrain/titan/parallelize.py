@@ -28,8 +28,7 @@ def parallelize(
 ) -> Transformer:
     """Apply activation checkpointing, torch.compile per block and FSDP2, as the job asks; in place.
 
-    `model` is on the meta device; without `parallel_dims` it is not sharded. Gradients are summed,
-    not averaged: the trainer divides the loss by the tokens of the whole global batch.
+    `model` is on the meta device, not sharded without `parallel_dims`; gradients are summed.
     """
     check_attention(model, job, device_type)
     compiled = job.compile.enable and "model" in job.compile.components
@@ -79,11 +78,8 @@ def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> Non
     elif way not in ("sdpa", "flex") and dtype == "float32":
         problem = f"which takes bfloat16, but training.mixed_precision_param = {dtype}"
     if problem:
-        raise UserError(
-            f'model.attention_backend = "{job.model.attention_backend}" takes {way} here, '
-            f'{problem}; choose "auto"',
-            shared=True,
-        )
+        asked = f'model.attention_backend = "{job.model.attention_backend}"'
+        raise UserError(f'{asked} takes {way} here, {problem}; choose "auto"', shared=True)
 
 
 def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
@@ -108,8 +104,7 @@ def shard(
 ) -> None:
     """Apply FSDP2 over `mesh`, in place: embedding, each block, and norm with output are units.
 
-    A tied embedding is used first and last in a step, so it and the norm are the root's. `policy`:
-    torchtitan's fsdp_reshard_after_forward; by "default" backward's first unit stays gathered.
+    A tied embedding is used first and last in a step, so it and the norm are the root's.
     """
     check_choice("parallelism.fsdp_reshard_after_forward", policy, ("default", "never", "always"))
     options: dict[str, Any] = {
@@ -130,22 +125,18 @@ def shard(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # else FSDP2 multiplies by 1.0 on the way (PREMUL_SUM): gloo cannot, and NCCL then
-            # reduces neither in the switch (NVLS) nor without a copy
+            # else FSDP2 multiplies by 1.0 on the way (PREMUL_SUM): gloo cannot, NCCL is slower
             module.set_force_sum_reduction_for_comms(True)
 
 
 @torch.no_grad()
 def clip_gradients(parameters: list[Tensor], max_norm: float) -> Tensor:
-    """Clip the gradients' total norm; return what it was, the same on every rank.
-
-    Replicas (HSDP) take the mean of their norms, so that none skips a step alone.
-    """
+    """Clip the gradients' total norm; return what it was, the same on every rank."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
     if isinstance(norm, DTensor):
         mesh, norm = norm.device_mesh, norm.full_tensor()
-        if mesh.ndim > 1:
+        if mesh.ndim > 1:  # replicas take the mean of their norms, so that none skips alone
             dist.all_reduce(norm, group=mesh.get_group(0))
             norm /= mesh.size(0)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)

@@ -1,8 +1,7 @@
 """Where a launch resumes: the newest checkpoint that is whole, proved by all ranks.
 
 newest first -> every file's hash, shared out over the ranks -> pickles against an allow-list
-damaged: into quarantine, loudly, and the next one is tried
-none left: an error; a run that has had checkpoints never restarts from step 1 by itself
+damaged: into quarantine, and the next one; none left: an error, never step 1 by itself
 """
 
 import functools
@@ -42,19 +41,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IO_TIMEOUT = timedelta(hours=2)
-"""What is decided by the state of a disk takes as long as the disk takes; the collective timeout of
-a training step is a minute or two."""
+"""Of what is decided by the state of a disk, whose faults last longer than a step's timeout."""
 
 
 class Council:
-    """Decisions of rank 0 that all ranks share, over a gloo group of their own; all collective.
-
-    One is enough for a run: its group takes a socket per other rank.
-    """
+    """Decisions of rank 0 that all ranks share, over a gloo group of their own; all collective."""
 
     def __init__(self) -> None:
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._asked = 0
 
     @cached_property
@@ -63,20 +57,17 @@ class Council:
         return dist.new_group(backend="gloo", timeout=IO_TIMEOUT)
 
     def decide(self, decision: Callable[[], Any]) -> Any:
-        """Return what `decision` returns on rank 0, on all ranks.
-
-        A UserError or OSError that it raises becomes a UserError on all ranks.
-        """
-        answer: list[Any] = [None, None]
+        """Return rank 0's result of `decision`; its UserError or OSError is one on all ranks."""
         group = self.group  # before a decision takes its time: making it waits for minutes only
+        answer: list[Any] = [None, None]
         try:
             if self.rank == 0:
                 answer[0] = decision()
-        except (UserError, OSError) as error:
-            answer[1] = str(error)
         except BaseException as error:
-            answer[1] = f"{type(error).__name__}: {error}"
-            raise
+            is_known = isinstance(error, (UserError, OSError))
+            answer[1] = str(error) if is_known else f"{type(error).__name__}: {error}"
+            if not is_known:
+                raise
         finally:  # the others must not wait for an answer that never comes
             dist.broadcast_object_list(answer, src=0, group=group)
         if answer[1] is not None:
@@ -85,8 +76,6 @@ class Council:
 
     def decide_at_once(self, decision: Callable[[], bool]) -> bool:
         """Do as `decide` does, by the store: for no disk, also while a thread uses the group."""
-        if self.world_size == 1:
-            return decision()
         self._asked += 1
         store, key = dist.distributed_c10d._get_default_store(), f"council/{self._asked}"
         if self.rank == 0:
@@ -126,8 +115,7 @@ class Resume:
     def take_up(self, asked: int, *, initial: str, initial_model_only: bool) -> int | None:
         """Load step `asked`, or with -1 the newest whole one; return the step, if any; collective.
 
-        If the run has no checkpoint yet, the state may come from the folder `initial`. Raises
-        UserError if steps are there, or were, and none is whole, and for one of another model.
+        Without checkpoints the state may come from `initial`. UserError if none is whole.
         """
         if asked == -1:
             self._council.decide(self._set_late_ones_aside)
@@ -138,9 +126,8 @@ class Resume:
                 self._read(path, found)
                 if found.manifest.run_id is None:
                     logger.info(f"NOTE: {path} names no run, as older ones; taken for this run's")
-                logger.info(
-                    f"took up {path}, verified and read in {time.monotonic() - begin:.1f} s"
-                )
+                seconds = time.monotonic() - begin
+                logger.info(f"took up {path}, verified and read in {seconds:.1f} s")
                 return int(step)
             text = "; ".join(found)
             if asked != -1:
@@ -181,34 +168,33 @@ class Resume:
             manifest = _or_fault(Manifest.read, self.folder.step_path(step))
             if isinstance(manifest, str) or manifest.kind == "full":  # or to be found damaged
                 return step
-        saved: list[int] = []  # by the log, which a purge of old files may spare
-        for event in read_log(self.run.log_file) if self.run.log_file.exists() else []:
-            if event["event"] == "checkpoint":
-                saved.append(event["step"])
-            elif event["event"] == "archive":
-                saved = [step for step in saved if step <= event["step"]]
         aside = [entry.path.name for entry in self.folder.quarantined()]
         facts: dict[str, list[Any]] = {
             "steps with weights alone": steps,
             "in quarantine": [name for name in aside if not name.startswith(".")],
-            "steps that the log says were saved": saved[-3:],
+            "steps that the log says were saved": self._logged_saves()[-3:],
         }
         if any(facts.values()):
             texts = (f"{what}: {', '.join(map(str, x))}" for what, x in facts.items() if x)
             raise UserError(
                 f"{self.folder.path} holds no whole checkpoint to go on from ({'; '.join(texts)}), "
-                "and a run does not begin again at step 1 by itself. Put a whole checkpoint there, "
-                "or begin again with --checkpoint.fresh, which moves all that is there to "
-                f"{self.run.path / 'archive'}"
+                "and a run does not begin again at step 1 by itself. Put one there, or begin again "
+                f"with --checkpoint.fresh, which moves all to {self.run.path / 'archive'}"
             )
         return None
 
-    def _verify(self, path: Path, *, weights_suffice: bool = False) -> Verified | list[str]:
-        """Return a checkpoint proved whole, or its faults; each rank reads its share of files.
+    def _logged_saves(self) -> list[int]:
+        """Return the steps saved by the log, which a purge of old files may spare."""
+        saved: list[int] = []
+        for event in read_log(self.run.log_file) if self.run.log_file.exists() else []:
+            if event["event"] == "checkpoint":
+                saved.append(event["step"])
+            elif event["event"] == "archive":
+                saved = [step for step in saved if step <= event["step"]]
+        return saved
 
-        What another rank alone finds wrong is read by rank 0 as well: a good checkpoint is not set
-        aside for one node's bad mount.
-        """
+    def _verify(self, path: Path, *, weights_suffice: bool = False) -> Verified | list[str]:
+        """Return a checkpoint proved whole, or its faults; each rank reads its share of files."""
         manifest = self._council.decide(lambda: _or_fault(Manifest.read, path))
         if isinstance(manifest, str):
             return [manifest]
@@ -236,14 +222,14 @@ class Resume:
                 raise UserError(f"{path} cannot be read on {host}: {unreadable}")
             if 0 in found:
                 return faults
-            if found:
+            if found:  # by others alone: perhaps one node's bad mount
                 whole = _or_fault(lambda: verify(path, workers=4))
                 if isinstance(whole, str):
                     return [whole]
                 rank, (text, *_) = next(iter(found.items()))
                 raise UserError(
-                    f"{path} is whole for rank 0 on {host}, but rank {rank} reports: {text}. All "
-                    "nodes must see the same run folder: check that node's mount. Nothing was moved"
+                    f"{path} is whole for rank 0 on {host}, but rank {rank} reports: {text}. Check "
+                    "that node's mount of the run folder; nothing was moved"
                 )
             # only now: the pickles of a damaged file are not even opened
             safe = _or_fault(check_safe, path, metadata)
@@ -272,9 +258,7 @@ class Resume:
 
     def _begin_from(self, path: Path, model_only: bool) -> None:
         """Begin a run from the checkpoint folder `path`."""
-        found: Verified | list[str] = ["there is no such folder"]
-        if path.is_dir():
-            found = self._verify(path, weights_suffice=model_only)
+        found = self._verify(path, weights_suffice=model_only)
         if not isinstance(found, Verified):
             raise _refused_initial(path, found)
         self._read(path, found, model_only=model_only)
@@ -303,8 +287,6 @@ def leave_branch(
 def check_initial(initial: str, model: Mapping[str, Tensor], *, model_only: bool) -> None:
     """Raise UserError unless a run of `model` can begin from `initial`; reads every file."""
     path = Path(initial)
-    if not path.is_dir():
-        raise _refused_initial(path, ["there is no such folder"])
     try:
         if faults := _faults_of_the_whole(path, verify(path, workers=4), model_only):
             raise _refused_initial(path, faults)
@@ -332,8 +314,8 @@ def _or_fault(read: Callable[..., T], *arguments: Any) -> T | str:
 
 def _faults_of_the_whole(path: Path, manifest: Manifest, weights_suffice: bool) -> list[str]:
     """Return what is wrong besides the content of the files that the manifest names."""
-    strange = [name for name in files_of(path) if name not in manifest.files]
-    faults = [f"{name} is not in the manifest" for name in strange]
+    strange = set(files_of(path)) - manifest.files.keys()
+    faults = [f"{name} is not in the manifest" for name in sorted(strange)]
     if manifest.kind != "full" and not weights_suffice:
         faults.append("it holds weights alone and can't be resumed")
     if path.name != f"step-{manifest.step}":

@@ -1,9 +1,5 @@
 """The TrainSpec that plugs our model, loss, schedule, data and metrics into torchtitan's Trainer.
 
-After the warm-up, the learning rate is a cosine, a line or 1 - sqrt down to `min_lr_factor` at the
-run's end; with `decay_ratio` (WSD) it is stable first and decays in that last share of the run;
-with `decay_steps` (InfiniteLR, seed 000) the decay does not depend on `training.steps`.
-
 Losses are sums over tokens: the trainer divides them by the tokens of the global batch. Shapes:
 N tokens, D hidden, V vocabulary.
 """
@@ -69,8 +65,7 @@ def cross_entropy_and_objective(
 ) -> tuple[Tensor, Tensor]:
     """Return each token's cross-entropy l in nats, detached, and the sum of what is minimized.
 
-    l plus z_loss (logsumexp of its logits)^2 (PaLM: Chowdhery et al. 2022, section 5), or plus
-    squared_loss l^2 (the released models' code). Float32. l of an IGNORE_INDEX label is 0.
+    l plus z_loss (logsumexp of its logits)^2, or plus squared_loss l^2; 0 at IGNORE_INDEX.
     """
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     each_N = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORE_INDEX, reduction="none")
@@ -106,11 +101,7 @@ def build_loss(job_config: CanonJobConfig, **kwargs: object) -> HeadLoss:
 
 
 def learning_rate_factor(step: int, *, config: LRScheduler) -> float:
-    """Return what the peak rate is multiplied with at `step` (0 is the first).
-
-    (step + 1) / warmup_steps in warm-up, 1 at its end, then from 1 to `min_lr_factor` within
-    `decay_steps` steps (linear, sqrt or cosine as in torchtitan), and `min_lr_factor` from there.
-    """
+    """Return what the peak rate is multiplied with at `step` (0 is the first) by `decay_steps`."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     assert config.decay_steps is not None
@@ -136,8 +127,7 @@ def build_schedule(
 def plugged_in(build_checkpointer: Callable[..., Any], **builders: Any) -> Iterator[None]:
     """Let torchtitan's Trainer build `model.name = "canon"` by these functions, within the block.
 
-    `builders` are the TrainSpec's that are bound to one trainer. register_train_spec() would refuse
-    a second Trainer, and keep what they are bound to.
+    register_train_spec() would refuse a second Trainer, and keep what `builders` are bound to.
     """
     specs, manager = train_spec._extra_train_specs, torchtitan.train.CheckpointManager
     specs["canon"] = train_spec.TrainSpec(

@@ -18,7 +18,6 @@ import torchtitan.train
 from torch import Tensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.logging import logger
 
 from canon_pretrain.core.errors import UserError
@@ -47,11 +46,9 @@ from canon_pretrain.titan.validation import CanonValidator, stands_in_log
 
 
 class CanonTrainer(torchtitan.train.Trainer):
-    """Trains one CanonJobConfig from its newest whole checkpoint, or from its seeds.
+    """Trains a job from its newest whole checkpoint or its seeds; UserError if it would change.
 
-    `data` is None except on the first rank of each node. `session` holds the run folder, `record`
-    is what rank 0 writes down about this launch; None on other ranks and in benches. Raises
-    UserError, before anything is trained, for a run that would change.
+    `data` is None except on the first rank of each node, `record` except on rank 0 of a run.
     """
 
     job_config: CanonJobConfig
@@ -71,7 +68,6 @@ class CanonTrainer(torchtitan.train.Trainer):
         session: Session,
         record: LaunchRecord | None = None,
     ) -> None:
-        asked = job.training.local_batch_size
         job.training.local_batch_size = micro_batch_size(job, world_size)
         self.session, self.folder = session, session.folder
         self._record = record
@@ -81,62 +77,51 @@ class CanonTrainer(torchtitan.train.Trainer):
         if job.validation.path:
             self.config["validation"]["path"] = str(Path(job.validation.path).resolve())
         compared: Comparison | None = None
-        if os.environ["RANK"] == "0":
-            assert data is not None
+        if data is not None and os.environ["RANK"] == "0":
             compared = compare(job, self.folder, data, self.config)
         self._own = (data, compared)
         self.tokens = 0
         self.skipped_steps = 0  # since the run began, but for the last two steps
         self.tokens_per_step = job.training.global_batch_size * job.training.seq_len
-        self._has_objective = bool(job.loss.z_loss or job.loss.squared_loss)
         self._is_last = False
         # host states of the last steps, to go back to when bad steps in a row end the run
-        self._before: deque[tuple[int, dict[str, Any]]] = deque(
-            maxlen=job.guards.max_bad_steps + Readback.LAG + 1
-        )
+        most = job.guards.max_bad_steps + Readback.LAG + 1
+        self._before: deque[tuple[int, list[dict[str, Any]]]] = deque(maxlen=most)
         job.metrics.disable_color_printing |= not is_terminal()
         with plugged_in(
             self._build_checkpointer,
             build_dataloader_fn=self._build_dataloader,
-            build_metrics_processor_fn=self._build_metrics,
-            build_validator_fn=self._build_validator,
+            build_metrics_processor_fn=lambda job_config, parallel_dims, model_args: CanonMetrics(
+                job_config, parallel_dims, self.dataloader, session.may_write
+            ),
+            build_validator_fn=lambda *, dp_rank, dp_world_size, **_: CanonValidator(
+                job, self.data.held_out, dp_rank, dp_world_size
+            ),
         ):
             super().__init__(job)
         session.ranks_have_met()
-        # FSDP2 does the casting at every world size: autocast on top of it at one rank would change
-        # its numerics
+        # FSDP2 casts at every world size: autocast at one rank would change its numerics
         self.maybe_enable_amp = contextlib.nullcontext()
-        if job.training.local_batch_size != asked:
-            logger.info(
-                f"training.local_batch_size: {asked} -> {job.training.local_batch_size}, of which "
-                f"{self.gradient_accumulation_steps} on each of {world_size} ranks make the global "
-                f"batch of {job.training.global_batch_size}"
-            )
 
     # -- the parts, in the order of torchtitan's constructor -----------------------------------
 
     def init_distributed(self) -> ParallelDims:
-        """Meet the other ranks, receive what rank 0 has read, and decide who computes Canon."""
+        """Meet the other ranks, receive what rank 0 has read, and choose Canon's backend."""
         dims = super().init_distributed()
         self.data, self.compared = share(self.job_config, *self._own)
         self.canon = choose_canon(self.job_config, self.device, self.compared.code)
         if self.canon is not None:
-            self.job_config.model.canon_backend = self.canon.backend  # type: ignore[assignment]
+            self.job_config.model.canon_backend = self.canon.backend
         self.guards = StepGuards(self.job_config.guards, self.device)
         self.readback = Readback(self.device)
         # every label counts, so the number that a loss is divided by is known to all ranks
-        self._labels_per_step = torch.tensor(float(self.tokens_per_step), device=self.device)
+        self._num_labels = torch.tensor(float(self.tokens_per_step), device=self.device)
         return dims
 
     def _build_dataloader(self, **options: Any) -> CanonDataLoader:
         # compared with the run's identity already
         may_change = () if self.compared.is_new else IN_THE_IDENTITY
         return build_dataloader(**options, data=self.data.training, may_change=may_change)
-
-    def _build_metrics(
-        self, job_config: CanonJobConfig, parallel_dims: ParallelDims, model_args: BaseModelArgs
-    ) -> CanonMetrics:
-        return CanonMetrics(job_config, parallel_dims, self.dataloader, self.session.may_write)
 
     def _build_checkpointer(self, **parts: Any) -> CanonCheckpointManager:
         return CanonCheckpointManager(
@@ -147,9 +132,6 @@ class CanonTrainer(torchtitan.train.Trainer):
             flush=self.metrics_processor.flush,
             launch=self._record.facts if self._record is not None else None,
         )
-
-    def _build_validator(self, *, dp_rank: int, dp_world_size: int, **_: Any) -> CanonValidator:
-        return CanonValidator(self.job_config, self.data.held_out, dp_rank, dp_world_size)
 
     def close(self) -> None:
         """End what runs beside the steps; called however the run ends."""
@@ -191,16 +173,13 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.skipped_steps = int(self.guards.counters[SKIPPED])
         if self.step >= job.last_step:
             self._validate(if_missed=True)
-            logger.info(
-                f"nothing to do: {self.folder.path} is at step {self.step}, and this launch was "
-                f"to go to step {job.last_step}"
-            )
+            logger.info(f"nothing to do: {self.folder.path} is at step {self.step}")
             self._end("nothing to do")
             return
         self.checkpointer.begin()
         announce(
             self.step,
-            folder=self.folder,
+            self.folder,
             config=self.config,
             compared=self.compared,
             canon=self.canon,
@@ -235,10 +214,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         else:
             reason = stop or "run.stop_at"
             metrics.event("stop", step=step, reason=reason, skipped_steps=self.skipped_steps)
-            text = (
-                f"stopped at step {step} of {total} by {reason}; the same command"
-                f"{'' if stop else ' without --run.stop_at'} goes on from here"
-            )
+            text = f"stopped at step {step} of {total} by {reason}; the same command"
+            text += f"{'' if stop else ' without --run.stop_at'} goes on from here"
         metrics.flush()
         self._end(reason)
         logger.info(text)
@@ -250,11 +227,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         if is_done and dist.get_rank() == 0 and self.session.still_ours():
             try:
                 self.folder.write_done(self.step)
-            except OSError as error:  # the run is done without it too
-                logger.warning(
-                    f"{self.folder.done_file} cannot be written: {error.strerror}; the same "
-                    "command writes it when there is room"
-                )
+            except OSError as error:  # the same command writes it when there is room
+                logger.warning(f"{self.folder.done_file} cannot be written: {error.strerror}")
         self.session.end("done" if is_done else "stopped", reason, self.step)
 
     def _save_last(self) -> None:
@@ -265,11 +239,9 @@ class CanonTrainer(torchtitan.train.Trainer):
             self.checkpointer.save(self.step, last_step=True)
             if not self.checkpointer.enable or self.checkpointer.saved_step == self.step:
                 return
-        raise UserError(
-            f"the last checkpoint, of step {self.step}, could not be saved; the newest one is of "
-            f"step {self.checkpointer.saved_step}. Make room and start again",
-            shared=True,
-        )
+        newest = f"the newest one is of step {self.checkpointer.saved_step}"
+        text = f"the last checkpoint, of step {self.step}, could not be saved; {newest}. Make room"
+        raise UserError(f"{text} and start again", shared=True)
 
     def _validate(self, *, if_missed: bool = False) -> bool:
         """Score the held-out part, if that is due after this step; returns whether it was."""
@@ -313,12 +285,9 @@ class CanonTrainer(torchtitan.train.Trainer):
     def advance(self, data: Iterator[tuple[dict[str, Tensor], Tensor]]) -> str | None:
         """Take the next step, and save it if that is due; returns what asks to stop after it."""
         stop = self._hear(self.readback.pop())
-        state = {  # what a step changes besides tensors; a few numbers
-            "trainer": self.state_dict(),
-            "schedule": self.lr_schedulers.state_dict(),
-            "data": self.dataloader.state_dict(),
-        }
-        self._before.append((self.step, state))
+        # what a step changes besides tensors; a few numbers
+        parts = (self, self.lr_schedulers, self.dataloader)
+        self._before.append((self.step, [part.state_dict() for part in parts]))
         self.step += 1
         self.tokens += self.tokens_per_step
         self._is_last = stop is not None or self.step == self.job_config.last_step
@@ -329,10 +298,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         return stop
 
     def should_log(self) -> bool:
-        """Return whether this step has a line in the log.
-
-        Each that leaves a checkpoint has: the log then has the digests of all that it has seen.
-        """
+        """Return whether this step has a line in the log; each that is saved has, for digests."""
         is_kept = self._is_last or self.checkpointer.is_due(self.step)
         return is_kept or self.metrics_processor.should_log(self.step)
 
@@ -344,13 +310,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         for _ in range(self.gradient_accumulation_steps):
             inputs, labels = next(data_iterator)
             inputs = {name: self._to_device(tensor) for name, tensor in inputs.items()}
-            losses.append(
-                self.forward_backward_step(
-                    input_dict=inputs,
-                    labels=self._to_device(labels),
-                    global_valid_tokens=self._labels_per_step,
-                )
-            )
+            options = {"labels": self._to_device(labels), "global_valid_tokens": self._num_labels}
+            losses.append(self.forward_backward_step(input_dict=inputs, **options))
         own_losses = torch.stack(losses).sum(dim=0)
         parameters = [p for part in self.model_parts for p in part.parameters()]
         grad_norm = clip_gradients(parameters, self.job_config.training.max_norm)
@@ -360,7 +321,7 @@ class CanonTrainer(torchtitan.train.Trainer):
             largest = own_losses[0] * dist.get_world_size()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             extra = {"tokens": self.tokens, "lr": rate, "skipped_steps": self.skipped_steps}
-            if self._has_objective:  # what is minimized is not the loss alone
+            if self.job_config.loss.z_loss or self.job_config.loss.squared_loss:
                 extra["objective"] = objective.item()
             self.metrics_processor.log(
                 self.step, loss.item(), largest.item(), grad_norm.item(), extra_metrics=extra
@@ -380,15 +341,11 @@ class CanonTrainer(torchtitan.train.Trainer):
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         """Return a copy that the host does not wait for: out of pinned memory, for a GPU."""
-        if self.device.type != "cuda":
-            return tensor.to(self.device)
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        tensor = tensor.pin_memory() if self.device.type == "cuda" else tensor
+        return tensor.to(self.device, non_blocking=True)
 
     def _share(self, own_losses: Tensor, grad_norm: Tensor) -> Tensor:
-        """Sum losses and requests to stop over the ranks, judge the step, and take it or not.
-
-        Returns the global batch's cross-entropy, which is judged, and what was minimized; [2].
-        """
+        """Sum losses and requests to stop over the ranks, judge the step, and take it or not."""
         requests = torch.tensor(self.session.stop.poll(), dtype=torch.float32)
         shared = torch.cat([own_losses.float(), self._to_device(requests)])
         dist.all_reduce(shared)
@@ -414,11 +371,9 @@ class CanonTrainer(torchtitan.train.Trainer):
             if any(asked):
                 stop = describe([value > 0 for value in asked])
             if skip:
-                why = (
-                    "outlier" if math.isfinite(loss) and math.isfinite(grad_norm) else "not finite"
-                )
+                is_finite, in_a_row = math.isfinite(loss + grad_norm), int(counters[IN_A_ROW])
+                why = "outlier" if is_finite else "not finite"
                 facts = {"reason": why, "loss": loss, "grad_norm": grad_norm}
-                in_a_row = int(counters[IN_A_ROW])
                 self.metrics_processor.event("skip", step=step, **facts, in_a_row=in_a_row)
                 self.session.note(skipped_steps=self.skipped_steps)
                 logger.warning(
@@ -433,33 +388,29 @@ class CanonTrainer(torchtitan.train.Trainer):
         """End the run on the state from before the bad steps in a row, all skipped; UserError."""
         # a launch that began between bad steps knows none from before itself
         good = max(step - int(counters[IN_A_ROW]), self._before[0][0])
-        state = next(state for number, state in self._before if number == good)
         self.checkpointer.go_back(good)
-        self.load_state_dict(state["trainer"])
-        self.lr_schedulers.load_state_dict(state["schedule"])
-        self.dataloader.load_state_dict(state["data"])
+        parts = (self, self.lr_schedulers, self.dataloader)
+        for part, state in zip(parts, dict(self._before)[good], strict=True):
+            part.load_state_dict(state)
         self._impose_hyperparameters()
         self.guards.counters.copy_(self.guards.before_the_streak())
         if good:
             self._save_last()
         self.skipped_steps = int(self.guards.counters[SKIPPED])  # those of the streak are retaken
-        self.metrics_processor.event(
-            "halt", step=step, good_step=good, skipped_steps=self.skipped_steps
-        )
+        skipped, in_a_row = self.skipped_steps, int(counters[IN_A_ROW])
+        self.metrics_processor.event("halt", step=step, good_step=good, skipped_steps=skipped)
         kept = f"the state from before them is checkpoint/step-{good}"
         raise UserError(
-            f"the loss or gradient of {int(counters[IN_A_ROW])} steps in a row, the last of them "
-            f"step {step}, was not finite (guards.max_bad_steps = "
-            f"{self.guards.config.max_bad_steps}). None of them changed the weights; "
-            f"{kept if good else 'it was so from the first step of the run'}. Look at those steps' "
-            "data and learning rate; the same command tries them again",
+            f"the loss or gradient of {in_a_row} steps in a row, the last of them step {step}, was "
+            f"not finite (guards.max_bad_steps = {self.guards.config.max_bad_steps}). None of them "
+            f"changed the weights; {kept if good else 'it was so from the first step of the run'}. "
+            "Look at their data and learning rate; the same command tries them again",
             shared=True,
         )
 
     @contextlib.contextmanager
     def _hang_watch(self) -> Iterator[Any]:
-        """Yield a function to call after each step: if none follows in time, all threads' stacks
-        go to RUN/comm_traces/rank_K.stacks.txt before the collective timeout ends the process."""
+        """Yield what a step calls: if none follows in time, all stacks go to RUN/comm_traces."""
         comm = self.job_config.comm
         path = self.folder.path / comm.save_traces_folder / f"rank_{dist.get_rank()}.stacks.txt"
         try:
@@ -470,13 +421,14 @@ class CanonTrainer(torchtitan.train.Trainer):
             logger.warning(f"stacks of a hang would not be written: {path}: {error.strerror}")
             yield lambda: None
             return
-        limit_s = 0.8 * comm.train_timeout_seconds
-        try:
-            yield lambda: faulthandler.dump_traceback_later(limit_s, file=file)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-            # a launch that has taken the folder has the same name: what it writes is not ours
-            with contextlib.suppress(OSError), file:
-                own, there = os.fstat(file.fileno()), path.stat()
-                if not own.st_size and own.st_ino == there.st_ino:
-                    path.unlink()
+        limit_s = 0.8 * comm.train_timeout_seconds  # before the collectives' own ends the process
+        with file:
+            try:
+                yield lambda: faulthandler.dump_traceback_later(limit_s, file=file)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+                # a launch that has taken the folder has the same name: what it writes is not ours
+                with contextlib.suppress(OSError):
+                    own = os.fstat(file.fileno())
+                    if not own.st_size and os.path.samestat(own, path.stat()):
+                        path.unlink()

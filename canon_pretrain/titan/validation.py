@@ -1,10 +1,10 @@
 """Held-out loss while training: the same windows at every step, seed, architecture and world size.
 
-The windows are those that `python -m eval run --suite validation` scores, dealt out to the ranks.
-Every rank takes as many forward passes, since FSDP2's collectives must meet. Losses are plain
-cross-entropy in float32, summed in float64.
+The windows are those that `python -m eval run --suite validation` scores, dealt out to the ranks,
+which take as many forward passes. Losses are plain cross-entropy in float32, summed in float64.
 """
 
+import contextlib
 import time
 from collections.abc import Sequence
 from fractions import Fraction
@@ -36,11 +36,7 @@ MAX_TOKENS = 1 << 21
 
 
 def num_windows(job: CanonJobConfig) -> int | None:
-    """Return how many windows are scored at a time; None for all that there are.
-
-    By default one global batch for every 100 steps of `validation.freq`, at most 2**21 tokens: a
-    third of a percent of the run's time.
-    """
+    """Return how many windows are scored at a time; None for all. Default: `Validation.windows`."""
     given = job.validation.windows
     if given is not None:
         return None if given < 0 else given
@@ -68,8 +64,7 @@ def _limits(job: CanonJobConfig, sources: Sequence[TokenShards | None]) -> list[
 class CanonValidator(BaseValidator):
     """Scores this rank's windows of `parts`, the held-out part of each folder that has one.
 
-    All are read at once: damage shows before anything is trained. A forward pass takes at most the
-    rows of a training step; exactly those if blocks are compiled, for one shape.
+    They are read at once, and passed on in the rows of a training step, padded if compiled.
     """
 
     def __init__(
@@ -147,8 +142,8 @@ class CanonValidator(BaseValidator):
         whole, by_source = self.loss(sums), {}
         for name, (nats, count), width in zip(self.names, sums, self._bytes_per_token, strict=True):
             part = held_out_loss([nats], [count], [width])
-            loss, bits = json_value(part.nats_per_token), json_value(part.bits_per_byte)
-            by_source[name] = {"loss": loss, "bits_per_byte": bits, "tokens": count}
+            losses = {"loss": part.nats_per_token, "bits_per_byte": part.bits_per_byte}
+            by_source[name] = json_value(losses) | {"tokens": count}
         return {
             "loss": whole.nats_per_token,
             "bits_per_byte": whole.bits_per_byte,
@@ -161,10 +156,9 @@ class CanonValidator(BaseValidator):
 def stands_in_log(log_file: Path, step: int) -> bool:
     """Return whether the log has a validation of `step` that no later launch went back over."""
     heads = tuple(b'{"event": "%b"' % kind for kind in (b"validation", b"start", b"resume"))
-    try:
+    with contextlib.suppress(UnreadableFile):  # a second one does no harm
         # of a long run 100 MB: only what counts is parsed
         events = parse_events(line for line in read_lines(log_file) if line.startswith(heads))
-    except UnreadableFile:
-        return False  # a second one does no harm
-    standing = drop_superseded(events)
-    return any(each["event"] == "validation" and each["step"] == step for each in standing)
+        standing = [each for each in drop_superseded(events) if each["event"] == "validation"]
+        return any(each["step"] == step for each in standing)
+    return False

@@ -29,8 +29,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.preflight import (
     EXIT_BROKEN_NODES,
     check_nodes,
-    judge_nodes,
-    judge_ranks,
+    judge,
     main,
     plan_job,
     read_reports,
@@ -114,36 +113,35 @@ def test_a_nodes_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_a_node_that_differs_is_at_fault(n2: Report | None, fault: str) -> None:
-    verdict = judge_nodes({"n1": good(), "n2": n2, "n3": good()})
+    verdict = judge({"n1": good(), "n2": n2, "n3": good()})
     assert verdict.nodes == {"n2": [fault]} and not verdict.common
 
 
 def test_a_disk_that_is_full_for_all_is_no_nodes_fault() -> None:
-    verdict = judge_nodes(dict.fromkeys(NODES, good(disk=["full"])))
+    verdict = judge(dict.fromkeys(NODES, good(disk=["full"])))
     assert verdict.common == ["full"] and not verdict.nodes
-    assert judge_nodes({"n1": good(disk=["full"])}).common == ["full"], "one node can't tell"
-    assert judge_nodes({"n1": None}).nodes == {"n1": ["no report"]}
+    assert judge({"n1": good(disk=["full"])}).common == ["full"], "one node can't tell"
+    assert judge({"n1": None}).nodes == {"n1": ["no report"]}
 
 
 def test_clocks_are_compared_with_the_middle_one() -> None:
     def at(seconds: float) -> Report:
         return Report(clock_s=1e9 + seconds)
 
-    verdict = judge_ranks({"n1": at(0), "n2": at(1), "n3": at(-1)})
+    verdict = judge({"n1": at(0), "n2": at(1), "n3": at(-1)})
     assert verdict == ({}, [], [])
-    verdict = judge_ranks({"n1": at(0), "n2": at(-5), "n3": at(1)})
+    verdict = judge({"n1": at(0), "n2": at(-5), "n3": at(1)})
     assert verdict.warnings == ["n2: its clock is 5.0 s off the others'"] and not verdict.nodes
-    verdict = judge_ranks({"n1": at(0), "n2": at(40), "n3": at(1)})
+    verdict = judge({"n1": at(0), "n2": at(40), "n3": at(1)})
     assert verdict.nodes == {"n2": ["its clock is 39.0 s off the others'"]}
 
 
 def test_a_rank_that_was_left_alone_is_at_fault_only_where_no_other_is() -> None:
     alone, broken = Report(left_alone="timeout"), Report(["other sums"])
-    assert judge_ranks({"n1": alone, "n2": broken}).nodes == {"n2": ["other sums"]}
-    assert judge_ranks({"n1": alone, "n2": None}).nodes == {"n2": ["no report"]}
-    verdict = judge_ranks({"n1": alone, "n2": alone})
+    assert judge({"n1": alone, "n2": broken}).nodes == {"n2": ["other sums"]}
+    assert judge({"n1": alone, "n2": None}).nodes == {"n2": ["no report"]}
+    verdict = judge({"n1": alone, "n2": alone})
     assert verdict.common == ["n1: timeout", "n2: timeout"] and not verdict.nodes
-    assert judge_ranks({"n1": None, "n2": None}).common
 
 
 def test_the_verdict_names_nodes_for_the_script(
@@ -191,27 +189,27 @@ def measured(*matmul: float, device: str = "cuda", network: float = 2e11) -> Rep
 
 def test_a_slow_gpu_is_warned_of_and_a_very_slow_ones_node_is_at_fault() -> None:
     usual = measured(600e12, 610e12)
-    verdict = judge_ranks({"n1": usual, "n2": measured(590e12, 430e12), "n3": usual})
+    verdict = judge({"n1": usual, "n2": measured(590e12, 430e12), "n3": usual})
     assert not verdict.nodes and not verdict.common
     (text,) = verdict.warnings
     assert "n2: cuda:1 " in text and "430 TFLOP/s, 70% of" in text and "610 TFLOP/s" in text
-    verdict = judge_ranks({"n1": usual, "n2": usual, "n3": measured(100e12, 600e12)})
+    verdict = judge({"n1": usual, "n2": usual, "n3": measured(100e12, 600e12)})
     assert list(verdict.nodes) == ["n3"] and not verdict.warnings
-    verdict = judge_ranks({"n1": measured(300e12, 300e12), "n2": usual})
+    verdict = judge({"n1": measured(300e12, 300e12), "n2": usual})
     assert list(verdict.nodes) == ["n1"], "of two nodes the better one is the measure"
-    verdict = judge_ranks({"n1": measured(600e12, 100e12, 600e12)})
+    verdict = judge({"n1": measured(600e12, 100e12, 600e12)})
     assert list(verdict.nodes) == ["n1"], "a single node, by its other GPUs"
-    assert judge_ranks({"n1": usual, "n2": measured(500e12, 490e12)}) == ({}, [], [])
+    assert judge({"n1": usual, "n2": measured(500e12, 490e12)}) == ({}, [], [])
 
 
 def test_a_slow_cpu_is_only_warned_of() -> None:
-    verdict = judge_ranks({"n1": measured(5e10, device="cpu"), "n2": measured(1e10, device="cpu")})
+    verdict = judge({"n1": measured(5e10, device="cpu"), "n2": measured(1e10, device="cpu")})
     assert not verdict.nodes and "n2" in verdict.warnings[0]
 
 
 def test_a_nodes_network_is_judged_by_the_better_of_its_two_neighbors() -> None:
     fast, slow = measured(6e14), measured(6e14, network=3e10)
-    verdict = judge_ranks({"n1": fast, "n2": slow, "n3": fast})
+    verdict = judge({"n1": fast, "n2": slow, "n3": fast})
     assert list(verdict.nodes) == ["n2"] and "30 GB/s" in verdict.nodes["n2"][0]
 
 
@@ -255,7 +253,7 @@ def test_a_rank_whose_device_fails_is_named_and_the_others_do_not_wait(tmp_path:
     for each in ranks:
         each.join(100)
         assert each.exitcode == 0
-    verdict = judge_ranks(read_reports(tmp_path, ["n0", "n1"], ranks=True))
+    verdict = judge(read_reports(tmp_path, ["n0", "n1"], ranks=True))
     assert list(verdict.nodes) == ["n1"] and not verdict.common
 
 

@@ -21,7 +21,6 @@ from canon_pretrain.titan.dry_run import (
     count_memory,
     count_saved,
     first_notes,
-    make_plan,
     make_plans,
     reference,
     saved_bytes,
@@ -38,7 +37,7 @@ CONFIGS = ROOT / "train_configs"
 
 
 def plan_of(job: CanonJobConfig, gpu: str, world_size: int, mfu: float) -> Plan:
-    return make_plan(job, reference(gpu, mfu), world_size)
+    return Plan(job, reference(gpu, mfu), world_size)
 
 
 def job_of(name: str, *words: str) -> CanonJobConfig:
@@ -56,7 +55,7 @@ def test_the_1b3_figures_of_the_specification() -> None:
     assert bare.seconds / 86_400 == pytest.approx(2.96, abs=0.01)
     assert world_sizes(job_of("nope_canon")) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
     assert plan.checkpoint_bytes == 12 * plan.parameters
-    assert plan.data_fingerprint is None
+    assert plan.data_fingerprint == ""
     assert plan.data_bytes == 2 * plan.tokens
 
 
