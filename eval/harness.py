@@ -37,6 +37,9 @@ HARNESS_FOLDERS = (
     "arc", "hellaswag", "lambada", "piqa", "siqa", "super_glue", "wikitext", "winogrande",
 )  # fmt: skip
 """The harness's own tasks that our groups use: to read all of its 14,683 takes 12 seconds."""
+IDENTITY = ("doc_id", "filter", "doc_hash", "prompt_hash", "target")
+"""What names an item in the comparison of two checkpoints."""
+NUMBERS = (bool, int, float, np.number, np.bool_)
 FILE_KINDS = (".yaml", ".yml", ".py", ".json", ".toml", ".txt")
 """Files beside a task file that may be part of it."""
 CONNECT = """. Load its data once where there is a network, with HF_HOME on a disk that this \
@@ -45,10 +48,7 @@ machine has too: python -c 'from lm_eval.tasks import TaskManager; TaskManager()
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """One task: what its scores depend on and its metrics are, and the work of its requests.
-
-    `ask(lm)` returns its answers by name.
-    """
+    """One task: what its scores depend on, the work of its requests, and its answers by name."""
 
     described: dict[str, Any]
     cost: int
@@ -58,10 +58,7 @@ class TaskPlan:
 def open_tasks(
     name: str, path: Path, metadata: Mapping[str, Any], limit: int | None, only: list[str] | None
 ) -> dict[str, TaskPlan]:
-    """Return the tasks of a YAML file, a group's in its order; `only` those if it is given.
-
-    `metadata` is passed to them. Raises UserError, with the reason, for what does not load.
-    """
+    """Return the tasks of a YAML file, a group's in its order, or `only` some, with `metadata`."""
     with harness():
         try:
             manager, spec = _loader(name, path, metadata)
@@ -139,6 +136,10 @@ def _plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
     better = {metric: bool(up) for metric, up in task.higher_is_better().items()}
     primary = metadata.get("primary") or list(better)[:1]
     kept = ("part_of", "part", "chance", "source")
+    infos = [getattr(split, "info", None) for split in task.dataset.values()]
+    notes = [str(info.description) for info in infos if info is not None]
+    # a task of ours says what became of its rows
+    counts = [json.loads(text) for text in notes if text.startswith('{"rows"')]
     described = {
         "version": task.VERSION,
         "primary": [primary] if isinstance(primary, str) else list(primary),
@@ -146,11 +147,11 @@ def _plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
         **{key: metadata[key] for key in kept if key in metadata},
         "files_sha256": hashlib.sha256(content).hexdigest(),
         "config_sha256": hashlib.sha256(own.encode()).hexdigest(),
-        **_counts(task),
+        **({"counts": counts[0]} if counts else {}),
         "documents_sha256": documents.hexdigest(),
         "requests_sha256": requests.hexdigest(),
     }
-    return TaskPlan(described, cost, lambda lm: {name: ask(lm, name, task, limit)})
+    return TaskPlan(described, max(1, cost), lambda lm: {name: ask(lm, name, task, limit)})
 
 
 def _prepare(task: Task) -> None:
@@ -159,22 +160,14 @@ def _prepare(task: Task) -> None:
     task.set_fewshot_seed(OTHER_SEED)
 
 
-def _counts(task: Task) -> dict[str, Any]:
-    for split in task.dataset.values():
-        try:
-            counts = json.loads(split.info.description)
-        except (AttributeError, TypeError, ValueError):
-            continue
-        if isinstance(counts, dict):
-            return {"counts": counts}
-    return {}
-
-
 def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> Answers:
     """Return scores and item records of `lm` on the first `limit` items of a task."""
     lm.truncated.clear()
     metadata = task.config.metadata or {}
-    part, source = metadata.get("part"), metadata.get("source") or []
+    answers = f"answers_{metadata['part']}" if metadata.get("part") else "answers"
+    # items with equal values of these fields are one draw
+    fields = metadata.get("source") or []
+    fields = [fields] if isinstance(fields, str) else fields
     with harness():
         _prepare(task)
         # `evaluate`, as `simple_evaluate` reseeds the global generators and leaves them so
@@ -183,16 +176,14 @@ def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> Answers:
     items = found["samples"][name]
     records: dict[tuple[int, str], dict[str, Any]] = {}
     for item in items:
-        # what names an item in the comparison of two checkpoints
-        identity = ("doc_id", "filter", "doc_hash", "prompt_hash", "target")
-        own = {key: item[key] for key in identity}
-        record = records.setdefault((item["doc_id"], item["filter"]), own)
-        if source:  # items with equal values of these fields are one draw
-            fields = [source] if isinstance(source, str) else source
+        record = records.setdefault(
+            (item["doc_id"], item["filter"]), {key: item[key] for key in IDENTITY}
+        )
+        if fields:
             values = [item["doc"][field] for field in fields]
             text = json.dumps(values, default=handle_non_serializable)
             record["source"] = hashlib.sha256(text.encode()).hexdigest()[:16]
-        record[f"answers_{part}" if part else "answers"] = item["filtered_resps"]
+        record[answers] = item["filtered_resps"]
         record |= {metric: item[metric] for metric in item["metrics"]}
     filters = {item["filter"] for item in items}
     scores = {}
@@ -214,9 +205,7 @@ def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> Answers:
 
 def _score(value: float, by_item: Sequence[Any], sources: Sequence[str]) -> Score:
     # perplexities have pairs (log-likelihood, weight) for items; other aggregates are no mean
-    if not by_item or not all(
-        isinstance(x, bool | int | float | np.number | np.bool_) for x in by_item
-    ):
+    if not by_item or not all(isinstance(x, NUMBERS) for x in by_item):
         return Score(value)
     values_N = np.array(by_item, dtype=np.float64)
     if not np.isfinite(values_N).all() or not math.isclose(values_N.mean(), value, abs_tol=1e-12):
