@@ -8,8 +8,8 @@ import argparse
 import errno
 import math
 import shutil
-import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,10 +51,6 @@ WAYS_OUT = WaysOut(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `eval stage`."""
-    parser.description = (
-        "Download the suites' data sets at fixed commits, once, on a machine with network; "
-        "evaluation then needs none. What is staged is not downloaded again."
-    )
     add = parser.add_argument
     add("--suite", default=ALL, help=f"{', '.join(SUITES)} or {ALL} (%(default)s)")
     about = f"the folder (default: ${FOLDER_VARIABLE}, else {DEFAULT_FOLDER})"
@@ -64,34 +60,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pin", nargs="+", default=[], metavar="KEY=COMMIT", help=about)
     about = "accept another number of documents than the catalogue's"
     add("--allow_count", "--allow-count", action="store_true", help=about)
-    about = "only verify the hashes of what is staged; no network"
-    add("--check", action="store_true", help=about)
+    add("--check", action="store_true", help="only verify the hashes of what is staged; no network")
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Stage what the arguments name, or check it. Raises UserError if anything is not whole."""
+    """Stage what the arguments name, or check it."""
     folder = staged_folder(arguments.to)
     chosen = choose(arguments.suite, arguments.only)
     if arguments.check:
         _each(folder, chosen, lambda data: _described(verify(data.key, folder), data), "whole")
         return
-    downloads, waits = folder / DOWNLOADS, f"waits: another process is staging into {folder}"
+    waits = f"waits: another process is staging into {folder}"
+    wait = lambda: print(waits, flush=True)  # noqa: E731
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(
-            folder / LOCK,
-            str(folder),
-            patience_s=math.inf,
-            on_wait=lambda: print(waits, flush=True),
-        ):
+        with locked(folder / LOCK, str(folder), patience_s=math.inf, on_wait=wait):
             pins = Pins(folder)
             pins.choose(arguments.pin)
-            shutil.rmtree(downloads, ignore_errors=True)  # what a killed one left
+            shutil.rmtree(folder / DOWNLOADS, ignore_errors=True)  # what a killed one left
             try:
                 allows = arguments.allow_count
                 _each(folder, chosen, lambda data: _stage(folder, data, pins, allows), "staged")
             finally:
-                shutil.rmtree(downloads, ignore_errors=True)
+                shutil.rmtree(folder / DOWNLOADS, ignore_errors=True)
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         way_out = "make room" if is_full else "choose another folder with --to"
@@ -118,15 +109,15 @@ def choose(suite: str, only: Sequence[str] | None) -> list[DataSet]:
 
 
 class Pins:
-    """The commits of repositories in `folder`/pins.json. Raises UserError if it is damaged."""
+    """The commits of repositories in `folder`/pins.json."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / PINS
         self._commits: dict[str, str] = {}
-        try:
-            self._commits = read_record(self._path, dict[str, Commit])
-        except UnreadableFile as error:
-            if not error.is_missing:
+        if self._path.exists():
+            try:
+                self._commits = read_record(self._path, dict[str, Commit])
+            except UnreadableFile as error:
                 raise UserError(f"{error}; restore it, or delete it to pin anew") from None
 
     def get(self, data: DataSet) -> str | None:
@@ -140,7 +131,7 @@ class Pins:
             write_json(self._path, dict(sorted(self._commits.items())))
 
     def choose(self, given: Iterable[str]) -> None:
-        """Pin what the user asks for as KEY=COMMIT. Raises UserError before it writes anything."""
+        """Pin what the user asks for as KEY=COMMIT; nothing is written if one is wrong."""
         chosen: dict[str, str] = {}
         for pin in given:
             key, _, commit = pin.partition("=")
@@ -173,16 +164,13 @@ def _each(folder: Path, chosen: list[DataSet], act: Callable[[DataSet], str], st
 
 def _stage(folder: Path, data: DataSet, pins: Pins, allow_count: bool) -> str:
     pinned = pins.get(data)
-    try:
+    with suppress(UserError):  # not staged, or not whole
         staged = verify(data.key, folder)
         if pinned in (None, staged.revision):
             # without a pins.json: the folder came from elsewhere, and keeps its own commit
             if pinned is None:
                 pins.add({data.path: staged.revision})
             return f"is staged, {_described(staged, data)}"
-    except UserError:
-        pass  # not staged, or not whole
-    began = time.monotonic()
     commit = find_commit(data.path, pinned, WAYS_OUT)
     if pinned is None:
         pins.add({data.path: commit})
@@ -199,15 +187,11 @@ def _stage(folder: Path, data: DataSet, pins: Pins, allow_count: bool) -> str:
             f"{what}: {len(rows):,} documents, expected {data.documents:,}; choose another commit "
             f"with {way_out}, or accept them with --allow_count"
         )
-    manifest = write_staged(folder, data.key, rows, revision=commit)
-    return f"{_described(manifest, data)}, {time.monotonic() - began:.0f} s"
+    return _described(write_staged(folder, data.key, rows, revision=commit), data)
 
 
 def fetch(data: DataSet, commit: str, cache: Path) -> "datasets.Dataset":
-    """Return the rows of `data` at `commit`, for as long as `cache` is there.
-
-    `cache` has no other revision: if the hub fails, `datasets` takes what is there.
-    """
+    """Return the rows of `data` at `commit`, for as long as `cache` is there."""
     import datasets
     from datasets.exceptions import DatasetsError
     from huggingface_hub.utils import disable_progress_bars
@@ -217,6 +201,7 @@ def fetch(data: DataSet, commit: str, cache: Path) -> "datasets.Dataset":
     # ValueError: no such configuration, no such split
     unexpected = (DatasetsError, ValueError)
     with hub_errors(data.path, commit, WAYS_OUT, unexpected=unexpected):
+        # `cache` has no other revision: if the hub fails, `datasets` takes what is there
         return datasets.load_dataset(
             data.path, data.config, split=data.split, revision=commit, cache_dir=str(cache)
         )
