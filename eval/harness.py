@@ -33,9 +33,7 @@ from eval.suite_names import TASKS, harness_names, harness_tasks
 
 # those of lm_eval's simple_evaluate, for tasks that draw
 PYTHON_SEED, OTHER_SEED = 0, 1234
-HARNESS_FOLDERS = (
-    "arc", "hellaswag", "lambada", "piqa", "siqa", "super_glue", "wikitext", "winogrande",
-)  # fmt: skip
+HARNESS_FOLDERS = "arc hellaswag lambada piqa siqa super_glue wikitext winogrande".split()
 """The harness's own tasks that our groups use: to read all of its 14,683 takes 12 seconds."""
 IDENTITY = ("doc_id", "filter", "doc_hash", "prompt_hash", "target")
 """What names an item in the comparison of two checkpoints."""
@@ -128,11 +126,7 @@ def _plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
         documents.update(text.encode() + b"\n")
     files = {path, *(file for file in path.parent.iterdir() if file.suffix in FILE_KINDS)}
     content = b"".join(file.read_bytes() for file in sorted(files))
-
-    def source(value: Any) -> str:
-        return inspect.getsource(value) if inspect.isfunction(value) else repr(type(value))
-
-    own = json.dumps(config, default=source, sort_keys=True)
+    own = json.dumps(config, default=_source, sort_keys=True)
     better = {metric: bool(up) for metric, up in task.higher_is_better().items()}
     primary = metadata.get("primary") or list(better)[:1]
     kept = ("part_of", "part", "chance", "source")
@@ -152,6 +146,10 @@ def _plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
         "requests_sha256": requests.hexdigest(),
     }
     return TaskPlan(described, max(1, cost), lambda lm: {name: ask(lm, name, task, limit)})
+
+
+def _source(value: Any) -> str:
+    return inspect.getsource(value) if inspect.isfunction(value) else repr(type(value))
 
 
 def _prepare(task: Task) -> None:

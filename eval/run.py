@@ -49,7 +49,7 @@ from eval.suite_names import (
     folder_of,
     split_suites,
 )
-from eval.tasks.birth_year.task import FrozenSets, find_corpus, open_probes
+from eval.tasks.birth_year.task import FrozenSets, find_corpus
 from eval.validation import validation_task
 
 
@@ -198,10 +198,13 @@ class Evaluation:
         if folder_of(path) == "birth_year":
             folder = (arguments.out or self.subject.evals or staged) / "probes"
             corpus = lambda: find_corpus(arguments.junk, staged)  # noqa: E731
+            advance = lambda probe: self.say(f"freezing the probes {probe} in {folder}")  # noqa: E731
             frozen = FrozenSets(folder, self.subject.tokenizer, corpus)
-            only, left_out = open_probes(frozen, max_length=max_length, say=self.say)
+            sets, left_out = frozen.sets(max_length, advance)
             metadata |= {"probes": str(folder), "junk": str(arguments.junk or "")}
-            only = only if name == BIRTH_YEAR else [name]
+            # each is asked for its greedy answer, and for the rank of its years
+            asked = [task for one in sets for task in (one.name, f"{one.name}_rank")]
+            only = asked if name == BIRTH_YEAR else [name]
             if left_out:
                 self.say(f"probes left out: {'; '.join(left_out)}")
         return open_tasks(name, path, metadata, arguments.limit, only)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from canon_pretrain.checkpoint.architecture import find_checkpoint
-from canon_pretrain.checkpoint.folder import CheckpointFolder, entries
+from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults
 from canon_pretrain.checkpoint.retention import held_steps, hold, release
 from canon_pretrain.cluster.leases import CLAIM_EXPIRY_S, InFlight, Lease, Leases, Slurm
@@ -203,8 +203,9 @@ class Schedule:
         """Have the trainer keep the steps still to be evaluated, saved or not, and no others."""
         is_over = self.is_finished(overview)
         wanted = {e.step for e in overview if not is_over and e.state not in ("done", "failed")}
-        names = {path.name for path in entries(self.run.path / EVALS / "holds")}
-        ours = {step for step in held_steps(self.run.path) if f"step-{step}.{HOLD}" in names}
+        holds = self.run.path / EVALS / "holds"
+        held = held_steps(self.run.path)
+        ours = {step for step in held if (holds / f"step-{step}.{HOLD}").exists()}
         for step in sorted(wanted ^ ours):
             (hold if step in wanted else release)(self.run.path, step, HOLD)
 
@@ -265,8 +266,7 @@ def begin(leases: Leases, job: str, lease_id: str | None, restarts: int) -> tupl
             return EXIT_ANOTHERS, f"another job has this work, or it was archived: {leases.folder}"
         if current.job is None:
             leases.record(current, job=job)  # its watcher was killed before it could
-    path, suites = leases.folder / "restarts.json", leases.folder.parent
-    before = Restarts()
+    path, suites, before = leases.folder / "restarts.json", leases.folder.parent, Restarts()
     with suppress(UnreadableFile):
         before = read_record(path, Restarts)
     folders = [suites.parent / name for name in suites.name.split(",")]

@@ -5,10 +5,10 @@ log-softmax in float32, greedy decoding. Batches do not depend on the number of 
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from lm_eval.api.instance import Instance
@@ -17,6 +17,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.model.decode import batches, generate
 from canon_pretrain.model.transformer import Transformer
 from eval.model.ranks import Ranks
@@ -37,17 +38,6 @@ GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "num_
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
-
-
-class TextTokenizer(Protocol):
-    """What is needed of a tokenizer; `encode` adds neither BOS nor EOS."""
-
-    vocab_size: int
-    eos_id: int
-
-    def encode(self, text: str) -> Iterable[int]: ...
-
-    def decode(self, ids: list[int]) -> str: ...
 
 
 class Question(NamedTuple):
@@ -72,9 +62,8 @@ def request_cost(request: Instance) -> int:
 class CanonLM(TemplateLM):
     """`model` and `tokenizer` (None: token-level scores only) as an lm_eval model.
 
-    `batch_tokens` bounds the tokens of a batch in a cache, `read_tokens` those of a pass; what does
-    not fit in memory is halved, with a line to `say`. `add_bos`: EOS before every text, where
-    `lm_eval --model hf` puts BOS. `answered` receives the costs of requests as they are answered;
+    `batch_tokens` bounds the tokens of a batch in a cache, `read_tokens` those of a pass; `add_bos`
+    puts EOS before every text. `answered` receives the costs of requests as they are answered;
     `truncated` collects the doc_id of items whose context lost its beginning. All `ranks` make the
     same calls.
     """
@@ -82,7 +71,7 @@ class CanonLM(TemplateLM):
     def __init__(
         self,
         model: Transformer,
-        tokenizer: TextTokenizer | None,
+        tokenizer: Tokenizer | None,
         *,
         max_length: int,
         batch_tokens: int = BATCH_TOKENS,
@@ -109,7 +98,7 @@ class CanonLM(TemplateLM):
         self._bos = [self.eot_token_id] if add_bos else []
 
     @property
-    def text(self) -> TextTokenizer:
+    def text(self) -> Tokenizer:
         """The tokenizer; raises UserError if there is none."""
         if self._text is None:
             raise UserError("this model was given no tokenizer, so it reads and writes no text")
@@ -117,7 +106,7 @@ class CanonLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """EOS, also the token before a text without context, where `hf` takes any BOS there is."""
+        """EOS, also `prefix_token_id`: the token before a text without context."""
         return self.text.eos_id
 
     def tok_encode(
@@ -146,8 +135,8 @@ class CanonLM(TemplateLM):
         if not 0 < count <= self.max_length or count == len(tokens):
             item = "" if request is None else f"{request.task_name}, document {request.doc_id}: "
             raise UserError(
-                f"{item}a continuation of {count} tokens after {len(tokens) - count} cannot be "
-                f"scored: expected 1 to max_length = {self.max_length}, after one or more"
+                f"{item}a continuation of {count} tokens after {len(tokens) - count}: expected 1 "
+                f"to max_length = {self.max_length}, after one or more"
             )
         # the last token is only predicted, never read: hence one more than max_length
         kept = tokens[-(self.max_length + 1) :]

@@ -8,7 +8,7 @@ import argparse
 import errno
 import math
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -76,7 +76,7 @@ def execute(arguments: argparse.Namespace) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / LOCK, str(folder), patience_s=math.inf, on_wait=wait):
             pins = Pins(folder)
-            pins.choose(arguments.pin)
+            pins.add(parse_pins(arguments.pin))
             shutil.rmtree(folder / DOWNLOADS, ignore_errors=True)  # what a killed one left
             try:
                 allows = arguments.allow_count
@@ -113,34 +113,31 @@ class Pins:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / PINS
-        self._commits: dict[str, str] = {}
+        self.commits: dict[str, str] = {}
         if self._path.exists():
             try:
-                self._commits = read_record(self._path, dict[str, Commit])
+                self.commits = read_record(self._path, dict[str, Commit])
             except UnreadableFile as error:
                 raise UserError(f"{error}; restore it, or delete it to pin anew") from None
 
-    def get(self, data: DataSet) -> str | None:
-        """Return the commit to stage: this folder's pin, else the catalogue's, if any."""
-        return self._commits.get(data.path) or data.revision
-
     def add(self, commits: dict[str, str]) -> None:
         """Pin repositories from now on."""
-        if self._commits | commits != self._commits:
-            self._commits |= commits
-            write_json(self._path, dict(sorted(self._commits.items())))
+        if self.commits | commits != self.commits:
+            self.commits |= commits
+            write_json(self._path, dict(sorted(self.commits.items())))
 
-    def choose(self, given: Iterable[str]) -> None:
-        """Pin what the user asks for as KEY=COMMIT; nothing is written if one is wrong."""
-        chosen: dict[str, str] = {}
-        for pin in given:
-            key, _, commit = pin.partition("=")
-            if not COMMIT.fullmatch(commit):
-                raise UserError(f"--pin {pin}: expected KEY=COMMIT, 40 hex digits of a commit")
-            path = data_set(key).path
-            if chosen.setdefault(path, commit) != commit:
-                raise UserError(f"--pin {pin}: two commits of {path}; a repository has one")
-        self.add(chosen)
+
+def parse_pins(given: Sequence[str]) -> dict[str, str]:
+    """Return the commit by repository of the words KEY=COMMIT."""
+    chosen: dict[str, str] = {}
+    for pin in given:
+        key, _, commit = pin.partition("=")
+        if not COMMIT.fullmatch(commit):
+            raise UserError(f"--pin {pin}: expected KEY=COMMIT, 40 hex digits of a commit")
+        path = data_set(key).path
+        if chosen.setdefault(path, commit) != commit:
+            raise UserError(f"--pin {pin}: two commits of {path}; a repository has one")
+    return chosen
 
 
 def _each(folder: Path, chosen: list[DataSet], act: Callable[[DataSet], str], state: str) -> None:
@@ -163,7 +160,7 @@ def _each(folder: Path, chosen: list[DataSet], act: Callable[[DataSet], str], st
 
 
 def _stage(folder: Path, data: DataSet, pins: Pins, allow_count: bool) -> str:
-    pinned = pins.get(data)
+    pinned = pins.commits.get(data.path) or data.revision
     with suppress(UserError):  # not staged, or not whole
         staged = verify(data.key, folder)
         if pinned in (None, staged.revision):

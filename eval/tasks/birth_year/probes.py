@@ -11,9 +11,12 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+
+from canon_pretrain.data.tokenizer import Tokenizer
+from eval.task_tokenizer import TaskTokenizer
 
 VERSION = 2
 SEED = 0
@@ -37,13 +40,7 @@ _NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text())
 FIRST_NAMES, MIDDLE_NAMES, LAST_NAMES = (_NAMES[k].split() for k in ("first", "middle", "last"))
 
 
-class Encoder(Protocol):
-    """What the probes need of a tokenizer; `encode` adds nothing."""
-
-    @property
-    def sha256(self) -> str: ...
-
-    def encode(self, text: str) -> Any: ...
+Encoder = Tokenizer | TaskTokenizer
 
 
 @dataclass(frozen=True)

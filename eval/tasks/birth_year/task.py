@@ -141,7 +141,7 @@ class FrozenSets:
     ) -> tuple[list[ProbeSet], list[str]]:
         """Return the sets that fit `max_length`, and why others are left out.
 
-        `advance` receives the name of each set that has to be made.
+        `advance` receives the name of each set that has to be made. Raises UserError if none fits.
         """
         fitting: list[ProbeSet] = []
         left_out: dict[str, list[str]] = {}
@@ -153,6 +153,11 @@ class FrozenSets:
                     continue
                 found = f"prompts of up to {found.entry.max_tokens} tokens"
             left_out.setdefault(found, []).append(name)
+        if not fitting:
+            raise UserError(
+                f"no set of birth-year fits max_length {max_length}: raise it with --max_length; "
+                "it may be longer than what training saw"
+            )
         return fitting, [f"{', '.join(names)} ({reason})" for reason, names in left_out.items()]
 
     def get(self, name: str, advance: Callable[[str], None] = lambda name: None) -> ProbeSet | str:
@@ -215,21 +220,6 @@ class FrozenSets:
             return read_record(self.folder / SETS_FILE, Manifest).sets
         except UnreadableFile as error:
             raise UserError(f"{error}; delete {self.folder} to freeze anew") from None
-
-
-def open_probes(
-    frozen: FrozenSets, *, max_length: int, say: Callable[[str], None]
-) -> tuple[list[str], list[str]]:
-    """Freeze the sets that fit `max_length`; return their tasks, and why others are left out."""
-    advance = lambda name: say(f"freezing the probes {name} in {frozen.folder}")  # noqa: E731
-    sets, left_out = frozen.sets(max_length, advance)
-    if not sets:
-        raise UserError(
-            f"no set of birth-year fits max_length {max_length}: raise it with --max_length; it "
-            "may be longer than what training saw"
-        )
-    # each is asked for its greedy answer, and for the rank of its years
-    return [task for one in sets for task in (one.name, f"{one.name}_rank")], left_out
 
 
 def load(

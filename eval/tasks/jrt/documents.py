@@ -22,12 +22,7 @@ import datasets
 
 from canon_pretrain.core.errors import UserError, check_choice
 from eval.staging.staged import load_staged
-from eval.task_tokenizer import (
-    TaskTokenizer,
-    known_max_length,
-    lengths_beyond,
-    task_tokenizer,
-)
+from eval.task_tokenizer import TaskTokenizer, known_max_length, lengths_beyond, task_tokenizer
 
 ANSWER_TOKENS = 48
 NUM_TOKENS = 950
@@ -42,6 +37,8 @@ OPTION = "jrt_"
 # below its own name the harness shows what is logged
 LOG = logging.getLogger(f"lm_eval.{__name__}")
 Row = Mapping[str, Any]
+Options = tuple[int, str, tuple[str, ...]]
+"""The tokens of a cut, the field that is cut, and those it is cut around."""
 
 
 # -- prompts --------------------------------------------------------------------------------------
@@ -232,13 +229,13 @@ def load(
     *, dataset: str, twice: bool = False, staged: str | None = None, **metadata: Any
 ) -> dict[str, datasets.Dataset]:
     """Return the items of one task: row, prompt, labels, target, centre (of the cut) and source."""
-    tokenizer, (limit, field, around) = task_tokenizer(metadata), _options(dataset, metadata)
+    tokenizer, options = task_tokenizer(metadata), _options(dataset, metadata)
     counts = {"rows": 0, "dropped": 0, "kept": 0, "cut": 0} | dict.fromkeys(CENTRES, 0)
     items = []
     for number, raw in enumerate(load_staged(dataset, staged).to_list()):
         counts["rows"] += 1
         try:
-            found = _item(STYLES[dataset], raw, tokenizer, limit, field, around, twice)
+            found = _item(STYLES[dataset], raw, tokenizer, options, twice)
         except KeyError as error:
             raise UserError(
                 f"{dataset}: the staged rows have no field {error}, only {', '.join(raw)}; the "
@@ -256,7 +253,7 @@ def load(
     if not items:
         raise UserError(
             f"{dataset}: none of {counts['rows']} rows has an answer of two characters or more in "
-            f"{', '.join(around)}"
+            f"{', '.join(options[2])}"
         )
     max_length = known_max_length(metadata)
     if max_length is not None:
@@ -273,15 +270,10 @@ def load(
 
 
 def _item(
-    style: Style,
-    raw: Row,
-    tokenizer: TaskTokenizer,
-    limit: int,
-    field: str,
-    around: Sequence[str],
-    twice: bool,
+    style: Style, raw: Row, tokenizer: TaskTokenizer, options: Options, twice: bool
 ) -> tuple[dict[str, Any], bool] | None:
     """Return an item, and whether it is whole; None for an answer of at most one character."""
+    limit, field, around = options
     row = {**raw, style.context: style.clean(raw[style.context] or "")}
     answers = [next(iter(_texts(row[name])), "") for name in around]
     if any(len(answer) <= 1 for answer in answers):
@@ -315,7 +307,7 @@ def score(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     return {"contains": float(any(first_hit(line, label) is not None for label in doc["labels"]))}
 
 
-def _options(dataset: str, metadata: Mapping[str, Any]) -> tuple[int, str, tuple[str, ...]]:
+def _options(dataset: str, metadata: Mapping[str, Any]) -> Options:
     style, tokens = STYLES[dataset], f"{OPTION}tokens"
     known = {tokens, *(f"{key}_{name}" for key in STYLES for name in ("context", "answers"))}
     for name in metadata:
