@@ -114,17 +114,14 @@ def read_request(run: Path, *, change: bool = False) -> Request | None:
 
 
 def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool = True) -> Request:
-    """Return the request of schedule.json, which the first call writes; `given` are its fields.
-
-    One that says otherwise is an error unless it is a `change`: two watchers with two minds would
-    hold and release checkpoints in turns. With `keep` False nothing is written.
-    """
+    """Return the request of schedule.json; `given` fields that differ need `change`."""
     RunFolder(run).read_config()
     path = run / EVALS / "schedule.json"
     lock = path.with_name(".schedule.lock")
     with locked(lock, str(path), patience_s=PATIENCE_S) if keep else nullcontext():
         known = read_request(run, change=change)
         asked = replace(known or Request(list(SUITES)), **given)
+        # two watchers with two minds would hold and release checkpoints in turns
         if known is not None and asked != known and not change:
             pairs = [(name, getattr(known, name), value) for name, value in given.items()]
             raise UserError(
@@ -255,11 +252,7 @@ class Restarts:
 
 
 def begin(leases: Leases, job: str, lease_id: str | None, restarts: int) -> tuple[int, str]:
-    """Return the exit code of a job that has started (0: go on), and why.
-
-    `lease_id`: the claim it was submitted for, if any. A job that began again `restarts` times in a
-    row without a task more ends.
-    """
+    """Return the exit code of a started job (0: go on), and why; `lease_id`: its claim, if any."""
     if lease_id is not None:
         current = leases.current()
         if current is None or current.id != lease_id:

@@ -133,10 +133,7 @@ def folder_of(path: Path | None) -> str:
 
 
 def asked_how(name: str, how: argparse.Namespace, seq_len: int) -> dict[str, Any]:
-    """Return what the options of `eval run` make of a suite's question; `seq_len` is training's.
-
-    --option counts unless it is named after another suite of ours; a file counts by its content.
-    """
+    """Return what options make of a suite's question; files count by their content."""
 
     def content(value: Path | str) -> str:
         return f"file {sha256_file(Path(value))}" if is_file(value) else str(value)

@@ -27,10 +27,7 @@ POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx")
 
 @dataclass(frozen=True, eq=False)
 class TaskTokenizer:
-    """Text to ids and back, without BOS and EOS.
-
-    `sha256` is that of its file; of an export of ours that of the training tokenizer.
-    """
+    """Text to ids and back, without BOS and EOS; `sha256` is the training tokenizer's, if known."""
 
     name: str
     sha256: str
@@ -39,11 +36,7 @@ class TaskTokenizer:
 
 
 def task_tokenizer(metadata: Mapping[str, Any]) -> TaskTokenizer:
-    """Return the tokenizer that a task's metadata names; loaded once per process.
-
-    A folder with a tokenizer_config.json is read as `lm_eval --model hf` reads it, any other as a
-    data folder.
-    """
+    """Return the tokenizer that a task's metadata names, a data folder's or an export's."""
     given = metadata.get("tokenizer") or metadata.get("pretrained")
     if not given:
         raise UserError(f"this task needs the evaluated model's tokenizer: {WAY_OUT}")

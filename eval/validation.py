@@ -57,10 +57,7 @@ def _loss(total_nats: float, num_tokens: int, shards: TokenShards) -> HeldOutLos
 def model_loss(
     lm: CanonLM, shards: TokenShards, *, seq_len: int, limit: int | None = None
 ) -> tuple[HeldOutLoss, list[dict[str, Any]]]:
-    """Return the model's held-out loss, and a record of each document, whose sums give that loss.
-
-    A token counts for the document that holds it; `limit` takes that many windows only.
-    """
+    """Return the model's held-out loss, and records of documents, whose sums give it."""
     places = list(windows(shards.num_tokens, seq_len, limit))
     ends_D = shards.document_ends()
 

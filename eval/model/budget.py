@@ -73,10 +73,7 @@ def remembered(path: Path, key: str, find: Callable[[], int], say: Callable[[str
 
 
 def largest(trial: Callable[[int], float | None]) -> int:
-    """Return the first of LEAST, twice that, .. whose double is not faster by GAIN or fails.
-
-    `trial(n)` returns the seconds of n tokens, None if they do not fit.
-    """
+    """Return the most tokens, doubled from LEAST, that `trial` runs and that pay by GAIN."""
     trial(LEAST)  # kernels are compiled and loaded the first time
     tokens, seconds = LEAST, trial(LEAST)
     if seconds is None:

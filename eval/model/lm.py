@@ -24,15 +24,13 @@ from eval.model.ranks import Ranks
 from eval.model.score import Answer, Batch, Pair, Planner, Row, score_batch
 
 BATCH_TOKENS = 8192
-"""Tokens of a batch: with a vocabulary of 32,000 the float32 logits of all of them are 1 GB, and
-keys and values of the 1.3B model 3 GB."""
+"""Of a vocabulary of 32,000 their float32 logits are 1 GB, keys and values of the 1.3B 3 GB."""
 NEW_TOKEN_COST = 32
 """Characters of a prompt that are read in the time of one new token, roughly."""
 PASS_TOKENS = {"cpu": 32, "cuda": 1024}
 """Tokens of a pass that would take as long as the pass does with none, roughly."""
 READ_TOKENS = {"cpu": 512}
-"""Tokens that are best read at once, if that is not as many as fit: what a CPU's caches do not
-hold takes it 1.9 times as long (8 layers of 512, Canon ABCD, 8,000 tokens instead of 1,000)."""
+"""Tokens that are best read at once: what a CPU's caches do not hold takes it 1.9 times as long."""
 DEFAULT_GEN_TOKENS = 256
 GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "num_beams"}
 
@@ -190,10 +188,7 @@ class CanonLM(TemplateLM):
     def score_parts(
         self, rows: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
     ) -> list[list[float]]:
-        """Return log-likelihoods of consecutive parts of each row, which end with it: one pass.
-
-        `sizes[r]`: the tokens of each part of row r; tokens before the first part are only read.
-        """
+        """Return log-likelihoods of consecutive parts of each row, whose `sizes` end with it."""
         pairs: list[Pair] = []
         groups = []
         for row, parts in zip(rows, sizes, strict=True):

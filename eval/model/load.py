@@ -31,10 +31,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     run: RunFolder | None = None,
 ) -> Transformer:
-    """Return the model of RUN/checkpoint/step-N or of an exported folder, in eval mode.
-
-    `run` is the checkpoint's, if known; `max_length` may be longer than training's sequences.
-    """
+    """Return the model of RUN/checkpoint/step-N or of an exported folder, in eval mode."""
     is_exported = is_folder(path)
     if not is_exported:
         check_checkpoint(path)

@@ -90,10 +90,7 @@ class Ranks:
         costs: Sequence[int],
         done: Callable[[int], None] = lambda cost: None,
     ) -> list[Result]:
-        """Return `work(item)` of every item, in order, on every rank; one rank works on each.
-
-        `done` receives the costs of items as this rank learns that they are done, by any.
-        """
+        """Return `work(item)` of all items on every rank; `done` receives costs as they are done."""
         results: dict[int, Result] = {}
         if self.world_size == 1:
             for index, item in enumerate(items):

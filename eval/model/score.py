@@ -25,8 +25,7 @@ STEPS = (1, 2, 4, 8, 16, 32, 64)
 LEAST_SAVED = 0.05
 """Of a group's tokens: a second pass is not worth less."""
 CONTINUED, REMEMBERED = 1.1, 0.03
-"""A token that is read after a prefix costs as much as this many, and one of a prefix that is
-copied for a row as this one."""
+"""What a token after a prefix costs, and one of a prefix that is copied for a row."""
 MAX_DEPTH = 200
 SOFTMAX_ROWS = 128
 

@@ -139,10 +139,7 @@ class Subject:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What tells this model, and what it is asked about, from others (WHOSE in run/results.py).
-
-        `content` is a hash of the weights, `tokenizer_sha256` that of training, else the file's.
-        """
+        """What tells this model and its data from others (WHOSE in run/results.py)."""
         sha256 = None if self.train is None else self.train.tokenizer_sha256
         if self.folder is not None:
             facts, manifest = read_run(self.folder), Manifest.read(self.checkpoint)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from canon_pretrain.core.errors import UserError, suggestion
+from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.lock import locked
 from canon_pretrain.core.text import size
@@ -68,7 +68,7 @@ def execute(arguments: argparse.Namespace) -> None:
     folder = staged_folder(arguments.to)
     chosen = choose(arguments.suite, arguments.only)
     if arguments.check:
-        _each(folder, chosen, lambda data: _described(verify(data.key, folder), data), "whole")
+        _each(folder, chosen, lambda data: _described(verify(data.key, folder)[0], data), "whole")
         return
     waits = f"waits: another process is staging into {folder}"
     wait = lambda: print(waits, flush=True)  # noqa: E731
@@ -94,12 +94,7 @@ def execute(arguments: argparse.Namespace) -> None:
 
 def choose(suite: str, only: Sequence[str] | None) -> list[DataSet]:
     """Return the data sets of a suite, or of all, and of them those of `only`."""
-    if suite not in (*SUITES, ALL):
-        raise UserError(
-            f"--suite {suite}: has no staged data; expected {', '.join(SUITES)} or {ALL} "
-            "(validation needs none, birth-year only wikitext of discriminative)."
-            f"{suggestion(suite, [*SUITES, ALL])}"
-        )
+    check_choice("--suite", suite, (*SUITES, ALL))
     found = of_suites(SUITES if suite == ALL else [suite])
     wanted = found if only is None else [data_set(key) for key in only]
     for data in wanted:
@@ -162,7 +157,7 @@ def _each(folder: Path, chosen: list[DataSet], act: Callable[[DataSet], str], st
 def _stage(folder: Path, data: DataSet, pins: Pins, allow_count: bool) -> str:
     pinned = pins.commits.get(data.path) or data.revision
     with suppress(UserError):  # not staged, or not whole
-        staged = verify(data.key, folder)
+        staged, _ = verify(data.key, folder)
         if pinned in (None, staged.revision):
             # without a pins.json: the folder came from elsewhere, and keeps its own commit
             if pinned is None:

@@ -76,22 +76,9 @@ def load_staged(key: str, folder: str | Path | None = None) -> "datasets.Dataset
     import datasets
     import pyarrow.parquet
 
-    root = staged_folder(folder)
-    content = _read(key, root, read_manifest(key, root))
+    _, content = verify(key, staged_folder(folder))
     # not Dataset.from_parquet: that would copy it into a cache, which may be read-only
     return datasets.Dataset(pyarrow.parquet.read_table(io.BytesIO(content)))
-
-
-def staged_sha256(key: str, folder: str | Path | None = None) -> str:
-    """Return the SHA-256 of the rows: the same wherever and with whatever pyarrow it was staged."""
-    return read_manifest(key, staged_folder(folder)).splits[data_set(key).split].rows_sha256
-
-
-def verify(key: str, folder: Path) -> Manifest:
-    """Return the manifest of `key` if its file has the bytes that it names."""
-    manifest = read_manifest(key, folder)
-    _read(key, folder, manifest)
-    return manifest
 
 
 def read_manifest(key: str, folder: Path) -> Manifest:
@@ -112,7 +99,9 @@ def read_manifest(key: str, folder: Path) -> Manifest:
     return manifest
 
 
-def _read(key: str, folder: Path, manifest: Manifest) -> bytes:
+def verify(key: str, folder: Path) -> tuple[Manifest, bytes]:
+    """Return the manifest of `key` and its file, if that has the bytes that were staged."""
+    manifest = read_manifest(key, folder)
     (known,) = manifest.splits.values()
     path = folder / key / known.file
     try:
@@ -122,7 +111,7 @@ def _read(key: str, folder: Path, manifest: Manifest) -> bytes:
     else:
         found = hashlib.sha256(content).hexdigest()
         if found == known.sha256:
-            return content
+            return manifest, content
         fault = f"was changed after it was staged (sha256 {found[:16]}, not {known.sha256[:16]})"
     raise UserError(f"{path}: {fault}; {restage(key, folder)}")
 
@@ -146,10 +135,7 @@ def write_staged(
     *,
     revision: str,
 ) -> Manifest:
-    """Write the data set `key` so that it is staged: the file first, manifest.json last.
-
-    A reader sees the old, an error, or the new. One writer per folder at a time (stage.py's lock).
-    """
+    """Write the data set `key`; a reader sees the old, an error, or the new."""
     import datasets
     import pyarrow.parquet
 

@@ -47,11 +47,7 @@ Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 def load(
     *, qa: str, context: str, staged: str | None = None, **metadata: Any
 ) -> dict[str, datasets.Dataset]:
-    """Return the split `test` of `qa` at length `context` ("4k"): lm_eval's `custom_dataset`.
-
-    Metadata: `staged`; `babilong_prompts`, "lm_eval" or a file (read_prompts); `max_length`,
-    `tokenizer` and `pretrained` to check that prompts fit.
-    """
+    """Return the split `test` of `qa` at length `context` ("4k"): lm_eval's `custom_dataset`."""
     prompts = read_prompts(qa, metadata.get("babilong_prompts") or None)
     key, documents = f"babilong_{qa}_{context}", []
     for place, row in enumerate(load_staged(key, staged)):
@@ -127,11 +123,7 @@ class Prompts:
 
 
 def read_prompts(task: str, source: str | Path | None = None) -> Prompts:
-    """Return the prompts of `task` (qa1 to qa5).
-
-    `source`: None for our own; "lm_eval"; a .py file, read as the paper's release; or another file
-    like prompts.toml.
-    """
+    """Return the prompts of `task`: our own (None), "lm_eval", a release's .py, or a .toml file."""
     where = f"babilong_prompts {source or OWN_PROMPTS}"
     try:
         if str(source) == LM_EVAL:

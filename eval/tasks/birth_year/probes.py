@@ -109,10 +109,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def ends_with_space(tokenizer: Encoder) -> bool:
-    """Return whether a question's trailing space is the token that training had before a year.
-
-    It is for a tokenizer that splits digits, as Llama's: [of][ ][1][9][8][7].
-    """
+    """Return whether the space before a year is a token, as in [of][ ][1][9][8][7]."""
     asked = list(tokenizer.encode("in the year of "))
     return all(
         list(tokenizer.encode(f"in the year of {year}"))[: len(asked)] == asked for year in YEARS

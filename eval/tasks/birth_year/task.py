@@ -96,10 +96,7 @@ class Corpus:
 
 
 def find_corpus(junk: str | Path | None, staged: Path) -> Corpus | str:
-    """Return the text of the file `junk`, or the staged WikiText as lm_eval's task writes it.
-
-    Returns the reason if WikiText is not staged.
-    """
+    """Return the text of the file `junk`, or the staged WikiText; why not, if it is not staged."""
     if junk:
         try:
             text = Path(junk).read_text(encoding="utf-8")
@@ -139,10 +136,7 @@ class FrozenSets:
     def sets(
         self, max_length: int, advance: Callable[[str], None]
     ) -> tuple[list[ProbeSet], list[str]]:
-        """Return the sets that fit `max_length`, and why others are left out.
-
-        `advance` receives the name of each set that has to be made. Raises UserError if none fits.
-        """
+        """Return the sets that fit `max_length`, and why others are left out."""
         fitting: list[ProbeSet] = []
         left_out: dict[str, list[str]] = {}
         for name, (_, length) in SETS.items():
@@ -225,11 +219,7 @@ class FrozenSets:
 def load(
     *, probe_set: str, probes: str | None = None, **metadata: Any
 ) -> dict[str, datasets.Dataset]:
-    """Return the split `test`, the probes of one frozen set: lm_eval's `custom_dataset`.
-
-    Metadata: `probes`, the folder of the sets (default: among the staged data); `tokenizer` or
-    `pretrained`; `junk`, a text file. A set that is not there is made.
-    """
+    """Return the split `test`, the probes of one frozen set: lm_eval's `custom_dataset`."""
     staged = staged_folder(metadata.get("staged"))
     folder = Path(probes) if probes else staged / "probes"
     junk = str(metadata.get("junk") or "")
