@@ -40,15 +40,7 @@ from eval.model.load import dtype_for
 from eval.model.ranks import Ranks
 from eval.model.subject import Subject, locate
 from eval.staging.staged import staged_folder
-from eval.suite_names import (
-    ALL,
-    BIRTH_YEAR,
-    VALIDATION,
-    asked_how,
-    find_suite,
-    folder_of,
-    split_suites,
-)
+from eval.suite_names import VALIDATION, asked_how, find_suite, folder_of, split_suites
 from eval.tasks.birth_year.task import FrozenSets, find_corpus
 from eval.validation import validation_task
 
@@ -97,13 +89,8 @@ def check_options(arguments: argparse.Namespace) -> dict[str, Path | None]:
     suites = dict(found)
     if len(suites) < len(found):
         raise UserError(f"--suite {arguments.suite}: two suites of one name; rename a file")
-    has_probes = any(folder_of(path) == "birth_year" for path in suites.values())
-    for name, suite, serves in (
-        ("must_beat", VALIDATION, VALIDATION in suites),
-        ("junk", BIRTH_YEAR, has_probes),
-    ):
-        if getattr(arguments, name) is not None and not serves and arguments.suite != ALL:
-            raise UserError(f"--{name} is for --suite {suite}, not for {arguments.suite}")
+    if arguments.must_beat is not None and VALIDATION not in suites:
+        raise UserError(f"--must_beat is for --suite {VALIDATION}, not for {arguments.suite}")
     return suites
 
 
@@ -204,7 +191,7 @@ class Evaluation:
             metadata |= {"probes": str(folder), "junk": str(arguments.junk or "")}
             # each is asked for its greedy answer, and for the rank of its years
             asked = [task for one in sets for task in (one.name, f"{one.name}_rank")]
-            only = asked if name == BIRTH_YEAR else [name]
+            only = asked if name == "birth-year" else [name]
             if left_out:
                 self.say(f"probes left out: {'; '.join(left_out)}")
         return open_tasks(name, path, metadata, arguments.limit, only)

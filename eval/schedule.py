@@ -77,14 +77,6 @@ def answers(asked: dict[str, Any], suite: str, how: Sequence[str], seq_len: int)
     return all(asked.get(name) == value for name, value in wanted.items())
 
 
-def words_for(how: Sequence[str], suite: str) -> list[str]:
-    """Return the options for one suite: junk is for the birth-year probes alone."""
-    given = vars(_parse_how(how))
-    if suite_name(suite) != "birth-year" and "-hop-" not in suite:
-        given["junk"] = None
-    return to_words(given)
-
-
 def to_words(given: dict[str, Any]) -> list[str]:
     """Return options of `add_how` as words, paths absolute; defaults are left out."""
     words: list[str] = []

@@ -17,7 +17,6 @@ from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.core.files import sha256_file
 from canon_pretrain.run.results import SUITES, VALIDATION
 
-BIRTH_YEAR = "birth-year"
 ALL = "all"
 LEAST_LENGTHS = {"babilong": 8192, "birth_year": 8192}
 """Default of the least --max_length by task folder: what hides among 4,096 tokens would else be cut

@@ -26,7 +26,7 @@ from canon_pretrain.cluster.leases import (
 )
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
-from eval.schedule import IN_FLIGHT, Entry, Schedule, leases_of, words_for
+from eval.schedule import IN_FLIGHT, Entry, Schedule, leases_of
 from eval.suite_names import suite_name
 
 ORDER = (
@@ -140,7 +140,7 @@ class Watcher:
             name=f"eval-{schedule.run.path.name}-step-{entry.step}-{suite_name(entry.suite)}",
             leases=leases,
             script="eval.sh",
-            words=[checkpoint, entry.suite, *words_for(schedule.request.how, entry.suite)],
+            words=[checkpoint, entry.suite, *schedule.request.how],
             is_done=lambda: schedule.has_results(entry.step, entry.suite),
             log_folder=leases.folder.parent,
             flags=schedule.request.sbatch,

@@ -90,7 +90,7 @@ class Ranks:
         costs: Sequence[int],
         done: Callable[[int], None] = lambda cost: None,
     ) -> list[Result]:
-        """Return `work(item)` of all items on every rank; `done` receives costs as they are done."""
+        """Return `work(item)` of all items on every rank; `done` receives their costs."""
         results: dict[int, Result] = {}
         if self.world_size == 1:
             for index, item in enumerate(items):
