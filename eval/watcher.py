@@ -29,17 +29,13 @@ from canon_pretrain.core.terminal import Console
 from eval.schedule import IN_FLIGHT, Entry, Schedule, leases_of
 from eval.suite_names import suite_name
 
-ORDER = (
-    "done", "running", "queued", "claimed", "waiting", "to come", "failed", "missing", "damaged",
-)  # fmt: skip
-
 Overview = list[tuple[Schedule, list[Entry]]]
 
 
 def summary(overview: Overview) -> str:
     """Return how many evaluations are in which state: `3 done, 1 running`."""
     counts = Counter(str(entry.state) for _, found in overview for entry in found)
-    return ", ".join(f"{counts[state]} {state}" for state in ORDER if counts[state]) or "none"
+    return ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "none"
 
 
 @dataclass(frozen=True)
@@ -121,12 +117,12 @@ class Watcher:
     def _start_next(self, overview: Overview) -> bool:
         """Start as much as may be, oldest first; return whether to look again at once."""
         waiting = [(s, e) for s, found in overview for e in found if e.state == "waiting"]
-        in_flight = _num_in_flight(overview)
+        in_flight = self._num_in_flight(overview)
         for schedule, entry in sorted(waiting, key=lambda pair: pair[1].step):
             if in_flight >= self.max_in_flight:
                 return False
             if not self._start(self._work(schedule, entry), entry.lease):
-                in_flight = self._num_in_flight_now()
+                in_flight = self._num_in_flight()
             elif self.local:  # it took hours, and is over
                 return True
             else:
@@ -201,7 +197,7 @@ class Watcher:
             return "another watcher has a later claim"
         if work.is_done():
             return "it is done"
-        if work.script == "eval.sh" and self._num_in_flight_now() > self.max_in_flight:
+        if work.script == "eval.sh" and self._num_in_flight() > self.max_in_flight:
             return f"{self.max_in_flight} are in flight"
         return ""
 
@@ -224,10 +220,8 @@ class Watcher:
             raise
         work.leases.record(lease, ended=f"exit code {process.returncode}")
 
-    def _num_in_flight_now(self) -> int:
-        self.queue.look()
-        return _num_in_flight(self.look())
-
-
-def _num_in_flight(overview: Overview) -> int:
-    return sum(entry.state in IN_FLIGHT for _, found in overview for entry in found)
+    def _num_in_flight(self, overview: Overview | None = None) -> int:
+        if overview is None:
+            self.queue.look()
+            overview = self.look()
+        return sum(entry.state in IN_FLIGHT for _, found in overview for entry in found)

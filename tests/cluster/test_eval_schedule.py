@@ -551,7 +551,7 @@ def test_what_a_person_sees(slurm: FakeSlurm, run: Path, capsys: Any) -> None:
     shown = capsys.readouterr().out
     assert "running 1" in shown and "waiting (1 try)" in shown and "queued 3" in shown
     assert "2 steps to come, the next is 30" in shown
-    assert "going on: 1 running, 2 queued, 1 waiting, 4 to come; report: waiting" in shown
+    assert "going on: 2 queued, 1 running, 4 to come, 1 waiting; report: waiting" in shown
     submit(run, "--json")
     found = json.loads(capsys.readouterr().out)
     assert not found["finished"] and len(found["runs"][str(run)]) == 8
