@@ -113,7 +113,9 @@ def _plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
     for key in ("metadata", "custom_dataset", "dataset_kwargs"):  # places on this machine
         config.pop(key, None)
     with harness():  # the seeds with which the requests are built again when they are asked
-        _prepare(task)
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(OTHER_SEED)
         task.build_all_requests(limit=limit, rank=0, world_size=1)
     requests, documents, cost = hashlib.sha256(), hashlib.sha256(), 0
     for request in task.instances:
@@ -122,17 +124,15 @@ def _plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
         cost += request_cost(request)
     task._instances = None
     for document in task.eval_docs:
-        text = json.dumps(document, default=handle_non_serializable)
-        documents.update(text.encode() + b"\n")
+        documents.update(_json(document).encode() + b"\n")
     files = {path, *(file for file in path.parent.iterdir() if file.suffix in FILE_KINDS)}
     content = b"".join(file.read_bytes() for file in sorted(files))
     own = json.dumps(config, default=_source, sort_keys=True)
     better = {metric: bool(up) for metric, up in task.higher_is_better().items()}
     primary = metadata.get("primary") or list(better)[:1]
     kept = ("part_of", "part", "chance", "source")
-    infos = [getattr(split, "info", None) for split in task.dataset.values()]
-    notes = [str(info.description) for info in infos if info is not None]
     # a task of ours says what became of its rows
+    notes = [str(s.info.description) for s in task.dataset.values() if hasattr(s, "info")]
     counts = [json.loads(text) for text in notes if text.startswith('{"rows"')]
     described = {
         "version": task.VERSION,
@@ -148,14 +148,12 @@ def _plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
     return TaskPlan(described, max(1, cost), lambda lm: {name: ask(lm, name, task, limit)})
 
 
+def _json(value: Any) -> str:
+    return json.dumps(value, default=handle_non_serializable)
+
+
 def _source(value: Any) -> str:
     return inspect.getsource(value) if inspect.isfunction(value) else repr(type(value))
-
-
-def _prepare(task: Task) -> None:
-    if task.get_config("num_fewshot") is None:
-        task.set_config(key="num_fewshot", value=0)
-    task.set_fewshot_seed(OTHER_SEED)
 
 
 def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> Answers:
@@ -167,7 +165,7 @@ def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> Answers:
     fields = metadata.get("source") or []
     fields = [fields] if isinstance(fields, str) else fields
     with harness():
-        _prepare(task)
+        task.set_fewshot_seed(OTHER_SEED)
         # `evaluate`, as `simple_evaluate` reseeds the global generators and leaves them so
         found = evaluate(lm, {"tasks": {name: task}}, limit=limit, bootstrap_iters=0)
     assert found is not None  # it is for ranks above 0, and to the harness every rank is the first
@@ -178,8 +176,7 @@ def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> Answers:
             (item["doc_id"], item["filter"]), {key: item[key] for key in IDENTITY}
         )
         if fields:
-            values = [item["doc"][field] for field in fields]
-            text = json.dumps(values, default=handle_non_serializable)
+            text = _json([item["doc"][field] for field in fields])
             record["source"] = hashlib.sha256(text.encode()).hexdigest()[:16]
         record[answers] = item["filtered_resps"]
         record |= {metric: item[metric] for metric in item["metrics"]}
@@ -196,7 +193,7 @@ def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> Answers:
     return Answers(
         scores,
         num_samples=found["n-samples"][name]["effective"],
-        samples=json.loads(json.dumps([*records.values()], default=handle_non_serializable)),
+        samples=json.loads(_json([*records.values()])),
         truncated=len(lm.truncated),
     )
 

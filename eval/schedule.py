@@ -48,10 +48,7 @@ PROGRESS = ("*/unfinished/*.task.json", "*/samples-*.jsonl", "*/results.json")
 
 @dataclass(frozen=True)
 class Request:
-    """The content of schedule.json. `every`: steps; None: each checkpoint on the run's schedule.
-
-    `how`: options of `eval run`; `sbatch`: flags of each job; `retries` of a job that failed.
-    """
+    """The content of schedule.json; `every`: steps, `how`: of `eval run`, `sbatch`: flags."""
 
     suites: list[str]
     every: int | None = None
@@ -141,10 +138,8 @@ class Entry:
 class Schedule:
     """The evaluations of one run."""
 
-    def __init__(
-        self, path: Path, request: Request, *, claim_expiry_s: float = CLAIM_EXPIRY_S
-    ) -> None:
-        self.run, self.request, self._claim_expiry_s = RunFolder(path), request, claim_expiry_s
+    def __init__(self, path: Path, request: Request, *, expiry_s: float = CLAIM_EXPIRY_S) -> None:
+        self.run, self.request, self._expiry_s = RunFolder(path), request, expiry_s
         config = self.run.read_config().get("config", {})
         checkpoint, training = config.get("checkpoint", {}), config.get("training", {})
         self.checkpoints = CheckpointFolder.of_run(self.run)
@@ -218,7 +213,7 @@ class Schedule:
         if self.has_results(step, suite):
             state, lease, why = "done", last, ""
         else:
-            state, lease, why = leases.judge(last, queue, self._claim_expiry_s)
+            state, lease, why = leases.judge(last, queue, self._expiry_s)
         # a job that was found by its name is written down now
         attempts = sum(each.job is not None for each in leases.all())
         if state is not None:

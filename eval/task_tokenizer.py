@@ -41,19 +41,16 @@ def task_tokenizer(metadata: Mapping[str, Any]) -> TaskTokenizer:
     if not given:
         raise UserError(f"this task needs the evaluated model's tokenizer: {WAY_OUT}")
     path = Path(str(given)).expanduser()
-    files = [path, *(path / name for name in (*FILE_NAMES, HF_CONFIG))]
-    # changes when the tokenizer there is written anew
-    stamp = tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files)
     if path.exists() and not (path / HF_CONFIG).is_file():
-        return _of_data(path, stamp)
+        return _of_data(path)
     # never left to its default: transformers would ask on the terminal
     options = {"trust_remote_code": bool(metadata.get("trust_remote_code", False))}
     options |= {name: metadata[name] for name in ("revision",) if name in metadata}
-    return _of_export(str(path) if path.exists() else str(given), stamp, **options)
+    return _of_export(str(path if path.exists() else given), **options)
 
 
 @functools.lru_cache(maxsize=4)
-def _of_data(folder: Path, stamp: tuple[int, ...]) -> TaskTokenizer:
+def _of_data(folder: Path) -> TaskTokenizer:
     eos = None
     try:
         if (folder / HF_FILE).is_file() and (folder / "train").is_dir():
@@ -72,7 +69,7 @@ def _of_data(folder: Path, stamp: tuple[int, ...]) -> TaskTokenizer:
 
 
 @functools.lru_cache(maxsize=4)
-def _of_export(name: str, stamp: tuple[int, ...], **options: Any) -> TaskTokenizer:
+def _of_export(name: str, **options: Any) -> TaskTokenizer:
     import transformers  # takes seconds, and runs of ours do without
 
     from canon_pretrain.hf.export import RECORD  # imports torch

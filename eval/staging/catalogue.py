@@ -1,6 +1,6 @@
 """The data sets of the suites: where the hub has them, at which commit, what must be in them."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -83,8 +83,3 @@ def _catalogue() -> Iterator[DataSet]:
 
 
 CATALOGUE: Mapping[str, DataSet] = {data.key: data for data in _catalogue()}
-
-
-def of_suites(suites: Collection[str]) -> list[DataSet]:
-    """Return the data sets of these suites, in the catalogue's order."""
-    return [data for data in CATALOGUE.values() if data.suite in suites]

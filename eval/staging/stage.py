@@ -20,7 +20,7 @@ from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.lock import locked
 from canon_pretrain.core.text import size
 from canon_pretrain.data.hub import COMMIT, HubUnavailable, WaysOut, find_commit, hub_errors
-from eval.staging.catalogue import SUITES, DataSet, of_suites
+from eval.staging.catalogue import CATALOGUE, SUITES, DataSet
 from eval.staging.staged import (
     DEFAULT_FOLDER,
     FOLDER_VARIABLE,
@@ -95,7 +95,7 @@ def execute(arguments: argparse.Namespace) -> None:
 def choose(suite: str, only: Sequence[str] | None) -> list[DataSet]:
     """Return the data sets of a suite, or of all, and of them those of `only`."""
     check_choice("--suite", suite, (*SUITES, ALL))
-    found = of_suites(SUITES if suite == ALL else [suite])
+    found = [data for data in CATALOGUE.values() if suite in (ALL, data.suite)]
     wanted = found if only is None else [data_set(key) for key in only]
     for data in wanted:
         if data not in found:

@@ -96,7 +96,7 @@ def submit(*words: object) -> int:
 
 def watcher(*runs: Path, expiry_s: float = 600, cap: int = 8, **request: Any) -> Watcher:
     asked = Request(**{"suites": SUITES, "every": 10} | request)
-    schedules = [Schedule(run, asked, claim_expiry_s=expiry_s) for run in runs]
+    schedules = [Schedule(run, asked, expiry_s=expiry_s) for run in runs]
     quiet = Console(file=io.StringIO())
     return Watcher(
         schedules, Slurm(), runs[0] / "report", max_in_flight=cap, local=False, console=quiet

@@ -40,6 +40,7 @@ LAYOUT = (
     "Question: {question}\nAnswer:"
 )
 EXAMPLE = "<context>\n{}\n</context>\n\nQuestion: {}\nAnswer: {}."
+DEEP = (AttributeError, RecursionError, MemoryError)
 TaskName = Annotated[str, StringConstraints(pattern="^qa[1-5]$")]
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
@@ -134,12 +135,11 @@ def read_prompts(task: str, source: str | Path | None = None) -> Prompts:
         return _of_sections(tomllib.loads(text), task)
     except OSError as error:
         raise UserError(f"{where}: cannot be read: {error.strerror}") from None
-    except (UserError, SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+    except (UserError, SyntaxError, ValueError, TypeError, LookupError, *DEEP) as error:
+        lacks = "has no " if isinstance(error, KeyError) else ""
         raise UserError(
-            f"{where} [{task}]: {error}. Nothing of it is run; a copy of {OWN_PROMPTS} is a start"
+            f"{where} [{task}]: {lacks}{error}. Nothing of it is run; {OWN_PROMPTS} is a start"
         ) from None
-    except (KeyError, AttributeError) as error:
-        raise UserError(f"{where}: has no {error}, which the task {task} asks for") from None
 
 
 def _of_sections(content: Mapping[str, Any], task: str) -> Prompts:
