@@ -27,7 +27,6 @@ from eval.suite_names import ALL, TASKS, is_task_file, split_suites, suite_name
 from eval.watcher import Watcher, summary
 
 MAX_IN_FLIGHT = 8
-STYLES = {"done": "green", "running": "cyan", "failed": "red", "damaged": "red", "missing": "red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -197,16 +196,16 @@ def _table(title: str, found: list[Entry]) -> Table:
         table.add_column(Text(suite_name(suite)))
     steps = list(dict.fromkeys(entry.step for entry in found if entry.state != "to come"))
     for step in steps:
-        table.add_row(f"{step:,}", *(_cell(entry) for entry in found if entry.step == step))
+        table.add_row(f"{step:,}", *(_words(entry) for entry in found if entry.step == step))
     if later := sorted({entry.step for entry in found} - set(steps)):
         table.caption = f"{len(later)} steps to come, the next is {later[0]:,}"
     return table
 
 
-def _cell(entry: Entry) -> Text:
+def _words(entry: Entry) -> str:
     words: str = entry.state
     if entry.state in ("running", "queued") and entry.lease is not None:
         words += f" {entry.lease.job}"
     if entry.attempts > 1 or (entry.attempts and entry.state in ("waiting", "failed")):
         words += f" ({entry.attempts} {'try' if entry.attempts == 1 else 'tries'})"
-    return Text(words, style=STYLES.get(entry.state, ""))
+    return words

@@ -43,10 +43,7 @@ def task_tokenizer(metadata: Mapping[str, Any]) -> TaskTokenizer:
     path = Path(str(given)).expanduser()
     if path.exists() and not (path / HF_CONFIG).is_file():
         return _of_data(path)
-    # never left to its default: transformers would ask on the terminal
-    options = {"trust_remote_code": bool(metadata.get("trust_remote_code", False))}
-    options |= {name: metadata[name] for name in ("revision",) if name in metadata}
-    return _of_export(str(path if path.exists() else given), **options)
+    return _of_export(str(path if path.exists() else given), metadata.get("revision"))
 
 
 @functools.lru_cache(maxsize=4)
@@ -69,7 +66,7 @@ def _of_data(folder: Path) -> TaskTokenizer:
 
 
 @functools.lru_cache(maxsize=4)
-def _of_export(name: str, **options: Any) -> TaskTokenizer:
+def _of_export(name: str, revision: str | None) -> TaskTokenizer:
     import transformers  # takes seconds, and runs of ours do without
 
     from canon_pretrain.hf.export import RECORD  # imports torch
@@ -80,6 +77,8 @@ def _of_export(name: str, **options: Any) -> TaskTokenizer:
             # its files alone: config.json may name code of the model's, which is not needed here
             found = transformers.PreTrainedTokenizerFast.from_pretrained(name)
         else:
+            # not left to its default, which is to ask on the terminal
+            options = {"trust_remote_code": False, "revision": revision or "main"}
             found = transformers.AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = " ".join(f"no tokenizer can be loaded from there ({error})".split())

@@ -11,7 +11,6 @@ import hashlib
 import io
 import json
 import os
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,7 +50,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of manifest.json, which also has `features`, `packages` and `time`."""
+    """The content of manifest.json."""
 
     version: int
     key: str
@@ -147,23 +146,17 @@ def write_staged(
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(table, buffer)
     content = buffer.getvalue()
-    lines = (json.dumps(r, sort_keys=True, ensure_ascii=False) for r in rows.with_format(None))
     rows_sha256 = hashlib.sha256()
-    for line in lines:
-        rows_sha256.update(line.encode() + b"\n")
+    for row in rows.with_format(None):
+        rows_sha256.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode() + b"\n")
     file, sha256 = f"{data.split}.parquet", hashlib.sha256(content).hexdigest()
     splits = {data.split: Split(file, len(rows), len(content), sha256, rows_sha256.hexdigest())}
     manifest = Manifest(MANIFEST_VERSION, key, data.path, data.config, revision, splits)
-    facts = {
-        "features": {data.split: rows.features.to_dict()},
-        "packages": {"datasets": datasets.__version__, "pyarrow": pyarrow.__version__},
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
     target.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target)
     write_atomic(target / f"{file}.next", content)  # a full disk leaves what is staged
     (target / MANIFEST).unlink(missing_ok=True)
     fsync_folder(target)  # or a crash could leave the old manifest beside a new file
     publish(target / f"{file}.next", target / file)
-    write_json(target / MANIFEST, asdict(manifest) | facts)
+    write_json(target / MANIFEST, asdict(manifest))
     return manifest

@@ -58,13 +58,6 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """The content of sets.json."""
-
-    sets: dict[str, Entry]
-
-
-@dataclass(frozen=True)
 class ProbeSet:
     """One frozen set; `name` is that of its kind and length, such as 1-hop-256."""
 
@@ -211,7 +204,7 @@ class FrozenSets:
         if not (self.folder / SETS_FILE).exists():
             return {}
         try:
-            return read_record(self.folder / SETS_FILE, Manifest).sets
+            return read_record(self.folder / SETS_FILE, dict[str, dict[str, Entry]])["sets"]
         except UnreadableFile as error:
             raise UserError(f"{error}; delete {self.folder} to freeze anew") from None
 
