@@ -44,17 +44,13 @@ def locate(given: Path) -> tuple[Path, RunFolder | None]:
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint or an export, for which `folder` (the run) is None.
-
-    `step`: None if an export does not name it. `seq_len`: that of training; of an export its
-    positions. `data`, `train`, `held_out`: the shards, None if there are none. `recorded_held_out`:
-    the fingerprint in the run's record, if any.
-    """
+    """A checkpoint or an export, for which `folder` (the run) is None; with its shards, if any."""
 
     checkpoint: Path
     folder: RunFolder | None
     step: int | None
     seq_len: int
+    """Of training; of an export its positions."""
     data: Path | None
     train: TokenShards | None
     held_out: TokenShards | None
