@@ -113,10 +113,10 @@ def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool
         # two watchers with two minds would hold and release checkpoints in turns
         if known is not None and asked != known and not change:
             pairs = [(name, getattr(known, name), value) for name, value in given.items()]
+            differing = (f"{name} {a!r}, given {b!r}" for name, a, b in pairs if a != b)
             raise UserError(
-                f"{path} says otherwise: "
-                f"{'; '.join(f'{name} {a!r}, given {b!r}' for name, a, b in pairs if a != b)}. "
-                "Leave the options out to go on as it says, or give --change to replace it"
+                f"{path} says otherwise: {'; '.join(differing)}. Leave the options out to go on as "
+                "it says, or give --change to replace it"
             )
         if keep and asked != known:
             write_json(path, asdict(asked))
