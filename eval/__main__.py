@@ -24,18 +24,16 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> None:
     """The console script `canon-eval`; exits with code 2 on bad input."""
     words = sys.argv[1:] if argv is None else argv
-    with command(prints=words[:1] in (["tasks"], ["compare"])):
+    interrupted = "interrupted: what is finished is kept, the same command resumes"
+    with command(prints=words[:1] in (["tasks"], ["compare"]), interrupted=interrupted):
         parser = argparse.ArgumentParser(prog="python -m eval", description="Evaluate checkpoints.")
         commands = parser.add_subparsers(dest="command", required=True)
-        given = next((word for word in words if word in COMMANDS), None)
-        module = import_module(COMMANDS[given][0]) if given else None
-        for name, (_, about) in COMMANDS.items():
+        for name, (module, about) in COMMANDS.items():
             subparser = commands.add_parser(name, help=about, description=about.capitalize() + ".")
-            if module is not None and name == given:
-                module.add_arguments(subparser)
-        arguments = parser.parse_args(words)  # exits unless a command is given
-        assert module is not None
-        module.execute(arguments)
+            if words[:1] == [name]:
+                import_module(module).add_arguments(subparser)
+        arguments = parser.parse_args(words)
+        import_module(COMMANDS[arguments.command][0]).execute(arguments)
 
 
 if __name__ == "__main__":

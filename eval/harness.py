@@ -33,10 +33,11 @@ from eval.suite_names import TASKS, harness_names, harness_tasks
 
 # those of lm_eval's simple_evaluate, for tasks that draw
 PYTHON_SEED, OTHER_SEED = 0, 1234
-HARNESS_FOLDERS = (
-    "arc", "hellaswag", "lambada", "piqa", "siqa", "super_glue", "wikitext", "winogrande",
-)  # fmt: skip
+HARNESS_FOLDERS = "arc hellaswag lambada piqa siqa super_glue wikitext winogrande".split()
 """The harness's own tasks that our groups use: to read all of its 14,683 takes 12 seconds."""
+IDENTITY = ("doc_id", "filter", "doc_hash", "prompt_hash", "target")
+"""What names an item in the comparison of two checkpoints."""
+NUMBERS = (bool, int, float, np.number, np.bool_)
 FILE_KINDS = (".yaml", ".yml", ".py", ".json", ".toml", ".txt")
 """Files beside a task file that may be part of it."""
 CONNECT = """. Load its data once where there is a network, with HF_HOME on a disk that this \
@@ -45,10 +46,7 @@ machine has too: python -c 'from lm_eval.tasks import TaskManager; TaskManager()
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """One task: what its scores depend on and its metrics are, and the work of its requests.
-
-    `ask(lm)` returns its answers by name.
-    """
+    """One task: what its scores depend on, the work of its requests, and its answers by name."""
 
     described: dict[str, Any]
     cost: int
@@ -58,10 +56,7 @@ class TaskPlan:
 def open_tasks(
     name: str, path: Path, metadata: Mapping[str, Any], limit: int | None, only: list[str] | None
 ) -> dict[str, TaskPlan]:
-    """Return the tasks of a YAML file, a group's in its order; `only` those if it is given.
-
-    `metadata` is passed to them. Raises UserError, with the reason, for what does not load.
-    """
+    """Return the tasks of a YAML file, a group's in its order, or `only` some, with `metadata`."""
     with harness():
         try:
             manager, spec = _loader(name, path, metadata)
@@ -118,7 +113,9 @@ def _plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
     for key in ("metadata", "custom_dataset", "dataset_kwargs"):  # places on this machine
         config.pop(key, None)
     with harness():  # the seeds with which the requests are built again when they are asked
-        _prepare(task)
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(OTHER_SEED)
         task.build_all_requests(limit=limit, rank=0, world_size=1)
     requests, documents, cost = hashlib.sha256(), hashlib.sha256(), 0
     for request in task.instances:
@@ -127,18 +124,16 @@ def _plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
         cost += request_cost(request)
     task._instances = None
     for document in task.eval_docs:
-        text = json.dumps(document, default=handle_non_serializable)
-        documents.update(text.encode() + b"\n")
+        documents.update(_json(document).encode() + b"\n")
     files = {path, *(file for file in path.parent.iterdir() if file.suffix in FILE_KINDS)}
     content = b"".join(file.read_bytes() for file in sorted(files))
-
-    def source(value: Any) -> str:
-        return inspect.getsource(value) if inspect.isfunction(value) else repr(type(value))
-
-    own = json.dumps(config, default=source, sort_keys=True)
+    own = json.dumps(config, default=_source, sort_keys=True)
     better = {metric: bool(up) for metric, up in task.higher_is_better().items()}
     primary = metadata.get("primary") or list(better)[:1]
     kept = ("part_of", "part", "chance", "source")
+    # a task of ours says what became of its rows
+    notes = [str(s.info.description) for s in task.dataset.values() if hasattr(s, "info")]
+    counts = [json.loads(text) for text in notes if text.startswith('{"rows"')]
     described = {
         "version": task.VERSION,
         "primary": [primary] if isinstance(primary, str) else list(primary),
@@ -146,53 +141,44 @@ def _plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
         **{key: metadata[key] for key in kept if key in metadata},
         "files_sha256": hashlib.sha256(content).hexdigest(),
         "config_sha256": hashlib.sha256(own.encode()).hexdigest(),
-        **_counts(task),
+        **({"counts": counts[0]} if counts else {}),
         "documents_sha256": documents.hexdigest(),
         "requests_sha256": requests.hexdigest(),
     }
-    return TaskPlan(described, cost, lambda lm: {name: ask(lm, name, task, limit)})
+    return TaskPlan(described, max(1, cost), lambda lm: {name: ask(lm, name, task, limit)})
 
 
-def _prepare(task: Task) -> None:
-    if task.get_config("num_fewshot") is None:
-        task.set_config(key="num_fewshot", value=0)
-    task.set_fewshot_seed(OTHER_SEED)
+def _json(value: Any) -> str:
+    return json.dumps(value, default=handle_non_serializable)
 
 
-def _counts(task: Task) -> dict[str, Any]:
-    for split in task.dataset.values():
-        try:
-            counts = json.loads(split.info.description)
-        except (AttributeError, TypeError, ValueError):
-            continue
-        if isinstance(counts, dict):
-            return {"counts": counts}
-    return {}
+def _source(value: Any) -> str:
+    return inspect.getsource(value) if inspect.isfunction(value) else repr(type(value))
 
 
 def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> Answers:
     """Return scores and item records of `lm` on the first `limit` items of a task."""
     lm.truncated.clear()
     metadata = task.config.metadata or {}
-    part, source = metadata.get("part"), metadata.get("source") or []
+    answers = f"answers_{metadata['part']}" if metadata.get("part") else "answers"
+    # items with equal values of these fields are one draw
+    fields = metadata.get("source") or []
+    fields = [fields] if isinstance(fields, str) else fields
     with harness():
-        _prepare(task)
+        task.set_fewshot_seed(OTHER_SEED)
         # `evaluate`, as `simple_evaluate` reseeds the global generators and leaves them so
         found = evaluate(lm, {"tasks": {name: task}}, limit=limit, bootstrap_iters=0)
     assert found is not None  # it is for ranks above 0, and to the harness every rank is the first
     items = found["samples"][name]
     records: dict[tuple[int, str], dict[str, Any]] = {}
     for item in items:
-        # what names an item in the comparison of two checkpoints
-        identity = ("doc_id", "filter", "doc_hash", "prompt_hash", "target")
-        own = {key: item[key] for key in identity}
-        record = records.setdefault((item["doc_id"], item["filter"]), own)
-        if source:  # items with equal values of these fields are one draw
-            fields = [source] if isinstance(source, str) else source
-            values = [item["doc"][field] for field in fields]
-            text = json.dumps(values, default=handle_non_serializable)
+        record = records.setdefault(
+            (item["doc_id"], item["filter"]), {key: item[key] for key in IDENTITY}
+        )
+        if fields:
+            text = _json([item["doc"][field] for field in fields])
             record["source"] = hashlib.sha256(text.encode()).hexdigest()[:16]
-        record[f"answers_{part}" if part else "answers"] = item["filtered_resps"]
+        record[answers] = item["filtered_resps"]
         record |= {metric: item[metric] for metric in item["metrics"]}
     filters = {item["filter"] for item in items}
     scores = {}
@@ -207,16 +193,14 @@ def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> Answers:
     return Answers(
         scores,
         num_samples=found["n-samples"][name]["effective"],
-        samples=json.loads(json.dumps([*records.values()], default=handle_non_serializable)),
+        samples=json.loads(_json([*records.values()])),
         truncated=len(lm.truncated),
     )
 
 
 def _score(value: float, by_item: Sequence[Any], sources: Sequence[str]) -> Score:
     # perplexities have pairs (log-likelihood, weight) for items; other aggregates are no mean
-    if not by_item or not all(
-        isinstance(x, bool | int | float | np.number | np.bool_) for x in by_item
-    ):
+    if not by_item or not all(isinstance(x, NUMBERS) for x in by_item):
         return Score(value)
     values_N = np.array(by_item, dtype=np.float64)
     if not np.isfinite(values_N).all() or not math.isclose(values_N.mean(), value, abs_tol=1e-12):

@@ -6,10 +6,10 @@ the same tasks, and the batches of each are shared out (model/ranks.py).
 """
 
 import argparse
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,16 +40,8 @@ from eval.model.load import dtype_for
 from eval.model.ranks import Ranks
 from eval.model.subject import Subject, locate
 from eval.staging.staged import staged_folder
-from eval.suite_names import (
-    ALL,
-    BIRTH_YEAR,
-    VALIDATION,
-    asked_how,
-    find_suite,
-    folder_of,
-    split_suites,
-)
-from eval.tasks.birth_year.task import FrozenSets, find_corpus, open_probes
+from eval.suite_names import VALIDATION, asked_how, find_suite, folder_of, split_suites
+from eval.tasks.birth_year.task import FrozenSets, find_corpus
 from eval.validation import validation_task
 
 
@@ -59,48 +51,23 @@ class Plan:
 
     name: str
     asked: dict[str, Any]
-    max_length: int
     folder: Path
     tasks: dict[str, TaskPlan]
 
-    @property
-    def unfinished(self) -> Unfinished:
-        return Unfinished(self.folder, self.asked)
 
-    def part(self, task: str) -> str:
-        """Return what `task` is called in the progress."""
-        return task if task == self.name else f"{self.name} {task}"
-
-
+@dataclass
 class Work:
-    """The progress of several suites, the costs of whose tasks are known at the start."""
+    """The progress of several suites, in the costs of all their tasks."""
 
-    def __init__(self, progress: Progress, plans: Iterable[Plan]) -> None:
-        self._progress, self._done = progress, 0
-        tasks = [(plan.part(name), task) for plan in plans for name, task in plan.tasks.items()]
-        self._costs = {part: max(1, task.cost) for part, task in tasks}
-        self._total = sum(self._costs.values())
+    progress: Progress
+    total: int
+    done: int = 0
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[Callable[[int], None]]:
-        """Yield `advance(cost)` to report work done in a task, which is complete at the end."""
-        cost, done = self._costs.pop(name), 0
-
-        def advance(more: int, final: bool = False) -> None:
-            nonlocal done
-            done = min(done + more, cost)
-            share = (self._done + done) / self._total
-            text = f"{name}: {done / cost:.0%}; {share:.0%} of all"
-            self._progress.update(share, text, final=final)
-
-        advance(0)
-        yield advance
-        advance(cost, final=True)
-        self._done += cost
-
-    def skip(self, name: str) -> None:
-        """Remove a task that another process has done."""
-        self._total -= self._costs.pop(name)
+    def advance(self, name: str, cost: int) -> None:
+        """Report work done in the task `name`."""
+        self.done += cost
+        share = min(1.0, self.done / self.total)
+        self.progress.update(share, f"{name}: {share:.0%} of all")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -109,33 +76,21 @@ def run(arguments: argparse.Namespace) -> None:
     check_cuda()
     # an exception leaves without waiting for ranks that are busy
     with Ranks.from_environment() as ranks:
-        try:
-            Evaluation(arguments, ranks).run(suites)
-        except KeyboardInterrupt:
-            if ranks.rank == 0:
-                text = "interrupted: finished tasks are kept, the same command resumes"
-                print(text, file=sys.stderr)
-            raise
+        Evaluation(arguments, ranks).run(suites)
 
 
 def check_options(arguments: argparse.Namespace) -> dict[str, Path | None]:
-    """Return the task file by suite. Raises UserError for options that do not fit together."""
+    """Return the task file by suite, if the options fit together."""
     for name in ("limit", "max_length", "batch_tokens"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise UserError(f"--{name} {value}: expected at least 1")
-    suites: dict[str, Path | None] = {}
-    for suite, path in map(find_suite, split_suites(arguments.suite)):
-        if suite in suites:
-            raise UserError(f"--suite {arguments.suite} names two suites {suite}: rename one file")
-        suites[suite] = path
-    has_probes = any(folder_of(path) == "birth_year" for path in suites.values())
-    for name, suite, serves in (
-        ("must_beat", VALIDATION, VALIDATION in suites),
-        ("junk", BIRTH_YEAR, has_probes),
-    ):
-        if getattr(arguments, name) is not None and not serves and arguments.suite != ALL:
-            raise UserError(f"--{name} is for --suite {suite}, not for {arguments.suite}")
+    found = [find_suite(suite) for suite in split_suites(arguments.suite)]
+    suites = dict(found)
+    if len(suites) < len(found):
+        raise UserError(f"--suite {arguments.suite}: two suites of one name; rename a file")
+    if arguments.must_beat is not None and VALIDATION not in suites:
+        raise UserError(f"--must_beat is for --suite {VALIDATION}, not for {arguments.suite}")
     return suites
 
 
@@ -168,7 +123,7 @@ class Evaluation:
         missing = [plan for plan in plans if not self._is_known(plan)]
         if not missing:
             return
-        longest = max(plan.max_length for plan in missing)
+        longest = max(plan.asked["max_length"] for plan in missing)
         lm = CanonLM(
             self.subject.load(self.device, self.dtype, longest),
             None if {plan.name for plan in missing} == {VALIDATION} else self.subject.tokenizer,
@@ -181,27 +136,10 @@ class Evaluation:
             lm, self.subject.evals or self.arguments.out, self.say
         )
         with Progress(self.console) as progress:
-            work = Work(progress, missing)
+            work = Work(progress, sum(t.cost for plan in missing for t in plan.tasks.values()))
             for plan in missing:
-                lm.max_length = plan.max_length
+                lm.max_length = plan.asked["max_length"]
                 self._answer(plan, lm, work)
-
-    def _answer(self, plan: Plan, lm: CanonLM, work: Work) -> None:
-        with ExitStack() as held:
-            if self.ranks.rank == 0:
-                with writing(plan.folder):
-                    held.enter_context(plan.unfinished.hold(self.say))
-            if self._is_known(plan):  # another process has answered it meanwhile
-                for name in plan.tasks:
-                    work.skip(plan.part(name))
-                return
-            results, samples = merged(plan.asked, self._answers(plan, lm, work))
-            if self.ranks.rank == 0:
-                with writing(plan.folder):
-                    write_results(plan.folder, results, samples)
-                    plan.unfinished.remove()
-            self.ranks.barrier()
-        self._report(plan, results, "written to")
 
     def _plan(self, name: str, path: Path | None, num_suites: int) -> Plan:
         subject, arguments = self.subject, self.arguments
@@ -211,11 +149,6 @@ class Evaluation:
             subject.check_held_out(arguments.held_out)
             train, held_out = subject.train_shards, subject.held_out_shards
             tasks = {name: validation_task(train, held_out, length, arguments.limit, self.say)}
-            if subject.folder is not None and subject.recorded_held_out is None:
-                self.say(
-                    f"{subject.folder.path} does not record its held-out text; taken: "
-                    f"{held_out.folder}"
-                )
         else:
             tasks = self._open_tasks(name, path, length)
         asked = {
@@ -239,7 +172,7 @@ class Evaluation:
         # now: nobody waits hours to learn that it can't be
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        return Plan(name, asked, length, folder, tasks)
+        return Plan(name, asked, folder, tasks)
 
     def _open_tasks(self, name: str, path: Path, max_length: int) -> dict[str, TaskPlan]:
         arguments, only, staged = self.arguments, None, staged_folder(self.arguments.staged)
@@ -252,36 +185,76 @@ class Evaluation:
         if folder_of(path) == "birth_year":
             folder = (arguments.out or self.subject.evals or staged) / "probes"
             corpus = lambda: find_corpus(arguments.junk, staged)  # noqa: E731
+            advance = lambda probe: self.say(f"freezing the probes {probe} in {folder}")  # noqa: E731
             frozen = FrozenSets(folder, self.subject.tokenizer, corpus)
-            only, left_out = open_probes(frozen, max_length=max_length, say=self.say)
+            sets, left_out = frozen.sets(max_length, advance)
             metadata |= {"probes": str(folder), "junk": str(arguments.junk or "")}
-            only = only if name == BIRTH_YEAR else [name]
+            # each is asked for its greedy answer, and for the rank of its years
+            asked = [task for one in sets for task in (one.name, f"{one.name}_rank")]
+            only = asked if name == "birth-year" else [name]
             if left_out:
                 self.say(f"probes left out: {'; '.join(left_out)}")
         return open_tasks(name, path, metadata, arguments.limit, only)
 
     def _is_known(self, plan: Plan) -> bool:
-        is_foreign = self.arguments.out is not None
-        known: Results | None = self.ranks.broadcast(known_results(plan, is_foreign))
+        """Report earlier results of the question, if any; --out may hold no other's."""
+        known: Results | None = self.ranks.broadcast(self._read(plan))
         if known:
             self._report(plan, known, "as found in")
         return known is not None
 
-    def _answers(self, plan: Plan, lm: CanonLM, work: Work) -> dict[str, Answers]:
-        done: dict[str, Answers] = self.ranks.broadcast(plan.unfinished.read())
+    def _read(self, plan: Plan) -> Results | None:
+        try:
+            results = read_results(plan.folder / RESULTS)
+            before, now = question_of(results.asked), question_of(plan.asked)
+            if before == now:
+                read_samples(plan.folder)
+                return results
+        except UserError:
+            return None  # none, damaged, or of an older version: asked again
+        if self.arguments.out is None:
+            return None
+        name = next(n for n in sorted({*before, *now}) if before.get(n) != now.get(n))
+        raise UserError(
+            f"--out {plan.folder} holds results of another question ({name} {before.get(name)!r}, "
+            f"asked for is {now.get(name)!r}): choose another folder"
+        )
+
+    def _answer(self, plan: Plan, lm: CanonLM, work: Work) -> None:
+        unfinished = Unfinished(plan.folder, plan.asked)
+        with ExitStack() as held:
+            if self.ranks.rank == 0:
+                with writing(plan.folder):
+                    held.enter_context(unfinished.hold(self.say))
+            if self._is_known(plan):  # another process has answered it meanwhile
+                work.total -= sum(task.cost for task in plan.tasks.values())
+                return
+            results, samples = merged(plan.asked, self._answers(plan, unfinished, lm, work))
+            if self.ranks.rank == 0:
+                with writing(plan.folder):
+                    write_results(plan.folder, results, samples)
+                    unfinished.remove()
+            self.ranks.barrier()
+        self._report(plan, results, "written to")
+
+    def _answers(
+        self, plan: Plan, unfinished: Unfinished, lm: CanonLM, work: Work
+    ) -> dict[str, Answers]:
+        done: dict[str, Answers] = self.ranks.broadcast(unfinished.read())
         if done:
             self.say(f"{plan.name}: going on after {len(done)} tasks of an earlier call")
         answers = {}
         for name, task in plan.tasks.items():
             if name in done:
-                work.skip(plan.part(name))
+                work.total -= task.cost
                 answers[name] = done[name]
                 continue
-            with work.part(plan.part(name)) as lm.answered:
-                answers |= task.ask(lm)
+            label = name if name == plan.name else f"{plan.name} {name}"
+            lm.answered = partial(work.advance, label)
+            answers |= task.ask(lm)
             if self.ranks.rank == 0 and len(plan.tasks) > 1:
                 with writing(plan.folder):
-                    plan.unfinished.add(name, answers[name])
+                    unfinished.add(name, answers[name])
         return answers
 
     def _report(self, plan: Plan, results: Results, how: str) -> None:
@@ -296,29 +269,6 @@ class Evaluation:
                 f"the checkpoint's {ours:.4f} bits per byte do not beat the {rival} model's "
                 f"{theirs:.4f}, as --must_beat asks"
             )
-
-
-def known_results(plan: Plan, is_foreign: bool) -> Results | None:
-    """Return what an earlier call found for exactly the same question, if any.
-
-    Raises UserError if it is of another question in a folder that the user named (`is_foreign`).
-    """
-    try:
-        results = read_results(plan.folder / RESULTS)
-        before, now = question_of(results.asked), question_of(plan.asked)
-        if before == now:
-            read_samples(plan.folder)
-            return results
-    except UserError:
-        return None  # none, damaged, or of an older version: asked again
-    if is_foreign:
-        names = sorted(before.keys() | now.keys())
-        name = next(name for name in names if before.get(name) != now.get(name))
-        raise UserError(
-            f"--out {plan.folder} holds results of another question ({name} {before.get(name)!r}, "
-            f"asked for is {now.get(name)!r}): choose another folder"
-        )
-    return None
 
 
 def merged(
@@ -353,23 +303,22 @@ def writing(folder: Path) -> Iterator[None]:
 
 def print_results(console: Console, subject: str, results: Results) -> None:
     """Print the scores of one suite; losses best first. `subject` names what was evaluated."""
-    asked = results.asked
-    rows: list[tuple[Text | str, ...]] = []
+    asked, rows = results.asked, list[tuple[Text | str, ...]]()
     if asked["suite"] == VALIDATION:
         title = f"held-out loss over {results.num_samples[VALIDATION]:,} tokens: {subject}"
-        columns: tuple[str, ...] = ("model", "nats/token", "bits/byte")
-        losses = [
-            (scores["bits_per_byte"].value, scores["nats_per_token"].value, name)
-            for name, scores in results.scores.items()
-        ]
-        for bits, nats, name in sorted(losses):
+        columns = {"model": "left", "nats/token": "right", "bits/byte": "right"}
+        for name, scores in sorted(
+            results.scores.items(), key=lambda item: item[1]["bits_per_byte"].value
+        ):
             model = "this checkpoint" if name == VALIDATION else f"{name} of the training shards"
-            rows.append((Text(model), f"{nats:.4f}", f"{bits:.4f}"))
+            values = (scores[metric].value for metric in ("nats_per_token", "bits_per_byte"))
+            rows.append((model, *(f"{value:.4f}" for value in values)))
     else:
         limit = asked["limit"]
         cut = "" if limit is None else f"; the first {limit:,} items only: not a result"
         title = f"{asked['suite']}: {subject}{cut}"
-        columns = ("task", "metric", "score", "+-", "items")
+        columns = dict.fromkeys(("task", "metric"), "left")
+        columns |= dict.fromkeys(("score", "+-", "items"), "right")
         for task, metrics in results.scores.items():
             primary = asked["tasks"].get(task, {}).get("primary", ())
             for metric, score in metrics.items():
@@ -380,20 +329,16 @@ def print_results(console: Console, subject: str, results: Results) -> None:
                 count = f"{results.num_samples[task]:,}"
                 rows.append((Text(task), label, f"{score.value:.4f}", noise, count))
     table = Table(title=Text(title), title_justify="left")
-    for column in columns:
-        is_text = column in ("model", "task", "metric")
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
+    for column, justify in columns.items():
+        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    lost = [f"{task} {n:,} of {results.num_samples[task]:,}"
-            for task, n in results.truncated.items() if n]  # fmt: skip
-    if lost:
-        words = (
-            f"contexts longer than max_length {asked['max_length']} lost their beginning "
-            f"(--max_length reads more): {', '.join(lost)}"
-        )
-        console.print(Text(words), soft_wrap=True)
+    for task, count in results.truncated.items():
+        if count:
+            words = f"{task} {count:,} of {results.num_samples[task]:,} contexts longer than "
+            words += f"max_length {asked['max_length']} lost their beginning (--max_length)"
+            console.print(Text(words), soft_wrap=True)
     for task, described in asked["tasks"].items():
         if counts := described.get("counts"):
             words = ", ".join(f"{name} {count:,}" for name, count in counts.items())

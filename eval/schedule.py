@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from canon_pretrain.checkpoint.architecture import find_checkpoint
-from canon_pretrain.checkpoint.folder import CheckpointFolder, entries
+from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults
 from canon_pretrain.checkpoint.retention import held_steps, hold, release
 from canon_pretrain.cluster.leases import CLAIM_EXPIRY_S, InFlight, Lease, Leases, Slurm
@@ -42,14 +42,13 @@ EXIT_FRUITLESS, EXIT_ANOTHERS = 1, 3
 States = InFlight | Literal["to come", "waiting", "done", "failed", "missing", "damaged"]
 IN_FLIGHT = ("claimed", "queued", "running")
 FINAL = ("done", "failed", "missing", "damaged")
+PROGRESS = ("*/unfinished/*.task.json", "*/samples-*.jsonl", "*/results.json")
+"""What a suite's folder gains as tasks are answered."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The content of schedule.json. `every`: steps; None: each checkpoint on the run's schedule.
-
-    `how`: options of `eval run`; `sbatch`: flags of each job; `retries` of a job that failed.
-    """
+    """The content of schedule.json; `every`: steps, `how`: of `eval run`, `sbatch`: flags."""
 
     suites: list[str]
     every: int | None = None
@@ -70,17 +69,9 @@ def answers(asked: dict[str, Any], suite: str, how: Sequence[str], seq_len: int)
     wanted = {"options": None, "junk": None, **asked_how(suite_name(suite), options, seq_len)}
     if options.held_out is not None and suite == "validation":
         wanted["held_out_fingerprint"] = open_apart(options.held_out).fingerprint
-    return options.dtype in ("auto", asked.get("dtype")) and all(
-        asked.get(name) == value for name, value in wanted.items()
-    )
-
-
-def words_for(how: Sequence[str], suite: str) -> list[str]:
-    """Return the options for one suite: junk is for the birth-year probes alone."""
-    given = vars(_parse_how(how))
-    if suite_name(suite) != "birth-year" and "-hop-" not in suite:
-        given["junk"] = None
-    return to_words(given)
+    if options.dtype != "auto":
+        wanted["dtype"] = options.dtype
+    return all(asked.get(name) == value for name, value in wanted.items())
 
 
 def to_words(given: dict[str, Any]) -> list[str]:
@@ -112,24 +103,20 @@ def read_request(run: Path, *, change: bool = False) -> Request | None:
 
 
 def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool = True) -> Request:
-    """Return the request of schedule.json, which the first call writes; `given` are its fields.
-
-    Raises UserError for one that says otherwise, unless it is a `change`: two watchers with two
-    minds would hold and release checkpoints in turns. With `keep` False nothing is written.
-    """
+    """Return the request of schedule.json; `given` fields that differ need `change`."""
     RunFolder(run).read_config()
     path = run / EVALS / "schedule.json"
     lock = path.with_name(".schedule.lock")
     with locked(lock, str(path), patience_s=PATIENCE_S) if keep else nullcontext():
         known = read_request(run, change=change)
         asked = replace(known or Request(list(SUITES)), **given)
+        # two watchers with two minds would hold and release checkpoints in turns
         if known is not None and asked != known and not change:
             pairs = [(name, getattr(known, name), value) for name, value in given.items()]
             differing = (f"{name} {a!r}, given {b!r}" for name, a, b in pairs if a != b)
-            differs = "; ".join(differing)
             raise UserError(
-                f"{path} says otherwise: {differs}. Leave the options out to go on as it says, or "
-                "give --change to replace it"
+                f"{path} says otherwise: {'; '.join(differing)}. Leave the options out to go on as "
+                "it says, or give --change to replace it"
             )
         if keep and asked != known:
             write_json(path, asdict(asked))
@@ -138,26 +125,21 @@ def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool
 
 @dataclass(frozen=True)
 class Entry:
-    """One suite (a name, or the path of a task's YAML) of one checkpoint, as a look found it."""
+    """One suite (a name, or a task's YAML) of one checkpoint; `attempts`: its jobs so far."""
 
     step: int
     suite: str
     state: States
     lease: Lease | None = None
     attempts: int = 0
-    """Jobs so far."""
     why: str = ""
 
 
 class Schedule:
-    """The evaluations of one run. Raises UserError if `path` is no run."""
+    """The evaluations of one run."""
 
-    def __init__(
-        self, path: Path, request: Request, *, claim_expiry_s: float = CLAIM_EXPIRY_S
-    ) -> None:
-        self.run = RunFolder(path)
-        self.request = request
-        self._claim_expiry_s = claim_expiry_s
+    def __init__(self, path: Path, request: Request, *, expiry_s: float = CLAIM_EXPIRY_S) -> None:
+        self.run, self.request, self._expiry_s = RunFolder(path), request, expiry_s
         config = self.run.read_config().get("config", {})
         checkpoint, training = config.get("checkpoint", {}), config.get("training", {})
         self.checkpoints = CheckpointFolder.of_run(self.run)
@@ -175,11 +157,9 @@ class Schedule:
     def look(self, queue: Slurm) -> list[Entry]:
         """Return every suite of every step; `queue` was looked at before, so results count."""
         newest = max(self.checkpoints.steps(), default=0)
-        found = []
-        for step in self.steps:
-            saved = self._checkpoint(step, newest)
-            found += [self._entry(step, suite, saved, queue) for suite in self.request.suites]
-        return found
+        saved = {step: self._checkpoint(step, newest) for step in self.steps}
+        pairs = ((step, suite) for step in saved for suite in self.request.suites)
+        return [self._entry(step, suite, saved[step], queue) for step, suite in pairs]
 
     def is_finished(self, overview: Sequence[Entry]) -> bool:
         """Return whether training has ended well, with nothing left to move or to evaluate."""
@@ -207,12 +187,11 @@ class Schedule:
         """Have the trainer keep the steps still to be evaluated, saved or not, and no others."""
         is_over = self.is_finished(overview)
         wanted = {e.step for e in overview if not is_over and e.state not in ("done", "failed")}
-        names = {path.name for path in entries(self.run.path / EVALS / "holds")}
-        ours = {step for step in held_steps(self.run.path) if f"step-{step}.{HOLD}" in names}
-        for step in sorted(wanted - ours):
-            hold(self.run.path, step, HOLD)
-        for step in sorted(ours - wanted):
-            release(self.run.path, step, HOLD)
+        holds = self.run.path / EVALS / "holds"
+        held = held_steps(self.run.path)
+        ours = {step for step in held if (holds / f"step-{step}.{HOLD}").exists()}
+        for step in sorted(wanted ^ ours):
+            (hold if step in wanted else release)(self.run.path, step, HOLD)
 
     def _checkpoint(self, step: int, newest: int) -> tuple[States, str]:
         """Return `waiting` if the step is saved, else why it can't be evaluated."""
@@ -230,14 +209,14 @@ class Schedule:
 
     def _entry(self, step: int, suite: str, saved: tuple[States, str], queue: Slurm) -> Entry:
         leases = leases_of(self.run.path, step, suite)
-        known = leases.all()
-        last = known[-1] if known else None
-        attempts = sum(each.job is not None for each in known)
+        last = leases.current()
         if self.has_results(step, suite):
-            return Entry(step, suite, "done", last, attempts)
-        state, lease, why = leases.judge(last, queue, self._claim_expiry_s)
+            state, lease, why = "done", last, ""
+        else:
+            state, lease, why = leases.judge(last, queue, self._expiry_s)
+        # a job that was found by its name is written down now
+        attempts = sum(each.job is not None for each in leases.all())
         if state is not None:
-            attempts += lease is not None and lease.job is not None and known[-1].job is None
             return Entry(step, suite, state, lease, attempts, why)
         if attempts > self.request.retries:
             return Entry(step, suite, "failed", lease, attempts, why)
@@ -252,34 +231,26 @@ def leases_of(run: Path, step: int | str, suite: str) -> Leases:
 
 @dataclass(frozen=True)
 class Restarts:
-    """The content of restarts.json."""
+    """The content of restarts.json: tasks answered when `job` began, starts without one more."""
 
-    job: str
-    tasks: int
-    """Tasks that were answered when it began."""
-    fruitless: int
-    """Starts in a row without a task more."""
+    job: str = ""
+    tasks: int = 0
+    fruitless: int = 0
 
 
 def begin(leases: Leases, job: str, lease_id: str | None, restarts: int) -> tuple[int, str]:
-    """Return the exit code of a job that has started (0: go on), and why.
-
-    `lease_id`: the claim it was submitted for, if any. A job that began again `restarts` times in a
-    row without a task more ends.
-    """
+    """Return the exit code of a started job (0: go on), and why; `lease_id`: its claim, if any."""
     if lease_id is not None:
         current = leases.current()
         if current is None or current.id != lease_id:
             return EXIT_ANOTHERS, f"another job has this work, or it was archived: {leases.folder}"
         if current.job is None:
             leases.record(current, job=job)  # its watcher was killed before it could
-    path, suites = leases.folder / "restarts.json", leases.folder.parent
-    before = Restarts("", 0, 0)
+    path, suites, before = leases.folder / "restarts.json", leases.folder.parent, Restarts()
     with suppress(UnreadableFile):
         before = read_record(path, Restarts)
-    patterns = ("*/unfinished/*.task.json", "*/samples-*.jsonl", "*/results.json")
     folders = [suites.parent / name for name in suites.name.split(",")]
-    gained = sum(1 for folder in folders for pattern in patterns for _ in folder.glob(pattern))
+    gained = sum(1 for folder in folders for pattern in PROGRESS for _ in folder.glob(pattern))
     again = before.job == job and gained <= before.tasks
     fruitless = before.fruitless + 1 if again else 0
     if fruitless > restarts:
@@ -292,12 +263,13 @@ def begin(leases: Leases, job: str, lease_id: str | None, restarts: int) -> tupl
 def main(argv: list[str] | None = None) -> None:
     """`... begin CHECKPOINT SUITE --job ID [--lease ID] [--restarts K]`, for slurm/eval.sh."""
     parser = argparse.ArgumentParser(prog="python -m eval.schedule")
-    parser.add_argument("command", choices=("begin",))
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("suite")
-    parser.add_argument("--job", required=True)
-    parser.add_argument("--lease")
-    parser.add_argument("--restarts", type=int, default=3)
+    add = parser.add_argument
+    add("command", choices=("begin",))
+    add("checkpoint", type=Path)
+    add("suite")
+    add("--job", required=True)
+    add("--lease")
+    add("--restarts", type=int, default=3)
     given = parser.parse_args(argv)
     # not resolved: RUN/checkpoint may be a link to a larger disk
     run, checkpoint = find_checkpoint(Path(os.path.abspath(given.checkpoint)))

@@ -27,20 +27,17 @@ from eval.suite_names import ALL, TASKS, is_task_file, split_suites, suite_name
 from eval.watcher import Watcher, summary
 
 MAX_IN_FLIGHT = 8
-INTERVAL_S = 60.0
-STYLES = {"done": "green", "running": "cyan", "failed": "red", "damaged": "red", "missing": "red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `eval submit`."""
     parser.description = (
         "Evaluate the checkpoints of runs as training saves them. What was asked for is kept in "
-        "RUN/evals/schedule.json: later calls need no options. Without --once it looks again and "
-        "again until the runs are DONE, all is evaluated and the report is written."
+        "RUN/evals/schedule.json: later calls need no options."
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="runs, or sweeps")
     add = parser.add_argument_group("what").add_argument
-    about = f"suites, tasks or paths of task files, or `{ALL}`, the paper's (default: {ALL})"
-    add("--suites", metavar="A,B", help=about)
+    add("--suites", metavar="A,B", help=f"suites, tasks or task files (default: {ALL})")
     about = "use task files outside eval/tasks without asking: they are code"
     add("--trust_task_files", action="store_true", help=about)
     about = "steps that are multiples of N, and the last (default: each that the run saves)"
@@ -49,27 +46,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--retries", type=int, metavar="R", help=about)
     about = "let these options replace those of schedule.json"
     add("--change", action="store_true", help=about)
-    about = "where the report of all these runs is written after the last evaluation (default: "
-    about += "RUN/report of one run or sweep, ./report of several)"
+    about = "of the report (default: RUN/report of one run or sweep, ./report of several)"
     add("--report", type=Path, metavar="DIR", help=about)
     add = parser.add_argument_group("when and where").add_argument
     add("--once", action="store_true", help="look once, and end")
     about = f"jobs at a time, of all these runs (default: {MAX_IN_FLIGHT}; with --local 1)"
     add("--max_in_flight", type=int, metavar="K", help=about)
-    about = "between two looks (default: 60)"
-    add("--interval_s", type=float, default=INTERVAL_S, help=about)
+    add("--interval_s", type=float, default=60.0, help="between two looks (default: 60)")
     add("--local", action="store_true", help="run them here, one after the other")
     about = "a flag for each job, such as --sbatch=--partition=short (may be given again)"
     add("--sbatch", action="append", metavar="FLAG", help=about)
     add = parser.add_argument_group("instead").add_argument
     add("--status", action="store_true", help="a table of what is done and what not")
     add("--json", action="store_true", help="the same as JSON")
-    about = "exit code 0 if nothing is left, else 1"
-    add("--is_finished", action="store_true", help=about)
+    add("--is_finished", action="store_true", help="exit code 0 if nothing is left, else 1")
     add_how(parser.add_argument_group("passed on to `eval run`"))
 
 
 def execute(arguments: argparse.Namespace) -> None:
+    """Watch the runs until all is evaluated, or show their state."""
     for name, least in (("max_in_flight", 1), ("retries", 0), ("every", 1)):
         value = getattr(arguments, name)
         if value is not None and value < least:
@@ -109,14 +104,10 @@ def execute(arguments: argparse.Namespace) -> None:
         console=Console(),
         absent=absent,
     )
-    if looks_only:
-        show(watcher, arguments)
-    else:
-        watch(watcher, arguments)
+    (show if looks_only else watch)(watcher, arguments)
 
 
 def _confirm_task_files(suites: list[str], arguments: argparse.Namespace) -> None:
-    """Ask before jobs run the code of the user's task files. Raises UserError without a yes."""
     files = [s for s in suites if is_task_file(s) and not Path(s).resolve().is_relative_to(TASKS)]
     if not files or arguments.trust_task_files:
         return
@@ -201,22 +192,20 @@ def show(watcher: Watcher, arguments: argparse.Namespace) -> None:
 def _table(title: str, found: list[Entry]) -> Table:
     table = Table(title=Text(title), title_justify="left")
     table.add_column("step", justify="right")
-    suites = list(dict.fromkeys(entry.suite for entry in found))
-    for suite in suites:
+    for suite in dict.fromkeys(entry.suite for entry in found):
         table.add_column(Text(suite_name(suite)))
     steps = list(dict.fromkeys(entry.step for entry in found if entry.state != "to come"))
     for step in steps:
-        table.add_row(f"{step:,}", *(_cell(entry) for entry in found if entry.step == step))
+        table.add_row(f"{step:,}", *(_words(entry) for entry in found if entry.step == step))
     if later := sorted({entry.step for entry in found} - set(steps)):
-        table.add_row("…", *(["to come"] * len(suites)))
         table.caption = f"{len(later)} steps to come, the next is {later[0]:,}"
     return table
 
 
-def _cell(entry: Entry) -> Text:
+def _words(entry: Entry) -> str:
     words: str = entry.state
     if entry.state in ("running", "queued") and entry.lease is not None:
         words += f" {entry.lease.job}"
     if entry.attempts > 1 or (entry.attempts and entry.state in ("waiting", "failed")):
         words += f" ({entry.attempts} {'try' if entry.attempts == 1 else 'tries'})"
-    return Text(words, style=STYLES.get(entry.state, ""))
+    return words

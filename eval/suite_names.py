@@ -17,13 +17,11 @@ from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.core.files import sha256_file
 from canon_pretrain.run.results import SUITES, VALIDATION
 
-DISCRIMINATIVE, JRT, BABILONG, BIRTH_YEAR = "discriminative", "jrt", "babilong", "birth-year"
 ALL = "all"
 LEAST_LENGTHS = {"babilong": 8192, "birth_year": 8192}
 """Default of the least --max_length by task folder: what hides among 4,096 tokens would else be cut
 off, or left out. The others fit the training length."""
-
-FOLDERS = (DISCRIMINATIVE, JRT, BABILONG, "birth_year")
+FOLDERS = ("discriminative", "jrt", "babilong", "birth_year")
 """Of the suites' tasks; an option of a suite's tasks begins with its name."""
 TASKS = Path(__file__).parent / "tasks"
 
@@ -75,8 +73,8 @@ def harness_names() -> dict[str, HarnessName]:
             if kind in found:
                 named.setdefault(found[kind], HarnessName(kind, path))
         for listed in _TAGS.findall(text):
-            words = re.findall(r"[^\s\"',\[\]-][^\s\"',\[\]]*", re.sub("#.*", "", listed))
-            tags |= {word: HarnessName("tag", path) for word in words if word not in tags}
+            for word in re.findall(r"[^\s\"',\[\]-][^\s\"',\[\]]*", re.sub("#.*", "", listed)):
+                tags.setdefault(word, HarnessName("tag", path))
     return tags | named
 
 
@@ -94,9 +92,7 @@ def split_suites(given: str, known: Collection[str] = ()) -> list[str]:
             find_suite(name)
         suites += SUITES if name == ALL else [suite]
     if not suites:
-        raise UserError(
-            f"no suite in {given!r}: expected {ALL}, or names such as {JRT},{VALIDATION}"
-        )
+        raise UserError(f"no suite in {given!r}: expected {ALL}, or names such as jrt,{VALIDATION}")
     return list(dict.fromkeys(suites))
 
 
@@ -106,7 +102,7 @@ def suite_name(given: str) -> str:
 
 
 def find_suite(given: str) -> tuple[str, Path | None]:
-    """Return the suite's name and its file, None for `validation`. Raises UserError if unknown."""
+    """Return the suite's name and its file, None for `validation`."""
     files = task_files()
     if given == VALIDATION:
         return given, None
@@ -136,10 +132,7 @@ def folder_of(path: Path | None) -> str:
 
 
 def asked_how(name: str, how: argparse.Namespace, seq_len: int) -> dict[str, Any]:
-    """Return what the options of `eval run` make of a suite's question; `seq_len` is training's.
-
-    --option counts unless it is named after another suite of ours; a file counts by its content.
-    """
+    """Return what options make of a suite's question; files count by their content."""
 
     def content(value: Path | str) -> str:
         return f"file {sha256_file(Path(value))}" if is_file(value) else str(value)
@@ -173,13 +166,17 @@ def execute(arguments: argparse.Namespace) -> None:
     except re.error as error:
         raise UserError(f"--grep {arguments.grep!r}: no regular expression: {error}") from None
     ours = {VALIDATION: TASKS.with_name("validation.py")} | task_files()
-    rows = [(name, "suite", ours[name]) for name in SUITES]
-    rows += [(name, "ours", path) for name, path in sorted(ours.items()) if name not in SUITES]
-    rows += [(name, *found) for name, found in sorted(harness_names().items()) if name not in ours]
-    roots = (harness_tasks().parents[1], TASKS.parents[1])
-    found = [row for row in rows if pattern.search(row[0])]
+    known = {name: HarnessName("suite", ours[name]) for name in SUITES}
+    for group in (
+        {name: HarnessName("ours", ours[name]) for name in sorted(ours)},
+        harness_names(),
+    ):
+        known |= {name: group[name] for name in sorted(group) if name not in known}
+    found = [name for name in known if pattern.search(name)]
     if not found:
-        raise UserError(f"none of {len(rows):,} names matches --grep {arguments.grep!r}")
-    for name, kind, path in found:
+        raise UserError(f"none of {len(known):,} names matches --grep {arguments.grep!r}")
+    roots = (harness_tasks().parents[1], TASKS.parents[1])
+    for name in found:
+        kind, path = known[name]
         root = next(root for root in roots if path.is_relative_to(root))
         print(f"{name:40} {kind:5} {path.relative_to(root)}")

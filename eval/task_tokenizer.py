@@ -27,10 +27,7 @@ POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx")
 
 @dataclass(frozen=True, eq=False)
 class TaskTokenizer:
-    """Text to ids and back, without BOS and EOS.
-
-    `sha256` is that of its file; of an export of ours that of the training tokenizer.
-    """
+    """Text to ids and back, without BOS and EOS; `sha256` is the training tokenizer's, if known."""
 
     name: str
     sha256: str
@@ -39,30 +36,19 @@ class TaskTokenizer:
 
 
 def task_tokenizer(metadata: Mapping[str, Any]) -> TaskTokenizer:
-    """Return the tokenizer that a task's metadata names; loaded once per process.
-
-    A folder with a tokenizer_config.json is read as `lm_eval --model hf` reads it, any other as a
-    data folder. Raises UserError if none is named or it can't be read.
-    """
+    """Return the tokenizer that a task's metadata names, a data folder's or an export's."""
     given = metadata.get("tokenizer") or metadata.get("pretrained")
     if not given:
         raise UserError(f"this task needs the evaluated model's tokenizer: {WAY_OUT}")
     path = Path(str(given)).expanduser()
-    files = [path, *(path / name for name in (*FILE_NAMES, HF_CONFIG))]
-    # changes when the tokenizer there is written anew
-    stamp = tuple(file.stat().st_mtime_ns if file.is_file() else 0 for file in files)
     if path.exists() and not (path / HF_CONFIG).is_file():
-        return _of_data(str(path), stamp)
-    # never left to its default: transformers would ask on the terminal
-    options = {"trust_remote_code": bool(metadata.get("trust_remote_code", False))}
-    if "revision" in metadata:
-        options["revision"] = metadata["revision"]
-    return _of_export(str(path) if path.exists() else str(given), stamp, **options)
+        return _of_data(path)
+    return _of_export(str(path if path.exists() else given), metadata.get("revision"))
 
 
 @functools.lru_cache(maxsize=4)
-def _of_data(path: str, stamp: tuple[int, ...]) -> TaskTokenizer:
-    folder, eos = Path(path), None
+def _of_data(folder: Path) -> TaskTokenizer:
+    eos = None
     try:
         if (folder / HF_FILE).is_file() and (folder / "train").is_dir():
             # such a file may leave open which token ends a document; the shards know
@@ -80,7 +66,7 @@ def _of_data(path: str, stamp: tuple[int, ...]) -> TaskTokenizer:
 
 
 @functools.lru_cache(maxsize=4)
-def _of_export(name: str, stamp: tuple[int, ...], **options: Any) -> TaskTokenizer:
+def _of_export(name: str, revision: str | None) -> TaskTokenizer:
     import transformers  # takes seconds, and runs of ours do without
 
     from canon_pretrain.hf.export import RECORD  # imports torch
@@ -91,44 +77,36 @@ def _of_export(name: str, stamp: tuple[int, ...], **options: Any) -> TaskTokeniz
             # its files alone: config.json may name code of the model's, which is not needed here
             found = transformers.PreTrainedTokenizerFast.from_pretrained(name)
         else:
+            # not left to its default, which is to ask on the terminal
+            options = {"trust_remote_code": False, "revision": revision or "main"}
             found = transformers.AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(
-            f"{name}: no tokenizer can be loaded from there ({reason}); {WAY_OUT}"
-        ) from None
+        reason = " ".join(f"no tokenizer can be loaded from there ({error})".split())
+        raise UserError(f"{name}: {reason}; {WAY_OUT}") from None
     try:
         sha256 = str(read_json(folder / RECORD)["tokenizer"]["sha256"])
     except (UnreadableFile, KeyError, TypeError):
         # no export of ours, or one that got its tokenizer from elsewhere since
-        contents = [
-            (folder / file).read_bytes() for file in FILE_NAMES if (folder / file).is_file()
-        ]
+        files = [folder / file for file in FILE_NAMES if (folder / file).is_file()]
         vocabulary = json.dumps(sorted(found.get_vocab().items())).encode()
-        sha256 = hashlib.sha256([*contents, vocabulary][0]).hexdigest()
+        sha256 = hashlib.sha256(files[0].read_bytes() if files else vocabulary).hexdigest()
     plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     return TaskTokenizer(
         name,
         sha256,
         # not verbose: a document longer than the model's length is no mistake before it is cut
-        encode=lambda text: [
-            int(i) for i in found.encode(text, add_special_tokens=False, verbose=False)
-        ],
+        encode=lambda text: list(found.encode(text, add_special_tokens=False, verbose=False)),
         decode=lambda ids: str(found.decode(list(ids), **plain)),
     )
 
 
 def known_max_length(metadata: Mapping[str, Any]) -> int | None:
-    """Return the tokens that the model reads at most, if a task's metadata or config.json tell.
-
-    Raises UserError for a length that is no number.
-    """
+    """Return the tokens that the model reads at most, if a task's metadata or config.json tell."""
     for name in ("max_length", *POSITIONS):
         if (given := metadata.get(name)) is not None:
-            try:
-                return int(given)
-            except (TypeError, ValueError):
-                raise UserError(f"{name} {given!r}: expected a number of tokens") from None
+            if not str(given).isdecimal():
+                raise UserError(f"{name} {given!r}: expected a number of tokens")
+            return int(given)
     try:
         config = read_json(Path(str(metadata.get("pretrained"))) / "config.json", finite=False)
         return next((int(config[name]) for name in POSITIONS if config.get(name) is not None), None)
@@ -141,10 +119,8 @@ def lengths_beyond(prompts: Iterable[str], room: int, metadata: Mapping[str, Any
     # a token is a letter at least, and one may be put before the text: what is short needs no count
     # (beyond ASCII, normalisation makes several letters of one)
     unsure = [text for text in prompts if len(text) + 1 > room or not text.isascii()]
-    if not unsure:
-        return []
-    tokenizer = task_tokenizer(metadata)
-    return [length for text in unsure if (length := len(tokenizer.encode(text))) > room]
+    encode = task_tokenizer(metadata).encode if unsure else list
+    return [length for text in unsure if (length := len(encode(text))) > room]
 
 
 def check_fit(name: str, longest: int, *, answer_tokens: int, metadata: Mapping[str, Any]) -> None:
@@ -153,8 +129,7 @@ def check_fit(name: str, longest: int, *, answer_tokens: int, metadata: Mapping[
     if max_length is not None and longest + answer_tokens > max_length:
         raise UserError(
             f"{name}: prompts of up to {longest} tokens and an answer of {answer_tokens} do not "
-            f"fit max_length {max_length}, and a prompt that is cut has lost facts. Give the model "
-            f"at least {longest + answer_tokens} (python -m eval run: --max_length N; lm_eval "
-            "--model hf: --model_args ...,max_length=N,max_position_embeddings=N), or leave the "
-            "task out"
+            f"fit max_length {max_length}: give the model at least {longest + answer_tokens} "
+            "(python -m eval run: --max_length N; lm_eval --model hf: --model_args "
+            "...,max_length=N,max_position_embeddings=N), or leave the task out"
         )

@@ -18,6 +18,7 @@ from canon_pretrain.run.results import VALIDATION, Answers, Score
 from eval.harness import TaskPlan
 from eval.model.lm import CanonLM
 
+METRICS = ("nats_per_token", "bits_per_byte")
 BASELINE_TOKENS = 20_000_000
 """Training tokens that the count models see at most: a few hundred MB of counts."""
 
@@ -38,19 +39,13 @@ def validation_task(
         answers = {}
         for name, found in {VALIDATION: loss, **baselines}.items():
             # tokens are no independent items: no standard error
-            scores = {
-                "nats_per_token": Score(found.nats_per_token),
-                "bits_per_byte": Score(found.bits_per_byte),
-            }
+            scores = {metric: Score(getattr(found, metric)) for metric in METRICS}
             samples = documents if name == VALIDATION else []
             answers[name] = Answers(scores, found.num_tokens, samples)
         return answers
 
-    described = {
-        "version": 3,
-        "primary": ["nats_per_token"],
-        "higher_is_better": {"nats_per_token": False, "bits_per_byte": False},
-    }
+    better = dict.fromkeys(METRICS, False)
+    described = {"version": 3, "primary": ["nats_per_token"], "higher_is_better": better}
     cost = sum(size for _, size in windows(held_out.num_tokens, seq_len, limit))
     return TaskPlan(described, cost, ask)
 
@@ -62,11 +57,7 @@ def _loss(total_nats: float, num_tokens: int, shards: TokenShards) -> HeldOutLos
 def model_loss(
     lm: CanonLM, shards: TokenShards, *, seq_len: int, limit: int | None = None
 ) -> tuple[HeldOutLoss, list[dict[str, Any]]]:
-    """Return the model's held-out loss, and a record of each document, whose sums give that loss.
-
-    Log-softmax in float32, sums in float64. A token counts for the document that holds it. `limit`
-    takes that many windows only, at even distances.
-    """
+    """Return the model's held-out loss, and records of documents, whose sums give it."""
     places = list(windows(shards.num_tokens, seq_len, limit))
     ends_D = shards.document_ends()
 
@@ -74,18 +65,19 @@ def model_loss(
         count = max(1, min(budget, lm.read_tokens or budget) // seq_len)
         return [chosen[start : start + count] for start in range(0, len(chosen), count)]
 
+    sizes = [_by_document(ends_D, *place) for place in places]
+
     def work(budget: int, batch: Sequence[int]) -> dict[int, list[float]]:
         rows = [shards.read(*places[number]).tolist() for number in batch]
-        sizes = [list(_by_document(ends_D, *places[number]).values()) for number in batch]
-        return dict(zip(batch, lm.score_parts(rows, sizes), strict=True))
+        scores = lm.score_parts(rows, [list(sizes[number].values()) for number in batch])
+        return dict(zip(batch, scores, strict=True))
 
     scores = lm.run(plan, lambda batch: batch, work, [size for _, size in places])
     nats: dict[int, list[float]] = {}
     tokens: Counter[int] = Counter()
-    for place, parts in zip(places, scores, strict=True):
-        sizes = _by_document(ends_D, *place)
-        tokens.update(sizes)
-        for document, score in zip(sizes, parts, strict=True):
+    for known, parts in zip(sizes, scores, strict=True):
+        tokens.update(known)
+        for document, score in zip(known, parts, strict=True):
             nats.setdefault(document, []).append(-score)
     loss = _loss(math.fsum(chain.from_iterable(nats.values())), tokens.total(), shards)
     # a token's loss depends on what precedes it: on the other documents and on the windows
@@ -95,13 +87,17 @@ def model_loss(
         start = int(ends_D[document - 1]) if document else 0
         content = shards.read(start, int(ends_D[document]) - start).astype("<u4").tobytes()
         total, count = math.fsum(parts), tokens[document]
-        record: dict[str, Any] = {"doc_id": document, "filter": "none"}
-        record["doc_hash"] = hashlib.sha256(content).hexdigest()[:16]
-        record["prompt_hash"] = asked
-        # sums and their weights, as the suite's scores count them
-        record["nats_per_token"] = [total, count]
-        record["bits_per_byte"] = [-total, count * shards.num_bytes / shards.num_tokens]
-        records.append(record)
+        records.append(
+            {
+                "doc_id": document,
+                "filter": "none",
+                "doc_hash": hashlib.sha256(content).hexdigest()[:16],
+                "prompt_hash": asked,
+                # sums and their weights, as the suite's scores count them
+                "nats_per_token": [total, count],
+                "bits_per_byte": [-total, count * shards.num_bytes / shards.num_tokens],
+            }
+        )
     return loss, records
 
 

@@ -26,12 +26,8 @@ from canon_pretrain.cluster.leases import (
 )
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
-from eval.schedule import IN_FLIGHT, Entry, Schedule, leases_of, words_for
+from eval.schedule import IN_FLIGHT, Entry, Schedule, leases_of
 from eval.suite_names import suite_name
-
-ORDER = (
-    "done", "running", "queued", "claimed", "waiting", "to come", "failed", "missing", "damaged",
-)  # fmt: skip
 
 Overview = list[tuple[Schedule, list[Entry]]]
 
@@ -39,17 +35,17 @@ Overview = list[tuple[Schedule, list[Entry]]]
 def summary(overview: Overview) -> str:
     """Return how many evaluations are in which state: `3 done, 1 running`."""
     counts = Counter(str(entry.state) for _, found in overview for entry in found)
-    return ", ".join(f"{counts[state]} {state}" for state in ORDER if counts[state]) or "none"
+    return ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "none"
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one job does: the arguments of a script in slurm/, and when it is done."""
+    """What one job does: a script in slurm/, its words after those of the lease, and its end."""
 
     name: str
     leases: Leases
     script: str
-    arguments: Callable[[Lease], list[str]]
+    words: list[str]
     is_done: Callable[[], bool]
     log_folder: Path
     flags: list[str]
@@ -78,10 +74,7 @@ class Watcher:
         return [(schedule, schedule.look(self.queue)) for schedule in self.schedules]
 
     def one_pass(self) -> Overview:
-        """Hold, give out what may be, report if all is done; return what a look then finds.
-
-        Raises UserError if Slurm does not answer, or refuses a job.
-        """
+        """Hold, give out what may be, report if all is done; return what a look then finds."""
         looks_again = True
         while looks_again:
             self.queue.look()
@@ -93,8 +86,7 @@ class Watcher:
                 if schedule.kept and len(late) > bound:
                     self.say(
                         f"{schedule.run.path}: {len(late)} checkpoints wait, and the trainer keeps "
-                        f"{bound} (checkpoint.keep_latest_k + checkpoint.max_held): raise "
-                        "--max_in_flight or --checkpoint.max_held, or evaluate less often"
+                        f"{bound}: raise --max_in_flight or --checkpoint.max_held"
                     )
             looks_again = self._start_next(overview)
         if self._is_evaluated(overview) and self.report_state()[0] == "waiting":
@@ -113,11 +105,10 @@ class Watcher:
         work = self._report_work()
         if work.is_done():
             return "done", str(self.out)
-        known = work.leases.all()
-        state, _, ended = work.leases.judge(known[-1] if known else None, self.queue)
+        state, _, ended = work.leases.judge(work.leases.current(), self.queue)
         if state is not None:
             return state, ended
-        failed = sum(lease.job is not None for lease in known)
+        failed = sum(lease.job is not None for lease in work.leases.all())
         return "failed" if failed > self.schedules[0].request.retries else "waiting", ended
 
     def _is_evaluated(self, overview: Overview) -> bool:
@@ -126,12 +117,12 @@ class Watcher:
     def _start_next(self, overview: Overview) -> bool:
         """Start as much as may be, oldest first; return whether to look again at once."""
         waiting = [(s, e) for s, found in overview for e in found if e.state == "waiting"]
-        in_flight = _num_in_flight(overview)
+        in_flight = self._num_in_flight(overview)
         for schedule, entry in sorted(waiting, key=lambda pair: pair[1].step):
             if in_flight >= self.max_in_flight:
                 return False
             if not self._start(self._work(schedule, entry), entry.lease):
-                in_flight = self._num_in_flight_now()
+                in_flight = self._num_in_flight()
             elif self.local:  # it took hours, and is over
                 return True
             else:
@@ -141,12 +132,11 @@ class Watcher:
     def _work(self, schedule: Schedule, entry: Entry) -> Work:
         checkpoint = str(schedule.checkpoints.step_path(entry.step))
         leases = leases_of(schedule.run.path, entry.step, entry.suite)
-        how = words_for(schedule.request.how, entry.suite)
         return Work(
             name=f"eval-{schedule.run.path.name}-step-{entry.step}-{suite_name(entry.suite)}",
             leases=leases,
             script="eval.sh",
-            arguments=lambda lease: ["--lease", lease.id, checkpoint, entry.suite, *how],
+            words=[checkpoint, entry.suite, *schedule.request.how],
             is_done=lambda: schedule.has_results(entry.step, entry.suite),
             log_folder=leases.folder.parent,
             flags=schedule.request.sbatch,
@@ -162,7 +152,7 @@ class Watcher:
             name=f"eval-report-{self.schedules[0].run.path.name}",
             leases=Leases(folder),
             script="eval_report.sh",
-            arguments=lambda _: ["--mark", str(folder / "done"), *runs, "--out", str(self.out)],
+            words=["--mark", str(folder / "done"), *runs, "--out", str(self.out)],
             is_done=(folder / "done").exists,
             log_folder=folder,
             flags=self.schedules[0].request.sbatch,
@@ -176,25 +166,19 @@ class Watcher:
         lease = new_lease(number, name, cluster=self.queue.name)
         if not work.leases.claim(lease):
             return False
-        why = ""  # now that all see the claim: what has changed since the look?
-        if not work.leases.is_current(lease.id):
-            why = "another watcher has a later claim"
-        elif work.is_done():
-            why = "it is done"
-        elif work.script == "eval.sh" and self._num_in_flight_now() > self.max_in_flight:
-            why = f"{self.max_in_flight} are in flight"
-        if why:
+        if why := self._changed(work, lease):
             work.leases.record(lease, ended=f"given back: {why}")
             return False
+        words = (["--lease", lease.id] if work.script == "eval.sh" else []) + work.words
         if self.local:
-            self._run_here(work, lease)
+            self._run_here(work, lease, words)
             return True
         log = f"{str(work.log_folder).replace('%', '%%')}/slurm-%j.log"
         if "\\" in log:  # sbatch would take it for a sign of its own
             log = "/dev/null"
         flags = [f"--job-name={lease.name}", f"--output={log}", *work.flags]
         try:
-            job = self.queue.submit(work.script, work.arguments(lease), flags)
+            job = self.queue.submit(work.script, words, flags)
         except NoAnswer:
             raise  # it may have the job: the claim stands, and the job is looked for by its name
         except UserError as error:
@@ -207,10 +191,20 @@ class Watcher:
         self.say(f"job {job}: {name}")
         return True
 
-    def _run_here(self, work: Work, lease: Lease) -> None:
+    def _changed(self, work: Work, lease: Lease) -> str:
+        """Return what has changed since the look, now that all see the claim; empty if nothing."""
+        if not work.leases.is_current(lease.id):
+            return "another watcher has a later claim"
+        if work.is_done():
+            return "it is done"
+        if work.script == "eval.sh" and self._num_in_flight() > self.max_in_flight:
+            return f"{self.max_in_flight} are in flight"
+        return ""
+
+    def _run_here(self, work: Work, lease: Lease, words: list[str]) -> None:
         lease = work.leases.record(lease, job=LOCAL)
         self.say(f"here: {work.name}")
-        command = ["bash", str(SCRIPTS / work.script), "--local", *work.arguments(lease)]
+        command = ["bash", str(SCRIPTS / work.script), "--local", *words]
         environ = os.environ | {"CANON_REPO": str(SCRIPTS.parent)}
         process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL)
         try:
@@ -226,10 +220,8 @@ class Watcher:
             raise
         work.leases.record(lease, ended=f"exit code {process.returncode}")
 
-    def _num_in_flight_now(self) -> int:
-        self.queue.look()
-        return _num_in_flight(self.look())
-
-
-def _num_in_flight(overview: Overview) -> int:
-    return sum(entry.state in IN_FLIGHT for _, found in overview for entry in found)
+    def _num_in_flight(self, overview: Overview | None = None) -> int:
+        if overview is None:
+            self.queue.look()
+            overview = self.look()
+        return sum(entry.state in IN_FLIGHT for _, found in overview for entry in found)

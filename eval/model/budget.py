@@ -35,14 +35,9 @@ SHARE_OF_MEMORY = 0.125
 
 
 def batch_tokens_for(lm: CanonLM, folder: Path, say: Callable[[str], None]) -> int:
-    """Return the tokens of a batch for `lm`, as rank 0 finds or remembers them in `folder`.
-
-    Raises UserError if the least does not fit in memory.
-    """
-    model, found = lm.model, 0
-    weight = model.tok_embeddings.weight
+    """Return the tokens of a batch for `lm`, as rank 0 finds or remembers them in `folder`."""
+    args, found, weight = lm.model.args, 0, lm.model.tok_embeddings.weight
     if lm.ranks.rank == 0 and weight.device.type == "cpu":
-        args = model.args
         numbers = 2 * args.num_layers * args.kv_heads * args.head_dim + 2 * args.vocab_size
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         fit = int(SHARE_OF_MEMORY * memory / (numbers * weight.element_size()))
@@ -51,7 +46,7 @@ def batch_tokens_for(lm: CanonLM, folder: Path, say: Callable[[str], None]) -> i
         properties = torch.cuda.get_device_properties(weight.device)
         key = [
             f"{properties.name}, {properties.total_memory} bytes",
-            asdict(model.args) | {"max_seq_len": 0, "init_seed": 0},
+            asdict(args) | {"max_seq_len": 0, "init_seed": 0},
             str(weight.dtype),
             lm.max_length,
             torch.__version__,
@@ -78,10 +73,7 @@ def remembered(path: Path, key: str, find: Callable[[], int], say: Callable[[str
 
 
 def largest(trial: Callable[[int], float | None]) -> int:
-    """Return the first of LEAST, twice that, .. whose double is not faster by GAIN or fails.
-
-    `trial(n)` returns the seconds of n tokens, None if they do not fit; UserError if LEAST do not.
-    """
+    """Return the most tokens, doubled from LEAST, that `trial` runs and that pay by GAIN."""
     trial(LEAST)  # kernels are compiled and loaded the first time
     tokens, seconds = LEAST, trial(LEAST)
     if seconds is None:

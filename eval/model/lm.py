@@ -5,10 +5,10 @@ log-softmax in float32, greedy decoding. Batches do not depend on the number of 
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from lm_eval.api.instance import Instance
@@ -17,37 +17,25 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.model.decode import batches, generate
 from canon_pretrain.model.transformer import Transformer
 from eval.model.ranks import Ranks
 from eval.model.score import Answer, Batch, Pair, Planner, Row, score_batch
 
 BATCH_TOKENS = 8192
-"""Tokens of a batch: with a vocabulary of 32,000 the float32 logits of all of them are 1 GB, and
-keys and values of the 1.3B model 3 GB."""
+"""Of a vocabulary of 32,000 their float32 logits are 1 GB, keys and values of the 1.3B 3 GB."""
 NEW_TOKEN_COST = 32
 """Characters of a prompt that are read in the time of one new token, roughly."""
 PASS_TOKENS = {"cpu": 32, "cuda": 1024}
 """Tokens of a pass that would take as long as the pass does with none, roughly."""
 READ_TOKENS = {"cpu": 512}
-"""Tokens that are best read at once, if that is not as many as fit: what a CPU's caches do not
-hold takes it 1.9 times as long (8 layers of 512, Canon ABCD, 8,000 tokens instead of 1,000)."""
+"""Tokens that are best read at once: what a CPU's caches do not hold takes it 1.9 times as long."""
 DEFAULT_GEN_TOKENS = 256
 GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "num_beams"}
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
-
-
-class TextTokenizer(Protocol):
-    """What is needed of a tokenizer; `encode` adds neither BOS nor EOS."""
-
-    vocab_size: int
-    eos_id: int
-
-    def encode(self, text: str) -> Iterable[int]: ...
-
-    def decode(self, ids: list[int]) -> str: ...
 
 
 class Question(NamedTuple):
@@ -72,17 +60,16 @@ def request_cost(request: Instance) -> int:
 class CanonLM(TemplateLM):
     """`model` and `tokenizer` (None: token-level scores only) as an lm_eval model.
 
-    `batch_tokens` bounds the tokens of a batch in a cache, `read_tokens` those of a pass; what does
-    not fit in memory is halved, with a line to `say`. `add_bos`: EOS before every text, where
-    `lm_eval --model hf` puts BOS. `answered` receives the costs of requests as they are answered;
+    `batch_tokens` bounds the tokens of a batch in a cache, `read_tokens` those of a pass; `add_bos`
+    puts EOS before every text. `answered` receives the costs of requests as they are answered;
     `truncated` collects the doc_id of items whose context lost its beginning. All `ranks` make the
-    same calls. Raises UserError for a max_length or a tokenizer that does not fit the model.
+    same calls.
     """
 
     def __init__(
         self,
         model: Transformer,
-        tokenizer: TextTokenizer | None,
+        tokenizer: Tokenizer | None,
         *,
         max_length: int,
         batch_tokens: int = BATCH_TOKENS,
@@ -97,28 +84,19 @@ class CanonLM(TemplateLM):
                 f"the tokenizer has {tokenizer.vocab_size} pieces, the model only "
                 f"{model.args.vocab_size}: give the tokenizer that the model was trained with"
             )
+        longest = model.args.max_seq_len
+        if not 1 <= max_length <= longest:
+            raise UserError(f"max_length {max_length}: this model takes 1 to {longest} tokens")
         self.model, self._text = model, tokenizer
         self.max_length, self.batch_tokens = max_length, batch_tokens
         self.ranks, self.answered, self.say = ranks or Ranks(), answered, say
         self.truncated: set[int | None] = set()
-        self._device = model.tok_embeddings.weight.device
-        self.read_tokens: int | None = READ_TOKENS.get(self._device.type)
+        self._device_type = model.tok_embeddings.weight.device.type
+        self.read_tokens: int | None = READ_TOKENS.get(self._device_type)
         self._bos = [self.eot_token_id] if add_bos else []
-        self._encoded: dict[str, list[int]] = {}
 
     @property
-    def max_length(self) -> int:
-        return self._max_length
-
-    @max_length.setter
-    def max_length(self, max_length: int) -> None:
-        longest = self.model.args.max_seq_len
-        if not 1 <= max_length <= longest:
-            raise UserError(f"max_length {max_length}: this model takes 1 to {longest} tokens")
-        self._max_length = max_length
-
-    @property
-    def text(self) -> TextTokenizer:
+    def text(self) -> Tokenizer:
         """The tokenizer; raises UserError if there is none."""
         if self._text is None:
             raise UserError("this model was given no tokenizer, so it reads and writes no text")
@@ -126,20 +104,14 @@ class CanonLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """EOS, also `prefix_token_id`: the token before a text without context."""
         return self.text.eos_id
-
-    @property
-    def prefix_token_id(self) -> int:
-        """The token before a text without context: EOS, where `hf` takes any BOS there is."""
-        return self.eot_token_id
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
         """Return the ids of `string`, after EOS with `add_bos` unless add_special_tokens=False."""
-        found = self._encoded.get(string)
-        if found is None:
-            found = [int(token) for token in self.text.encode(string)]
+        found = [int(token) for token in self.text.encode(string)]
         return found if add_special_tokens is False else self._bos + found
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Answer]:
@@ -147,27 +119,22 @@ class CanonLM(TemplateLM):
         pairs = []
         for request in requests:
             context, continuation = request.args
-            # the choices of one item come one after another, and have the same context
-            stripped = context.rstrip()
-            if stripped not in self._encoded:
-                self._encoded = {stripped: [int(token) for token in self.text.encode(stripped)]}
             if context:
                 before, after = self._encode_pair(context, continuation)
             else:
                 before = [self.prefix_token_id]
                 after = self.tok_encode(continuation, add_special_tokens=False)
                 if after[:1] == before:  # a text that begins with EOS needs no other
-                    before, after = after[:1], after[1:]
+                    after = after[1:]
             pairs.append(self._pair(before + after, len(after), request))
-        self._encoded.clear()
         return self.score_pairs(pairs, [request_cost(request) for request in requests])
 
     def _pair(self, tokens: list[int], count: int, request: Instance | None = None) -> Pair:
         if not 0 < count <= self.max_length or count == len(tokens):
             item = "" if request is None else f"{request.task_name}, document {request.doc_id}: "
             raise UserError(
-                f"{item}a continuation of {count} tokens after {len(tokens) - count} cannot be "
-                f"scored: expected 1 to max_length = {self.max_length}, after one or more"
+                f"{item}a continuation of {count} tokens after {len(tokens) - count}: expected 1 "
+                f"to max_length = {self.max_length}, after one or more"
             )
         # the last token is only predicted, never read: hence one more than max_length
         kept = tokens[-(self.max_length + 1) :]
@@ -221,10 +188,7 @@ class CanonLM(TemplateLM):
     def score_parts(
         self, rows: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
     ) -> list[list[float]]:
-        """Return log-likelihoods of consecutive parts of each row, which end with it: one pass.
-
-        `sizes[r]`: the tokens of each part of row r; tokens before the first part are only read.
-        """
+        """Return log-likelihoods of consecutive parts of each row, whose `sizes` end with it."""
         pairs: list[Pair] = []
         groups = []
         for row, parts in zip(rows, sizes, strict=True):
@@ -238,8 +202,7 @@ class CanonLM(TemplateLM):
         return [[next(scores) for _ in parts] for parts in sizes]
 
     def _planner(self, budget: int) -> Planner:
-        cost = PASS_TOKENS.get(self._device.type, PASS_TOKENS["cuda"])
-        return Planner(budget, self.read_tokens or budget, cost)
+        return Planner(budget, self.read_tokens or budget, PASS_TOKENS.get(self._device_type, 1024))
 
     def run(
         self,
@@ -252,78 +215,74 @@ class CanonLM(TemplateLM):
 
         `plan(batch_tokens, items)` returns batches, `members(batch)` the items of one,
         `work(batch_tokens, batch)` their results. Lowers `batch_tokens` to what fits on all ranks.
-        Raises UserError if one item alone does not fit.
         """
         most = fits = self.batch_tokens
 
-        def batch_results(batch: Work) -> tuple[dict[int, Result], int]:
+        def solve(batch: Work, budget: int) -> dict[int, Result]:
             nonlocal fits
-            parts = [batch] if fits == most else plan(fits, members(batch))
-            found: dict[int, Result] = {}
-            while parts:
-                results = unless_out_of_memory(partial(work, fits, parts[0]))
-                if results is not None:
-                    found |= results
-                    parts = parts[1:]
-                    continue
-                items = members(parts[0])
-                if len(items) == 1:
-                    raise UserError(
-                        "one item alone does not fit in the device's memory: lower --max_length, "
-                        "take --dtype bfloat16, or a device with more memory"
-                    )
-                if fits == most:
-                    self.say(f"out of memory with {fits} tokens a batch: going on with fewer")
-                fits = max(1, fits // 2)
-                smaller = plan(fits, items)
-                if len(smaller) == 1:  # a sequence longer than the budget: fewer items at least
-                    half = len(items) // 2
-                    smaller = plan(fits, items[:half]) + plan(fits, items[half:])
-                parts = smaller + [b for p in parts[1:] for b in plan(fits, members(p))]
-            return found, fits
+            items = members(batch)
+            if fits < budget:  # memory has run out since it was planned
+                return solve_all(plan(fits, items), fits)
+            results = unless_out_of_memory(partial(work, budget, batch))
+            if results is not None:
+                return dict(results)
+            if len(items) == 1:
+                raise UserError(
+                    "one item alone does not fit in the device's memory: lower --max_length, "
+                    "take --dtype bfloat16, or a device with more memory"
+                )
+            if fits == most:
+                self.say(f"out of memory with {fits} tokens a batch: going on with fewer")
+            fits = budget = max(1, fits // 2)
+            smaller = plan(budget, items)
+            if len(smaller) == 1:  # a sequence longer than the budget: fewer items at least
+                half = len(items) // 2
+                smaller = plan(budget, items[:half]) + plan(budget, items[half:])
+            return solve_all(smaller, budget)
+
+        def solve_all(parts: Sequence[Work], budget: int) -> dict[int, Result]:
+            return {item: one for part in parts for item, one in solve(part, budget).items()}
 
         planned = plan(most, range(len(costs)))
         batch_costs = [sum(costs[item] for item in members(batch)) for batch in planned]
-        shares = self.ranks.map(batch_results, planned, batch_costs, self.answered)
+        shares = self.ranks.map(
+            lambda batch: (solve(batch, most), fits), planned, batch_costs, self.answered
+        )
         self.batch_tokens = min((fitted for _, fitted in shares), default=most)
         results = {item: result for share, _ in shares for item, result in share.items()}
         return [results[item] for item in range(len(costs))]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Return the greedy answer to each context, cut at EOS, its length or its first `until`."""
-        asked: dict[Question, int] = {}  # the same question is asked once
-        costs: list[int] = []
-        numbers = []
+        asked: dict[Question, int] = {}  # its cost; the same question is asked once
+        order = []
         for request in requests:
             context, options = request.args
             tokens = self.tok_encode(context) or [self.prefix_token_id]
             found = question(tokens, options, self.max_length)
             if len(found.context) < len(tokens):
                 self.truncated.add(request.doc_id)
-            number = asked.setdefault(found, len(asked))
-            if number == len(costs):
-                costs.append(0)
-            costs[number] += request_cost(request)
-            numbers.append(number)
+            asked[found] = asked.get(found, 0) + request_cost(request)
+            order.append(found)
         questions = list(asked)
-        limit = self.model.args.max_seq_len
 
         def plan(budget: int, chosen: Sequence[int]) -> list[list[int]]:
             prompts = [questions[i].context for i in chosen]
             limits = [questions[i].max_tokens for i in chosen]
-            return [[chosen[k] for k in b] for b in batches(prompts, limits, budget, limit)]
+            found = batches(prompts, limits, budget, self.model.args.max_seq_len)
+            return [[chosen[k] for k in batch] for batch in found]
 
         def work(budget: int, batch: list[int]) -> dict[int, str]:
             texts = self._continuations([questions[i] for i in batch], budget)
             return dict(zip(batch, texts, strict=True))
 
-        answers = self.run(plan, lambda batch: batch, work, costs)
-        return [answers[number] for number in numbers]
+        answers = self.run(plan, lambda batch: batch, work, list(asked.values()))
+        texts = dict(zip(questions, answers, strict=True))
+        return [texts[one] for one in order]
 
     def _continuations(self, questions: Sequence[Question], batch_tokens: int) -> list[str]:
-
         def is_answered(index: int, tokens: list[int]) -> bool:
-            text = self._written(questions[index].context[-1:], tokens)
+            text = self._written(questions[index], tokens)
             return any(stop in text for stop in questions[index].until)
 
         answers = generate(
@@ -336,26 +295,18 @@ class CanonLM(TemplateLM):
             read_tokens=self.read_tokens,
         )
         return [
-            postprocess_generated_text(
-                self._written(question.context[-1:], tokens), list(question.until), None
-            )
+            postprocess_generated_text(self._written(question, tokens), list(question.until), None)
             for question, tokens in zip(questions, answers, strict=True)
         ]
 
-    def _written(self, last: Sequence[int], tokens: list[int]) -> str:
-        """Return the text of new `tokens` after the `last` of the context.
-
-        SentencePiece drops the space before a text's first word, which this is not.
-        """
-        before = self.text.decode(list(last))
-        return self.text.decode([*last, *tokens])[len(before) :]
+    def _written(self, asked: Question, tokens: list[int]) -> str:
+        # SentencePiece drops the space before a text's first word, which this is not
+        last = list(asked.context[-1:])
+        return self.text.decode([*last, *tokens])[len(self.text.decode(last)) :]
 
 
 def question(tokens: Sequence[int], options: dict[str, Any], max_length: int) -> Question:
-    """Return the question of a prompt, without its beginning if it and its answer do not fit.
-
-    Raises UserError for what is not greedy, and for an answer that leaves no room for a prompt.
-    """
+    """Return the question of a prompt, without its beginning if it and its answer do not fit."""
     options = dict(normalize_gen_kwargs(options, DEFAULT_GEN_TOKENS))
     unknown = options.keys() - GENERATION_OPTIONS
     is_sampled = options.get("do_sample") or options.get("temperature", 0.0) > 0

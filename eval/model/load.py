@@ -17,14 +17,11 @@ from canon_pretrain.hf.reading import folder_args, folder_weights, is_folder
 from canon_pretrain.model.transformer import Head, Transformer
 from canon_pretrain.run.folder import RunFolder
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 def dtype_for(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype called `name`; "auto" is bfloat16 on a GPU and float32 on a CPU."""
-    if name == "auto":
-        name = "bfloat16" if device.type == "cuda" else "float32"
-    return DTYPES[name]
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, auto if name == "auto" else name)
 
 
 def load_model(
@@ -34,23 +31,15 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     run: RunFolder | None = None,
 ) -> Transformer:
-    """Return the model of RUN/checkpoint/step-N or of an exported folder, in eval mode.
-
-    `run` is the checkpoint's, if known. Sequences of `max_length` tokens are taken even if training
-    saw shorter ones. Raises UserError for what is not there, is damaged, or is of another model.
-    """
+    """Return the model of RUN/checkpoint/step-N or of an exported folder, in eval mode."""
     is_exported = is_folder(path)
-    if is_exported:
-        args = folder_args(path)
-    else:
+    if not is_exported:
         check_checkpoint(path)
-        args = model_args_of(run or run_of_checkpoint(path))
+    args = folder_args(path) if is_exported else model_args_of(run or run_of_checkpoint(path))
     with torch.device("meta"):
         model = Transformer(replace(args, max_seq_len=max(args.max_seq_len, max_length)))
-    if is_exported:
-        weights = folder_weights(path, args)
-    else:
-        weights = read_weights(path, dict(model.named_parameters()))
+    own = dict(model.named_parameters())
+    weights = folder_weights(path, args) if is_exported else read_weights(path, own)
     model.to(dtype)
     model.to_empty(device=device)
     if model.rope is not None:
@@ -96,9 +85,7 @@ def is_faster(model: Transformer) -> bool:
 
 def cpu_info(field: str) -> str:
     """Return a field of /proc/cpuinfo; empty elsewhere than on Linux."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
     found = (line.partition(":")[2].strip() for line in lines if line.startswith(field))
     return next(found, "")

@@ -5,7 +5,7 @@ which does not depend on the number of ranks. A rank that fails or dies ends the
 """
 
 import os
-import re
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -24,7 +24,6 @@ START_TIMEOUT = timedelta(minutes=10)
 WORK_TIMEOUT = timedelta(days=2)
 """How long a rank waits for the others' last items. Dead ranks are noticed at once, by their closed
 connections: this one is for those that hang."""
-_NO_MORE = 1 << 62
 
 
 class RankFailed(UserError):
@@ -42,10 +41,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> "Ranks":
-        """Connect the ranks that torchrun started; one rank if it did not start this process.
-
-        Raises UserError if its variables are incomplete, or the others do not come.
-        """
+        """Connect the ranks that torchrun started; one rank if it did not start this process."""
         if read_count(os.environ, "WORLD_SIZE") <= 1:
             return cls()
         try:
@@ -94,11 +90,7 @@ class Ranks:
         costs: Sequence[int],
         done: Callable[[int], None] = lambda cost: None,
     ) -> list[Result]:
-        """Return `work(item)` of every item, in order, on every rank; one rank works on each.
-
-        `done` receives the costs of items as this rank learns that they are done, by any. An
-        exception of `work` is raised on its rank; on the others RankFailed with its text.
-        """
+        """Return `work(item)` of all items on every rank; `done` receives their costs."""
         results: dict[int, Result] = {}
         if self.world_size == 1:
             for index, item in enumerate(items):
@@ -126,7 +118,7 @@ class Ranks:
     def _next(self) -> int:
         with suppress(RuntimeError):
             if self._store.check([f"{self._maps}/fault"]):
-                return _NO_MORE
+                return sys.maxsize
         return self._count("next", 1) - 1
 
     def _count(self, name: str, amount: int) -> int:
@@ -140,8 +132,7 @@ class Ranks:
         return self._exchange(value if self.rank == 0 else None)[0]
 
     def in_turn(self, work: Callable[[], Result]) -> Result:
-        """Return `work()` of this rank; rank 0 is first, others find its files. Raises as `map`."""
-        mine: Result | None = None
+        """Return `work()` of this rank; rank 0 is first, the others find its files."""
         for first in (True, False):
             fault: Exception | None = None
             if (self.rank == 0) == first:
@@ -150,26 +141,19 @@ class Ranks:
                 except Exception as error:
                     fault = error
             self._raise_any(fault)
-        return mine  # type: ignore[return-value]
+        return mine
 
     def barrier(self) -> None:
         """Wait until all ranks are here; raises RankFailed if one never will be."""
         self._exchange(None)
 
     def _raise_any(self, fault: Exception | None) -> None:
-        text = None
         if fault is not None:
-            text = " ".join(str(fault).split())
-            if not isinstance(fault, UserError):
-                text = f"{type(fault).__name__}: {text}"
-        try:
-            errors = self._exchange(text)
-        except RankFailed:
-            if fault is None:
-                raise
-        if fault is not None:
+            kind = "" if isinstance(fault, UserError) else f"{type(fault).__name__}: "
+            with suppress(RankFailed):
+                self._exchange(kind + " ".join(str(fault).split()))
             raise fault
-        for rank, error in enumerate(errors):
+        for rank, error in enumerate(self._exchange(None)):
             if error is not None:
                 raise RankFailed(f"rank {rank} of {self.world_size} failed: {error}")
 
@@ -179,11 +163,9 @@ class Ranks:
             try:
                 dist.all_gather_object(shares, value)
             except (RuntimeError, ValueError) as error:
-                # gloo: a connection was closed, or WORK_TIMEOUT is over. Without the place in
-                # gloo's source, and its advice
-                reason = re.sub(r"^\[\S+\] ", "", str(error).strip().splitlines()[0])
+                # gloo: a connection was closed, or WORK_TIMEOUT is over
                 raise RankFailed(
                     f"rank {self.rank} of {self.world_size} lost another rank, whose own output "
-                    f"says why, unless it was killed ({reason.partition('. This is')[0]})"
+                    f"says why, unless it was killed ({str(error).strip().splitlines()[0]})"
                 ) from None
         return shares

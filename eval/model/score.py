@@ -12,6 +12,7 @@ from itertools import pairwise
 from os.path import commonprefix
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,8 +25,7 @@ STEPS = (1, 2, 4, 8, 16, 32, 64)
 LEAST_SAVED = 0.05
 """Of a group's tokens: a second pass is not worth less."""
 CONTINUED, REMEMBERED = 1.1, 0.03
-"""A token that is read after a prefix costs as much as this many, and one of a prefix that is
-copied for a row as this one."""
+"""What a token after a prefix costs, and one of a prefix that is copied for a row."""
 MAX_DEPTH = 200
 SOFTMAX_ROWS = 128
 
@@ -64,11 +64,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Planner:
-    """How pairs become batches.
-
-    `batch_tokens` bounds the tokens in a batch's cache, `read_tokens` those read at once (longer
-    sequences are read in parts); `pass_tokens` is what starting a pass costs, in tokens.
-    """
+    """How pairs become batches: the tokens in a cache, those read at once, and a pass's cost."""
 
     batch_tokens: int
     read_tokens: int
@@ -111,16 +107,14 @@ class Planner:
         return [Batch(0, [[row] for row in run]) for run in runs]
 
     def _runs(self, rows: Sequence[T], lengths: Sequence[int], most: int) -> list[list[T]]:
-        """Return rows to pad to one length and read at once, longest first; at most `most` rows.
-
-        A run ends where its padding costs as much as another pass.
-        """
+        """Return rows to pad to one length and read at once, longest first; at most `most` rows."""
         runs: list[list[T]] = []
         longest = padding = 0
         room = min(self.batch_tokens, self.read_tokens)
         for i in sorted(range(len(rows)), key=lambda i: -lengths[i]):
             padding += longest - lengths[i]
             count = len(runs[-1]) + 1 if runs else most + 1
+            # a run ends where its padding costs as much as another pass
             if count <= most and count * longest <= room and padding <= self.pass_tokens:
                 runs[-1].append(rows[i])
             else:
@@ -190,11 +184,7 @@ def _split(rows: list[Row]) -> tuple[list[tuple[int, list[Row]]], list[Row]]:
 def _best_groups(
     shared: Sequence[int], start: int, stop: int, depth: int = 0
 ) -> tuple[int, list[tuple[int, int, int]]]:
-    """Return the groups of rows start .. stop that save most tokens: (saved, spans).
-
-    `shared[i]`: what rows i and i + 1 have in common. A span is a group, or divided at its
-    smallest.
-    """
+    """Return (saved tokens, groups) of the best division of rows start .. stop; see `_split`."""
     if stop - start == 1:
         return 0, [(start, stop, 0)]
     least = min(shared[start : stop - 1])
@@ -215,11 +205,9 @@ def _best_groups(
 def score_batch(
     model: Transformer, planner: Planner, pairs: Sequence[Pair], batch: Batch
 ) -> dict[int, Answer]:
-    """Return the answers of a batch's pairs, by their indices; log-softmax in float32.
-
-    Raises UserError for logits that are not finite.
-    """
-    found = _Found(model, pairs)
+    """Return the answers of a batch's pairs, by their indices; log-softmax in float32."""
+    device = model.tok_embeddings.weight.device
+    found = []
     # what is scored within a prefix is so in the first row of its group
     firsts = [
         Row(group[0].tokens, [member for row in group for member in row.members])
@@ -231,68 +219,56 @@ def score_batch(
     if batch.prefix or step < stop:
         cache = Cache(model.args.num_layers, capacity=widest(batch))
     for start in range(0, stop, step):
-        found.read(firsts, start, min(start + step, stop), cache)
+        found.append(_read(model, pairs, firsts, (start, min(start + step, stop)), cache))
     if cache is not None and batch.prefix:
         for part in planner.parts(batch):
-            branch = cache.branch(torch.tensor([g for g, _ in part], device=found.device))
+            branch = cache.branch(torch.tensor([g for g, _ in part], device=device))
             rows = [row for _, row in part]
-            found.read(rows, batch.prefix, len(rows[0].tokens), branch)
-    return found.answers()
-
-
-class _Found:
-    """What the passes of a batch found for each scored token."""
-
-    def __init__(self, model: Transformer, pairs: Sequence[Pair]) -> None:
-        self._model, self._pairs = model, pairs
-        self.device = model.tok_embeddings.weight.device
-        self._owners: list[int] = []
-        self._logs: list[Tensor] = []
-        self._hits: list[Tensor] = []
-
-    def read(self, rows: Sequence[Row], start: int, stop: int, cache: Cache | None) -> None:
-        """Read the tokens `start` to `stop` of each row, and score what follows from them."""
-        width = stop - start
-        places: dict[int, int] = {}
-        at_N: list[int] = []
-        targets_N: list[int] = []
-        for number, row in enumerate(rows):
-            offset = number * width - start
-            for pair, end in row.members:
-                # token t + 1 is scored by the logits of token t
-                first, last = max(start, end - self._pairs[pair].count), min(stop, end)
-                for t in range(first, last):
-                    at_N.append(places.setdefault(offset + t, len(places)))
-                if first < last:
-                    targets_N += self._pairs[pair].tokens[first + 1 : last + 1]
-                    self._owners += [pair] * (last - first)
-        tokens_BT = [row.tokens[start:stop] for row in rows]
-        tokens_BT = [row + [0] * (width - len(row)) for row in tokens_BT]
-        logits_MV = self._model(
-            torch.tensor(tokens_BT, dtype=torch.long).to(self.device),
-            cache=cache,
-            logits_at_M=torch.tensor(list(places), dtype=torch.long, device=self.device),
+            found.append(_read(model, pairs, rows, (batch.prefix, len(rows[0].tokens)), branch))
+    logs_N = torch.cat([logs for _, logs, _ in found]).double().cpu().numpy()
+    hits_N = torch.cat([hits for _, _, hits in found]).cpu().numpy()
+    if not np.isfinite(logs_N).all():
+        raise UserError(
+            "the model's logits are not finite: its training had diverged, or the dtype does "
+            "not hold them (try --dtype float32)"
         )
-        if not at_N:
-            return
-        at, targets = (torch.tensor(ids, device=self.device) for ids in (at_N, targets_N))
-        norm_M = torch.cat([part.float().logsumexp(-1) for part in logits_MV.split(SOFTMAX_ROWS)])
-        self._logs.append(logits_MV[at, targets].float() - norm_M[at])
-        self._hits.append(logits_MV.argmax(-1)[at] == targets)
+    owners = [pair for part, _, _ in found for pair in part]
+    known, owner_N = np.unique(owners, return_inverse=True)
+    sums, misses = (np.bincount(owner_N, weights).tolist() for weights in (logs_N, ~hits_N))
+    scored = zip(known.tolist(), sums, misses, strict=True)
+    return {pair: (total, missed == 0) for pair, total, missed in scored}
 
-    def answers(self) -> dict[int, Answer]:
-        """Return the answers of all pairs that were scored."""
-        logs_N = torch.cat(self._logs).double().cpu()
-        hits_N = torch.cat(self._hits).cpu()
-        if not logs_N.isfinite().all():
-            raise UserError(
-                "the model's logits are not finite: its training had diverged, or the dtype does "
-                "not hold them (try --dtype float32)"
-            )
-        owners = sorted(set(self._owners))
-        number = {pair: k for k, pair in enumerate(owners)}
-        owner_N = torch.tensor([number[pair] for pair in self._owners])
-        sums = torch.zeros(len(owners), dtype=torch.float64).index_add_(0, owner_N, logs_N)
-        misses = torch.zeros(len(owners), dtype=torch.long).index_add_(0, owner_N, (~hits_N).long())
-        scored = zip(owners, sums.tolist(), misses.tolist(), strict=True)
-        return {pair: (total, missed == 0) for pair, total, missed in scored}
+
+def _read(
+    model: Transformer,
+    pairs: Sequence[Pair],
+    rows: Sequence[Row],
+    span: tuple[int, int],
+    cache: Cache | None,
+) -> tuple[list[int], Tensor, Tensor]:
+    """Read the tokens of a span of each row, and score what follows: pairs, log p, is likeliest."""
+    (start, stop), device = span, model.tok_embeddings.weight.device
+    width = stop - start
+    owners: list[int] = []
+    places: dict[int, int] = {}
+    at_N: list[int] = []
+    targets_N: list[int] = []
+    for number, row in enumerate(rows):
+        offset = number * width - start
+        for pair, end in row.members:
+            # token t + 1 is scored by the logits of token t
+            scored = range(max(start, end - pairs[pair].count), min(stop, end))
+            at_N += [places.setdefault(offset + t, len(places)) for t in scored]
+            targets_N += [pairs[pair].tokens[t + 1] for t in scored]
+            owners += [pair] * len(scored)
+    tokens_BT = [row.tokens[start:stop] for row in rows]
+    tokens_BT = [row + [0] * (width - len(row)) for row in tokens_BT]
+    logits_MV = model(
+        torch.tensor(tokens_BT, dtype=torch.long).to(device),
+        cache=cache,
+        logits_at_M=torch.tensor(list(places), dtype=torch.long, device=device),
+    )
+    at, targets = (torch.tensor(ids, dtype=torch.long, device=device) for ids in (at_N, targets_N))
+    norms = [part.float().logsumexp(-1) for part in logits_MV.split(SOFTMAX_ROWS)]
+    logs_N = logits_MV[at, targets].float() - torch.cat(norms)[at]
+    return owners, logs_N, logits_MV.argmax(-1)[at] == targets

@@ -19,7 +19,7 @@ from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.checkpoint.weights import check_checkpoint, checkpoint_step
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import UnreadableFile, read_json, sha256_file
+from canon_pretrain.core.files import read_json, sha256_file
 from canon_pretrain.data.held_out import open_apart, open_held_out
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import TokenShards
@@ -31,7 +31,6 @@ from canon_pretrain.run.folder import EVALS, RunFolder
 from canon_pretrain.run.launches import read_run
 from eval.model.load import load_model
 
-ONLY_VALIDATION = "only --suite validation does without"
 WEIGHTS = (".safetensors", ".bin", ".pth")
 
 
@@ -45,17 +44,13 @@ def locate(given: Path) -> tuple[Path, RunFolder | None]:
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint or an export, for which `folder` (the run) is None.
-
-    `step`: None if an export does not name it. `seq_len`: that of training; of an export its
-    positions. `data`, `train`, `held_out`: the shards, None if there are none. `recorded_held_out`:
-    the fingerprint in the run's record, if any.
-    """
+    """A checkpoint or an export, for which `folder` (the run) is None; with its shards, if any."""
 
     checkpoint: Path
     folder: RunFolder | None
     step: int | None
     seq_len: int
+    """Of training; of an export its positions."""
     data: Path | None
     train: TokenShards | None
     held_out: TokenShards | None
@@ -69,10 +64,7 @@ class Subject:
         run: RunFolder | None = None,
         held_out: Path | None = None,
     ) -> "Subject":
-        """Open what `given`, or `locate(given)`, names; `held_out` replaces the run's own text.
-
-        Raises UserError if the checkpoint, its run or its data are not there or not whole.
-        """
+        """Open what `given`, or `locate(given)`, names; `held_out` replaces the run's own text."""
         checkpoint, run = (given, run) if run else locate(given)
         if run is None:
             return _open_export(checkpoint, data, held_out)
@@ -101,9 +93,9 @@ class Subject:
         """The held-out shards; raises UserError if there are none."""
         if self.held_out is None:
             raise UserError(
-                f"no held-out text for {self.checkpoint}: {self.train_shards.folder.parent} and "
-                "the run's validation.path have none here. Name a folder of the same tokenizer "
-                "with --held_out, or build the data with --holdout above 0"
+                f"no held-out text for {self.checkpoint} in {self.train_shards.folder.parent}: "
+                "name a folder of the same tokenizer with --held_out, or build the data with "
+                "--holdout above 0"
             )
         return self.held_out
 
@@ -125,30 +117,33 @@ class Subject:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; raises UserError if it is not there."""
+        eos: Any = self.train_shards.eos_id if self.folder is not None else None
         if self.folder is None:
-            return _of_export(self.checkpoint)
-        assert self.data is not None and self.train is not None
+            eos = read_json(self.checkpoint / CONFIG, finite=False).get("eos_token_id")
+            eos = eos[0] if isinstance(eos, list) and eos else eos
         try:
-            tokenizer = Tokenizer.find(self.data, eos=self.train.eos_id)
+            tokenizer = Tokenizer.find(self.tokenizer_path, eos=eos)
         except UserError as error:
-            raise UserError(f"{error}. This suite reads text; {ONLY_VALIDATION}") from None
-        wrong = f"the {tokenizer.file_name} in {self.data} is not that of its shards"
-        _expect(tokenizer.sha256, [self.train.tokenizer_sha256], wrong)
+            raise UserError(
+                f"{error}. Export the checkpoint with its tokenizer, or restore that of the data; "
+                "only --suite validation does without"
+            ) from None
+        if self.folder is not None:
+            wrong = f"the {tokenizer.file_name} in {self.data} is not that of its shards"
+            _expect(tokenizer.sha256, [self.train_shards.tokenizer_sha256], wrong)
         return tokenizer
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What tells this model, and what it is asked about, from others (WHOSE in run/results.py).
-
-        `content` is a hash of the weights, `tokenizer_sha256` that of training, else the file's.
-        """
+        """What tells this model and its data from others (WHOSE in run/results.py)."""
         sha256 = None if self.train is None else self.train.tokenizer_sha256
         if self.folder is not None:
             facts, manifest = read_run(self.folder), Manifest.read(self.checkpoint)
             run_id, content = facts.run_id if facts else manifest.run_id, manifest.content
         else:
-            run_id, content = _record(self.checkpoint).get("run_id"), _content(self.checkpoint)
-            sha256 = _recorded_tokenizer(self.checkpoint) or sha256
+            record = _record(self.checkpoint)
+            run_id, content = record.get("run_id"), _content(self.checkpoint)
+            sha256 = (record.get("tokenizer") or {}).get("sha256") or sha256
             if sha256 is None:
                 with contextlib.suppress(UserError):  # without one, only validation is asked
                     sha256 = self.tokenizer.sha256
@@ -190,12 +185,9 @@ def _open_checkpoint(
         mixed = [Path(path) for path in config["data"].get("paths") or []]
         recorded, seq_len = Path(config["data"]["path"]), int(config["training"]["seq_len"])
         trained_on = identity["data_fingerprint"]
-        apart = config.get("validation", {}).get("path")
+        apart = held_out or config.get("validation", {}).get("path")
     except (KeyError, TypeError) as error:
-        raise UserError(
-            f"{folder.config_file} is damaged, or another version of this program wrote it: it "
-            f"lacks {error}"
-        ) from None
+        raise UserError(f"{folder.config_file} is damaged: it lacks {error}") from None
     if data is None and mixed:
         raise UserError(
             f"{folder.path} was trained on a mixture of {', '.join(map(str, mixed))}: name the "
@@ -210,44 +202,31 @@ def _open_checkpoint(
     train = TokenShards.open(data / "train")
     found = train.fingerprint
     if mixed:
-        try:
-            with contextlib.closing(Mixture.open(mixed, config["data"]["weights"])) as mixture:
-                if found in {source.fingerprint for source in mixture.sources}:
-                    found = mixture.fingerprint
-        except UserError as error:
-            raise UserError(
-                f"{folder.path} was trained on a mixture, whose folders must be where they "
-                f"were (links will do) for --data to be checked: {error}"
-            ) from None
+        with contextlib.closing(Mixture.open(mixed, config["data"]["weights"])) as mixture:
+            if found in {source.fingerprint for source in mixture.sources}:
+                found = mixture.fingerprint
     wrong = f"{data} is not what {folder.path} was trained on: name the run's shards with --data"
     _expect(found, [trained_on], wrong)
-    if held_out is None and apart:
-        part = open_apart(apart) if Path(apart).is_dir() else None
+    if apart:
+        part = open_apart(apart) if held_out or Path(apart).is_dir() else None
     else:
-        part = open_held_out(data) if held_out is None else open_apart(held_out)
-    return Subject(
-        checkpoint.resolve(),
-        folder,
-        checkpoint_step(checkpoint),
-        seq_len,
-        data,
-        train,
-        part,
-        identity.get("held_out_fingerprint"),
-    )
+        part = open_held_out(data)
+    step, own = checkpoint_step(checkpoint), identity.get("held_out_fingerprint")
+    return Subject(checkpoint.resolve(), folder, step, seq_len, data, train, part, own)
 
 
 def _open_export(export: Path, data: Path | None, held_out: Path | None) -> Subject:
-    seq_len = folder_args(export).max_seq_len
-    train = part = None
+    record, train, part = _record(export), None, None
     if data is not None:
         train = TokenShards.open(data / "train")
         part = open_held_out(data) if held_out is None else open_apart(held_out)
-        wanted = _recorded_tokenizer(export) or _of_export(export).sha256
+    seq_len, step = folder_args(export).max_seq_len, record.get("step")
+    subject = Subject(export.resolve(), None, step, seq_len, data, train, part)
+    if train is not None:
+        wanted = (record.get("tokenizer") or {}).get("sha256") or subject.tokenizer.sha256
         wrong = f"{data} was written with another tokenizer than {export} was trained with"
         _expect(train.tokenizer_sha256, [wanted], wrong)
-    step = _record(export).get("step")
-    return Subject(export.resolve(), None, step, seq_len, data, train, part)
+    return subject
 
 
 def _content(export: Path) -> str:
@@ -259,24 +238,5 @@ def _content(export: Path) -> str:
 
 
 def _record(export: Path) -> dict[str, Any]:
-    try:
-        return read_json(export / RECORD, finite=False)
-    except UnreadableFile as error:
-        if error.is_missing:
-            return {}
-        raise
-
-
-def _recorded_tokenizer(export: Path) -> str | None:
-    return (_record(export).get("tokenizer") or {}).get("sha256")
-
-
-def _of_export(export: Path) -> Tokenizer:
-    eos_id: Any = read_json(export / CONFIG, finite=False).get("eos_token_id")
-    eos_id = eos_id[0] if isinstance(eos_id, list) and eos_id else eos_id
-    try:
-        return Tokenizer.find(export, eos=eos_id)
-    except UserError as error:
-        raise UserError(
-            f"{error}. Export the checkpoint with its tokenizer; {ONLY_VALIDATION}"
-        ) from None
+    path = export / RECORD
+    return read_json(path, finite=False) if path.exists() else {}

@@ -1,7 +1,8 @@
 """The data sets of the suites: where the hub has them, at which commit, what must be in them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 DISCRIMINATIVE, JRT, BABILONG = "discriminative", "jrt", "babilong"
 SUITES = (DISCRIMINATIVE, JRT, BABILONG)
@@ -69,24 +70,16 @@ _BABILONG_ROWS = {
 }
 
 
-def _catalogue() -> dict[str, DataSet]:
-    found = {}
+def _catalogue() -> Iterator[DataSet]:
     for line in _TABLE.strip().splitlines():
         key, path, config, split, documents, *columns = line.split()
         suite = JRT if key.startswith(JRT) else DISCRIMINATIVE
         name = None if config == "-" else config
-        found[key] = DataSet(key, suite, path, name, split, tuple(columns), int(documents))
-    for task in BABILONG_TASKS:
-        for length in BABILONG_LENGTHS:
-            key, path = f"babilong_{task}_{length}", "RMT-team/babilong-1k-samples"
-            fields, rows = ("input", "question", "target"), _BABILONG_ROWS.get((task, length), 999)
-            found[key] = DataSet(key, BABILONG, path, length, task, fields, rows)
-    return found
+        yield DataSet(key, suite, path, name, split, tuple(columns), int(documents))
+    path, fields = "RMT-team/babilong-1k-samples", ("input", "question", "target")
+    for task, length in product(BABILONG_TASKS, BABILONG_LENGTHS):
+        rows = _BABILONG_ROWS.get((task, length), 999)
+        yield DataSet(f"babilong_{task}_{length}", BABILONG, path, length, task, fields, rows)
 
 
-CATALOGUE: Mapping[str, DataSet] = _catalogue()
-
-
-def of_suites(suites: Collection[str]) -> list[DataSet]:
-    """Return the data sets of these suites, in the catalogue's order."""
-    return [data for data in CATALOGUE.values() if data.suite in suites]
+CATALOGUE: Mapping[str, DataSet] = {data.key: data for data in _catalogue()}

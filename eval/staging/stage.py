@@ -8,19 +8,19 @@ import argparse
 import errno
 import math
 import shutil
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from canon_pretrain.core.errors import UserError, suggestion
+from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.lock import locked
 from canon_pretrain.core.text import size
 from canon_pretrain.data.hub import COMMIT, HubUnavailable, WaysOut, find_commit, hub_errors
-from eval.staging.catalogue import SUITES, DataSet, of_suites
+from eval.staging.catalogue import CATALOGUE, SUITES, DataSet
 from eval.staging.staged import (
     DEFAULT_FOLDER,
     FOLDER_VARIABLE,
@@ -51,10 +51,6 @@ WAYS_OUT = WaysOut(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `eval stage`."""
-    parser.description = (
-        "Download the suites' data sets at fixed commits, once, on a machine with network; "
-        "evaluation then needs none. What is staged is not downloaded again."
-    )
     add = parser.add_argument
     add("--suite", default=ALL, help=f"{', '.join(SUITES)} or {ALL} (%(default)s)")
     about = f"the folder (default: ${FOLDER_VARIABLE}, else {DEFAULT_FOLDER})"
@@ -64,34 +60,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pin", nargs="+", default=[], metavar="KEY=COMMIT", help=about)
     about = "accept another number of documents than the catalogue's"
     add("--allow_count", "--allow-count", action="store_true", help=about)
-    about = "only verify the hashes of what is staged; no network"
-    add("--check", action="store_true", help=about)
+    add("--check", action="store_true", help="only verify the hashes of what is staged; no network")
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Stage what the arguments name, or check it. Raises UserError if anything is not whole."""
+    """Stage what the arguments name, or check it."""
     folder = staged_folder(arguments.to)
     chosen = choose(arguments.suite, arguments.only)
     if arguments.check:
-        _each(folder, chosen, lambda data: _described(verify(data.key, folder), data), "whole")
+        _each(folder, chosen, lambda data: _described(verify(data.key, folder)[0], data), "whole")
         return
-    downloads, waits = folder / DOWNLOADS, f"waits: another process is staging into {folder}"
+    waits = f"waits: another process is staging into {folder}"
+    wait = lambda: print(waits, flush=True)  # noqa: E731
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(
-            folder / LOCK,
-            str(folder),
-            patience_s=math.inf,
-            on_wait=lambda: print(waits, flush=True),
-        ):
+        with locked(folder / LOCK, str(folder), patience_s=math.inf, on_wait=wait):
             pins = Pins(folder)
-            pins.choose(arguments.pin)
-            shutil.rmtree(downloads, ignore_errors=True)  # what a killed one left
+            pins.add(parse_pins(arguments.pin))
+            shutil.rmtree(folder / DOWNLOADS, ignore_errors=True)  # what a killed one left
             try:
                 allows = arguments.allow_count
                 _each(folder, chosen, lambda data: _stage(folder, data, pins, allows), "staged")
             finally:
-                shutil.rmtree(downloads, ignore_errors=True)
+                shutil.rmtree(folder / DOWNLOADS, ignore_errors=True)
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         way_out = "make room" if is_full else "choose another folder with --to"
@@ -103,13 +94,8 @@ def execute(arguments: argparse.Namespace) -> None:
 
 def choose(suite: str, only: Sequence[str] | None) -> list[DataSet]:
     """Return the data sets of a suite, or of all, and of them those of `only`."""
-    if suite not in (*SUITES, ALL):
-        raise UserError(
-            f"--suite {suite}: has no staged data; expected {', '.join(SUITES)} or {ALL} "
-            "(validation needs none, birth-year only wikitext of discriminative)."
-            f"{suggestion(suite, [*SUITES, ALL])}"
-        )
-    found = of_suites(SUITES if suite == ALL else [suite])
+    check_choice("--suite", suite, (*SUITES, ALL))
+    found = [data for data in CATALOGUE.values() if suite in (ALL, data.suite)]
     wanted = found if only is None else [data_set(key) for key in only]
     for data in wanted:
         if data not in found:
@@ -118,38 +104,35 @@ def choose(suite: str, only: Sequence[str] | None) -> list[DataSet]:
 
 
 class Pins:
-    """The commits of repositories in `folder`/pins.json. Raises UserError if it is damaged."""
+    """The commits of repositories in `folder`/pins.json."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / PINS
-        self._commits: dict[str, str] = {}
-        try:
-            self._commits = read_record(self._path, dict[str, Commit])
-        except UnreadableFile as error:
-            if not error.is_missing:
+        self.commits: dict[str, str] = {}
+        if self._path.exists():
+            try:
+                self.commits = read_record(self._path, dict[str, Commit])
+            except UnreadableFile as error:
                 raise UserError(f"{error}; restore it, or delete it to pin anew") from None
-
-    def get(self, data: DataSet) -> str | None:
-        """Return the commit to stage: this folder's pin, else the catalogue's, if any."""
-        return self._commits.get(data.path) or data.revision
 
     def add(self, commits: dict[str, str]) -> None:
         """Pin repositories from now on."""
-        if self._commits | commits != self._commits:
-            self._commits |= commits
-            write_json(self._path, dict(sorted(self._commits.items())))
+        if self.commits | commits != self.commits:
+            self.commits |= commits
+            write_json(self._path, dict(sorted(self.commits.items())))
 
-    def choose(self, given: Iterable[str]) -> None:
-        """Pin what the user asks for as KEY=COMMIT. Raises UserError before it writes anything."""
-        chosen: dict[str, str] = {}
-        for pin in given:
-            key, _, commit = pin.partition("=")
-            if not COMMIT.fullmatch(commit):
-                raise UserError(f"--pin {pin}: expected KEY=COMMIT, 40 hex digits of a commit")
-            path = data_set(key).path
-            if chosen.setdefault(path, commit) != commit:
-                raise UserError(f"--pin {pin}: two commits of {path}; a repository has one")
-        self.add(chosen)
+
+def parse_pins(given: Sequence[str]) -> dict[str, str]:
+    """Return the commit by repository of the words KEY=COMMIT."""
+    chosen: dict[str, str] = {}
+    for pin in given:
+        key, _, commit = pin.partition("=")
+        if not COMMIT.fullmatch(commit):
+            raise UserError(f"--pin {pin}: expected KEY=COMMIT, 40 hex digits of a commit")
+        path = data_set(key).path
+        if chosen.setdefault(path, commit) != commit:
+            raise UserError(f"--pin {pin}: two commits of {path}; a repository has one")
+    return chosen
 
 
 def _each(folder: Path, chosen: list[DataSet], act: Callable[[DataSet], str], state: str) -> None:
@@ -172,17 +155,14 @@ def _each(folder: Path, chosen: list[DataSet], act: Callable[[DataSet], str], st
 
 
 def _stage(folder: Path, data: DataSet, pins: Pins, allow_count: bool) -> str:
-    pinned = pins.get(data)
-    try:
-        staged = verify(data.key, folder)
+    pinned = pins.commits.get(data.path) or data.revision
+    with suppress(UserError):  # not staged, or not whole
+        staged, _ = verify(data.key, folder)
         if pinned in (None, staged.revision):
             # without a pins.json: the folder came from elsewhere, and keeps its own commit
             if pinned is None:
                 pins.add({data.path: staged.revision})
             return f"is staged, {_described(staged, data)}"
-    except UserError:
-        pass  # not staged, or not whole
-    began = time.monotonic()
     commit = find_commit(data.path, pinned, WAYS_OUT)
     if pinned is None:
         pins.add({data.path: commit})
@@ -199,15 +179,11 @@ def _stage(folder: Path, data: DataSet, pins: Pins, allow_count: bool) -> str:
             f"{what}: {len(rows):,} documents, expected {data.documents:,}; choose another commit "
             f"with {way_out}, or accept them with --allow_count"
         )
-    manifest = write_staged(folder, data.key, rows, revision=commit)
-    return f"{_described(manifest, data)}, {time.monotonic() - began:.0f} s"
+    return _described(write_staged(folder, data.key, rows, revision=commit), data)
 
 
 def fetch(data: DataSet, commit: str, cache: Path) -> "datasets.Dataset":
-    """Return the rows of `data` at `commit`, for as long as `cache` is there.
-
-    `cache` has no other revision: if the hub fails, `datasets` takes what is there.
-    """
+    """Return the rows of `data` at `commit`, for as long as `cache` is there."""
     import datasets
     from datasets.exceptions import DatasetsError
     from huggingface_hub.utils import disable_progress_bars
@@ -217,6 +193,7 @@ def fetch(data: DataSet, commit: str, cache: Path) -> "datasets.Dataset":
     # ValueError: no such configuration, no such split
     unexpected = (DatasetsError, ValueError)
     with hub_errors(data.path, commit, WAYS_OUT, unexpected=unexpected):
+        # `cache` has no other revision: if the hub fails, `datasets` takes what is there
         return datasets.load_dataset(
             data.path, data.config, split=data.split, revision=commit, cache_dir=str(cache)
         )

@@ -11,7 +11,6 @@ import hashlib
 import io
 import json
 import os
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.files import (
     UnreadableFile,
-    create_file,
     fsync_folder,
     publish,
     read_record,
+    remove_leftovers,
+    write_atomic,
     write_json,
 )
 from eval.staging.catalogue import CATALOGUE, DataSet
@@ -50,7 +50,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of manifest.json, which also has `features`, `packages` and `time`."""
+    """The content of manifest.json."""
 
     version: int
     key: str
@@ -71,29 +71,13 @@ def load(*, dataset: str, staged: str | None = None, **_: Any) -> dict[str, "dat
 
 
 def load_staged(key: str, folder: str | Path | None = None) -> "datasets.Dataset":
-    """Return the rows of the data set `key`, in memory, verified.
-
-    Raises UserError, with the command that stages it, if it is missing or not what was staged.
-    """
+    """Return the rows of the data set `key`, in memory; UserError unless they are as staged."""
     import datasets
     import pyarrow.parquet
 
-    root = staged_folder(folder)
-    content = _read(key, root, read_manifest(key, root))
+    _, content = verify(key, staged_folder(folder))
     # not Dataset.from_parquet: that would copy it into a cache, which may be read-only
     return datasets.Dataset(pyarrow.parquet.read_table(io.BytesIO(content)))
-
-
-def staged_sha256(key: str, folder: str | Path | None = None) -> str:
-    """Return the SHA-256 of the rows: the same wherever and with whatever pyarrow it was staged."""
-    return read_manifest(key, staged_folder(folder)).splits[data_set(key).split].rows_sha256
-
-
-def verify(key: str, folder: Path) -> Manifest:
-    """Return the manifest of `key` if its file has the bytes that it names."""
-    manifest = read_manifest(key, folder)
-    _read(key, folder, manifest)
-    return manifest
 
 
 def read_manifest(key: str, folder: Path) -> Manifest:
@@ -114,29 +98,27 @@ def read_manifest(key: str, folder: Path) -> Manifest:
     return manifest
 
 
-def _read(key: str, folder: Path, manifest: Manifest) -> bytes:
+def verify(key: str, folder: Path) -> tuple[Manifest, bytes]:
+    """Return the manifest of `key` and its file, if that has the bytes that were staged."""
+    manifest = read_manifest(key, folder)
     (known,) = manifest.splits.values()
-    path, content, fault = folder / key / known.file, b"", ""
+    path = folder / key / known.file
     try:
         content = path.read_bytes()
-        if (found := hashlib.sha256(content).hexdigest()) != known.sha256:
-            fault = (
-                f"was changed after it was staged ({len(content):,} bytes, sha256 {found[:16]}, "
-                f"expected {known.sha256[:16]})"
-            )
     except OSError as error:
         fault = f"cannot be read: {error.strerror}"
-    if fault:
-        raise UserError(f"{path}: {fault}; {restage(key, folder)}")
-    return content
+    else:
+        found = hashlib.sha256(content).hexdigest()
+        if found == known.sha256:
+            return manifest, content
+        fault = f"was changed after it was staged (sha256 {found[:16]}, not {known.sha256[:16]})"
+    raise UserError(f"{path}: {fault}; {restage(key, folder)}")
 
 
 def restage(key: str, folder: Path) -> str:
     """Return what to do if the data set `key` is not whole in `folder`."""
-    return (
-        "on a machine with network: python -m eval stage "
-        f"--suite {CATALOGUE[key].suite} --only {key} --to {folder}"
-    )
+    command = f"python -m eval stage --suite {CATALOGUE[key].suite} --only {key} --to {folder}"
+    return f"on a machine with network: {command}"
 
 
 def data_set(key: str) -> DataSet:
@@ -152,15 +134,11 @@ def write_staged(
     *,
     revision: str,
 ) -> Manifest:
-    """Write the data set `key` so that it is staged: the file first, manifest.json last.
-
-    A reader sees the old, an error, or the new. One writer per folder at a time (stage.py's lock).
-    """
+    """Write the data set `key`; a reader sees the old, an error, or the new."""
     import datasets
     import pyarrow.parquet
 
     data, target = data_set(key), Path(folder) / key
-    target.mkdir(parents=True, exist_ok=True)
     if not isinstance(rows, datasets.Dataset):
         rows = datasets.Dataset.from_list([*rows])
     # the column types travel in the schema, where Dataset finds them again
@@ -171,32 +149,14 @@ def write_staged(
     rows_sha256 = hashlib.sha256()
     for row in rows.with_format(None):
         rows_sha256.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode() + b"\n")
-    split = Split(
-        f"{data.split}.parquet",
-        len(rows),
-        len(content),
-        hashlib.sha256(content).hexdigest(),
-        rows_sha256.hexdigest(),
-    )
-    splits = {data.split: split}
+    file, sha256 = f"{data.split}.parquet", hashlib.sha256(content).hexdigest()
+    splits = {data.split: Split(file, len(rows), len(content), sha256, rows_sha256.hexdigest())}
     manifest = Manifest(MANIFEST_VERSION, key, data.path, data.config, revision, splits)
-    facts = {
-        "features": {data.split: rows.features.to_dict()},
-        "packages": {"datasets": datasets.__version__, "pyarrow": pyarrow.__version__},
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-    temporary = target / f"{split.file}.tmp"
-    try:
-        temporary.unlink(missing_ok=True)  # a killed staging's
-        with create_file(temporary) as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:  # a full disk: free the room again
-        temporary.unlink(missing_ok=True)
-        raise
+    target.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(target)
+    write_atomic(target / f"{file}.next", content)  # a full disk leaves what is staged
     (target / MANIFEST).unlink(missing_ok=True)
     fsync_folder(target)  # or a crash could leave the old manifest beside a new file
-    publish(temporary, target / split.file)
-    write_json(target / MANIFEST, asdict(manifest) | facts)
+    publish(target / f"{file}.next", target / file)
+    write_json(target / MANIFEST, asdict(manifest))
     return manifest

@@ -339,7 +339,6 @@ def test_a_task_file_that_does_not_load(
         ("birth-year", ["--limit", "0"], "--limit 0"),
         ("birth-year", ["--max_length", "50"], "no set of birth-year fits max_length 50"),
         ("birth-year", ["--must_beat", "unigram"], "--must_beat is for --suite validation"),
-        ("validation", ["--junk", "x.txt"], "--junk is for --suite birth-year"),
         ("validation", ["--out", "{base}/file/x"], "can't hold the results"),
     ],
 )

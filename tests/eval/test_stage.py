@@ -209,7 +209,7 @@ def typed(*words: str) -> str:
 def test_typing_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     to = ("--to", str(tmp_path))
     assert 'Did you mean "discriminative"' in typed("--suite", "discriminativ", *to)
-    assert "wikitext" in typed("--suite", "birth-year", *to)
+    assert '"birth-year" is not known' in typed("--suite", "birth-year", *to)
     assert 'Did you mean "jrt_swde"' in typed("--only", "jrt_swd", *to)
     wrong = typed("--suite", "jrt", "--only", "piqa", *to)
     assert wrong == "--only piqa: is of --suite discriminative, not of jrt"

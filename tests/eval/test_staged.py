@@ -14,7 +14,7 @@ import pytest
 from canon_pretrain.core.errors import UserError
 from eval.staging import staged
 from eval.staging.catalogue import CATALOGUE
-from eval.staging.staged import load, load_staged, staged_sha256, write_staged
+from eval.staging.staged import load, load_staged, write_staged
 from tests.checkpoint_folders import small_disk
 from tests.eval_fixtures import fixture, rows_of, stage_fixtures
 
@@ -50,15 +50,16 @@ def test_every_data_set_comes_back_as_it_was(whole: Path, key: str) -> None:
 
 
 def test_the_hash_is_of_the_rows_and_not_of_the_file(whole: Path, folder: Path) -> None:
-    found = staged_sha256("boolq", whole)
-    write_staged(folder, "boolq", fixture("boolq"), revision="0" * 40)
-    assert staged_sha256("boolq", folder) == found
+    def sha256(rows: Any) -> str:
+        return write_staged(folder, "boolq", rows, revision="0" * 40).splits[SPLIT].rows_sha256
+
+    found = staged.read_manifest("boolq", whole).splits[SPLIT].rows_sha256
+    assert sha256(fixture("boolq")) == found
     for changed in (
         rows_of("boolq")[:-1],
         [rows_of("boolq")[0] | {"question": "is it"}, *rows_of("boolq")[1:]],
     ):
-        write_staged(folder, "boolq", changed, revision="0" * 40)
-        assert staged_sha256("boolq", folder) != found
+        assert sha256(changed) != found
 
 
 def test_a_task_loads_it_without_network_or_cache(

@@ -1,8 +1,7 @@
 """The Babilong tasks for the YAML files here: documents, prompts, score (spec/eval.md section 3).
 
 The layout of a prompt is the specification's, the wording ours (prompts.toml), a file's like it,
-lm_eval's own or the paper's release's; whatever it is from is read as data and never run. Answers
-that list every place, or that repeat the question's, are not right; for the harness's own they are.
+lm_eval's own or the paper's release's; whatever it is from is read as data and never run.
 """
 
 import ast
@@ -41,6 +40,7 @@ LAYOUT = (
     "Question: {question}\nAnswer:"
 )
 EXAMPLE = "<context>\n{}\n</context>\n\nQuestion: {}\nAnswer: {}."
+DEEP = (AttributeError, RecursionError, MemoryError)
 TaskName = Annotated[str, StringConstraints(pattern="^qa[1-5]$")]
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
@@ -48,33 +48,20 @@ Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 def load(
     *, qa: str, context: str, staged: str | None = None, **metadata: Any
 ) -> dict[str, datasets.Dataset]:
-    """Return the split `test` of `qa` at length `context` ("4k"): lm_eval's `custom_dataset`.
-
-    Metadata: `staged`; `babilong_prompts`, "lm_eval" or a file (read_prompts); `max_length`,
-    `tokenizer` and `pretrained` to check that prompts fit. Raises UserError if one of these does
-    not serve, or a row is none of the task's.
-    """
-    given = metadata.get("babilong_prompts")
-    prompts = read_prompts(qa, given or None)
-    key = f"babilong_{qa}_{context}"
-    documents = []
+    """Return the split `test` of `qa` at length `context` ("4k"): lm_eval's `custom_dataset`."""
+    prompts = read_prompts(qa, metadata.get("babilong_prompts") or None)
+    key, documents = f"babilong_{qa}_{context}", []
     for place, row in enumerate(load_staged(key, staged)):
         # the question's last space is in the paper's prompts too
         question, target = row["question"], row["target"].strip()
-        if target.lower() not in {label.lower() for label in LABELS[qa]}:
+        if target.lower() not in map(str.lower, LABELS[qa]):
             raise UserError(
                 f"{key}, row {place}: the target {target!r} is none of {', '.join(LABELS[qa])}: "
                 "this is not the data set that the task is about"
             )
-        documents.append(
-            {
-                "task": qa,
-                "prompt": prompts.of(row["input"], question),
-                "question": question,
-                "target": target,
-                "prompts": prompts.sha256,
-            }
-        )
+        prompt = prompts.of(row["input"], question)
+        document = {"task": qa, "prompt": prompt, "question": question, "target": target}
+        documents.append({**document, "prompts": prompts.sha256})
     room = (known_max_length(metadata) or sys.maxsize) - ANSWER_TOKENS
     long = lengths_beyond((document["prompt"] for document in documents), room, metadata)
     check_fit(key, max(long, default=0), answer_tokens=ANSWER_TOKENS, metadata=metadata)
@@ -88,10 +75,7 @@ def score(document: dict[str, Any], answers: list[str]) -> dict[str, float]:
 
 
 def is_right(task: str, question: str, target: str, answer: str) -> bool:
-    """Return whether the labels that only the answer names are exactly the target.
-
-    Case is ignored. A label is named if it occurs in the text: "bedrooms" names the bedroom.
-    """
+    """Return whether the labels that only the answer names are exactly the target."""
     answer, question = answer.lower(), question.lower()
     for end in ENDS:
         answer = answer.partition(end)[0]
@@ -102,10 +86,11 @@ def is_right(task: str, question: str, target: str, answer: str) -> bool:
 
 @dataclass(frozen=True)
 class Example:
+    """One worked question; the layout adds the answer's final "."."""
+
     context: Text
     question: Text
     answer: Annotated[Text, StringConstraints(pattern=r"[^.]$")]
-    """Without the final ".", which the layout adds."""
     __pydantic_config__ = ConfigDict(extra="forbid")
 
 
@@ -134,33 +119,27 @@ class Prompts:
         return hashlib.sha256(words.encode()).hexdigest()
 
     def of(self, context: str, question: str) -> str:
-        """Return the whole prompt of one question. Both are kept as they are in the data."""
+        """Return the whole prompt of one question."""
         return f"{self.before}{context}{self.between}{question}{self.after}".strip()
 
 
 def read_prompts(task: str, source: str | Path | None = None) -> Prompts:
-    """Return the prompts of `task` (qa1 to qa5).
-
-    `source`: None for our own; "lm_eval"; a .py file, read as the paper's release; or another file
-    like prompts.toml. Raises UserError if it is not whole, or has something that is no part.
-    """
+    """Return the prompts of `task`: our own (None), "lm_eval", a release's .py, or a .toml file."""
     where = f"babilong_prompts {source or OWN_PROMPTS}"
     try:
         if str(source) == LM_EVAL:
             return _of_sections({task: _lm_eval_section(task)}, task)
-        path = Path(source or OWN_PROMPTS)
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".py":
+        text = Path(source or OWN_PROMPTS).read_text(encoding="utf-8")
+        if str(source).endswith(".py"):
             return _of_release(text, task)
         return _of_sections(tomllib.loads(text), task)
     except OSError as error:
         raise UserError(f"{where}: cannot be read: {error.strerror}") from None
-    except (UserError, SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+    except (UserError, SyntaxError, ValueError, TypeError, LookupError, *DEEP) as error:
+        lacks = "has no " if isinstance(error, KeyError) else ""
         raise UserError(
-            f"{where} [{task}]: {error}. Nothing of it is run; a copy of {OWN_PROMPTS} is a start"
+            f"{where} [{task}]: {lacks}{error}. Nothing of it is run; {OWN_PROMPTS} is a start"
         ) from None
-    except (KeyError, AttributeError) as error:
-        raise UserError(f"{where}: has no {error}, which the task {task} asks for") from None
 
 
 def _of_sections(content: Mapping[str, Any], task: str) -> Prompts:
@@ -176,21 +155,16 @@ def _lm_eval_section(task: str) -> dict[str, Any]:
 
     path = Path(lm_eval.tasks.__file__).with_name("babilong") / f"babilong_{task}.yaml"
     found = load_yaml(path, resolve_func=False, recursive=False)
-    names = {"context": "input", "question": "question", "answer": "target"}
     examples = [
-        {name: one[theirs] for name, theirs in names.items()}
-        for one in found["fewshot_config"]["samples"]
+        # the layout adds the final "."
+        {"context": e["input"], "question": e["question"], "answer": e["target"].rstrip(".")}
+        for e in found["fewshot_config"]["samples"]
     ]
-    for example in examples:  # the layout adds the final "."
-        example["answer"] = example["answer"].rstrip(".")
     return {"instruction": found["description"], "examples": examples}
 
 
 def _of_release(text: str, task: str) -> Prompts:
-    """Return the prompts of a Python source with literals RELEASED (and RELEASED_LAYOUT).
-
-    It is parsed, and never run.
-    """
+    """Return the prompts of a Python source with literals RELEASED (and RELEASED_LAYOUT)."""
     values: dict[str, Any] = {}
     for node in (node for node in ast.parse(text).body if isinstance(node, ast.Assign)):
         for target in node.targets:

@@ -11,9 +11,12 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+
+from canon_pretrain.data.tokenizer import Tokenizer
+from eval.task_tokenizer import TaskTokenizer
 
 VERSION = 2
 SEED = 0
@@ -34,18 +37,10 @@ INSTRUCTION = (
 
 
 _NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text())
-FIRST_NAMES, MIDDLE_NAMES, LAST_NAMES = (
-    tuple(_NAMES[part].split()) for part in ("first", "middle", "last")
-)
+FIRST_NAMES, MIDDLE_NAMES, LAST_NAMES = (_NAMES[k].split() for k in ("first", "middle", "last"))
 
 
-class Encoder(Protocol):
-    """What the probes need of a tokenizer; `encode` adds nothing."""
-
-    @property
-    def sha256(self) -> str: ...
-
-    def encode(self, text: str) -> Any: ...
+Encoder = Tokenizer | TaskTokenizer
 
 
 @dataclass(frozen=True)
@@ -88,14 +83,9 @@ class Junk:
     """Sentences to hide statements in, and how many tokens each has."""
 
     def __init__(self, sentences: Iterable[str], tokenizer: Encoder) -> None:
-        self.sentences: list[str] = []
-        self.lengths: list[int] = []
-        for sentence in sentences:
-            length = len(tokenizer.encode(sentence))
-            if 0 < length <= MAX_SENTENCE_TOKENS:
-                self.sentences.append(sentence)
-                self.lengths.append(length)
-        self.num_tokens = sum(self.lengths)
+        known = ((sentence, len(tokenizer.encode(sentence))) for sentence in sentences)
+        self.sentences = [entry for entry in known if 0 < entry[1] <= MAX_SENTENCE_TOKENS]
+        self.num_tokens = sum(length for _, length in self.sentences)
 
     def take(self, draws: Draws, length: int) -> list[str]:
         """Return consecutive sentences below `length` tokens from a random start on a circle."""
@@ -103,12 +93,12 @@ class Junk:
             return []
         start, total = draws.below(len(self.sentences)), 0
         taken: list[str] = []
-        while len(taken) < len(self.sentences):
-            place = (start + len(taken)) % len(self.sentences)
-            total += self.lengths[place]
+        around = self.sentences[start : start + length] + self.sentences[: min(start, length)]
+        for sentence, tokens in around:
+            total += tokens
             if total >= length:
                 break
-            taken.append(self.sentences[place])
+            taken.append(sentence)
         return taken
 
 
@@ -119,11 +109,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def ends_with_space(tokenizer: Encoder) -> bool:
-    """Return whether a question's trailing space is the token that training had before a year.
-
-    It is for a tokenizer that splits digits, as Llama's: [of][ ][1][9][8][7]. If a year is one
-    token together with its space, the space is left to the answer.
-    """
+    """Return whether the space before a year is a token, as in [of][ ][1][9][8][7]."""
     asked = list(tokenizer.encode("in the year of "))
     return all(
         list(tokenizer.encode(f"in the year of {year}"))[: len(asked)] == asked for year in YEARS
@@ -131,33 +117,28 @@ def ends_with_space(tokenizer: Encoder) -> bool:
 
 
 def make_probe(kind: Kind, length: int, item: int, junk: Junk, space: bool) -> dict[str, Any]:
-    """Return probe number `item` of the set (kind, length): prompt, choices, answer and target.
-
-    `choices` are the context's years in ascending order, which reveals nothing.
-    """
+    """Return probe number `item` of the set (kind, length): prompt, choices, answer and target."""
     # the control has the key of 1-hop: the same people in the same text, another question
     draws = Draws(SEED, kind.people, kind.hops, length, item)
     names: list[str] = []
     while len(names) < kind.people * kind.hops:
-        parts = [
-            group[draws.below(len(group))] for group in (FIRST_NAMES, MIDDLE_NAMES, LAST_NAMES)
-        ]
-        if (name := " ".join(parts)) not in names:
+        groups = (FIRST_NAMES, MIDDLE_NAMES, LAST_NAMES)
+        name = " ".join(group[draws.below(len(group))] for group in groups)
+        if name not in names:
             names.append(name)
     years = [YEARS[place] for place in draws.sample(len(YEARS), kind.people)]
     group = list(zip(names, years, strict=False))
     facts = [f"{name} was born in the year of {year}." for name, year in group]
     for hop in range(1, kind.hops):
         order, before = draws.sample(kind.people, kind.people), group
-        group = [(names[hop * kind.people + j], before[order[j]][1]) for j in range(kind.people)]
-        facts += [
-            f"{group[j][0]} was born in the same year as {before[order[j]][0]}."
-            for j in range(kind.people)
-        ]
+        named = zip(names[hop * kind.people :], (before[j] for j in order), strict=False)
+        group = []
+        for name, (other, year) in named:
+            group.append((name, year))
+            facts.append(f"{name} was born in the same year as {other}.")
     sentences = junk.take(draws, length)
-    for place, fact in zip(
-        sorted(draws.sample(len(sentences) + len(facts), len(facts))), facts, strict=True
-    ):
+    places = sorted(draws.sample(len(sentences) + len(facts), len(facts)))
+    for place, fact in zip(places, facts, strict=True):
         sentences.insert(place, fact)
     name, year = group[draws.below(kind.people) if kind.asks_anyone else 0]
     text = " ".join(sentences)

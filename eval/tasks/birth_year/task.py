@@ -58,13 +58,6 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """The content of sets.json."""
-
-    sets: dict[str, Entry]
-
-
-@dataclass(frozen=True)
 class ProbeSet:
     """One frozen set; `name` is that of its kind and length, such as 1-hop-256."""
 
@@ -81,8 +74,8 @@ class ProbeSet:
         if found != self.entry.sha256:
             raise UserError(
                 f"{self.path} was changed after it was frozen (sha256 {found[:28]}, expected "
-                f"{self.entry.sha256[:16]}): scores would not compare with earlier ones. Restore "
-                f"it, or delete {self.path.parent} and evaluate this run's checkpoints again"
+                f"{self.entry.sha256[:16]}): restore it, or delete {self.path.parent} and evaluate "
+                "this run's checkpoints again"
             )
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
@@ -96,10 +89,7 @@ class Corpus:
 
 
 def find_corpus(junk: str | Path | None, staged: Path) -> Corpus | str:
-    """Return the text of the file `junk`, or the staged WikiText as lm_eval's task writes it.
-
-    Returns the reason if WikiText is not staged. Raises UserError for what is damaged or not UTF-8.
-    """
+    """Return the text of the file `junk`, or the staged WikiText; why not, if it is not staged."""
     if junk:
         try:
             text = Path(junk).read_text(encoding="utf-8")
@@ -107,10 +97,8 @@ def find_corpus(junk: str | Path | None, staged: Path) -> Corpus | str:
             raise UserError(f"junk {junk}: cannot be read as UTF-8 text: {error}") from None
         return Corpus(f"file {hashlib.sha256(text.encode()).hexdigest()}", text)
     if not (staged / WIKITEXT / MANIFEST).exists():
-        return (
-            f"the text around the statements, WikiText, is not staged; {restage(WIKITEXT, staged)}"
-            "; or take the text of a file, --junk FILE.txt"
-        )
+        way_out = f"{restage(WIKITEXT, staged)}; or take the text of a file, --junk FILE.txt"
+        return f"the text around the statements, WikiText, is not staged; {way_out}"
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
     pages = load_staged(WIKITEXT, staged)
@@ -134,33 +122,29 @@ class FrozenSets:
         num_items: int = NUM_ITEMS,
     ) -> None:
         self.folder, self.tokenizer, self._find_corpus = folder, tokenizer, corpus
-        self._made_of: dict[str, Any] = {
-            "version": VERSION,
-            "seed": SEED,
-            "num_items": num_items,
-            "tokenizer_sha256": tokenizer.sha256,
-        }
+        sha256 = tokenizer.sha256
+        facts = {"version": VERSION, "seed": SEED, "num_items": num_items}
+        self._made_of: dict[str, Any] = {**facts, "tokenizer_sha256": sha256}
 
     def sets(
         self, max_length: int, advance: Callable[[str], None]
     ) -> tuple[list[ProbeSet], list[str]]:
-        """Return the sets that fit a model of `max_length` tokens, and why others are left out.
-
-        `advance` receives the name of each set that has to be made.
-        """
+        """Return the sets that fit `max_length`, and why others are left out."""
         fitting: list[ProbeSet] = []
         left_out: dict[str, list[str]] = {}
         for name, (_, length) in SETS.items():
-            reason = f"max_length {max_length}"
-            if length < max_length:
-                found = self.get(name, advance)
-                if isinstance(found, ProbeSet):
-                    if found.entry.max_tokens + ANSWER_TOKENS <= max_length:
-                        fitting.append(found)
-                        continue
-                    found = f"prompts of up to {found.entry.max_tokens} tokens"
-                reason = found
-            left_out.setdefault(reason, []).append(name)
+            found = self.get(name, advance) if length < max_length else f"max_length {max_length}"
+            if isinstance(found, ProbeSet):
+                if found.entry.max_tokens + ANSWER_TOKENS <= max_length:
+                    fitting.append(found)
+                    continue
+                found = f"prompts of up to {found.entry.max_tokens} tokens"
+            left_out.setdefault(found, []).append(name)
+        if not fitting:
+            raise UserError(
+                f"no set of birth-year fits max_length {max_length}: raise it with --max_length; "
+                "it may be longer than what training saw"
+            )
         return fitting, [f"{', '.join(names)} ({reason})" for reason, names in left_out.items()]
 
     def get(self, name: str, advance: Callable[[str], None] = lambda name: None) -> ProbeSet | str:
@@ -176,7 +160,6 @@ class FrozenSets:
         if length and isinstance(self._corpus, Corpus):
             made_of["junk"] = self._corpus.origin
         key = f"{name}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]}"
-        path = self.folder / f"{key}.jsonl"
         if key not in known:
             junk = self._junk if length else Junk((), self.tokenizer)
             if junk.num_tokens < length:
@@ -188,22 +171,23 @@ class FrozenSets:
                     known = self._known()
                     if key not in known:
                         advance(name)
-                        known[key] = self._freeze(path, junk, made_of)
-                        write_json(self.folder / SETS_FILE, asdict(Manifest(known)))
+                        known[key] = self._freeze(f"{key}.jsonl", junk, made_of)
+                        sets = {each: asdict(entry) for each, entry in known.items()}
+                        write_json(self.folder / SETS_FILE, {"sets": sets})
             except OSError as error:
                 raise UserError(
                     f"the probes {name} can't be frozen in {self.folder}: {error.strerror}. Make "
                     "room there, or choose another folder with --out (under lm_eval: the metadata "
                     "`probes`)"
                 ) from None
-        return ProbeSet(name, path, known[key])
+        return ProbeSet(name, self.folder / f"{key}.jsonl", known[key])
 
-    def _freeze(self, path: Path, junk: Junk, made_of: dict[str, Any]) -> Entry:
+    def _freeze(self, file: str, junk: Junk, made_of: dict[str, Any]) -> Entry:
         (kind, length), space = SETS[made_of["set"]], ends_with_space(self.tokenizer)
         items = range(made_of["num_items"])
         probes = [make_probe(kind, length, item, junk, space) for item in items]
         content = "".join(json.dumps(probe) + "\n" for probe in probes).encode()
-        write_atomic(path, content)
+        write_atomic(self.folder / file, content)
         max_tokens = max(len(self.tokenizer.encode(probe["prompt"])) for probe in probes)
         return Entry(hashlib.sha256(content).hexdigest(), max_tokens, made_of)
 
@@ -217,66 +201,35 @@ class FrozenSets:
         return Junk(split_sentences(self._corpus.text), self.tokenizer)
 
     def _known(self) -> dict[str, Entry]:
+        if not (self.folder / SETS_FILE).exists():
+            return {}
         try:
-            return read_record(self.folder / SETS_FILE, Manifest).sets
+            return read_record(self.folder / SETS_FILE, dict[str, dict[str, Entry]])["sets"]
         except UnreadableFile as error:
-            if error.is_missing:
-                return {}
             raise UserError(f"{error}; delete {self.folder} to freeze anew") from None
-
-
-def open_probes(
-    frozen: FrozenSets, *, max_length: int, say: Callable[[str], None]
-) -> tuple[list[str], list[str]]:
-    """Freeze the sets that fit `max_length`; return their tasks, and why other sets are left out.
-
-    Raises UserError if no set fits.
-    """
-    sets, left_out = frozen.sets(
-        max_length, lambda name: say(f"freezing the probes {name} in {frozen.folder}")
-    )
-    if not sets:
-        raise UserError(
-            f"no set of birth-year fits max_length {max_length}: raise it with --max_length; it "
-            "may be longer than what training saw"
-        )
-    # each is asked for its greedy answer, and for the rank of its years
-    return [task for one in sets for task in (one.name, f"{one.name}_rank")], left_out
 
 
 def load(
     *, probe_set: str, probes: str | None = None, **metadata: Any
 ) -> dict[str, datasets.Dataset]:
-    """Return the split `test`, the probes of one frozen set: lm_eval's `custom_dataset`.
-
-    Metadata: `probes`, the folder of the sets (default: among the staged data); `tokenizer` or
-    `pretrained`; `junk`, a text file. A set that is not there is made. Raises UserError if it can't
-    be, or does not fit `max_length`.
-    """
+    """Return the split `test`, the probes of one frozen set: lm_eval's `custom_dataset`."""
     staged = staged_folder(metadata.get("staged"))
     folder = Path(probes) if probes else staged / "probes"
     junk = str(metadata.get("junk") or "")
-    text = Path(junk or staged / WIKITEXT / MANIFEST)
-    written_ns = text.stat().st_mtime_ns if text.exists() else 0
-    frozen = _frozen_sets(folder, task_tokenizer(metadata), junk, staged, written_ns)
-    found = frozen.get(probe_set)
+    found = _frozen_sets(folder, task_tokenizer(metadata), junk, staged).get(probe_set)
     if isinstance(found, str):
         raise UserError(
-            f"the probes {probe_set} are not in {folder}: {found}. Under lm_eval: --metadata "
-            "'{\"probes\": DIR}' names the folder where they are frozen (that of a run is "
-            "RUN/evals/probes, which `python -m eval run --suite birth-year` writes), "
-            '\'{"junk": "FILE.txt"}\' a text to make them with'
+            f"the probes {probe_set} are not in {folder}: {found}. Under lm_eval --metadata "
+            '\'{"probes": "RUN/evals/probes"}\' names those of a run, \'{"junk": "FILE.txt"}\' '
+            "a text to make them with"
         )
-    longest = found.entry.max_tokens
-    check_fit(probe_set, longest, answer_tokens=ANSWER_TOKENS, metadata=metadata)
+    check_fit(probe_set, found.entry.max_tokens, answer_tokens=ANSWER_TOKENS, metadata=metadata)
     return {"test": datasets.Dataset.from_list(found.read())}
 
 
 # the 36 tasks of the suite load one after the other and share the text's tokens
 @lru_cache(maxsize=1)
-def _frozen_sets(
-    folder: Path, tokenizer: Encoder, junk: str, staged: Path, written_ns: int
-) -> FrozenSets:
+def _frozen_sets(folder: Path, tokenizer: Encoder, junk: str, staged: Path) -> FrozenSets:
     return FrozenSets(folder, tokenizer, lambda: find_corpus(junk, staged))
 
 

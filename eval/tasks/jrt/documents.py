@@ -4,34 +4,26 @@
 through metadata (`eval run --option NAME=VALUE`, `lm_eval --metadata '{"NAME": VALUE}'`):
 
     jrt_tokens           the tokens that a context is cut to (950)
-    jrt_swde_context     the field that is cut, of one data set: jrt_swde_, jrt_fda_, jrt_squad_,
-                         jrt_triviaqa_, jrt_nq_, jrt_drop_ (text; of the last three context)
+    jrt_swde_context     the field that is cut, of one data set
     jrt_swde_answers     the fields that it is cut around, "key,value" or ["key", "value"]; if there
                          are none (TriviaQA, DROP) its first tokens are kept and no row is dropped
 """
 
-import functools
 import hashlib
 import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import datasets
 
 from canon_pretrain.core.errors import UserError, check_choice
-from eval.staging.staged import load_staged, staged_folder, staged_sha256
-from eval.task_tokenizer import (
-    TaskTokenizer,
-    known_max_length,
-    lengths_beyond,
-    task_tokenizer,
-)
+from eval.staging.staged import load_staged
+from eval.task_tokenizer import TaskTokenizer, known_max_length, lengths_beyond, task_tokenizer
 
-SPLIT = "validation"
 ANSWER_TOKENS = 48
 NUM_TOKENS = 950
 """Of 1,000, with 50 left for the answer."""
@@ -45,12 +37,8 @@ OPTION = "jrt_"
 # below its own name the harness shows what is logged
 LOG = logging.getLogger(f"lm_eval.{__name__}")
 Row = Mapping[str, Any]
-Template = Callable[[Row], str]
-
-SUMMARY = "Summary of information above"
-"""What begins SWDE's own summary, which holds the answers."""
-MARKS = re.compile(r"\[PAR\]|\[DOC\]|\[TLE\]")
-QUESTION = "Question:"
+Options = tuple[int, str, tuple[str, ...]]
+"""The tokens of a cut, the field that is cut, and those it is cut around."""
 
 
 # -- prompts --------------------------------------------------------------------------------------
@@ -58,103 +46,92 @@ QUESTION = "Question:"
 
 @dataclass(frozen=True)
 class Style:
-    """One data set: the field that is cut, those it is centred on, the labels', and its prompts.
+    """One data set: the field that is cut, those it is cut around, the labels', and its prompts.
 
-    `clean` is applied to `context` first. Rows of one `passage` share a source, unless a field of
-    `documents` says so.
+    `passage(row)` is the text without its question, `prompt(row, passage, twice)` what is asked.
+    `clean` is applied to `context` before the cut, `finish` after it. Rows of one passage share a
+    source, unless a field of `documents` says so.
     """
 
     context: str
     answers: tuple[str, ...]
     labels: str
-    once: Template
-    twice: Template
-    passage: Template
+    passage: Callable[[Row], str]
+    prompt: Callable[[Row, str, bool], str]
     clean: Callable[[str], str] = str.strip
+    finish: Callable[[str], str] = str
     documents: tuple[str, ...] = ()
+
+    def passage_of(self, row: Row) -> tuple[Row, str]:
+        """Return a row with its finished context, and its passage."""
+        row = {**row, self.context: self.finish(row[self.context])}
+        return row, self.passage(row)
 
 
 def without_trailing(text: str, copy: str) -> str:
-    """`text` without the copies of `copy` at its end, case ignored, and without spaces there."""
+    """Return `text` without copies of `copy` at its end, case ignored, and without spaces."""
     text, copy = text.rstrip(), copy.strip()
     pattern = re.compile(re.escape(copy), re.IGNORECASE)
     while copy and pattern.fullmatch(text, max(0, len(text) - len(copy))):
         text = text[: -len(copy)].rstrip()
-    return text
+    return text.strip()
 
 
-def _key(row: Row) -> str:
+def _keyed_prompt(row: Row, text: str, twice: bool) -> str:
     key = row["key"].strip()
-    return key[:1].upper() + key[1:]
+    key = key[:1].upper() + key[1:]
+    text = text.strip(".")
+    if not twice:
+        return f"{text}. {key}:"
+    return f"Information about {key}. {text.strip()}.\n{text.strip()}. {key}:"
 
 
-def _keyed_text(row: Row) -> str:
-    return without_trailing(row["text"], f"{row['key'].strip()}:").strip()
+def _asked_prompt(row: Row, text: str, twice: bool, end: str = "") -> str:
+    question, text = row["question"].strip(), text.strip(".")
+    if not twice:
+        return f"{text}. {question}"
+    return f"{row['orig_question'].strip(end)} {text.strip()}.\n{text.strip()}. {question}"
 
 
-def _keyed_twice(row: Row) -> str:
-    text = _keyed_text(row).strip(".").strip()
-    return f"Information about {_key(row)}. {text}.\n{text}. {_key(row)}:"
-
-
-def _squad_context(row: Row) -> str:
-    return str(row["context"]).partition(QUESTION)[0]
-
-
-def _asked_text(row: Row) -> str:
-    return without_trailing(row["context"], row["question"]).strip()
-
-
-def _asked(row: Row) -> str:
-    return f"{_asked_text(row).strip('.')}. {row['question'].strip()}"
-
-
-def _asked_twice(row: Row, end: str = "") -> str:
-    text, first = _asked_text(row).strip(".").strip(), row["orig_question"]
-    return f"{first.strip(end) if end else first} {text}.\n{text}. {row['question'].strip()}"
-
-
-def _unmarked(made: Template) -> Template:
-    return lambda row: made({**row, "context": MARKS.sub("", row["context"])})
+def _squad_prompt(row: Row, text: str, twice: bool) -> str:
+    known = str(row["text"]).strip()
+    return f"{row['question']} {text}\n{known}" if twice else known
 
 
 _PAGE = Style(
     context="text",
     answers=("key", "value"),
     labels="value",
-    once=lambda row: f"{_keyed_text(row).strip('.')}. {_key(row)}:",
-    twice=_keyed_twice,
-    passage=_keyed_text,
+    passage=lambda row: without_trailing(row["text"], f"{row['key'].strip()}:"),
+    prompt=_keyed_prompt,
     documents=("file_name", "doc_id"),
 )
-_NQ = Style(
+_ASKED = Style(
     context="context",
-    answers=("answers",),
+    answers=(),
     labels="answers",
-    once=_asked,
-    twice=lambda row: _asked_twice(row, end=":"),
-    passage=_asked_text,
+    passage=lambda row: without_trailing(row["context"], row["question"]),
+    prompt=_asked_prompt,
 )
+_NQ_PROMPT = partial(_asked_prompt, end=":")
 STYLES: dict[str, Style] = {
-    "jrt_swde": replace(_PAGE, clean=lambda text: text.partition(SUMMARY)[0]),
+    # what begins SWDE's own summary, which holds the answers
+    "jrt_swde": replace(
+        _PAGE, clean=lambda text: text.partition("Summary of information above")[0]
+    ),
     "jrt_fda": _PAGE,
     "jrt_squad": Style(
         context="text",
         answers=("value",),
         labels="value",
-        once=lambda row: str(row["text"]).strip(),
-        twice=lambda row: f"{row['question']} {_squad_context(row)}\n{str(row['text']).strip()}",
-        passage=_squad_context,
+        passage=lambda row: str(row["context"]).partition("Question:")[0],
+        prompt=_squad_prompt,
     ),
     "jrt_triviaqa": replace(
-        _NQ,
-        answers=(),
-        once=_unmarked(_asked),
-        twice=_unmarked(_asked_twice),
-        passage=_unmarked(_asked_text),
+        _ASKED, finish=lambda text: re.sub(r"\[PAR\]|\[DOC\]|\[TLE\]", "", text)
     ),
-    "jrt_nq": _NQ,
-    "jrt_drop": replace(_NQ, answers=()),
+    "jrt_nq": replace(_ASKED, answers=("answers",), prompt=_NQ_PROMPT),
+    "jrt_drop": replace(_ASKED, prompt=_NQ_PROMPT),
 }
 """By key of the catalogue."""
 
@@ -172,19 +149,15 @@ class Cut:
 
 
 def first_hit(text: str, answer: str) -> int | None:
-    """Return where `answer` first occurs in `text`, case ignored; None if it does not.
-
-    By `re.IGNORECASE`, as upstream: no position shifts where a letter's other case is longer.
-    """
+    """Return where `answer` first occurs in `text`, case ignored; None if it does not."""
+    # by re.IGNORECASE, as upstream: no position shifts where a letter's other case is longer
     found = re.search(re.escape(answer), text, re.IGNORECASE) if answer else None
     return found.start() if found else None
 
 
 def window(num_tokens: int, position: int, limit: int) -> tuple[int, int]:
-    """Return the tokens to keep, [start, end): `limit` of them, half of it before `position`.
-
-    At the end of a document only the half is left (spec/eval.md, section 2).
-    """
+    """Return the tokens to keep, [start, end): `limit` of them, half of it before `position`."""
+    # at the end of a document only the half is left (spec/eval.md, section 2)
     start = max(0, position - limit // 2)
     return start, min(num_tokens, position + limit - (position - start))
 
@@ -201,8 +174,7 @@ def cut(
     """Return at most `limit` tokens of `text` around the earliest of `answers`; None: its first.
 
     If none occurs: around the first of `alternatives` that does; else around `token_position`; else
-    the last half of `limit`. A hit at a character becomes the number of tokens of the text before
-    it, as upstream counts. A text that is not cut stays as it is.
+    the last half of `limit`. A text that is not cut stays as it is.
     """
     text = text.strip()
     tokens = tokenizer.encode(text)
@@ -215,6 +187,7 @@ def cut(
     if answers is None:
         centre, position = BEGINNING, 0
     elif hits:
+        # a hit at a character is the number of tokens of the text before it, as upstream counts
         position = len(tokenizer.encode(text[: min(hits)]))
     elif token_position is not None and token_position >= 0:
         centre, position = TOKEN_POSITION, token_position
@@ -228,11 +201,9 @@ def cut(
 
 
 def _part(text: str, tokens: list[int], start: int, end: int, tokenizer: TaskTokenizer) -> str:
-    """Return the characters of `text` that are whole in the tokens [start, end), stripped.
-
-    Tokenizers differ in what half a character decodes to: a part is cut out of the text, or decoded
-    if the tokenizer does not reproduce texts.
-    """
+    """Return the characters of `text` that are whole in the tokens [start, end), stripped."""
+    # tokenizers differ in what half a character decodes to: a part is cut out of the text, or
+    # decoded if the tokenizer does not reproduce texts
 
     def before(border: int) -> tuple[str, bool]:
         """Return the text before a token without half characters, and whether it had none."""
@@ -251,42 +222,43 @@ def _part(text: str, tokens: list[int], start: int, end: int, tokenizer: TaskTok
     return text[len(first[0]) : len(last[0])].strip()
 
 
-def contains(prediction: str, labels: Sequence[str]) -> float:
-    """Return 1.0 if a label that is not empty occurs in the first line of `prediction`."""
-    line = prediction.split("\n", 1)[0]
-    return float(any(first_hit(line, label) is not None for label in labels))
-
-
 # -- items ----------------------------------------------------------------------------------------
 
 
 def load(
     *, dataset: str, twice: bool = False, staged: str | None = None, **metadata: Any
 ) -> dict[str, datasets.Dataset]:
-    """Return the items of one task: row, prompt, labels, target, centre (of the cut) and source.
-
-    Raises UserError for data that is not staged, lacks a field or has no answers, for an unknown
-    option and if no tokenizer is named.
-    """
-    tokenizer, folder, style = task_tokenizer(metadata), staged_folder(staged), STYLES[dataset]
-    options, sha256 = _options(dataset, metadata), staged_sha256(dataset, folder)
-    rows, counts = _cut_rows(dataset, str(folder), sha256, tokenizer, *options)
-    template = style.twice if twice else style.once
+    """Return the items of one task: row, prompt, labels, target, centre (of the cut) and source."""
+    tokenizer, options = task_tokenizer(metadata), _options(dataset, metadata)
+    counts = {"rows": 0, "dropped": 0, "kept": 0, "cut": 0} | dict.fromkeys(CENTRES, 0)
     items = []
-    for number, row, centre, source in rows:
-        labels = _texts(_field(row, style.labels, dataset))
+    for number, raw in enumerate(load_staged(dataset, staged).to_list()):
+        counts["rows"] += 1
         try:
-            prompt = template(row)
+            found = _item(STYLES[dataset], raw, tokenizer, options, twice)
         except KeyError as error:
-            _field(row, error.args[0], dataset)
-            raise
-        item = {"row": number, "prompt": prompt, "labels": labels, "target": [*labels, ""][0]}
-        items.append(item | {"centre": centre, "source": source})
+            raise UserError(
+                f"{dataset}: the staged rows have no field {error}, only {', '.join(raw)}; the "
+                f"options {dataset}_context and {dataset}_answers name what to cut and what to "
+                "look for"
+            ) from None
+        if found is None:
+            counts["dropped"] += 1
+            continue
+        item, is_whole = found
+        counts["kept"] += 1
+        counts["cut"] += not is_whole
+        counts[item["centre"]] += 1
+        items.append({"row": number, **item})
+    if not items:
+        raise UserError(
+            f"{dataset}: none of {counts['rows']} rows has an answer of two characters or more in "
+            f"{', '.join(options[2])}"
+        )
     max_length = known_max_length(metadata)
     if max_length is not None:
         prompts = [str(item["prompt"]) for item in items]
-        long = lengths_beyond(prompts, max_length - ANSWER_TOKENS, metadata)
-        counts = counts | {"too_long": len(long)}
+        counts["too_long"] = len(lengths_beyond(prompts, max_length - ANSWER_TOKENS, metadata))
     text = ", ".join(f"{name} {count}" for name, count in counts.items())
     level = logging.WARNING if counts.get("too_long") else logging.INFO
     LOG.log(level, "%s%s: %s (%s)", dataset, "_twice" if twice else "", text, tokenizer.name)
@@ -294,15 +266,48 @@ def load(
     # rows, dropped (an answer of at most one character), kept, cut, the centres, and too_long
     # (prompts that lose their beginning): the harness makes them part of the results
     made.info.description = json.dumps(counts)
-    return {SPLIT: made}
+    return {"validation": made}
+
+
+def _item(
+    style: Style, raw: Row, tokenizer: TaskTokenizer, options: Options, twice: bool
+) -> tuple[dict[str, Any], bool] | None:
+    """Return an item, and whether it is whole; None for an answer of at most one character."""
+    limit, field, around = options
+    row = {**raw, style.context: style.clean(raw[style.context] or "")}
+    answers = [next(iter(_texts(row[name])), "") for name in around]
+    if any(len(answer) <= 1 for answer in answers):
+        return None
+    found = cut(
+        row[field] or "",
+        answers if around else None,
+        tokenizer,
+        limit=limit,
+        alternatives=_texts(row.get(ALTERNATIVE)),
+        token_position=row.get(TOKEN_POSITION),
+    )
+    # the document: that of a field which names it, or its text
+    document = next((str(row[name]) for name in style.documents if row.get(name)), None)
+    source = document if document is not None else style.passage_of(row)[1]
+    shown, passage = style.passage_of({**row, field: found.text})
+    labels = _texts(row[style.labels])
+    item = {
+        "prompt": style.prompt(shown, passage, twice),
+        "labels": labels,
+        "target": [*labels, ""][0],
+        "centre": found.centre,
+        "source": hashlib.sha256(source.encode()).hexdigest()[:16],
+    }
+    return item, found.whole
 
 
 def score(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Return the metric `contains` of one item: lm_eval's `process_results`."""
-    return {"contains": contains(results[0], doc["labels"])}
+    """Return the metric `contains`: a label that is not empty is in the answer's first line."""
+    line = results[0].split("\n", 1)[0]
+    return {"contains": float(any(first_hit(line, label) is not None for label in doc["labels"]))}
 
 
-def _options(dataset: str, metadata: Mapping[str, Any]) -> tuple[int, str, tuple[str, ...]]:
+def _options(dataset: str, metadata: Mapping[str, Any]) -> Options:
     style, tokens = STYLES[dataset], f"{OPTION}tokens"
     known = {tokens, *(f"{key}_{name}" for key in STYLES for name in ("context", "answers"))}
     for name in metadata:
@@ -315,60 +320,6 @@ def _options(dataset: str, metadata: Mapping[str, Any]) -> tuple[int, str, tuple
     names = answers.split(",") if isinstance(answers, str) else answers
     fields = tuple(stripped for name in names if (stripped := str(name).strip()))
     return int(given), str(metadata.get(f"{dataset}_context", style.context)).strip(), fields
-
-
-# a task and its twice variant, which follows it, share the work
-@functools.lru_cache(maxsize=2)
-def _cut_rows(
-    dataset: str,
-    folder: str,
-    sha256: str,
-    tokenizer: TaskTokenizer,
-    num_tokens: int,
-    field: str,
-    around: tuple[str, ...],
-) -> tuple[list[tuple[int, Row, str, str]], dict[str, int]]:
-    style = STYLES[dataset]
-    rows: list[tuple[int, Row, str, str]] = []
-    counts = {"rows": 0, "dropped": 0, "kept": 0, "cut": 0} | dict.fromkeys(CENTRES, 0)
-    for number, raw in enumerate(load_staged(dataset, folder).to_list()):
-        counts["rows"] += 1
-        row = {**raw, style.context: style.clean(_field(raw, style.context, dataset) or "")}
-        answers = [next(iter(_texts(_field(row, name, dataset))), "") for name in around]
-        if any(len(answer) <= 1 for answer in answers):
-            counts["dropped"] += 1
-            continue
-        found = cut(
-            _field(row, field, dataset) or "",
-            answers if around else None,
-            tokenizer,
-            limit=num_tokens,
-            alternatives=_texts(row.get(ALTERNATIVE)),
-            token_position=row.get(TOKEN_POSITION),
-        )
-        counts["kept"] += 1
-        counts["cut"] += not found.whole
-        counts[found.centre] += 1
-        # the document: that of a field which names it, or its text
-        named = next((row[name] for name in style.documents if row.get(name)), None)
-        document = style.passage(row) if named is None else str(named)
-        source = hashlib.sha256(document.encode()).hexdigest()[:16]
-        rows.append((number, {**row, field: found.text}, found.centre, source))
-    if not rows:
-        raise UserError(
-            f"{Path(folder) / dataset}: none of {counts['rows']} rows has an answer of two "
-            f"characters or more in {', '.join(around)}"
-        )
-    return rows, counts
-
-
-def _field(row: Row, name: str, dataset: str) -> Any:
-    if name not in row:
-        raise UserError(
-            f"{dataset}: the staged rows have no field '{name}', only {', '.join(row)}; the "
-            f"options {dataset}_context and {dataset}_answers name what to cut and what to look for"
-        )
-    return row[name]
 
 
 def _texts(value: Any) -> list[str]:
