@@ -18,19 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from canon_pretrain.core import holder as files
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.holder import (
-    DAMAGED,
-    LEAVING,
-    Holder,
-    content_of,
-    link,
-    parse,
-    process_lives,
-    read,
-    remove,
-    temporary_file,
-)
+from canon_pretrain.core.holder import Holder, link, process_lives, remove, temporary_file
 
 HEARTBEAT_S = 10.0
 EXPIRY_BEATS = 6
@@ -56,7 +46,7 @@ class Sight(NamedTuple):
 def look(path: Path) -> Sight | None:
     """Return the end of the chain that begins at `path`; None if that does not exist."""
     sight, chain, name = None, [], path
-    while (found := read(name)) is not None and found[0].id not in chain:
+    while (found := files.read(name)) is not None and found[0].id not in chain:
         chain.append(found[0].id)
         sight = Sight(*found, tuple(chain))
         name = claim_of(path, found[0].id)
@@ -90,8 +80,7 @@ def live_holder(path: Path, expiry_s: float = EXPIRY_BEATS * HEARTBEAT_S) -> Hol
     the file server's clock, is older than `expiry_s`.
     """
     began = _clock()
-    sight = look(path)
-    if sight is None:
+    if (sight := look(path)) is None:
         return None
     lives = process_lives(sight.holder)
     if lives is None:
@@ -121,11 +110,9 @@ class LinkLock:
         on_beat: Callable[[], None] | None = None,
     ) -> None:
         self.path, self.holder = path, holder or Holder.of_this_process()
-        self.heartbeat_s = heartbeat_s
+        self.heartbeat_s, self._say, self._pid = heartbeat_s, say, os.getpid()
         self._expiry_s = EXPIRY_BEATS * heartbeat_s if expiry_s is None else expiry_s
-        self._say, self._pid = say, os.getpid()
-        self.rival: Sight | None = None  # a holder that has shown life since the first turn
-        self._is_first = True
+        self.rival: Sight | None = None  # a holder that has shown life since it was first seen
         self._seen: Sight | None = None
         self._watched_s, self._wait_s = 0.0, self._expiry_s
         self._looked_at = time.monotonic()
@@ -158,11 +145,11 @@ class LinkLock:
                     )
                 time.sleep(min(1.0, lock.heartbeat_s / 4))
         except OSError as error:
-            no_folder = isinstance(error, FileExistsError)  # of mkdir
-            why = "its folder is a file, or a link to nothing" if no_folder else error.strerror
+            is_mkdirs = isinstance(error, FileExistsError)
+            why = "its folder is a file, or a link to nothing" if is_mkdirs else error.strerror
             raise UserError(
-                f"the lock {path} cannot be taken: {why}. Expected a folder that this "
-                f"user may write, with some space left; or {way_out}"
+                f"the lock {path} cannot be taken: {why}. Expected a folder that this user may "
+                f"write, with some space left; or {way_out}"
             ) from error
         return lock
 
@@ -170,9 +157,8 @@ class LinkLock:
 
     def turn(self) -> bool:
         """Take the lock if it is free or its holder is dead; return whether it is ours now."""
-        sight, before, was_first = look(self.path), self._seen, self._is_first
-        self._seen, self._is_first = sight, False
-        now = time.monotonic()
+        sight, before, now = look(self.path), self._seen, time.monotonic()
+        self._seen = sight
         # while a look was blocked by the disk, so was the holder's heartbeat
         passed_s = min(now - self._looked_at, self.heartbeat_s)
         self._looked_at = now
@@ -181,10 +167,10 @@ class LinkLock:
                 return link(temporary, self.path) and self._begin()
         reason = self._reason_at_once(sight.holder)
         if reason is None:
-            is_leaving = sight.holder.id.startswith(LEAVING)
-            if was_first or (sight != before and not is_leaving):
-                self.rival = None if was_first else sight
-                self._watch(sight, say=was_first)
+            is_leaving = sight.holder.id.startswith(files.LEAVING)
+            if before is None or (sight != before and not is_leaving):
+                self.rival = None if before is None else sight
+                self._watch(sight)
             else:
                 self._watched_s += passed_s
             if self._watched_s < self._wait_s:
@@ -209,12 +195,12 @@ class LinkLock:
                 return f"this is restart {ours.restart_count} of the same Slurm job"
         return "its process is gone" if process_lives(holder) is False else None
 
-    def _watch(self, sight: Sight, say: bool) -> None:
+    def _watch(self, sight: Sight) -> None:
         """Start to wait for a sign of life."""
         silent_s, self._watched_s, self._wait_s = age_s(self.path, sight), 0.0, self._expiry_s
         if silent_s > self._expiry_s:
             self._wait_s = min(self._expiry_s, 2 * self.heartbeat_s)
-        if say:
+        if self.rival is None:
             self._say(
                 f"{self.path.parent} is held by another process ({sight.holder}), silent for "
                 f"{silent_s:.1f} s; waiting for a sign of life, {self._wait_s:.1f} s at most"
@@ -263,13 +249,15 @@ class LinkLock:
             sight = look(self.path)
         except OSError:
             return False
-        if sight is not None and sight.holder.id == self.holder.id:
+        if sight is None:
+            if began - self._proved_at > self._expiry_s:
+                self._lose("the file is gone, and another launch had the time to take it")
+            return False
+        if sight.holder.id == self.holder.id:
             self._proved_at = began
             return not self.lost
-        if sight is not None and not sight.holder.id.startswith(DAMAGED):
+        if not sight.holder.id.startswith(files.DAMAGED):
             self._lose(f"{sight.holder} took it")
-        elif sight is None and began - self._proved_at > self._expiry_s:
-            self._lose("the file is gone, and another launch had the time to take it")
         return False
 
     def may_write(self) -> bool:
@@ -295,7 +283,7 @@ class LinkLock:
         """Remove the file under a claim on ourselves, so that nobody takes over meanwhile."""
         claim = claim_of(self.path, self.holder.id)
         try:
-            leaving = replace(self.holder, id=LEAVING + self.holder.id)
+            leaving = replace(self.holder, id=files.LEAVING + self.holder.id)
             with temporary_file(self.path, leaving) as temporary:
                 if not link(temporary, claim):
                     return  # somebody has taken over
@@ -303,7 +291,7 @@ class LinkLock:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             # a full disk has no room for the claim; the file can be removed without it
-        found = read(self.path)
+        found = files.read(self.path)
         if found is not None and found[0].id == self.holder.id:
             self.path.unlink(missing_ok=True)
         remove(claim)
@@ -330,11 +318,11 @@ class LinkLock:
         """Set the file's time, through the descriptor that its content was read by."""
         began = _clock()
         with open(self.path, "r+b", buffering=0) as file:
-            if (found := parse(file.read())) is None:
+            if (found := files.parse(file.read())) is None:
                 if os.fstat(file.fileno()).st_ino != self._inode:
                     raise OSError(errno.EIO, "its content is damaged")
                 file.truncate(0)
-                os.pwrite(file.fileno(), content_of(self.holder), 0)
+                os.pwrite(file.fileno(), files.content_of(self.holder), 0)
             elif found.id != self.holder.id or claim_of(self.path, self.holder.id).exists():
                 self._lose("another launch took it")
                 return

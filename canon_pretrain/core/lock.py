@@ -11,7 +11,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.link_lock import LinkLock
@@ -20,6 +22,9 @@ POLL_S, MAX_POLL_S = 0.05, 1.0
 NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 LINK = ".link"
 """Ends the name of the link lock beside a lock file."""
+
+Release = Callable[[], bool]
+"""Release a lock; return whether it was ours until now."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +42,8 @@ def locked(
     Waits up to `patience_s` for another process that holds it, calling `on_wait` once, then raises
     UserError naming `what`; at the end of the block too, if another took the lock meanwhile.
     """
-    deadline, poll_s = time.monotonic() + patience_s, POLL_S
-    attempt = _Attempt(path)
-    while not attempt.take():
+    deadline, poll_s, link = time.monotonic() + patience_s, POLL_S, _link_lock(path)
+    while (release := _try(path, link)) is None:
         if time.monotonic() >= deadline:
             raise UserError(
                 f"{what} is being built by another process (it holds {path}); wait for it, or "
@@ -53,7 +57,7 @@ def locked(
     try:
         yield
     finally:
-        was_ours = attempt.release()
+        was_ours = release()
     if not was_ours:
         raise UserError(
             f"{what}: this process was stopped, and another took {path} meanwhile; run the same "
@@ -66,58 +70,56 @@ def remove_locks(folder: Path) -> None:
     if not folder.is_dir():
         return
     for name in {path.name.partition(LINK)[0] for path in folder.iterdir()}:
-        attempt = _Attempt(folder / name)
-        if attempt.take():
+        if (release := _try(folder / name, _link_lock(folder / name))) is not None:
             for left in (folder / name, *folder.glob(f"{name}{LINK}.*.tmp")):
                 left.unlink(missing_ok=True)
-            attempt.release()
+            release()
     with suppress(OSError):  # not empty: another run is at work
         folder.rmdir()
 
 
-class _Attempt:
-    """An attempt to take the lock `path`, by flock or, where that is missing, by links."""
+def _link_lock(path: Path) -> LinkLock:
+    return LinkLock(path.with_name(path.name + LINK), say=logger.info)
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor: int | None = None
-        self._link: LinkLock | None = None
 
-    def take(self) -> bool:
-        """Whether the lock is ours now; another process may hold it."""
-        while True:
-            with suppress(FileExistsError):  # it was there, and is removed before pathlib looks
-                self._path.parent.mkdir(exist_ok=True)
+def _try(path: Path, link: LinkLock) -> Release | None:
+    """Take the lock `path` by flock or, where that is missing, `link`; None if another has it."""
+    while True:
+        with suppress(FileExistsError):  # it was there, and is removed before pathlib looks
+            path.parent.mkdir(exist_ok=True)
+        with suppress(FileNotFoundError):  # `remove_locks` was faster: again
             try:
-                return self._flock() if self._link is None else self._link.turn()
-            except FileNotFoundError:  # `remove_locks` was faster
-                continue
+                return _flock(path)
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                if error.errno not in NO_FLOCK:
+                    raise
+            if not link.turn():
+                return None
+            logger.info(f"{path}: no flock on this file system; locked by links")
+            return partial(_release_link, link)
 
-    def release(self) -> bool:
-        """Whether the lock was ours until now."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            return True
-        assert self._link is not None
-        was_ours = self._link.still_ours()
-        self._link.release()
-        return was_ours
 
-    def _flock(self) -> bool:
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # a lock on a file that was removed meanwhile excludes nobody
-            if not os.path.samestat(os.stat(self._path), os.fstat(descriptor)):
-                raise FileNotFoundError
-        except OSError as error:
-            os.close(descriptor)
-            if isinstance(error, BlockingIOError):
-                return False
-            if error.errno not in NO_FLOCK:
-                raise
-            logger.info(f"{self._path}: no flock on this file system; locked by links")
-            self._link = LinkLock(self._path.with_name(self._path.name + LINK), say=logger.info)
-            return self._link.turn()
-        self._descriptor = descriptor
-        return True
+def _flock(path: Path) -> Release:
+    file = open(path, "ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # a lock on a file that was removed meanwhile excludes nobody
+        if not os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+            raise FileNotFoundError
+    except OSError:
+        file.close()
+        raise
+    return partial(_close, file)
+
+
+def _close(file: BinaryIO) -> bool:
+    file.close()
+    return True
+
+
+def _release_link(link: LinkLock) -> bool:
+    was_ours = link.still_ours()
+    link.release()
+    return was_ours

@@ -10,7 +10,6 @@ import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from canon_pretrain.core.errors import UserError
@@ -38,8 +37,7 @@ class Session:
         self.folder = folder
         self._is_writer = rank == 0
         self._world_size, self._steps = world_size, steps
-        self._heartbeat_s, self._say = heartbeat_s, say
-        self._checkpoints = checkpoints
+        self._checkpoints, self._heartbeat_s, self._say = checkpoints, heartbeat_s, say
         self._locks: list[LinkLock] = []
         self.status: StatusWriter | None = None
         self.stop = StopRequests()
@@ -63,7 +61,7 @@ class Session:
         self.stop.catch([signal.SIGTERM])
 
     def _take_folder(self) -> None:
-        path, files = self.folder.path, self.folder
+        path, files, another = self.folder.path, self.folder, "choose another folder with"
         try:
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path, prefix=".launch-") as probe:
@@ -73,7 +71,6 @@ class Session:
                 f"the run folder {path} cannot be written to: {error.strerror}; choose another "
                 "with --job.dump_folder, or make room"
             ) from None
-        another = "choose another folder with"
         way_out = f"stop it with `touch {files.stop_file}`, or {another} --job.dump_folder"
         self._lock(files.lock_file, way_out, on_beat=self._beat)
         if self._checkpoints is not None:
@@ -81,9 +78,8 @@ class Session:
             self._lock(lock_file, f"{another} --checkpoint.folder")
         for written in (files.run_file, files.config_file, files.status_file):
             remove_leftovers(path, written.name)
-        self.status = StatusWriter(
-            files.status_file, steps=self._steps, world_size=self._world_size
-        )
+        size = {"steps": self._steps, "world_size": self._world_size}
+        self.status = StatusWriter(files.status_file, **size)
         self.stop = StopRequests(files.stop_file, lambda: any(lock.lost for lock in self._locks))
         if self.stop.forget_leftover(began=began):
             self._say(f"{files.stop_file} is left over from an earlier launch: it is removed")
@@ -125,12 +121,7 @@ class Session:
         if self.status is not None and self.still_ours():
             self.status.end(state, reason, step)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if self.status is not None and error is not None:
                 first_line = str(error).strip().partition("\n")[0]
