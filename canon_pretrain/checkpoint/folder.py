@@ -27,15 +27,17 @@ from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, veri
 from canon_pretrain.core.files import free_bytes, fsync_folder, rename, write_atomic
 from canon_pretrain.run.folder import CHECKPOINTS, EVALS, RunFolder
 
-QUARANTINE = "quarantine"
-ARCHIVE = "archive"
-HOLDS = "holds"
+QUARANTINE, ARCHIVE, HOLDS = "quarantine", "archive", "holds"
 INTERRUPTED = "a save that was interrupted"
 
 _SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
 _REASON = ".reason.txt"
 _IS_REASON = re.compile(rf"{re.escape(_REASON)}(\.[0-9a-f]*\.?tmp)?$")
 _NO_REASON = "no reason was recorded: the launch that moved it was killed, or the disk was full"
+_ARCHIVE_NOTE = (
+    "Moved in this order; after a kill the next launch moves the rest into an archive of its own. "
+    "To go\nback, move all of it back while no launch is running."
+)
 
 Moves = list[tuple[Path, str]]
 """Sources, and their names in an archive."""
@@ -59,8 +61,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: Path, *, may_change: Callable[[], bool] = lambda: True) -> None:
-        self.path = path
-        self.may_change = may_change
+        self.path, self.may_change = path, may_change
         self.trial_path = path / f"{_DELETING}step-0"
         """A folder for files that show whether a save could be written; `recover` deletes it."""
 
@@ -117,13 +118,13 @@ class CheckpointFolder:
 
     def strays(self) -> list[str]:
         """Names of what does not belong here: nothing reads, moves or deletes it."""
-        known = {path.name for path in self.unfinished() + self.leftovers()}
-        known |= {f"step-{step}" for step in self.steps()} | {QUARANTINE, ARCHIVE}
+        known = [*self.unfinished(), *self.leftovers(), *map(self.step_path, self.steps())]
         # the lock of a folder outside the run folder
-        known |= {path.name for path in self.path.glob(f"{RunFolder(self.path).lock_file.name}*")}
-        return [path.name for path in entries(self.path) if path.name not in known]
+        known += self.path.glob(f"{RunFolder(self.path).lock_file.name}*")
+        names = {path.name for path in known} | {QUARANTINE, ARCHIVE}
+        return [path.name for path in entries(self.path) if path.name not in names]
 
-    # ---- quarantine
+    # -- quarantine
 
     def quarantine(self, path: Path, reason: str) -> Path:
         """Move `path` to quarantine/NAME.K, K the first free number, and write the reason beside.
@@ -132,12 +133,9 @@ class CheckpointFolder:
         OSError if it fails; `path` is then where it was.
         """
         self._check_may_change()
-        folder = self.path / QUARANTINE
-        _make_folder(folder)
-        names = (folder / f"{path.name}.{number}" for number in itertools.count(1))
-        target = next(
-            p for p in names if not (os.path.lexists(p) or os.path.lexists(_reason_file(p)))
-        )
+        _make_folder(self.path / QUARANTINE)
+        names = (self.path / QUARANTINE / f"{path.name}.{k}" for k in itertools.count(1))
+        target = next(p for p in names if not any(map(os.path.lexists, (p, _reason_file(p)))))
         _move(path, target)
         _write_note(_reason_file(target), f"{_now()}\n{reason}\n")
         return target
@@ -154,16 +152,13 @@ class CheckpointFolder:
 
     def lack_of_room(self, num_bytes: int) -> str | None:
         """Why the disk can't take `num_bytes`, even without interrupted saves; None if it can."""
-        if free_bytes(self.path) >= num_bytes:
+        if free_bytes(self.path) < num_bytes:
+            freed = sum(self.discard(path) for path in self._quarantined_saves())
+            if freed:
+                logger.warning(f"deleted {freed:,} bytes of interrupted saves to make room")
+        if (free := free_bytes(self.path)) >= num_bytes:
             return None
-        freed = sum(self.discard(path) for path in self._quarantined_saves())
-        if freed and free_bytes(self.path) >= num_bytes:
-            logger.warning(f"deleted {freed:,} bytes of interrupted saves to make room")
-            return None
-        return (
-            f"no room in {self.path}: a checkpoint takes {num_bytes:,} bytes, "
-            f"{free_bytes(self.path):,} are free"
-        )
+        return f"no room in {self.path}: a checkpoint takes {num_bytes:,} bytes, {free:,} are free"
 
     def discard(self, path: Path) -> int:
         """Delete an entry of quarantine with its reason, or an archive; return the bytes freed."""
@@ -179,13 +174,12 @@ class CheckpointFolder:
         """Interrupted saves in quarantine, the oldest first, by their files' times."""
 
         def last_write_ns(folder: Path) -> int:
-            files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-            return max((path.lstat().st_mtime_ns for path in files), default=0)
+            return max((path.lstat().st_mtime_ns for path in _files(folder)), default=0)
 
         found = [path for path in self._quarantine_entries() if path.name.startswith(_SAVING)]
-        return sorted(found, key=lambda path: (last_write_ns(path), path.name))
+        return sorted(found, key=last_write_ns)
 
-    # ---- steps that leave
+    # -- steps that leave
 
     def delete_step(self, step: int) -> int:
         """Delete step N; return the bytes freed. A kill leaves step-N whole, or no step-N."""
@@ -210,8 +204,6 @@ class CheckpointFolder:
             rename(replaced, final)
             raise
         return remove_tree(replaced) - tree_bytes(final)
-
-    # ---- after a kill
 
     def recover(self) -> list[str]:
         """Finish what a kill interrupted; return one sentence for each act.
@@ -246,19 +238,17 @@ class CheckpointFolder:
                 yield self._try_delete(replaced, f"replaced by the weights in {final.name}")
                 return
             except DamagedCheckpoint as error:
-                target = self.quarantine(final, str(error))
-                yield f"{error}; it was moved to {target}"
+                yield f"{error}; it was moved to {self.quarantine(final, str(error))}"
         _move(replaced, final)
         yield f"{final.name} was being replaced by its weights; the full one is in its place again"
 
     def _try_delete(self, path: Path, what: str) -> str:
         try:
-            freed = self.discard(path)
+            return f"{path.name}, {what}, was deleted ({self.discard(path):,} bytes)"
         except OSError as error:
             return f"{path}, {what}, can't be deleted: {error.strerror or error}"
-        return f"{path.name}, {what}, was deleted ({freed:,} bytes)"
 
-    # ---- abandoned branches
+    # -- abandoned branches
 
     def archive_after(self, step: int, run: Path, why: str) -> Path | None:
         """Move all that the run did after `step` to RUN/archive/K-back-to-step-N; None if nothing.
@@ -318,12 +308,8 @@ class CheckpointFolder:
             if os.path.lexists(path)
         ]
         moved = "\n".join(f"{source} -> {target}" for source, target in pairs)
-        _write_note(
-            archive / "README.txt",
-            f"{archive.name}, {_now()}\n\nWhy: {why}\n\nMoved in this order; after a kill the next "
-            "launch moves the rest into an archive of its own. To go\nback, move all of it back "
-            f"while no launch is running.\n\n{moved}\n",
-        )
+        note = f"{archive.name}, {_now()}\n\nWhy: {why}\n\n{_ARCHIVE_NOTE}\n\n{moved}\n"
+        _write_note(archive / "README.txt", note)
         for source, target in pairs:
             _make_folder(target.parent)
             _move(source, target)
@@ -338,19 +324,22 @@ def step_number(name: str, mark: str = "") -> int | None:
 
 def entries(folder: Path) -> list[Path]:
     """Return the content of `folder`, by name; nothing if it does not exist."""
-    try:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return sorted(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    return []
+
+
+def _files(path: Path) -> list[Path]:
+    """Return `path` or, of a folder, the files below it; links are not followed."""
+    if path.is_symlink() or not path.is_dir():
+        return [path]
+    return [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
 
 
 def tree_bytes(path: Path) -> int:
     """Return the sizes of the files at and below `path`; links are not followed."""
-    files = [path]
-    if path.is_dir() and not path.is_symlink():
-        files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
     total = 0
-    for file in files:
+    for file in _files(path):
         with contextlib.suppress(FileNotFoundError):
             total += file.lstat().st_size
     return total
@@ -358,11 +347,9 @@ def tree_bytes(path: Path) -> int:
 
 def remove_tree(path: Path) -> int:
     """Delete `path`, a folder with its content, or a link alone; return the bytes freed."""
-    if not os.path.lexists(path):
-        return 0
     size = tree_bytes(path)
     if path.is_symlink() or not path.is_dir():
-        path.unlink()
+        path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path)
     return size
@@ -371,9 +358,8 @@ def remove_tree(path: Path) -> int:
 def _move(source: Path, target: Path) -> None:
     """Rename durably, to a name that is free or that of an empty folder."""
     rename(source, target)
-    fsync_folder(target.parent)
-    if source.parent != target.parent:
-        fsync_folder(source.parent)
+    for folder in {target.parent: None, source.parent: None}:
+        fsync_folder(folder)
 
 
 def _make_folder(folder: Path) -> None:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
@@ -30,7 +30,7 @@ Kind = Literal["full", "weights"]
 
 DAMAGE = (
     *(errno.EIO, errno.ENODATA, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
-    errno.ENXIO,  # a socket, or a device without a driver
+    errno.ENXIO,  # not a regular file
 )
 """What an OSError may say of the file itself; others condemn no checkpoint."""
 
@@ -106,12 +106,10 @@ class Manifest:
         try:
             return read_record(path, cls)
         except UnreadableFile as error:
-            if error.is_missing:
-                text = f"{folder} has no {MANIFEST}: it was never finished"
-                raise DamagedCheckpoint(text) from None
-            if error.errno is not None and error.errno not in DAMAGE:
+            if error.errno not in (None, errno.ENOENT, *DAMAGE):
                 raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
-            raise DamagedCheckpoint(str(error)) from None
+            missing = f"{folder} has no {MANIFEST}: it was never finished"
+            raise DamagedCheckpoint(missing if error.is_missing else str(error)) from None
 
 
 def files_of(folder: Path) -> list[str]:
@@ -134,30 +132,27 @@ def find_faults(
     manifest does not name is a fault too. Raises OSError if this process cannot tell.
     """
     chosen = sorted(manifest.files if names is None else names)
-    check = partial(_file_fault, folder, manifest, sha256=sha256_file if hashes else None)
+    check = partial(_fault, folder, manifest, sha256=sha256_file if hashes else None)
     with ThreadPoolExecutor(workers) as pool:
         faults = [fault for fault in pool.map(check, chosen) if fault]
-    if names is None:
-        unknown = (name for name in files_of(folder) if name not in manifest.files)
-        faults += [f"{name} is not in the manifest" for name in unknown]
-    return faults
+    unknown = sorted({*files_of(folder)} - {*manifest.files}) if names is None else []
+    return faults + [f"{name} is not in the manifest" for name in unknown]
 
 
 def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
-    """Return the content of a file that `manifest` names."""
-    content = b""
+    """Return the content of a file that `manifest` names. Raises DamagedCheckpoint, OSError."""
+    read: list[bytes] = []
 
     def sha256(path: Path) -> str:
-        nonlocal content
-        content = path.read_bytes()
-        return hashlib.sha256(content).hexdigest()
+        read.append(path.read_bytes())
+        return hashlib.sha256(read[0]).hexdigest()
 
-    if fault := _file_fault(folder, manifest, name, sha256=sha256):
+    if fault := _fault(folder, manifest, name, sha256=sha256):
         raise DamagedCheckpoint(fault)
-    return content
+    return read[0]
 
 
-def _file_fault(
+def _fault(
     folder: Path, manifest: Manifest, name: str, *, sha256: Callable[[Path], str] | None
 ) -> str | None:
     entry, path = manifest.files[name], folder / name
@@ -169,9 +164,9 @@ def _file_fault(
             return f"{name} has {status.st_size:,} bytes, expected {entry.bytes:,}"
         if sha256 is not None and (found := sha256(path)) != entry.sha256:
             return f"{name} has SHA-256 {found[:12]}..., expected {entry.sha256[:12]}..."
-    except FileNotFoundError:
-        return f"{name} is missing"
     except OSError as error:
+        if error.errno == errno.ENOENT:
+            return f"{name} is missing"
         if error.errno not in DAMAGE:
             raise
         return f"{name} cannot be read: {error.strerror}"
@@ -190,10 +185,3 @@ def verify(folder: Path, *, hashes: bool = True, workers: int = 1) -> Manifest:
     if faults:
         raise DamagedCheckpoint(f"{folder} is damaged: {'; '.join(faults)}")
     return manifest
-
-
-def as_record(manifest: Manifest) -> dict[str, Any]:
-    """Return the manifest's facts without its files, for a log line or a table."""
-    record = asdict(manifest)
-    del record["files"]
-    return record | {"bytes": manifest.total_bytes, "num_files": len(manifest.files)}

@@ -83,9 +83,8 @@ class Retention:
         if len(plan.kept) < self.keep:
             plan.weights_only = weights
             return plan
-        held = self._holds()
         chosen: list[int] = []
-        for step in sorted((step for step in older + weights if step in held), reverse=True):
+        for step in sorted(self._holds().intersection(older + weights), reverse=True):
             if len(chosen) == self.max_held:
                 plan.over_bound.insert(0, step)
             elif step in older and (fault := self._fault(step)):
@@ -94,8 +93,7 @@ class Retention:
                 chosen.append(step)
         plan.stripped = [step for step in older if step in chosen]
         plan.weights_only = [step for step in weights if step in chosen]
-        stays = {*chosen, *plan.bad}
-        plan.deleted = sorted(step for step in older + weights if step not in stays)
+        plan.deleted = sorted({*older, *weights} - {*chosen} - plan.bad.keys())
         return plan
 
     def _sort(self, plan: Outcome) -> tuple[list[int], list[int]]:
@@ -148,18 +146,18 @@ class Retention:
                 return Outcome(errors=[f"{self.folder.path} can't be looked through: {error}"])
             outcome = Outcome(plan.kept, weights_only=plan.weights_only, errors=plan.errors)
             # room first: a full disk leaves none for the weights
-            acts = [(self._set_aside, "set aside", step) for step in sorted(plan.bad)]
-            acts += [(self._delete, "deleted", step) for step in plan.deleted]
-            acts += [(self._strip, "replaced by its weights", step) for step in plan.stripped]
-            for act, what, step in acts:
+            acts = [(self._set_aside, step) for step in sorted(plan.bad)]
+            acts += [(self._delete, step) for step in plan.deleted]
+            acts += [(self._strip, step) for step in plan.stripped]
+            for act, step in acts:
                 if not self.folder.may_change():
                     outcome.errors.append("left as it is: the folder is another launch's now")
                     break
                 try:
                     act(step, plan, outcome)
                 except Exception as error:  # torch raises RuntimeError and more on a full disk
-                    why = f" ({plan.bad[step]})" if step in plan.bad else ""
-                    outcome.errors.append(f"step {step}{why} can't be {what}: {error}")
+                    what = f"damaged ({plan.bad[step]})" if step in plan.bad else "not needed"
+                    outcome.errors.append(f"step {step}, {what}, stays as it is: {error}")
                     self._verified.pop(step, None)
         outcome.weights_only.sort()
         return outcome
@@ -187,10 +185,9 @@ class Retention:
             self._strip_weights(final, temporary)
             manifest = Manifest.read(temporary)
             faults = find_faults(temporary, manifest, hashes=False)
-            if manifest.kind != "weights" or manifest.step != step:
-                faults.append(f"it is the {manifest.kind} checkpoint of step {manifest.step}")
-            if faults:
-                raise DamagedCheckpoint(f"{temporary} is damaged: {'; '.join(faults)}")
+            if faults or (manifest.kind, manifest.step) != ("weights", step):
+                is_other = f"it is the {manifest.kind} checkpoint of step {manifest.step}"
+                raise DamagedCheckpoint(f"{temporary} is damaged: {'; '.join(faults) or is_other}")
             outcome.bytes_freed += self.folder.replace_step(step)
         finally:
             with contextlib.suppress(OSError):
@@ -204,13 +201,11 @@ class Retention:
 
 def _signature(folder: Path) -> _Signature:
     """Sizes, times and inodes of files: a write can set mtime back, but not ctime."""
-    found: _Signature = {}
-    for path in sorted(folder.rglob("*")):
-        stat = path.lstat()
-        if not path.is_dir():
-            times = stat.st_mtime_ns, stat.st_ctime_ns
-            found[path.relative_to(folder).as_posix()] = (stat.st_size, stat.st_ino, *times)
-    return found
+    stats = {str(path): path.lstat() for path in folder.rglob("*") if not path.is_dir()}
+    return {
+        name: (stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
+        for name, stat in stats.items()
+    }
 
 
 def held_steps(run: Path) -> set[int]:

@@ -90,7 +90,7 @@ def test_checkpoints_of_another_run_are_named_and_kept(run: Path, capsys: Output
     output, _ = failure_of(capsys, 1, "verify", run, "--json")
     assert [(r["state"], r["run_id"]) for r in json.loads(output)] == [
         ("whole", None),
-        ("of another run", "theirs"),
+        ("of another run, theirs", "theirs"),
     ]
 
 
@@ -161,7 +161,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: Output) -> None:
 def test_verify_reads_every_byte_and_moves_nothing(tmp_path: Path, capsys: Output) -> None:
     for step in (10, 20, 30):
         real_step(tmp_path, step)
-    output = output_of(capsys, "verify", tmp_path, "--workers", 2)
+    output = output_of(capsys, "verify", tmp_path)
     assert output.count("  whole  full, ") == 3 and "GB/s" in output
     flip_byte(tmp_path / "checkpoint" / "step-20" / "__0_0.distcp")
     before = sorted(tmp_path.rglob("*"))
@@ -172,15 +172,12 @@ def test_verify_reads_every_byte_and_moves_nothing(tmp_path: Path, capsys: Outpu
     output_of(capsys, "verify", tmp_path, "--step", 10)
     output, _ = failure_of(capsys, 1, "verify", tmp_path, "--step", 20, "--json")
     (found,) = json.loads(output)
-    assert (found["step"], found["state"]) == (20, "damaged")
-    assert "SHA-256" in found["faults"]
+    assert found["step"] == 20 and found["state"].startswith("damaged: __0_0.distcp has SHA-256")
 
 
 def test_what_can_not_be_done_is_refused(run: Path, capsys: Output) -> None:
     _, error = failure_of(capsys, 2, "verify", run, "--step", 15)
     assert "no step 15" in error and "step-10, step-20, step-30, step-40" in error
-    _, error = failure_of(capsys, 2, "verify", run, "--workers", 0)
-    assert "--workers 0" in error
     _, error = failure_of(capsys, 2, "prune", run, "--keep", 0)
     assert "--keep 0" in error
 
