@@ -24,7 +24,7 @@ from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_atomic, write_json
-from canon_pretrain.core.holder import Holder, read_count
+from canon_pretrain.core.holder import read_count
 from canon_pretrain.core.link_lock import live_holder
 from canon_pretrain.run.config import read_experiment, to_toml
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
@@ -42,6 +42,12 @@ preempted job run for its grace time; SIGTERM, which ends a job that is cancelle
 Next = Literal["done", "requeue", "stop", "failed", "leave"]
 """What the job script does: end well; requeue; end, since a user said so; end as failed; nothing,
 since Slurm has put the job back into the queue or not."""
+
+
+IN_USE = (
+    "the run folder is in use by another launch ({}). Wait for its end, scancel one of the two, or "
+    "choose another folder with --job.dump_folder"
+)
 
 
 @dataclass(frozen=True)
@@ -122,15 +128,13 @@ def code_of(job: str, arguments: Sequence[str]) -> tuple[Path | None, Path | Non
     except UserError:
         return None, None  # the check of the job comes next, and says it better
     run = RunFolder(Path(launch.folder).absolute())
-    snapshot, link = newest_snapshot(run), _read_link(run)
-    if snapshot is None:
-        return None, None
+    snapshot, link, config = newest_snapshot(run), _read_link(run), config_file(run)
     is_restart = link is not None and link.job == job
     takes_new = "code" in launch.allowed or launch.fresh or not newest_checkpoint(run)
-    if takes_new and not is_restart:
+    if snapshot is None or (takes_new and not is_restart):
         return None, None
     check_snapshot(snapshot)
-    return snapshot, config_file(run) if is_restart and config_file(run).is_file() else None
+    return snapshot, config if is_restart and config.is_file() else None
 
 
 def begin(
@@ -153,7 +157,7 @@ def begin(
     # one on another node that is silent for as long counts as dead; the trainer watches it longer
     while (other := live_holder(run.lock_file, wait_s)) is not None and other.job_id != job:
         if time.monotonic() > end_s:
-            return _in_use(other)
+            return Decision("failed", IN_USE.format(other))
         time.sleep(min(1.0, wait_s / 10))
     before, newest, status = _read_link(run), newest_checkpoint(run), _read_status(run)
     link = Link(job, status.launches if status else 0, newest)
@@ -189,11 +193,10 @@ def end(run: RunFolder, job: str, asked: Asked, *, restarts: int = RESTARTS) -> 
     own = status if status is not None and status.launches > link.launches else None
     if own is not None and own.job_id not in (None, job):
         own = None
-    if own is None and asked == "none":
-        other = live_holder(run.lock_file)
-        if other is not None and other.job_id not in (None, job):
-            _write_link(run, replace(link, ended="failed"))
-            return _in_use(other)
+    other = live_holder(run.lock_file) if own is None and asked == "none" else None
+    if other is not None and other.job_id not in (None, job):
+        _write_link(run, replace(link, ended="failed"))
+        return Decision("failed", IN_USE.format(other))
     futile = 0 if newest > link.checkpoint else link.futile
     decision = _asked_for(own, asked)
     is_idle = decision is not None and decision.next == "requeue" and newest <= link.checkpoint
@@ -210,14 +213,6 @@ def end(run: RunFolder, job: str, asked: Asked, *, restarts: int = RESTARTS) -> 
         failed = replace(own, state="failed", phase="ended", reason=decision.why)
         write_json(run.status_file, asdict(failed))
     return decision
-
-
-def _in_use(holder: Holder) -> Decision:
-    why = (
-        f"the run folder is in use by another launch ({holder}). Wait for its end, scancel one of "
-        "the two, or choose another folder with --job.dump_folder"
-    )
-    return Decision("failed", why)
 
 
 def _out_of_restarts(futile: int, newest: int, last: str) -> Decision:
@@ -254,13 +249,9 @@ def _asked_for(own: Status | None, asked: Asked) -> Decision | None:
 
 
 def _failure(own: Status | None, asked: Asked) -> str:
-    if own is None and asked == "limit":
-        return (
-            "the time limit's signal came before the trainer ran; give a launch more time "
-            "(--time), or have the signal later (--signal=B:USR1@SECONDS)"
-        )
     if own is None:
-        return "it did not come as far as its status"
+        more = "; give a launch more time (--time)" if asked == "limit" else ""
+        return f"it did not come as far as its status{more}"
     if own.state == "running":
         return f"it was killed at step {own.step} (phase {own.phase})"
     return own.reason or own.state
@@ -306,25 +297,25 @@ def main(argv: list[str] | None = None) -> None:
     place = own.index("--") if "--" in own else len(own)
     given, launch = parser.parse_args(own[:place]), own[place + 1 :]
     run, job, restarts = RunFolder(given.run), given.job, given.restarts
+    lines: list[object] = []
     with command(prints=True):
         if restarts < 1:
             raise UserError(f"--restarts {restarts}: expected at least 1")
-        decision: Decision | None = None
         if given.command == "code":
             snapshot, config = code_of(job, launch)
             if snapshot is not None:
                 others = ", ".join(differences(snapshot)[:10])
-                note = f"not this repository's: {others}" if others else ""
-                print(snapshot, note, config or "", sep="\n")
+                lines = [snapshot, others and f"not this repository's: {others}", config or ""]
         elif given.command == "end":
-            decision = end(run, job, given.asked, restarts=restarts)
+            lines = [*end(run, job, given.asked, restarts=restarts)]
         else:
             more = {"take_code": given.take_code, "config": parse_launch(launch).config}
-            decision = begin(run, job, restarts=restarts, **more)
-            if decision is None and given.take_code:
-                print("code", newest_snapshot(run), sep="\n")
-        if decision is not None:
-            print(decision.next, decision.why, sep="\n")
+            if (decision := begin(run, job, restarts=restarts, **more)) is not None:
+                lines = [*decision]
+            elif given.take_code:
+                lines = ["code", newest_snapshot(run)]
+        for line in lines:
+            print(line)
 
 
 if __name__ == "__main__":
