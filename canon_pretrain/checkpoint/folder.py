@@ -7,8 +7,8 @@
                   /quarantine/NAME.K   set aside, with NAME.K.reason.txt
     RUN/archive/K-LABEL/               an abandoned branch, or the run before a fresh start
 
-A step appears under its name by one rename of a finished folder and leaves it by one rename, so
-what is called step-N was once whole. `recover` finishes what a kill interrupted. No torch here.
+A step gets and loses its name by one rename, so what is called step-N was once whole. `recover`
+finishes what a kill interrupted. No torch here.
 """
 
 import contextlib
@@ -46,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 
 class Quarantined(NamedTuple):
-    """Something that was set aside, and why."""
-
     path: Path
     reason: str
     bytes: int
@@ -56,8 +54,7 @@ class Quarantined(NamedTuple):
 class CheckpointFolder:
     """RUN/checkpoint, whatever its name; it need not exist yet.
 
-    `may_change` is asked before anything is moved or deleted; if it returns False, PermissionError
-    is raised.
+    Nothing is moved or deleted unless `may_change`: PermissionError is raised.
     """
 
     def __init__(self, path: Path, *, may_change: Callable[[], bool] = lambda: True) -> None:
@@ -127,10 +124,9 @@ class CheckpointFolder:
     # -- quarantine
 
     def quarantine(self, path: Path, reason: str) -> Path:
-        """Move `path` to quarantine/NAME.K, K the first free number, and write the reason beside.
+        """Move `path` durably to quarantine/NAME.K, K the first free number; then write the reason.
 
-        Durable. The rename comes first: it is what keeps a damaged step from being read. Raises
-        OSError if it fails; `path` is then where it was.
+        Raises OSError if the rename fails; `path` is then where it was.
         """
         self._check_may_change()
         _make_folder(self.path / QUARANTINE)
@@ -206,13 +202,10 @@ class CheckpointFolder:
         return remove_tree(replaced) - tree_bytes(final)
 
     def recover(self) -> list[str]:
-        """Finish what a kill interrupted; return one sentence for each act.
+        """Finish what a kill interrupted, under the run lock; return one sentence for each act.
 
-        For one process, under the run lock, before anything reads or saves here. Half deleted
-        steps are deleted. A replaced step is deleted if a whole one has its name, else it gets the
-        name back. Interrupted saves go to quarantine, where only the newest is kept. A deletion
-        that fails is reported, not raised. Raises OSError if a step that is whole can't get its
-        name back.
+        Of interrupted saves, quarantine keeps only the newest. A deletion that fails is reported,
+        not raised. Raises OSError if a step that is whole can't get its name back.
         """
         said = [self._try_delete(path, "half deleted") for _, path in self._named(_DELETING)]
         for _, replaced in self._named(_REPLACED):
@@ -225,9 +218,8 @@ class CheckpointFolder:
                 # on a full disk its bytes are what the next save needs
                 said.append(f"{saving.name}: quarantine can't take it ({error.strerror})")
                 said.append(self._try_delete(saving, INTERRUPTED))
-        for old in self._quarantined_saves()[:-1]:
-            said.append(self._try_delete(old, "an older interrupted save"))
-        return said
+        older = self._quarantined_saves()[:-1]
+        return said + [self._try_delete(old, "an older interrupted save") for old in older]
 
     def _settle(self, replaced: Path) -> Iterator[str]:
         """End the replacement of a step by its weights."""
@@ -253,26 +245,24 @@ class CheckpointFolder:
     def archive_after(self, step: int, run: Path, why: str) -> Path | None:
         """Move all that the run did after `step` to RUN/archive/K-back-to-step-N; None if nothing.
 
-        For one process, under the run lock, after `recover`. The order: README.txt, DONE, results
-        and holds, then steps, the newest first: a kill leaves an unbroken beginning of the old
-        branch, and the same call moves the rest, into an archive of its own.
+        Under the run lock, after `recover`. Steps go last, the newest first: a kill leaves an
+        unbroken beginning of the old branch, and the same call moves the rest.
         """
-        later: Moves = []
-        for name in (EVALS, f"{EVALS}/{HOLDS}"):
-            for path in entries(run / name):
-                number = step_number(path.name.split(".")[0])
-                if number is not None and number > step:
-                    later.append((path, f"{name}/{path.name}"))
-        later += self._archived_steps(after=step)
+        results = [*entries(run / EVALS), *entries(run / EVALS / HOLDS)]
+        numbers = [step_number(path.name.split(".")[0]) for path in results]
+        later = [
+            path for path, n in zip(results, numbers, strict=True) if n is not None and n > step
+        ]
+        moves = [(path, str(path.relative_to(run))) for path in later]
+        moves += self._archived_steps(after=step)
         done = RunFolder(run).done_file
-        return self._archive(run, f"back-to-step-{step}", why, [(done, done.name), *later], later)
+        return self._archive(run, f"back-to-step-{step}", why, [(done, done.name), *moves], moves)
 
     def archive_all(self, run: Path, why: str) -> Path | None:
         """Move what makes the run to RUN/archive/K-before-a-fresh-start; None if there is nothing.
 
-        For one process, under the run lock, after `recover`. The order: README.txt, DONE, steps
-        newest first, quarantine, evals/, RunFolder.fresh_start: a kill leaves a run that can
-        resume, or no step and a log that says that there were some.
+        Under the run lock, after `recover`. In this order a kill leaves a run that can resume, or
+        no step and a log that says that there were some.
         """
         files = RunFolder(run)
         moves = [(files.done_file, files.done_file.name), *self._archived_steps()]
@@ -358,7 +348,7 @@ def remove_tree(path: Path) -> int:
 def _move(source: Path, target: Path) -> None:
     """Rename durably, to a name that is free or that of an empty folder."""
     rename(source, target)
-    for folder in {target.parent: None, source.parent: None}:
+    for folder in dict.fromkeys((target.parent, source.parent)):
         fsync_folder(folder)
 
 
@@ -388,5 +378,5 @@ def _write_note(path: Path, text: str) -> None:
 
 def _archive_number(archive: Path) -> int:
     """The K of K-LABEL; 0 for a name without one."""
-    match = re.match(r"([1-9][0-9]*)-", archive.name)
-    return int(match.group(1)) if match else 0
+    number = archive.name.partition("-")[0]
+    return int(number) if number.isdecimal() and "-" in archive.name else 0

@@ -12,7 +12,6 @@ import stat
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
@@ -77,10 +76,6 @@ class Manifest:
     version: Annotated[int, AfterValidator(_check_version)] = VERSION
     weights_of: str | None = None  # `content` of the full checkpoint whose weights these are
 
-    @staticmethod
-    def now() -> str:
-        return datetime.now(UTC).isoformat(timespec="seconds")
-
     @property
     def total_bytes(self) -> int:
         return sum(entry.bytes for entry in self.files.values())
@@ -98,15 +93,12 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Return the manifest in `folder`.
-
-        Raises DamagedCheckpoint if it is missing or damaged, OSError if this process cannot tell.
-        """
+        """Return the manifest in `folder`. Raises DamagedCheckpoint, or OSError if unreadable."""
         path = folder / MANIFEST
         try:
             return read_record(path, cls)
         except UnreadableFile as error:
-            if error.errno not in (None, errno.ENOENT, *DAMAGE):
+            if error.errno is not None and error.errno not in (errno.ENOENT, *DAMAGE):
                 raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
             missing = f"{folder} has no {MANIFEST}: it was never finished"
             raise DamagedCheckpoint(missing if error.is_missing else str(error)) from None
@@ -126,10 +118,10 @@ def find_faults(
     hashes: bool = True,
     workers: int = 1,
 ) -> list[str]:
-    """Return how the files `names` (default: all) of `folder` differ from its manifest.
+    """Return how the files `names` of `folder` differ from its manifest, or its sizes alone.
 
-    With `hashes=False` only presence and sizes are compared. If `names` is None, a file that the
-    manifest does not name is a fault too. Raises OSError if this process cannot tell.
+    By default all, and a file that it does not name is a fault, too. Raises OSError if this process
+    cannot tell.
     """
     chosen = sorted(manifest.files if names is None else names)
     check = partial(_fault, folder, manifest, sha256=sha256_file if hashes else None)
@@ -174,10 +166,7 @@ def _fault(
 
 
 def verify(folder: Path, *, hashes: bool = True, workers: int = 1) -> Manifest:
-    """Return the manifest of a whole checkpoint in step-N; else raises DamagedCheckpoint.
-
-    Raises OSError if this process cannot tell.
-    """
+    """Return the manifest of a whole checkpoint in step-N. Raises DamagedCheckpoint, or OSError."""
     manifest = Manifest.read(folder)
     faults = find_faults(folder, manifest, hashes=hashes, workers=workers)
     if folder.name != f"step-{manifest.step}":

@@ -47,9 +47,8 @@ class Retention:
     """Keeps the newest `keep` verified full checkpoints of `folder`; 0 keeps all.
 
     Nothing is deleted before `keep` verified ones are found. An older step that `holds` names is
-    replaced by its weights alone, which `strip(step_path, temporary)` writes as a whole, synced
-    checkpoint; of these the newest `max_held` stay while they are held. Steps that are links, or
-    that name another run than `run_id()`, are skipped.
+    replaced by its weights alone, which `strip(step_path, temporary)` writes; of these the newest
+    `max_held` stay while they are held. Links, and steps of another run than `run_id()`, stay.
     """
 
     def __init__(
@@ -77,10 +76,8 @@ class Retention:
     def plan(self) -> Outcome:
         """Return what `apply` would do now; reads hashes of unverified steps, and moves nothing."""
         plan = Outcome()
-        if self.keep == 0:
-            return plan
-        older, weights = self._sort(plan)
-        if len(plan.kept) < self.keep:
+        older, weights = self._sort(plan) if self.keep else ([], [])
+        if not self.keep or len(plan.kept) < self.keep:
             plan.weights_only = weights
             return plan
         chosen: list[int] = []

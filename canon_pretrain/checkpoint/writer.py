@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from canon_pretrain.checkpoint.folder import remove_tree
 from canon_pretrain.checkpoint.manifest import (
     DamagedCheckpoint,
     FileEntry,
@@ -38,6 +39,7 @@ from canon_pretrain.checkpoint.manifest import (
     find_faults,
 )
 from canon_pretrain.core.files import fsync_folder, rename
+from canon_pretrain.core.holder import utc_now
 
 
 class _HashedFile:
@@ -136,7 +138,12 @@ class VerifiedWriter(dcp.FileSystemWriter):
         )
         self.final, self.temporary, self.step = final, temporary, step
         self._may_commit = may_commit
-        self._facts = {"step": step, "kind": kind, "world_size": world_size, **origin}
+        self._facts: dict[str, Any] = {
+            "step": step,
+            "kind": kind,
+            "world_size": world_size,
+            **origin,
+        }
         self.manifest: Manifest | None = None
         """On the coordinator, once the checkpoint is whole."""
         self.fs = self._files = _HashingFileSystem()
@@ -150,10 +157,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._refuse_existing()
-        if self.temporary.is_dir() and not self.temporary.is_symlink():
-            shutil.rmtree(self.temporary)
-        else:
-            self.temporary.unlink(missing_ok=True)
+        remove_tree(self.temporary)
         if not self.final.parent.is_dir():
             self.final.parent.mkdir(parents=True)
             fsync_folder(self.final.parent.parent)
@@ -178,7 +182,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
         files = {r.name: r.entry for rank in results for r in rank if isinstance(r, _WrittenFile)}
         files = dict(sorted((files | self._files.written).items()))
         version = str(torch.__version__)
-        manifest = Manifest(torch=version, saved=Manifest.now(), files=files, **self._facts)
+        manifest = Manifest(torch=version, saved=utc_now(), files=files, **self._facts)
         if faults := find_faults(self.temporary, manifest, hashes=False):
             raise DamagedCheckpoint(  # a rank wrote to a disk of its own
                 f"{self.temporary} does not hold what the ranks wrote ({'; '.join(faults)}): the "

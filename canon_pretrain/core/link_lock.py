@@ -74,11 +74,7 @@ def read_holder(path: Path) -> Holder | None:
 
 
 def live_holder(path: Path, expiry_s: float = EXPIRY_BEATS * HEARTBEAT_S) -> Holder | None:
-    """Return the holder if it may still live, without waiting for a sign of life.
-
-    In doubt it lives: on this machine while its process exists, elsewhere until its heartbeat, by
-    the file server's clock, is older than `expiry_s`.
-    """
+    """Return the holder unless it is dead: its process, or elsewhere its heartbeat (`expiry_s`)."""
     began = _clock()
     if (sight := look(path)) is None:
         return None
@@ -189,10 +185,9 @@ class LinkLock:
 
     def _reason_at_once(self, holder: Holder) -> str | None:
         """Why the holder can be replaced without waiting; None if it cannot."""
-        ours = self.holder
-        if ours.job_id is not None and ours.job_id == holder.job_id:
-            if ours.restart_count > holder.restart_count:
-                return f"this is restart {ours.restart_count} of the same Slurm job"
+        job, count = self.holder.job_id, self.holder.restart_count
+        if job is not None and job == holder.job_id and count > holder.restart_count:
+            return f"this is restart {count} of the same Slurm job"
         return "its process is gone" if process_lives(holder) is False else None
 
     def _watch(self, sight: Sight) -> None:
@@ -246,18 +241,16 @@ class LinkLock:
         """Look now, before a write that must not hit another's run."""
         began = _clock()
         try:
-            sight = look(self.path)
+            holder = read_holder(self.path)
         except OSError:
             return False
-        if sight is None:
-            if began - self._proved_at > self._expiry_s:
-                self._lose("the file is gone, and another launch had the time to take it")
-            return False
-        if sight.holder.id == self.holder.id:
+        if holder is not None and holder.id == self.holder.id:
             self._proved_at = began
             return not self.lost
-        if not sight.holder.id.startswith(files.DAMAGED):
-            self._lose(f"{sight.holder} took it")
+        if holder is not None and not holder.id.startswith(files.DAMAGED):
+            self._lose(f"{holder} took it")
+        elif holder is None and began - self._proved_at > self._expiry_s:
+            self._lose("the file is gone, and another launch had the time to take it")
         return False
 
     def may_write(self) -> bool:
@@ -272,10 +265,9 @@ class LinkLock:
         self._stop.set()
         for thread in self._threads:
             thread.join(JOIN_S)
-        if self.lost:
-            return
         try:
-            self._give_up()
+            if not self.lost:
+                self._give_up()
         except OSError as error:
             self._say(f"{self.path} stays behind, the next launch will see that: {error.strerror}")
 

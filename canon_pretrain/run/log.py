@@ -31,14 +31,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from canon_pretrain.core.files import (
-    MAX_LINE_BYTES,
-    UnreadableFile,
-    open_regular,
-    parse_json,
-    read_lines,
-    read_record,
-)
+from canon_pretrain.core import files
+from canon_pretrain.core.files import UnreadableFile, open_regular, read_lines
 from canon_pretrain.core.holder import utc_now
 from canon_pretrain.run.background import Background
 
@@ -51,11 +45,8 @@ FLUSH_TIMEOUT_S = 30.0
 RETAKEN = ("step", "validation")
 """Events that a launch which goes back over their steps writes anew."""
 HEADS = ("start", "resume")
-INTEGERS = {
-    "step": (*RETAKEN, "skip", "checkpoint", "archive"),
-    "from_step": ("resume",),
-    "tokens": (),
-}
+STEPPED = (*RETAKEN, "skip", "checkpoint", "archive")
+INTEGERS: dict[str, tuple[str, ...]] = {"step": STEPPED, "from_step": ("resume",), "tokens": ()}
 """Fields, and the kinds of events that must have them."""
 NUMBERS = ("loss", "max_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "data_wait")
 TAIL_BYTES, MAX_TAIL_BYTES = 1 << 16, 1 << 24
@@ -66,11 +57,9 @@ OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 class RunFacts:
     """The content of run.json."""
 
-    run_id: str
-    """8 hexadecimal digits; a fresh start is a new run."""
+    run_id: str  # 8 hexadecimal digits; a fresh start is a new run
     created: str
-    launches: Annotated[int, Field(ge=0)]
-    """Launches that began to train, or wrote to the log."""
+    launches: Annotated[int, Field(ge=0)]  # that began to train, or wrote to the log
 
 
 class RunLog:
@@ -80,7 +69,7 @@ class RunLog:
         self.path, self._may_write = path, may_write
         self.segment, self._head = 1, dict[str, Any]()
         try:
-            facts = read_record(path.with_name("run.json"), RunFacts)
+            facts = files.read_record(path.with_name("run.json"), RunFacts)
             self.segment = facts.launches
             self._head = {"run_id": facts.run_id, "segment": facts.launches}
         except UnreadableFile as error:
@@ -259,7 +248,7 @@ def parse_events(lines: Iterable[bytes]) -> list[Event]:
 def _parse(line: bytes) -> Event | None:
     """Return the event in a line; None without one, or if its fields are of other types."""
     try:
-        event = parse_json(line, finite=False)
+        event = files.parse_json(line, finite=False)
         if not isinstance(event["event"], str):
             return None
         for name, kinds in INTEGERS.items():
@@ -292,8 +281,8 @@ class LogFollower:
                 if status.st_ino != self._inode or status.st_size < self._offset:
                     self._inode, self._offset = status.st_ino, 0
                 file.seek(self._offset)
-                while line := file.readline(MAX_LINE_BYTES):
-                    if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+                while line := file.readline(files.MAX_LINE_BYTES):
+                    if not line.endswith(b"\n") and len(line) < files.MAX_LINE_BYTES:
                         break  # the beginning of a line waits for its end
                     self._offset += len(line)
                     lines.append(line)

@@ -78,8 +78,9 @@ class Session:
             self._lock(lock_file, f"{another} --checkpoint.folder")
         for written in (files.run_file, files.config_file, files.status_file):
             remove_leftovers(path, written.name)
-        size = {"steps": self._steps, "world_size": self._world_size}
-        self.status = StatusWriter(files.status_file, **size)
+        self.status = StatusWriter(
+            files.status_file, steps=self._steps, world_size=self._world_size
+        )
         self.stop = StopRequests(files.stop_file, lambda: any(lock.lost for lock in self._locks))
         if self.stop.forget_leftover(began=began):
             self._say(f"{files.stop_file} is left over from an earlier launch: it is removed")
