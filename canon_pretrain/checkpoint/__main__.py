@@ -19,24 +19,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from canon_pretrain.checkpoint.folder import CheckpointFolder, tree_bytes
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
 from canon_pretrain.checkpoint.retention import Outcome, Retention, held_steps
 from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.link_lock import live_holder
-from canon_pretrain.core.terminal import Console
 from canon_pretrain.core.text import size
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.launches import known_run
 
 EXIT_DAMAGED = 1
-_PIPED_WIDTH = 100_000  # no line of a table is as long: nothing is cut or folded
 _WORKERS = min(8, os.cpu_count() or 1)
-_COLUMNS = ("step", "kind", "size", "files", "saved", "ranks", "held", "state")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -112,7 +106,8 @@ def _list(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Na
         print(json.dumps(found, indent=2, ensure_ascii=False))
         return
     print(f"{len(found['checkpoints'])} checkpoint(s) in {folder.path}")
-    _print_table(found["checkpoints"])
+    for facts in found["checkpoints"]:
+        print(_line(facts))
     for name, heading in (
         ("unfinished", "in progress, or interrupted (the next start settles them)"),
         ("quarantined", "in quarantine"),
@@ -147,20 +142,15 @@ def _read(path: Path, run_id: str | None, *, hashes: bool) -> dict[str, Any]:
     return facts
 
 
-def _print_table(checkpoints: list[dict[str, Any]]) -> None:
-    """Print a line per checkpoint; "?" for what a damaged one does not say."""
-    if not checkpoints:
-        return
-    table = Table()
-    for heading in _COLUMNS:
-        is_number = heading in ("step", "size", "files", "ranks")
-        table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
-    for facts in checkpoints:
-        row = facts | {"size": size(facts["bytes"]), "held": "held" if facts["held"] else ""}
-        row |= {"files": facts.get("num_files", "?"), "ranks": facts.get("world_size", "?")}
-        table.add_row(*(Text(str(row.get(heading, "?"))) for heading in _COLUMNS))
-    console = Console()
-    (console if console.is_terminal else Console(width=_PIPED_WIDTH)).print(table)
+def _line(facts: dict[str, Any]) -> str:
+    words = [size(facts["bytes"])]
+    if "kind" in facts:  # its manifest can be read
+        parts = f"{facts['num_files']} file(s)", f"{facts['world_size']} rank(s)"
+        words = [facts["kind"], *words, *parts, f"saved {facts['saved']}"]
+    if "seconds" in facts:
+        words.append(f"{facts['bytes'] / max(facts['seconds'], 1e-9) / 1e9:.2f} GB/s")
+    words += ["held"] * facts.get("held", False)
+    return f"step-{facts['step']}  {facts['state']}  {', '.join(words)}"
 
 
 def _verify(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Namespace) -> None:
@@ -174,9 +164,7 @@ def _verify(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: 
     for step in steps:
         results.append(facts := _read(folder.step_path(step), run_id, hashes=True))
         if not arguments.json:
-            speed = facts["bytes"] / max(facts.get("seconds", 0.0), 1e-9) / 1e9
-            more = f"  {facts.get('kind')}, {size(facts['bytes'])}, {speed:.2f} GB/s"
-            print(f"step-{step}  {facts['state']}{more if 'seconds' in facts else ''}")
+            print(_line(facts))
     if arguments.json:
         print(json.dumps(results, indent=2, ensure_ascii=False))
     elif not results:

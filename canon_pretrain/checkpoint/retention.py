@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from canon_pretrain.checkpoint.folder import (
@@ -43,6 +43,7 @@ class Outcome:
     bytes_freed: int = 0
 
 
+@dataclass
 class Retention:
     """Keeps the newest `keep` verified full checkpoints of `folder`; 0 keeps all.
 
@@ -51,20 +52,16 @@ class Retention:
     `max_held` stay while they are held. Links, and steps of another run than `run_id()`, stay.
     """
 
-    def __init__(
-        self,
-        folder: CheckpointFolder,
-        keep: int,
-        *,
-        holds: Callable[[], set[int]],
-        strip: Callable[[Path, Path], None],
-        max_held: int = MAX_HELD,
-        run_id: Callable[[], str | None] = lambda: None,
-        workers: int = 1,
-    ) -> None:
-        self.folder, self.keep, self.max_held = folder, keep, max_held
-        self._run_id, self._holds, self._strip_weights = run_id, holds, strip
-        self._workers = workers
+    folder: CheckpointFolder
+    keep: int
+    _: KW_ONLY
+    holds: Callable[[], set[int]]
+    strip: Callable[[Path, Path], None]
+    max_held: int = MAX_HELD
+    run_id: Callable[[], str | None] = lambda: None
+    workers: int = 1
+
+    def __post_init__(self) -> None:
         self._verified: dict[int, _Signature] = {}
         self._lock = threading.Lock()
 
@@ -81,7 +78,7 @@ class Retention:
             plan.weights_only = weights
             return plan
         chosen: list[int] = []
-        for step in sorted(self._holds().intersection(older + weights), reverse=True):
+        for step in sorted(self.holds().intersection(older + weights), reverse=True):
             if len(chosen) == self.max_held:
                 plan.over_bound.insert(0, step)
             elif step in older and (fault := self._fault(step)):
@@ -103,7 +100,7 @@ class Retention:
                 continue
             try:
                 manifest = Manifest.read(path)
-                if manifest.run_id not in (None, self._run_id()):
+                if manifest.run_id not in (None, self.run_id()):
                     continue
                 if manifest.kind == "weights":
                     weights.insert(0, step)
@@ -128,7 +125,7 @@ class Retention:
             return None
         self._verified.pop(step, None)
         try:
-            verify(path, workers=self._workers)
+            verify(path, workers=self.workers)
         except DamagedCheckpoint as error:
             return str(error)
         self._verified[step] = signature
@@ -165,7 +162,7 @@ class Retention:
 
     def _delete(self, step: int, plan: Outcome, outcome: Outcome) -> None:
         # hashes take minutes: an evaluation may have asked for it since
-        if step not in plan.over_bound and step in self._holds():
+        if step not in plan.over_bound and step in self.holds():
             return
         try:
             outcome.bytes_freed += self.folder.delete_step(step)
@@ -179,7 +176,7 @@ class Retention:
         final, temporary = self.folder.step_path(step), self.folder.saving_path(step)
         try:
             remove_tree(temporary)
-            self._strip_weights(final, temporary)
+            self.strip(final, temporary)
             manifest = Manifest.read(temporary)
             faults = find_faults(temporary, manifest, hashes=False)
             if faults or (manifest.kind, manifest.step) != ("weights", step):

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,6 +87,7 @@ def live_holder(path: Path, expiry_s: float = EXPIRY_BEATS * HEARTBEAT_S) -> Hol
     return sight.holder if lives else None
 
 
+@dataclass(eq=False)
 class LinkLock:
     """The lock at `path`: `turn` is called until it takes it, `release` lets it go.
 
@@ -95,19 +96,17 @@ class LinkLock:
     the same `heartbeat_s` for one path. While the lock is ours, a thread calls `on_beat` as often.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        holder: Holder | None = None,
-        heartbeat_s: float = HEARTBEAT_S,
-        expiry_s: float | None = None,
-        say: Callable[[str], None] = print,
-        on_beat: Callable[[], None] | None = None,
-    ) -> None:
-        self.path, self.holder = path, holder or Holder.of_this_process()
-        self.heartbeat_s, self._say, self._pid = heartbeat_s, say, os.getpid()
-        self._expiry_s = EXPIRY_BEATS * heartbeat_s if expiry_s is None else expiry_s
+    path: Path
+    _: KW_ONLY
+    holder: Holder = field(default_factory=Holder.of_this_process)
+    heartbeat_s: float = HEARTBEAT_S
+    expiry_s: float | None = None
+    say: Callable[[str], None] = print
+    on_beat: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._pid = os.getpid()
+        self._expiry_s = self.expiry_s or EXPIRY_BEATS * self.heartbeat_s
         self.rival: Sight | None = None  # a holder that has shown life since it was first seen
         self._seen: Sight | None = None
         self._watched_s, self._wait_s = 0.0, self._expiry_s
@@ -120,7 +119,7 @@ class LinkLock:
         # two threads: a status file that hangs on a busy disk must not cost us the lock
         self._threads = [
             threading.Thread(target=self._repeat, args=(action,), daemon=True)
-            for action in (self._beat, on_beat)
+            for action in (self._beat, self.on_beat)
             if action is not None
         ]
 
@@ -174,7 +173,7 @@ class LinkLock:
             reason = f"no heartbeat in {self._wait_s:.1f} s"
         if not self._take_over(sight):
             return False
-        self._say(f"{self.path.parent}: took over from {sight.holder}: {reason}")
+        self.say(f"{self.path.parent}: took over from {sight.holder}: {reason}")
         return self._begin()
 
     def _begin(self) -> bool:
@@ -196,7 +195,7 @@ class LinkLock:
         if silent_s > self._expiry_s:
             self._wait_s = min(self._expiry_s, 2 * self.heartbeat_s)
         if self.rival is None:
-            self._say(
+            self.say(
                 f"{self.path.parent} is held by another process ({sight.holder}), silent for "
                 f"{silent_s:.1f} s; waiting for a sign of life, {self._wait_s:.1f} s at most"
             )
@@ -269,7 +268,7 @@ class LinkLock:
             if not self.lost:
                 self._give_up()
         except OSError as error:
-            self._say(f"{self.path} stays behind, the next launch will see that: {error.strerror}")
+            self.say(f"{self.path} stays behind, the next launch will see that: {error.strerror}")
 
     def _give_up(self) -> None:
         """Remove the file under a claim on ourselves, so that nobody takes over meanwhile."""
@@ -304,7 +303,7 @@ class LinkLock:
         except OSError as error:
             self._gone, self.failures = 0, self.failures + 1
             if self.failures == 1:
-                self._say(f"heartbeat in {self.path} failed, going on: {error.strerror}")
+                self.say(f"heartbeat in {self.path} failed, going on: {error.strerror}")
 
     def _touch(self) -> None:
         """Set the file's time, through the descriptor that its content was read by."""
@@ -324,4 +323,4 @@ class LinkLock:
     def _lose(self, why: str) -> None:
         if not self.lost:
             self.lost = True
-            self._say(f"{self.path} is no longer ours: {why}; this launch must end")
+            self.say(f"{self.path} is no longer ours: {why}; this launch must end")

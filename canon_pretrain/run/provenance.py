@@ -22,7 +22,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -112,21 +112,18 @@ def own_version() -> str | None:
     return None
 
 
+@dataclass
 class LaunchRecord:
     """One launch's record: made early, it gathers in a thread; `write` writes it to the folder."""
 
-    def __init__(
-        self,
-        facts: RunFacts,
-        arguments: Sequence[str],
-        *,
-        fingerprint: str,
-        folders: Sequence[str],
-        environ: Mapping[str, str] = os.environ,
-    ) -> None:
-        self.facts = facts
-        self._environ, self._arguments = dict(environ), list(arguments)
-        self._data = {"fingerprint": fingerprint, "folders": list(folders)}
+    facts: RunFacts
+    arguments: Sequence[str]
+    _: KW_ONLY
+    fingerprint: str
+    folders: Sequence[str]
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    def __post_init__(self) -> None:
         self._source = SourceTree(problem=f"git gave no answer within {GATHER_S:.0f} s")
         self._packages: list[str] = []
         self._problems: list[str] = []
@@ -148,7 +145,7 @@ class LaunchRecord:
         """Wait for the thread, GATHER_S in all; return who this launch is."""
         self._thread.join(self._wait_s)
         self._wait_s = 0.0
-        return Holder.of_this_process(self._environ)
+        return Holder.of_this_process(self.environ)
 
     def header(self) -> dict[str, Any]:
         """Return what heads the launch in the log; waits for git, GATHER_S at most."""
@@ -179,7 +176,7 @@ class LaunchRecord:
             contents = {
                 "config.json": _json(config_record(config, identity, code)),
                 "packages.txt": "".join(f"{line}\n" for line in self._packages).encode(),
-                "environment.json": _json(allowed_environment(self._environ)),
+                "environment.json": _json(allowed_environment(self.environ)),
                 "launch.json": _json(launch),
             }
             if self._source.patch:
@@ -201,8 +198,8 @@ class LaunchRecord:
         """Return the content of launch.json."""
         holder, patch = self._wait(), self._source.patch
         command = {
-            "again": command_again(self._arguments, self._environ),
-            "arguments": self._arguments,
+            "again": command_again(self.arguments, self.environ),
+            "arguments": list(self.arguments),
             "process": sys.orig_argv,
             "folder": os.getcwd(),
         }
@@ -218,8 +215,8 @@ class LaunchRecord:
             "pid": holder.pid,
             "python": platform.python_version(),
             "platform": platform.platform(),
-            "job": job | {"nodes": self._environ.get("SLURM_JOB_NODELIST")},
-            "data": self._data,
+            "job": job | {"nodes": self.environ.get("SLURM_JOB_NODELIST")},
+            "data": {"fingerprint": self.fingerprint, "folders": list(self.folders)},
             "git": asdict(self._source) | git,
         }
 
