@@ -91,10 +91,7 @@ def newest_checkpoint(run: RunFolder) -> int:
 
 
 def parse_launch(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return `config`, `folder`, `allowed` and `fresh` as canon_pretrain.train would read them.
-
-    Other options are ignored. Raises UserError for a config that can't be read.
-    """
+    """Return `config`, `folder`, `allowed` and `fresh` as canon_pretrain.train would read them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add = parser.add_argument
     add("--config", "--job.config_file", "--job.config-file", type=Path, nargs="?")
@@ -104,13 +101,14 @@ def parse_launch(arguments: Sequence[str]) -> argparse.Namespace:
     launch = parser.parse_known_args(arguments)[0]
     values = read_experiment(launch.config) if launch.config is not None else {}
 
-    def own(section: str, key: str) -> Any:
-        return found.get(key) if isinstance(found := values.get(section), dict) else None
+    def own(section: str, key: str, default: Any) -> Any:
+        found = values.get(section)
+        return found.get(key, default) if isinstance(found, dict) else default
 
-    launch.folder = launch.folder or own("job", "dump_folder") or "./outputs"
-    allowed = own("run", "allow_changes") or [] if launch.allowed is None else launch.allowed
+    launch.folder = launch.folder or own("job", "dump_folder", "./outputs")
+    allowed = own("run", "allow_changes", []) if launch.allowed is None else launch.allowed
     launch.allowed = ",".join(map(str, allowed)).split(",")
-    fresh = own("checkpoint", "fresh") if launch.fresh is None else launch.fresh
+    fresh = own("checkpoint", "fresh", False) if launch.fresh is None else launch.fresh
     launch.fresh = str(fresh).lower() == "true"
     return launch
 
@@ -118,10 +116,9 @@ def parse_launch(arguments: Sequence[str]) -> argparse.Namespace:
 def code_of(job: str, arguments: Sequence[str]) -> tuple[Path | None, Path | None]:
     """Return the snapshot that `job` launches from and the config that replaces its own.
 
-    None stands for the program, or the config, as it is now. `arguments` are those of
-    canon_pretrain.train. A run without a checkpoint begins with the program as it is, and so does a
-    fresh one; `--run.allow_changes code` resumes with it. A restart of the same job stays with what
-    it began with. Raises UserError for a damaged snapshot.
+    None is the program, or the config, as it is now: for a run without a checkpoint, a fresh one
+    and `--run.allow_changes code`, but not for a restart of the same job. `arguments` are those of
+    canon_pretrain.train. Raises UserError for a damaged snapshot.
     """
     try:
         launch = parse_launch(arguments)
@@ -148,10 +145,9 @@ def begin(
 ) -> Decision | None:
     """Record a start of `job`, or return the Decision that forbids it.
 
-    Forbidden if a launch of another job is alive in the folder, for which it waits up to `wait_s`
-    (one that is cancelled may still save), or if the starts before it, killed with their scripts,
-    used up `restarts`. With `take_code` the program as it is becomes the run's newest snapshot. The
-    first start of `job` keeps its `config` for the restarts.
+    Forbidden if a launch of another job is alive in the folder after `wait_s` (a cancelled one may
+    still save), or if starts that were killed with their scripts used up `restarts`. `take_code`
+    snapshots the program as it is; the first start keeps its `config` for the restarts.
     """
     end_s = time.monotonic() + wait_s
     # one on another node that is silent for as long counts as dead; the trainer watches it longer
@@ -186,9 +182,9 @@ def end(run: RunFolder, job: str, asked: Asked, *, restarts: int = RESTARTS) -> 
     if link is None or link.job != job:
         # of two jobs that begin at once one gets the lock and continues; the count is the other's
         named = (job, read_count(os.environ, "SLURM_RESTART_COUNT"))
-        if link is not None and status and (status.job_id, status.restart_count) == named:
-            if (decision := _asked_for(status, asked)) is not None:
-                return decision
+        is_own = status is not None and (status.job_id, status.restart_count) == named
+        if link is not None and is_own and (decision := _asked_for(status, asked)) is not None:
+            return decision
         raise UserError(f"{restarts_file(run)} knows no start of job {job}: call `begin` before")
     own = status if status is not None and status.launches > link.launches else None
     if own is not None and own.job_id not in (None, job):
@@ -284,9 +280,7 @@ def main(argv: list[str] | None = None) -> None:
     `code` prints the snapshot's folder, what this program differs in and the config, or nothing;
     `begin --take_code` prints the folder behind the word code.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m canon_pretrain.chain", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m canon_pretrain.chain")
     parser.add_argument("command", choices=("code", "begin", "end"))
     parser.add_argument("run", type=Path, metavar="RUN", nargs="?", default=Path())
     parser.add_argument("--job", required=True, help="the id that all starts of the chain share")

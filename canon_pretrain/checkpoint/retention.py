@@ -13,13 +13,8 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
-from canon_pretrain.checkpoint.folder import (
-    HOLDS,
-    CheckpointFolder,
-    entries,
-    remove_tree,
-    step_number,
-)
+from canon_pretrain.checkpoint import folder as folders
+from canon_pretrain.checkpoint.folder import HOLDS, CheckpointFolder, entries, step_number
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults, verify
 from canon_pretrain.core.files import fsync_folder
 from canon_pretrain.run.folder import EVALS
@@ -175,7 +170,7 @@ class Retention:
     def _strip(self, step: int, plan: Outcome, outcome: Outcome) -> None:
         final, temporary = self.folder.step_path(step), self.folder.saving_path(step)
         try:
-            remove_tree(temporary)
+            folders.remove_tree(temporary)
             self.strip(final, temporary)
             manifest = Manifest.read(temporary)
             faults = find_faults(temporary, manifest, hashes=False)
@@ -185,7 +180,7 @@ class Retention:
             outcome.bytes_freed += self.folder.replace_step(step)
         finally:
             with contextlib.suppress(OSError):
-                remove_tree(temporary)
+                folders.remove_tree(temporary)
             # the folder tells: of a replacement, the last deletion alone may fail
             with contextlib.suppress(DamagedCheckpoint, OSError):
                 if Manifest.read(final).kind == "weights":

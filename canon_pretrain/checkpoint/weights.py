@@ -14,16 +14,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from canon_pretrain.checkpoint import safe_load
 from canon_pretrain.checkpoint.architecture import run_of_checkpoint
 from canon_pretrain.checkpoint.folder import CheckpointFolder, step_number
 from canon_pretrain.checkpoint.manifest import HASH_WORKERS, DamagedCheckpoint, Manifest, verify
-from canon_pretrain.checkpoint.safe_load import (
-    METADATA,
-    SafePlanner,
-    SafeReader,
-    describe,
-    read_metadata,
-)
+from canon_pretrain.checkpoint.safe_load import METADATA, SafePlanner, SafeReader, read_metadata
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.folder import CHECKPOINTS
@@ -136,7 +131,7 @@ def load_alone(state: dict[str, Any], checkpoint: Path) -> None:
                 state, storage_reader=SafeReader(checkpoint), planner=SafePlanner(), no_dist=True
             )
     except CheckpointException as error:
-        raise DamagedCheckpoint(f"{checkpoint} is damaged: {describe(error)}") from error
+        raise DamagedCheckpoint(f"{checkpoint} is damaged: {safe_load.describe(error)}") from error
 
 
 def strip_to_weights(checkpoint: Path, temporary: Path) -> None:

@@ -30,14 +30,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from canon_pretrain.checkpoint import manifest as manifests
 from canon_pretrain.checkpoint.folder import remove_tree
-from canon_pretrain.checkpoint.manifest import (
-    DamagedCheckpoint,
-    FileEntry,
-    Kind,
-    Manifest,
-    find_faults,
-)
+from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, FileEntry, Kind, Manifest
 from canon_pretrain.core.files import fsync_folder, rename
 from canon_pretrain.core.holder import utc_now
 
@@ -183,7 +178,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
         files = dict(sorted((files | self._files.written).items()))
         version = str(torch.__version__)
         manifest = Manifest(torch=version, saved=utc_now(), files=files, **self._facts)
-        if faults := find_faults(self.temporary, manifest, hashes=False):
+        if faults := manifests.find_faults(self.temporary, manifest, hashes=False):
             raise DamagedCheckpoint(  # a rank wrote to a disk of its own
                 f"{self.temporary} does not hold what the ranks wrote ({'; '.join(faults)}): the "
                 "folder must be the same for all nodes"

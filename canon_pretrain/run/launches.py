@@ -16,13 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from canon_pretrain.core.files import (
-    UnreadableFile,
-    parsing,
-    read_json,
-    read_record,
-    write_json,
-)
+from canon_pretrain.core.files import UnreadableFile, parsing, read_json, read_record, write_json
 from canon_pretrain.core.holder import boot_of, read_count, utc_now
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunFacts, read_tail

@@ -193,8 +193,7 @@ def read_tail(
 ) -> list[Event]:
     """Return the events of the file's last `num_bytes`, in order, without superseded ones.
 
-    More is read, doubling up to MAX_TAIL_BYTES, until an event of kind `until` is among them (None:
-    never). What is no event is left out. Raises UnreadableFile.
+    More is read, up to MAX_TAIL_BYTES, until an event of kind `until` is among them (None: never).
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -211,10 +210,9 @@ def read_tail(
 
 
 def drop_superseded(events: Iterable[Event]) -> list[Event]:
-    """Return `events` without steps and validations that were taken anew.
+    """Return `events` without steps and validations that were taken anew, or written too late.
 
-    A `resume` with `from_step` repeats the later steps before it; a `start` repeats all. Other
-    kinds stay. What a launch wrote after another had taken the run over is left out as well.
+    A `resume` with `from_step` repeats the later steps before it; a `start` repeats all.
     """
     kept, last = [], math.inf
     for event in reversed(list(_without_late_lines(events))):

@@ -7,8 +7,7 @@
       manifest.json         each file's SHA-256
 
 slurm/lib.sh takes a snapshot before a run's first launch, and puts the newest first on PYTHONPATH
-in every later one: whatever happens to the repository then changes no run. git may be missing,
-slow, or know nothing: then `problem` says so, and it is never an error. No torch here.
+in every later one. A git that is missing, slow or clueless is a `problem`, no error. No torch here.
 """
 
 import contextlib
@@ -24,15 +23,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import canon_pretrain
+from canon_pretrain.core import files
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import (
-    UnreadableFile,
-    read_bytes,
-    read_json,
-    read_record,
-    sha256_file,
-    write_folder,
-)
+from canon_pretrain.core.files import UnreadableFile, sha256_file
 from canon_pretrain.run.folder import RunFolder
 
 PATCH_BYTES = 1 << 20
@@ -86,7 +79,7 @@ def look_at_source(
     For a file of a snapshot, what was found when the snapshot was taken.
     """
     if (kept := inside.parent.parent / KEPT).is_file():
-        tree = read_json(kept)
+        tree = files.read_json(kept)
         return SourceTree(**tree | {"patch": tree["patch"].encode(errors="surrogateescape")})
     deadline, root, facts = time.monotonic() + timeout_s, inside.parent, dict[str, Any]()
 
@@ -178,12 +171,12 @@ def take_snapshot(run: RunFolder) -> Path:
     target = run.code / f"{int(newest.name) + 1 if newest is not None else 1:03}"
     tree = asdict(look_at_source(Path(canon_pretrain.__file__).resolve()))
     tree["patch"] = tree["patch"].decode(errors="surrogateescape")
-    contents = {name: read_bytes(path) for name, path in _program().items()}
+    contents = {name: files.read_bytes(path) for name, path in _program().items()}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     contents[KEPT] = json.dumps(tree, indent=2).encode()
     contents[MANIFEST] = (json.dumps({"files": hashes}, indent=2) + "\n").encode()
     try:
-        write_folder(target, contents)
+        files.write_folder(target, contents)
     except OSError as error:
         raise UserError(f"the run's code can't be kept in {target}: {error.strerror}") from None
     return target
@@ -214,8 +207,8 @@ def _program() -> dict[str, Path]:
 
 def _recorded(snapshot: Path) -> dict[str, str]:
     path = snapshot / MANIFEST
-    if files := read_record(path, dict[str, dict[str, str]]).get("files"):
-        return files
+    if hashes := files.read_record(path, dict[str, dict[str, str]]).get("files"):
+        return hashes
     raise UnreadableFile(path, "is damaged: it names no files")
 
 
