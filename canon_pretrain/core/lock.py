@@ -11,9 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.link_lock import LinkLock
@@ -22,9 +20,6 @@ POLL_S, MAX_POLL_S = 0.05, 1.0
 NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 LINK = ".link"
 """Ends the name of the link lock beside a lock file."""
-
-Release = Callable[[], bool]
-"""Release a lock; return whether it was ours until now."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +38,7 @@ def locked(
     UserError naming `what`; at the end of the block too, if another took the lock meanwhile.
     """
     deadline, poll_s, link = time.monotonic() + patience_s, POLL_S, _link_lock(path)
-    while (release := _try(path, link)) is None:
+    while (lock := _take(path, link)) is None:
         if time.monotonic() >= deadline:
             raise UserError(
                 f"{what} is being built by another process (it holds {path}); wait for it, or "
@@ -57,7 +52,8 @@ def locked(
     try:
         yield
     finally:
-        was_ours = release()
+        was_ours = lock.still_ours()
+        lock.release()
     if not was_ours:
         raise UserError(
             f"{what}: this process was stopped, and another took {path} meanwhile; run the same "
@@ -70,10 +66,10 @@ def remove_locks(folder: Path) -> None:
     if not folder.is_dir():
         return
     for name in {path.name.partition(LINK)[0] for path in folder.iterdir()}:
-        if (release := _try(folder / name, _link_lock(folder / name))) is not None:
+        if (lock := _take(folder / name, _link_lock(folder / name))) is not None:
             for left in (folder / name, *folder.glob(f"{name}{LINK}.*.tmp")):
                 left.unlink(missing_ok=True)
-            release()
+            lock.release()
     with suppress(OSError):  # not empty: another run is at work
         folder.rmdir()
 
@@ -82,44 +78,38 @@ def _link_lock(path: Path) -> LinkLock:
     return LinkLock(path.with_name(path.name + LINK), say=logger.info)
 
 
-def _try(path: Path, link: LinkLock) -> Release | None:
+class _Flock:
+    """A kernel's lock on the file `path`. Raises OSError; FileNotFoundError if it was removed."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # a lock on a file that was removed meanwhile excludes nobody
+            if not os.path.samestat(os.stat(path), os.fstat(self._file.fileno())):
+                raise FileNotFoundError
+        except OSError:
+            self._file.close()
+            raise
+
+    def still_ours(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        self._file.close()
+
+
+def _take(path: Path, link: LinkLock) -> _Flock | LinkLock | None:
     """Take the lock `path` by flock or, where that is missing, `link`; None if another has it."""
     while True:
         with suppress(FileExistsError):  # it was there, and is removed before pathlib looks
             path.parent.mkdir(exist_ok=True)
         with suppress(FileNotFoundError):  # `remove_locks` was faster: again
             try:
-                return _flock(path)
+                return _Flock(path)
             except BlockingIOError:
                 return None
             except OSError as error:
                 if error.errno not in NO_FLOCK:
                     raise
-            if not link.turn():
-                return None
-            logger.info(f"{path}: no flock on this file system; locked by links")
-            return partial(_release_link, link)
-
-
-def _flock(path: Path) -> Release:
-    file = open(path, "ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # a lock on a file that was removed meanwhile excludes nobody
-        if not os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-            raise FileNotFoundError
-    except OSError:
-        file.close()
-        raise
-    return partial(_close, file)
-
-
-def _close(file: BinaryIO) -> bool:
-    file.close()
-    return True
-
-
-def _release_link(link: LinkLock) -> bool:
-    was_ours = link.still_ours()
-    link.release()
-    return was_ours
+            return link if link.turn() else None
