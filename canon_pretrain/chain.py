@@ -5,9 +5,8 @@
     python -m canon_pretrain.chain end RUN --job ID [--restarts K] --asked none
 
 slurm/lib.sh calls it. torchrun turns every exit code of a worker into 1, so the outcome of a launch
-is read from status.json, the checkpoints, and RUN/restarts.json. All restarts use the code of the
-run's first launch, a snapshot in RUN/code, and the config of their job's first launch,
-RUN/restarts.toml. No torch: it runs while a node's time is paid for.
+is read from status.json, the checkpoints, and RUN/restarts.json. Restarts use a snapshot of the
+run's first code, RUN/code, and of their job's first config, RUN/restarts.toml. No torch here.
 """
 
 import argparse
@@ -55,14 +54,11 @@ class Link:
     """The content of RUN/restarts.json: the newest start of the job that writes the run."""
 
     job: str
-    launches: int
-    """status.json's at this start, as is the newest `checkpoint`'s step; 0 without one."""
-    checkpoint: int
+    launches: int  # status.json's at this start
+    checkpoint: int  # the newest one's step at this start; 0 without one
     is_restart: bool = False
-    futile: int = 0
-    """Restarts in a row that failed and left no newer checkpoint than they began with."""
-    ended: str | None = None
-    """One of `Next`; None while it runs, and for good if it was killed."""
+    futile: int = 0  # restarts in a row that failed and left no newer checkpoint
+    ended: str | None = None  # one of `Next`; None while it runs, and if it was killed
 
     def failed_restarts(self, newest: int) -> int:
         """Return `futile` for the next start if this one failed."""
@@ -125,7 +121,7 @@ def code_of(job: str, arguments: Sequence[str]) -> tuple[Path | None, Path | Non
     except UserError:
         return None, None  # the check of the job comes next, and says it better
     run = RunFolder(Path(launch.folder).absolute())
-    snapshot, link, config = newest_snapshot(run), _read_link(run), config_file(run)
+    snapshot, (link, _), config = newest_snapshot(run), _read_both(run), config_file(run)
     is_restart = link is not None and link.job == job
     takes_new = "code" in launch.allowed or launch.fresh or not newest_checkpoint(run)
     if snapshot is None or (takes_new and not is_restart):
@@ -155,7 +151,7 @@ def begin(
         if time.monotonic() > end_s:
             return Decision("failed", IN_USE.format(other))
         time.sleep(min(1.0, wait_s / 10))
-    before, newest, status = _read_link(run), newest_checkpoint(run), _read_status(run)
+    (before, status), newest = _read_both(run), newest_checkpoint(run)
     link = Link(job, status.launches if status else 0, newest)
     if before is not None and before.job == job:
         futile = before.futile
@@ -178,7 +174,7 @@ def end(run: RunFolder, job: str, asked: Asked, *, restarts: int = RESTARTS) -> 
 
     Raises UserError if `begin` was not called for it.
     """
-    link, status, newest = _read_link(run), _read_status(run), newest_checkpoint(run)
+    (link, status), newest = _read_both(run), newest_checkpoint(run)
     if link is None or link.job != job:
         # of two jobs that begin at once one gets the lock and continues; the count is the other's
         named = (job, read_count(os.environ, "SLURM_RESTART_COUNT"))
@@ -253,16 +249,14 @@ def _failure(own: Status | None, asked: Asked) -> str:
     return own.reason or own.state
 
 
-def _read_status(run: RunFolder) -> Status | None:
-    with contextlib.suppress(UserError):  # damaged: it is a view
-        return read_status(run.status_file)
-    return None
-
-
-def _read_link(run: RunFolder) -> Link | None:
-    with contextlib.suppress(UnreadableFile):  # damaged: only the count is lost
-        return read_record(restarts_file(run), Link)
-    return None
+def _read_both(run: RunFolder) -> tuple[Link | None, Status | None]:
+    """Return the link and the status; None for a damaged one: a count or a view is lost."""
+    link, status = None, None
+    with contextlib.suppress(UnreadableFile):
+        link = read_record(restarts_file(run), Link)
+    with contextlib.suppress(UserError):
+        status = read_status(run.status_file)
+    return link, status
 
 
 def _write_link(run: RunFolder, link: Link) -> None:

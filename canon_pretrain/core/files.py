@@ -12,6 +12,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -41,7 +42,7 @@ def open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: Path) -> BufferedReader:
     """Open a regular file for reading; OSError (ENXIO for what is none)."""
     file = open(path, "rb", opener=open_at_once)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

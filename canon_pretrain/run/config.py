@@ -11,7 +11,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -174,7 +174,7 @@ def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = ""
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     arguments = dict(values)
     for key, value in values.items():
-        dotted, hint = f"{prefix}{key}", hints.get(key)
+        dotted, hint = f"{prefix}{key}", cast(Any, hints.get(key))
         if key not in names:
             kind, near = "key" if prefix else "section", nearest(key, names)
             way_out = (

@@ -54,7 +54,6 @@ Launch {launch[launch]}, begun {launch[time]:.16} UTC: {launch[world_size]} rank
     cd {here}
     python -m canon_pretrain.run status {folder}
     python -m canon_pretrain.run plot {folder} --out plot.html
-    python -m canon_pretrain.run diff {folder} ANOTHER_RUN
     python -m canon_pretrain.checkpoint list {folder}
 
     {launch[command][again]}
@@ -150,14 +149,10 @@ class LaunchRecord:
     def header(self) -> dict[str, Any]:
         """Return what heads the launch in the log; waits for git, GATHER_S at most."""
         launch = self._wait()
-        return {
-            "canon_pretrain": own_version(),
-            "python": platform.python_version(),
-            "git_commit": self._source.commit,
-            "git_dirty": self._source.dirty,
-            "job_id": launch.job_id,
-            "restart_count": launch.restart_count if launch.job_id else None,
-        }
+        facts: dict[str, Any] = {"canon_pretrain": own_version()}
+        facts |= {"python": platform.python_version(), "job_id": launch.job_id}
+        facts |= {"restart_count": launch.restart_count if launch.job_id else None}
+        return facts | {"git_commit": self._source.commit, "git_dirty": self._source.dirty}
 
     def write(
         self,
