@@ -136,30 +136,18 @@ class SafePlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
-        loaded = _load_entry(name, value)
+        try:
+            loaded = torch.load(value, map_location="cpu", weights_only=True)
+        except Exception as error:  # from damaged bytes torch.load may raise anything
+            text = f"cannot be loaded: {describe(error)}"
+            if found := re.search(r"GLOBAL (\S+)", str(error)):
+                text = f"names {found.group(1)}, which is no plain value; nothing of it was run"
+            text = f"the checkpoint is damaged: its entry {name} {text}"
+            raise DamagedCheckpoint(text) from error
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
             self.state_dict[name] = loaded
-
-
-class _DroppingPlanner(DefaultLoadPlanner):
-    """Loads entries for their errors alone."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        _load_entry(read_item.dest_index.fqn, value)
-
-
-def _load_entry(name: str, value: io.BytesIO) -> Any:
-    """Return the value of an entry. Raises DamagedCheckpoint for more than plain values."""
-    try:
-        return torch.load(value, map_location="cpu", weights_only=True)
-    except Exception as error:  # from damaged bytes torch.load may raise anything
-        if found := re.search(r"GLOBAL (\S+)", str(error)):
-            text = f"names {found.group(1)}, which is no plain value; nothing of it was run"
-        else:
-            text = f"cannot be loaded: {describe(error)}"
-        raise DamagedCheckpoint(f"the checkpoint is damaged: its entry {name} {text}") from error
 
 
 def check_safe(checkpoint: Path, content: bytes | None = None) -> Metadata:
@@ -172,10 +160,11 @@ def check_safe(checkpoint: Path, content: bytes | None = None) -> Metadata:
         if isinstance(entry, records.BytesStorageMetadata)
         for index in [MetadataIndex(name)]
     ]
-    reader = SafeReader(checkpoint)
+    reader, planner = SafeReader(checkpoint), SafePlanner(flatten_state_dict=False)
     reader.set_up_storage_reader(metadata, True)
+    planner.set_up_planner({}, metadata)
     try:
-        reader.read_data(LoadPlan(items), _DroppingPlanner())
+        reader.read_data(LoadPlan(items), planner)
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(f"{checkpoint}: {error}") from error
     except (OSError, ValueError, TypeError) as error:  # a place outside its file, or no file
