@@ -31,13 +31,10 @@ from canon_pretrain.run.folder import RunFolder
 PATCH_BYTES = 1 << 20
 UNTRACKED_KINDS = ("*.py", "*.toml")
 MAX_NAMES = 200
-GIT_S = 8.0
-"""Less than a launch waits for git (run/provenance.py)."""
+GIT_S = 8.0  # less than a launch waits for git (run/provenance.py)
 OWN_FOLDERS = ("data_prep", "eval")
 """The project's source folders beside canon_pretrain/: the patch shows their *.py files only."""
-KEPT = "source_tree.json"
-MANIFEST = "manifest.json"
-SCRIPT = "slurm/lib.sh"
+KEPT, MANIFEST, SCRIPT = "source_tree.json", "manifest.json", "slurm/lib.sh"
 _TRAINING = ("checkpoint/[!_]*", "core/*", "data/*", "kernels/**/*", "model/*", "run/[!_]*")
 TRAINING_CODE = ("train.py", *(f"{pattern}.py" for pattern in (*_TRAINING, "titan/*")))
 """What a training run imports of canon_pretrain."""

@@ -22,9 +22,7 @@ States = Literal["running", "stopped", "done", "failed"]
 Phases = Literal["starting", "loading", "training", "validating", "saving", "ended"]
 
 DEAD_AFTER_S = 60.0  # six heartbeats
-HUNG_AFTER_S = 60.0
-HUNG_AFTER_STEPS = 10
-SLOW_AFTER_STEPS = 3
+HUNG_AFTER_S, HUNG_AFTER_STEPS, SLOW_AFTER_STEPS = 60.0, 10, 3
 PATIENCE_S = 1800.0  # for a phase without steps: data, a checkpoint, a first compilation
 
 
@@ -146,7 +144,9 @@ def health(status: Status, now: datetime, *, dead_after_s: float = DEAD_AFTER_S)
     if (now.astimezone(UTC) - written).total_seconds() > dead_after_s:
         return "dead"
     silent_s = (written - datetime.fromisoformat(status.heartbeat)).total_seconds()
-    hung_s, slow_s, step_s = PATIENCE_S, PATIENCE_S, status.seconds_per_step
-    if status.phase == "training" and step_s is not None:
+    hung_s = slow_s = PATIENCE_S
+    if status.phase == "training" and (step_s := status.seconds_per_step) is not None:
         hung_s, slow_s = max(HUNG_AFTER_S, HUNG_AFTER_STEPS * step_s), SLOW_AFTER_STEPS * step_s
-    return "hung" if silent_s > hung_s else "slow" if silent_s > slow_s else "running"
+    if silent_s > hung_s:
+        return "hung"
+    return "slow" if silent_s > slow_s else "running"

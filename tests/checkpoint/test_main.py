@@ -27,7 +27,7 @@ Output = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A long path, that a table of 80 columns would cut."""
+    """A long path with rich's brackets."""
     path = tmp_path / ("a-rather-long-name-of-an-experiment-" * 3) / "[run]"
     for step in (10, 20, 30, 40):
         make_step(path / "checkpoint", step, num_bytes=2000)
