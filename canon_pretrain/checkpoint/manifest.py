@@ -22,7 +22,6 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, sha256_file, write_json
 
 MANIFEST = "manifest.json"
-VERSION = 1
 HASH_WORKERS = 4
 
 Kind = Literal["full", "weights"]
@@ -46,12 +45,6 @@ def _check_inside(name: str) -> str:
     return name
 
 
-def _check_version(version: int) -> int:
-    if version != VERSION:
-        raise ValueError(f"expected {VERSION}: another version of canon_pretrain wrote it")
-    return version
-
-
 @dataclass(frozen=True)
 class FileEntry:
     """A file of a checkpoint when it was saved."""
@@ -73,7 +66,7 @@ class Manifest:
     saved: str  # UTC, ISO 8601
     run_id: str | None = None
     launch: int | None = None  # its number within the run
-    version: Annotated[int, AfterValidator(_check_version)] = VERSION
+    version: Literal[1] = 1  # of this format
     weights_of: str | None = None  # `content` of the full checkpoint whose weights these are
 
     @property

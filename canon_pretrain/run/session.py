@@ -136,11 +136,9 @@ class Session:
 def archive_traces(folder: Path) -> Path | None:
     """Move an earlier launch's communication traces into a folder of their own; None if none."""
     traces = [path for path in folder.glob("*") if path.is_file() and path.stat().st_size]
-    if not traces:
-        return None
     names = (folder / f"launch-{number}" for number in itertools.count(1))
     kept = next(path for path in names if not path.exists())
-    kept.mkdir()
     for path in traces:
+        kept.mkdir(exist_ok=True)
         os.rename(path, kept / path.name)
-    return kept
+    return kept if traces else None
