@@ -39,9 +39,6 @@ _ARCHIVE_NOTE = (
     "To go\nback, move all of it back while no launch is running."
 )
 
-Moves = list[tuple[Path, str]]
-"""Sources, and their names in an archive."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -249,14 +246,10 @@ class CheckpointFolder:
         unbroken beginning of the old branch, and the same call moves the rest.
         """
         results = [*entries(run / EVALS), *entries(run / EVALS / HOLDS)]
-        numbers = [step_number(path.name.split(".")[0]) for path in results]
-        later = [
-            path for path, n in zip(results, numbers, strict=True) if n is not None and n > step
-        ]
-        moves = [(path, str(path.relative_to(run))) for path in later]
-        moves += self._archived_steps(after=step)
-        done = RunFolder(run).done_file
-        return self._archive(run, f"back-to-step-{step}", why, [(done, done.name), *moves], moves)
+        later = [p for p in results if (step_number(p.name.split(".")[0]) or 0) > step]
+        later += [self.step_path(number) for number in reversed(self.steps()) if number > step]
+        moves = [RunFolder(run).done_file, *later]
+        return self._archive(run, f"back-to-step-{step}", why, moves, later)
 
     def archive_all(self, run: Path, why: str) -> Path | None:
         """Move what makes the run to RUN/archive/K-before-a-fresh-start; None if there is nothing.
@@ -265,11 +258,10 @@ class CheckpointFolder:
         no step and a log that says that there were some.
         """
         files = RunFolder(run)
-        moves = [(files.done_file, files.done_file.name), *self._archived_steps()]
-        moves.append((self.path / QUARANTINE, f"{self.path.name}/{QUARANTINE}"))
-        moves += [(path, path.name) for path in (run / EVALS, *files.fresh_start)]
+        moves = [files.done_file, *map(self.step_path, reversed(self.steps()))]
+        moves += [self.path / QUARANTINE, run / EVALS, *files.fresh_start]
         if files.log_file.is_file() and not files.log_file.stat().st_size:
-            moves.remove((files.log_file, files.log_file.name))  # of a launch that was refused
+            moves.remove(files.log_file)  # of a launch that was refused
         return self._archive(run, "before-a-fresh-start", why, moves, moves)
 
     def archives(self, run: Path) -> list[Path]:
@@ -277,25 +269,22 @@ class CheckpointFolder:
         found = [*entries(run / ARCHIVE), *entries(self.path / ARCHIVE)]
         return sorted((p for p in found if _archive_number(p)), key=_archive_number)
 
-    def _archived_steps(self, after: int = -1) -> Moves:
-        paths = [self.step_path(step) for step in reversed(self.steps()) if step > after]
-        return [(path, f"{self.path.name}/{path.name}") for path in paths]
-
-    def _archive(self, run: Path, label: str, why: str, moves: Moves, needed: Moves) -> Path | None:
-        """Move the sources that exist, in this order; None if none of `needed` exists."""
-        if not any(os.path.lexists(source) for source, _ in needed):
+    def _archive(
+        self, run: Path, label: str, why: str, moves: list[Path], needed: list[Path]
+    ) -> Path | None:
+        """Move the paths that exist, in this order; None if none of `needed` exists."""
+        if not any(map(os.path.lexists, needed)):
             return None
         self._check_may_change()
         number = 1 + max(map(_archive_number, self.archives(run)), default=0)
         archive = run / ARCHIVE / f"{number}-{label}"
         _make_folder(archive)
-        beside = self.path / ARCHIVE / archive.name
         # a rename needs one file system, and RUN/checkpoint may be a link to a larger one
         is_far = self.path.is_dir() and self.path.stat().st_dev != archive.stat().st_dev
+        steps = self.path / ARCHIVE / archive.name if is_far else archive / self.path.name
         pairs = [
-            (path, beside / path.name if is_far and path.parent == self.path else archive / name)
-            for path, name in moves
-            if os.path.lexists(path)
+            (p, steps / p.name if p.parent == self.path else archive / p.relative_to(run))
+            for p in filter(os.path.lexists, moves)
         ]
         moved = "\n".join(f"{source} -> {target}" for source, target in pairs)
         note = f"{archive.name}, {_now()}\n\nWhy: {why}\n\n{_ARCHIVE_NOTE}\n\n{moved}\n"
