@@ -5,9 +5,8 @@
     python -m canon_pretrain.chain end RUN --job ID [--restarts K] --asked none
 
 slurm/lib.sh calls it. torchrun turns every exit code of a worker into 1, so the outcome of a launch
-is read from status.json, the checkpoints, and RUN/restarts.json. All restarts use the code of the
-run's first launch, a snapshot in RUN/code, and the config of their job's first launch,
-RUN/restarts.toml. No torch: it runs while a node's time is paid for.
+is read from status.json, the checkpoints, and RUN/restarts.json. Restarts use a snapshot of the
+run's first code, RUN/code, and of their job's first config, RUN/restarts.toml. No torch here.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_atomic, write_json
-from canon_pretrain.core.holder import Holder, read_count
+from canon_pretrain.core.holder import read_count
 from canon_pretrain.core.link_lock import live_holder
 from canon_pretrain.run.config import read_experiment, to_toml
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
@@ -44,19 +43,22 @@ Next = Literal["done", "requeue", "stop", "failed", "leave"]
 since Slurm has put the job back into the queue or not."""
 
 
+IN_USE = (
+    "the run folder is in use by another launch ({}). Wait for its end, scancel one of the two, or "
+    "choose another folder with --job.dump_folder"
+)
+
+
 @dataclass(frozen=True)
 class Link:
     """The content of RUN/restarts.json: the newest start of the job that writes the run."""
 
     job: str
-    launches: int
-    """status.json's at this start, as is the newest `checkpoint`'s step; 0 without one."""
-    checkpoint: int
+    launches: int  # status.json's at this start
+    checkpoint: int  # the newest one's step at this start; 0 without one
     is_restart: bool = False
-    futile: int = 0
-    """Restarts in a row that failed and left no newer checkpoint than they began with."""
-    ended: str | None = None
-    """One of `Next`; None while it runs, and for good if it was killed."""
+    futile: int = 0  # restarts in a row that failed and left no newer checkpoint
+    ended: str | None = None  # one of `Next`; None while it runs, and if it was killed
 
     def failed_restarts(self, newest: int) -> int:
         """Return `futile` for the next start if this one failed."""
@@ -85,10 +87,7 @@ def newest_checkpoint(run: RunFolder) -> int:
 
 
 def parse_launch(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return `config`, `folder`, `allowed` and `fresh` as canon_pretrain.train would read them.
-
-    Other options are ignored. Raises UserError for a config that can't be read.
-    """
+    """Return `config`, `folder`, `allowed` and `fresh` as canon_pretrain.train would read them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add = parser.add_argument
     add("--config", "--job.config_file", "--job.config-file", type=Path, nargs="?")
@@ -98,13 +97,14 @@ def parse_launch(arguments: Sequence[str]) -> argparse.Namespace:
     launch = parser.parse_known_args(arguments)[0]
     values = read_experiment(launch.config) if launch.config is not None else {}
 
-    def own(section: str, key: str) -> Any:
-        return found.get(key) if isinstance(found := values.get(section), dict) else None
+    def own(section: str, key: str, default: Any) -> Any:
+        found = values.get(section)
+        return found.get(key, default) if isinstance(found, dict) else default
 
-    launch.folder = launch.folder or own("job", "dump_folder") or "./outputs"
-    allowed = own("run", "allow_changes") or [] if launch.allowed is None else launch.allowed
+    launch.folder = launch.folder or own("job", "dump_folder", "./outputs")
+    allowed = own("run", "allow_changes", []) if launch.allowed is None else launch.allowed
     launch.allowed = ",".join(map(str, allowed)).split(",")
-    fresh = own("checkpoint", "fresh") if launch.fresh is None else launch.fresh
+    fresh = own("checkpoint", "fresh", False) if launch.fresh is None else launch.fresh
     launch.fresh = str(fresh).lower() == "true"
     return launch
 
@@ -112,25 +112,22 @@ def parse_launch(arguments: Sequence[str]) -> argparse.Namespace:
 def code_of(job: str, arguments: Sequence[str]) -> tuple[Path | None, Path | None]:
     """Return the snapshot that `job` launches from and the config that replaces its own.
 
-    None stands for the program, or the config, as it is now. `arguments` are those of
-    canon_pretrain.train. A run without a checkpoint begins with the program as it is, and so does a
-    fresh one; `--run.allow_changes code` resumes with it. A restart of the same job stays with what
-    it began with. Raises UserError for a damaged snapshot.
+    None is the program, or the config, as it is now: for a run without a checkpoint, a fresh one
+    and `--run.allow_changes code`, but not for a restart of the same job. `arguments` are those of
+    canon_pretrain.train. Raises UserError for a damaged snapshot.
     """
     try:
         launch = parse_launch(arguments)
     except UserError:
         return None, None  # the check of the job comes next, and says it better
     run = RunFolder(Path(launch.folder).absolute())
-    snapshot, link = newest_snapshot(run), _read_link(run)
-    if snapshot is None:
-        return None, None
+    snapshot, (link, _), config = newest_snapshot(run), _read_both(run), config_file(run)
     is_restart = link is not None and link.job == job
     takes_new = "code" in launch.allowed or launch.fresh or not newest_checkpoint(run)
-    if takes_new and not is_restart:
+    if snapshot is None or (takes_new and not is_restart):
         return None, None
     check_snapshot(snapshot)
-    return snapshot, config_file(run) if is_restart and config_file(run).is_file() else None
+    return snapshot, config if is_restart and config.is_file() else None
 
 
 def begin(
@@ -144,18 +141,17 @@ def begin(
 ) -> Decision | None:
     """Record a start of `job`, or return the Decision that forbids it.
 
-    Forbidden if a launch of another job is alive in the folder, for which it waits up to `wait_s`
-    (one that is cancelled may still save), or if the starts before it, killed with their scripts,
-    used up `restarts`. With `take_code` the program as it is becomes the run's newest snapshot. The
-    first start of `job` keeps its `config` for the restarts.
+    Forbidden if a launch of another job is alive in the folder after `wait_s` (a cancelled one may
+    still save), or if starts that were killed with their scripts used up `restarts`. `take_code`
+    snapshots the program as it is; the first start keeps its `config` for the restarts.
     """
     end_s = time.monotonic() + wait_s
     # one on another node that is silent for as long counts as dead; the trainer watches it longer
     while (other := live_holder(run.lock_file, wait_s)) is not None and other.job_id != job:
         if time.monotonic() > end_s:
-            return _in_use(other)
+            return Decision("failed", IN_USE.format(other))
         time.sleep(min(1.0, wait_s / 10))
-    before, newest, status = _read_link(run), newest_checkpoint(run), _read_status(run)
+    (before, status), newest = _read_both(run), newest_checkpoint(run)
     link = Link(job, status.launches if status else 0, newest)
     if before is not None and before.job == job:
         futile = before.futile
@@ -178,22 +174,21 @@ def end(run: RunFolder, job: str, asked: Asked, *, restarts: int = RESTARTS) -> 
 
     Raises UserError if `begin` was not called for it.
     """
-    link, status, newest = _read_link(run), _read_status(run), newest_checkpoint(run)
+    (link, status), newest = _read_both(run), newest_checkpoint(run)
     if link is None or link.job != job:
         # of two jobs that begin at once one gets the lock and continues; the count is the other's
         named = (job, read_count(os.environ, "SLURM_RESTART_COUNT"))
-        if link is not None and status and (status.job_id, status.restart_count) == named:
-            if (decision := _asked_for(status, asked)) is not None:
-                return decision
+        is_own = status is not None and (status.job_id, status.restart_count) == named
+        if link is not None and is_own and (decision := _asked_for(status, asked)) is not None:
+            return decision
         raise UserError(f"{restarts_file(run)} knows no start of job {job}: call `begin` before")
     own = status if status is not None and status.launches > link.launches else None
     if own is not None and own.job_id not in (None, job):
         own = None
-    if own is None and asked == "none":
-        other = live_holder(run.lock_file)
-        if other is not None and other.job_id not in (None, job):
-            _write_link(run, replace(link, ended="failed"))
-            return _in_use(other)
+    other = live_holder(run.lock_file) if own is None and asked == "none" else None
+    if other is not None and other.job_id not in (None, job):
+        _write_link(run, replace(link, ended="failed"))
+        return Decision("failed", IN_USE.format(other))
     futile = 0 if newest > link.checkpoint else link.futile
     decision = _asked_for(own, asked)
     is_idle = decision is not None and decision.next == "requeue" and newest <= link.checkpoint
@@ -210,14 +205,6 @@ def end(run: RunFolder, job: str, asked: Asked, *, restarts: int = RESTARTS) -> 
         failed = replace(own, state="failed", phase="ended", reason=decision.why)
         write_json(run.status_file, asdict(failed))
     return decision
-
-
-def _in_use(holder: Holder) -> Decision:
-    why = (
-        f"the run folder is in use by another launch ({holder}). Wait for its end, scancel one of "
-        "the two, or choose another folder with --job.dump_folder"
-    )
-    return Decision("failed", why)
 
 
 def _out_of_restarts(futile: int, newest: int, last: str) -> Decision:
@@ -254,28 +241,22 @@ def _asked_for(own: Status | None, asked: Asked) -> Decision | None:
 
 
 def _failure(own: Status | None, asked: Asked) -> str:
-    if own is None and asked == "limit":
-        return (
-            "the time limit's signal came before the trainer ran; give a launch more time "
-            "(--time), or have the signal later (--signal=B:USR1@SECONDS)"
-        )
     if own is None:
-        return "it did not come as far as its status"
+        more = "; give a launch more time (--time)" if asked == "limit" else ""
+        return f"it did not come as far as its status{more}"
     if own.state == "running":
         return f"it was killed at step {own.step} (phase {own.phase})"
     return own.reason or own.state
 
 
-def _read_status(run: RunFolder) -> Status | None:
-    with contextlib.suppress(UserError):  # damaged: it is a view
-        return read_status(run.status_file)
-    return None
-
-
-def _read_link(run: RunFolder) -> Link | None:
-    with contextlib.suppress(UnreadableFile):  # damaged: only the count is lost
-        return read_record(restarts_file(run), Link)
-    return None
+def _read_both(run: RunFolder) -> tuple[Link | None, Status | None]:
+    """Return the link and the status; None for a damaged one: a count or a view is lost."""
+    link, status = None, None
+    with contextlib.suppress(UnreadableFile):
+        link = read_record(restarts_file(run), Link)
+    with contextlib.suppress(UserError):
+        status = read_status(run.status_file)
+    return link, status
 
 
 def _write_link(run: RunFolder, link: Link) -> None:
@@ -293,9 +274,7 @@ def main(argv: list[str] | None = None) -> None:
     `code` prints the snapshot's folder, what this program differs in and the config, or nothing;
     `begin --take_code` prints the folder behind the word code.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m canon_pretrain.chain", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m canon_pretrain.chain")
     parser.add_argument("command", choices=("code", "begin", "end"))
     parser.add_argument("run", type=Path, metavar="RUN", nargs="?", default=Path())
     parser.add_argument("--job", required=True, help="the id that all starts of the chain share")
@@ -306,25 +285,25 @@ def main(argv: list[str] | None = None) -> None:
     place = own.index("--") if "--" in own else len(own)
     given, launch = parser.parse_args(own[:place]), own[place + 1 :]
     run, job, restarts = RunFolder(given.run), given.job, given.restarts
+    lines: list[object] = []
     with command(prints=True):
         if restarts < 1:
             raise UserError(f"--restarts {restarts}: expected at least 1")
-        decision: Decision | None = None
         if given.command == "code":
             snapshot, config = code_of(job, launch)
             if snapshot is not None:
                 others = ", ".join(differences(snapshot)[:10])
-                note = f"not this repository's: {others}" if others else ""
-                print(snapshot, note, config or "", sep="\n")
+                lines = [snapshot, others and f"not this repository's: {others}", config or ""]
         elif given.command == "end":
-            decision = end(run, job, given.asked, restarts=restarts)
+            lines = [*end(run, job, given.asked, restarts=restarts)]
         else:
             more = {"take_code": given.take_code, "config": parse_launch(launch).config}
-            decision = begin(run, job, restarts=restarts, **more)
-            if decision is None and given.take_code:
-                print("code", newest_snapshot(run), sep="\n")
-        if decision is not None:
-            print(decision.next, decision.why, sep="\n")
+            if (decision := begin(run, job, restarts=restarts, **more)) is not None:
+                lines = [*decision]
+            elif given.take_code:
+                lines = ["code", newest_snapshot(run)]
+        for line in lines:
+            print(line)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Show a run's checkpoints, prove them whole, and make room.
 
     python -m canon_pretrain.checkpoint list RUN [--json]
-    python -m canon_pretrain.checkpoint verify RUN [--step N] [--workers W] [--json]
+    python -m canon_pretrain.checkpoint verify RUN [--step N] [--json]
     python -m canon_pretrain.checkpoint prune RUN --keep K [--quarantine] [--archive] [--dry_run]
 
 RUN is a run folder or the folder of its checkpoints. `list` reads no file but manifests; `verify`
@@ -15,25 +15,21 @@ import os
 import sys
 import time
 from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from canon_pretrain.checkpoint.folder import CheckpointFolder, tree_bytes
-from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, as_record, verify
+from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
 from canon_pretrain.checkpoint.retention import Outcome, Retention, held_steps
 from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.link_lock import live_holder
-from canon_pretrain.core.terminal import Console
 from canon_pretrain.core.text import size
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.launches import known_run
 
 EXIT_DAMAGED = 1
-_PIPED_WIDTH = 100_000  # no line of a table is as long: nothing is cut or folded
 _WORKERS = min(8, os.cpu_count() or 1)
 
 
@@ -42,7 +38,13 @@ def main(argv: list[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     with command(prints=words[:1] == ["list"]):
         arguments = _parser().parse_args(words)
-        arguments.act(*find_folder(arguments.run), arguments)
+        run, folder = find_folder(arguments.run)
+        if (facts := known_run(RunFolder(run))) is not None:
+            run_id: str | None = facts.run_id
+        else:  # without a run folder: the only one that they name
+            named = set(folder.of_other_runs(None).values())
+            run_id = named.pop() if len(named) == 1 else None
+        arguments.act(run, folder, run_id, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,7 +61,6 @@ def _parser() -> argparse.ArgumentParser:
     for each in (show, check):
         each.add_argument("--json", action="store_true")
     check.add_argument("--step", type=int, metavar="N", help="this one only")
-    check.add_argument("--workers", type=int, default=_WORKERS, metavar="W", help="reading threads")
     prune.add_argument("--keep", type=int, required=True, metavar="K", help="1 or more")
     prune.add_argument("--quarantine", action="store_true", help="delete quarantined ones, too")
     prune.add_argument("--archive", action="store_true", help="delete archived branches, too")
@@ -82,26 +83,20 @@ def find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
     )
 
 
-def _run_id(run: Path, folder: CheckpointFolder) -> str | None:
-    """The run whose checkpoints these are: the run folder's or, without one, the only one named."""
-    if (facts := known_run(RunFolder(run))) is not None:
-        return facts.run_id
-    named = set(folder.of_other_runs(None).values())
-    return named.pop() if len(named) == 1 else None
-
-
-def _list(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
-    held, run_id = held_steps(run), _run_id(run, folder)
-    looks = [_look_at(folder, step, held, run_id) for step in folder.steps()]
-    # a launch may delete steps meanwhile
-    checkpoints = [facts for facts in looks if Path(facts["path"]).exists()]
-
+def _list(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Namespace) -> None:
     def sized(paths: list[Path]) -> list[dict[str, Any]]:
         return [{"path": str(path), "bytes": tree_bytes(path)} for path in paths]
 
+    held = held_steps(run)
+    looks = [_read(folder.step_path(step), run_id, hashes=False) for step in folder.steps()]
     found: dict[str, Any] = {
         "folder": str(folder.path),
-        "checkpoints": checkpoints,
+        # a launch may delete steps meanwhile
+        "checkpoints": [
+            facts | {"held": facts["step"] in held}
+            for facts in looks
+            if Path(facts["path"]).exists()
+        ],
         "unfinished": sized(folder.unfinished() + folder.leftovers()),
         "quarantined": [{**q._asdict(), "path": str(q.path)} for q in folder.quarantined()],
         "archives": sized(folder.archives(run)),
@@ -110,109 +105,77 @@ def _list(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
     if arguments.json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
         return
-    print(f"{len(checkpoints)} checkpoint(s) in {folder.path}")
-    columns = {"step": "step", "kind": "kind", "bytes": "size", "num_files": "files"}
-    columns |= {"saved": "saved", "world_size": "ranks", "held": "held", "state": "state"}
-    _print_table(columns, checkpoints)
-    columns = {"path": "path", "bytes": "size"}
+    print(f"{len(found['checkpoints'])} checkpoint(s) in {folder.path}")
+    for facts in found["checkpoints"]:
+        print(_line(facts))
     for name, heading in (
         ("unfinished", "in progress, or interrupted (the next start settles them)"),
         ("quarantined", "in quarantine"),
         ("archives", "archives"),
     ):
+        lines = (f"  {x['path']}  {size(x['bytes'])}  {x.get('reason', '')}" for x in found[name])
         if found[name]:
-            print(f"{heading}:")
-            more = {"reason": "reason"} if name == "quarantined" else {}
-            _print_table(columns | more, found[name])
+            print(f"{heading}:", *lines, sep="\n")
     if found["strays"]:
         print(f"no part of it: {', '.join(found['strays'])}")
 
 
-def _look_at(
-    folder: CheckpointFolder, step: int, held: set[int], run_id: str | None
-) -> dict[str, Any]:
-    """Return the facts of one checkpoint by its manifest, and its state by sizes."""
-    path = folder.step_path(step)
-    facts: dict[str, Any] = {"step": step, "path": str(path), "held": step in held}
+def _read(path: Path, run_id: str | None, *, hashes: bool) -> dict[str, Any]:
+    """Return the facts of one checkpoint, and its state by sizes or, with `hashes`, every byte."""
+    facts: dict[str, Any] = {"step": int(path.name.removeprefix("step-")), "path": str(path)}
+    start = time.perf_counter()
     try:
-        facts |= as_record(Manifest.read(path)) | {"step": step}
-        verify(path, hashes=False)
-        other = facts["run_id"] not in (None, run_id)
-        return facts | {"state": f"of another run, {facts['run_id']}" if other else "whole"}
+        manifest = Manifest.read(path)
+        facts = asdict(manifest) | facts | {"bytes": manifest.total_bytes, "state": "whole"}
+        facts["num_files"] = len(facts.pop("files"))
+        verify(path, hashes=hashes, workers=_WORKERS)
+        if hashes:
+            facts["seconds"] = time.perf_counter() - start
+            from canon_pretrain.checkpoint.safe_load import check_safe  # torch, behind the parser
+
+            check_safe(path)
+        if manifest.run_id not in (None, run_id):
+            facts["state"] = f"of another run, {manifest.run_id}"
     except DamagedCheckpoint as error:
-        return {"bytes": tree_bytes(path)} | facts | {"state": f"damaged: {_faults(path, error)}"}
+        text = str(error).removeprefix(f"{path} is damaged: ").removeprefix(f"{path} ")
+        facts = {"bytes": tree_bytes(path)} | facts | {"state": f"damaged: {text}"}
+    return facts
 
 
-def _faults(path: Path, error: DamagedCheckpoint) -> str:
-    """The message without the folder's name."""
-    return str(error).removeprefix(f"{path} is damaged: ").removeprefix(f"{path} ")
+def _line(facts: dict[str, Any]) -> str:
+    words = [size(facts["bytes"])]
+    if "kind" in facts:  # its manifest can be read
+        parts = f"{facts['num_files']} file(s)", f"{facts['world_size']} rank(s)"
+        words = [facts["kind"], *words, *parts, f"saved {facts['saved']}"]
+    if "seconds" in facts:
+        words.append(f"{facts['bytes'] / max(facts['seconds'], 1e-9) / 1e9:.2f} GB/s")
+    words += ["held"] * facts.get("held", False)
+    return f"step-{facts['step']}  {facts['state']}  {', '.join(words)}"
 
 
-def _print_table(columns: dict[str, str], rows: list[dict[str, Any]]) -> None:
-    """Print `rows` under the headings of `columns`, by key; "?" for what a row does not have."""
-    if not rows:
-        return
-    table = Table()
-    for heading in columns.values():
-        is_number = heading in ("step", "size", "files", "ranks")
-        table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
-    for row in rows:
-        shown = row | {"bytes": size(row["bytes"]), "held": "held" if row.get("held") else ""}
-        table.add_row(*(Text(str(shown.get(key, "?"))) for key in columns))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PIPED_WIDTH)
-    console.print(table)
-
-
-def _verify(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
+def _verify(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Namespace) -> None:
     """Read every byte; exit with code 1 if a checkpoint is damaged, or of another run."""
-    step, workers, run_id = arguments.step, arguments.workers, _run_id(run, folder)
     steps = folder.steps()
-    if step is not None and step not in steps:
-        raise UserError(f"no step {step} in {folder.path}; there: {_names(steps)}")
-    if workers < 1:
-        raise UserError(f"--workers {workers}: expected 1 or more")
+    if arguments.step is not None:
+        if arguments.step not in steps:
+            raise UserError(f"no step {arguments.step} in {folder.path}; there: {_names(steps)}")
+        steps = [arguments.step]
     results = []
-    for number in steps if step is None else [step]:
-        result = _read_all(folder.step_path(number), workers, run_id)
-        results.append({"step": number} | result)
+    for step in steps:
+        results.append(facts := _read(folder.step_path(step), run_id, hashes=True))
         if not arguments.json:
-            facts = f"damaged: {result.get('faults')}"
-            if result["state"] != "damaged":
-                speed = result["bytes"] / max(result["seconds"], 1e-9) / 1e9
-                facts = f"{result['state']}  {result['kind']}, {size(result['bytes'])}, "
-                facts += f"{speed:.2f} GB/s"
-            print(f"step-{number}  {facts}")
+            print(_line(facts))
     if arguments.json:
         print(json.dumps(results, indent=2, ensure_ascii=False))
     elif not results:
         print(f"no checkpoint in {folder.path}")
-    if any(result["state"] != "whole" for result in results):
+    if any(facts["state"] != "whole" for facts in results):
         raise SystemExit(EXIT_DAMAGED)
 
 
-def _read_all(path: Path, workers: int, run_id: str | None) -> dict[str, Any]:
-    from canon_pretrain.checkpoint.safe_load import check_safe  # torch, behind the parser
-
-    start = time.perf_counter()
-    result: dict[str, Any] = {"path": str(path), "state": "whole"}
-    try:
-        manifest = verify(path, workers=workers)
-        result |= {"seconds": time.perf_counter() - start, "kind": manifest.kind}
-        result |= {"bytes": manifest.total_bytes}
-        result |= {"run_id": manifest.run_id, "launch": manifest.launch}
-        check_safe(path)
-        if manifest.run_id not in (None, run_id):
-            result["state"] = "of another run"
-    except DamagedCheckpoint as error:
-        result |= {"state": "damaged", "faults": _faults(path, error)}
-    return result
-
-
-def _prune(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
+def _prune(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Namespace) -> None:
     """Delete, or say what would go; exit with code 1 if something could not be done."""
-    retention = _retention(run, folder, arguments.keep)
+    keep, retention = arguments.keep, _retention(run, folder, run_id, arguments.keep)
     doomed = [found.path for found in folder.quarantined()] if arguments.quarantine else []
     doomed += folder.archives(run) if arguments.archive else []
     if arguments.dry_run:
@@ -220,7 +183,7 @@ def _prune(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
         sizes = {p: tree_bytes(p) for p in doomed + [folder.step_path(s) for s in plan.deleted]}
         for path, num_bytes in sizes.items():
             print(f"would delete {path} ({size(num_bytes)})")
-        _report(plan, arguments.keep, "would keep", "would move")
+        _report(plan, keep, "would keep", "would move")
         print(f"dry run: {size(sum(sizes.values()))} would be freed; nothing was changed")
         return
     holder = live_holder(RunFolder(run).lock_file) or live_holder(RunFolder(folder.path).lock_file)
@@ -241,7 +204,7 @@ def _prune(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
     for step in outcome.deleted:
         waited = ", though an evaluation waits for it" if step in outcome.over_bound else ""
         print(f"deleted step-{step}{waited}")
-    _report(outcome, arguments.keep, "kept", "moved")
+    _report(outcome, keep, "kept", "moved")
     print(f"{size(freed + outcome.bytes_freed)} freed")
     for text in errors + outcome.errors:
         print(f"error: {text}", file=sys.stderr)
@@ -249,7 +212,7 @@ def _prune(run: Path, folder: CheckpointFolder, arguments: Namespace) -> None:
         raise SystemExit(EXIT_DAMAGED)
 
 
-def _retention(run: Path, folder: CheckpointFolder, keep: int) -> Retention:
+def _retention(run: Path, folder: CheckpointFolder, run_id: str | None, keep: int) -> Retention:
     if keep < 1:
         raise UserError(f"--keep {keep}: expected 1 or more")
 
@@ -258,7 +221,6 @@ def _retention(run: Path, folder: CheckpointFolder, keep: int) -> Retention:
 
         strip_to_weights(checkpoint, temporary)
 
-    run_id = _run_id(run, folder)
     if others := folder.of_other_runs(run_id):
         names = ", ".join(f"step-{step} of run {other}" for step, other in others.items())
         if run_id is None:

@@ -47,12 +47,10 @@ def find_checkpoint(given: Path) -> tuple[RunFolder, Path]:
 
 def run_of_checkpoint(checkpoint: Path) -> RunFolder:
     """Return the nearest run folder above RUN/checkpoint/step-N, or a step in its archives."""
-    above = [Path(checkpoint).absolute(), Path(checkpoint).resolve()]
-    for path in above:  # RUN/checkpoint may be a link to another disk
-        for folder in list(path.parents)[:_FLOORS]:
-            if _holds_a_run(RunFolder(folder)):
-                return RunFolder(folder)
-    return RunFolder(Path(checkpoint).resolve().parent.parent)
+    # RUN/checkpoint may be a link to another disk
+    above = [*checkpoint.absolute().parents[:_FLOORS], *checkpoint.resolve().parents[:_FLOORS]]
+    runs = (RunFolder(folder) for folder in above if _holds_a_run(RunFolder(folder)))
+    return next(runs, RunFolder(checkpoint.resolve().parent.parent))
 
 
 def _holds_a_run(folder: RunFolder) -> bool:

@@ -7,8 +7,8 @@
                   /quarantine/NAME.K   set aside, with NAME.K.reason.txt
     RUN/archive/K-LABEL/               an abandoned branch, or the run before a fresh start
 
-A step appears under its name by one rename of a finished folder and leaves it by one rename, so
-what is called step-N was once whole. `recover` finishes what a kill interrupted. No torch here.
+A step gets and loses its name by one rename, so what is called step-N was once whole. `recover`
+finishes what a kill interrupted. No torch here.
 """
 
 import contextlib
@@ -27,25 +27,22 @@ from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, veri
 from canon_pretrain.core.files import free_bytes, fsync_folder, rename, write_atomic
 from canon_pretrain.run.folder import CHECKPOINTS, EVALS, RunFolder
 
-QUARANTINE = "quarantine"
-ARCHIVE = "archive"
-HOLDS = "holds"
+QUARANTINE, ARCHIVE, HOLDS = "quarantine", "archive", "holds"
 INTERRUPTED = "a save that was interrupted"
 
 _SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
 _REASON = ".reason.txt"
 _IS_REASON = re.compile(rf"{re.escape(_REASON)}(\.[0-9a-f]*\.?tmp)?$")
 _NO_REASON = "no reason was recorded: the launch that moved it was killed, or the disk was full"
-
-Moves = list[tuple[Path, str]]
-"""Sources, and their names in an archive."""
+_ARCHIVE_NOTE = (
+    "Moved in this order; after a kill the next launch moves the rest into an archive of its own. "
+    "To go\nback, move all of it back while no launch is running."
+)
 
 logger = logging.getLogger(__name__)
 
 
 class Quarantined(NamedTuple):
-    """Something that was set aside, and why."""
-
     path: Path
     reason: str
     bytes: int
@@ -54,13 +51,11 @@ class Quarantined(NamedTuple):
 class CheckpointFolder:
     """RUN/checkpoint, whatever its name; it need not exist yet.
 
-    `may_change` is asked before anything is moved or deleted; if it returns False, PermissionError
-    is raised.
+    Nothing is moved or deleted unless `may_change`: PermissionError is raised.
     """
 
     def __init__(self, path: Path, *, may_change: Callable[[], bool] = lambda: True) -> None:
-        self.path = path
-        self.may_change = may_change
+        self.path, self.may_change = path, may_change
         self.trial_path = path / f"{_DELETING}step-0"
         """A folder for files that show whether a save could be written; `recover` deletes it."""
 
@@ -117,27 +112,23 @@ class CheckpointFolder:
 
     def strays(self) -> list[str]:
         """Names of what does not belong here: nothing reads, moves or deletes it."""
-        known = {path.name for path in self.unfinished() + self.leftovers()}
-        known |= {f"step-{step}" for step in self.steps()} | {QUARANTINE, ARCHIVE}
+        known = [*self.unfinished(), *self.leftovers(), *map(self.step_path, self.steps())]
         # the lock of a folder outside the run folder
-        known |= {path.name for path in self.path.glob(f"{RunFolder(self.path).lock_file.name}*")}
-        return [path.name for path in entries(self.path) if path.name not in known]
+        known += self.path.glob(f"{RunFolder(self.path).lock_file.name}*")
+        names = {path.name for path in known} | {QUARANTINE, ARCHIVE}
+        return [path.name for path in entries(self.path) if path.name not in names]
 
-    # ---- quarantine
+    # -- quarantine
 
     def quarantine(self, path: Path, reason: str) -> Path:
-        """Move `path` to quarantine/NAME.K, K the first free number, and write the reason beside.
+        """Move `path` durably to quarantine/NAME.K, K the first free number; then write the reason.
 
-        Durable. The rename comes first: it is what keeps a damaged step from being read. Raises
-        OSError if it fails; `path` is then where it was.
+        Raises OSError if the rename fails; `path` is then where it was.
         """
         self._check_may_change()
-        folder = self.path / QUARANTINE
-        _make_folder(folder)
-        names = (folder / f"{path.name}.{number}" for number in itertools.count(1))
-        target = next(
-            p for p in names if not (os.path.lexists(p) or os.path.lexists(_reason_file(p)))
-        )
+        _make_folder(self.path / QUARANTINE)
+        names = (self.path / QUARANTINE / f"{path.name}.{k}" for k in itertools.count(1))
+        target = next(p for p in names if not any(map(os.path.lexists, (p, _reason_file(p)))))
         _move(path, target)
         _write_note(_reason_file(target), f"{_now()}\n{reason}\n")
         return target
@@ -154,16 +145,13 @@ class CheckpointFolder:
 
     def lack_of_room(self, num_bytes: int) -> str | None:
         """Why the disk can't take `num_bytes`, even without interrupted saves; None if it can."""
-        if free_bytes(self.path) >= num_bytes:
+        if free_bytes(self.path) < num_bytes:
+            freed = sum(self.discard(path) for path in self._quarantined_saves())
+            if freed:
+                logger.warning(f"deleted {freed:,} bytes of interrupted saves to make room")
+        if (free := free_bytes(self.path)) >= num_bytes:
             return None
-        freed = sum(self.discard(path) for path in self._quarantined_saves())
-        if freed and free_bytes(self.path) >= num_bytes:
-            logger.warning(f"deleted {freed:,} bytes of interrupted saves to make room")
-            return None
-        return (
-            f"no room in {self.path}: a checkpoint takes {num_bytes:,} bytes, "
-            f"{free_bytes(self.path):,} are free"
-        )
+        return f"no room in {self.path}: a checkpoint takes {num_bytes:,} bytes, {free:,} are free"
 
     def discard(self, path: Path) -> int:
         """Delete an entry of quarantine with its reason, or an archive; return the bytes freed."""
@@ -179,13 +167,12 @@ class CheckpointFolder:
         """Interrupted saves in quarantine, the oldest first, by their files' times."""
 
         def last_write_ns(folder: Path) -> int:
-            files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-            return max((path.lstat().st_mtime_ns for path in files), default=0)
+            return max((path.lstat().st_mtime_ns for path in _files(folder)), default=0)
 
         found = [path for path in self._quarantine_entries() if path.name.startswith(_SAVING)]
-        return sorted(found, key=lambda path: (last_write_ns(path), path.name))
+        return sorted(found, key=last_write_ns)
 
-    # ---- steps that leave
+    # -- steps that leave
 
     def delete_step(self, step: int) -> int:
         """Delete step N; return the bytes freed. A kill leaves step-N whole, or no step-N."""
@@ -211,16 +198,11 @@ class CheckpointFolder:
             raise
         return remove_tree(replaced) - tree_bytes(final)
 
-    # ---- after a kill
-
     def recover(self) -> list[str]:
-        """Finish what a kill interrupted; return one sentence for each act.
+        """Finish what a kill interrupted, under the run lock; return one sentence for each act.
 
-        For one process, under the run lock, before anything reads or saves here. Half deleted
-        steps are deleted. A replaced step is deleted if a whole one has its name, else it gets the
-        name back. Interrupted saves go to quarantine, where only the newest is kept. A deletion
-        that fails is reported, not raised. Raises OSError if a step that is whole can't get its
-        name back.
+        Of interrupted saves, quarantine keeps only the newest. A deletion that fails is reported,
+        not raised. Raises OSError if a step that is whole can't get its name back.
         """
         said = [self._try_delete(path, "half deleted") for _, path in self._named(_DELETING)]
         for _, replaced in self._named(_REPLACED):
@@ -233,9 +215,8 @@ class CheckpointFolder:
                 # on a full disk its bytes are what the next save needs
                 said.append(f"{saving.name}: quarantine can't take it ({error.strerror})")
                 said.append(self._try_delete(saving, INTERRUPTED))
-        for old in self._quarantined_saves()[:-1]:
-            said.append(self._try_delete(old, "an older interrupted save"))
-        return said
+        older = self._quarantined_saves()[:-1]
+        return said + [self._try_delete(old, "an older interrupted save") for old in older]
 
     def _settle(self, replaced: Path) -> Iterator[str]:
         """End the replacement of a step by its weights."""
@@ -246,50 +227,41 @@ class CheckpointFolder:
                 yield self._try_delete(replaced, f"replaced by the weights in {final.name}")
                 return
             except DamagedCheckpoint as error:
-                target = self.quarantine(final, str(error))
-                yield f"{error}; it was moved to {target}"
+                yield f"{error}; it was moved to {self.quarantine(final, str(error))}"
         _move(replaced, final)
         yield f"{final.name} was being replaced by its weights; the full one is in its place again"
 
     def _try_delete(self, path: Path, what: str) -> str:
         try:
-            freed = self.discard(path)
+            return f"{path.name}, {what}, was deleted ({self.discard(path):,} bytes)"
         except OSError as error:
             return f"{path}, {what}, can't be deleted: {error.strerror or error}"
-        return f"{path.name}, {what}, was deleted ({freed:,} bytes)"
 
-    # ---- abandoned branches
+    # -- abandoned branches
 
     def archive_after(self, step: int, run: Path, why: str) -> Path | None:
         """Move all that the run did after `step` to RUN/archive/K-back-to-step-N; None if nothing.
 
-        For one process, under the run lock, after `recover`. The order: README.txt, DONE, results
-        and holds, then steps, the newest first: a kill leaves an unbroken beginning of the old
-        branch, and the same call moves the rest, into an archive of its own.
+        Under the run lock, after `recover`. Steps go last, the newest first: a kill leaves an
+        unbroken beginning of the old branch, and the same call moves the rest.
         """
-        later: Moves = []
-        for name in (EVALS, f"{EVALS}/{HOLDS}"):
-            for path in entries(run / name):
-                number = step_number(path.name.split(".")[0])
-                if number is not None and number > step:
-                    later.append((path, f"{name}/{path.name}"))
-        later += self._archived_steps(after=step)
-        done = RunFolder(run).done_file
-        return self._archive(run, f"back-to-step-{step}", why, [(done, done.name), *later], later)
+        results = [*entries(run / EVALS), *entries(run / EVALS / HOLDS)]
+        later = [p for p in results if (step_number(p.name.split(".")[0]) or 0) > step]
+        later += [self.step_path(number) for number in reversed(self.steps()) if number > step]
+        moves = [RunFolder(run).done_file, *later]
+        return self._archive(run, f"back-to-step-{step}", why, moves, later)
 
     def archive_all(self, run: Path, why: str) -> Path | None:
         """Move what makes the run to RUN/archive/K-before-a-fresh-start; None if there is nothing.
 
-        For one process, under the run lock, after `recover`. The order: README.txt, DONE, steps
-        newest first, quarantine, evals/, RunFolder.fresh_start: a kill leaves a run that can
-        resume, or no step and a log that says that there were some.
+        Under the run lock, after `recover`. In this order a kill leaves a run that can resume, or
+        no step and a log that says that there were some.
         """
         files = RunFolder(run)
-        moves = [(files.done_file, files.done_file.name), *self._archived_steps()]
-        moves.append((self.path / QUARANTINE, f"{self.path.name}/{QUARANTINE}"))
-        moves += [(path, path.name) for path in (run / EVALS, *files.fresh_start)]
+        moves = [files.done_file, *map(self.step_path, reversed(self.steps()))]
+        moves += [self.path / QUARANTINE, run / EVALS, *files.fresh_start]
         if files.log_file.is_file() and not files.log_file.stat().st_size:
-            moves.remove((files.log_file, files.log_file.name))  # of a launch that was refused
+            moves.remove(files.log_file)  # of a launch that was refused
         return self._archive(run, "before-a-fresh-start", why, moves, moves)
 
     def archives(self, run: Path) -> list[Path]:
@@ -297,33 +269,26 @@ class CheckpointFolder:
         found = [*entries(run / ARCHIVE), *entries(self.path / ARCHIVE)]
         return sorted((p for p in found if _archive_number(p)), key=_archive_number)
 
-    def _archived_steps(self, after: int = -1) -> Moves:
-        paths = [self.step_path(step) for step in reversed(self.steps()) if step > after]
-        return [(path, f"{self.path.name}/{path.name}") for path in paths]
-
-    def _archive(self, run: Path, label: str, why: str, moves: Moves, needed: Moves) -> Path | None:
-        """Move the sources that exist, in this order; None if none of `needed` exists."""
-        if not any(os.path.lexists(source) for source, _ in needed):
+    def _archive(
+        self, run: Path, label: str, why: str, moves: list[Path], needed: list[Path]
+    ) -> Path | None:
+        """Move the paths that exist, in this order; None if none of `needed` exists."""
+        if not any(map(os.path.lexists, needed)):
             return None
         self._check_may_change()
         number = 1 + max(map(_archive_number, self.archives(run)), default=0)
         archive = run / ARCHIVE / f"{number}-{label}"
         _make_folder(archive)
-        beside = self.path / ARCHIVE / archive.name
         # a rename needs one file system, and RUN/checkpoint may be a link to a larger one
         is_far = self.path.is_dir() and self.path.stat().st_dev != archive.stat().st_dev
+        steps = self.path / ARCHIVE / archive.name if is_far else archive / self.path.name
         pairs = [
-            (path, beside / path.name if is_far and path.parent == self.path else archive / name)
-            for path, name in moves
-            if os.path.lexists(path)
+            (p, steps / p.name if p.parent == self.path else archive / p.relative_to(run))
+            for p in filter(os.path.lexists, moves)
         ]
         moved = "\n".join(f"{source} -> {target}" for source, target in pairs)
-        _write_note(
-            archive / "README.txt",
-            f"{archive.name}, {_now()}\n\nWhy: {why}\n\nMoved in this order; after a kill the next "
-            "launch moves the rest into an archive of its own. To go\nback, move all of it back "
-            f"while no launch is running.\n\n{moved}\n",
-        )
+        note = f"{archive.name}, {_now()}\n\nWhy: {why}\n\n{_ARCHIVE_NOTE}\n\n{moved}\n"
+        _write_note(archive / "README.txt", note)
         for source, target in pairs:
             _make_folder(target.parent)
             _move(source, target)
@@ -338,19 +303,22 @@ def step_number(name: str, mark: str = "") -> int | None:
 
 def entries(folder: Path) -> list[Path]:
     """Return the content of `folder`, by name; nothing if it does not exist."""
-    try:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return sorted(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    return []
+
+
+def _files(path: Path) -> list[Path]:
+    """Return `path` or, of a folder, the files below it; links are not followed."""
+    if path.is_symlink() or not path.is_dir():
+        return [path]
+    return [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
 
 
 def tree_bytes(path: Path) -> int:
     """Return the sizes of the files at and below `path`; links are not followed."""
-    files = [path]
-    if path.is_dir() and not path.is_symlink():
-        files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
     total = 0
-    for file in files:
+    for file in _files(path):
         with contextlib.suppress(FileNotFoundError):
             total += file.lstat().st_size
     return total
@@ -358,11 +326,9 @@ def tree_bytes(path: Path) -> int:
 
 def remove_tree(path: Path) -> int:
     """Delete `path`, a folder with its content, or a link alone; return the bytes freed."""
-    if not os.path.lexists(path):
-        return 0
     size = tree_bytes(path)
     if path.is_symlink() or not path.is_dir():
-        path.unlink()
+        path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path)
     return size
@@ -371,9 +337,8 @@ def remove_tree(path: Path) -> int:
 def _move(source: Path, target: Path) -> None:
     """Rename durably, to a name that is free or that of an empty folder."""
     rename(source, target)
-    fsync_folder(target.parent)
-    if source.parent != target.parent:
-        fsync_folder(source.parent)
+    for folder in dict.fromkeys((target.parent, source.parent)):
+        fsync_folder(folder)
 
 
 def _make_folder(folder: Path) -> None:
@@ -402,5 +367,5 @@ def _write_note(path: Path, text: str) -> None:
 
 def _archive_number(archive: Path) -> int:
     """The K of K-LABEL; 0 for a name without one."""
-    match = re.match(r"([1-9][0-9]*)-", archive.name)
-    return int(match.group(1)) if match else 0
+    number = archive.name.partition("-")[0]
+    return int(number) if number.isdecimal() and "-" in archive.name else 0

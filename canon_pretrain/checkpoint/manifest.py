@@ -12,10 +12,9 @@ import stat
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
@@ -23,14 +22,13 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, sha256_file, write_json
 
 MANIFEST = "manifest.json"
-VERSION = 1
 HASH_WORKERS = 4
 
 Kind = Literal["full", "weights"]
 
 DAMAGE = (
     *(errno.EIO, errno.ENODATA, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
-    errno.ENXIO,  # a socket, or a device without a driver
+    errno.ENXIO,  # not a regular file
 )
 """What an OSError may say of the file itself; others condemn no checkpoint."""
 
@@ -45,12 +43,6 @@ def _check_inside(name: str) -> str:
     if not is_path or path.is_absolute() or ".." in path.parts:
         raise ValueError(f"{name[:80]!r} is no file of this folder")
     return name
-
-
-def _check_version(version: int) -> int:
-    if version != VERSION:
-        raise ValueError(f"expected {VERSION}: another version of canon_pretrain wrote it")
-    return version
 
 
 @dataclass(frozen=True)
@@ -74,12 +66,8 @@ class Manifest:
     saved: str  # UTC, ISO 8601
     run_id: str | None = None
     launch: int | None = None  # its number within the run
-    version: Annotated[int, AfterValidator(_check_version)] = VERSION
+    version: Literal[1] = 1  # of this format
     weights_of: str | None = None  # `content` of the full checkpoint whose weights these are
-
-    @staticmethod
-    def now() -> str:
-        return datetime.now(UTC).isoformat(timespec="seconds")
 
     @property
     def total_bytes(self) -> int:
@@ -98,20 +86,15 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Return the manifest in `folder`.
-
-        Raises DamagedCheckpoint if it is missing or damaged, OSError if this process cannot tell.
-        """
+        """Return the manifest in `folder`. Raises DamagedCheckpoint, or OSError if unreadable."""
         path = folder / MANIFEST
         try:
             return read_record(path, cls)
         except UnreadableFile as error:
-            if error.is_missing:
-                text = f"{folder} has no {MANIFEST}: it was never finished"
-                raise DamagedCheckpoint(text) from None
-            if error.errno is not None and error.errno not in DAMAGE:
+            if error.errno is not None and error.errno not in (errno.ENOENT, *DAMAGE):
                 raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
-            raise DamagedCheckpoint(str(error)) from None
+            missing = f"{folder} has no {MANIFEST}: it was never finished"
+            raise DamagedCheckpoint(missing if error.is_missing else str(error)) from None
 
 
 def files_of(folder: Path) -> list[str]:
@@ -128,36 +111,33 @@ def find_faults(
     hashes: bool = True,
     workers: int = 1,
 ) -> list[str]:
-    """Return how the files `names` (default: all) of `folder` differ from its manifest.
+    """Return how the files `names` of `folder` differ from its manifest, or its sizes alone.
 
-    With `hashes=False` only presence and sizes are compared. If `names` is None, a file that the
-    manifest does not name is a fault too. Raises OSError if this process cannot tell.
+    By default all, and a file that it does not name is a fault, too. Raises OSError if this process
+    cannot tell.
     """
     chosen = sorted(manifest.files if names is None else names)
-    check = partial(_file_fault, folder, manifest, sha256=sha256_file if hashes else None)
+    check = partial(_fault, folder, manifest, sha256=sha256_file if hashes else None)
     with ThreadPoolExecutor(workers) as pool:
         faults = [fault for fault in pool.map(check, chosen) if fault]
-    if names is None:
-        unknown = (name for name in files_of(folder) if name not in manifest.files)
-        faults += [f"{name} is not in the manifest" for name in unknown]
-    return faults
+    unknown = sorted({*files_of(folder)} - {*manifest.files}) if names is None else []
+    return faults + [f"{name} is not in the manifest" for name in unknown]
 
 
 def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
-    """Return the content of a file that `manifest` names."""
-    content = b""
+    """Return the content of a file that `manifest` names. Raises DamagedCheckpoint, OSError."""
+    read: list[bytes] = []
 
     def sha256(path: Path) -> str:
-        nonlocal content
-        content = path.read_bytes()
-        return hashlib.sha256(content).hexdigest()
+        read.append(path.read_bytes())
+        return hashlib.sha256(read[0]).hexdigest()
 
-    if fault := _file_fault(folder, manifest, name, sha256=sha256):
+    if fault := _fault(folder, manifest, name, sha256=sha256):
         raise DamagedCheckpoint(fault)
-    return content
+    return read[0]
 
 
-def _file_fault(
+def _fault(
     folder: Path, manifest: Manifest, name: str, *, sha256: Callable[[Path], str] | None
 ) -> str | None:
     entry, path = manifest.files[name], folder / name
@@ -169,9 +149,9 @@ def _file_fault(
             return f"{name} has {status.st_size:,} bytes, expected {entry.bytes:,}"
         if sha256 is not None and (found := sha256(path)) != entry.sha256:
             return f"{name} has SHA-256 {found[:12]}..., expected {entry.sha256[:12]}..."
-    except FileNotFoundError:
-        return f"{name} is missing"
     except OSError as error:
+        if error.errno == errno.ENOENT:
+            return f"{name} is missing"
         if error.errno not in DAMAGE:
             raise
         return f"{name} cannot be read: {error.strerror}"
@@ -179,10 +159,7 @@ def _file_fault(
 
 
 def verify(folder: Path, *, hashes: bool = True, workers: int = 1) -> Manifest:
-    """Return the manifest of a whole checkpoint in step-N; else raises DamagedCheckpoint.
-
-    Raises OSError if this process cannot tell.
-    """
+    """Return the manifest of a whole checkpoint in step-N. Raises DamagedCheckpoint, or OSError."""
     manifest = Manifest.read(folder)
     faults = find_faults(folder, manifest, hashes=hashes, workers=workers)
     if folder.name != f"step-{manifest.step}":
@@ -190,10 +167,3 @@ def verify(folder: Path, *, hashes: bool = True, workers: int = 1) -> Manifest:
     if faults:
         raise DamagedCheckpoint(f"{folder} is damaged: {'; '.join(faults)}")
     return manifest
-
-
-def as_record(manifest: Manifest) -> dict[str, Any]:
-    """Return the manifest's facts without its files, for a log line or a table."""
-    record = asdict(manifest)
-    del record["files"]
-    return record | {"bytes": manifest.total_bytes, "num_files": len(manifest.files)}

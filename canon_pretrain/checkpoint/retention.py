@@ -10,16 +10,11 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
-from canon_pretrain.checkpoint.folder import (
-    HOLDS,
-    CheckpointFolder,
-    entries,
-    remove_tree,
-    step_number,
-)
+from canon_pretrain.checkpoint import folder as folders
+from canon_pretrain.checkpoint.folder import HOLDS, CheckpointFolder, entries, step_number
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults, verify
 from canon_pretrain.core.files import fsync_folder
 from canon_pretrain.run.folder import EVALS
@@ -43,29 +38,25 @@ class Outcome:
     bytes_freed: int = 0
 
 
+@dataclass
 class Retention:
     """Keeps the newest `keep` verified full checkpoints of `folder`; 0 keeps all.
 
     Nothing is deleted before `keep` verified ones are found. An older step that `holds` names is
-    replaced by its weights alone, which `strip(step_path, temporary)` writes as a whole, synced
-    checkpoint; of these the newest `max_held` stay while they are held. Steps that are links, or
-    that name another run than `run_id()`, are skipped.
+    replaced by its weights alone, which `strip(step_path, temporary)` writes; of these the newest
+    `max_held` stay while they are held. Links, and steps of another run than `run_id()`, stay.
     """
 
-    def __init__(
-        self,
-        folder: CheckpointFolder,
-        keep: int,
-        *,
-        holds: Callable[[], set[int]],
-        strip: Callable[[Path, Path], None],
-        max_held: int = MAX_HELD,
-        run_id: Callable[[], str | None] = lambda: None,
-        workers: int = 1,
-    ) -> None:
-        self.folder, self.keep, self.max_held = folder, keep, max_held
-        self._run_id, self._holds, self._strip_weights = run_id, holds, strip
-        self._workers = workers
+    folder: CheckpointFolder
+    keep: int
+    _: KW_ONLY
+    holds: Callable[[], set[int]]
+    strip: Callable[[Path, Path], None]
+    max_held: int = MAX_HELD
+    run_id: Callable[[], str | None] = lambda: None
+    workers: int = 1
+
+    def __post_init__(self) -> None:
         self._verified: dict[int, _Signature] = {}
         self._lock = threading.Lock()
 
@@ -77,15 +68,12 @@ class Retention:
     def plan(self) -> Outcome:
         """Return what `apply` would do now; reads hashes of unverified steps, and moves nothing."""
         plan = Outcome()
-        if self.keep == 0:
-            return plan
-        older, weights = self._sort(plan)
-        if len(plan.kept) < self.keep:
+        older, weights = self._sort(plan) if self.keep else ([], [])
+        if not self.keep or len(plan.kept) < self.keep:
             plan.weights_only = weights
             return plan
-        held = self._holds()
         chosen: list[int] = []
-        for step in sorted((step for step in older + weights if step in held), reverse=True):
+        for step in sorted(self.holds().intersection(older + weights), reverse=True):
             if len(chosen) == self.max_held:
                 plan.over_bound.insert(0, step)
             elif step in older and (fault := self._fault(step)):
@@ -94,8 +82,7 @@ class Retention:
                 chosen.append(step)
         plan.stripped = [step for step in older if step in chosen]
         plan.weights_only = [step for step in weights if step in chosen]
-        stays = {*chosen, *plan.bad}
-        plan.deleted = sorted(step for step in older + weights if step not in stays)
+        plan.deleted = sorted({*older, *weights} - {*chosen} - plan.bad.keys())
         return plan
 
     def _sort(self, plan: Outcome) -> tuple[list[int], list[int]]:
@@ -108,7 +95,7 @@ class Retention:
                 continue
             try:
                 manifest = Manifest.read(path)
-                if manifest.run_id not in (None, self._run_id()):
+                if manifest.run_id not in (None, self.run_id()):
                     continue
                 if manifest.kind == "weights":
                     weights.insert(0, step)
@@ -133,7 +120,7 @@ class Retention:
             return None
         self._verified.pop(step, None)
         try:
-            verify(path, workers=self._workers)
+            verify(path, workers=self.workers)
         except DamagedCheckpoint as error:
             return str(error)
         self._verified[step] = signature
@@ -148,18 +135,18 @@ class Retention:
                 return Outcome(errors=[f"{self.folder.path} can't be looked through: {error}"])
             outcome = Outcome(plan.kept, weights_only=plan.weights_only, errors=plan.errors)
             # room first: a full disk leaves none for the weights
-            acts = [(self._set_aside, "set aside", step) for step in sorted(plan.bad)]
-            acts += [(self._delete, "deleted", step) for step in plan.deleted]
-            acts += [(self._strip, "replaced by its weights", step) for step in plan.stripped]
-            for act, what, step in acts:
+            acts = [(self._set_aside, step) for step in sorted(plan.bad)]
+            acts += [(self._delete, step) for step in plan.deleted]
+            acts += [(self._strip, step) for step in plan.stripped]
+            for act, step in acts:
                 if not self.folder.may_change():
                     outcome.errors.append("left as it is: the folder is another launch's now")
                     break
                 try:
                     act(step, plan, outcome)
                 except Exception as error:  # torch raises RuntimeError and more on a full disk
-                    why = f" ({plan.bad[step]})" if step in plan.bad else ""
-                    outcome.errors.append(f"step {step}{why} can't be {what}: {error}")
+                    what = f"damaged ({plan.bad[step]})" if step in plan.bad else "not needed"
+                    outcome.errors.append(f"step {step}, {what}, stays as it is: {error}")
                     self._verified.pop(step, None)
         outcome.weights_only.sort()
         return outcome
@@ -170,7 +157,7 @@ class Retention:
 
     def _delete(self, step: int, plan: Outcome, outcome: Outcome) -> None:
         # hashes take minutes: an evaluation may have asked for it since
-        if step not in plan.over_bound and step in self._holds():
+        if step not in plan.over_bound and step in self.holds():
             return
         try:
             outcome.bytes_freed += self.folder.delete_step(step)
@@ -183,18 +170,17 @@ class Retention:
     def _strip(self, step: int, plan: Outcome, outcome: Outcome) -> None:
         final, temporary = self.folder.step_path(step), self.folder.saving_path(step)
         try:
-            remove_tree(temporary)
-            self._strip_weights(final, temporary)
+            folders.remove_tree(temporary)
+            self.strip(final, temporary)
             manifest = Manifest.read(temporary)
             faults = find_faults(temporary, manifest, hashes=False)
-            if manifest.kind != "weights" or manifest.step != step:
-                faults.append(f"it is the {manifest.kind} checkpoint of step {manifest.step}")
-            if faults:
-                raise DamagedCheckpoint(f"{temporary} is damaged: {'; '.join(faults)}")
+            if faults or (manifest.kind, manifest.step) != ("weights", step):
+                is_other = f"it is the {manifest.kind} checkpoint of step {manifest.step}"
+                raise DamagedCheckpoint(f"{temporary} is damaged: {'; '.join(faults) or is_other}")
             outcome.bytes_freed += self.folder.replace_step(step)
         finally:
             with contextlib.suppress(OSError):
-                remove_tree(temporary)
+                folders.remove_tree(temporary)
             # the folder tells: of a replacement, the last deletion alone may fail
             with contextlib.suppress(DamagedCheckpoint, OSError):
                 if Manifest.read(final).kind == "weights":
@@ -204,13 +190,11 @@ class Retention:
 
 def _signature(folder: Path) -> _Signature:
     """Sizes, times and inodes of files: a write can set mtime back, but not ctime."""
-    found: _Signature = {}
-    for path in sorted(folder.rglob("*")):
-        stat = path.lstat()
-        if not path.is_dir():
-            times = stat.st_mtime_ns, stat.st_ctime_ns
-            found[path.relative_to(folder).as_posix()] = (stat.st_size, stat.st_ino, *times)
-    return found
+    stats = {str(path): path.lstat() for path in folder.rglob("*") if not path.is_dir()}
+    return {
+        name: (stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
+        for name, stat in stats.items()
+    }
 
 
 def held_steps(run: Path) -> set[int]:

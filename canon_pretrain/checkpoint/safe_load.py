@@ -17,20 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata as records
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.serialization import _get_layout
 
@@ -39,36 +31,28 @@ from canon_pretrain.checkpoint.manifest import DamagedCheckpoint
 METADATA = ".metadata"
 
 RECORDS = (
-    _StorageInfo,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
+    *(_StorageInfo, Metadata, MetadataIndex, records.StorageMeta, records.ChunkStorageMetadata),
+    *(records.BytesStorageMetadata, records.TensorProperties, records.TensorStorageMetadata),
 )
+_FORMATS = records._MEM_FORMAT_ENCODING
+_DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
 
 
 def _memory_format(encoding: object, name: str) -> Enum:
     """A member of torch's enum of memory formats: all that is left of `getattr` here."""
-    if encoding is not _MEM_FORMAT_ENCODING:
+    if encoding is not _FORMATS:
         raise pickle.UnpicklingError("it takes an attribute of what is no memory format")
-    return _MEM_FORMAT_ENCODING[name]
+    return _FORMATS[name]
 
 
 ALLOWED: dict[tuple[str, str], Callable[..., Any] | torch.dtype] = {
     **{(record.__module__, record.__name__): record for record in RECORDS},
-    (_MEM_FORMAT_ENCODING.__module__, _MEM_FORMAT_ENCODING.__name__): _MEM_FORMAT_ENCODING,
+    (_FORMATS.__module__, _FORMATS.__name__): _FORMATS,
     # how Python 3.11.2 (Debian 12) pickles a member of an enum; newer ones call the class
     ("builtins", "getattr"): _memory_format,
     ("torch.serialization", "_get_layout"): _get_layout,
     ("torch", "Size"): torch.Size,
-    **{
-        ("torch", str(dtype).removeprefix("torch.")): dtype
-        for dtype in vars(torch).values()
-        if isinstance(dtype, torch.dtype)
-    },
+    **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in _DTYPES},
     # the folder that it was written to
     ("pathlib", "PosixPath"): pathlib.PosixPath,
     ("pathlib._local", "PosixPath"): pathlib.PosixPath,  # its name in Python 3.13
@@ -99,8 +83,7 @@ class _MetadataUnpickler(pickle._Unpickler):
 def read_metadata(checkpoint: Path, content: bytes | None = None) -> Metadata:
     """Return a checkpoint's metadata; `content` is that of the file, if it was read.
 
-    Raises DamagedCheckpoint if it is missing, torn, names a global outside ALLOWED or a file
-    outside the folder, or lacks the place of an entry.
+    Raises DamagedCheckpoint, also for globals that are not ALLOWED and files outside the folder.
     """
     path = checkpoint / METADATA
     try:
@@ -125,11 +108,9 @@ def _check_places(metadata: object) -> None:
                 f"it names the file {info.relative_path!r}, which is outside the checkpoint"
             )
     for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, BytesStorageMetadata):
-            indices = [MetadataIndex(name)]
-        else:
-            indices = [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
-        if not all(index in metadata.storage_data for index in indices):
+        chunks = getattr(entry, "chunks", None)
+        offsets = [None] if chunks is None else [chunk.offsets for chunk in chunks]
+        if not all(MetadataIndex(name, offset) in metadata.storage_data for offset in offsets):
             raise pickle.UnpicklingError(f"it does not say where {name} is")
 
 
@@ -145,7 +126,7 @@ class SafeReader(dcp.FileSystemReader):
         # planted one is not read
         metadata = self._metadata or read_metadata(Path(self.path))
         if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
+            metadata.storage_meta = records.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
@@ -155,30 +136,18 @@ class SafePlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
-        loaded = _load_entry(name, value)
+        try:
+            loaded = torch.load(value, map_location="cpu", weights_only=True)
+        except Exception as error:  # from damaged bytes torch.load may raise anything
+            text = f"cannot be loaded: {describe(error)}"
+            if found := re.search(r"GLOBAL (\S+)", str(error)):
+                text = f"names {found.group(1)}, which is no plain value; nothing of it was run"
+            text = f"the checkpoint is damaged: its entry {name} {text}"
+            raise DamagedCheckpoint(text) from error
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
             self.state_dict[name] = loaded
-
-
-class _DroppingPlanner(DefaultLoadPlanner):
-    """Loads entries for their errors alone."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        _load_entry(read_item.dest_index.fqn, value)
-
-
-def _load_entry(name: str, value: io.BytesIO) -> Any:
-    """Return the value of an entry. Raises DamagedCheckpoint for more than plain values."""
-    try:
-        return torch.load(value, map_location="cpu", weights_only=True)
-    except Exception as error:  # from damaged bytes torch.load may raise anything
-        if found := re.search(r"GLOBAL (\S+)", str(error)):
-            text = f"names {found.group(1)}, which is no plain value; nothing of it was run"
-        else:
-            text = f"cannot be loaded: {describe(error)}"
-        raise DamagedCheckpoint(f"the checkpoint is damaged: its entry {name} {text}") from error
 
 
 def check_safe(checkpoint: Path, content: bytes | None = None) -> Metadata:
@@ -188,13 +157,14 @@ def check_safe(checkpoint: Path, content: bytes | None = None) -> Metadata:
     items = [
         ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
         for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, BytesStorageMetadata)
+        if isinstance(entry, records.BytesStorageMetadata)
         for index in [MetadataIndex(name)]
     ]
-    reader = SafeReader(checkpoint)
+    reader, planner = SafeReader(checkpoint), SafePlanner(flatten_state_dict=False)
     reader.set_up_storage_reader(metadata, True)
+    planner.set_up_planner({}, metadata)
     try:
-        reader.read_data(LoadPlan(items), _DroppingPlanner())
+        reader.read_data(LoadPlan(items), planner)
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(f"{checkpoint}: {error}") from error
     except (OSError, ValueError, TypeError) as error:  # a place outside its file, or no file

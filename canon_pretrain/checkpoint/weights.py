@@ -5,7 +5,6 @@ Model parameters are at its top level under their own names. No torchtitan here.
 
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from canon_pretrain.checkpoint import safe_load
 from canon_pretrain.checkpoint.architecture import run_of_checkpoint
 from canon_pretrain.checkpoint.folder import CheckpointFolder, step_number
 from canon_pretrain.checkpoint.manifest import HASH_WORKERS, DamagedCheckpoint, Manifest, verify
-from canon_pretrain.checkpoint.safe_load import (
-    METADATA,
-    SafePlanner,
-    SafeReader,
-    describe,
-    read_metadata,
-)
+from canon_pretrain.checkpoint.safe_load import METADATA, SafePlanner, SafeReader, read_metadata
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.folder import CHECKPOINTS
@@ -44,12 +38,10 @@ def checkpoint_step(checkpoint: Path) -> int:
 def check_checkpoint(checkpoint: Path) -> None:
     """Raise UserError, naming the steps that exist, unless `checkpoint` has its two tables."""
     checkpoint_step(checkpoint)
-    if (fault := _fault(checkpoint)) is None:
-        return
-    folder = CheckpointFolder(checkpoint.parent)
-    steps = [step for step in folder.steps() if _fault(folder.step_path(step)) is None]
-    there = ", ".join(map(str, steps)) or "none"
-    raise UserError(f"{fault}; steps in {checkpoint.parent}: {there}")
+    if fault := _fault(checkpoint):
+        folder = CheckpointFolder(checkpoint.parent)
+        steps = [str(step) for step in folder.steps() if not _fault(folder.step_path(step))]
+        raise UserError(f"{fault}; steps in {folder.path}: {', '.join(steps) or 'none'}")
 
 
 def _fault(checkpoint: Path) -> str | None:
@@ -112,11 +104,8 @@ def check_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> Manifest:
 def read_plain_values(checkpoint: Path, beginnings: tuple[str, ...]) -> dict[str, Any]:
     """Return the values whose full names begin so, without tensors."""
     found = read_metadata(checkpoint).state_dict_metadata.items()
-    state: dict[str, Any] = {
-        name: None
-        for name, entry in found
-        if name.startswith(beginnings) and not isinstance(entry, TensorStorageMetadata)
-    }
+    plain = (name for name, entry in found if not isinstance(entry, TensorStorageMetadata))
+    state: dict[str, Any] = dict.fromkeys(name for name in plain if name.startswith(beginnings))
     if state:
         load_alone(state, checkpoint)
     return state
@@ -142,7 +131,7 @@ def load_alone(state: dict[str, Any], checkpoint: Path) -> None:
                 state, storage_reader=SafeReader(checkpoint), planner=SafePlanner(), no_dist=True
             )
     except CheckpointException as error:
-        raise DamagedCheckpoint(f"{checkpoint} is damaged: {describe(error)}") from error
+        raise DamagedCheckpoint(f"{checkpoint} is damaged: {safe_load.describe(error)}") from error
 
 
 def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
@@ -158,6 +147,5 @@ def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
         if not name.startswith(TRAINING_STATE)
     }
     load_alone(weights, checkpoint)
-    whose: dict[str, Any] = {"run_id": manifest.run_id, "launch": manifest.launch}
-    save_alone(weights, temporary, step=manifest.step, kind="weights", in_place=True, **whose)
-    replace(Manifest.read(temporary), weights_of=manifest.content).write(temporary)
+    facts = {"run_id": manifest.run_id, "launch": manifest.launch, "weights_of": manifest.content}
+    save_alone(weights, temporary, step=manifest.step, in_place=True, kind="weights", **facts)

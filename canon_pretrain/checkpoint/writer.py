@@ -30,14 +30,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from canon_pretrain.checkpoint.manifest import (
-    DamagedCheckpoint,
-    FileEntry,
-    Kind,
-    Manifest,
-    find_faults,
-)
+from canon_pretrain.checkpoint import manifest as manifests
+from canon_pretrain.checkpoint.folder import remove_tree
+from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, FileEntry, Kind, Manifest
 from canon_pretrain.core.files import fsync_folder, rename
+from canon_pretrain.core.holder import utc_now
 
 
 class _HashedFile:
@@ -112,7 +109,8 @@ class VerifiedWriter(dcp.FileSystemWriter):
     One per save; both are in one folder, and the same on all ranks. If they are equal, the caller
     renames. Fails with FileExistsError if `final` exists, and with the OSError of any rank's
     writing: then `final` is as it was, and the caller removes `temporary` (remove_unfinished).
-    `may_commit` is asked on the coordinator, immediately before the rename.
+    `may_commit` is asked on the coordinator, immediately before the rename. `origin`: the
+    manifest's run_id, launch and weights_of, where there are such.
     """
 
     def __init__(
@@ -123,9 +121,8 @@ class VerifiedWriter(dcp.FileSystemWriter):
         step: int,
         kind: Kind = "full",
         world_size: int,
-        run_id: str | None = None,
-        launch: int | None = None,
         may_commit: Callable[[], bool] = _always,
+        **origin: Any,
     ) -> None:
         assert temporary.parent == final.parent, "a rename makes the checkpoint whole"
         # One thread: torch loses the errors of further ones. No copying ahead: its stream is that
@@ -134,10 +131,14 @@ class VerifiedWriter(dcp.FileSystemWriter):
         super().__init__(
             temporary, sync_files=False, thread_count=1, per_thread_copy_ahead=0, overwrite=False
         )
-        self.final, self.temporary = final, temporary
-        self.step, self.kind, self.world_size = step, kind, world_size
-        self.run_id, self.launch = run_id, launch
+        self.final, self.temporary, self.step = final, temporary, step
         self._may_commit = may_commit
+        self._facts: dict[str, Any] = {
+            "step": step,
+            "kind": kind,
+            "world_size": world_size,
+            **origin,
+        }
         self.manifest: Manifest | None = None
         """On the coordinator, once the checkpoint is whole."""
         self.fs = self._files = _HashingFileSystem()
@@ -151,10 +152,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._refuse_existing()
-        if self.temporary.is_dir() and not self.temporary.is_symlink():
-            shutil.rmtree(self.temporary)
-        else:
-            self.temporary.unlink(missing_ok=True)
+        remove_tree(self.temporary)
         if not self.final.parent.is_dir():
             self.final.parent.mkdir(parents=True)
             fsync_folder(self.final.parent.parent)
@@ -177,17 +175,10 @@ class VerifiedWriter(dcp.FileSystemWriter):
         items = [[r for r in rank if not isinstance(r, _WrittenFile)] for rank in results]
         super().finish(metadata, items)
         files = {r.name: r.entry for rank in results for r in rank if isinstance(r, _WrittenFile)}
-        manifest = Manifest(
-            step=self.step,
-            kind=self.kind,
-            world_size=self.world_size,
-            torch=str(torch.__version__),
-            saved=Manifest.now(),
-            files=dict(sorted((files | self._files.written).items())),
-            run_id=self.run_id,
-            launch=self.launch,
-        )
-        if faults := find_faults(self.temporary, manifest, hashes=False):
+        files = dict(sorted((files | self._files.written).items()))
+        version = str(torch.__version__)
+        manifest = Manifest(torch=version, saved=utc_now(), files=files, **self._facts)
+        if faults := manifests.find_faults(self.temporary, manifest, hashes=False):
             raise DamagedCheckpoint(  # a rank wrote to a disk of its own
                 f"{self.temporary} does not hold what the ranks wrote ({'; '.join(faults)}): the "
                 "folder must be the same for all nodes"
@@ -213,25 +204,14 @@ def remove_unfinished(temporary: Path) -> None:
 
 
 def save_alone(
-    state: dict[str, Any],
-    checkpoint: Path,
-    *,
-    step: int,
-    kind: Kind = "full",
-    run_id: str | None = None,
-    launch: int | None = None,
-    in_place: bool = False,
+    state: dict[str, Any], checkpoint: Path, *, step: int, in_place: bool = False, **facts: Any
 ) -> None:
-    """Save `state` as a whole checkpoint folder, in a process without ranks."""
+    """Save `state` as a whole checkpoint folder, in a process without ranks.
+
+    `facts`: `kind` and `origin` of VerifiedWriter.
+    """
     temporary = checkpoint if in_place else checkpoint.with_name(f".saving-{checkpoint.name}")
-    writer = VerifiedWriter(
-        *(checkpoint, temporary),
-        step=step,
-        kind=kind,
-        world_size=1,
-        run_id=run_id,
-        launch=launch,
-    )
+    writer = VerifiedWriter(checkpoint, temporary, step=step, world_size=1, **facts)
     try:
         with warnings.catch_warnings():
             # torch says that it assumes what no_dist states

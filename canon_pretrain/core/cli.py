@@ -30,12 +30,10 @@ class _Raw(io.FileIO):
         try:
             return super().write(data) or 0
         except OSError as error:
-            if self.failure is None:
-                self.failure = error
-                if self.fileno() == 1 and not isinstance(error, BrokenPipeError):
-                    with contextlib.suppress(OSError):
-                        text = f"NOTE: stdout takes no lines ({error}); the command continues\n"
-                        os.write(2, text.encode())
+            is_first, self.failure = self.failure is None, self.failure or error
+            if is_first and self.fileno() == 1 and not isinstance(error, BrokenPipeError):
+                with contextlib.suppress(OSError):
+                    os.write(2, f"NOTE: stdout takes no lines ({error})\n".encode())
             return len(memoryview(data).cast("B"))
 
 
@@ -88,9 +86,7 @@ def stdout_failure() -> OSError | None:
 
 def available_cores() -> int:
     """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def check_encoding() -> None:
@@ -120,8 +116,7 @@ def command(*, prints: bool = False, interrupted: str = "") -> Iterator[None]:
         except OSError as error:
             if error.strerror is None:
                 raise
-            facts = filter(None, (error.filename, error.strerror))
-            exit_with(UserError(": ".join(map(str, facts))))
+            exit_with(UserError(": ".join(str(f) for f in (error.filename, error.strerror) if f)))
         except KeyboardInterrupt:
             if interrupted:
                 print(interrupted, file=sys.stderr)

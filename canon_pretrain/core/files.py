@@ -12,6 +12,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -33,13 +34,7 @@ class UnreadableFile(UserError):
     def __init__(self, path: Path, fault: str, cause: OSError | None = None) -> None:
         super().__init__(f"{path} {fault}")
         self.errno = None if cause is None else cause.errno
-
-    @property
-    def is_missing(self) -> bool:
-        return self.errno == errno.ENOENT
-
-
-# -- reading ------------------------------------------------------------------------------------
+        self.is_missing = self.errno == errno.ENOENT
 
 
 def open_at_once(path: str, flags: int) -> int:
@@ -47,13 +42,20 @@ def open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
+def _open(path: Path) -> BufferedReader:
+    """Open a regular file for reading; OSError (ENXIO for what is none)."""
+    file = open(path, "rb", opener=open_at_once)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.ENXIO, "not a regular file", str(path))
+    return file
+
+
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading; UnreadableFile for all else and for the block's OSErrors."""
     try:
-        with open(path, "rb", opener=open_at_once) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise UnreadableFile(path, "is not a regular file")
+        with _open(path) as file:
             yield file
     except OSError as error:
         text = "is missing" if error.errno == errno.ENOENT else f"cannot be read: {error.strerror}"
@@ -90,10 +92,9 @@ def read_lines(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[byt
 
 def parse_json(content: bytes | str, *, finite: bool = True) -> Any:
     """`json.loads` that raises ValueError alone; with `finite` also for NaN and infinities."""
+    check = _finite if finite else None
     try:
-        if finite:
-            return json.loads(content, parse_constant=_finite, parse_float=_finite)
-        return json.loads(content)
+        return json.loads(content, parse_constant=check, parse_float=check)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -108,9 +109,8 @@ def read_json(
     path: Path, *, finite: bool = True, max_bytes: int = MAX_JSON_BYTES
 ) -> dict[str, Any]:
     """Return the object in a JSON file. Raises UnreadableFile in every other case."""
-    content = read_bytes(path, max_bytes)
     with parsing(path):
-        value = parse_json(content, finite=finite)
+        value = parse_json(read_bytes(path, max_bytes), finite=finite)
         if not isinstance(value, dict):
             raise ValueError("it holds no JSON object")
     return value
@@ -139,20 +139,14 @@ def read_record(
     path: Path, kind: type[T], *, finite: bool = True, max_bytes: int = MAX_JSON_BYTES
 ) -> T:
     """Return the JSON file `path` as `kind` (see parse_record). Raises UnreadableFile."""
-    content = read_bytes(path, max_bytes)
     with parsing(path):
-        return parse_record(content, kind, finite=finite)
+        return parse_record(read_bytes(path, max_bytes), kind, finite=finite)
 
 
 def sha256_file(path: Path) -> str:
     """Return the hex SHA-256 of a regular file's bytes. Raises OSError, also for other files."""
-    with open(path, "rb", opener=open_at_once) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with _open(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-# -- writing ------------------------------------------------------------------------------------
 
 
 def fsync_folder(folder: Path) -> None:
@@ -170,11 +164,8 @@ def rename(source: Path, target: Path) -> None:
     try:
         os.rename(source, target)
     except OSError:
-        try:
-            is_done = os.path.samestat(before, os.lstat(target)) and not os.path.lexists(source)
-        except OSError:
-            is_done = False
-        if not is_done:
+        is_moved = os.path.lexists(target) and os.path.samestat(before, os.lstat(target))
+        if not is_moved or os.path.lexists(source):
             raise
 
 

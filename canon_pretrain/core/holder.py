@@ -21,8 +21,7 @@ from canon_pretrain.core.files import open_at_once, parse_record
 
 MAX_BYTES = 4096
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-DAMAGED = "damaged-"
-LEAVING = "leaving-"
+DAMAGED, LEAVING = "damaged-", "leaving-"
 """Prefixes of ids: of what is no lock file, and of who is releasing the lock."""
 
 
@@ -58,15 +57,9 @@ class Holder:
     @classmethod
     def of_this_process(cls, environ: Mapping[str, str] = os.environ) -> "Holder":
         """Return this process under a new id; Slurm's variables in `environ` name its job."""
-        return cls(
-            id=uuid.uuid4().hex,
-            host=host_name(environ),
-            pid=os.getpid(),
-            boot=boot_of(os.getpid()),
-            job_id=environ.get("SLURM_JOB_ID"),
-            restart_count=read_count(environ, "SLURM_RESTART_COUNT"),
-            taken=utc_now(),
-        )
+        job, count = environ.get("SLURM_JOB_ID"), read_count(environ, "SLURM_RESTART_COUNT")
+        pid = os.getpid()
+        return cls(uuid.uuid4().hex, host_name(environ), pid, boot_of(pid), job, count, utc_now())
 
     def __str__(self) -> str:
         job = f", Slurm job {self.job_id} (restart {self.restart_count})" if self.job_id else ""
@@ -89,10 +82,10 @@ def boot_of(pid: int) -> str | None:
 
 def process_lives(holder: Holder) -> bool | None:
     """Whether the holder's process exists; None if that is unknown: it is on another machine."""
-    ours = boot_of(os.getpid())
-    if ours is None or holder.boot is None or holder.host != host_name():
+    ours, theirs = boot_of(os.getpid()), holder.boot
+    if ours is None or theirs is None or holder.host != host_name():
         return None
-    if ours.rpartition("/")[0] != holder.boot.rpartition("/")[0]:
+    if ours.rpartition("/")[0] != theirs.rpartition("/")[0]:
         return None
     try:
         os.kill(holder.pid, 0)
@@ -100,11 +93,9 @@ def process_lives(holder: Holder) -> bool | None:
         return False
     except PermissionError:
         pass  # another user's
-    start = boot_of(holder.pid)
-    if start is None:
-        return True  # it exists, and /proc hides it
-    if start != holder.boot:
-        return False
+    found = boot_of(holder.pid)
+    if found != theirs:
+        return found is None  # it exists, and /proc hides it
     try:  # killed to its last thread, it may still wait for its parent
         is_zombie = _stat(holder.pid)[0] in "ZX"
         return not (is_zombie and len(os.listdir(f"/proc/{holder.pid}/task")) <= 1)
@@ -112,7 +103,7 @@ def process_lives(holder: Holder) -> bool | None:
         return False
 
 
-# -- lock files ---------------------------------------------------------------------------------
+# -- lock files
 
 
 def content_of(holder: Holder) -> bytes:
@@ -140,7 +131,7 @@ def read(path: Path) -> tuple[Holder, int] | None:
             continue
         if (holder := parse(content)) is not None:
             return holder, status.st_mtime_ns
-        time.sleep(0.01)  # a holder of an earlier version writes its heartbeats into it
+        time.sleep(0.01)  # it may just be written
     changed = datetime.fromtimestamp(status.st_mtime, UTC).isoformat(timespec="milliseconds")
     name = DAMAGED + hashlib.sha256(content).hexdigest()[:32]
     return Holder(name, "unknown", 0, None, None, 0, changed), status.st_mtime_ns
@@ -161,18 +152,17 @@ def link(temporary: Path, name: Path) -> bool:
     """Make `name` with the content of `temporary` in one step; False if it exists."""
     try:
         os.link(temporary, name)
-        return True
     except FileExistsError:
         # NFS: the server made it, its answer was lost, and the second try met the first
         return temporary.stat().st_nlink > 1
     except OSError as error:
         if error.errno not in NO_LINKS:
             raise
-    try:
-        with open(name, "xb") as file:
-            file.write(temporary.read_bytes())
-    except FileExistsError:
-        return False
+        try:
+            with open(name, "xb") as file:
+                file.write(temporary.read_bytes())
+        except FileExistsError:
+            return False
     return True
 
 

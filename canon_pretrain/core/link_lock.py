@@ -14,23 +14,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from canon_pretrain.core import holder as files
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.holder import (
-    DAMAGED,
-    LEAVING,
-    Holder,
-    content_of,
-    link,
-    parse,
-    process_lives,
-    read,
-    remove,
-    temporary_file,
-)
+from canon_pretrain.core.holder import Holder, link, process_lives, remove, temporary_file
 
 HEARTBEAT_S = 10.0
 EXPIRY_BEATS = 6
@@ -56,7 +46,7 @@ class Sight(NamedTuple):
 def look(path: Path) -> Sight | None:
     """Return the end of the chain that begins at `path`; None if that does not exist."""
     sight, chain, name = None, [], path
-    while (found := read(name)) is not None and found[0].id not in chain:
+    while (found := files.read(name)) is not None and found[0].id not in chain:
         chain.append(found[0].id)
         sight = Sight(*found, tuple(chain))
         name = claim_of(path, found[0].id)
@@ -84,14 +74,9 @@ def read_holder(path: Path) -> Holder | None:
 
 
 def live_holder(path: Path, expiry_s: float = EXPIRY_BEATS * HEARTBEAT_S) -> Holder | None:
-    """Return the holder if it may still live, without waiting for a sign of life.
-
-    In doubt it lives: on this machine while its process exists, elsewhere until its heartbeat, by
-    the file server's clock, is older than `expiry_s`.
-    """
+    """Return the holder unless it is dead: its process, or elsewhere its heartbeat (`expiry_s`)."""
     began = _clock()
-    sight = look(path)
-    if sight is None:
+    if (sight := look(path)) is None:
         return None
     lives = process_lives(sight.holder)
     if lives is None:
@@ -102,6 +87,7 @@ def live_holder(path: Path, expiry_s: float = EXPIRY_BEATS * HEARTBEAT_S) -> Hol
     return sight.holder if lives else None
 
 
+@dataclass(eq=False)
 class LinkLock:
     """The lock at `path`: `turn` is called until it takes it, `release` lets it go.
 
@@ -110,22 +96,18 @@ class LinkLock:
     the same `heartbeat_s` for one path. While the lock is ours, a thread calls `on_beat` as often.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        holder: Holder | None = None,
-        heartbeat_s: float = HEARTBEAT_S,
-        expiry_s: float | None = None,
-        say: Callable[[str], None] = print,
-        on_beat: Callable[[], None] | None = None,
-    ) -> None:
-        self.path, self.holder = path, holder or Holder.of_this_process()
-        self.heartbeat_s = heartbeat_s
-        self._expiry_s = EXPIRY_BEATS * heartbeat_s if expiry_s is None else expiry_s
-        self._say, self._pid = say, os.getpid()
-        self.rival: Sight | None = None  # a holder that has shown life since the first turn
-        self._is_first = True
+    path: Path
+    _: KW_ONLY
+    holder: Holder = field(default_factory=Holder.of_this_process)
+    heartbeat_s: float = HEARTBEAT_S
+    expiry_s: float | None = None
+    say: Callable[[str], None] = print
+    on_beat: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._pid = os.getpid()
+        self._expiry_s = self.expiry_s or EXPIRY_BEATS * self.heartbeat_s
+        self.rival: Sight | None = None  # a holder that has shown life since it was first seen
         self._seen: Sight | None = None
         self._watched_s, self._wait_s = 0.0, self._expiry_s
         self._looked_at = time.monotonic()
@@ -137,7 +119,7 @@ class LinkLock:
         # two threads: a status file that hangs on a busy disk must not cost us the lock
         self._threads = [
             threading.Thread(target=self._repeat, args=(action,), daemon=True)
-            for action in (self._beat, on_beat)
+            for action in (self._beat, self.on_beat)
             if action is not None
         ]
 
@@ -158,11 +140,11 @@ class LinkLock:
                     )
                 time.sleep(min(1.0, lock.heartbeat_s / 4))
         except OSError as error:
-            no_folder = isinstance(error, FileExistsError)  # of mkdir
-            why = "its folder is a file, or a link to nothing" if no_folder else error.strerror
+            is_mkdirs = isinstance(error, FileExistsError)
+            why = "its folder is a file, or a link to nothing" if is_mkdirs else error.strerror
             raise UserError(
-                f"the lock {path} cannot be taken: {why}. Expected a folder that this "
-                f"user may write, with some space left; or {way_out}"
+                f"the lock {path} cannot be taken: {why}. Expected a folder that this user may "
+                f"write, with some space left; or {way_out}"
             ) from error
         return lock
 
@@ -170,9 +152,8 @@ class LinkLock:
 
     def turn(self) -> bool:
         """Take the lock if it is free or its holder is dead; return whether it is ours now."""
-        sight, before, was_first = look(self.path), self._seen, self._is_first
-        self._seen, self._is_first = sight, False
-        now = time.monotonic()
+        sight, before, now = look(self.path), self._seen, time.monotonic()
+        self._seen = sight
         # while a look was blocked by the disk, so was the holder's heartbeat
         passed_s = min(now - self._looked_at, self.heartbeat_s)
         self._looked_at = now
@@ -181,10 +162,10 @@ class LinkLock:
                 return link(temporary, self.path) and self._begin()
         reason = self._reason_at_once(sight.holder)
         if reason is None:
-            is_leaving = sight.holder.id.startswith(LEAVING)
-            if was_first or (sight != before and not is_leaving):
-                self.rival = None if was_first else sight
-                self._watch(sight, say=was_first)
+            is_leaving = sight.holder.id.startswith(files.LEAVING)
+            if before is None or (sight != before and not is_leaving):
+                self.rival = None if before is None else sight
+                self._watch(sight)
             else:
                 self._watched_s += passed_s
             if self._watched_s < self._wait_s:
@@ -192,7 +173,7 @@ class LinkLock:
             reason = f"no heartbeat in {self._wait_s:.1f} s"
         if not self._take_over(sight):
             return False
-        self._say(f"{self.path.parent}: took over from {sight.holder}: {reason}")
+        self.say(f"{self.path.parent}: took over from {sight.holder}: {reason}")
         return self._begin()
 
     def _begin(self) -> bool:
@@ -203,19 +184,18 @@ class LinkLock:
 
     def _reason_at_once(self, holder: Holder) -> str | None:
         """Why the holder can be replaced without waiting; None if it cannot."""
-        ours = self.holder
-        if ours.job_id is not None and ours.job_id == holder.job_id:
-            if ours.restart_count > holder.restart_count:
-                return f"this is restart {ours.restart_count} of the same Slurm job"
+        job, count = self.holder.job_id, self.holder.restart_count
+        if job is not None and job == holder.job_id and count > holder.restart_count:
+            return f"this is restart {count} of the same Slurm job"
         return "its process is gone" if process_lives(holder) is False else None
 
-    def _watch(self, sight: Sight, say: bool) -> None:
+    def _watch(self, sight: Sight) -> None:
         """Start to wait for a sign of life."""
         silent_s, self._watched_s, self._wait_s = age_s(self.path, sight), 0.0, self._expiry_s
         if silent_s > self._expiry_s:
             self._wait_s = min(self._expiry_s, 2 * self.heartbeat_s)
-        if say:
-            self._say(
+        if self.rival is None:
+            self.say(
                 f"{self.path.parent} is held by another process ({sight.holder}), silent for "
                 f"{silent_s:.1f} s; waiting for a sign of life, {self._wait_s:.1f} s at most"
             )
@@ -260,15 +240,15 @@ class LinkLock:
         """Look now, before a write that must not hit another's run."""
         began = _clock()
         try:
-            sight = look(self.path)
+            holder = read_holder(self.path)
         except OSError:
             return False
-        if sight is not None and sight.holder.id == self.holder.id:
+        if holder is not None and holder.id == self.holder.id:
             self._proved_at = began
             return not self.lost
-        if sight is not None and not sight.holder.id.startswith(DAMAGED):
-            self._lose(f"{sight.holder} took it")
-        elif sight is None and began - self._proved_at > self._expiry_s:
+        if holder is not None and not holder.id.startswith(files.DAMAGED):
+            self._lose(f"{holder} took it")
+        elif holder is None and began - self._proved_at > self._expiry_s:
             self._lose("the file is gone, and another launch had the time to take it")
         return False
 
@@ -284,18 +264,17 @@ class LinkLock:
         self._stop.set()
         for thread in self._threads:
             thread.join(JOIN_S)
-        if self.lost:
-            return
         try:
-            self._give_up()
+            if not self.lost:
+                self._give_up()
         except OSError as error:
-            self._say(f"{self.path} stays behind, the next launch will see that: {error.strerror}")
+            self.say(f"{self.path} stays behind, the next launch will see that: {error.strerror}")
 
     def _give_up(self) -> None:
         """Remove the file under a claim on ourselves, so that nobody takes over meanwhile."""
         claim = claim_of(self.path, self.holder.id)
         try:
-            leaving = replace(self.holder, id=LEAVING + self.holder.id)
+            leaving = replace(self.holder, id=files.LEAVING + self.holder.id)
             with temporary_file(self.path, leaving) as temporary:
                 if not link(temporary, claim):
                     return  # somebody has taken over
@@ -303,7 +282,7 @@ class LinkLock:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             # a full disk has no room for the claim; the file can be removed without it
-        found = read(self.path)
+        found = files.read(self.path)
         if found is not None and found[0].id == self.holder.id:
             self.path.unlink(missing_ok=True)
         remove(claim)
@@ -324,17 +303,17 @@ class LinkLock:
         except OSError as error:
             self._gone, self.failures = 0, self.failures + 1
             if self.failures == 1:
-                self._say(f"heartbeat in {self.path} failed, going on: {error.strerror}")
+                self.say(f"heartbeat in {self.path} failed, going on: {error.strerror}")
 
     def _touch(self) -> None:
         """Set the file's time, through the descriptor that its content was read by."""
         began = _clock()
         with open(self.path, "r+b", buffering=0) as file:
-            if (found := parse(file.read())) is None:
+            if (found := files.parse(file.read())) is None:
                 if os.fstat(file.fileno()).st_ino != self._inode:
                     raise OSError(errno.EIO, "its content is damaged")
                 file.truncate(0)
-                os.pwrite(file.fileno(), content_of(self.holder), 0)
+                os.pwrite(file.fileno(), files.content_of(self.holder), 0)
             elif found.id != self.holder.id or claim_of(self.path, self.holder.id).exists():
                 self._lose("another launch took it")
                 return
@@ -344,4 +323,4 @@ class LinkLock:
     def _lose(self, why: str) -> None:
         if not self.lost:
             self.lost = True
-            self._say(f"{self.path} is no longer ours: {why}; this launch must end")
+            self.say(f"{self.path} is no longer ours: {why}; this launch must end")

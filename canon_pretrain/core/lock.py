@@ -37,9 +37,8 @@ def locked(
     Waits up to `patience_s` for another process that holds it, calling `on_wait` once, then raises
     UserError naming `what`; at the end of the block too, if another took the lock meanwhile.
     """
-    deadline, poll_s = time.monotonic() + patience_s, POLL_S
-    attempt = _Attempt(path)
-    while not attempt.take():
+    deadline, poll_s, link = time.monotonic() + patience_s, POLL_S, _link_lock(path)
+    while (lock := _take(path, link)) is None:
         if time.monotonic() >= deadline:
             raise UserError(
                 f"{what} is being built by another process (it holds {path}); wait for it, or "
@@ -53,7 +52,8 @@ def locked(
     try:
         yield
     finally:
-        was_ours = attempt.release()
+        was_ours = lock.still_ours()
+        lock.release()
     if not was_ours:
         raise UserError(
             f"{what}: this process was stopped, and another took {path} meanwhile; run the same "
@@ -66,58 +66,50 @@ def remove_locks(folder: Path) -> None:
     if not folder.is_dir():
         return
     for name in {path.name.partition(LINK)[0] for path in folder.iterdir()}:
-        attempt = _Attempt(folder / name)
-        if attempt.take():
+        if (lock := _take(folder / name, _link_lock(folder / name))) is not None:
             for left in (folder / name, *folder.glob(f"{name}{LINK}.*.tmp")):
                 left.unlink(missing_ok=True)
-            attempt.release()
+            lock.release()
     with suppress(OSError):  # not empty: another run is at work
         folder.rmdir()
 
 
-class _Attempt:
-    """An attempt to take the lock `path`, by flock or, where that is missing, by links."""
+def _link_lock(path: Path) -> LinkLock:
+    return LinkLock(path.with_name(path.name + LINK), say=logger.info)
+
+
+class _Flock:
+    """A kernel's lock on the file `path`. Raises OSError; FileNotFoundError if it was removed."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor: int | None = None
-        self._link: LinkLock | None = None
-
-    def take(self) -> bool:
-        """Whether the lock is ours now; another process may hold it."""
-        while True:
-            with suppress(FileExistsError):  # it was there, and is removed before pathlib looks
-                self._path.parent.mkdir(exist_ok=True)
-            try:
-                return self._flock() if self._link is None else self._link.turn()
-            except FileNotFoundError:  # `remove_locks` was faster
-                continue
-
-    def release(self) -> bool:
-        """Whether the lock was ours until now."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            return True
-        assert self._link is not None
-        was_ours = self._link.still_ours()
-        self._link.release()
-        return was_ours
-
-    def _flock(self) -> bool:
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._file = open(path, "ab")
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # a lock on a file that was removed meanwhile excludes nobody
-            if not os.path.samestat(os.stat(self._path), os.fstat(descriptor)):
+            if not os.path.samestat(os.stat(path), os.fstat(self._file.fileno())):
                 raise FileNotFoundError
-        except OSError as error:
-            os.close(descriptor)
-            if isinstance(error, BlockingIOError):
-                return False
-            if error.errno not in NO_FLOCK:
-                raise
-            logger.info(f"{self._path}: no flock on this file system; locked by links")
-            self._link = LinkLock(self._path.with_name(self._path.name + LINK), say=logger.info)
-            return self._link.turn()
-        self._descriptor = descriptor
+        except OSError:
+            self._file.close()
+            raise
+
+    def still_ours(self) -> bool:
         return True
+
+    def release(self) -> None:
+        self._file.close()
+
+
+def _take(path: Path, link: LinkLock) -> _Flock | LinkLock | None:
+    """Take the lock `path` by flock or, where that is missing, `link`; None if another has it."""
+    while True:
+        with suppress(FileExistsError):  # it was there, and is removed before pathlib looks
+            path.parent.mkdir(exist_ok=True)
+        with suppress(FileNotFoundError):  # `remove_locks` was faster: again
+            try:
+                return _Flock(path)
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                if error.errno not in NO_FLOCK:
+                    raise
+            return link if link.turn() else None

@@ -21,14 +21,9 @@ def environment(
     templates: Path, filters: Mapping[str, Callable[..., Any]], *, autoescape: bool = True
 ) -> Environment:
     """Return templates of `templates`, or common ones; a name that is not given is an error."""
-    made = Environment(
-        loader=FileSystemLoader([templates, COMMON]),
-        autoescape=autoescape,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    loader = FileSystemLoader([templates, COMMON])
+    blocks: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    made = Environment(loader=loader, autoescape=autoescape, undefined=StrictUndefined, **blocks)
     compact = {"allow_nan": False, "ensure_ascii": False, "separators": (",", ":")}
     made.policies["json.dumps_kwargs"] = compact
     made.filters |= filters

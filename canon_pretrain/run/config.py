@@ -4,13 +4,14 @@ titan/job_config.py puts our sections beside torchtitan's. No torchtitan here.
 """
 
 import dataclasses
+import functools
 import json
 import tomllib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -18,8 +19,6 @@ from canon_pretrain.core.errors import UserError, nearest
 from canon_pretrain.core.files import UnreadableFile, read_bytes
 
 T = TypeVar("T")
-MAX_DOTS = 1000
-"""Of a key in a config file; ours have one."""
 
 
 @dataclass(frozen=True)
@@ -120,63 +119,49 @@ def valid_world_sizes(global_batch_size: int, multiple_of: int = 1) -> list[int]
 
 
 def read_experiment(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read a TOML file and all that it `extends`; later files win, key by key.
+    """Read a TOML file and all that it `extends`; later files win, key by key. Raises UserError.
 
     `extends` is a path, or a list of paths, relative to the file that names it; a list is merged
-    from left to right. `chain` names the files that led to this one. Raises UserError for a missing
-    file, TOML that does not parse, or a cycle.
+    from left to right. `chain` names the files that led to this one.
     """
     resolved = path.resolve()
     if resolved in chain:
         names = " -> ".join(str(p) for p in (*chain, resolved))
         raise UserError(f"{path}: `extends` goes in a circle: {names}")
     try:
-        text = read_bytes(path, 1 << 20).decode()
-        if any(line.partition("=")[0].count(".") > MAX_DOTS for line in text.splitlines()):
-            raise RecursionError  # tomllib's memory grows with the square of a key's parts
-        own = tomllib.loads(text)
+        own = tomllib.loads(read_bytes(path, 1 << 20).decode())
     except UnreadableFile as error:
         named_by = f" (named by `extends` in {chain[-1]})" if chain else ""
         raise UserError(f"config file {error}{named_by}: expected a .toml file") from None
     except (ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise UserError(f"{path} is not valid TOML: {why}") from None
-    bases = own.pop("extends", [])
-    if isinstance(bases, str):
-        bases = [bases]
+    given = own.pop("extends", [])
+    bases = [given] if isinstance(given, str) else given
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise UserError(f"{path}: `extends` must be a path or a list of paths, not {bases!r}")
-    merged: dict[str, Any] = {}
-    for base in bases:
-        merged = merge(merged, read_experiment(path.parent / base, (*chain, resolved)))
-    return merge(merged, own)
+        raise UserError(f"{path}: `extends` must be a path or a list of paths, not {given!r}")
+    read = (read_experiment(path.parent / base, (*chain, resolved)) for base in bases)
+    return functools.reduce(merge, [*read, own], {})
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` updated by `over`: tables are merged, any other value is replaced."""
-    result = dict(base)
-    for key, value in over.items():
-        old = result.get(key)
-        if isinstance(old, dict) and isinstance(value, dict):
-            value = merge(old, value)
-        result[key] = value
-    return result
+    tables = {
+        k: v for k, v in over.items() if isinstance(v, dict) and isinstance(base.get(k), dict)
+    }
+    return {**base, **over, **{key: merge(base[key], value) for key, value in tables.items()}}
 
 
-def to_toml(values: Mapping[str, Any], table: str = "") -> str:
-    """Return TOML that holds what `read_experiment` has returned."""
-    lines = [f"[{table}]"] if table else []
-    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
-    lines += [f"{_text(key)} = {_text(v)}" for key, v in values.items() if key not in tables]
-    inner = (to_toml(v, f"{table}{'.' * bool(table)}{_text(key)}") for key, v in tables.items())
-    return "".join(f"{line}\n" for line in lines) + "".join(inner)
+def to_toml(values: Mapping[str, Any]) -> str:
+    """Return TOML that holds what `read_experiment` has returned, a line per section."""
+    return "".join(f"{_text(key)} = {_text(value)}\n" for key, value in values.items())
 
 
 def _text(value: Any) -> str:
     """Return a key or a value as TOML writes it."""
     if isinstance(value, list):
         return f"[{', '.join(map(_text, value))}]"
-    if isinstance(value, dict):  # in a list
+    if isinstance(value, dict):
         return f"{{{', '.join(f'{_text(key)} = {_text(v)}' for key, v in value.items())}}}"
     if isinstance(value, bool | str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -187,16 +172,16 @@ def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = ""
     """Return an instance of dataclass `cls` from TOML `values`, every key and type checked."""
     hints = typing.get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    arguments = {}
+    arguments = dict(values)
     for key, value in values.items():
-        dotted = f"{prefix}{key}"
+        dotted, hint = f"{prefix}{key}", cast(Any, hints.get(key))
         if key not in names:
-            kind = "section" if not prefix else "key"
-            near, known = nearest(key, names), ", ".join(sorted(names))
-            hint = f"did you mean '{near}'?" if near else f"known are: {known}"
-            raise UserError(f"{source}: unknown {kind} '{dotted}': {hint}")
-        hint = hints[key]
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            kind, near = "key" if prefix else "section", nearest(key, names)
+            way_out = (
+                f"did you mean '{near}'?" if near else f"known are: {', '.join(sorted(names))}"
+            )
+            raise UserError(f"{source}: unknown {kind} '{dotted}': {way_out}")
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             if not isinstance(value, dict):
                 raise UserError(f"{source}: '{dotted}' is a section, written [{dotted}]")
             arguments[key] = build(hint, value, source, prefix=f"{dotted}.")
@@ -206,5 +191,4 @@ def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = ""
         except ValidationError as error:
             expected = error.errors()[0]["msg"]
             raise UserError(f"{source}: '{dotted}' = {value!r}: {expected}") from None
-        arguments[key] = value
     return cls(**arguments)

@@ -26,6 +26,7 @@
 No torch here.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,7 +48,7 @@ CANON, DATA, VALIDATION = "canon", "data_wait", "validation"
 
 
 def config_record(
-    config: dict[str, Any], identity: dict[str, Any], code: Mapping[str, str] | None
+    config: dict[str, Any], identity: dict[str, Any], code: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Return the content of config.json."""
     return {"identity": identity, "config": config} | ({"code": dict(code)} if code else {})
@@ -107,7 +108,7 @@ class RunFolder:
         write_atomic(self.done_file, f"{step}\n".encode())
 
 
-# -- the runs that a command names ----------------------------------------------------------------
+# -- the runs that a command names
 
 
 def named_runs(given: Iterable[Path], *, planned: bool = False) -> list[Path]:
@@ -129,18 +130,12 @@ def runs_below(path: Path, depth: int = DEPTH, *, planned: bool = False) -> Iter
     if is_run(path):
         yield path
         return
-    if depth == 0:
-        return
-    try:
-        with os.scandir(path) as entries:
-            names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
-    except OSError:
-        return
-    try:
+    plan, names = list[str](), list[str]()
+    with contextlib.suppress(OSError):
+        names = [e.name for e in os.scandir(path) if e.is_dir() and not e.name.startswith(".")]
+    with contextlib.suppress(UserError, KeyError, TypeError):  # not a sweep
         plan = [run["name"] for run in read_json(path / PLAN)["runs"]]
-    except (UserError, KeyError, TypeError):
-        plan = []  # not a sweep
-    for name in dict.fromkeys([*plan, *sorted(names, key=natural)]):
+    for name in dict.fromkeys([*plan, *sorted(names, key=natural)]) if depth else ():
         found = list(runs_below(path / name, depth - 1, planned=planned))
         yield from found or ([path / name] if planned and name in plan else [])
 
@@ -152,24 +147,21 @@ def is_run(path: Path) -> bool:
     return any(os.path.isfile(file) for file in files)
 
 
-def natural(name: str) -> list[tuple[int, int, str]]:
+def natural(name: str) -> list[tuple[bool, int, str]]:
     """Return a sort key that puts lr2 before lr10."""
     parts = re.split("([0-9]+)", name)
-    return [(0, int(part), part) if k % 2 else (1, 0, part) for k, part in enumerate(parts)]
+    return [(k % 2 == 0, int(part) if k % 2 else 0, part) for k, part in enumerate(parts)]
 
 
 def unique_labels(paths: Sequence[Path]) -> list[str]:
     """Return the folders' names, with as many of their parents as it takes to differ."""
     resolved = [path.resolve() for path in paths]
-    for k, path in enumerate(resolved):
-        if path in resolved[:k]:
-            raise UserError(f"{paths[k]} is given twice: name each run once")
-    labels = [printable(path.name) for path in resolved]
+    for path in resolved:
+        if resolved.count(path) > 1:
+            raise UserError(f"{path} is given twice: name each run once")
+    labels = [path.name for path in resolved]
     for depth in range(2, 1 + max((len(path.parts) for path in resolved), default=0)):
-        labels = [
-            label
-            if labels.count(label) == 1
-            else printable("/".join(path.parts[-depth:]).replace("//", "/"))
-            for path, label in zip(resolved, labels, strict=True)
-        ]
-    return labels
+        longer = ["/".join(path.parts[-depth:]).replace("//", "/") for path in resolved]
+        pairs = zip(labels, longer, strict=True)
+        labels = [short if labels.count(short) == 1 else long for short, long in pairs]
+    return [printable(label) for label in labels]

@@ -8,32 +8,22 @@ job repeats `--checkpoint.fresh` and `--checkpoint.load_step`: obeyed again, the
 it has trained since. No torch here.
 """
 
+import contextlib
 import os
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from canon_pretrain.core.files import (
-    UnreadableFile,
-    parsing,
-    read_json,
-    read_record,
-    write_json,
-)
+from canon_pretrain.core.files import UnreadableFile, parsing, read_json, read_record, write_json
 from canon_pretrain.core.holder import boot_of, read_count, utc_now
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunFacts, read_tail
 
 OWN_TO_A_LAUNCH = (
-    "job.config_file",
-    "run.stop_at",
-    "run.allow_changes",
-    "run.code",
-    "checkpoint.fresh",
-    "checkpoint.load_step",
-    "training.local_batch_size",
+    *("job.config_file", "run.stop_at", "run.allow_changes", "run.code"),
+    *("checkpoint.fresh", "checkpoint.load_step", "training.local_batch_size"),
 )
 """Settings of one launch, or that follow from its world size: not reported when they differ."""
 FRESH = "checkpoint.fresh"
@@ -41,10 +31,9 @@ FRESH = "checkpoint.fresh"
 
 def read_run(folder: RunFolder) -> RunFacts | None:
     """Return the content of run.json; None if it is missing or damaged."""
-    try:
+    with contextlib.suppress(UnreadableFile):
         return read_record(folder.run_file, RunFacts)
-    except UnreadableFile:
-        return None
+    return None
 
 
 def begin_launch(folder: RunFolder) -> tuple[RunFacts, str | None]:
@@ -61,15 +50,13 @@ def begin_launch(folder: RunFolder) -> tuple[RunFacts, str | None]:
 def take_back(folder: RunFolder, facts: RunFacts) -> None:
     """Undo `begin_launch`, which returned `facts`, unless the log has a line of that launch."""
     number = facts.launches
-    try:
+    with contextlib.suppress(OSError, UnreadableFile):  # then a number is left out: no harm
         if _last_event(folder.log_file).get("segment") == number:
             return
         if number == 1:
             folder.run_file.unlink(missing_ok=True)
         else:
             write_json(folder.run_file, asdict(replace(facts, launches=number - 1)))
-    except (OSError, UnreadableFile):
-        return  # then a number is left out: no harm
 
 
 def known_run(folder: RunFolder) -> RunFacts | None:
@@ -86,12 +73,7 @@ def known_run(folder: RunFolder) -> RunFacts | None:
 
 def _last_event(log: Path) -> dict[str, Any]:
     """Return the log's last event; {} without one."""
-    try:
-        return ([{}] + read_tail(log, until=None))[-1]
-    except UnreadableFile as error:
-        if not error.is_missing:
-            raise
-        return {}
+    return ([{}] + (read_tail(log, until=None) if os.path.lexists(log) else []))[-1]
 
 
 def launch_numbers(folder: RunFolder) -> list[int]:
@@ -103,21 +85,17 @@ def newest_launch(folder: RunFolder) -> dict[str, Any] | None:
     """Return launch.json of the newest launch whose record can be read; None without one."""
     for number in reversed(launch_numbers(folder)):
         path = folder.launch_path(number) / "launch.json"
-        try:
+        with contextlib.suppress(UnreadableFile), parsing(path):
             record = read_json(path, finite=False)
-            with parsing(path):
-                if int(record["launch"]) >= 0 and record["run_id"]:
-                    return record
-        except UnreadableFile:
-            continue
+            if int(record["launch"]) >= 0 and record["run_id"]:
+                return record
     return None
 
 
-# -- options that act once ----------------------------------------------------------------------
+# -- options that act once
 
 
-@dataclass(frozen=True)
-class _Attempt:
+class _Attempt(NamedTuple):
     """One start of a command: Slurm's job and its restarts, torchrun's run and its attempts."""
 
     job: str
@@ -138,21 +116,18 @@ def _attempt(environ: Mapping[str, str]) -> _Attempt:
 def was_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this launch is a restart, by Slurm or torchrun, of one that obeyed `option`."""
     before, now = _read_obeyed(path).get(option), _attempt(environ)
-    if before is None:
+    if before is None or now.job != before.job:
         return False
-    if now.job and now.job == before.job and now.restart > before.restart:
-        return True
-    is_same_run = bool(now.run) and (now.job, now.run) == (before.job, before.run)
-    return is_same_run and now.attempt > before.attempt
+    is_requeued = bool(now.job) and now.restart > before.restart
+    return is_requeued or (bool(now.run) and now.run == before.run and now.attempt > before.attempt)
 
 
 def mark_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> None:
     obeyed = _read_obeyed(path) | {option: _attempt(environ)}
-    write_json(path, {name: asdict(attempt) for name, attempt in obeyed.items()})
+    write_json(path, {name: attempt._asdict() for name, attempt in obeyed.items()})
 
 
 def _read_obeyed(path: Path) -> dict[str, _Attempt]:
-    try:
+    with contextlib.suppress(UnreadableFile):
         return read_record(path, dict[str, _Attempt])
-    except UnreadableFile:
-        return {}
+    return {}

@@ -18,7 +18,6 @@ none; `number` converts them back.
 
 import contextlib
 import errno
-import gc
 import json
 import logging
 import math
@@ -46,19 +45,18 @@ from canon_pretrain.run.background import Background
 
 logger = logging.getLogger(__name__)
 
+Event = dict[str, Any]
+
 MAX_WAITING_BYTES = 1 << 26  # of lines that wait for the disk: half a day at one per second
 FLUSH_TIMEOUT_S = 30.0
 RETAKEN = ("step", "validation")
 """Events that a launch which goes back over their steps writes anew."""
-INTEGERS = {
-    "step": (*RETAKEN, "skip", "checkpoint", "archive"),
-    "from_step": ("resume",),
-    "tokens": (),
-}
+HEADS = ("start", "resume")
+STEPPED = (*RETAKEN, "skip", "checkpoint", "archive")
+INTEGERS: dict[str, tuple[str, ...]] = {"step": STEPPED, "from_step": ("resume",), "tokens": ()}
 """Fields, and the kinds of events that must have them."""
 NUMBERS = ("loss", "max_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "data_wait")
-TAIL_BYTES = 1 << 16
-MAX_TAIL_BYTES = 1 << 24
+TAIL_BYTES, MAX_TAIL_BYTES = 1 << 16, 1 << 24
 OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -66,11 +64,9 @@ OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 class RunFacts:
     """The content of run.json."""
 
-    run_id: str
-    """8 hexadecimal digits; a fresh start is a new run."""
+    run_id: str  # 8 hexadecimal digits; a fresh start is a new run
     created: str
-    launches: Annotated[int, Field(ge=0)]
-    """Launches that began to train, or wrote to the log."""
+    launches: Annotated[int, Field(ge=0)]  # that began to train, or wrote to the log
 
 
 class RunLog:
@@ -111,15 +107,14 @@ class RunLog:
             if self._dropped:
                 line = self._line("lines_dropped", {"lines": self._dropped}) + line
             is_kept = len(self._unwritten) + len(line) <= MAX_WAITING_BYTES
-            if is_kept:
-                self._unwritten += line
-            is_first = not is_kept and not self._dropped
+            self._unwritten += line if is_kept else b""
             self._dropped = 0 if is_kept else self._dropped + 1
-        if is_first:
+            is_first_dropped = self._dropped == 1
+        if is_first_dropped:
             logger.warning(f"{self.path}: {MAX_WAITING_BYTES:,} bytes wait for it: lines are lost")
         self._writing.request()
 
-    def _line(self, event: str, fields: dict[str, Any]) -> bytes:
+    def _line(self, event: str, fields: Event) -> bytes:
         record = {"event": event, "time": utc_now(), **self._head, **json_value(fields)}
         return (json.dumps(record, allow_nan=False) + "\n").encode()
 
@@ -206,7 +201,7 @@ def json_value(value: Any) -> Any:
         return [json_value(item) for item in value]
     if not isinstance(value, float) or math.isfinite(value):
         return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    return json.dumps(value)
 
 
 def number(value: Any) -> float:
@@ -219,39 +214,29 @@ def number(value: Any) -> float:
         raise ValueError("an integer beyond the largest float in a log") from None
 
 
-# -- reading ------------------------------------------------------------------------------------
+# -- reading
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
+def read_log(path: Path) -> list[Event]:
     """Return all events in order, without superseded ones; lines that are none are skipped."""
     events, num_faults = [], 0
-    was_collecting = gc.isenabled()
-    gc.disable()  # collections would walk through all that was read again and again: half the time
-    try:
-        for line in read_lines(path):
-            is_whole = line.endswith(b"\n")
-            if (event := _parse(line)) is not None:
-                events.append(event)
-            elif is_whole and line.strip():
-                num_faults += 1
-            if not is_whole:
-                break  # the file's end just now: its other half would be read as a line of its own
-        events = drop_superseded(events)
-    finally:
-        if was_collecting:
-            gc.enable()
+    for line in read_lines(path):
+        if (event := _parse(line)) is not None:
+            events.append(event)
+        if not line.endswith(b"\n"):
+            break  # the file's end just now: its other half would be read as a line of its own
+        num_faults += event is None and bool(line.strip())
     if num_faults:
         logger.warning(f"{path}: {num_faults} line(s) are no events and are skipped")
-    return events
+    return drop_superseded(events)
 
 
 def read_tail(
     path: Path, num_bytes: int = TAIL_BYTES, *, until: str | None = "step"
-) -> list[dict[str, Any]]:
+) -> list[Event]:
     """Return the events of the file's last `num_bytes`, in order, without superseded ones.
 
-    More is read, doubling up to MAX_TAIL_BYTES, until an event of kind `until` is among them (None:
-    never). What is no event is left out. Raises UnreadableFile.
+    More is read, up to MAX_TAIL_BYTES, until an event of kind `until` is among them (None: never).
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -259,72 +244,66 @@ def read_tail(
             start = max(0, size - num_bytes)
             file.seek(start)
             lines = file.read(size - start).split(b"\n")
-            if start:
-                del lines[0]  # begins before what was read
-            events = drop_superseded(parse_events(lines))
+            # the first line begins before what was read
+            events = drop_superseded(parse_events(lines[1:] if start else lines))
             found = until is None or any(event["event"] == until for event in events)
             if found or not start or num_bytes >= MAX_TAIL_BYTES:
                 return events
             num_bytes *= 2
 
 
-def drop_superseded(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `events` without steps and validations that were taken anew.
+def drop_superseded(events: Iterable[Event]) -> list[Event]:
+    """Return `events` without steps and validations that were taken anew, or written too late.
 
-    A `resume` with `from_step` repeats the later steps before it; a `start` repeats all. Other
-    kinds stay. What a launch wrote after another had taken the run over is left out as well.
+    A `resume` with `from_step` repeats the later steps before it; a `start` repeats all.
     """
-    kept = []
-    last = math.inf
+    kept, last = [], math.inf
     for event in reversed(list(_without_late_lines(events))):
         if event["event"] in RETAKEN and event["step"] > last:
             continue
-        if event["event"] in ("start", "resume"):
+        if event["event"] in HEADS:
             last = min(last, event.get("from_step", 0))
         kept.append(event)
-    kept.reverse()
-    return kept
+    return kept[::-1]
 
 
-def _without_late_lines(events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _without_late_lines(events: Iterable[Event]) -> Iterator[Event]:
     """Yield `events` but those that a launch wrote after the first line of a later launch."""
     begun: set[str] = set()
     newest = ""
     for event in events:
         # without a run_id it belongs to no launch that is known
         launch = f"{event['run_id']} {event.get('segment')}" if event.get("run_id") else newest
-        if launch in begun and launch != newest and event["event"] not in ("start", "resume"):
+        if launch in begun and launch != newest and event["event"] not in HEADS:
             continue
         begun.add(launch)
         newest = launch
         yield event
 
 
-def parse_events(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+def parse_events(lines: Iterable[bytes]) -> list[Event]:
     """Return the events among `lines`; what is none is left out."""
     return [event for line in lines if (event := _parse(line)) is not None]
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> Event | None:
     """Return the event in a line; None without one, or if its fields are of other types."""
     try:
         event = parse_json(line, finite=False)
-        if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        if not isinstance(event["event"], str):
             return None
         for name, kinds in INTEGERS.items():
             if name in event or event["event"] in kinds:
-                value = event.get(name)
-                if type(value) is not int or abs(value) >= 1 << 63:
+                if type(event[name]) is not int or abs(event[name]) >= 1 << 63:
                     return None
         for name in NUMBERS:
-            value = event.get(name)
-            is_given = value is not None or (name == "loss" and name in event)
-            if is_given and type(value) is not float:
-                number(value)
+            if event.get(name) is not None or (name == "loss" and name in event):
+                number(event[name])
         sources, digests = event.get("sources") or {}, event.get("data_digests") or []
         is_valid = isinstance(digests, list) and all(isinstance(x, dict) for x in sources.values())
         return event if is_valid else None
-    except (ValueError, AttributeError):  # torn, the zeros that a crash leaves, not UTF-8
+    # torn, the zeros that a crash leaves, not UTF-8, no object
+    except (ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
@@ -333,27 +312,22 @@ class LogFollower:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._inode = -1
-        self._offset = 0
+        self._inode, self._offset = -1, 0
 
-    def poll(self) -> list[dict[str, Any]]:
-        events = []
+    def poll(self) -> list[Event]:
+        lines = []
         try:
             with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())
                 if status.st_ino != self._inode or status.st_size < self._offset:
                     self._inode, self._offset = status.st_ino, 0
                 file.seek(self._offset)
-                while content := file.read(MAX_LINE_BYTES):
-                    whole = content.rfind(b"\n") + 1
-                    if not whole and len(content) == MAX_LINE_BYTES:
-                        whole = len(content)  # longer than any line of ours
-                    if not whole:
+                while line := file.readline(MAX_LINE_BYTES):
+                    if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
                         break  # the beginning of a line waits for its end
-                    self._offset += whole
-                    file.seek(self._offset)
-                    events += parse_events(content[:whole].split(b"\n"))
+                    self._offset += len(line)
+                    lines.append(line)
         except UnreadableFile as error:
             if not error.is_missing:
                 raise
-        return events
+        return parse_events(lines)

@@ -11,6 +11,7 @@ Command lines, variables and code may hold a secret, so its files are the user's
 No failure of it ends a run. No torch here.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -21,7 +22,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,32 @@ GATHER_S = 10.0
 IS_OURS = "<!-- canon_pretrain writes this file at each launch; without this line it is yours -->"
 ACT_ONCE = ("--run.stop_at", "--run.allow_changes", "--checkpoint.fresh", "--checkpoint.load_step")
 """What a launch that resumes does not repeat."""
+README = """\
+{ours}
+
+# {title}
+
+Run `{launch[run_id]}`, to step {step}. Begun {launch[created]:.16} UTC.
+Launch {launch[launch]}, begun {launch[time]:.16} UTC: {launch[world_size]} rank(s), the first on
+{launch[host]}. Its code is {code}.
+
+## Show, resume, stop and evaluate it
+
+    cd {here}
+    python -m canon_pretrain.run status {folder}
+    python -m canon_pretrain.run plot {folder} --out plot.html
+    python -m canon_pretrain.checkpoint list {folder}
+
+    {launch[command][again]}
+    touch {folder}/STOP
+
+    python -m eval run --checkpoint {folder}/checkpoint/step-{step} --suite validation
+    python -m eval report {folder}
+
+## Files
+
+{files}
+"""
 
 # settings of libraries and of the job; not SLURM_* as a whole: SLURM_JWT is a key
 _ALLOWED = re.compile(
@@ -60,58 +87,45 @@ def allowed_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def config_hash(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
     """Return 16 hexadecimal digits that are equal for equal configurations."""
-    kept = {
-        section: {key: v for key, v in keys.items() if f"{section}.{key}" not in without}
-        if isinstance(keys, Mapping)
-        else keys
-        for section, keys in config.items()
-    }
+    kept = dict(config)
+    for section, keys in config.items():
+        if isinstance(keys, Mapping):
+            kept[section] = {k: v for k, v in keys.items() if f"{section}.{k}" not in without}
     text = json.dumps(kept, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def packages() -> list[str]:
     """Return `name==version` of every installed distribution, sorted, without broken ones."""
-    found = set()
     # setuptools, once imported, puts what it carries along on the path: that is not installed
     path = [folder for folder in sys.path if Path(folder).name != "_vendor"]
-    for distribution in importlib.metadata.distributions(path=path):
-        # a whole parse of each takes eight times as long
-        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
-        head = text.partition("\n\n")[0]
-        name, version = (re.search(rf"^{key}: *(\S+)", head, re.M) for key in ("Name", "Version"))
-        if name and version:
-            found.add(f"{name[1]}=={version[1]}")
-    return sorted(found, key=str.lower)
+    found = (each.metadata for each in importlib.metadata.distributions(path=path))
+    names = {f"{m['Name']}=={m['Version']}" for m in found if {"Name", "Version"} <= {*m}}
+    return sorted(names, key=str.lower)
 
 
 def own_version() -> str | None:
     """Return canon_pretrain's version; None if it is not installed."""
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("canon_pretrain")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
 
 
+@dataclass
 class LaunchRecord:
     """One launch's record: made early, it gathers in a thread; `write` writes it to the folder."""
 
-    def __init__(
-        self,
-        facts: RunFacts,
-        arguments: Sequence[str],
-        *,
-        fingerprint: str,
-        folders: Sequence[str],
-        environ: Mapping[str, str] = os.environ,
-    ) -> None:
-        self.facts = facts
-        self._environ = dict(environ)
-        self._arguments = list(arguments)
-        self._data = {"fingerprint": fingerprint, "folders": list(folders)}
+    facts: RunFacts
+    arguments: Sequence[str]
+    _: KW_ONLY
+    fingerprint: str
+    folders: Sequence[str]
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    def __post_init__(self) -> None:
         self._source = SourceTree(problem=f"git gave no answer within {GATHER_S:.0f} s")
         self._packages: list[str] = []
-        self._problem: str | None = None
+        self._problems: list[str] = []
         self._is_written = False
         self._wait_s = GATHER_S
         self._thread = threading.Thread(target=self._gather, daemon=True)
@@ -123,24 +137,22 @@ class LaunchRecord:
             # the file of this package that every version of it has
             self._source = look_at_source(Path(canon_pretrain.__file__).resolve())
         except Exception as error:  # whatever is broken here, it is not the run
-            self._problem = f"{type(error).__name__}: {error}"
+            text = f"the launch's record is not whole: {type(error).__name__}: {error}"
+            self._problems.append(text)
 
-    def _wait(self) -> None:
+    def _wait(self) -> Holder:
+        """Wait for the thread, GATHER_S in all; return who this launch is."""
         self._thread.join(self._wait_s)
         self._wait_s = 0.0
+        return Holder.of_this_process(self.environ)
 
     def header(self) -> dict[str, Any]:
         """Return what heads the launch in the log; waits for git, GATHER_S at most."""
-        self._wait()
-        launch = Holder.of_this_process(self._environ)
-        return {
-            "canon_pretrain": own_version(),
-            "python": platform.python_version(),
-            "git_commit": self._source.commit,
-            "git_dirty": self._source.dirty,
-            "job_id": launch.job_id,
-            "restart_count": launch.restart_count if launch.job_id else None,
-        }
+        launch = self._wait()
+        facts: dict[str, Any] = {"canon_pretrain": own_version()}
+        facts |= {"python": platform.python_version(), "job_id": launch.job_id}
+        facts |= {"restart_count": launch.restart_count if launch.job_id else None}
+        return facts | {"git_commit": self._source.commit, "git_dirty": self._source.dirty}
 
     def write(
         self,
@@ -153,14 +165,13 @@ class LaunchRecord:
     ) -> list[str]:
         """Write the record, with `facts` of the trainer, and README.md; return what went wrong."""
         self._is_written = True
-        problems = [f"the launch's record is not whole: {self._problem}"] if self._problem else []
         target = folder.launch_path(self.facts.launches)
         try:
             launch = self._launch() | facts
             contents = {
                 "config.json": _json(config_record(config, identity, code)),
                 "packages.txt": "".join(f"{line}\n" for line in self._packages).encode(),
-                "environment.json": _json(allowed_environment(self._environ)),
+                "environment.json": _json(allowed_environment(self.environ)),
                 "launch.json": _json(launch),
             }
             if self._source.patch:
@@ -170,8 +181,8 @@ class LaunchRecord:
             if not path.exists() or IS_OURS in path.read_text(errors="replace"):
                 write_atomic(path, _readme(folder.path.resolve(), launch, config))
         except Exception as error:  # a full disk, or what nobody thought of: the run goes on
-            problems.append(f"what this launch is was not written to {target}: {error}")
-        return problems
+            self._problems.append(f"what this launch is was not written to {target}: {error}")
+        return self._problems
 
     def settle(self, folder: RunFolder) -> None:
         """Return the launch's number if it has left nothing: refused, or nothing to do."""
@@ -180,34 +191,28 @@ class LaunchRecord:
 
     def _launch(self) -> dict[str, Any]:
         """Return the content of launch.json."""
-        self._wait()
-        holder = Holder.of_this_process(self._environ)
-        git = asdict(self._source)
-        patch, patch_cut, problem = (git.pop(k) for k in ("patch", "patch_cut", "problem"))
-        git |= {"patch": "source.patch" if patch else None, "patch_bytes": len(patch)}
+        holder, patch = self._wait(), self._source.patch
+        command = {
+            "again": command_again(self.arguments, self.environ),
+            "arguments": list(self.arguments),
+            "process": sys.orig_argv,
+            "folder": os.getcwd(),
+        }
+        job = {"id": holder.job_id, "restart_count": holder.restart_count}
+        git = {"patch": "source.patch" if patch else None, "patch_bytes": len(patch)}
         return {
             "run_id": self.facts.run_id,
             "created": self.facts.created,
             "launch": self.facts.launches,
             "time": utc_now(),
-            "command": {
-                "again": command_again(self._arguments, self._environ),
-                "arguments": self._arguments,
-                "process": sys.orig_argv,
-                "launcher": _launcher(self._environ),
-                "folder": os.getcwd(),
-            },
+            "command": command,
             "host": holder.host,
             "pid": holder.pid,
             "python": platform.python_version(),
             "platform": platform.platform(),
-            "job": {
-                "id": holder.job_id,
-                "restart_count": holder.restart_count,
-                "nodes": self._environ.get("SLURM_JOB_NODELIST"),
-            },
-            "data": self._data,
-            "git": git | {"patch_cut": patch_cut, "problem": problem},
+            "job": job | {"nodes": self.environ.get("SLURM_JOB_NODELIST")},
+            "data": {"fingerprint": self.fingerprint, "folders": list(self.folders)},
+            "git": asdict(self._source) | git,
         }
 
 
@@ -216,73 +221,38 @@ def _json(value: Any) -> bytes:
     return text.encode(errors="replace")
 
 
-def _launcher(environ: Mapping[str, str]) -> list[str] | None:
-    """Return the command line of torchrun's agent, this process's parent; None without one."""
-    if "TORCHELASTIC_RUN_ID" not in environ:
-        return None
-    try:
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return None
-    return words.rstrip("\0").split("\0")
-
-
 def command_again(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
     """Return the shell command that resumes the run, without ACT_ONCE and their values."""
-    program = "python -m canon_pretrain.train"
+    launcher = "python"
     ranks, here = environ.get("WORLD_SIZE", "1"), environ.get("LOCAL_WORLD_SIZE", "1")
     if "TORCHELASTIC_RUN_ID" in environ or ranks != "1":
         nodes = int(ranks) // max(int(here), 1)
         many = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
-        per_node = f"--nproc-per-node {here}"
-        program = f"torchrun {many if nodes > 1 else ''}{per_node} -m canon_pretrain.train"
+        launcher = f"torchrun {many if nodes > 1 else ''}--nproc-per-node {here}"
     words: list[str] = []
     is_dropped = False
     for word in arguments:
         if word.startswith("--"):
-            name = word.partition("=")[0].replace("-", "_").replace("__", "--", 1)
-            is_dropped = name in ACT_ONCE
+            is_dropped = f"--{word[2:].partition('=')[0].replace('-', '_')}" in ACT_ONCE
         if not is_dropped:
             words.append(word)
-    return f"{program} {shlex.join(words)}".rstrip()
+    return f"{launcher} -m canon_pretrain.train {shlex.join(words)}".rstrip()
 
 
 def _readme(run: Path, launch: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
     """Return README.md of the folder `run` (absolute); `launch` is launch.json."""
-    title = config.get("job", {}).get("description") or run.name
-    step = config.get("training", {}).get("steps", "N")
-    created, begun = (launch[name][:16].replace("T", " ") for name in ("created", "time"))
-    git, folder = launch["git"], shlex.quote(str(run))
-    code = "in no commit that git knows"
+    git, code = launch["git"], "in no commit that git knows"
     if git["commit"]:
         code = f"commit {git['commit'][:12]} of {git['origin'] or git['folder']}"
         if git["dirty"]:
             code += f", with the changes in launches/{launch['launch']:03}/source.patch"
-    files = str(run_folder.__doc__).partition("\n\n")[2].rpartition("\n\n")[0]
-    return f"""\
-{IS_OURS}
-
-# {title}
-
-Run `{launch["run_id"]}`, to step {step}. Begun {created} UTC.
-Launch {launch["launch"]}, begun {begun} UTC: {launch["world_size"]} rank(s), the first on
-{launch["host"]}. Its code is {code}.
-
-## Show, resume, stop and evaluate it
-
-    cd {shlex.quote(launch["command"]["folder"])}
-    python -m canon_pretrain.run status {folder}
-    python -m canon_pretrain.run plot {folder} --out plot.html
-    python -m canon_pretrain.run diff {folder} ANOTHER_RUN
-    python -m canon_pretrain.checkpoint list {folder}
-
-    {launch["command"]["again"]}
-    touch {folder}/STOP
-
-    python -m eval run --checkpoint {folder}/checkpoint/step-{step} --suite validation
-    python -m eval report {folder}
-
-## Files
-
-{files}
-""".encode(errors="replace")
+    return README.format(
+        ours=IS_OURS,
+        title=config.get("job", {}).get("description") or run.name,
+        step=config.get("training", {}).get("steps", "N"),
+        launch=launch,
+        code=code,
+        here=shlex.quote(launch["command"]["folder"]),
+        folder=shlex.quote(str(run)),
+        files=str(run_folder.__doc__).partition("\n\n")[2].rpartition("\n\n")[0],
+    ).encode(errors="replace")

@@ -9,8 +9,8 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from canon_pretrain.core.errors import UserError
@@ -21,38 +21,33 @@ from canon_pretrain.run.status import States, StatusWriter
 from canon_pretrain.run.stop import LOST_LOCK, StopRequests
 
 
+@dataclass
 class Session:
     """A context manager; an exception within it makes the state `failed`."""
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        *,
-        rank: int,
-        world_size: int,
-        steps: int,
-        heartbeat_s: float = 10.0,
-        checkpoints: Path | None = None,
-        say: Callable[[str], None] = print,
-    ) -> None:
-        self.folder = folder
-        self._is_writer = rank == 0
-        self._world_size, self._steps = world_size, steps
-        self._heartbeat_s, self._say = heartbeat_s, say
-        self._checkpoints = checkpoints
+    folder: RunFolder
+    _: KW_ONLY
+    rank: int
+    world_size: int
+    steps: int
+    heartbeat_s: float = 10.0
+    checkpoints: Path | None = None
+    say: Callable[[str], None] = print
+
+    def __post_init__(self) -> None:
         self._locks: list[LinkLock] = []
         self.status: StatusWriter | None = None
         self.stop = StopRequests()
 
     def __enter__(self) -> "Session":
-        if self._is_writer:
+        if self.rank == 0:
             try:
                 self._take_folder()
             except BaseException:
                 self._release()
                 raise
         self.stop.__enter__()
-        if not self._is_writer:
+        if self.rank != 0:
             # while it waits for the others to come, no Python runs that could obey, and nothing is
             # lost: where rank 0 is refused, torchrun's SIGTERM should end it at once
             self.stop.let_through([signal.SIGTERM])
@@ -63,7 +58,7 @@ class Session:
         self.stop.catch([signal.SIGTERM])
 
     def _take_folder(self) -> None:
-        path, files = self.folder.path, self.folder
+        path, files, another = self.folder.path, self.folder, "choose another folder with"
         try:
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path, prefix=".launch-") as probe:
@@ -73,24 +68,21 @@ class Session:
                 f"the run folder {path} cannot be written to: {error.strerror}; choose another "
                 "with --job.dump_folder, or make room"
             ) from None
-        another = "choose another folder with"
         way_out = f"stop it with `touch {files.stop_file}`, or {another} --job.dump_folder"
         self._lock(files.lock_file, way_out, on_beat=self._beat)
-        if self._checkpoints is not None:
-            lock_file = RunFolder(self._checkpoints).lock_file
+        if self.checkpoints is not None:
+            lock_file = RunFolder(self.checkpoints).lock_file
             self._lock(lock_file, f"{another} --checkpoint.folder")
         for written in (files.run_file, files.config_file, files.status_file):
             remove_leftovers(path, written.name)
-        self.status = StatusWriter(
-            files.status_file, steps=self._steps, world_size=self._world_size
-        )
+        self.status = StatusWriter(files.status_file, steps=self.steps, world_size=self.world_size)
         self.stop = StopRequests(files.stop_file, lambda: any(lock.lost for lock in self._locks))
         if self.stop.forget_leftover(began=began):
-            self._say(f"{files.stop_file} is left over from an earlier launch: it is removed")
+            self.say(f"{files.stop_file} is left over from an earlier launch: it is removed")
         self.status.write()
 
     def _lock(self, path: Path, way_out: str, **options: Any) -> None:
-        options |= {"way_out": way_out, "heartbeat_s": self._heartbeat_s, "say": self._say}
+        options |= {"way_out": way_out, "heartbeat_s": self.heartbeat_s, "say": self.say}
         self._locks.append(LinkLock.acquire(path, **options))
 
     def still_ours(self) -> bool:
@@ -125,12 +117,7 @@ class Session:
         if self.status is not None and self.still_ours():
             self.status.end(state, reason, step)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if self.status is not None and error is not None:
                 first_line = str(error).strip().partition("\n")[0]
@@ -149,11 +136,9 @@ class Session:
 def archive_traces(folder: Path) -> Path | None:
     """Move an earlier launch's communication traces into a folder of their own; None if none."""
     traces = [path for path in folder.glob("*") if path.is_file() and path.stat().st_size]
-    if not traces:
-        return None
     names = (folder / f"launch-{number}" for number in itertools.count(1))
     kept = next(path for path in names if not path.exists())
-    kept.mkdir()
     for path in traces:
+        kept.mkdir(exist_ok=True)
         os.rename(path, kept / path.name)
-    return kept
+    return kept if traces else None

@@ -7,11 +7,11 @@
       manifest.json         each file's SHA-256
 
 slurm/lib.sh takes a snapshot before a run's first launch, and puts the newest first on PYTHONPATH
-in every later one: whatever happens to the repository then changes no run. git may be missing,
-slow, or know nothing: then `problem` says so, and it is never an error. No torch here.
+in every later one. A git that is missing, slow or clueless is a `problem`, no error. No torch here.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import stat
@@ -19,29 +19,22 @@ import subprocess
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import canon_pretrain
+from canon_pretrain.core import files
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import (
-    UnreadableFile,
-    read_bytes,
-    read_json,
-    read_record,
-    sha256_file,
-    write_folder,
-)
+from canon_pretrain.core.files import UnreadableFile, sha256_file
 from canon_pretrain.run.folder import RunFolder
 
 PATCH_BYTES = 1 << 20
 UNTRACKED_KINDS = ("*.py", "*.toml")
 MAX_NAMES = 200
-UNTRACKED_S = 5.0
+GIT_S = 8.0  # less than a launch waits for git (run/provenance.py)
 OWN_FOLDERS = ("data_prep", "eval")
 """The project's source folders beside canon_pretrain/: the patch shows their *.py files only."""
-KEPT = "source_tree.json"
-MANIFEST = "manifest.json"
-SCRIPT = "slurm/lib.sh"
+KEPT, MANIFEST, SCRIPT = "source_tree.json", "manifest.json", "slurm/lib.sh"
 _TRAINING = ("checkpoint/[!_]*", "core/*", "data/*", "kernels/**/*", "model/*", "run/[!_]*")
 TRAINING_CODE = ("train.py", *(f"{pattern}.py" for pattern in (*_TRAINING, "titan/*")))
 """What a training run imports of canon_pretrain."""
@@ -56,7 +49,7 @@ def code_hashes(package: Path = Path(canon_pretrain.__file__).parent) -> dict[st
     return hashes
 
 
-# -- git ----------------------------------------------------------------------------------------
+# -- git
 
 
 @dataclass(frozen=True)
@@ -76,98 +69,89 @@ class SourceTree:
 
 
 def look_at_source(
-    inside: Path, *, patch_bytes: int = PATCH_BYTES, timeout_s: float = 20
+    inside: Path, *, patch_bytes: int = PATCH_BYTES, timeout_s: float = GIT_S
 ) -> SourceTree:
     """Return the source tree that the file `inside` is tracked in; git has `timeout_s` in all.
 
     For a file of a snapshot, what was found when the snapshot was taken.
     """
     if (kept := inside.parent.parent / KEPT).is_file():
-        tree = read_json(kept)
+        tree = files.read_json(kept)
         return SourceTree(**tree | {"patch": tree["patch"].encode(errors="surrogateescape")})
-    deadline = time.monotonic() + timeout_s
-    root, faults = inside.parent, list[str]()
+    deadline, root, facts = time.monotonic() + timeout_s, inside.parent, dict[str, Any]()
 
-    def ask(*arguments: str, until: float = deadline, is_needed: bool = True) -> str:
-        text, fault = _git(root, until, *arguments)
+    def ask(*arguments: str, is_needed: bool = True) -> str:
+        text, fault = _git(root, deadline, *arguments)
         if fault and is_needed:
-            faults.append(fault)
+            facts.setdefault("problem", fault)
         return text
-
-    def line(*arguments: str) -> str | None:
-        return ask(*arguments, is_needed=False).strip() or None
 
     top = ask("rev-parse", "--show-toplevel").rstrip("\n")
     ask("ls-files", "--error-unmatch", "--", inside.name)
-    if faults:
-        return SourceTree(problem=f"{root}: no git repository tracks it: {faults[0]}")
-    root = Path(top)
+    if facts:
+        return SourceTree(problem=f"{root}: no git repository tracks it: {facts['problem']}")
+    facts["folder"], root = top, Path(top)
     status = ("status", "--porcelain", "-z", "--no-renames", "--untracked-files=no")
     # each record: two letters, a space, the path
     changed = [record[3:] for record in ask(*status).split("\0")[:-1]]
-    if faults:
-        return SourceTree(folder=top, problem=faults[0])
-    commit, patch = line("rev-parse", "--verify", "HEAD"), b""
+    if "problem" in facts:
+        return SourceTree(**facts)
+    commit = ask("rev-parse", "--verify", "HEAD", is_needed=False).strip() or None
     package = inside.parent.resolve().relative_to(root.resolve())
     own = [package, *(package.parent / name for name in OWN_FOLDERS)]
     scripts = [name for name in changed if name.endswith(".py")]
     shown = [name for name in scripts if any(Path(name).is_relative_to(f) for f in own)]
+    patch = b""
     if shown:
         diff = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
         # without a commit everything is new, and there is nothing to differ from
         since, names = "HEAD" if commit else "--cached", [f":(top,literal){n}" for n in shown]
         patch = ask(*diff, since, "--", *names).encode(errors="surrogateescape")
     is_cut = len(patch) > patch_bytes
-    url = urlsplit(line("remote", "get-url", "origin") or "")  # its user and password are left out
-    others = ("ls-files", "--others", "--exclude-standard", "-z", "--", *UNTRACKED_KINDS)
-    # a tree of runs and data takes long to walk, and the rest waits for it
-    untracked = ask(*others, until=min(deadline, time.monotonic() + UNTRACKED_S))
+    url = urlsplit(ask("remote", "get-url", "origin", is_needed=False).strip())
+    branch = ask("symbolic-ref", "--short", "HEAD", is_needed=False).strip()
+    # last: a tree of runs and data takes long to walk
+    others = ask("ls-files", "--others", "--exclude-standard", "-z", "--", *UNTRACKED_KINDS)
     return SourceTree(
-        folder=top,
         commit=commit,
-        branch=line("symbolic-ref", "--short", "HEAD"),
+        branch=branch or None,
+        # without its user and password
         origin=url._replace(netloc=url.netloc.rpartition("@")[2]).geturl() or None,
         dirty=bool(changed),
-        untracked=untracked.split("\0")[:-1][:MAX_NAMES],
+        untracked=others.split("\0")[:-1][:MAX_NAMES],
         left_out=[name for name in changed if name not in shown][:MAX_NAMES],
         patch=patch[: patch.rfind(b"\n", 0, patch_bytes) + 1] if is_cut else patch,
         patch_cut=is_cut,
-        problem=next(iter(faults), None),
+        **facts,
     )
 
 
 def _git(folder: Path, deadline: float, *arguments: str) -> tuple[str, str | None]:
     """Return what git prints until a `deadline` of time.monotonic(), and why that is not all."""
-    options = ("-c", "core.fsmonitor=false", "-c", "core.quotepath=off")
+    command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", "-c", "core.quotepath=off"]
     # without what points git elsewhere (GIT_DIR, in a hook)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    timeout_s = max(deadline - time.monotonic(), 0.1)
+    environ |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+    left_s = max(deadline - time.monotonic(), 0.1)
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *options, *arguments],
-            env=environ | {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"},
+            [*command, *arguments],
+            env=environ,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=timeout_s,
+            timeout=left_s,
         )
-    except FileNotFoundError:
-        return "", "git is not installed"
     except subprocess.TimeoutExpired:
-        return "", f"git {arguments[0]} took longer than {timeout_s:.0f} s"
+        return "", f"git {arguments[0]} took longer than {left_s:.0f} s"
     except OSError as error:
         return "", f"git cannot run: {error}"
     if done.returncode:
-        message = done.stderr.decode(errors="replace").strip().splitlines()
-        return "", message[0] if message else f"git ended with {done.returncode}"
+        message = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+        return "", message or f"git ended with {done.returncode}"
     return done.stdout.decode(errors="surrogateescape"), None
 
 
-# -- snapshots ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Manifest:
-    files: dict[str, str]
+# -- snapshots
 
 
 def newest_snapshot(run: RunFolder) -> Path | None:
@@ -178,18 +162,18 @@ def newest_snapshot(run: RunFolder) -> Path | None:
 
 def take_snapshot(run: RunFolder) -> Path:
     """Copy this program's source to the next RUN/code/NNN, unless the newest one is the same."""
-    sources, newest = _program(), newest_snapshot(run)
-    hashes = {name: sha256_file(path) for name, path in sources.items()}
-    if newest is not None and not _faults(newest) and _recorded(newest) == hashes:
+    newest = newest_snapshot(run)
+    if newest is not None and not _faults(newest) and not differences(newest):
         return newest
     target = run.code / f"{int(newest.name) + 1 if newest is not None else 1:03}"
     tree = asdict(look_at_source(Path(canon_pretrain.__file__).resolve()))
     tree["patch"] = tree["patch"].decode(errors="surrogateescape")
-    contents = {name: read_bytes(path) for name, path in sources.items()}
+    contents = {name: files.read_bytes(path) for name, path in _program().items()}
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     contents[KEPT] = json.dumps(tree, indent=2).encode()
     contents[MANIFEST] = (json.dumps({"files": hashes}, indent=2) + "\n").encode()
     try:
-        write_folder(target, contents)
+        files.write_folder(target, contents)
     except OSError as error:
         raise UserError(f"the run's code can't be kept in {target}: {error.strerror}") from None
     return target
@@ -219,10 +203,10 @@ def _program() -> dict[str, Path]:
 
 
 def _recorded(snapshot: Path) -> dict[str, str]:
-    files = read_record(snapshot / MANIFEST, _Manifest).files
-    if not files:
-        raise UnreadableFile(snapshot / MANIFEST, "is damaged: it names no files")
-    return files
+    path = snapshot / MANIFEST
+    if hashes := files.read_record(path, dict[str, dict[str, str]]).get("files"):
+        return hashes
+    raise UnreadableFile(path, "is damaged: it names no files")
 
 
 def _faults(snapshot: Path) -> list[str]:
@@ -237,11 +221,12 @@ def _faults(snapshot: Path) -> list[str]:
     found: dict[str, str | None] = {}
     for path in snapshot.rglob("*"):
         name = path.relative_to(snapshot).as_posix()
-        is_folder = path.is_dir() and not path.is_symlink()
-        if is_folder or "__pycache__" in name.split("/") or name in (MANIFEST, KEPT):
+        is_link = path.is_symlink()
+        if "__pycache__" in name.split("/") or name in (MANIFEST, KEPT):
             continue
-        found[name] = None
-        with contextlib.suppress(OSError):
-            found[name] = None if path.is_symlink() else sha256_file(path)
+        if is_link or not path.is_dir():
+            found[name] = None
+            with contextlib.suppress(OSError):
+                found[name] = None if is_link else sha256_file(path)
     names = sorted(found | recorded)
     return [f"{n} is not as written" for n in names if found.get(n) != recorded.get(n, "")]

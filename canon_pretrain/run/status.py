@@ -22,9 +22,7 @@ States = Literal["running", "stopped", "done", "failed"]
 Phases = Literal["starting", "loading", "training", "validating", "saving", "ended"]
 
 DEAD_AFTER_S = 60.0  # six heartbeats
-HUNG_AFTER_S = 60.0
-HUNG_AFTER_STEPS = 10
-SLOW_AFTER_STEPS = 3
+HUNG_AFTER_S, HUNG_AFTER_STEPS, SLOW_AFTER_STEPS = 60.0, 10, 3
 PATIENCE_S = 1800.0  # for a phase without steps: data, a checkpoint, a first compilation
 
 
@@ -71,12 +69,7 @@ class StatusWriter:
     """A launch's status in memory, written on request; for several threads."""
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        steps: int,
-        world_size: int,
-        environ: Mapping[str, str] = os.environ,
+        self, path: Path, *, steps: int, world_size: int, environ: Mapping[str, str] = os.environ
     ) -> None:
         self.path = path
         launch = Holder.of_this_process(environ)
@@ -108,8 +101,7 @@ class StatusWriter:
 
     def set(self, **values: Any) -> None:
         """Set fields of `Status` by name, in memory alone."""
-        if values.get("phase", "ended") not in get_args(Phases):
-            raise ValueError(f"phase {values['phase']!r}, expected one of {get_args(Phases)}")
+        assert values.get("phase", "ended") in get_args(Phases), values
         with self._memory:
             self.status = replace(self.status, **values)
 
@@ -152,9 +144,9 @@ def health(status: Status, now: datetime, *, dead_after_s: float = DEAD_AFTER_S)
     if (now.astimezone(UTC) - written).total_seconds() > dead_after_s:
         return "dead"
     silent_s = (written - datetime.fromisoformat(status.heartbeat)).total_seconds()
-    step_s = status.seconds_per_step
-    if status.phase != "training" or step_s is None:
-        return "hung" if silent_s > PATIENCE_S else "running"
-    if silent_s > max(HUNG_AFTER_S, HUNG_AFTER_STEPS * step_s):
+    hung_s = slow_s = PATIENCE_S
+    if status.phase == "training" and (step_s := status.seconds_per_step) is not None:
+        hung_s, slow_s = max(HUNG_AFTER_S, HUNG_AFTER_STEPS * step_s), SLOW_AFTER_STEPS * step_s
+    if silent_s > hung_s:
         return "hung"
-    return "slow" if silent_s > SLOW_AFTER_STEPS * step_s else "running"
+    return "slow" if silent_s > slow_s else "running"

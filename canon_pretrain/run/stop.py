@@ -84,10 +84,9 @@ class StopRequests:
 
     def obeyed(self) -> None:
         """Remove the STOP file, so that the next launch goes on. Raises UserError if it can't."""
-        if self._stop_file is None:
-            return
         try:
-            self._stop_file.unlink(missing_ok=True)
+            if self._stop_file is not None:
+                self._stop_file.unlink(missing_ok=True)
             self._is_there = False
         except OSError as error:
             raise UserError(

@@ -28,7 +28,7 @@ Output = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A long path, that a table of 80 columns would cut."""
+    """A long path with rich's brackets."""
     path = tmp_path / ("a-rather-long-name-of-an-experiment-" * 3) / "[run]"
     for step in (10, 20, 30, 40):
         make_step(path / "checkpoint", step, num_bytes=2000)
@@ -57,10 +57,9 @@ def failure_of(capsys: Output, code: int, *arguments: object) -> tuple[str, str]
     return captured.out, captured.err
 
 
-def row_of(output: str, step: int) -> list[str]:
-    """The cells of a step's line in the table."""
-    (line,) = [row for row in output.splitlines() if row.startswith("│") and f" {step} │" in row]
-    return [cell.strip() for cell in line.strip("│").split("│")]
+def line_of(output: str, step: int) -> str:
+    (line,) = [row for row in output.splitlines() if row.startswith(f"step-{step}  ")]
+    return line
 
 
 # ---- another run's
@@ -91,7 +90,7 @@ def test_checkpoints_of_another_run_are_named_and_kept(run: Path, capsys: Output
     output, _ = failure_of(capsys, 1, "verify", run, "--json")
     assert [(r["state"], r["run_id"]) for r in json.loads(output)] == [
         ("whole", None),
-        ("of another run", "theirs"),
+        ("of another run, theirs", "theirs"),
     ]
 
 
@@ -114,11 +113,10 @@ def test_list_shows_all_there_is(run: Path, capsys: Output) -> None:
 
     output = output_of(capsys, "list", run)
     assert f"4 checkpoint(s) in {folder.path}\n" in output
-    assert row_of(output, 5)[1:4] == ["weights", "2.00 kB", "1"]
-    assert row_of(output, 5)[5:] == ["1", "held", "whole"]
-    assert row_of(output, 10)[1:4] == ["full", "4.00 kB", "2"]
-    assert row_of(output, 20)[6:] == ["", "whole"]
-    assert "damaged: __0_0.distcp has 5 bytes, expected 2,000" in row_of(output, 30)
+    assert "  whole  weights, 2.00 kB, 1 file(s), 1 rank(s), saved " in line_of(output, 5)
+    assert line_of(output, 5).endswith("held") and not line_of(output, 20).endswith("held")
+    assert "  whole  full, 4.00 kB, 2 file(s), " in line_of(output, 10)
+    assert "damaged: __0_0.distcp has 5 bytes, expected 2,000" in line_of(output, 30)
     for line in (str(aside), reason, str(folder.saving_path(60)), ".replaced-step-60"):
         assert line in output
     assert str(run / "archive" / "1-back-to-step-30") in output
@@ -162,7 +160,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: Output) -> None:
 def test_verify_reads_every_byte_and_moves_nothing(tmp_path: Path, capsys: Output) -> None:
     for step in (10, 20, 30):
         real_step(tmp_path, step)
-    output = output_of(capsys, "verify", tmp_path, "--workers", 2)
+    output = output_of(capsys, "verify", tmp_path)
     assert output.count("  whole  full, ") == 3 and "GB/s" in output
     flip_byte(tmp_path / "checkpoint" / "step-20" / "__0_0.distcp")
     before = sorted(tmp_path.rglob("*"))
@@ -173,8 +171,7 @@ def test_verify_reads_every_byte_and_moves_nothing(tmp_path: Path, capsys: Outpu
     output_of(capsys, "verify", tmp_path, "--step", 10)
     output, _ = failure_of(capsys, 1, "verify", tmp_path, "--step", 20, "--json")
     (found,) = json.loads(output)
-    assert (found["step"], found["state"]) == (20, "damaged")
-    assert "SHA-256" in found["faults"]
+    assert found["step"] == 20 and found["state"].startswith("damaged: __0_0.distcp has SHA-256")
 
 
 class Plant:
@@ -200,8 +197,6 @@ def test_verify_runs_nothing_of_a_planted_pickle(tmp_path: Path, capsys: Output)
 def test_what_can_not_be_done_is_refused(run: Path, capsys: Output) -> None:
     _, error = failure_of(capsys, 2, "verify", run, "--step", 15)
     assert "no step 15" in error and "step-10, step-20, step-30, step-40" in error
-    _, error = failure_of(capsys, 2, "verify", run, "--workers", 0)
-    assert "--workers 0" in error
     _, error = failure_of(capsys, 2, "prune", run, "--keep", 0)
     assert "--keep 0" in error
     hold(run, 10, "test")  # torch can't read what make_step wrote: the weights can't be taken

@@ -44,7 +44,7 @@ def save(run: Path, step: int, kind: Any = "full") -> None:
 def _fill(folder: Path, step: int, kind: Any) -> None:
     (folder / "data").write_text(f"{kind} {step}")
     entry = FileEntry((folder / "data").stat().st_size, sha256_file(folder / "data"))
-    Manifest(step, kind, 1, "2", {"data": entry}, Manifest.now()).write(folder)
+    Manifest(step, kind, 1, "2", {"data": entry}, "2026-01-01T00:00:00+00:00").write(folder)
 
 
 def write_run(run: Path, *steps: int, last: int = 40, keep: int = 0) -> Path:

@@ -280,7 +280,7 @@ def broken_git(script: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("plant", "said"),
     [
-        (Path.mkdir, "git is not installed"),
+        (Path.mkdir, "git cannot run"),
         (broken_git("echo fatal: dubious ownership >&2; exit 128"), "dubious ownership"),
         (broken_git("exec sleep 60"), "took longer than"),
     ],
