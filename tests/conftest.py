@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from canon_pretrain.titan.device import prepare_device
+from tests.browser import Browser, chromium
 from tests.ranks import launch
 from tests.slurm_cluster import SlurmCluster, missing, slurm_cluster
 from tests.support import Runs, debug_run, train, write_data
@@ -43,6 +44,18 @@ def runs(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     start(folders.elastic, 3, "--run.stop_at", 5)
     start(folders.elastic, 1)
     return folders
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with chromium(tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+@pytest.fixture
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
 
 
 @pytest.fixture(scope="session")

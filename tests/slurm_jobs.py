@@ -5,6 +5,7 @@ the faults that its sitecustomize.py knows are asked for by variables.
 """
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,16 @@ from tests.support import ROOT
 
 TIMEOUT_S = 400.0
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL")
+
+
+def run_script(
+    script: str, *words: object, environ: dict[str, str], cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run a job script by hand, as a user does who is on no node."""
+    return subprocess.run(
+        ["bash", script, *map(str, words)],
+        cwd=cwd, env=environ, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
 
 
 class Job:

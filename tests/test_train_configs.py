@@ -72,9 +72,6 @@ def test_no_two_experiments_are_one_or_share_a_run_folder() -> None:
     assert all(facts[i] != facts[j] for i in range(len(facts)) for j in range(i))
 
 
-ROPE_1B3 = {"": 1_345_423_360, "A": 196_608, "AC": 393_216, "ABCD": 2_039_808}
-
-
 @pytest.mark.parametrize(
     ("name", "position", "canon_set", "residual"),
     [

@@ -209,6 +209,7 @@ def test_finish_names_what_is_missing(
 
 def test_a_cut_is_made_from_whole_files_only(base: Path, tmp_path: Path) -> None:
     """A changed mark is not taken for the truth: its unit counts as not built."""
+    finish(base / "data", Limits())
     out = Path(shutil.copytree(base / "data", tmp_path / "data"))
     docs = out / "train/part-00000-0.docs"
     docs.write_bytes(bytes([1]) + docs.read_bytes()[1:])

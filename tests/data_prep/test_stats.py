@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from canon_pretrain.data.shards import ShardError
 from data_prep import stats, stats_pass
 from data_prep.stats_pass import Counts, find_duplicates
-from tests.browser import Browser, chromium
+from tests.browser import Browser
 from tests.data_folders import plant_data, sentence, tokenizer
 
 KEPT = ((len, np.uint32), (lambda text: hash(text) % 2**64, np.uint64))
@@ -135,12 +134,6 @@ def test_the_page_asks_for_nothing_and_escapes(data: Path, tmp_path: Path) -> No
     assert page.count("<script") == 4
     policy = page.split('Content-Security-Policy" content="')[1].split('"')[0]
     assert "default-src 'none'" in policy and "unsafe-inline" not in policy.split("style-src")[0]
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with chromium(tmp_path_factory.mktemp("profile")) as started:
-        yield started
 
 
 @pytest.mark.parametrize("size", [(1280, 900), (390, 844)])

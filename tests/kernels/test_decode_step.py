@@ -1,6 +1,5 @@
 """Canon's memory: any way to cut a sequence, against the formula over the whole of it."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,13 +23,7 @@ every_kind = pytest.mark.parametrize(
 WIDTHS = [5, 2, 4]  # of the parts
 
 
-@pytest.fixture
-def _no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-without_gradients = pytest.mark.usefixtures("_no_gradients")
+without_gradients = pytest.mark.usefixtures("no_gradients")
 
 
 def _inputs(

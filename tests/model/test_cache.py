@@ -1,6 +1,5 @@
 """Reading in parts: chunks, padding, documents, rows taken, branches; all equal one full pass."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -23,13 +22,7 @@ from tests.variants import BASE, EOS_ID, VARIANTS, build, every_variant, random_
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
 
 
-@pytest.fixture
-def _no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-without_gradients = pytest.mark.usefixtures("_no_gradients")
+without_gradients = pytest.mark.usefixtures("no_gradients")
 
 
 def _in_parts(

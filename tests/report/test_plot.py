@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from canon_pretrain.report.plot import html_page, page_content, plot
 from canon_pretrain.report.record import Curve, RunRecord
 from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.results import Score
-from tests.browser import Browser, chromium
+from tests.browser import Browser
 from tests.report_runs import TOKENS_A_STEP, plant_results, plant_run
 
 START = datetime(2026, 11, 1, 8, tzinfo=UTC)
@@ -337,12 +336,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         paths.append(run.path)
     json.dumps(plot(paths, folder / "curves.html"), allow_nan=False)
     return folder / "curves.html"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with chromium(tmp_path_factory.mktemp("profile")) as started:
-        yield started
 
 
 def choose(browser: Browser, *chosen: tuple[str, Any]) -> None:

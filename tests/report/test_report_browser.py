@@ -2,13 +2,12 @@
 
 import math
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from canon_pretrain.run.results import Score
-from tests.browser import Browser, chromium
+from tests.browser import Browser
 from tests.report_pages import content, report
 from tests.report_runs import (
     TOKENS_A_STEP,
@@ -24,12 +23,6 @@ EVIL = '"><img src=x onerror=alert(1)>%{y}'
 LONG = "nope_canon_abcd_1b3_fineweb_edu_seed_0_lr_4e-3"
 DESKTOP, PHONE = (1280, 900), (390, 844)
 TASKS = ("piqa", "boolq", "task_2", "task_10", EVIL)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with chromium(tmp_path_factory.mktemp("profile")) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """slurm/data_prep.sh: a sharded build by an array job, whatever happens to its elements."""
 
+import functools
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from data_prep.jobs import main, unbuilt_shards
 from data_prep.plan import Limits
 from tests.corpora import build_corpus, snapshot, write_corpus, write_tokenizer
 from tests.slurm_cluster import SlurmCluster
-from tests.slurm_jobs import Job, Jobs
+from tests.slurm_jobs import Job, Jobs, run_script
 from tests.support import ROOT
 
 SCRIPT = str(ROOT / "slurm" / "data_prep.sh")
@@ -22,11 +23,7 @@ SHARDS = 3
 FILES = 9
 
 
-def script(*words: object, environ: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", SCRIPT, *map(str, words)],
-        cwd=cwd, env=environ, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+script = functools.partial(run_script, SCRIPT)
 
 
 def corpus_in(folder: Path) -> tuple[Path, Path]:

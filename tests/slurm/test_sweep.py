@@ -1,5 +1,6 @@
 """slurm/sweep.sh: a sweep as an array job, whatever happens to its elements, and without Slurm."""
 
+import functools
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ from canon_pretrain.sweep import look_at_sweep, main
 from tests.fault_runs import steps
 from tests.ranks import assert_same_run, launch, logged_step, status
 from tests.slurm_cluster import SlurmCluster
-from tests.slurm_jobs import Job, Jobs, log_of
+from tests.slurm_jobs import Job, Jobs, log_of, run_script
 from tests.support import ROOT, debug_run
 
 SCRIPT = str(ROOT / "slurm" / "sweep.sh")
@@ -25,13 +26,7 @@ STEPS = 12
 RUNS = ["debug-lr3e-3-seed0", "debug-lr3e-3-seed1", "debug-lr1e-3-seed0", "debug-lr1e-3-seed1"]
 
 
-def script(
-    *words: object, environ: dict[str, str], cwd: Path = ROOT
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", SCRIPT, *map(str, words)],
-        cwd=cwd, env=environ, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+script = functools.partial(run_script, SCRIPT)
 
 
 def plan(
