@@ -15,8 +15,8 @@ import numpy as np
 from canon_pretrain.report import decide, evaluations, noise
 from canon_pretrain.report.architectures import Recipe
 from canon_pretrain.report.decide import ALPHA
-from canon_pretrain.report.evaluations import Evaluation, Question, differing_questions, is_loss
-from canon_pretrain.report.items import Items, Records, Scale
+from canon_pretrain.report.evaluations import differing_questions
+from canon_pretrain.report.items import Evaluation, Items, Question, Records, Scale, is_loss
 from canon_pretrain.report.noise import Answers, Clusters, Paired, SeedNoise
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run.results import VALIDATION
@@ -44,17 +44,13 @@ Evaluated = Sequence[Sequence[Evaluation]]
 
 @dataclass(frozen=True)
 class Options:
-    """`seed_sigma`: TASK or TASK:METRIC -> the standard deviation of one run's score over seeds.
+    """What a user asks of a comparison; None: all."""
 
-    `own_noise_only`: never the paper's. `step`, `suites`: those only. `any_step`: the two sides may
-    be at different steps.
-    """
-
-    seed_sigma: Mapping[str, float] = field(default_factory=dict)
-    own_noise_only: bool = False
+    seed_sigma: Mapping[str, float] = field(default_factory=dict)  # by TASK or TASK:METRIC
+    own_noise_only: bool = False  # never the paper's
     step: int | None = None
     suites: Sequence[str] | None = None
-    any_step: bool = False
+    any_step: bool = False  # the two sides may be at different steps
 
 
 class Refused(Exception):
@@ -123,12 +119,16 @@ class Measure:
             if np.isfinite(group).all() and (not at_bound or (is_ours and each_tells)):
                 groups.append(group)
                 compared.append(is_ours)
-        spreads, given = [], []
-        for _, task, metric in asked:
-            sigma = None if scale.is_log else options.seed_sigma.get(task)
-            given.append(options.seed_sigma.get(f"{task}:{metric}", sigma))
-            is_known = bounded and not options.own_noise_only
-            spreads.append(noise.published_spread(task, suite) if is_known else None)
+        given = [
+            options.seed_sigma.get(
+                f"{task}:{metric}", None if scale.is_log else options.seed_sigma.get(task)
+            )
+            for _, task, metric in asked
+        ]
+        spreads = [
+            noise.published_spread(task, suite) if bounded and not options.own_noise_only else None
+            for _, task, _ in asked
+        ]
         return noise.seed_noise(
             groups,
             spread=_mean_if_all(spreads),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.report.eval_compare import add_arguments, execute
+from canon_pretrain.report.comparison import add_arguments, execute
 from tests.report_runs import (
     ACC,
     evaluated,
@@ -74,7 +74,7 @@ def test_a_sweep_means_all_of_its_runs(tmp_path: Path) -> None:
     (one,) = compare(sweep, out=out)["pairs"]
     assert two["difference"] == pytest.approx(0.3, abs=0.05)
     assert one["difference"] == -two["difference"]  # in the order of their names: canon is A
-    with pytest.raises(UserError, match="got 1 "):
+    with pytest.raises(UserError, match="1 arch"):
         compare(sweep / "nope")
 
 
@@ -163,6 +163,7 @@ def test_what_cannot_be_compared_is_refused_with_its_reason(tmp_path: Path) -> N
     ):
         with pytest.raises(UserError, match=match):
             compare(tmp_path / "a", tmp_path / name)
-    for words in ([], ["a", "b", "c"], ["--a", "a"], ["a", "b", "--a", "c"]):
-        with pytest.raises(UserError, match="two runs|either A B"):
+    a, b = tmp_path / "a", tmp_path / "b"
+    for words in ([], [a, b, tmp_path / "trial"], ["--a", a], [a, b, "--a", tmp_path / "trial"]):
+        with pytest.raises(UserError, match="expected two runs"):
             compare(*words)

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from canon_pretrain.core.link_lock import LinkLock
-from canon_pretrain.report.export import about, copy
-from canon_pretrain.report.export_targets import About, TensorBoardTarget
+from canon_pretrain.report.export import About, TensorBoardTarget, about, copy
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run import live_export
 from canon_pretrain.run.__main__ import main
