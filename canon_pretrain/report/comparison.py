@@ -19,30 +19,15 @@ from rich.text import Text
 from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.report import evaluations
-from canon_pretrain.report.architectures import (
-    Architecture,
-    Choice,
-    Recipe,
-    architectures,
-    choose,
-    recipe_of,
-)
+from canon_pretrain.report import architectures, evaluations, verdicts
+from canon_pretrain.report.architectures import Architecture, Choice, Recipe
 from canon_pretrain.report.decide import ALPHA, POWER
-from canon_pretrain.report.evaluations import answers, read_runs
+from canon_pretrain.report.evaluations import answers
 from canon_pretrain.report.items import Evaluation, Question, Scale, is_loss
 from canon_pretrain.report.noise import SeedNoise, expected_maximum
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.report.sections import figure, interval, p_value, signed
-from canon_pretrain.report.verdicts import (
-    BETTER,
-    WORSE,
-    Measure,
-    Options,
-    Row,
-    held_out_words,
-    verdicts,
-)
+from canon_pretrain.report.verdicts import Measure, Options, Row
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.results import VALIDATION
 
@@ -74,19 +59,12 @@ Steps = Mapping[str, Mapping[str, int]]
 
 def add_noise_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options on the noise between seeds of `eval compare` and `eval report`."""
-    parser.add_argument(
-        "--seed_sigma",
-        action="append",
-        default=[],
-        metavar="TASK=SIGMA",
-        help="the standard deviation of the score over seeds, taken as known; also "
-        "TASK:METRIC=SIGMA, of the logarithm for a perplexity",
-    )
-    parser.add_argument(
-        "--own_noise_only",
-        action="store_true",
-        help="take the seed noise from these runs alone, never from what the paper publishes",
-    )
+    sigma = "the standard deviation of the score over seeds, taken as known; also "
+    sigma += "TASK:METRIC=SIGMA, of the logarithm for a perplexity"
+    given = {"action": "append", "default": [], "metavar": "TASK=SIGMA"}
+    parser.add_argument("--seed_sigma", help=sigma, **given)  # type: ignore[arg-type]
+    own = "take the seed noise from these runs alone, never from what the paper publishes"
+    parser.add_argument("--own_noise_only", action="store_true", help=own)
 
 
 def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **more: Any) -> Options:
@@ -117,11 +95,10 @@ def comparison_content(
     """Return architectures, verdicts of each against the baseline, and scores; JSON values only.
 
     `baseline`: the label of an architecture or of one of its runs; default: the first run's. Raises
-    UserError for a baseline that is not there; what cannot be compared is listed with its reason
-    instead.
+    UserError if it is not there; what cannot be compared is listed with its reason.
     """
-    found = architectures(runs)
-    choices = {each.label: choose(each) for each in found}
+    found = architectures.architectures(runs)
+    choices = {each.label: architectures.choose(each) for each in found}
     measure = Measure([recipe for each in found for recipe in each.recipes], options)
     labels: dict[str | None, str] = {run.label: each.label for each in found for run in each.runs}
     labels |= {each.label: each.label for each in found} | {None: found[0].label}
@@ -132,7 +109,7 @@ def comparison_content(
         )
     sides = {x: choice.recipe.runs for x, choice in choices.items() if choice.recipe}
     pairs = [((x, sides[x]), (label, sides[label])) for x in sides if label in sides and x != label]
-    rows, refused, notes = verdicts(measure, pairs)
+    rows, refused, notes = verdicts.verdicts(measure, pairs)
     shown = {each.label: each.runs for each in found} | sides
     steps = {
         suite: evaluations.steps_shown(shown, label, suite, options.step)
@@ -145,7 +122,9 @@ def comparison_content(
         "power": POWER,
         "baseline": label,
         "architectures": [_architecture(each, choices[each.label]) for each in found],
-        "held_out": [*dict.fromkeys(held_out_words(rows, refused, pair) for pair in pairs)],
+        "held_out": [
+            *dict.fromkeys(verdicts.held_out_words(rows, refused, pair) for pair in pairs)
+        ],
         "family": family(rows),
         "pairs": rows,
         "refused": refused,
@@ -172,10 +151,7 @@ def suite_step(shown: Mapping[str, int]) -> int:
 
 
 def anchors(shown: Iterable[tuple[str, str]]) -> Row | None:
-    """Return what is published of the (task, metric) pairs that are shown; None without any.
-
-    Accuracies are fractions, as ours are.
-    """
+    """Return what is published of the (task, metric) pairs shown, as fractions; None without."""
     rows = []
     for task, metric in dict.fromkeys(shown):
         scale = 100 if metric.startswith("acc") else 1
@@ -185,15 +161,10 @@ def anchors(shown: Iterable[tuple[str, str]]) -> Row | None:
 
 
 def _architecture(each: Architecture, choice: Choice) -> Row:
-    recipes = [
-        {
-            "learning_rate": recipe.learning_rate,
-            "runs": [run.label for run in recipe.runs],
-            "loss": loss,
-            "chosen": recipe is choice.recipe,
-        }
-        for recipe, loss in zip(each.recipes, choice.losses, strict=True)
-    ]
+    recipes: list[Row] = []
+    for recipe, loss in zip(each.recipes, choice.losses, strict=True):
+        of = {"learning_rate": recipe.learning_rate, "runs": [run.label for run in recipe.runs]}
+        recipes.append({**of, "loss": loss, "chosen": recipe is choice.recipe})
     about = {"label": each.label, "settings": each.settings, "recipes": recipes}
     runs = [run.label for run in each.runs]
     return {**about, "runs": runs, "choice": choice.words, "step": choice.step}
@@ -285,7 +256,7 @@ COLUMNS = {
     "95 % interval": lambda row: interval(row["ci"]),
     "detectable": lambda row: figure(row["detectable"]),
 }
-STYLES = {BETTER: "green", WORSE: "red"}
+STYLES = {verdicts.BETTER: "green", verdicts.WORSE: "red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -312,20 +283,22 @@ def execute(arguments: argparse.Namespace) -> None:
     sides, recipes = [], []
     notes = [line for run in runs for line in run.left_out]
     for name, side in zip("AB", given, strict=True):
-        recipe = recipe_of(side)  # as the user says; what it has is another matter
-        alike = [each for found in architectures(recipe.runs) for each in found.recipes]
+        recipe = architectures.recipe_of(side)  # as the user says; what it has is another matter
+        alike = [
+            each for found in architectures.architectures(recipe.runs) for each in found.recipes
+        ]
         sides.append((name, recipe.runs))
         recipes += alike
         notes += [f"{name}: {x.label} repeats the seeds of another run" for x in recipe.repeats]
         notes += [f"{name}: its runs differ in more than their seeds"] * (len(alike) > 1)
     pair = sides[1], sides[0]
-    rows, refused, left = verdicts(Measure(recipes, options), [pair])
+    rows, refused, left = verdicts.verdicts(Measure(recipes, options), [pair])
     if not rows:
         raise UserError(f"nothing to compare: {_reasons(runs, refused)}")
     is_asked = options.suites is None or VALIDATION in options.suites
     content = {
         **{name.lower(): [run.label for run in side] for name, side in sides},
-        "held_out": held_out_words(rows, refused, pair) if is_asked else None,
+        "held_out": verdicts.held_out_words(rows, refused, pair) if is_asked else None,
         "family": family(rows),
         "pairs": rows,
         "refused": refused,
@@ -348,10 +321,10 @@ def _sides(arguments: argparse.Namespace) -> Sequence[Sequence[RunRecord]]:
         [run for path in side for run in ([path] if path.is_file() else named_runs([path]))]
         for side in (a or pair[:1], b or pair[1:])
     ]
-    runs = read_runs([*paths[0], *paths[1]])
+    runs = evaluations.read_runs([*paths[0], *paths[1]])
     sides = [runs[: len(paths[0])], runs[len(paths[0]) :]]
     if len(pair) == 1 and not (a or b):
-        found = architectures(runs)
+        found = architectures.architectures(runs)
         sides = [[run for r in x.recipes for run in (*r.runs, *r.repeats)] for x in found]
     is_pair = len(pair) in (1, 2) and not (a or b)
     if len(sides) != 2 or not (is_pair or (a and b and not pair)):

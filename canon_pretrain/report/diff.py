@@ -35,11 +35,10 @@ Facts = dict[str, Any]
 
 
 def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Facts:
-    """Return all differences of two runs; `rtol` is how far losses may be apart by rounding.
+    """Return all differences of two runs; of several launches the newest is compared.
 
     Each section has `differences` (name -> [a, b]), `own` ones that belong to a run or a job and
-    count for nothing, and `unknown`: the runs that have not recorded it. `same` is whether nothing
-    that counts differs. Of several launches the newest is compared.
+    count for nothing, and `unknown`: the runs that have not recorded it.
     """
     shared = a.identity.keys() & b.identity.keys()
     ours, theirs = (_recorded(run, shared) for run in (a, b))
@@ -59,10 +58,7 @@ def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Facts:
 
 
 def _recorded(run: RunRecord, shared: Iterable[str]) -> dict[str, Any]:
-    """Return what a run has recorded, by section of the comparison; None for what it has not.
-
-    `shared`: the names in both identities, which are not compared among the settings again.
-    """
+    """Return what a run has recorded, by section; `shared`: the names in both identities."""
     at = run.folder.launch_path(max(launch_numbers(run.folder), default=0))
     facts, around = (
         read_json(at / name, finite=False) if (at / name).exists() else None
@@ -76,8 +72,8 @@ def _recorded(run: RunRecord, shared: Iterable[str]) -> dict[str, Any]:
         code["patch"] = sha256_file(at / "source.patch")[:12]
     if (at / "packages.txt").exists():
         lines = read_bytes(at / "packages.txt").decode(errors="replace").split()
-        packages = dict(line.split("==", 1) for line in lines if "==" in line)
-        packages["python"] = facts.get("python")
+        versions = dict(line.split("==", 1) for line in lines if "==" in line)
+        packages = {"python": facts.get("python"), **versions}
     if around is not None:
         around = flat({name: facts.get(name) for name in ("platform", "devices")}) | around
     return {
@@ -113,10 +109,7 @@ def _section(section: str, a: Facts | None, b: Facts | None) -> Facts:
 
 
 def digests_by_step(events: Iterable[Facts]) -> dict[int, str]:
-    """Return the digest of each step's token ids.
-
-    A line has the digests of the steps since the line before, its own last.
-    """
+    """Return the digest of each step's token ids; a line has those since the line before."""
     digests: dict[int, str] = {}
     for event in events:
         listed = event.get("data_digests") if event["event"] == "step" else None

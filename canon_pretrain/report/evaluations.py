@@ -82,7 +82,7 @@ def side_by_side(
 ) -> list[list[Evaluation]]:
     """Return whole results of both sides at the last step of both; two empty lists without any.
 
-    Runs without results at that step are left out. `any_step`: each run's last results instead.
+    `any_step`: each run's last results instead.
     """
     at = step if any_step else _common_step(suite, step, a, b)
     found = [[answers(run, suite, at) for run in side] for side in (a, b)]
@@ -95,8 +95,7 @@ def steps_shown(
 ) -> dict[str, int]:
     """Return the step at which tables show each side, the baseline first: that of its verdict.
 
-    The baseline, which has several verdicts, is shown at the highest of them; a side without a step
-    in common with it at its own last. A side without whole results is left out.
+    The baseline's is the highest of them; a side without a step in common has its own last.
     """
     own = {label: _common_step(suite, step, runs) for label, runs in sides.items()}
     common = {x: _common_step(suite, step, runs, sides[baseline]) for x, runs in sides.items()}

@@ -82,10 +82,7 @@ class About(NamedTuple):
 
 
 def row_of(event: Event) -> Row | None:
-    """Return the row of a `step` or `validation` event; None for other kinds.
-
-    Values that the log does not have are left out; NaN and infinities stay.
-    """
+    """Return the row of a `step` or `validation` event, NaN included; None for other kinds."""
     values: dict[str, Any] = {}
     if event["event"] == "step":
         values = {f"{g}/{name}": event.get(name) for g, names in GROUPS.items() for name in names}
@@ -332,7 +329,7 @@ def copy(
 ) -> str:
     """Copy what there is, evaluations too; returns where it is, in words.
 
-    With `ended` the log alone, also what comes, until `ended(seconds to wait)` or the run is done.
+    With `ended` the log alone, also as it grows, until `ended(seconds to wait)` or `done`.
     """
     log = LogFollower(run.folder.log_file)
     events = drop_superseded(log.poll()) if ended else run.events
@@ -429,10 +426,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _trainer_ended(wait_s: float) -> bool:
-    """Return whether stdin, a pipe from the trainer, was closed within `wait_s`.
-
-    From then on this process has FINISH_S to live, whatever a network does.
-    """
+    """Return whether stdin, a pipe from the trainer, was closed; then FINISH_S are left."""
     readable, _, _ = select.select([sys.stdin], [], [], wait_s)
     if ended := bool(readable) and not os.read(sys.stdin.fileno(), 1):
         watchdog = threading.Timer(FINISH_S, os._exit, (1,))

@@ -131,18 +131,13 @@ def _exp(x: float) -> float:
 
 @dataclass(frozen=True)
 class Items:
-    """The items of one task in one evaluation, sorted by key.
+    """The items of one task in one evaluation, sorted by key."""
 
-    `keys` is one tuple for all evaluations of the same items. `values[metric]`: (N, 2) of the
-    item's value and weight. `clusters_N`: the items' sources, as places in `sources`. `chance`: of
-    multiple-choice items the mean of 1 / choices.
-    """
-
-    keys: tuple[str, ...]
+    keys: tuple[str, ...]  # one tuple for all evaluations of the same items
     sources: np.ndarray
-    clusters_N: np.ndarray
-    values: dict[str, np.ndarray]
-    chance: float | None = None
+    clusters_N: np.ndarray  # places in `sources`
+    values: dict[str, np.ndarray]  # by metric, (N, 2): value and weight
+    chance: float | None = None  # of multiple-choice items the mean of 1 / choices
 
     def of_metric(self, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Return what is averaged, and its weights; None if the metric is not recorded."""
@@ -158,14 +153,10 @@ class Records:
         self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def of(self, folder: Path, task: str, metric: str) -> Items | None:
-        """Return the items that `metric` is a mean over; None if the evaluation kept none.
-
-        A task whose answers are filtered in several ways has a record of each, and metrics named
-        `metric, filter` (eval/harness.py).
-        """
+        """Return the items that `metric` is a mean over; None if the evaluation kept none."""
         if folder not in self._folders:
             self._folders[folder] = self._read(folder)
-        name = metric.partition(", ")[2]
+        name = metric.partition(", ")[2]  # of a filter, if answers have several (eval/harness.py)
         found = {f: items for (t, f), items in self._folders[folder].items() if t == task}
         if name:
             return found.get(name)

@@ -120,10 +120,8 @@ def interaction_variance(*tasks: Answers) -> float:
 def bootstrap_interval(
     clusters: Clusters, generator: np.random.Generator, *, resamples: int = RESAMPLES
 ) -> tuple[float, float]:
-    """Return the 95 % percentile interval of the mean under a bootstrap of whole clusters.
-
-    Equal clusters are drawn together by a multinomial: the same distribution with few counts.
-    """
+    """Return the 95 % percentile interval of the mean under a bootstrap of whole clusters."""
+    # equal clusters are drawn together by a multinomial: the same distribution with few counts
     distinct, counts = np.unique(np.stack(clusters, axis=1), axis=0, return_counts=True)
     total = int(counts.sum())
     means = []
@@ -139,8 +137,7 @@ def bootstrap_interval(
 def mcnemar_test(a_N: np.ndarray, b_N: np.ndarray) -> dict[str, Any]:
     """Run McNemar's test on answers 0 or 1 to the same items, taken as independent.
 
-    `only_a`, `only_b`: items that only one of the two got right. `exact` below EXACT_BELOW of them,
-    else chi-squared with continuity correction.
+    `only_a`, `only_b`: items that only one got right; not `exact`: chi-squared, corrected.
     """
     from statsmodels.stats.contingency_tables import mcnemar  # takes a second; eval run needs none
 
@@ -155,15 +152,12 @@ def mcnemar_test(a_N: np.ndarray, b_N: np.ndarray) -> dict[str, Any]:
 
 
 class SeedNoise(NamedTuple):
-    """The variance of one run's score over seeds; `df` is infinite if it is taken as known.
-
-    `source`: own, own and paper, paper, or given; `words` describe it in full.
-    """
+    """The variance of one run's score over seeds; `df` is infinite if it is taken as known."""
 
     variance: float
     df: float
-    source: str
-    words: str
+    source: str  # own, own and paper, paper, or given
+    words: str  # in full
 
     @property
     def sigma(self) -> float:
@@ -255,8 +249,7 @@ def expected_maximum(count: int) -> float:
 class Paired(NamedTuple):
     """The mean paired difference a - b over the items, and its noise.
 
-    `lasting`: the part of the items' variance that more seeds do not reduce; 0 for single runs,
-    where it cannot be separated from the runs' own answers.
+    `lasting`: what more seeds leave of the items' variance; 0 for single runs: it is not known.
     """
 
     difference: float

@@ -57,8 +57,7 @@ class Launch(NamedTuple):
 class Clock(NamedTuple):
     """When each logged step was done, arrays [n] from step 0 on; hours None without known times.
 
-    Training hours join the launches: each counts from its first event, without the time between
-    launches and without work that a restart repeated. Wall hours count from the log's first event.
+    Training hours are without the time between launches, and without work that was repeated.
     """
 
     steps: np.ndarray
@@ -210,10 +209,9 @@ class RunRecord:
 
     @property
     def evaluations(self) -> list[Evaluation]:
-        """The results under RUN/evals, as `python -m eval run` writes them.
+        """The results under RUN/evals, by suite, trials first, by step; the last of a step counts.
 
-        Sorted by suite, trials first, by step, and by what counts at one step: results of the run's
-        own checkpoint, then of its own held-out text, then the newest, are last.
+        Of one step: those of the run's own checkpoint, then of its own text, then the newest.
         """
         return self._found[0]
 

@@ -55,8 +55,7 @@ Facts = dict[str, Any]
 def summarize_run(path: Path, now: datetime) -> Facts:
     """Return the FACTS of a run at `now`, None for what is not known; never raises.
 
-    `state`: one of ALIVE (slow, hung: steps come late or not at all), dead (no sign of life),
-    stopped, done, failed, unknown.
+    `state`: one of ALIVE, or dead (no sign of life), stopped, done, failed, unknown.
     """
     problems: list[str] = []
     facts: Facts = {"path": str(path), "state": "unknown", "problems": problems}
@@ -249,8 +248,7 @@ def overview(runs: Sequence[Facts], others: Iterable[str], console: Console) -> 
 def find_runs(words: Iterable[str]) -> tuple[list[Path], list[str]]:
     """Return the run folders that `words` name, each once, and the words that name none.
 
-    A word is a run folder, a folder with runs in it (a sweep), or a pattern (`*`) of either; an
-    existing name is taken literally.
+    A word is a run folder, a folder of runs, or a pattern of either unless it is a file's name.
     """
     runs: dict[Path, Path] = {}
     others = []
