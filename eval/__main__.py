@@ -15,7 +15,7 @@ COMMANDS = {
     "tasks": ("eval.suite_names", "the suites and tasks that can be asked, ours and lm_eval's"),
     "submit": ("eval.submit", "evaluate checkpoints as they come, by Slurm jobs or here"),
     "report": ("canon_pretrain.report.eval_report", "scores and verdicts of runs as one HTML page"),
-    "compare": ("canon_pretrain.report.eval_compare", "what differs between two runs"),
+    "compare": ("canon_pretrain.report.comparison", "what differs between two runs"),
     "bench": ("eval.bench", "our runner beside lm_eval's own, on the same export"),
 }
 """Name -> the module with its `add_arguments` and `execute` (imported if given), and about it."""

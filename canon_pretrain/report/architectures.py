@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from canon_pretrain.core.text import printable
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.report.evaluations import logged_losses, suite_losses
-from canon_pretrain.report.record import HELD_OUT, SEEDS, RunRecord
+from canon_pretrain.report.items import HELD_OUT
+from canon_pretrain.report.record import SEEDS, RunRecord
 
 LEARNING_RATE = "optimizer.lr"
 TELLING = ("model.position", "model.canon_set", "model.num_layers", "model.dim", "model.num_heads")

@@ -1,7 +1,7 @@
-"""What a set of runs says about architectures, as one JSON value: verdicts and scores. No torch.
+"""What runs say about architectures: for `eval report` all of it, for `eval compare` one pair.
 
-architectures.py groups the runs, verdicts.py judges the pairs. `eval report` shows all of it,
-`eval compare` a part.
+architectures.py groups the runs, verdicts.py judges the pairs. `eval compare A B` (A is the
+baseline) prints a table per suite with the verdicts. No torch.
 """
 
 import argparse
@@ -9,17 +9,26 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
 from canon_pretrain.core.errors import UserError, suggestion
-from canon_pretrain.report import evaluations
-from canon_pretrain.report.architectures import Architecture, Choice, Recipe, architectures, choose
+from canon_pretrain.core.files import write_atomic
+from canon_pretrain.core.terminal import Console
+from canon_pretrain.report import architectures, evaluations, verdicts
+from canon_pretrain.report.architectures import Architecture, Choice, Recipe
 from canon_pretrain.report.decide import ALPHA, POWER
-from canon_pretrain.report.evaluations import Evaluation, Question, answers, evaluations_of
-from canon_pretrain.report.items import Scale
+from canon_pretrain.report.evaluations import answers
+from canon_pretrain.report.items import Evaluation, Question, Scale, is_loss
 from canon_pretrain.report.noise import SeedNoise, expected_maximum
 from canon_pretrain.report.record import RunRecord
-from canon_pretrain.report.verdicts import Measure, Options, Row, held_out_words, verdicts
+from canon_pretrain.report.sections import figure, interval, p_value, signed
+from canon_pretrain.report.verdicts import Measure, Options, Row
+from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.results import VALIDATION
 
 DEFAULT = Options()
@@ -50,19 +59,12 @@ Steps = Mapping[str, Mapping[str, int]]
 
 def add_noise_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options on the noise between seeds of `eval compare` and `eval report`."""
-    parser.add_argument(
-        "--seed_sigma",
-        action="append",
-        default=[],
-        metavar="TASK=SIGMA",
-        help="the standard deviation of the score over seeds, taken as known; also "
-        "TASK:METRIC=SIGMA, of the logarithm for a perplexity",
-    )
-    parser.add_argument(
-        "--own_noise_only",
-        action="store_true",
-        help="take the seed noise from these runs alone, never from what the paper publishes",
-    )
+    sigma = "the standard deviation of the score over seeds, taken as known; also "
+    sigma += "TASK:METRIC=SIGMA, of the logarithm for a perplexity"
+    given = {"action": "append", "default": [], "metavar": "TASK=SIGMA"}
+    parser.add_argument("--seed_sigma", help=sigma, **given)  # type: ignore[arg-type]
+    own = "take the seed noise from these runs alone, never from what the paper publishes"
+    parser.add_argument("--own_noise_only", action="store_true", help=own)
 
 
 def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **more: Any) -> Options:
@@ -70,7 +72,7 @@ def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **mo
 
     Raises UserError for a seed noise of what no run was asked, or that is not above 0.
     """
-    scores = [each.results.scores for run in runs for each in evaluations_of(run)]
+    scores = [each.results.scores for run in runs for each in run.evaluations]
     tasks = {name for found in scores for name in found}
     tasks |= {f"{task}:{m}" for found in scores for task, metrics in found.items() for m in metrics}
     sigmas = {}
@@ -78,14 +80,12 @@ def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **mo
         name, _, value = given.rpartition("=")
         try:
             sigmas[name] = float(value)
+            if name not in tasks or not 0 < sigmas[name] < math.inf:
+                raise ValueError
         except ValueError:
-            sigmas[name] = math.nan
-        if not name or not (math.isfinite(sigmas[name]) and sigmas[name] > 0):
-            expected = "expected TASK=SIGMA, a number above 0, such as boolq=0.011"
-            raise UserError(f"--seed_sigma {given}: {expected}")
-        if name not in tasks:
-            near = suggestion(name, tasks)
-            raise UserError(f"--seed_sigma {given}: no run has such a task or TASK:METRIC.{near}")
+            expected = "TASK=SIGMA or TASK:METRIC=SIGMA of a task here and a number above 0"
+            hint = suggestion(name, tasks)
+            raise UserError(f"--seed_sigma {given}: expected {expected}.{hint}") from None
     return Options(sigmas, arguments.own_noise_only, **more)
 
 
@@ -95,21 +95,21 @@ def comparison_content(
     """Return architectures, verdicts of each against the baseline, and scores; JSON values only.
 
     `baseline`: the label of an architecture or of one of its runs; default: the first run's. Raises
-    UserError for a baseline that is not there; what cannot be compared is listed with its reason
-    instead.
+    UserError if it is not there; what cannot be compared is listed with its reason.
     """
-    found = architectures(runs)
-    choices = {each.label: choose(each) for each in found}
+    found = architectures.architectures(runs)
+    choices = {each.label: architectures.choose(each) for each in found}
     measure = Measure([recipe for each in found for recipe in each.recipes], options)
-    labels = {x: each.label for each in found for x in (*(r.label for r in each.runs), each.label)}
-    if (label := found[0].label if baseline is None else labels.get(baseline)) is None:
-        there = ", ".join(repr(each.label) for each in found)
+    labels: dict[str | None, str] = {run.label: each.label for each in found for run in each.runs}
+    labels |= {each.label: each.label for each in found} | {None: found[0].label}
+    if (label := labels.get(baseline)) is None:
+        there = ", ".join(map(repr, choices))
         raise UserError(
             f"baseline {baseline!r} is no architecture and no run here; there are {there}"
         )
     sides = {x: choice.recipe.runs for x, choice in choices.items() if choice.recipe}
     pairs = [((x, sides[x]), (label, sides[label])) for x in sides if label in sides and x != label]
-    rows, refused, notes = verdicts(measure, pairs)
+    rows, refused, notes = verdicts.verdicts(measure, pairs)
     shown = {each.label: each.runs for each in found} | sides
     steps = {
         suite: evaluations.steps_shown(shown, label, suite, options.step)
@@ -122,7 +122,9 @@ def comparison_content(
         "power": POWER,
         "baseline": label,
         "architectures": [_architecture(each, choices[each.label]) for each in found],
-        "held_out": [*dict.fromkeys(held_out_words(rows, refused, pair) for pair in pairs)],
+        "held_out": [
+            *dict.fromkeys(verdicts.held_out_words(rows, refused, pair) for pair in pairs)
+        ],
         "family": family(rows),
         "pairs": rows,
         "refused": refused,
@@ -149,10 +151,7 @@ def suite_step(shown: Mapping[str, int]) -> int:
 
 
 def anchors(shown: Iterable[tuple[str, str]]) -> Row | None:
-    """Return what is published of the (task, metric) pairs that are shown; None without any.
-
-    Accuracies are fractions, as ours are.
-    """
+    """Return what is published of the (task, metric) pairs shown, as fractions; None without."""
     rows = []
     for task, metric in dict.fromkeys(shown):
         scale = 100 if metric.startswith("acc") else 1
@@ -162,15 +161,10 @@ def anchors(shown: Iterable[tuple[str, str]]) -> Row | None:
 
 
 def _architecture(each: Architecture, choice: Choice) -> Row:
-    recipes = [
-        {
-            "learning_rate": recipe.learning_rate,
-            "runs": [run.label for run in recipe.runs],
-            "loss": loss,
-            "chosen": recipe is choice.recipe,
-        }
-        for recipe, loss in zip(each.recipes, choice.losses, strict=True)
-    ]
+    recipes: list[Row] = []
+    for recipe, loss in zip(each.recipes, choice.losses, strict=True):
+        of = {"learning_rate": recipe.learning_rate, "runs": [run.label for run in recipe.runs]}
+        recipes.append({**of, "loss": loss, "chosen": recipe is choice.recipe})
     about = {"label": each.label, "settings": each.settings, "recipes": recipes}
     runs = [run.label for run in each.runs]
     return {**about, "runs": runs, "choice": choice.words, "step": choice.step}
@@ -189,13 +183,12 @@ def _scores(
         asked = [evaluation for side in by_label.values() for evaluation in side]
         for question in evaluations.questions(asked, suite) if suite != VALIDATION else ():
             known = [x for each in asked if (x := each.score(question)) is not None]
-            bounded = not evaluations.is_loss(question.metric) and all(0 <= x <= 1 for x in known)
+            bounded = not is_loss(question.metric) and all(0 <= x <= 1 for x in known)
             noise = measure.noise([question], bounded=bounded)
             cells = []
             for label, side in by_label.items():
-                scores = [(e.score(question), e) for e in side]
-                ours = [(x, e) for x, e in scores if x is not None and math.isfinite(x)]
-                if ours:
+                scores = [(x, e) for e in side if (x := e.score(question)) is not None]
+                if ours := [(x, e) for x, e in scores if math.isfinite(x)]:
                     cell = _cell(question, ours, choices[label].recipe, measure, noise)
                     cells.append({"architecture": label, **cell})
             rows.append({**question._asdict(), "suite_step": suite_step(shown), "cells": cells})
@@ -213,11 +206,9 @@ def _cell(
     scale = Scale.of(question.metric)
     pick = max if scores[0][1].higher_is_better(question) else min
     value, best = pick(scores, key=lambda pair: pair[0])
-    bias, mean = None, None
-    if noise is not None:
-        bias = expected_maximum(len(scores)) * noise.sigma * (value if scale.is_log else 1)
+    bias = noise and expected_maximum(len(scores)) * noise.sigma * (value if scale.is_log else 1)
     labels = [run.label for run in recipe.runs] if recipe else []
-    chosen = [(x, e) for x, e in scores if e.run in labels]
+    mean, chosen = None, [(x, e) for x, e in scores if e.run in labels]
     if chosen:
         score = scale.score(math.fsum(scale.mean(x) for x, _ in chosen) / len(chosen))
         stderr = measure.stderr(question, [e for _, e in chosen], noise) if noise else None
@@ -251,3 +242,142 @@ def _notes(
                     last = f"{run.label}, evaluated at step {max(there):,}"
                     notes.append(f"{suite}: {last}, is left out of the scores by architecture.")
     return notes
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+COLUMNS = {
+    "task, metric": lambda row: f"{row['task']} {row['metric']}",
+    "A": lambda row: figure(row["baseline_value"]),
+    "B": lambda row: figure(row["value"]),
+    "B - A": lambda row: signed(row["difference"]),
+    "p (Holm)": lambda row: p_value(row["p_holm"]),
+    "verdict on B": lambda row: row["verdict"],
+    "95 % interval": lambda row: interval(row["ci"]),
+    "detectable": lambda row: figure(row["detectable"]),
+}
+NARROW = 6
+"""Columns that are shown in a terminal of less than 120."""
+STYLES = {verdicts.BETTER: "green", verdicts.WORSE: "red"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `eval compare`."""
+    add = parser.add_argument
+    about = "two runs, sweeps or results.json files; or one sweep of two architectures"
+    add("pair", type=Path, nargs="*", metavar="A B", help=about)
+    add("--a", type=Path, nargs="+", default=[], metavar="RUN", help="seeds of A, the baseline")
+    add("--b", type=Path, nargs="+", default=[], metavar="RUN", help="seeds of B")
+    add("--step", type=int, help="default: the last step that both were asked at")
+    add("--suite", action="append", help="this suite only (may be repeated): a smaller family")
+    add_noise_arguments(parser)
+    add("--json", type=Path, metavar="FILE", help="write the rows there too")
+
+
+def execute(arguments: argparse.Namespace) -> None:
+    """Print the comparison. Raises UserError if the two sides cannot be compared."""
+    given = _sides(arguments)
+    runs = [run for side in given for run in side]
+    more = {"step": arguments.step, "suites": arguments.suite}
+    # whoever names single results wants these
+    any_step = all(path.is_file() for path in [*arguments.pair, *arguments.a])
+    options = noise_options(arguments, runs, any_step=any_step, **more)
+    sides, recipes = [], []
+    notes = [line for run in runs for line in run.left_out]
+    for name, side in zip("AB", given, strict=True):
+        recipe = architectures.recipe_of(side)  # as the user says; what it has is another matter
+        alike = [
+            each for found in architectures.architectures(recipe.runs) for each in found.recipes
+        ]
+        sides.append((name, recipe.runs))
+        recipes += alike
+        notes += [f"{name}: {x.label} repeats the seeds of another run" for x in recipe.repeats]
+        notes += [f"{name}: its runs differ in more than their seeds"] * (len(alike) > 1)
+    pair = sides[1], sides[0]
+    rows, refused, left = verdicts.verdicts(Measure(recipes, options), [pair])
+    if not rows:
+        raise UserError(f"nothing to compare: {_reasons(runs, refused)}")
+    is_asked = options.suites is None or VALIDATION in options.suites
+    content = {
+        **{name.lower(): [run.label for run in side] for name, side in sides},
+        "held_out": verdicts.held_out_words(rows, refused, pair) if is_asked else None,
+        "family": family(rows),
+        "pairs": rows,
+        "refused": refused,
+        "notes": [*notes, *left],
+    }
+    _print(content)
+    if arguments.json:
+        stored = json.dumps(finite(content), indent=1, ensure_ascii=False, allow_nan=False)
+        try:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(arguments.json, stored.encode())
+        except OSError as error:
+            path = arguments.json
+            raise UserError(f"--json {path}: cannot be written: {error.strerror}") from None
+
+
+def _sides(arguments: argparse.Namespace) -> Sequence[Sequence[RunRecord]]:
+    pair, a, b = arguments.pair, arguments.a, arguments.b
+    paths = [
+        [run for path in side for run in ([path] if path.is_file() else named_runs([path]))]
+        for side in (a or pair[:1], b or pair[1:])
+    ]
+    runs = evaluations.read_runs([*paths[0], *paths[1]])
+    sides = [runs[: len(paths[0])], runs[len(paths[0]) :]]
+    if len(pair) == 1 and not (a or b):
+        found = architectures.architectures(runs)
+        sides = [[run for r in x.recipes for run in (*r.runs, *r.repeats)] for x in found]
+    is_pair = len(pair) in (1, 2) and not (a or b)
+    if len(sides) != 2 or not (is_pair or (a and b and not pair)):
+        raise UserError(
+            f"expected two runs (`compare A B`), one sweep of two architectures, or seeds of each "
+            f"(`compare --a RUN RUN --b RUN RUN`); got {len(pair)} with {len(sides)} "
+            f"architecture(s), and {len(a)} with --a, {len(b)} with --b"
+        )
+    return sides
+
+
+def _reasons(runs: Sequence[RunRecord], refused: Sequence[Row]) -> str:
+    words = [f"{x['task']} {x['metric']}: {x['why']}" for x in refused if x["task"]]
+    for run in runs if not words else ():
+        have = [
+            f"{each.suite} at step {each.step}"
+            + " with --limit (not a result)" * (each.limit is not None)
+            for each in run.evaluations
+        ]
+        words.append(f"{run.label} has {', '.join(dict.fromkeys(have)) or 'no results'}")
+    return f"{'; '.join(words)}. `python -m eval run` evaluates a checkpoint"
+
+
+def _print(content: Row) -> None:
+    console = Console()
+
+    def show(*lines: str, style: str = "") -> None:
+        console.print(Text("\n".join(lines), style=style), soft_wrap=True)
+
+    if content["held_out"]:
+        show(content["held_out"], style="bold")
+    names = [*COLUMNS][: None if console.width >= 120 else NARROW]
+    show(*(f"{name.upper()}: {', '.join(content[name])}" for name in ("a", "b")))
+    for suite in dict.fromkeys(row["suite"] for row in content["pairs"]):
+        rows = [row for row in content["pairs"] if row["suite"] == suite]
+        title = f"{suite}, A at step {rows[0]['baseline_step']}, B at step {rows[0]['step']}"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+        for name in names:
+            table.add_column(name, no_wrap=name != names[0])
+        for row in rows:
+            cells = (Text(COLUMNS[name](row)) for name in names)
+            table.add_row(*cells, style=STYLES.get(row["verdict"]))
+        console.print(table)
+    tests = ", ".join(f"{suite} {count} tests" for suite, count in content["family"].items())
+    show(f"{tests or 'no test'}: a suite is a family, with 5 % for any wrong verdict (Holm)")
+    reasons: dict[str, list[str]] = {}
+    for row in content["pairs"]:
+        noise = row["why"] or f"seed noise {(row['seed_noise'] or {'words': 'not known'})['words']}"
+        reasons.setdefault(noise, []).append(f"{row['task']} {row['metric']}")
+    lines = [f"{', '.join(tasks)}: {reason}" for reason, tasks in reasons.items()]
+    lines += [
+        f"not compared: {x['suite']} {x['task'] or ''}: {x['why']}" for x in content["refused"]
+    ]
+    show(*lines, *content["notes"])

@@ -1,9 +1,8 @@
 """From a difference and its two noises to a verdict: p, Holm's correction, what could be shown.
 
-Both variances, of items and of a handful of seeds, are estimates: they are averaged over what the
-estimates leave open, by the Behrens-Fisher distribution, which is never too bold (Robinson 1976);
-Welch's t is (tests/simulate_statistics.py). With one variance nil it is Student's t. `noise` are
-the values of a `Noise`.
+Both variances, of items and of a handful of seeds, are estimates, hence the Behrens-Fisher
+distribution, which is never too bold (Robinson 1976); Welch's t is (tests/simulate_statistics.py).
+With one variance nil it is Student's t. `noise` are the values of a `Noise`.
 """
 
 import math
@@ -80,11 +79,7 @@ def critical_value(p: float, *noise: float) -> float:
 
 
 def holm(p: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return Holm's adjusted p values of a family.
-
-    `weights`: the tests' shares of alpha to begin with, in any unit (Holm 1979; statsmodels has no
-    weights).
-    """
+    """Return Holm's adjusted p values; `weights`: shares of alpha, which statsmodels lacks."""
     order = np.argsort(p / weights)
     left = np.cumsum(weights[order][::-1])[::-1]
     found = np.empty(p.size)
@@ -134,9 +129,9 @@ def detectable(alpha: float, *noise: float) -> float:
 def seeds_needed(
     difference: float, alpha: float, noise_with: Callable[[int], Sequence[float]]
 ) -> int | None:
-    """Return the fewest seeds per side with which `difference` is `detectable` at `alpha`.
+    """Return the fewest seeds R per side, with `noise_with(R)`, that make `difference` detectable.
 
-    `noise_with(R)`: the noise with R seeds each. None if MOST_SEEDS are too few.
+    None if MOST_SEEDS are too few.
     """
 
     def is_enough(seeds: int) -> bool:

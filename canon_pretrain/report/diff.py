@@ -3,21 +3,22 @@
 import argparse
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import read_bytes, read_json, sha256_file
 from canon_pretrain.core.text import printable
-from canon_pretrain.report.record import HELD_OUT, Curve, RunRecord, in_turn
-from canon_pretrain.run.launches import OWN_TO_A_LAUNCH
+from canon_pretrain.report.items import HELD_OUT
+from canon_pretrain.report.record import Curve, RunRecord, flat, in_turn
+from canon_pretrain.run.launches import OWN_TO_A_LAUNCH, launch_numbers
 from canon_pretrain.run.log import json_value, number
 
 RTOL = 1e-4
 """Relative: how far losses of one experiment are apart on two machines, by rounding alone."""
-EXIT_SAME, EXIT_DIFFERENT = 0, 1
 DATA = ("data_fingerprint", HELD_OUT)
 """The fields of the identity that are about the data."""
 OWN = {
@@ -29,63 +30,59 @@ OWN = {
     "launch": ("",),
 }
 """By section, how names begin that each run or job has its own values of."""
-SECTIONS = ("identity", "data", "config", "code", "packages", "environment", "launch")
 
 Facts = dict[str, Any]
 
 
 def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Facts:
-    """Return all differences of two runs; `rtol` is how far losses may be apart by rounding.
+    """Return all differences of two runs; of several launches the newest is compared.
 
     Each section has `differences` (name -> [a, b]), `own` ones that belong to a run or a job and
-    count for nothing, and `unknown`: the runs that have not recorded it. `same` is whether nothing
-    that counts differs. Of several launches the newest is compared.
+    count for nothing, and `unknown`: the runs that have not recorded it.
     """
     shared = a.identity.keys() & b.identity.keys()
     ours, theirs = (_recorded(run, shared) for run in (a, b))
-    sections = {name: _section(name, ours[name], theirs[name]) for name in SECTIONS}
+    sections = {name: _section(name, ours[name], theirs[name]) for name in ours}
     digests = compare_digests(a.events, b.events)
     losses = compare_losses(a.curve("loss"), b.curve("loss"), rtol)
-    same = not any(section["differences"] for section in sections.values())
+    parts = [digests["first_different"], losses["first_beyond"]]
+    is_same = not any(section["differences"] for section in sections.values())
     return {
         "a": str(a.folder.path),
         "b": str(b.folder.path),
-        "same": same and digests["first_different"] is None and losses["first_beyond"] is None,
+        "same": is_same and parts == [None, None],
         "sections": sections,
         "data_digests": digests,
         "losses": losses,
-        "notes": [
-            f"{name} changed its code {len(codes) - 1} time(s) between its "
-            f"{len(run.launch_records)} launches; the newest is compared"
-            for name, run in (("A", a), ("B", b))
-            if len(codes := in_turn(map(_code, run.launch_records))) > 1
-        ],
     }
 
 
-def _code(launch: Facts) -> tuple[Any, Any]:
-    git = (launch["launch.json"] or {}).get("git") or {}
-    return git.get("commit"), launch["source.patch"]
-
-
 def _recorded(run: RunRecord, shared: Iterable[str]) -> dict[str, Any]:
-    """Return what a run has recorded, by section of the comparison; None for what it has not.
-
-    `shared`: the names in both identities, which are not compared among the settings again.
-    """
-    newest = run.launch_records[-1] if run.launch_records else {}
-    facts = newest.get("launch.json") or {}
-    git, python = facts.get("git") or {"problem": "unknown"}, {"python": facts.get("python")}
-    around = flat({name: facts.get(name) for name in ("platform", "devices")})
-    code = {"commit": git.get("commit"), "untracked": git.get("untracked") or []}
-    packages, environment = newest.get("packages.txt"), newest.get("environment.json")
+    """Return what a run has recorded, by section; `shared`: the names in both identities."""
+    at = run.folder.launch_path(max(launch_numbers(run.folder), default=0))
+    facts, around = (
+        read_json(at / name, finite=False) if (at / name).exists() else None
+        for name in ("launch.json", "environment.json")
+    )
+    facts = facts or {}
+    git = facts.get("git") or {"problem": "unknown"}
+    code: Facts = {name: git.get(name) for name in ("commit", "untracked")}
+    packages: Facts | None = None
+    if (at / "source.patch").exists():
+        code["patch"] = sha256_file(at / "source.patch")[:12]
+    if (at / "packages.txt").exists():
+        lines = read_bytes(at / "packages.txt").decode(errors="replace").split()
+        versions = dict(line.split("==", 1) for line in lines if "==" in line)
+        packages = {"python": facts.get("python"), **versions}
+    if around is not None:
+        around = flat({name: facts.get(name) for name in ("platform", "devices")}) | around
     return {
         "identity": {name: value for name, value in run.identity.items() if name not in DATA},
         "data": {name: run.identity[name] for name in DATA if name in shared},
         "config": {k: value for k, value in flat(run.config).items() if k not in shared},
-        "code": None if git.get("problem") else code | {"patch": newest["source.patch"]},
-        "packages": None if packages is None else python | packages,
-        "environment": None if environment is None else around | environment,
+        "code": None if git.get("problem") else code,
+        "packages": packages,
+        "environment": around,
         "launch": {
             "launches": len(run.heads),
             "world_sizes": in_turn(head.get("world_size") for head in run.heads),
@@ -111,20 +108,8 @@ def _section(section: str, a: Facts | None, b: Facts | None) -> Facts:
     return found | {"compared": len(names)}
 
 
-def flat(value: Mapping[str, Any], prefix: str = "") -> Facts:
-    """Return the leaves of nested objects by dotted names; a list is a leaf."""
-    leaves: Facts = {}
-    for name, inner in value.items():
-        is_leaf = not isinstance(inner, dict) or not inner
-        leaves |= {prefix + name: inner} if is_leaf else flat(inner, f"{prefix}{name}.")
-    return leaves
-
-
 def digests_by_step(events: Iterable[Facts]) -> dict[int, str]:
-    """Return the digest of each step's token ids.
-
-    A line has the digests of the steps since the line before, its own last.
-    """
+    """Return the digest of each step's token ids; a line has those since the line before."""
     digests: dict[int, str] = {}
     for event in events:
         listed = event.get("data_digests") if event["event"] == "step" else None
@@ -159,17 +144,20 @@ def compare_losses(a: Curve | None, b: Curve | None, rtol: float) -> Facts:
         apart = np.abs(one - other) / np.maximum(np.abs(one), np.abs(other))
     apart[~np.isfinite(apart)] = math.inf
     apart[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
-    first, beyond = (steps[found] for found in (apart > 0, apart > rtol))
-    largest = int(apart.argmax()) if len(steps) else None
-    at = np.flatnonzero(apart > rtol)[:1]
+    unequal, beyond = (np.flatnonzero(apart > most).tolist() for most in (0, rtol))
+    largest = [int(apart.argmax())] if len(steps) else []
+
+    def first(places: list[int], values: np.ndarray) -> Any:
+        return json_value(values[places[0]].item()) if places else None
+
     return {
         "common": len(steps),
         "rtol": rtol,
-        "there": json_value([one[at].item(), other[at].item()]) if len(at) else None,
-        "largest": None if largest is None else json_value(float(apart[largest])),
-        "first_unequal": int(first[0]) if len(first) else None,
-        "first_beyond": int(beyond[0]) if len(beyond) else None,
-        "largest_step": None if largest is None else int(steps[largest]),
+        "there": [first(beyond, one), first(beyond, other)] if beyond else None,
+        "largest": first(largest, apart),
+        "first_unequal": first(unequal, steps),
+        "first_beyond": first(beyond, steps),
+        "largest_step": first(largest, steps),
         "last_common": int(steps[-1]) if len(steps) else None,
     }
 
@@ -181,8 +169,7 @@ def words(found: Facts, *, with_own: bool) -> Iterator[str]:
     """Yield the lines that describe a comparison; `with_own` also what is each run's own."""
     yield f"A  {found['a']}"
     yield f"B  {found['b']}"
-    for name in SECTIONS:
-        section = found["sections"][name]
+    for name, section in found["sections"].items():
         if section["unknown"]:
             yield f"{name}: not compared: not recorded in {' and '.join(section['unknown'])}"
             continue
@@ -195,7 +182,6 @@ def words(found: Facts, *, with_own: bool) -> Iterator[str]:
             yield f"  {key}{' (own)' if key in own else ''}: {' -> '.join(map(_shown, values))}"
     yield f"data digests: {_digest_words(found['data_digests'])}"
     yield f"losses: {_loss_words(found['losses'])}"
-    yield from (f"note: {sentence}" for sentence in found["notes"])
     yield "same" if found["same"] else "different"
 
 
@@ -263,4 +249,4 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2, ensure_ascii=False))
     else:
         print(printable("\n".join(words(found, with_own=arguments.all)), keep="\n"))
-    return EXIT_SAME if found["same"] else EXIT_DIFFERENT
+    return 0 if found["same"] else 1

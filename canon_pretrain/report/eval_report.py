@@ -24,7 +24,6 @@ from canon_pretrain.core.text import printable
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.report import comparison as comparisons
 from canon_pretrain.report import evaluations, figures, sections
-from canon_pretrain.report.evaluations import evaluations_of
 from canon_pretrain.report.record import RunRecord, differing, in_turn, is_outdated
 from canon_pretrain.report.sections import Block, Content
 from canon_pretrain.run.folder import named_runs
@@ -136,7 +135,7 @@ def report_content(runs: Sequence[RunRecord], comparison: Content) -> dict[str, 
     `comparison` is the value of comparison.comparison_content.
     """
     steps = {suite: comparisons.suite_step(shown) for suite, shown in comparison["steps"].items()}
-    names = {each.suite for run in runs for each in evaluations_of(run)}
+    names = {each.suite for run in runs for each in run.evaluations}
     suites = [
         _suite(name, runs, steps.get(name)) for name in sorted(names, key=evaluations.suite_order)
     ]
@@ -213,7 +212,7 @@ def _run(run: RunRecord) -> dict[str, Any]:
 
 
 def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str, Any]:
-    found = [(run, [e for e in evaluations_of(run) if e.suite == suite]) for run in runs]
+    found = [(run, [e for e in run.evaluations if e.suite == suite]) for run in runs]
     latest = [(run, each[-1]) for run, each in found if each]
     columns = [each for _, each in latest]
     tasks: dict[str, dict[str, None]] = {}

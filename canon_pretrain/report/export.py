@@ -1,10 +1,16 @@
 """`python -m canon_pretrain.run export wandb|tensorboard RUN`: the log, in another tool's form.
 
-RUN/log.jsonl is the run; wandb and TensorBoard show copies that can be made again at any time. A
-copy begins from the whole log, without superseded steps, so a run of many launches is one curve,
-and replaces the copy before it. With `--follow` it continues as the log grows: that is how
-metrics.enable_wandb and metrics.enable_tensorboard show a run live (run/live_export.py), and what a
-machine with a network can do for a cluster that has none.
+RUN/log.jsonl is the run; wandb and TensorBoard show copies that can be made again at any time:
+
+    DIR/tb/events.out.tfevents.TIME.RUN_ID.canon    one file, that replaces the run's others
+    DIR/wandb/offline-run-TIME-ID                   for `wandb sync`: one folder per run, since
+                                                    syncing a second one would replace the first's
+    online                                          the run with the log's run_id
+
+A copy begins from the whole log, without superseded steps, so a run of many launches is one curve.
+With `--follow` it continues as the log grows: so metrics.enable_wandb and enable_tensorboard show a
+run live (run/live_export.py). TensorBoard's own format is used, not torch: a laptop can make it,
+with the same bytes every time. wandb gets no console output, source code or git data.
 """
 
 import argparse
@@ -14,23 +20,31 @@ import math
 import os
 import re
 import select
+import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import fsync_folder
 from canon_pretrain.core.link_lock import live_holder
-from canon_pretrain.report.export_targets import MODES, About, Row, TensorBoardTarget, WandbTarget
 from canon_pretrain.report.record import RunRecord
-from canon_pretrain.run.log import LogFollower, drop_superseded, number
+from canon_pretrain.run.log import HEADS, LogFollower, drop_superseded, number
+from canon_pretrain.run.provenance import allowed_environment
 
 POLL_S = 1.0
 FINISH_S = 60.0
 """What a live copy has to end in once its trainer has gone: then it is killed."""
+WANDB_INIT_S, WANDB_FINISH_S = 60.0, 40.0
+"""To finish, less than FINISH_S, so that wandb itself reports what it could not send."""
+MODES = ("online", "offline", "disabled")
+ENDING = ".canon"
+"""Marks the files that a new copy of the run may remove; others in the folder are kept."""
 
 GROUPS = {
     "train": ("loss", "max_loss", "grad_norm", "lr", "skipped_steps", "restarts"),
@@ -42,29 +56,44 @@ GROUPS = {
 """Fields of `step` events, under the heading that the tools group them by."""
 
 Event = Mapping[str, Any]
-Target = TensorBoardTarget | WandbTarget
 
 
-# -- rows
+class Row(NamedTuple):
+    """The numbers of one step, by name; `time` in seconds since 1970."""
+
+    step: int
+    tokens: int
+    time: float
+    values: Mapping[str, float]
+
+
+class About(NamedTuple):
+    """What a copy holds of the run beside its curves; `group` is equal for repeats of a recipe."""
+
+    run_id: str
+    name: str
+    group: str
+    tags: tuple[str, ...]
+    config: Mapping[str, Any]
+    began: float
+
+
+# -- what is copied
 
 
 def row_of(event: Event) -> Row | None:
-    """Return the row of a `step` or `validation` event; None for other kinds.
-
-    Values that the log does not have are left out; NaN and infinities stay.
-    """
+    """Return the row of a `step` or `validation` event, NaN included; None for other kinds."""
     values: dict[str, Any] = {}
     if event["event"] == "step":
         values = {f"{g}/{name}": event.get(name) for g, names in GROUPS.items() for name in names}
-        sources = event.get("source_tokens") or {}
-        if len(sources) > 1:
+        if len(sources := event.get("source_tokens") or {}) > 1:
             values |= {f"data/tokens/{plain(name)}": tokens for name, tokens in sources.items()}
     elif event["event"] == "validation":
         sources = event.get("sources") or {}
-        parts = {f"/{plain(name)}": part for name, part in sources.items()}
-        for heading, part in {"": event, **(parts if len(parts) > 1 else {})}.items():
-            names = ("loss", "bits_per_byte")
-            values |= {f"validation{heading}/{name}": part.get(name) for name in names}
+        parts = {f"/{plain(name)}": part for name, part in sources.items() if len(sources) > 1}
+        for heading, part in {"": event, **parts}.items():
+            for name in ("loss", "bits_per_byte"):
+                values[f"validation{heading}/{name}"] = part.get(name)
     else:
         return None
     try:
@@ -75,17 +104,14 @@ def row_of(event: Event) -> Row | None:
 
 
 def _evaluations(run: RunRecord, last_time: float) -> Iterable[Row]:
-    """Yield the scores of evaluations, at their checkpoints' steps.
-
-    A score is named eval/SUITE/TASK/METRIC, that of a trial eval/SUITE-firstN/...
-    """
+    """Yield scores as eval/SUITE/TASK/METRIC, those of a trial as eval/SUITE-firstN/..."""
     sizes = [run.identity.get(f"training.{k}") for k in ("global_batch_size", "seq_len")]
     tokens_per_step = math.prod(n if isinstance(n, int) else 0 for n in sizes)
     for (suite, step), results in run.latest.items():
         limit = results.asked["limit"]
-        heading = f"eval/{plain(suite if limit is None else f'{suite}-first{limit}')}"
+        heading = suite if limit is None else f"{suite}-first{limit}"
         values = {
-            f"{heading}/{plain(task)}/{plain(metric)}": score.value
+            "/".join(("eval", *map(plain, (heading, task, metric)))): score.value
             for task, metrics in results.scores.items()
             for metric, score in metrics.items()
         }
@@ -118,11 +144,10 @@ def _seconds(event: Event) -> float:
 def about(run: RunRecord, events: list[dict[str, Any]]) -> About:
     """Return what the run is called and what it is, from config.json and its log."""
     run_id = next((event["run_id"] for event in reversed(events) if "run_id" in event), None)
-    flavor = str(run.config.get("model", {}).get("flavor", "model"))
-    position = str(run.identity.get("model.position", ""))
-    canon = str(run.identity.get("model.canon_set", ""))
+    flavor = run.config.get("model", {}).get("flavor")
+    position, canon = (run.identity.get(f"model.{name}") for name in ("position", "canon_set"))
     tags = tuple(filter(None, (flavor, position, f"canon{canon}" if canon else "no-canon")))
-    heads = [event for event in events if event["event"] in ("start", "resume")]
+    heads = [event for event in events if event["event"] in HEADS]
     newest = {name: value for name, value in (heads or [{}])[-1].items() if name != "event"}
     path = run.folder.path.resolve()
     return About(
@@ -140,22 +165,176 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
+# -- where it is copied to
+
+
+class TensorBoardTarget:
+    """Writes rows to an event file in `folder`; a `live` one can be read while it grows."""
+
+    def __init__(self, folder: Path, facts: About, *, live: bool) -> None:
+        try:
+            from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
+            from tensorboard.summary.writer.record_writer import (  # type: ignore[import-untyped]
+                RecordWriter,
+            )
+        except ImportError:
+            raise UserError("TensorBoard is not installed: pip install tensorboard") from None
+        self._events, self._folder, self._began = event_pb2, folder, facts.began
+        self._step = -1
+        folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads files in the order of their names: a live one comes after the last
+        began = time.time() if live else facts.began
+        self._final = folder / f"events.out.tfevents.{int(began):010d}.{facts.run_id}{ENDING}"
+        ours = folder.glob(f"events.out.tfevents.*.{facts.run_id}{ENDING}")
+        self._before = set(ours) - {self._final}
+        self._path = self._final if live else folder / f".{self._final.name}.tmp"
+        self._file: BinaryIO = open(self._path, "wb")  # noqa: SIM115 - as long as the target lives
+        self._writer = RecordWriter(self._file)
+        self._write(wall_time=facts.began, file_version="brain.Event:2")
+        self.restart(-1)  # a TensorBoard that is open has the steps of the file before
+        if live:
+            self.flush()
+
+    def write(self, row: Row) -> None:
+        values = dict(row.values)
+        if row.step != self._step:  # a live validation comes in a row of its own
+            values["tokens"] = row.tokens
+        self._step = row.step
+        summary = {"value": [{"tag": k, "simple_value": v} for k, v in values.items()]}
+        self._write(wall_time=row.time or self._began, step=row.step, summary=summary)
+
+    def restart(self, step: int) -> None:
+        """Void the steps after `step`, by the mark that TensorBoard knows."""
+        log = {"status": self._events.SessionLog.START}
+        self._write(wall_time=self._began, step=step + 1, session_log=log)
+
+    def flush(self) -> None:
+        """Make all rows readable, and remove earlier copies: this one has what they have."""
+        self._writer.flush()
+        while self._before:
+            self._before.pop().unlink(missing_ok=True)
+
+    def finish(self) -> str:
+        """Complete the copy; return where it is, in words."""
+        self._writer.flush()
+        os.fsync(self._file.fileno())
+        os.replace(self._path, self._final)
+        self.flush()
+        self._writer.close()
+        fsync_folder(self._folder)
+        return f"{self._final}; `tensorboard --logdir {self._folder}` shows it"
+
+    def _write(self, **fields: Any) -> None:
+        self._writer.write(self._events.Event(**fields).SerializeToString())
+
+
+class WandbTarget:
+    """Writes rows to a wandb run, over tokens; `options` of wandb.init. Raises UserError.
+
+    Online, a copy of the whole replaces the run; a live one continues where wandb says it is.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        facts: About,
+        *,
+        live: bool,
+        mode: Any,
+        tags: Sequence[str],
+        **options: Any,
+    ) -> None:
+        if mode not in MODES:
+            raise UserError(f"WANDB_MODE = {mode!r}: expected one of {', '.join(MODES)}")
+        if mode != "online":
+            os.environ["WANDB_ERROR_REPORTING"] = "false"  # else it tells its makers, offline too
+        try:
+            import wandb
+        except ImportError:
+            raise UserError("wandb is not installed: pip install wandb") from None
+        # a live wandb sends this process's arguments and all SLURM_ variables: a job's comment may
+        # hold anything
+        del sys.argv[1:]
+        slurm = {name for name in os.environ if name.startswith("SLURM")}
+        for variable in slurm - set(allowed_environment(os.environ)):
+            del os.environ[variable]
+        self._facts, self._mode, self._folder = facts, mode, folder / "wandb"
+        self._before = self._offline_folders()
+        folder.mkdir(parents=True, exist_ok=True)
+        settings: dict[str, Any] = {
+            **{"console": "off", "disable_code": True, "disable_git": True, "save_code": False},
+            **{"symlink": False, "silent": live or mode != "online", "init_timeout": WANDB_INIT_S},
+            # a copy that is made later would show the machine that makes it
+            **{"x_disable_stats": not live, "x_disable_meta": not live},
+            "finish_timeout": WANDB_FINISH_S if live else 0.0,
+        }
+        try:
+            self._run = wandb.init(
+                mode=mode,
+                dir=folder,
+                id=facts.run_id,
+                group=facts.group,
+                # a whole copy replaces what is there; offline, wandb cannot look
+                resume="allow" if mode == "online" and live else None,
+                tags=[tag[:64] for tag in dict.fromkeys((*facts.tags, *tags))],
+                config=dict(facts.config),
+                settings=wandb.Settings(**settings),
+                **options,
+            )
+        except (wandb.Error, ValueError, OSError) as error:  # ValueError: its variables
+            raise UserError(f"wandb does not begin: {error}") from None
+        self._run.define_metric("tokens")
+        self._run.define_metric("*", step_metric="tokens")
+        self._next = self._run.starting_step
+
+    def write(self, row: Row) -> None:
+        """Log a row; one of a step that wandb has passed is left out, since it takes none back."""
+        if row.step >= self._next:
+            self._next = row.step
+            values = {"step": row.step, "tokens": row.tokens, "time": row.time, **row.values}
+            self._run.log(values, step=row.step)
+
+    def restart(self, step: int) -> None:
+        """Do nothing: wandb keeps the first of repeated steps; a whole copy puts that right."""
+
+    def flush(self) -> None:
+        while self._before:
+            shutil.rmtree(self._before.pop(), ignore_errors=True)
+
+    def finish(self) -> str:
+        self._run.finish()
+        self.flush()
+        if self._mode == "disabled":
+            return "wandb is disabled, nothing was written"
+        if self._mode == "online":
+            return f"{self._run.url or 'wandb'}"
+        # the time of the run, not of this copy: every copy has the same name
+        began = datetime.fromtimestamp(self._facts.began, UTC)
+        final = self._folder / f"offline-run-{began:%Y%m%d_%H%M%S}-{self._facts.run_id}"
+        (made,) = self._offline_folders()
+        made.rename(final)
+        return f"{final}; `wandb sync {final}` uploads it"
+
+    def _offline_folders(self) -> list[Path]:
+        return sorted(self._folder.glob(f"offline-run-*-{self._facts.run_id}"))
+
+
 # -- copying
 
 
 def copy(
     run: RunRecord,
-    open_target: Callable[[About], Target],
+    open_target: Callable[[About], TensorBoardTarget | WandbTarget],
     ended: Callable[[float], bool] | None = None,
 ) -> str:
     """Copy what there is, evaluations too; returns where it is, in words.
 
-    With `ended` the log alone, also what comes, until `ended(seconds to wait)` or the run is done.
+    With `ended` the log alone, also as it grows, until `ended(seconds to wait)` or `done`.
     """
     log = LogFollower(run.folder.log_file)
     events = drop_superseded(log.poll()) if ended else run.events
     wait, is_over = ended or bool, ended is None
-    while not is_over and not any(e["event"] in ("step", "start", "resume") for e in events):
+    while not is_over and not any(e["event"] in ("step", *HEADS) for e in events):
         is_over = wait(POLL_S)
         events = drop_superseded([*events, *log.poll()])
     rows = joined(row for event in events if (row := row_of(event)))
@@ -164,13 +343,13 @@ def copy(
     target = open_target(about(run, events))
     for row in rows:
         target.write(row)
-    turns = [e["event"] for e in events if e["event"] in ("start", "resume", "done")]
+    turns = [e["event"] for e in events if e["event"] in (*HEADS, "done")]
     is_over |= turns[-1:] == ["done"]
     while not is_over:
         target.flush()
         is_over = wait(POLL_S)  # asked first: what was written before the end is still read
         for event in log.poll():
-            if event["event"] in ("start", "resume"):
+            if event["event"] in HEADS:
                 target.restart(int(event.get("from_step", 0)))
             if row := row_of(event):
                 target.write(row)
@@ -200,11 +379,9 @@ def add_parser(subparsers: Any) -> None:
     mode, project = given("WANDB_MODE") or "offline", given("WANDB_PROJECT") or "canon_pretrain"
     add("--mode", choices=MODES, default=mode, help="wandb's (default: %(default)s)")
     add("--project", default=project, help="wandb's (default: %(default)s)")
-    entity, name = (
-        given("WANDB_ENTITY") or given("WANDB_TEAM"),
-        given("WANDB_NAME") or given("WANDB_RUN_NAME"),
-    )
+    entity = given("WANDB_ENTITY") or given("WANDB_TEAM")
     add("--entity", default=entity, help="wandb's (default: $WANDB_ENTITY, or the account's own)")
+    name = given("WANDB_NAME") or given("WANDB_RUN_NAME")
     add("--name", default=name, help="wandb's (default: $WANDB_NAME, or the run folder's name)")
     add("--tags", nargs="*", default=[], metavar="TAG")
     # metrics.save_tb_folder; and how the trainer starts it: until its end of the pipe closes, and
@@ -225,11 +402,12 @@ def run(arguments: argparse.Namespace) -> int:
             "place; name another with --out, or add --follow"
         )
 
-    def opened(facts: About) -> Target:
+    def opened(facts: About) -> TensorBoardTarget | WandbTarget:
         if arguments.target == "tensorboard":
             return TensorBoardTarget(out / arguments.tb_folder, facts, live=follows)
-        names = ("mode", "project", "entity", "name", "tags")
-        return WandbTarget(out, facts, live=follows, **{n: getattr(arguments, n) for n in names})
+        options = {name: getattr(arguments, name) for name in ("mode", "tags", "project")}
+        options |= {"entity": arguments.entity or None, "name": arguments.name or facts.name}
+        return WandbTarget(out, facts, live=follows, **options)
 
     ended: Callable[[float], bool] | None = None
     if arguments.beside_trainer:
@@ -248,10 +426,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _trainer_ended(wait_s: float) -> bool:
-    """Return whether stdin, a pipe from the trainer, was closed within `wait_s`.
-
-    From then on this process has FINISH_S to live, whatever a network does.
-    """
+    """Return whether stdin, a pipe from the trainer, was closed; then FINISH_S are left."""
     readable, _, _ = select.select([sys.stdin], [], [], wait_s)
     if ended := bool(readable) and not os.read(sys.stdin.fileno(), 1):
         watchdog = threading.Timer(FINISH_S, os._exit, (1,))

@@ -14,13 +14,12 @@ import numpy as np
 from canon_pretrain.core.text import printable
 from canon_pretrain.report.curves import stretches, thin
 from canon_pretrain.report.evaluations import (
-    Evaluation,
-    evaluations_of,
     logged_losses,
     suite_losses,
     suite_order,
     tokens_at,
 )
+from canon_pretrain.report.items import Evaluation
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.report.verdicts import BABILONG
 from canon_pretrain.run.log import json_value
@@ -153,7 +152,7 @@ def score_curves(runs: Sequence[RunRecord]) -> list[Json]:
         texts: dict[str, list[Json]] = {}  # losses of different texts are not comparable
         for run in runs:
             # in order: a whole result takes the place of a trial, the newest that of all
-            by_step = {e.step: e for e in evaluations_of(run) if e.suite == suite}
+            by_step = {e.step: e for e in run.evaluations if e.suite == suite}
             scored = [e for e in by_step.values() if metric in e.results.scores.get(task, {})]
             scored.sort(key=lambda each: each.step)
             for text in dict.fromkeys(each.text for each in scored):
@@ -174,7 +173,7 @@ def _primaries(runs: Sequence[RunRecord]) -> list[tuple[str, str, str]]:
     """
     found: dict[tuple[str, str, str], None] = {}
     for run in runs:
-        for each in reversed(evaluations_of(run)):
+        for each in reversed(run.evaluations):
             for task in each.results.scores:
                 if not each.results.asked.get("tasks") or each.described(task):
                     names = each.primary_metrics(task)
@@ -286,7 +285,7 @@ def _points(run: RunRecord, pattern: re.Pattern[str], steps: Mapping[str, int]) 
     """
     shown = {
         each.suite: each
-        for each in evaluations_of(run)
+        for each in run.evaluations
         if each.limit or steps.get(each.suite, each.step) == each.step
         if any(pattern.fullmatch(task) for task in each.results.scores)
     }

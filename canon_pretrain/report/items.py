@@ -1,7 +1,7 @@
-"""The items of one evaluation as arrays that pair with those of another. No torch.
+"""One evaluation: its question, its scores, and its items as arrays that pair with another's.
 
 Reads samples-TASK.jsonl (run/results.py). An item is its document and its prompt, so that two runs
-are compared on an item only if they were asked exactly the same.
+are compared on an item only if they were asked exactly the same. No torch.
 """
 
 import math
@@ -9,14 +9,92 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from canon_pretrain.run.results import read_samples, source_of_record
+from canon_pretrain.run.results import VALIDATION, Results, read_samples, source_of_record
+
+HELD_OUT = "held_out_fingerprint"
+LOWER_IS_BETTER = ("perplexity", "bits_per", "nats_per", "loss")
+NOT_METRICS = ("doc_id", "filter", "doc_hash", "prompt_hash", "target", "source")
 
 Record = dict[str, Any]
-NOT_METRICS = ("doc_id", "filter", "doc_hash", "prompt_hash", "target", "source")
+
+
+class Question(NamedTuple):
+    """One metric of one task of a suite."""
+
+    suite: str
+    task: str
+    metric: str
+
+
+def is_loss(metric: str) -> bool:
+    """Return whether the metric is a loss by its name: unbounded, not comparable over settings."""
+    return any(word in metric for word in LOWER_IS_BETTER)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Results of a run, by its label, on a suite at one step; `folder` has its item records."""
+
+    run: str
+    results: Results
+    folder: Path
+
+    @property
+    def suite(self) -> str:
+        return self.results.asked["suite"]
+
+    @property
+    def step(self) -> int:
+        return self.results.asked["step"]
+
+    @property
+    def limit(self) -> int | None:
+        """The number of items, if it was cut short: then it is not a result."""
+        return self.results.asked["limit"]
+
+    @property
+    def text(self) -> str:
+        """The fingerprint of the text of a held-out loss; empty for another suite."""
+        return str(self.results.asked.get(HELD_OUT)) if self.suite == VALIDATION else ""
+
+    @property
+    def _tasks(self) -> dict[str, Record]:
+        return self.results.asked.get("tasks") or {}
+
+    def described(self, task: str) -> Record:
+        """Return the recorded declaration of the task: version, primary, chance, ..."""
+        return self._tasks.get(task, {})
+
+    def _declarations(self, task: str) -> list[Record]:
+        return [each for name, each in self._tasks.items() if task in (name, each.get("part_of"))]
+
+    def primary_metrics(self, task: str) -> list[str]:
+        """Return the metrics that a table with one line per task shows."""
+        declared = self.described(task).get("primary") or []
+        names = [declared] if isinstance(declared, str) else declared
+        there = list(self.results.scores.get(task, {}))
+        return [name for name in names if name in there] or there[:1]
+
+    def chance(self, task: str, metric: str) -> float | None:
+        """Return the score of guessing, as the task or its part with that metric declares it."""
+        asked = [x for x in self._declarations(task) if metric in (x.get("primary") or ())]
+        return next((float(x["chance"]) for x in asked if x.get("chance") is not None), None)
+
+    def higher_is_better(self, question: Question) -> bool:
+        """Return the direction that the task declares, else that of the metric's name."""
+        metric = question.metric.partition(", ")[0]
+        for declared in self._declarations(question.task):
+            if metric in (directions := declared.get("higher_is_better") or {}):
+                return bool(directions[metric])
+        return not is_loss(question.metric)
+
+    def score(self, question: Question) -> float | None:
+        score = self.results.scores.get(question.task, {}).get(question.metric)
+        return None if score is None else float(score.value)
 
 
 @dataclass(frozen=True)
@@ -53,18 +131,13 @@ def _exp(x: float) -> float:
 
 @dataclass(frozen=True)
 class Items:
-    """The items of one task in one evaluation, sorted by key.
+    """The items of one task in one evaluation, sorted by key."""
 
-    `keys` is one tuple for all evaluations of the same items. `values[metric]`: (N, 2) of the
-    item's value and weight. `clusters_N`: the items' sources, as places in `sources`. `chance`: of
-    multiple-choice items the mean of 1 / choices.
-    """
-
-    keys: tuple[str, ...]
+    keys: tuple[str, ...]  # one tuple for all evaluations of the same items
     sources: np.ndarray
-    clusters_N: np.ndarray
-    values: dict[str, np.ndarray]
-    chance: float | None = None
+    clusters_N: np.ndarray  # places in `sources`
+    values: dict[str, np.ndarray]  # by metric, (N, 2): value and weight
+    chance: float | None = None  # of multiple-choice items the mean of 1 / choices
 
     def of_metric(self, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Return what is averaged, and its weights; None if the metric is not recorded."""
@@ -80,14 +153,10 @@ class Records:
         self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def of(self, folder: Path, task: str, metric: str) -> Items | None:
-        """Return the items that `metric` is a mean over; None if the evaluation kept none.
-
-        A task whose answers are filtered in several ways has a record of each, and metrics named
-        `metric, filter` (eval/harness.py).
-        """
+        """Return the items that `metric` is a mean over; None if the evaluation kept none."""
         if folder not in self._folders:
             self._folders[folder] = self._read(folder)
-        name = metric.partition(", ")[2]
+        name = metric.partition(", ")[2]  # of a filter, if answers have several (eval/harness.py)
         found = {f: items for (t, f), items in self._folders[folder].items() if t == task}
         if name:
             return found.get(name)

@@ -29,12 +29,8 @@ RANGE_DF = 6.0
 """Worth of one range of 8: a variance with 6.3 degrees of freedom (Patnaik 1950), less a little
 because it is published in whole per cent."""
 PUBLISHED_SPREADS = {
-    "lambada_openai": 0.04,
-    "boolq": 0.03,
-    "jrt_fda": 0.09,
-    "jrt_fda_twice": 0.09,
-    "jrt_swde": 0.08,
-    "jrt_swde_twice": 0.08,
+    **{"lambada_openai": 0.04, "boolq": 0.03, "jrt_fda": 0.09, "jrt_fda_twice": 0.09},
+    **{"jrt_swde": 0.08, "jrt_swde_twice": 0.08},
 }
 """The paper: eight seeds of one architecture spread over so much (of 1)."""
 OTHER_DISCRIMINATIVE, OTHER_GENERATIVE = 0.03, 0.05
@@ -74,11 +70,10 @@ class Clusters(NamedTuple):
 
 
 def mean_variance(*tasks: Clusters) -> float:
-    """Return the variance of the mean by the jackknife over clusters; infinite for G = 1.
+    """Return the variance of the mean by the jackknife over clusters, CR3; infinite for G = 1.
 
-    (G - 1) / G sum (mean without g - mean)^2: the cluster-robust variance CR3 of a weighted mean;
-    CR1 comes out near nil if one cluster has most of the weight. For several tasks, that of the
-    plain mean of their means: a shared cluster is left out of all of them at once.
+    (G - 1) / G sum (mean without g - mean)^2; CR1 is near nil if one cluster has most weight. For
+    several tasks, of the plain mean of their means: a shared cluster is left out of all at once.
     """
     count = tasks[0].sums_G.size
     moved_G = np.zeros(count)
@@ -99,8 +94,8 @@ def degrees_of_freedom(clusters: Clusters) -> float:
 def difference_variance(clusters: Clusters, *, bounded: bool) -> float:
     """Return `mean_variance` of paired differences; `bounded`: of values between -1 and 1.
 
-    Then two items, +1 and -1, are added, so that few items that all agree are no certainty (Bonett
-    and Price 2012, who add one to both discordant counts).
+    Then two items, +1 and -1, are added, so that few that agree are no certainty (Bonett and Price
+    2012, who add one to both discordant counts).
     """
     sums_G, weights_G = clusters
     if bounded and sums_G.size > 1:
@@ -109,10 +104,9 @@ def difference_variance(clusters: Clusters, *, bounded: bool) -> float:
 
 
 def interaction_variance(*tasks: Answers) -> float:
-    """Return what a run's own answers add to the variance of its mean, from R >= 2 runs.
+    """Return what a run's own answers add to the variance of its mean (of tasks), from R >= 2 runs.
 
-    The spread of equally good runs and the variance over items both contain it. Of several tasks it
-    is of the plain mean of their means.
+    The spread of equally good runs and the variance over items both contain it.
     """
     count = 1 + max(int(task.clusters_N.max()) for task in tasks)
     residuals = [task.values_RN - task.values_RN.mean(axis=0) for task in tasks]
@@ -126,10 +120,8 @@ def interaction_variance(*tasks: Answers) -> float:
 def bootstrap_interval(
     clusters: Clusters, generator: np.random.Generator, *, resamples: int = RESAMPLES
 ) -> tuple[float, float]:
-    """Return the 95 % percentile interval of the mean under a bootstrap of whole clusters.
-
-    Equal clusters are drawn together by a multinomial: the same distribution with few counts.
-    """
+    """Return the 95 % percentile interval of the mean under a bootstrap of whole clusters."""
+    # equal clusters are drawn together by a multinomial: the same distribution with few counts
     distinct, counts = np.unique(np.stack(clusters, axis=1), axis=0, return_counts=True)
     total = int(counts.sum())
     means = []
@@ -145,8 +137,7 @@ def bootstrap_interval(
 def mcnemar_test(a_N: np.ndarray, b_N: np.ndarray) -> dict[str, Any]:
     """Run McNemar's test on answers 0 or 1 to the same items, taken as independent.
 
-    `only_a`, `only_b`: items that only one of the two got right. `exact` below EXACT_BELOW of them,
-    else chi-squared with continuity correction.
+    `only_a`, `only_b`: items that only one got right; not `exact`: chi-squared, corrected.
     """
     from statsmodels.stats.contingency_tables import mcnemar  # takes a second; eval run needs none
 
@@ -161,15 +152,12 @@ def mcnemar_test(a_N: np.ndarray, b_N: np.ndarray) -> dict[str, Any]:
 
 
 class SeedNoise(NamedTuple):
-    """The variance of one run's score over seeds; `df` is infinite if it is taken as known.
-
-    `source`: own, own and paper, paper, or given; `words` describe it in full.
-    """
+    """The variance of one run's score over seeds; `df` is infinite if it is taken as known."""
 
     variance: float
     df: float
-    source: str
-    words: str
+    source: str  # own, own and paper, paper, or given
+    words: str  # in full
 
     @property
     def sigma(self) -> float:
@@ -242,8 +230,7 @@ def seed_noise(
     if not df:
         return SeedNoise(paper, RANGE_DF, "paper", paper_words)
     both = max(own, (RANGE_DF * paper + df * own) / (RANGE_DF + df))
-    words = f"{words}; {paper_words}{left_out}"
-    return SeedNoise(both, RANGE_DF + df, "own and paper", words)
+    return SeedNoise(both, RANGE_DF + df, "own and paper", f"{words}; {paper_words}{left_out}")
 
 
 @lru_cache
@@ -262,8 +249,7 @@ def expected_maximum(count: int) -> float:
 class Paired(NamedTuple):
     """The mean paired difference a - b over the items, and its noise.
 
-    `lasting`: the part of the items' variance that more seeds do not reduce; 0 for single runs,
-    where it cannot be separated from the runs' own answers.
+    `lasting`: what more seeds leave of the items' variance; 0 for single runs: it is not known.
     """
 
     difference: float
@@ -325,10 +311,7 @@ def one_side(answers: Answers, seeds: SeedNoise) -> tuple[float, Noise]:
 
 
 def _beyond(over_items: float, own_answers: float, clusters: Clusters) -> tuple[float, float]:
-    """The items' variance without the runs' own answers, and its degrees of freedom.
-
-    Few clusters know neither well enough.
-    """
+    """The items' variance without the runs' own answers (few clusters know neither), and its df."""
     df = degrees_of_freedom(clusters)
     return over_items if df < FEW_CLUSTERS else max(over_items - own_answers, 0.0), df
 

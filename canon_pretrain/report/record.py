@@ -7,9 +7,9 @@ torch.
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,16 +18,16 @@ import numpy as np
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import parsing, read_bytes, read_json, sha256_file
+from canon_pretrain.core.files import parsing
 from canon_pretrain.core.text import printable
+from canon_pretrain.report.items import HELD_OUT, Evaluation
 from canon_pretrain.run.folder import EVALS, RunFolder, unique_labels
-from canon_pretrain.run.launches import launch_numbers, read_run
-from canon_pretrain.run.log import number
+from canon_pretrain.run.launches import read_run
+from canon_pretrain.run.log import HEADS, number
 from canon_pretrain.run.results import RESULTS, VALIDATION, Results, read_results
 from canon_pretrain.run.status import Status, read_status
 
 SEEDS = ("model.init_seed", "data.data_seed")
-HELD_OUT = "held_out_fingerprint"
 
 
 class Curve(NamedTuple):
@@ -39,9 +39,9 @@ class Curve(NamedTuple):
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, float]]) -> "Curve | None":
         """Return the curve of (step, value) pairs, the last of each step; None without any."""
-        rows = sorted(dict(pairs).items())
-        steps, values = [step for step, _ in rows], [value for _, value in rows]
-        return cls(np.array(steps, np.int64), np.array(values, np.float64)) if rows else None
+        by_step = dict(sorted(dict(pairs).items()))
+        steps, values = np.array([*by_step], np.int64), np.array([*by_step.values()], np.float64)
+        return cls(steps, values) if by_step else None
 
 
 class Launch(NamedTuple):
@@ -57,8 +57,7 @@ class Launch(NamedTuple):
 class Clock(NamedTuple):
     """When each logged step was done, arrays [n] from step 0 on; hours None without known times.
 
-    Training hours join the launches: each counts from its first event, without the time between
-    launches and without work that a restart repeated. Wall hours count from the log's first event.
+    Training hours are without the time between launches, and without work that was repeated.
     """
 
     steps: np.ndarray
@@ -142,17 +141,15 @@ class RunRecord:
     @cached_property
     def heads(self) -> list[dict[str, Any]]:
         """The `start` and `resume` events."""
-        return [event for event in self.events if event["event"] in ("start", "resume")]
+        return [event for event in self.events if event["event"] in HEADS]
 
     def curve(self, field: str) -> Curve | None:
         """Return a field of the `step` events; None if no event has it."""
         if field not in self._curves:
+            logged = [(event["step"], event.get(field)) for event in self.steps]
             with parsing(self.folder.log_file):
-                self._curves[field] = Curve.of(
-                    (event["step"], number(event[field]))
-                    for event in self.steps
-                    if event.get(field) is not None
-                )
+                pairs = [(step, number(value)) for step, value in logged if value is not None]
+            self._curves[field] = Curve.of(pairs)
         return self._curves[field]
 
     @cached_property
@@ -179,7 +176,7 @@ class RunRecord:
         """The `skip` events of steps that no later launch repeated."""
         kept: list[dict[str, Any]] = []
         for event in self.events:
-            if event["event"] in ("start", "resume"):
+            if event["event"] in HEADS:
                 kept = [each for each in kept if each["step"] <= event.get("from_step", 0)]
             elif event["event"] == "skip":
                 kept.append(event)
@@ -189,7 +186,7 @@ class RunRecord:
     def clock(self) -> Clock:
         rows = [(0, 0, 0.0, 0.0)]
         launches: list[Launch] = []
-        events = [e for e in self.events if e["event"] in ("step", "start", "resume")]
+        events = [e for e in self.events if e["event"] in ("step", *HEADS)]
         times = [_hours(event.get("time")) for event in events]
         began, base = times[0] if times else 0.0, 0.0  # of the launch
         for event, now in zip(events, times, strict=True):
@@ -206,47 +203,17 @@ class RunRecord:
         if not all(map(math.isfinite, times)) or not rows[-1][3] > 0:
             launches = [each._replace(training_hours=None, wall_hours=None) for each in launches]
             columns[2:] = None, None
-        steps, tokens, training_hours, wall_hours = columns
-        return Clock(steps, tokens, training_hours, wall_hours, launches)
-
-    # -- launches/
-
-    @cached_property
-    def launch_records(self) -> list[dict[str, Any]]:
-        """RUN/launches/NNN, the newest last: by file what it holds, None for one that is not there.
-
-        source.patch as a short hash.
-        """
-        readers: dict[str, Callable[[Path], Any]] = {
-            "launch.json": partial(read_json, finite=False),
-            "packages.txt": _packages,
-            "environment.json": partial(read_json, finite=False),
-            "source.patch": lambda path: sha256_file(path)[:12],
-        }
-        folders = map(self.folder.launch_path, launch_numbers(self.folder))
-        return [
-            {
-                name: read(at / name) if (at / name).exists() else None
-                for name, read in readers.items()
-            }
-            for at in folders
-        ]
+        return Clock(columns[0], columns[1], columns[2], columns[3], launches)
 
     # -- evals/
 
     @property
-    def evaluations(self) -> list[Results]:
-        """The results under RUN/evals, as `python -m eval run` writes them.
+    def evaluations(self) -> list[Evaluation]:
+        """The results under RUN/evals, by suite, trials first, by step; the last of a step counts.
 
-        Sorted by suite, trials first, by step, and by what counts at one step: results of the run's
-        own checkpoint, then of its own held-out text, then the newest, are last.
+        Of one step: those of the run's own checkpoint, then of its own text, then the newest.
         """
-        return [results for results, _ in self._found[0]]
-
-    @property
-    def folders(self) -> list[Path]:
-        """The folder of each of `evaluations`, with its samples."""
-        return [folder for _, folder in self._found[0]]
+        return self._found[0]
 
     @property
     def left_out(self) -> list[str]:
@@ -261,53 +228,66 @@ class RunRecord:
     @property
     def latest(self) -> dict[tuple[str, int], Results]:
         """The result that counts, by suite and step: a whole one before a trial."""
-        return {(each.asked["suite"], each.asked["step"]): each for each in self.evaluations}
+        return {(each.suite, each.step): each.results for each in self.evaluations}
 
     @cached_property
-    def _found(self) -> tuple[list[tuple[Results, Path]], list[str], list[UserError]]:
-        """What RUN/evals holds, what of it is another run's, and what is damaged."""
-        found, left_out, damaged = [], [], []
+    def _found(self) -> tuple[list[Evaluation], list[str], list[UserError]]:
+        found: list[tuple[tuple[Any, ...], Evaluation]] = []
+        left_out, damaged = [], []
         for path in sorted((self.folder.path / EVALS).glob(f"step-*/*/*/{RESULTS}")):
             try:
-                results = read_results(path)
+                each = Evaluation(self.label, read_results(path), path.parent)
             except UserError as error:
                 damaged.append(error)
                 continue
-            if whose := self._other_run(results):
+            if whose := self._other_run(each.results.asked):
                 left_out.append(f"{path} is left out: it is of {whose}.")
-                continue
-            found.append((self._order(results), path.stat().st_mtime_ns, results, path.parent))
-        found.sort(key=lambda row: row[:2])
-        return [(results, folder) for *_, results, folder in found], left_out, damaged
+            else:
+                found.append(((*self._order(each), path.stat().st_mtime_ns), each))
+        found.sort(key=lambda row: row[0])
+        return [each for _, each in found], left_out, damaged
 
-    def _order(self, results: Results) -> tuple[Any, ...]:
-        asked, own_texts = results.asked, str(self.identity.get(HELD_OUT)).split("+")
+    def _order(self, each: Evaluation) -> tuple[Any, ...]:
+        own_texts = str(self.identity.get(HELD_OUT)).split("+")
         return (
-            *(asked["suite"], asked["limit"] is None, asked["step"]),
-            not is_outdated(self.folder, results),
-            asked["suite"] == VALIDATION and str(asked.get(HELD_OUT)) in own_texts,
-            results.written,
+            *(each.suite, each.limit is None, each.step),
+            not is_outdated(self.folder, each.results),
+            each.suite == VALIDATION and each.text in own_texts,
+            each.results.written,
         )
+
+    def _other_run(self, asked: dict[str, Any]) -> str | None:
+        """Return whose results these are, if not this run's: they belong to a run's id."""
+        facts, data = read_run(self.folder), asked["train_fingerprint"]
+        if facts is not None and asked.get("run_id") not in (None, facts.run_id):
+            other = f"run {asked['run_id']} ({asked['checkpoint']})"
+            return f"{other}, and {self.folder.path} is run {facts.run_id}"
+        if data != (own := self.identity.get("data_fingerprint")):
+            return f"a model trained on data {data}, and {self.folder.path} was trained on {own}"
+        return None
 
     @property
     def notices(self) -> list[str]:
         """Sentences on what is left out of the curves and the evaluations."""
-        said = [*self.left_out, *(f"{error}; it is left out" for error in self.damaged)]
+        found = [*self.left_out, *(f"{error}; it is left out" for error in self.damaged)]
         validations = sum(event["event"] == "validation" for event in self.events)
         if others := validations - len(self.own_validations):
-            said.append(f"{others} validation(s) are of another held-out text and left out")
-        return said
+            found.append(f"{others} validation(s) are of another held-out text and left out")
+        return found
 
-    def _other_run(self, results: Results) -> str | None:
-        """Return whose results these are, if not this run's: they belong to a run's id."""
-        asked, facts = results.asked, read_run(self.folder)
-        if facts is not None and asked.get("run_id") not in (None, facts.run_id):
-            other = f"run {asked['run_id']} ({asked['checkpoint']})"
-            return f"{other}, and {self.folder.path} is run {facts.run_id}"
-        data, own = asked["train_fingerprint"], self.identity.get("data_fingerprint")
-        if data != own:
-            return f"a model trained on data {data}, and {self.folder.path} was trained on {own}"
-        return None
+
+class SingleResult(RunRecord):
+    """A results.json, such as that of an export, as a run of which nothing else is known."""
+
+    identity: dict[str, Any] = {}
+    config: dict[str, Any] = {}
+    events: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    evaluations: list[Evaluation] = []
+
+    def __init__(self, path: Path, label: str) -> None:
+        super().__init__(path.parent, label)
+        self.evaluations = [Evaluation(label, read_results(path), path.parent)]
 
 
 def is_outdated(folder: RunFolder, results: Results) -> bool:
@@ -333,9 +313,13 @@ def in_turn(values: Iterable[Any]) -> list[Any]:
     return [value for k, value in enumerate(known) if k == 0 or value != known[k - 1]]
 
 
-def _packages(path: Path) -> dict[str, str]:
-    lines = read_bytes(path).decode(errors="replace").split()
-    return dict(line.split("==", 1) for line in lines if "==" in line)
+def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested objects by dotted names; lists and {} are leaves."""
+    leaves: dict[str, Any] = {}
+    for name, inner in value.items():
+        is_leaf = not isinstance(inner, dict) or not inner
+        leaves |= {prefix + name: inner} if is_leaf else flat(inner, f"{prefix}{name}.")
+    return leaves
 
 
 def _hours(time: Any) -> float:

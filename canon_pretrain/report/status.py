@@ -55,8 +55,7 @@ Facts = dict[str, Any]
 def summarize_run(path: Path, now: datetime) -> Facts:
     """Return the FACTS of a run at `now`, None for what is not known; never raises.
 
-    `state`: one of ALIVE (slow, hung: steps come late or not at all), dead (no sign of life),
-    stopped, done, failed, unknown.
+    `state`: one of ALIVE, or dead (no sign of life), stopped, done, failed, unknown.
     """
     problems: list[str] = []
     facts: Facts = {"path": str(path), "state": "unknown", "problems": problems}
@@ -113,6 +112,7 @@ class _Reader:
         launches = counts.launches if counts else beat.get("launches")
         state, reason = self._state()
         has_eta = state in ALIVE and None not in (step, steps, pace)
+        evals = self.folder.path / EVALS
         return {
             **{name: last.get(name) for name in OF_LAST_STEP},
             **{name: beat.get(name) for name in OF_STATUS},
@@ -125,7 +125,10 @@ class _Reader:
             "heartbeat_age_s": self._age_s(beat.get("heartbeat")),
             "written_age_s": self._age_s(beat.get("written")),
             "holder": str(self.holder) if self.holder else None,
-            "evaluations": self._evaluations(),
+            "evaluations": {
+                "done": len(list(evals.glob(f"step-*/*/*/{RESULTS}"))),
+                "pending": len([path for path in entries(evals / HOLDS) if path.suffix]),
+            },
         }
 
     def _state(self) -> tuple[str, str | None]:
@@ -142,10 +145,9 @@ class _Reader:
         elif state == "running":
             state = status.phase
         elif state == "dead":
-            reason = f"no sign of life for {duration(self._age_s(status.written) or 0)}"
+            reason = f"no sign of life for {_age(self._age_s(status.written))}"
         elif state in ("slow", "hung"):
-            silent = duration(self._age_s(status.heartbeat) or 0)
-            reason = f"no progress for {silent} ({status.phase})"
+            reason = f"no progress for {_age(self._age_s(status.heartbeat))} ({status.phase})"
         if is_done and state in ("dead", "failed"):  # each launch that trains removes DONE first
             return "done", f"a launch since then is {state}: {reason}"
         return state, None if state == "done" else reason
@@ -155,36 +157,30 @@ class _Reader:
         name = self._setting("checkpoint", "folder") or CHECKPOINTS
         folder = CheckpointFolder(self.folder.path / str(name))
         for step in reversed(folder.steps()):
-            path = folder.step_path(step)
-            manifest = self._tried(partial(verify, path, hashes=False))
+            manifest = self._tried(partial(verify, folder.step_path(step), hashes=False))
             if manifest is not None and manifest.kind == "full":
                 ages = {"saved": manifest.saved, "age_s": self._age_s(manifest.saved)}
                 return {"step": step, **ages, "checked": CHECKED}
         return None
 
-    def _evaluations(self) -> dict[str, int]:
-        """Count the results in RUN/evals, and the holds of steps that an evaluation waits for."""
-        evals = self.folder.path / EVALS
-        held = [path for path in entries(evals / HOLDS) if path.suffix]
-        return {"done": len(list(evals.glob(f"step-*/*/*/{RESULTS}"))), "pending": len(held)}
-
 
 # -- the table
 
 
-def _shown(value: Any, form: str = ",") -> str:
-    return "" if value is None else value if isinstance(value, str) else format(value, form)
+def _shown(value: float | None, form: str = ",") -> str:
+    return "" if value is None else format(value, form)
+
+
+def _age(seconds: float | None) -> str:
+    return "" if seconds is None else duration(seconds)
 
 
 def _cells(run: Facts) -> dict[str, str]:
     """Return a line of the table, by heading."""
     step, steps, saved = run["step"], run["steps"], run["checkpoint"]
     evals = run["evaluations"] or {"done": 0, "pending": 0}
-    eta, beat = (
-        "" if run[name] is None else duration(run[name]) for name in ("eta_s", "heartbeat_age_s")
-    )
     failed, restarts = run["checkpoint_failures"], run["restart_count"]
-    newest = f"{saved['step']:,} ({duration(saved['age_s'])} ago)" if saved else "none"
+    newest = f"{saved['step']:,} ({_age(saved['age_s'])} ago)" if saved else "none"
     job = [run["job_id"] and f"{run['job_id']}{f'.{restarts}' * bool(restarts)}", run["nodes"]]
     return {
         "run": printable(run["path"]),
@@ -193,12 +189,12 @@ def _cells(run: Facts) -> dict[str, str]:
         "": f"{100 * step / steps:.1f} %" if steps and step is not None else "",
         "loss": _shown(run["loss"], ".4f"),
         "tokens/s": _shown(run["tokens_per_second"], ",.0f"),
-        "ETA": eta,
+        "ETA": _age(run["eta_s"]),
         "MFU": _shown(run["mfu"], ".1%"),
         "restarts": _shown(run["restarts"]),
         "skipped": _shown(run["skipped_steps"]),
         "checkpoint": f"{newest}, then {failed} failed" if failed else newest,
-        "heartbeat": beat,
+        "heartbeat": _age(run["heartbeat_age_s"]),
         "evals done+pending": f"{evals['done']}+{evals['pending']}" if any(evals.values()) else "",
         "job": " on ".join(filter(None, job)),
     }
@@ -235,7 +231,7 @@ def overview(runs: Sequence[Facts], others: Iterable[str], console: Console) -> 
         first = list(rows[0])[:NUM_FIRST]
         table, rest = _table(rows, first), [title for title in titles if title not in first]
     count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
-    lines: list[Any] = [Text(f"{count}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC", "bold"), table]
+    lines: list[Any] = [Text(f"{count}, {datetime.now(UTC):%F %T} UTC", "bold"), table]
     for run, row in zip(runs, rows, strict=True):
         cells = ", ".join(f"{title.split()[0]} {row[title]}" for title in rest if row[title])
         reason = run["reason"] and f"{run['state']}: {run['reason']}"
@@ -252,8 +248,7 @@ def overview(runs: Sequence[Facts], others: Iterable[str], console: Console) -> 
 def find_runs(words: Iterable[str]) -> tuple[list[Path], list[str]]:
     """Return the run folders that `words` name, each once, and the words that name none.
 
-    A word is a run folder, a folder with runs in it (a sweep), or a pattern (`*`) of either; an
-    existing name is taken literally.
+    A word is a run folder, a folder of runs, or a pattern of either unless it is a file's name.
     """
     runs: dict[Path, Path] = {}
     others = []
@@ -302,10 +297,10 @@ def show_status(args: argparse.Namespace) -> int:
     """Print the overview; returns 0. Raises UserError if no run is named."""
     console = Console()
     if args.watch is not None:
-        if args.json or not console.is_terminal:
-            raise UserError("--watch repeats on a terminal: leave it out for --json or a pipe")
-        if not 0.1 <= args.watch <= 86_400:
-            raise UserError(f"--watch {args.watch:g}: expected 0.1 to 86400 seconds")
+        if args.json or not console.is_terminal or not 0.1 <= args.watch <= 86_400:
+            raise UserError(
+                f"--watch {args.watch:g}: 0.1 to 86400 s, on a terminal, without --json"
+            )
         _watch(console, args)
         return 0
     runs, others = look(args.runs)

@@ -15,8 +15,8 @@ import numpy as np
 from canon_pretrain.report import decide, evaluations, noise
 from canon_pretrain.report.architectures import Recipe
 from canon_pretrain.report.decide import ALPHA
-from canon_pretrain.report.evaluations import Evaluation, Question, differing_questions, is_loss
-from canon_pretrain.report.items import Items, Records, Scale
+from canon_pretrain.report.evaluations import differing_questions
+from canon_pretrain.report.items import Evaluation, Items, Question, Records, Scale, is_loss
 from canon_pretrain.report.noise import Answers, Clusters, Paired, SeedNoise
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run.results import VALIDATION
@@ -44,17 +44,13 @@ Evaluated = Sequence[Sequence[Evaluation]]
 
 @dataclass(frozen=True)
 class Options:
-    """`seed_sigma`: TASK or TASK:METRIC -> the standard deviation of one run's score over seeds.
+    """What a user asks of a comparison; None: all."""
 
-    `own_noise_only`: never the paper's. `step`, `suites`: those only. `any_step`: the two sides may
-    be at different steps.
-    """
-
-    seed_sigma: Mapping[str, float] = field(default_factory=dict)
-    own_noise_only: bool = False
+    seed_sigma: Mapping[str, float] = field(default_factory=dict)  # by TASK or TASK:METRIC
+    own_noise_only: bool = False  # never the paper's
     step: int | None = None
     suites: Sequence[str] | None = None
-    any_step: bool = False
+    any_step: bool = False  # the two sides may be at different steps
 
 
 class Refused(Exception):
@@ -62,31 +58,25 @@ class Refused(Exception):
 
 
 class Task(NamedTuple):
-    """What both sides answered to one question; `clusters_N` are places in `sources`.
-
-    `bounded`: the metric is between 0 and 1. `extreme`: where both sides are, see `_extreme`.
-    """
+    """What both sides answered to one question; `clusters_N` are places in `sources`."""
 
     question: Question
     sides: tuple[Answers, Answers]
     sources: np.ndarray
     values: list[float]
-    bounded: bool
+    bounded: bool  # the metric is between 0 and 1
     chance: float | None
-    extreme: str | None
+    extreme: str | None  # see `_extreme`
     differing: list[str]
 
 
 class Test(NamedTuple):
-    """One row before the family is known; `found` is None if it cannot be judged.
-
-    `weight`: its share of the family's error rate, in any unit.
-    """
+    """One row before the family is known."""
 
     row: Row
-    found: Paired | None
+    found: Paired | None  # None if it cannot be judged
     bounded: bool
-    weight: float
+    weight: float  # its share of the family's error rate, in any unit
 
 
 @dataclass
@@ -102,10 +92,9 @@ class Measure:
     ) -> SeedNoise | None:
         """Return the seed noise of one task, or of the mean of several of a suite.
 
-        What is published or given of each task does not say how they move together: they are taken
-        to move as one, which can only make the noise of the mean too large. Recipes whose seeds all
-        score 0, or all 1, vary no more for that reason and are left out; `sides`, the two compared,
-        count if both have several seeds.
+        What is published or given of tasks is taken to move as one: that can only be too large.
+        Recipes whose seeds all score 0, or all 1, tell nothing and are left out, but for `sides`,
+        the two compared, if both have several seeds.
         """
         scale, suite, options = Scale.of(asked[0].metric), asked[0].suite, self.options
         ours = {each.run for side in sides for each in side}
@@ -123,12 +112,16 @@ class Measure:
             if np.isfinite(group).all() and (not at_bound or (is_ours and each_tells)):
                 groups.append(group)
                 compared.append(is_ours)
-        spreads, given = [], []
-        for _, task, metric in asked:
-            sigma = None if scale.is_log else options.seed_sigma.get(task)
-            given.append(options.seed_sigma.get(f"{task}:{metric}", sigma))
-            is_known = bounded and not options.own_noise_only
-            spreads.append(noise.published_spread(task, suite) if is_known else None)
+        given = [
+            options.seed_sigma.get(
+                f"{task}:{metric}", None if scale.is_log else options.seed_sigma.get(task)
+            )
+            for _, task, metric in asked
+        ]
+        spreads = [
+            noise.published_spread(task, suite) if bounded and not options.own_noise_only else None
+            for _, task, _ in asked
+        ]
         return noise.seed_noise(
             groups,
             spread=_mean_if_all(spreads),
@@ -159,10 +152,7 @@ class Measure:
         return Task(question, (a, b), coarse.sources, values, bounded, chance, extreme, differing)
 
     def row(self, tasks: Sequence[Task], sides: Evaluated) -> tuple[Row, Paired | None]:
-        """Return the row of one task, or of the plain mean of several, bounded ones of a suite.
-
-        A source that several of them share is one draw. None if it cannot be judged.
-        """
+        """Return the row of a task, or of the mean of several; a shared source is one draw."""
         first, asked = tasks[0], [task.question for task in tasks]
         scale, single = Scale.of(asked[0].metric), len(tasks) == 1
         seeds = self.noise(asked, bounded=first.bounded, sides=sides)
@@ -328,8 +318,7 @@ def _tests(
 ) -> Iterator[tuple[str, Sequence[Task], float]]:
     """Name, tasks and weight of each test: the mean of all first, Babilong as means per length.
 
-    A task counts in a mean by its first metric between 0 and 1. The mean has half of the family's
-    error rate, the others share the other half.
+    A task counts in a mean by its first metric between 0 and 1; the mean has half of the weight.
     """
     scored: dict[str, Task] = {}
     for task in tasks:
@@ -356,17 +345,17 @@ def _family(tests: Sequence[Test]) -> Iterator[Row]:
     firsts = ALPHA * weights / weights.sum() if found else weights
     numbers = zip(p, decide.holm(p, weights), decide.holm_levels(p, weights), firsts, strict=True)
     for each in tests:
+        row = each.row
         if each.found is not None:
-            yield each.row | _judged(each, each.found, *map(float, next(numbers)))
-        elif each.row["uninformative"]:
-            yield each.row | NO_TEST | {"verdict": UNINFORMATIVE}
+            yield row | _judged(each, each.found, *map(float, next(numbers)))
+        elif row["uninformative"]:
+            yield row | NO_TEST | {"verdict": UNINFORMATIVE}
         else:
-            why = "its items are of one source, so their noise is unknown"
-            if each.row["num_clusters"] > 1:
-                task = f"{each.row['task']}:{each.row['metric']}=SIGMA"
-                of = "of each task" if each.row["mean_of"] else task
-                why = f"no seed noise known: give a second seed, or --seed_sigma {of}"
-            yield each.row | NO_TEST | {"verdict": NOT_JUDGED, "why": why}
+            of = "of each task" if row["mean_of"] else f"{row['task']}:{row['metric']}=SIGMA"
+            why = f"no seed noise known: give a second seed, or --seed_sigma {of}"
+            if row["num_clusters"] == 1:
+                why = "its items are of one source, so their noise is unknown"
+            yield row | NO_TEST | {"verdict": NOT_JUDGED, "why": why}
 
 
 def _judged(
@@ -394,35 +383,29 @@ def _judged(
         "stderr": of_both.stderr,
         "stderr_items": math.sqrt(of_both.item_variance),
         "stderr_seeds": math.sqrt(of_both.seed_variance),
-        "p": p,
-        "p_holm": p_holm,
+        **{"p": p, "p_holm": p_holm},
         "detectable": scale.change(detectable, row["baseline_value"]) if is_shown else None,
-        "seeds_needed": needed,
-        "verdict": verdict,
+        **{"seeds_needed": needed, "verdict": verdict},
         "uninformative": row["uninformative"] if says_nothing else None,
         "why": None,
     }
 
 
 def held_out_words(rows: Sequence[Row], refused: Sequence[Row], pair: tuple[Side, Side]) -> str:
-    """Return the first verdict of a report: on held-out loss, where lower is better.
-
-    Without evaluations the losses that training logged, and no verdict.
-    """
+    """Return the verdict on held-out loss; without evaluations what training logged, and none."""
     start, ((side, runs), (baseline, base_runs)) = "held-out loss:", pair
     names = {"architecture": side, "baseline": baseline, "suite": VALIDATION}
-    for row in (x for x in rows if names.items() <= x.items()):
+    for row in (x for x in (*rows, *refused) if names.items() <= x.items()):
+        if "verdict" not in row:
+            return f"{start} not compared: {row['why']}"
         is_lower = row["difference"] < 0
         size = f"{'lower' if is_lower else 'higher'} by {abs(row['difference']):.3g} nats/token"
-        found = f"{side} {size} than {baseline}"
         ends = row["items_ci"] if row["ci"] is None else row["ci"]
         low, high = sorted(-x if is_lower else x for x in ends)
-        interval = f"95 % {low:.3g} to {high:.3g}"
+        found = f"{side} {size} than {baseline} (95 % {low:.3g} to {high:.3g}"
         if row["p"] is None:
-            return f"{start} {NOT_JUDGED} ({row['why']}); {found} ({interval} over documents)"
-        return f"{start} {row['verdict']}; {found} ({interval}, p {row['p_holm']:.2g})"
-    for row in (x for x in refused if names.items() <= x.items()):
-        return f"{start} not compared: {row['why']}"
+            return f"{start} {NOT_JUDGED} ({row['why']}); {found} over documents)"
+        return f"{start} {row['verdict']}; {found}, p {row['p_holm']:.2g})"
     how = "`python -m eval run --suite validation` evaluates a checkpoint"
     logged = [[evaluations.logged_losses(run) for run in of] for of in (runs, base_runs)]
     scored = set.intersection(*(set(losses) for of in logged for losses in of))

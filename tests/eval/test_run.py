@@ -460,7 +460,7 @@ def test_results_belong_to_what_was_evaluated_not_to_a_path(
     weights["tok_embeddings.weight"] = torch.zeros(300, 32)
     save_alone(weights, other / "checkpoint/step-3", step=3)
     assert "written to" in ask("zen_of_python", *words, of=other)
-    found = [run.evaluations[-1] for run in read_runs([moved, other])]
+    found = [run.evaluations[-1].results for run in read_runs([moved, other])]
     scores = [results.scores["zen_of_python"]["bits_per_byte"].value for results in found]
     assert scores[0] != scores[1] and found[0].asked["content"] != found[1].asked["content"]
     assert len([*(other / "evals/step-3/zen_of_python").glob("*/results.json")]) == 2

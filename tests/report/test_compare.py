@@ -6,22 +6,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.report.eval_compare import add_arguments, execute
-from tests.report_runs import (
-    ACC,
-    evaluated,
-    plant_answers,
-    planted_run,
-    records,
-    right_or_wrong,
-)
+from canon_pretrain.report.comparison import add_arguments, execute
+from tests.report_runs import ACC, evaluated, plant_answers, planted_run, records, right_or_wrong
 
+Output = pytest.CaptureFixture[str]
 SUITE = "discriminative"
 
 
@@ -35,13 +30,14 @@ def run(
     return plant_answers(found, at, SUITE, items, described={"boolq": ACC}, **more)
 
 
-def compare(*words: object, out: Path | None = None) -> dict[str, Any]:
-    """Run the command; what it wrote to `out`."""
+def compare(*words: object) -> dict[str, Any]:
+    """Run the command; what it wrote to --json."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    more = [] if out is None else ["--json", out]
-    execute(parser.parse_args([str(word) for word in (*words, *more)]))
-    return {} if out is None else json.loads(out.read_text())
+    with TemporaryDirectory() as folder:
+        out = Path(folder) / "pair.json"
+        execute(parser.parse_args(["--json", str(out), *map(str, words)]))
+        return json.loads(out.read_text())
 
 
 def test_as_a_user_types_it(tmp_path: Path) -> None:
@@ -69,18 +65,16 @@ def test_a_sweep_means_all_of_its_runs(tmp_path: Path) -> None:
     for name, canon, share in (("nope", "", 0.55), ("canon", "ABCD", 0.85)):
         for seed in range(2):
             run(tmp_path / "sweep" / name / f"seed{seed}", share, seed, canon=canon)
-    sweep, out = tmp_path / "sweep", tmp_path / "out.json"
-    (two,) = compare(sweep / "nope", sweep / "canon", out=out)["pairs"]
-    (one,) = compare(sweep, out=out)["pairs"]
+    sweep = tmp_path / "sweep"
+    (two,) = compare(sweep / "nope", sweep / "canon")["pairs"]
+    (one,) = compare(sweep)["pairs"]
     assert two["difference"] == pytest.approx(0.3, abs=0.05)
     assert one["difference"] == -two["difference"]  # in the order of their names: canon is A
-    with pytest.raises(UserError, match="got 1 "):
+    with pytest.raises(UserError, match="1 arch"):
         compare(sweep / "nope")
 
 
-def test_held_out_loss_is_the_first_verdict(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_held_out_loss_is_the_first_verdict(tmp_path: Path, capsys: Output) -> None:
     """Issue 17, item 1: printed first, and judged with `--suite validation` alone."""
     for name, canon, loss in (("a", "", 5.0), ("b", "A", 4.9)):
         for seed in range(2):
@@ -88,26 +82,25 @@ def test_held_out_loss_is_the_first_verdict(
             run(tmp_path / f"{name}{seed}", 0.5, seed, canon=canon)
     sides = [*("--a", tmp_path / "a0", tmp_path / "a1"), *("--b", tmp_path / "b0", tmp_path / "b1")]
     for words, count in (([], 2), (["--suite", "validation"], 1)):
-        found = compare(*sides, *words, out=tmp_path / "pair.json")
+        found = compare(*sides, *words)
         first = capsys.readouterr().out.splitlines()[0]
         assert first == found["held_out"] and "better; B lower by 0.1 nats/token" in first
         assert len(found["pairs"]) == count and found["pairs"][0]["task"] == "validation"
-    assert compare(*sides, "--suite", SUITE, out=tmp_path / "pair.json")["held_out"] is None
+    assert compare(*sides, "--suite", SUITE)["held_out"] is None
 
 
 def test_groups_of_seeds(tmp_path: Path) -> None:
     a = [run(tmp_path / f"a{k}", 0.6 + 0.01 * k, k).parents[4] for k in range(4)]
     b = [run(tmp_path / f"b{k}", 0.9 + 0.01 * k, k, canon="A").parents[4] for k in range(4)]
-    out = tmp_path / "pair.json"
-    found = compare("--a", *a, "--b", *b, out=out)
+    found = compare("--a", *a, "--b", *b)
     (row,) = found["pairs"]
     assert row["num_runs"] == [4, 4] and row["difference"] == pytest.approx(0.3)
     assert row["seed_noise"]["source"] == "own" and row["seed_noise"]["df"] == 6
     assert row["seed_noise"]["sigma"] == pytest.approx(np.std([0, 1, 2, 3], ddof=1) / 100)
     assert found["notes"] == []
-    (row,) = compare("--a", *a[:2], "--b", *b[:2], "--own_noise_only", out=out)["pairs"]
+    (row,) = compare("--a", *a[:2], "--b", *b[:2], "--own_noise_only")["pairs"]
     assert row["seed_noise"]["df"] == 2
-    (note,) = compare("--a", *a[:2], b[0], "--b", *b[1:], out=out)["notes"]
+    (note,) = compare("--a", *a[:2], b[0], "--b", *b[1:])["notes"]
     assert note == "A: its runs differ in more than their seeds"
 
 
@@ -115,13 +108,12 @@ def test_single_results_files(tmp_path: Path) -> None:
     """Two steps of one run, and a file outside of any run."""
     last, first = (run(tmp_path / "a", 0.5, at=at) for at in (20, 10))
     second = run(tmp_path / "b", 0.9, at=10, canon="A")
-    out = tmp_path / "pair.json"
-    (row,) = compare(first, second, out=out)["pairs"]
+    (row,) = compare(first, second)["pairs"]
     assert (row["step"], row["verdict"]) == (10, "better")
-    (row,) = compare(last, first, out=out)["pairs"]
+    (row,) = compare(last, first)["pairs"]
     assert (row["baseline_step"], row["step"]) == (20, 10)
     second.parent.rename(tmp_path / "moved")
-    (row,) = compare(first, tmp_path / "moved" / "results.json", out=out)["pairs"]
+    (row,) = compare(first, tmp_path / "moved" / "results.json")["pairs"]
     assert row["verdict"] == "better"
 
 
@@ -129,11 +121,11 @@ def test_the_step_the_suite_and_the_seed_noise_are_the_users(tmp_path: Path) -> 
     for name, canon in (("a", ""), ("b", "A")):
         for at, share in ((10, 0.5), (20, 0.6 if canon else 0.5)):
             run(tmp_path / name, share, at=at, canon=canon)
-    pair, out = [tmp_path / "a", tmp_path / "b"], tmp_path / "pair.json"
+    pair = [tmp_path / "a", tmp_path / "b"]
     for words, at in (([], 20), (["--step", 10], 10), (["--suite", SUITE], 20)):
-        assert compare(*pair, *words, out=out)["pairs"][0]["step"] == at
+        assert compare(*pair, *words)["pairs"][0]["step"] == at
     for sigma, verdict in ((0.001, "better"), (0.2, "within noise")):
-        (row,) = compare(*pair, "--seed_sigma", f"boolq={sigma}", out=out)["pairs"]
+        (row,) = compare(*pair, "--seed_sigma", f"boolq={sigma}")["pairs"]
         assert row["verdict"] == verdict
     for words, match in (
         (["--step", 15], "nothing to compare: .*a has disc.* at step 10"),
@@ -163,6 +155,7 @@ def test_what_cannot_be_compared_is_refused_with_its_reason(tmp_path: Path) -> N
     ):
         with pytest.raises(UserError, match=match):
             compare(tmp_path / "a", tmp_path / name)
-    for words in ([], ["a", "b", "c"], ["--a", "a"], ["a", "b", "--a", "c"]):
-        with pytest.raises(UserError, match="two runs|either A B"):
+    a, b = tmp_path / "a", tmp_path / "b"
+    for words in ([], [a, b, tmp_path / "trial"], ["--a", a], [a, b, "--a", tmp_path / "bare"]):
+        with pytest.raises(UserError, match="expected two runs"):
             compare(*words)

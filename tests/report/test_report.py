@@ -23,8 +23,9 @@ from canon_pretrain.report.eval_report import (
     html_page,
     report_content,
 )
-from canon_pretrain.report.evaluations import Evaluation, read_runs
+from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.report.figures import ALL_POINTS, CURVES, points_per_line
+from canon_pretrain.report.items import Evaluation
 from canon_pretrain.report.sections import (
     figure,
     interval,

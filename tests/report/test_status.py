@@ -38,6 +38,8 @@ from tests.checkpoint_folders import make_step
 from tests.report_runs import launch, plant_results, plant_run, step
 from tests.support import ROOT, Runs
 
+Output = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 NOW = datetime(2026, 11, 20, 12, 30, tzinfo=UTC)
 
 
@@ -140,8 +142,7 @@ def test_a_process_that_is_gone_is_dead_at_once(tmp_path: Path) -> None:
         "held.__enter__(); held.progress(3, 'training', 1.0); held.status.write()\n"
         "print(flush=True); sys.stdin.read()"
     )
-    words = [sys.executable, "-c", script, str(tmp_path)]
-    pipe = subprocess.PIPE
+    words, pipe = [sys.executable, "-c", script, str(tmp_path)], subprocess.PIPE
     with subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -151,27 +152,23 @@ def test_a_process_that_is_gone_is_dead_at_once(tmp_path: Path) -> None:
     (dead,) = seen_now(tmp_path)
     assert (living.state, living.step, living.steps) == ("training", 3, 9)
     assert (dead.state, dead.reason, dead.step) == ("dead", "its process is gone", 3)
-    assert f"pid {process.pid}" in dead.holder
-    assert dead.eta_s is None and living.holder == dead.holder
+    assert f"pid {process.pid}" in dead.holder == living.holder and dead.eta_s is None
 
 
 def test_runs_of_the_trainer(runs: Runs, tmp_path: Path) -> None:
-    straight, resumed = seen_now(runs.straight, runs.resumed)
-    assert (straight.state, straight.step, straight.steps) == ("done", 12, 12)
-    assert (straight.restarts, resumed.restarts) == (0, 1)
-    assert straight.checkpoint["step"] == 12
-    last = [json.loads(line) for line in RunFolder(runs.straight).log_file.read_text().splitlines()]
-    assert straight.loss == [event for event in last if event["event"] == "step"][-1]["loss"]
-    assert straight.loss == resumed.loss
-    assert resumed.state == "done"
-    for seen in (straight, resumed):
+    straight, resumed = both = seen_now(runs.straight, runs.resumed)
+    for seen, restarts in zip(both, (0, 1), strict=True):
+        assert (seen.state, seen.step, seen.steps, seen.restarts) == ("done", 12, 12, restarts)
+        assert seen.checkpoint["step"] == 12
         assert seen.problems == [] and seen.run_id is not None and seen.holder is None
-    assert straight.run_id != resumed.run_id
+    logged = [event for event in RunFolder(runs.straight).read_log() if event["event"] == "step"]
+    assert logged[-1]["loss"] == straight.loss
+    assert straight.loss == resumed.loss and straight.run_id != resumed.run_id
     copy = shutil.copytree(runs.straight, tmp_path / "copy")
     os.truncate(copy / "checkpoint" / "step-12" / "__0_0.distcp", 100)
     (seen,) = seen_now(copy)
-    assert seen.checkpoint["step"] == 6
     (problem,) = seen.problems
+    assert seen.checkpoint["step"] == 6
     assert "step-12 is damaged: __0_0.distcp has 100 bytes" in problem
 
 
@@ -205,7 +202,7 @@ DAMAGE = [
 
 
 def test_damage_is_named_in_its_row_and_hides_no_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Output, monkeypatch: Patch
 ) -> None:
     for k, (name, content, _) in enumerate(DAMAGE):
         run = planted(tmp_path / f"run-{k}")
@@ -242,7 +239,7 @@ def test_damage_is_named_in_its_row_and_hides_no_run(
 
 
 def test_runs_are_found_by_name_by_folder_and_by_pattern(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     names = ["lr2", "lr10", "deep/er/run", "[bold]x[/bold] y", "archive/old"]
     for name in names:
@@ -264,9 +261,7 @@ def test_runs_are_found_by_name_by_folder_and_by_pattern(
 
 
 @pytest.mark.parametrize("words", [["."], ["gone"], [".", "--json", "--watch"], ["--watch", "."]])
-def test_bad_input_is_exit_code_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
-) -> None:
+def test_bad_input_is_exit_code_2(tmp_path: Path, monkeypatch: Patch, words: list[str]) -> None:
     monkeypatch.chdir(tmp_path)
     if "--watch" in words:
         planted(tmp_path / "run")
@@ -279,7 +274,7 @@ def test_bad_input_is_exit_code_2(
 
 
 def test_piped_it_is_plain_and_of_a_log_only_the_end_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Output
 ) -> None:
     long = "n" * 150
     planted(tmp_path / "[red]a b[/red]", job_id="812", nodes="n[1-2]", age_s=-1e9)
@@ -314,19 +309,14 @@ def test_no_line_is_wider_than_the_window(tmp_path: Path, width: int) -> None:
         assert word in whole
 
 
-def test_json_has_every_fact_under_a_stable_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_every_fact_under_a_stable_name(tmp_path: Path, capsys: Output) -> None:
     run = planted(tmp_path / "run")
     make_step(run.path / "checkpoint", 10)
-    (tmp_path / "x").touch()
     status_command(str(run.path), str(tmp_path / "x"), "--json")
     document = json.loads(capsys.readouterr().out)
-    assert list(document) == ["time", "runs", "no_run_in"]
     (record,) = document["runs"]
-    assert list(record) == list(FACTS)
+    assert list(document) == ["time", "runs", "no_run_in"] and list(record) == list(FACTS)
     assert record["checkpoint"]["step"] == 10 and "no hash" in record["checkpoint"]["checked"]
-    assert (record["loss"], record["restarts"]) == (4.0, 2)
     assert document["no_run_in"] == [str(tmp_path / "x")]
 
 
