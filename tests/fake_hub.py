@@ -217,7 +217,7 @@ import argparse, dataclasses, json, sys
 import datasets, huggingface_hub
 from canon_pretrain.core.errors import UserError
 from eval.staging import catalogue
-from eval.staging.stage import add_arguments, execute
+from eval.stage import add_arguments, execute
 
 real = dict(catalogue.CATALOGUE)
 for line in sys.stdin:

@@ -15,8 +15,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from canon_pretrain.core.errors import UserError
 from eval.harness import harness
-from eval.staging.catalogue import BABILONG_LENGTHS, BABILONG_TASKS
-from eval.staging.staged import write_staged
+from eval.staged import BABILONG_LENGTHS, BABILONG_TASKS, write_staged
 from eval.suite_names import harness_tasks
 from eval.tasks.babilong.task import LABELS, OWN_PROMPTS, is_right, load, read_prompts
 from tests import data_folders

@@ -11,7 +11,7 @@ import pytest
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from eval.staging.catalogue import CATALOGUE, DISCRIMINATIVE
+from eval.staged import CATALOGUE, DISCRIMINATIVE
 from tests.eval_fixtures import fixture, rows_of, stage_fixtures
 from tests.support import ROOT
 

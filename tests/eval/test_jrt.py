@@ -11,7 +11,7 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from canon_pretrain.core.errors import UserError
-from eval.staging.staged import write_staged
+from eval.staged import write_staged
 from eval.tasks.jrt.documents import LOG, load
 from tests.data_folders import tokenizer
 from tests.eval_fixtures import rows_of, stage_fixtures

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eval.tasks.jrt.documents import Cut, contains, cut, window
+from eval.tasks.jrt.documents import Cut, cut, score, window
 
 
 class Letters:
@@ -155,7 +155,7 @@ def test_the_cut_is_the_rule_s(
 def test_contains(prediction: str, labels: list[str]) -> None:
     line = prediction.split("\n")[0]
     expected = any(label and occurrence(line, label) >= 0 for label in labels)
-    assert contains(prediction, labels) == expected
+    assert score({"labels": labels}, [prediction]) == {"contains": expected}
 
 
 def test_the_numbers_of_the_spec() -> None:

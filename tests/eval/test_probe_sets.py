@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from eval.staging.staged import write_staged
+from eval.staged import write_staged
 from eval.tasks.birth_year.probes import KINDS, NUM_ITEMS, make_probe, split_sentences
 from eval.tasks.birth_year.task import Corpus, FrozenSets, find_corpus, load
 from tests import data_folders

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from eval.staging import stage
-from eval.staging.catalogue import CATALOGUE, REVISIONS
-from eval.staging.staged import load_staged
+from eval import stage
+from eval.staged import CATALOGUE, REVISIONS, load_staged
 from tests.checkpoint_folders import fill, small_disk
 from tests.eval_fixtures import fixture, rows_of
 from tests.fake_hub import Client, FakeHub, dataset_files
@@ -224,7 +223,7 @@ def test_typing_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_and_typing_errors_need_no_heavy_imports() -> None:
-    code = "import sys, eval.staging.stage; print([m for m in ('torch', 'datasets', 'pyarrow', "
+    code = "import sys, eval.stage; print([m for m in ('torch', 'datasets', 'pyarrow', "
     code += "'huggingface_hub') if m in sys.modules])"
     began = time.monotonic()
     done = subprocess.run(

@@ -12,9 +12,8 @@ import datasets
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from eval.staging import staged
-from eval.staging.catalogue import CATALOGUE
-from eval.staging.staged import load, load_staged, write_staged
+from eval import staged
+from eval.staged import CATALOGUE, load, load_staged, write_staged
 from tests.checkpoint_folders import small_disk
 from tests.eval_fixtures import fixture, rows_of, stage_fixtures
 
@@ -53,7 +52,7 @@ def test_the_hash_is_of_the_rows_and_not_of_the_file(whole: Path, folder: Path) 
     def sha256(rows: Any) -> str:
         return write_staged(folder, "boolq", rows, revision="0" * 40).splits[SPLIT].rows_sha256
 
-    found = staged.read_manifest("boolq", whole).splits[SPLIT].rows_sha256
+    found = staged.verify("boolq", whole)[0].splits[SPLIT].rows_sha256
     assert sha256(fixture("boolq")) == found
     for changed in (
         rows_of("boolq")[:-1],

@@ -20,7 +20,7 @@ from pydantic import ConfigDict, Field, StringConstraints
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import parse_record
-from eval.staging.staged import load_staged
+from eval.staged import load_staged
 from eval.task_tokenizer import check_fit, known_max_length, lengths_beyond
 
 ANSWER_TOKENS = 20
