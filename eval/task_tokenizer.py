@@ -70,7 +70,8 @@ def _of_export(name: str, revision: str | None) -> TaskTokenizer:
 
     folder = Path(name)
     # config.json may name code of the model's, which is not needed here, nor asked about
-    kind, options = transformers.PreTrainedTokenizerFast, {}
+    kind: Any = transformers.PreTrainedTokenizerFast
+    options: dict[str, Any] = {}
     if not (folder / HF_FILE).is_file():
         kind = transformers.AutoTokenizer
         options = {"trust_remote_code": False, "revision": revision or "main"}

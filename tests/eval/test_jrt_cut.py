@@ -63,12 +63,8 @@ def alike(one: str, other: str) -> bool:
 
 def occurrence(text: str, answer: str) -> int:
     """Where `answer` begins in `text` first; -1 if nowhere."""
-    for begin in range(len(text)):
-        matched = 0
-        for offset in range(len(answer)):
-            if begin + offset < len(text) and alike(text[begin + offset], answer[offset]):
-                matched += 1
-        if answer and matched == len(answer):
+    for begin in range(len(text) - len(answer) + 1 if answer else 0):
+        if all(alike(text[begin + k], letter) for k, letter in enumerate(answer)):
             return begin
     return -1
 
@@ -76,11 +72,9 @@ def occurrence(text: str, answer: str) -> int:
 def kept_tokens(tokens: int, position: int, limit: int) -> list[int]:
     """The numbers of the tokens that are kept."""
     kept: list[int] = []
-    before = 0
     for number in reversed(range(position)):
-        if before < limit // 2:
+        if len(kept) < limit // 2:
             kept.insert(0, number)
-            before += 1
     for number in range(position, tokens):
         if len(kept) < limit:
             kept.append(number)
@@ -91,23 +85,24 @@ def spec_cut(
     text: str, answers: list[str], codec: Any, limit: int, alternatives: list[str], at: int | None
 ) -> tuple[list[int], int, str]:
     """The kept tokens' numbers, of how many, and what they are centred on."""
-    count = len(codec.encode(text))
-    places = [occurrence(text, answer) for answer in answers]
+    count, centre = len(codec.encode(text)), "answer"
     earliest = -1
-    for place in places:
+    for place in (occurrence(text, answer) for answer in answers):
         if place >= 0 and (earliest < 0 or place < earliest):
             earliest = place
-    centre = "answer"
     if earliest < 0:
         centre = "alt_answers"
         for answer in alternatives:
             if earliest < 0:
                 earliest = occurrence(text, answer)
+    position = count
     if earliest >= 0:
-        return kept_tokens(count, len(codec.encode(text[:earliest])), limit), count, centre
-    if at is not None and at >= 0:
-        return kept_tokens(count, at if at < count else count, limit), count, "tok_pos"
-    return kept_tokens(count, count, limit), count, "nothing"
+        position = len(codec.encode(text[:earliest]))
+    elif at is not None and at >= 0:
+        centre, position = "tok_pos", min(at, count)
+    else:
+        centre = "nothing"
+    return kept_tokens(count, position, limit), count, centre
 
 
 TEXT = "aAbB .\nßẞſsKkİıiσςΣé🙂\ufffd"

@@ -17,8 +17,7 @@ from eval.model.ranks import Ranks
 from tests.support import ROOT
 
 Ended = list[dict[str, Any]]
-NOTICED_S = 20.0
-"""Far below any timeout of torch's."""
+NOTICED_S = 20.0  # far below any timeout of torch's
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +26,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     out = tmp_path_factory.mktemp("ranks") / "ended.json"
     command = [sys.executable, "-m", "tests.eval_rank_processes", str(out)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
-    if done.returncode:
-        pytest.fail(done.stdout + done.stderr)
+    told = {"capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(command, cwd=ROOT, env=environment, **told)
+    assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.read_text())
 
 
