@@ -176,9 +176,8 @@ def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> Answers:
     items = found["samples"][name]
     records: dict[tuple[int, str], dict[str, Any]] = {}
     for item in items:
-        record = records.setdefault(
-            (item["doc_id"], item["filter"]), {key: item[key] for key in IDENTITY}
-        )
+        known = {key: item[key] for key in IDENTITY}
+        record = records.setdefault((item["doc_id"], item["filter"]), known)
         if fields:
             text = _json([item["doc"][field] for field in fields])
             record["source"] = hashlib.sha256(text.encode()).hexdigest()[:16]

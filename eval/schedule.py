@@ -5,8 +5,7 @@
     RUN/evals/step-N/SUITE/leases/restarts.json    how often the job began again, and what it gained
 
 A suite of a step is done if there is a whole results.json of the checkpoint that is there, asked
-with the options of the request. A job calls `python -m eval.schedule begin` before it begins
-(slurm/eval.sh). No torch.
+with the options of the request. No torch.
 """
 
 import argparse
@@ -35,14 +34,13 @@ from eval.suite_names import SUITES, asked_how, folder_of, is_file, suite_name, 
 
 RETRIES = 2
 PATIENCE_S = 60.0
-HOLD = "submit"
-"""The name of our holds: RUN/evals/holds/step-N.submit."""
+HOLD = "submit"  # RUN/evals/holds/step-N.submit
 EXIT_FRUITLESS, EXIT_ANOTHERS = 1, 3
 
 IN_FLIGHT = ("claimed", "queued", "running")
 FINAL = ("done", "failed", "missing", "damaged")
+# what a suite's folder gains as tasks are answered
 PROGRESS = ("*/unfinished/*.task.json", "*/samples-*.jsonl", "*/results.json")
-"""What a suite's folder gains as tasks are answered."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +76,12 @@ def to_words(given: dict[str, Any]) -> list[str]:
     words: list[str] = []
     for name, default in vars(_parse_how([])).items():
         value = given[name]
-        if value == default:
-            continue
-        if value is True:
-            words.append(f"--{name}")
-        elif isinstance(value, list):
+        if isinstance(value, list):
             for key, text in value:
                 words += [f"--{name}", f"{key}={os.path.abspath(text) if is_file(text) else text}"]
-        else:
+        elif value is True:
+            words.append(f"--{name}")
+        elif value != default:
             words += [f"--{name}", os.path.abspath(value) if isinstance(value, Path) else value]
     return list(map(str, words))
 
@@ -124,12 +120,14 @@ def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool
 
 @dataclass(frozen=True)
 class Entry:
-    """One suite (a name, or a task's YAML) of one checkpoint; `attempts`: its jobs so far."""
+    """One suite (a name, or a task's YAML) of one checkpoint; `attempts`: its jobs so far.
+
+    `state`: one of IN_FLIGHT, FINAL, "to come" and "waiting".
+    """
 
     step: int
     suite: str
     state: str
-    """One of IN_FLIGHT, FINAL, "to come" and "waiting"."""
     lease: Lease | None = None
     attempts: int = 0
     why: str = ""
@@ -270,13 +268,12 @@ def begin(leases: Leases, job: str, lease_id: str | None, restarts: int) -> tupl
 def main(argv: list[str] | None = None) -> None:
     """`... begin CHECKPOINT SUITE --job ID [--lease ID] [--restarts K]`, for slurm/eval.sh."""
     parser = argparse.ArgumentParser(prog="python -m eval.schedule")
-    add = parser.add_argument
-    add("command", choices=("begin",))
-    add("checkpoint", type=Path)
-    add("suite")
-    add("--job", required=True)
-    add("--lease")
-    add("--restarts", type=int, default=3)
+    parser.add_argument("command", choices=("begin",))
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("suite")
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--lease")
+    parser.add_argument("--restarts", type=int, default=3)
     given = parser.parse_args(argv)
     # not resolved: RUN/checkpoint may be a link to a larger disk
     run, checkpoint = find_checkpoint(Path(os.path.abspath(given.checkpoint)))

@@ -9,7 +9,6 @@ CATALOGUE says where the hub has them and what must be in them. A task's YAML na
 
 import hashlib
 import io
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -109,13 +108,12 @@ MANIFEST_VERSION = 1
 
 @dataclass(frozen=True)
 class Split:
-    """One file of a data set; `sha256` is the file's, `rows_sha256` that of its rows as JSON."""
+    """One file of a data set."""
 
     file: str
     rows: int
     bytes: int
     sha256: str
-    rows_sha256: str
 
 
 @dataclass(frozen=True)
@@ -210,13 +208,11 @@ def write_staged(
         rows = datasets.Dataset.from_list([*rows])
     # the column types travel in the schema, where Dataset finds them again
     table = rows.with_format("arrow")[:].cast(rows.features.arrow_schema)
-    buffer, rows_sha256 = io.BytesIO(), hashlib.sha256()
+    buffer = io.BytesIO()
     pyarrow.parquet.write_table(table, buffer)
     content = buffer.getvalue()
-    for row in rows.with_format(None):
-        rows_sha256.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode() + b"\n")
     file, sha256 = f"{data.split}.parquet", hashlib.sha256(content).hexdigest()
-    splits = {data.split: Split(file, len(rows), len(content), sha256, rows_sha256.hexdigest())}
+    splits = {data.split: Split(file, len(rows), len(content), sha256)}
     manifest = Manifest(MANIFEST_VERSION, key, data.path, data.config, revision, splits)
     target.mkdir(parents=True, exist_ok=True)
     files.remove_leftovers(target)

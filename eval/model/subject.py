@@ -1,9 +1,7 @@
 """What is evaluated: a checkpoint with what its run says about it, or an exported folder.
 
 An export has its tokenizer with it and belongs to no run: its results need a place (--out), and
-what reads shards needs --data. Rotary tables and log-softmax stay float32 whatever the dtype of the
-weights. On AMD's processors torch's float32 products take MKL's slower path: `FastLinear` takes
-oneDNN, twice as fast there.
+what reads shards needs --data. Rotary tables stay float32 whatever the dtype of the weights.
 """
 
 import contextlib
@@ -239,9 +237,6 @@ def _record(export: Path) -> dict[str, Any]:
     return read_json(path, finite=False) if path.exists() else {}
 
 
-# -- the model ------------------------------------------------------------------------------------
-
-
 def dtype_for(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype called `name`; "auto" is bfloat16 on a GPU and float32 on a CPU."""
     auto = "bfloat16" if device.type == "cuda" else "float32"
@@ -277,7 +272,7 @@ def load_model(
 
 
 class FastLinear(nn.Linear):
-    """`nn.Linear`, forward only, float32 on a CPU."""
+    """`nn.Linear`, forward only, float32 on AMD: torch takes MKL's path there, twice as slow."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")

@@ -49,17 +49,6 @@ def test_every_data_set_comes_back_as_it_was(whole: Path, key: str) -> None:
     assert set(CATALOGUE[key].columns) <= set(rows.column_names)
 
 
-def test_the_hash_is_of_the_rows_and_not_of_the_file(whole: Path, folder: Path) -> None:
-    def sha256(rows: Any) -> str:
-        return write_staged(folder, "boolq", rows, revision="0" * 40).splits[SPLIT].rows_sha256
-
-    found = staged.verify("boolq", whole)[0].splits[SPLIT].rows_sha256
-    assert sha256(fixture("boolq")) == found
-    first, *others = rows_of("boolq")
-    for changed in (others, [first | {"question": "is it"}, *others]):
-        assert sha256(changed) != found
-
-
 def test_a_task_loads_it_without_network_or_cache(
     whole: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

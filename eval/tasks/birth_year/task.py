@@ -3,8 +3,8 @@
     FOLDER/sets.json                    what each set is made of (tokenizer, text), its SHA-256
     FOLDER/1-hop-256-3fa4b2c19d07.jsonl one probe per line; the name ends with a hash of that
 
-A set is made once, then only read, by every checkpoint of a run. It is asked twice: `exact`, the
-primary score, lets the model answer; `rank` ranks the years that the context names.
+A set is made once, then only read. It is asked twice: `exact`, the primary score, lets the model
+answer; `rank` ranks the years that the context names.
 """
 
 import hashlib

@@ -1,12 +1,8 @@
 """The items of the JRT tasks: staged rows, cut with the evaluated model's tokenizer, as prompts.
 
-`load` is lm_eval's `custom_dataset`: it passes the task's metadata and dataset_kwargs. Options come
-through metadata (`eval run --option NAME=VALUE`, `lm_eval --metadata '{"NAME": VALUE}'`):
-
-    jrt_tokens           the tokens that a context is cut to (950)
-    jrt_swde_context     the field that is cut, of one data set
-    jrt_swde_answers     the fields that it is cut around, "key,value" or ["key", "value"]; if there
-                         are none (TriviaQA, DROP) its first tokens are kept and no row is dropped
+Options come through the task's metadata: `jrt_tokens`, what a context is cut to; of one data set
+`jrt_swde_context`, the field that is cut, and `jrt_swde_answers`, the fields that it is cut around,
+"key,value" or ["key", "value"] (none: its first tokens are kept, and no row is dropped).
 """
 
 import hashlib
@@ -26,12 +22,11 @@ from eval.task_tokenizer import TaskTokenizer, known_max_length, lengths_beyond,
 
 ANSWER_TOKENS = 48
 NUM_TOKENS = 950  # of 1,000, with 50 left for the answer
-ANSWER, ALTERNATIVE, TOKEN_POSITION = "answer", "alt_answers", "tok_pos"
-"""The last two are also fields of a data set: further answers to look for, and where it is."""
-NOTHING, BEGINNING = "nothing", "beginning"
+# what a cut can be centred on; these two are also fields: further answers, and where it is
+ALTERNATIVE, TOKEN_POSITION = "alt_answers", "tok_pos"
+# nothing of what was searched occurs: the document's end; beginning: nothing is searched
+ANSWER, NOTHING, BEGINNING = "answer", "nothing", "beginning"
 CENTRES = (ANSWER, ALTERNATIVE, TOKEN_POSITION, NOTHING, BEGINNING)
-"""What a cut can be centred on. NOTHING, if nothing that was searched occurs, keeps the end of the
-document; BEGINNING, if nothing is searched, its first tokens."""
 OPTION = "jrt_"
 # below its own name the harness shows what is logged
 LOG = logging.getLogger(f"lm_eval.{__name__}")
@@ -143,7 +138,7 @@ class Cut:
 
 def first_hit(text: str, answer: str) -> int | None:
     """Return where `answer` first occurs in `text`, case ignored; None if it does not."""
-    # by re.IGNORECASE, as upstream: no position shifts where a letter's other case is longer
+    # no position shifts where a letter's other case is longer
     found = re.search(re.escape(answer), text, re.IGNORECASE) if answer else None
     return found.start() if found else None
 
