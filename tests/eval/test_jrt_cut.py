@@ -9,16 +9,6 @@ from hypothesis import strategies as st
 from eval.tasks.jrt.documents import Cut, cut, score, window
 
 
-class Letters:
-    """A token a character."""
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(map(chr, ids))
-
-
 class Bytes:
     """A token a byte, as where a vocabulary has no piece: a character may be cut in two."""
 
@@ -125,7 +115,7 @@ def test_the_cut_is_the_rule_s(
     text: str, looked_for: list[str], limit: int, alternatives: list[str], at: int | None
 ) -> None:
     bare = text.strip()
-    for codec in (Letters(), Bytes(), Words()):
+    for codec in (Bytes(), Words()):
         found = cut(
             text, looked_for, codec, limit=limit, alternatives=alternatives, token_position=at
         )
@@ -160,6 +150,6 @@ def test_the_numbers_of_the_spec() -> None:
     assert window(600, 600, 950) == (125, 600)
     assert window(600, 300, 950) == (0, 600)
     text = "b" * 2000 + "A" + "b" * 3000
-    found = cut(text, ["a"], Letters())
+    found = cut(text, ["a"], Bytes())
     assert found == Cut("b" * 475 + "A" + "b" * 474, "answer", whole=False)
-    assert cut(text, ["c"], Letters()) == Cut("b" * 475, "nothing", whole=False)
+    assert cut(text, ["c"], Bytes()) == Cut("b" * 475, "nothing", whole=False)

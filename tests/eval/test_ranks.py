@@ -37,16 +37,13 @@ def results(found: Ended) -> list[Any]:
     return [rank["result"] for rank in found]
 
 
-@pytest.mark.parametrize(("scenario", "world_size"), [("answers", 3), ("validation", 2)])
-def test_answers_are_bitwise_those_of_one_rank(
-    ended: dict[str, Ended], scenario: str, world_size: int
-) -> None:
-    (alone,) = results(ended[f"{scenario} 1"])
-    assert results(ended[f"{scenario} {world_size}"]) == [alone] * world_size
-    if scenario == "answers":
-        assert len(alone["scores"]) == 90 and len(set(map(tuple, alone["scores"]))) > 60
-        assert len(set(alone["written"])) > 5 and alone["told"] > 0
-        assert alone["rank"] == [0, 1]
+def test_answers_are_bitwise_those_of_one_rank(ended: dict[str, Ended]) -> None:
+    for scenario, world_size in (("validation", 2), ("answers", 3)):
+        (alone,) = results(ended[f"{scenario} 1"])
+        assert results(ended[f"{scenario} {world_size}"]) == [alone] * world_size
+    assert len(alone["scores"]) == 90 and len(set(map(tuple, alone["scores"]))) > 60
+    assert len(set(alone["written"])) > 5 and alone["told"] > 0
+    assert alone["rank"] == [0, 1]
 
 
 def test_items_are_shared_out_and_every_rank_has_all_results(ended: dict[str, Ended]) -> None:

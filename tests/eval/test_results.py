@@ -1,10 +1,8 @@
 """Results on disk: what is kept while a suite runs, and what damage does to it."""
 
-import threading
-import time
 from pathlib import Path
 
-from canon_pretrain.run.results import Answers, Results, Score, Unfinished, write_results
+from canon_pretrain.run.results import Answers, Score, Unfinished
 
 ASKED = {"checkpoint": "c", "step": 3, "suite": "s", "limit": None, "train_fingerprint": "f"}
 ANSWERS = Answers({"acc": Score(0.5, 0.1)}, 2, [{"doc_id": 0, "acc": 1}, {"doc_id": 1, "acc": 0}])
@@ -23,24 +21,3 @@ def test_what_ended_is_kept_and_read_for_its_question_alone(tmp_path: Path) -> N
         assert list(kept.read()) == ["a/b"]
     kept.remove()
     assert kept.read() == {} and not [*tmp_path.iterdir()]
-
-
-def test_a_second_process_waits_for_the_first(tmp_path: Path) -> None:
-    kept, said = Unfinished(tmp_path, ASKED), list[str]()
-
-    def second() -> None:
-        with kept.hold(said.append):
-            said.append("second")
-
-    with kept.hold(said.append):
-        thread = threading.Thread(target=second)
-        thread.start()
-        while not said:
-            time.sleep(0.01)
-        assert len(said) == 1 and str(tmp_path) in said[0]
-        time.sleep(0.05)
-        write_results(tmp_path, Results(ASKED, {}, {}), {})
-        said.append("first")
-    thread.join()
-    assert said[1:] == ["first", "second"]
-    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]

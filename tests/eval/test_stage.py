@@ -117,9 +117,7 @@ def test_commits_are_kept_and_chosen(hub: FakeHub, client: Client, tmp_path: Pat
     assert "has no column sol2 (but goal, sol1, label)" in out and not (here / "piqa").exists()
 
 
-def test_killed_in_a_download_it_goes_on_where_it_was(
-    hub: FakeHub, client: Client, tmp_path: Path
-) -> None:
+def test_killed_in_a_download_it_goes_on(hub: FakeHub, client: Client, tmp_path: Path) -> None:
     words = ("--only", "arc_easy", "social_iqa", "wikitext", "--to", tmp_path / "out")
     hub.stalled = "default/validation-00000-of-00001.parquet"  # Social IQa's
     with closing(Client(hub.url, tmp_path / "home")) as killed:
