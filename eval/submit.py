@@ -192,8 +192,7 @@ class Watcher:
             for schedule, found in overview:
                 schedule.hold(found)
                 late = {entry.step for entry in found if entry.state in ("waiting", *IN_FLIGHT)}
-                bound = schedule.kept + schedule.max_held
-                if schedule.kept and len(late) > bound:
+                if schedule.kept and len(late) > (bound := schedule.kept + schedule.max_held):
                     self.say(
                         f"{schedule.run.path}: {len(late)} checkpoints wait, and the trainer keeps "
                         f"{bound}: raise --max_in_flight or --checkpoint.max_held"
@@ -227,7 +226,7 @@ class Watcher:
     def _start_next(self, overview: Overview) -> bool:
         """Start as much as may be, oldest first; return whether to look again at once."""
         waiting = [(s, e) for s, found in overview for e in found if e.state == "waiting"]
-        in_flight = self._num_in_flight(overview)
+        in_flight = sum(entry.state in IN_FLIGHT for _, found in overview for entry in found)
         for schedule, entry in sorted(waiting, key=lambda pair: pair[1].step):
             if in_flight >= self.max_in_flight:
                 return False
@@ -330,11 +329,9 @@ class Watcher:
             raise
         work.leases.record(lease, ended=f"exit code {process.returncode}")
 
-    def _num_in_flight(self, overview: Overview | None = None) -> int:
-        if overview is None:
-            self.queue.look()
-            overview = self.look()
-        return sum(entry.state in IN_FLIGHT for _, found in overview for entry in found)
+    def _num_in_flight(self) -> int:
+        self.queue.look()
+        return sum(entry.state in IN_FLIGHT for _, found in self.look() for entry in found)
 
 
 def watch(watcher: Watcher, arguments: argparse.Namespace) -> None:
