@@ -262,7 +262,9 @@ def test_what_would_be_cut_is_refused(staged: Path, tmp_path: Path) -> None:
 def test_rows_of_something_else_are_refused(tmp_path: Path) -> None:
     row = {"input": "Mary went to the cellar.", "question": "Where is Mary? ", "target": "cellar"}
     write_staged(tmp_path, "babilong_qa1_0k", [row], revision="f" * 40)
-    with pytest.raises(UserError, match="babilong_qa1_0k, row 0: the target 'cellar' is none of"):
-        load(qa="qa1", context="0k", staged=str(tmp_path))
-    with pytest.raises(UserError, match="python -m eval stage"):
-        load(qa="qa1", context="1k", staged=str(tmp_path))
+    for length, message in (
+        ("0k", "qa1_0k, row 0: the target 'cellar' is none"),
+        ("1k", "eval sta"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load(qa="qa1", context=length, staged=str(tmp_path))

@@ -186,11 +186,8 @@ def test_a_junk_file_is_another_question(copy: Path, ask: Ask, tmp_path: Path) -
 
 
 def test_the_zen_of_python_is_rolling_perplexity(run: Path, ask: Ask) -> None:
-    printed = ask("zen_of_python")
-    assert "byte_perplexity" in printed
-    assert "Beautiful is better than ugly" not in printed
-    results = result_of(run, "zen_of_python")
-    scores = results.scores["zen_of_python"]
+    assert "byte_perplexity" in ask("zen_of_python")
+    scores = result_of(run, "zen_of_python").scores["zen_of_python"]
     assert set(scores) == {"word_perplexity", "byte_perplexity", "bits_per_byte"}
     text = poem()
     assert text.startswith("The Zen of Python, by Tim Peters\n") and text.endswith("of those!")
@@ -198,11 +195,8 @@ def test_the_zen_of_python_is_rolling_perplexity(run: Path, ask: Ask) -> None:
     model = load_model(run / "checkpoint" / "step-3", torch.device("cpu"))
     lm = CanonLM(model, tokenizer, max_length=MAX_LENGTH)
     row = [tokenizer.eos_id, *tokenizer.encode(text)]
-    assert len(row) > 300
-    total = 0.0
-    for start in range(0, len(row) - 1, MAX_LENGTH):
-        piece = row[: start + MAX_LENGTH + 1][-(MAX_LENGTH + 1) :]
-        total += lm.score_parts([piece], [[min(MAX_LENGTH, len(row) - 1 - start)]])[0][0]
+    assert 300 < len(row) <= MAX_LENGTH + 1  # one window
+    ((total,),) = lm.score_parts([row], [[len(row) - 1]])
     bits = -total / np.log(2) / len(text.encode())
     assert scores["bits_per_byte"].value == pytest.approx(bits, rel=1e-6)
 
