@@ -124,7 +124,8 @@ def _plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
     task._instances = None
     files = {path, *(file for file in path.parent.iterdir() if file.suffix in FILE_KINDS)}
     content = b"".join(file.read_bytes() for file in sorted(files))
-    own = json.dumps(config, default=_source, sort_keys=True)
+    source = lambda x: inspect.getsource(x) if inspect.isfunction(x) else repr(type(x))  # noqa: E731
+    own = json.dumps(config, default=source, sort_keys=True)
     better = {metric: bool(up) for metric, up in task.higher_is_better().items()}
     primary = metadata.get("primary") or list(better)[:1]
     kept = ("part_of", "part", "chance", "source")
@@ -154,10 +155,6 @@ def _sha256(lines: Iterable[str]) -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value, default=handle_non_serializable)
-
-
-def _source(value: Any) -> str:
-    return inspect.getsource(value) if inspect.isfunction(value) else repr(type(value))
 
 
 def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> Answers:

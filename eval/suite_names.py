@@ -30,7 +30,7 @@ _TAGS = re.compile(r"^\"?tag\"?:[ \t]*([^\n]*(?:\n[ \t]*-[^\n]*)*)", re.MULTILIN
 
 
 class HarnessName(NamedTuple):
-    """What a name is in the installed lm_eval (a task, group or tag), and the file that says so."""
+    """A task, group or tag of the installed lm_eval, and the file that says so."""
 
     kind: str
     path: Path

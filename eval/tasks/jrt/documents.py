@@ -31,8 +31,7 @@ OPTION = "jrt_"
 # below its own name the harness shows what is logged
 LOG = logging.getLogger(f"lm_eval.{__name__}")
 Row = Mapping[str, Any]
-Options = tuple[int, str, tuple[str, ...]]
-"""The tokens of a cut, the field that is cut, and those it is cut around."""
+Options = tuple[int, str, tuple[str, ...]]  # tokens of a cut, field that is cut, those around
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,6 @@ STYLES: dict[str, Style] = {
     "jrt_nq": replace(_ASKED, answers=("answers",), prompt=_NQ_PROMPT),
     "jrt_drop": replace(_ASKED, prompt=_NQ_PROMPT),
 }
-"""By key of the catalogue."""
 
 
 @dataclass(frozen=True)
