@@ -10,7 +10,7 @@ from importlib import import_module
 from canon_pretrain.core.cli import command
 
 COMMANDS = {
-    "stage": ("eval.staging.stage", "download the suites' data once, where there is a network"),
+    "stage": ("eval.stage", "download the suites' data once, where there is a network"),
     "run": ("eval.run_command", "evaluate one checkpoint on some suites, or on all"),
     "tasks": ("eval.suite_names", "the suites and tasks that can be asked, ours and lm_eval's"),
     "submit": ("eval.submit", "evaluate checkpoints as they come, by Slurm jobs or here"),

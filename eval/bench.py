@@ -49,8 +49,7 @@ from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM
-from eval.model.load import cpu_info, dtype_for
-from eval.model.subject import Subject
+from eval.model.subject import Subject, cpu_info, dtype_for
 
 MAX_LENGTH = 2048
 """Tokens that both sides read at most; perplexities are in windows of it."""

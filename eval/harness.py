@@ -8,7 +8,7 @@ import logging
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,13 +33,13 @@ from eval.suite_names import TASKS, harness_names, harness_tasks
 
 # those of lm_eval's simple_evaluate, for tasks that draw
 PYTHON_SEED, OTHER_SEED = 0, 1234
+# the harness's own tasks that our groups use: to read all of its 14,683 takes 12 seconds
 HARNESS_FOLDERS = "arc hellaswag lambada piqa siqa super_glue wikitext winogrande".split()
-"""The harness's own tasks that our groups use: to read all of its 14,683 takes 12 seconds."""
+# what names an item in the comparison of two checkpoints
 IDENTITY = ("doc_id", "filter", "doc_hash", "prompt_hash", "target")
-"""What names an item in the comparison of two checkpoints."""
 NUMBERS = (bool, int, float, np.number, np.bool_)
+# files beside a task file that may be part of it
 FILE_KINDS = (".yaml", ".yml", ".py", ".json", ".toml", ".txt")
-"""Files beside a task file that may be part of it."""
 CONNECT = """. Load its data once where there is a network, with HF_HOME on a disk that this \
 machine has too: python -c 'from lm_eval.tasks import TaskManager; TaskManager().load(["{}"])'"""
 
@@ -117,17 +117,15 @@ def _plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(OTHER_SEED)
         task.build_all_requests(limit=limit, rank=0, world_size=1)
-    requests, documents, cost = hashlib.sha256(), hashlib.sha256(), 0
-    for request in task.instances:
-        values = [request.request_type, request.arguments, request.doc_id]
-        requests.update(json.dumps(values, default=str).encode() + b"\n")
-        cost += request_cost(request)
+    asked = [
+        [request.request_type, request.arguments, request.doc_id] for request in task.instances
+    ]
+    cost = sum(map(request_cost, task.instances))
     task._instances = None
-    for document in task.eval_docs:
-        documents.update(_json(document).encode() + b"\n")
     files = {path, *(file for file in path.parent.iterdir() if file.suffix in FILE_KINDS)}
     content = b"".join(file.read_bytes() for file in sorted(files))
-    own = json.dumps(config, default=_source, sort_keys=True)
+    source = lambda x: inspect.getsource(x) if inspect.isfunction(x) else repr(type(x))  # noqa: E731
+    own = json.dumps(config, default=source, sort_keys=True)
     better = {metric: bool(up) for metric, up in task.higher_is_better().items()}
     primary = metadata.get("primary") or list(better)[:1]
     kept = ("part_of", "part", "chance", "source")
@@ -142,18 +140,21 @@ def _plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
         "files_sha256": hashlib.sha256(content).hexdigest(),
         "config_sha256": hashlib.sha256(own.encode()).hexdigest(),
         **({"counts": counts[0]} if counts else {}),
-        "documents_sha256": documents.hexdigest(),
-        "requests_sha256": requests.hexdigest(),
+        "documents_sha256": _sha256(map(_json, task.eval_docs)),
+        "requests_sha256": _sha256(json.dumps(values, default=str) for values in asked),
     }
     return TaskPlan(described, max(1, cost), lambda lm: {name: ask(lm, name, task, limit)})
 
 
+def _sha256(lines: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(line.encode() + b"\n")
+    return digest.hexdigest()
+
+
 def _json(value: Any) -> str:
     return json.dumps(value, default=handle_non_serializable)
-
-
-def _source(value: Any) -> str:
-    return inspect.getsource(value) if inspect.isfunction(value) else repr(type(value))
 
 
 def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> Answers:
@@ -172,9 +173,8 @@ def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> Answers:
     items = found["samples"][name]
     records: dict[tuple[int, str], dict[str, Any]] = {}
     for item in items:
-        record = records.setdefault(
-            (item["doc_id"], item["filter"]), {key: item[key] for key in IDENTITY}
-        )
+        known = {key: item[key] for key in IDENTITY}
+        record = records.setdefault((item["doc_id"], item["filter"]), known)
         if fields:
             text = _json([item["doc"][field] for field in fields])
             record["source"] = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -199,7 +199,7 @@ def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> Answers:
 
 
 def _score(value: float, by_item: Sequence[Any], sources: Sequence[str]) -> Score:
-    # perplexities have pairs (log-likelihood, weight) for items; other aggregates are no mean
+    # perplexities have pairs (log-likelihood, weight) for items
     if not by_item or not all(isinstance(x, NUMBERS) for x in by_item):
         return Score(value)
     values_N = np.array(by_item, dtype=np.float64)

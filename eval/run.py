@@ -21,25 +21,14 @@ from rich.text import Text
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console, Progress
 from canon_pretrain.kernels.hardware import check_cuda
-from canon_pretrain.run.results import (
-    RESULTS,
-    Answers,
-    Results,
-    Unfinished,
-    bound_words,
-    question_of,
-    read_results,
-    read_samples,
-    results_folder,
-    write_results,
-)
+from canon_pretrain.run import results as stored
+from canon_pretrain.run.results import RESULTS, Answers, Results, Unfinished
 from eval.harness import TaskPlan, open_tasks
 from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM
-from eval.model.load import dtype_for
 from eval.model.ranks import Ranks
-from eval.model.subject import Subject, locate
-from eval.staging.staged import staged_folder
+from eval.model.subject import Subject, dtype_for, locate
+from eval.staged import staged_folder
 from eval.suite_names import VALIDATION, asked_how, find_suite, folder_of, split_suites
 from eval.tasks.birth_year.task import FrozenSets, find_corpus
 from eval.validation import validation_task
@@ -53,6 +42,10 @@ class Plan:
     asked: dict[str, Any]
     folder: Path
     tasks: dict[str, TaskPlan]
+
+    @property
+    def cost(self) -> int:
+        return sum(task.cost for task in self.tasks.values())
 
 
 @dataclass
@@ -89,8 +82,13 @@ def check_options(arguments: argparse.Namespace) -> dict[str, Path | None]:
     suites = dict(found)
     if len(suites) < len(found):
         raise UserError(f"--suite {arguments.suite}: two suites of one name; rename a file")
-    if arguments.must_beat is not None and VALIDATION not in suites:
-        raise UserError(f"--must_beat is for --suite {VALIDATION}, not for {arguments.suite}")
+    has_probes = any(folder_of(path) == "birth_year" for path in suites.values())
+    for name, suite, is_served in (
+        ("must_beat", VALIDATION, VALIDATION in suites),
+        ("junk", "birth-year", has_probes),
+    ):
+        if getattr(arguments, name) is not None and not is_served:
+            raise UserError(f"--{name} is for --suite {suite}, not for {arguments.suite}")
     return suites
 
 
@@ -136,7 +134,7 @@ class Evaluation:
             lm, self.subject.evals or self.arguments.out, self.say
         )
         with Progress(self.console) as progress:
-            work = Work(progress, sum(t.cost for plan in missing for t in plan.tasks.values()))
+            work = Work(progress, sum(plan.cost for plan in missing))
             for plan in missing:
                 lm.max_length = plan.asked["max_length"]
                 self._answer(plan, lm, work)
@@ -147,8 +145,8 @@ class Evaluation:
         length = how["max_length"]
         if path is None:
             subject.check_held_out(arguments.held_out)
-            train, held_out = subject.train_shards, subject.held_out_shards
-            tasks = {name: validation_task(train, held_out, length, arguments.limit, self.say)}
+            shards = subject.train_shards, subject.held_out_shards
+            tasks = {name: validation_task(*shards, length, arguments.limit, self.say)}
         else:
             tasks = self._open_tasks(name, path, length)
         asked = {
@@ -163,7 +161,7 @@ class Evaluation:
         if arguments.out is not None:
             folder = arguments.out / name if num_suites > 1 else arguments.out
         elif subject.folder is not None and subject.evals is not None:
-            folder = results_folder(subject.folder, asked)
+            folder = stored.results_folder(subject.folder, asked)
         else:
             raise UserError(
                 f"{subject.checkpoint} belongs to no run, or to a branch that its run left: "
@@ -205,10 +203,10 @@ class Evaluation:
 
     def _read(self, plan: Plan) -> Results | None:
         try:
-            results = read_results(plan.folder / RESULTS)
-            before, now = question_of(results.asked), question_of(plan.asked)
+            results = stored.read_results(plan.folder / RESULTS)
+            before, now = stored.question_of(results.asked), stored.question_of(plan.asked)
             if before == now:
-                read_samples(plan.folder)
+                stored.read_samples(plan.folder)
                 return results
         except UserError:
             return None  # none, damaged, or of an older version: asked again
@@ -227,12 +225,12 @@ class Evaluation:
                 with writing(plan.folder):
                     held.enter_context(unfinished.hold(self.say))
             if self._is_known(plan):  # another process has answered it meanwhile
-                work.total -= sum(task.cost for task in plan.tasks.values())
+                work.total -= plan.cost
                 return
             results, samples = merged(plan.asked, self._answers(plan, unfinished, lm, work))
             if self.ranks.rank == 0:
                 with writing(plan.folder):
-                    write_results(plan.folder, results, samples)
+                    stored.write_results(plan.folder, results, samples)
                     unfinished.remove()
             self.ranks.barrier()
         self._report(plan, results, "written to")
@@ -249,8 +247,7 @@ class Evaluation:
                 work.total -= task.cost
                 answers[name] = done[name]
                 continue
-            label = name if name == plan.name else f"{plan.name} {name}"
-            lm.answered = partial(work.advance, label)
+            lm.answered = partial(work.advance, " ".join(dict.fromkeys([plan.name, name])))
             answers |= task.ask(lm)
             if self.ranks.rank == 0 and len(plan.tasks) > 1:
                 with writing(plan.folder):
@@ -303,13 +300,13 @@ def writing(folder: Path) -> Iterator[None]:
 
 def print_results(console: Console, subject: str, results: Results) -> None:
     """Print the scores of one suite; losses best first. `subject` names what was evaluated."""
-    asked, rows = results.asked, list[tuple[Text | str, ...]]()
+    asked, counts = results.asked, results.num_samples
+    rows: list[tuple[Text | str, ...]] = []
     if asked["suite"] == VALIDATION:
-        title = f"held-out loss over {results.num_samples[VALIDATION]:,} tokens: {subject}"
-        columns = {"model": "left", "nats/token": "right", "bits/byte": "right"}
-        for name, scores in sorted(
-            results.scores.items(), key=lambda item: item[1]["bits_per_byte"].value
-        ):
+        title = f"held-out loss over {counts[VALIDATION]:,} tokens: {subject}"
+        labels, numbers = ["model"], ["nats/token", "bits/byte"]
+        losses = results.scores.items()
+        for name, scores in sorted(losses, key=lambda item: item[1]["bits_per_byte"].value):
             model = "this checkpoint" if name == VALIDATION else f"{name} of the training shards"
             values = (scores[metric].value for metric in ("nats_per_token", "bits_per_byte"))
             rows.append((model, *(f"{value:.4f}" for value in values)))
@@ -317,29 +314,29 @@ def print_results(console: Console, subject: str, results: Results) -> None:
         limit = asked["limit"]
         cut = "" if limit is None else f"; the first {limit:,} items only: not a result"
         title = f"{asked['suite']}: {subject}{cut}"
-        columns = dict.fromkeys(("task", "metric"), "left")
-        columns |= dict.fromkeys(("score", "+-", "items"), "right")
+        labels, numbers = ["task", "metric"], ["score", "+-", "items"]
         for task, metrics in results.scores.items():
             primary = asked["tasks"].get(task, {}).get("primary", ())
             for metric, score in metrics.items():
                 noise = "" if score.stderr is None else f"{score.stderr:.4f}"
                 if score.bound is not None:
-                    noise = bound_words(score.value, score.bound)
+                    noise = stored.bound_words(score.value, score.bound)
                 label = Text(metric, "bold" if metric in primary else "")
-                count = f"{results.num_samples[task]:,}"
-                rows.append((Text(task), label, f"{score.value:.4f}", noise, count))
+                rows.append((Text(task), label, f"{score.value:.4f}", noise, f"{counts[task]:,}"))
     table = Table(title=Text(title), title_justify="left")
-    for column, justify in columns.items():
-        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for column in labels:
+        table.add_column(column, no_wrap=True)
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     console.print(table)
     for task, count in results.truncated.items():
         if count:
-            words = f"{task} {count:,} of {results.num_samples[task]:,} contexts longer than "
+            words = f"{task} {count:,} of {counts[task]:,} contexts longer than "
             words += f"max_length {asked['max_length']} lost their beginning (--max_length)"
             console.print(Text(words), soft_wrap=True)
     for task, described in asked["tasks"].items():
-        if counts := described.get("counts"):
-            words = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+        if found := described.get("counts"):
+            words = ", ".join(f"{name} {count:,}" for name, count in found.items())
             console.print(Text(f"documents of {task}: {words}"), soft_wrap=True)

@@ -5,8 +5,7 @@
     RUN/evals/step-N/SUITE/leases/restarts.json    how often the job began again, and what it gained
 
 A suite of a step is done if there is a whole results.json of the checkpoint that is there, asked
-with the options of the request. A job calls `python -m eval.schedule begin` before it begins
-(slurm/eval.sh). No torch.
+with the options of the request. No torch.
 """
 
 import argparse
@@ -16,13 +15,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from canon_pretrain.checkpoint import retention
 from canon_pretrain.checkpoint.architecture import find_checkpoint
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults
-from canon_pretrain.checkpoint.retention import held_steps, hold, release
-from canon_pretrain.cluster.leases import CLAIM_EXPIRY_S, InFlight, Lease, Leases, Slurm
+from canon_pretrain.cluster.leases import CLAIM_EXPIRY_S, Lease, Leases, Slurm
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.lock import locked
@@ -31,19 +30,17 @@ from canon_pretrain.report.record import is_outdated
 from canon_pretrain.run.folder import EVALS, RunFolder
 from canon_pretrain.run.results import RESULTS, read_results
 from eval.run_command import add_how
-from eval.suite_names import SUITES, asked_how, is_file, suite_name
+from eval.suite_names import SUITES, asked_how, folder_of, is_file, suite_name, task_files
 
 RETRIES = 2
 PATIENCE_S = 60.0
-HOLD = "submit"
-"""The name of our holds: RUN/evals/holds/step-N.submit."""
+HOLD = "submit"  # RUN/evals/holds/step-N.submit
 EXIT_FRUITLESS, EXIT_ANOTHERS = 1, 3
 
-States = InFlight | Literal["to come", "waiting", "done", "failed", "missing", "damaged"]
 IN_FLIGHT = ("claimed", "queued", "running")
 FINAL = ("done", "failed", "missing", "damaged")
+# what a suite's folder gains as tasks are answered
 PROGRESS = ("*/unfinished/*.task.json", "*/samples-*.jsonl", "*/results.json")
-"""What a suite's folder gains as tasks are answered."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +76,12 @@ def to_words(given: dict[str, Any]) -> list[str]:
     words: list[str] = []
     for name, default in vars(_parse_how([])).items():
         value = given[name]
-        if value == default:
-            continue
-        if value is True:
-            words.append(f"--{name}")
-        elif isinstance(value, list):
+        if isinstance(value, list):
             for key, text in value:
                 words += [f"--{name}", f"{key}={os.path.abspath(text) if is_file(text) else text}"]
-        else:
+        elif value is True:
+            words.append(f"--{name}")
+        elif value != default:
             words += [f"--{name}", os.path.abspath(value) if isinstance(value, Path) else value]
     return list(map(str, words))
 
@@ -125,11 +120,14 @@ def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool
 
 @dataclass(frozen=True)
 class Entry:
-    """One suite (a name, or a task's YAML) of one checkpoint; `attempts`: its jobs so far."""
+    """One suite (a name, or a task's YAML) of one checkpoint; `attempts`: its jobs so far.
+
+    `state`: one of IN_FLIGHT, FINAL, "to come" and "waiting".
+    """
 
     step: int
     suite: str
-    state: States
+    state: str
     lease: Lease | None = None
     attempts: int = 0
     why: str = ""
@@ -161,6 +159,12 @@ class Schedule:
         pairs = ((step, suite) for step in saved for suite in self.request.suites)
         return [self._entry(step, suite, saved[step], queue) for step, suite in pairs]
 
+    def words_for(self, suite: str) -> list[str]:
+        """Return the options for one suite: junk is for the birth-year probes alone."""
+        how, given = self.request.how, vars(_parse_how(self.request.how))
+        is_probe = folder_of(task_files().get(suite_name(suite))) == "birth_year"
+        return how if is_probe else to_words(given | {"junk": None})
+
     def is_finished(self, overview: Sequence[Entry]) -> bool:
         """Return whether training has ended well, with nothing left to move or to evaluate."""
         is_done = self.run.done_file.exists() and not self.checkpoints.leftovers()
@@ -188,12 +192,13 @@ class Schedule:
         is_over = self.is_finished(overview)
         wanted = {e.step for e in overview if not is_over and e.state not in ("done", "failed")}
         holds = self.run.path / EVALS / "holds"
-        held = held_steps(self.run.path)
+        held = retention.held_steps(self.run.path)
         ours = {step for step in held if (holds / f"step-{step}.{HOLD}").exists()}
         for step in sorted(wanted ^ ours):
-            (hold if step in wanted else release)(self.run.path, step, HOLD)
+            change = retention.hold if step in wanted else retention.release
+            change(self.run.path, step, HOLD)
 
-    def _checkpoint(self, step: int, newest: int) -> tuple[States, str]:
+    def _checkpoint(self, step: int, newest: int) -> tuple[str, str]:
         """Return `waiting` if the step is saved, else why it can't be evaluated."""
         path = self.checkpoints.step_path(step)
         if not path.is_dir():
@@ -207,20 +212,20 @@ class Schedule:
             faults = [str(error)]
         return ("damaged", faults[0]) if faults else ("waiting", "")
 
-    def _entry(self, step: int, suite: str, saved: tuple[States, str], queue: Slurm) -> Entry:
+    def _entry(self, step: int, suite: str, saved: tuple[str, str], queue: Slurm) -> Entry:
         leases = leases_of(self.run.path, step, suite)
         last = leases.current()
-        if self.has_results(step, suite):
-            state, lease, why = "done", last, ""
-        else:
+        state: str | None = "done"
+        lease, why = last, ""
+        if not self.has_results(step, suite):
             state, lease, why = leases.judge(last, queue, self._expiry_s)
         # a job that was found by its name is written down now
         attempts = sum(each.job is not None for each in leases.all())
-        if state is not None:
-            return Entry(step, suite, state, lease, attempts, why)
-        if attempts > self.request.retries:
-            return Entry(step, suite, "failed", lease, attempts, why)
-        return Entry(step, suite, saved[0], lease, attempts, saved[1] or why)
+        if state is None and attempts > self.request.retries:
+            state = "failed"
+        elif state is None:
+            state, why = saved[0], saved[1] or why
+        return Entry(step, suite, state, lease, attempts, why)
 
 
 def leases_of(run: Path, step: int | str, suite: str) -> Leases:
@@ -263,13 +268,12 @@ def begin(leases: Leases, job: str, lease_id: str | None, restarts: int) -> tupl
 def main(argv: list[str] | None = None) -> None:
     """`... begin CHECKPOINT SUITE --job ID [--lease ID] [--restarts K]`, for slurm/eval.sh."""
     parser = argparse.ArgumentParser(prog="python -m eval.schedule")
-    add = parser.add_argument
-    add("command", choices=("begin",))
-    add("checkpoint", type=Path)
-    add("suite")
-    add("--job", required=True)
-    add("--lease")
-    add("--restarts", type=int, default=3)
+    parser.add_argument("command", choices=("begin",))
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("suite")
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--lease")
+    parser.add_argument("--restarts", type=int, default=3)
     given = parser.parse_args(argv)
     # not resolved: RUN/checkpoint may be a link to a larger disk
     run, checkpoint = find_checkpoint(Path(os.path.abspath(given.checkpoint)))

@@ -18,11 +18,10 @@ from canon_pretrain.core.files import sha256_file
 from canon_pretrain.run.results import SUITES, VALIDATION
 
 ALL = "all"
+# least default of --max_length: what hides among 4,096 tokens would else be cut off, or left out
 LEAST_LENGTHS = {"babilong": 8192, "birth_year": 8192}
-"""Default of the least --max_length by task folder: what hides among 4,096 tokens would else be cut
-off, or left out. The others fit the training length."""
+# of the suites' tasks; an option of a suite's tasks begins with its name
 FOLDERS = ("discriminative", "jrt", "babilong", "birth_year")
-"""Of the suites' tasks; an option of a suite's tasks begins with its name."""
 TASKS = Path(__file__).parent / "tasks"
 
 _NAME = re.compile(r"^[ {]*\"?(task|group)\"?:[ \t]+[\"']?([^\s\"',]+)", re.MULTILINE)
@@ -31,7 +30,7 @@ _TAGS = re.compile(r"^\"?tag\"?:[ \t]*([^\n]*(?:\n[ \t]*-[^\n]*)*)", re.MULTILIN
 
 
 class HarnessName(NamedTuple):
-    """What a name is in the installed lm_eval (a task, group or tag), and the file that says so."""
+    """A task, group or tag of the installed lm_eval, and the file that says so."""
 
     kind: str
     path: Path
@@ -167,11 +166,10 @@ def execute(arguments: argparse.Namespace) -> None:
         raise UserError(f"--grep {arguments.grep!r}: no regular expression: {error}") from None
     ours = {VALIDATION: TASKS.with_name("validation.py")} | task_files()
     known = {name: HarnessName("suite", ours[name]) for name in SUITES}
-    for group in (
-        {name: HarnessName("ours", ours[name]) for name in sorted(ours)},
-        harness_names(),
-    ):
-        known |= {name: group[name] for name in sorted(group) if name not in known}
+    for name in sorted(ours):
+        known.setdefault(name, HarnessName("ours", ours[name]))
+    for name in sorted(harness_names()):
+        known.setdefault(name, harness_names()[name])
     found = [name for name in known if pattern.search(name)]
     if not found:
         raise UserError(f"none of {len(known):,} names matches --grep {arguments.grep!r}")

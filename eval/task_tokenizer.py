@@ -21,8 +21,8 @@ from canon_pretrain.data.tokenizer import FILE_NAMES, HF_FILE, load_tokenizer
 HF_CONFIG = "tokenizer_config.json"
 WAY_OUT = """name it with --metadata '{"tokenizer": "FOLDER"}': a data folder, an exported \
 folder, or the file of a tokenizer"""
+# the names under which lm_eval looks a model's length up, in its order
 POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx")
-"""The names under which lm_eval looks a model's length up, in its order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +57,9 @@ def _of_data(folder: Path) -> TaskTokenizer:
         found = load_tokenizer(folder, eos=eos)
     except UserError as error:
         raise UserError(f"{error}. This task reads text: {WAY_OUT}") from None
-    return TaskTokenizer(
-        name=str(folder / found.file_name if folder.is_dir() else folder),
-        sha256=found.sha256,
-        encode=lambda text: found.encode(text).tolist(),
-        decode=lambda ids: found.decode(list(ids)),
-    )
+    name = str(folder / found.file_name if folder.is_dir() else folder)
+    encode = lambda text: found.encode(text).tolist()  # noqa: E731
+    return TaskTokenizer(name, found.sha256, encode, lambda ids: found.decode(list(ids)))
 
 
 @functools.lru_cache(maxsize=4)
@@ -72,14 +69,14 @@ def _of_export(name: str, revision: str | None) -> TaskTokenizer:
     from canon_pretrain.hf.export import RECORD  # imports torch
 
     folder = Path(name)
+    # config.json may name code of the model's, which is not needed here, nor asked about
+    kind: Any = transformers.PreTrainedTokenizerFast
+    options: dict[str, Any] = {}
+    if not (folder / HF_FILE).is_file():
+        kind = transformers.AutoTokenizer
+        options = {"trust_remote_code": False, "revision": revision or "main"}
     try:
-        if (folder / HF_FILE).is_file():
-            # its files alone: config.json may name code of the model's, which is not needed here
-            found = transformers.PreTrainedTokenizerFast.from_pretrained(name)
-        else:
-            # not left to its default, which is to ask on the terminal
-            options = {"trust_remote_code": False, "revision": revision or "main"}
-            found = transformers.AutoTokenizer.from_pretrained(name, **options)
+        found = kind.from_pretrained(name, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = " ".join(f"no tokenizer can be loaded from there ({error})".split())
         raise UserError(f"{name}: {reason}; {WAY_OUT}") from None
@@ -91,13 +88,9 @@ def _of_export(name: str, revision: str | None) -> TaskTokenizer:
         vocabulary = json.dumps(sorted(found.get_vocab().items())).encode()
         sha256 = hashlib.sha256(files[0].read_bytes() if files else vocabulary).hexdigest()
     plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-    return TaskTokenizer(
-        name,
-        sha256,
-        # not verbose: a document longer than the model's length is no mistake before it is cut
-        encode=lambda text: list(found.encode(text, add_special_tokens=False, verbose=False)),
-        decode=lambda ids: str(found.decode(list(ids), **plain)),
-    )
+    # not verbose: a document longer than the model's length is no mistake before it is cut
+    encode = lambda text: list(found.encode(text, add_special_tokens=False, verbose=False))  # noqa: E731
+    return TaskTokenizer(name, sha256, encode, lambda ids: str(found.decode(list(ids), **plain)))
 
 
 def known_max_length(metadata: Mapping[str, Any]) -> int | None:

@@ -5,7 +5,7 @@ The windows and their mean are data/held_out.py's, as the trainer's own.
 
 import hashlib
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -19,8 +19,7 @@ from eval.harness import TaskPlan
 from eval.model.lm import CanonLM
 
 METRICS = ("nats_per_token", "bits_per_byte")
-BASELINE_TOKENS = 20_000_000
-"""Training tokens that the count models see at most: a few hundred MB of counts."""
+BASELINE_TOKENS = 20_000_000  # that the count models see at most: a few hundred MB of counts
 
 
 def validation_task(
@@ -73,12 +72,11 @@ def model_loss(
         return dict(zip(batch, scores, strict=True))
 
     scores = lm.run(plan, lambda batch: batch, work, [size for _, size in places])
-    nats: dict[int, list[float]] = {}
-    tokens: Counter[int] = Counter()
+    nats, tokens = defaultdict[int, list[float]](list), Counter[int]()
     for known, parts in zip(sizes, scores, strict=True):
         tokens.update(known)
         for document, score in zip(known, parts, strict=True):
-            nats.setdefault(document, []).append(-score)
+            nats[document].append(-score)
     loss = _loss(math.fsum(chain.from_iterable(nats.values())), tokens.total(), shards)
     # a token's loss depends on what precedes it: on the other documents and on the windows
     asked = hashlib.sha256(f"{shards.fingerprint} {seq_len}".encode()).hexdigest()[:16]

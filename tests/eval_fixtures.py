@@ -12,8 +12,7 @@ from typing import Any
 import datasets
 from datasets import ClassLabel, Features, Sequence, Value
 
-from eval.staging.catalogue import BABILONG, CATALOGUE
-from eval.staging.staged import write_staged
+from eval.staged import CATALOGUE, write_staged
 
 Rows = list[dict[str, Any]]
 REVISION = "f" * 40
@@ -31,111 +30,71 @@ def words(seed: object, count: int) -> str:
     return ". ".join(lines) + "."
 
 
-def piqa() -> Rows:
-    return [
-        {
+def arc(word: str) -> Rows:
+    """Four choices mostly, three and five at times, named by letters or digits."""
+    rows: Rows = []
+    for at, thing in enumerate(THINGS):
+        count = (4, 4, 3, 5)[at % 4]
+        names = list("12345" if at % 5 == 0 else "ABCDE")[:count]
+        texts = [f"{word} {THINGS[at - k]}{' and more' * (k % 3)}" for k in range(count)]
+        choices = {"text": texts, "label": names}
+        question, key = f"Which one is made of {thing}?", names[at % count]
+        rows.append({"question": question, "choices": choices, "answerKey": key})
+    return rows
+
+
+def item(key: str, at: int, name: str, thing: str) -> dict[str, Any]:
+    """One row of the suite `discriminative`; HellaSwag's has what its task cleans."""
+    before, opposite, kind = THINGS[at - 1], NAMES[-1 - at], at // 3
+    rows: dict[str, dict[str, Any]] = {
+        "piqa": {
             "goal": f"How do you move a {thing}?",
             "sol1": f"Lift the {thing} with both hands, {'slowly ' * (at % 3)}then walk.",
             "sol2": f"Paint the {thing}.",
             "label": at % 2,
-        }
-        for at, thing in enumerate(THINGS)
-    ]
-
-
-def hellaswag() -> Rows:
-    """With brackets, " [title]" and double spaces, which the task cleans; sources are shared."""
-    return [
-        {
+        },
+        "hellaswag": {
             "activity_label": f"Carrying a {thing}",
-            "ctx_a": f"[header] How to carry a {thing} [title] Lift it. [step] {NAMES[at]} bends.",
+            "ctx_a": f"[header] How to carry a {thing} [title] Lift it. [step] {name} bends.",
             "ctx_b": "the man" if at % 2 else "",
             "endings": [
                 f"sings to the {thing}  for an hour",
                 f"lifts it [substeps] and walks{' on' * (at % 4)}.",
                 "runs.",
-                f"eats the {thing} and then {NAMES[-1 - at]} eats it too.",
+                f"eats the {thing} and then {opposite} eats it too.",
             ],
-            "source_id": f"wikihow~{at // 3}",
+            "source_id": f"wikihow~{kind}",
             "label": str(at % 4),
-        }
-        for at, thing in enumerate(THINGS)
-    ]
-
-
-def winogrande() -> Rows:
-    return [
-        {
-            "sentence": f"{name} saw a {thing} near the {THINGS[at - 1]} because the _ was large .",
+        },
+        "winogrande": {
+            "sentence": f"{name} saw a {thing} near the {before} because the _ was large .",
             "option1": thing,
-            "option2": THINGS[at - 1],
+            "option2": before,
             "answer": "12"[at % 2],
-        }
-        for at, (name, thing) in enumerate(zip(NAMES, THINGS, strict=True))
-    ]
-
-
-def arc(word: str, labels: Collection[str]) -> Rows:
-    """Four choices mostly, three and five at times, named by letters or digits."""
-    rows: Rows = []
-    for at, thing in enumerate(THINGS):
-        count = (4, 4, 3, 5)[at % 4]
-        names = list("12345" if at % 5 == 0 else labels)[:count]
-        texts = [f"{word} {THINGS[at - k]}{' and more' * (k % 3)}" for k in range(count)]
-        rows.append(
-            {
-                "question": f"Which one is made of {thing}?",
-                "choices": {"text": texts, "label": names},
-                "answerKey": names[at % count],
-            }
-        )
-    return rows
-
-
-def social_iqa() -> Rows:
-    return [
-        {
-            "context": f"{NAMES[at // 3]} gave {NAMES[-1 - at // 3]} a {THINGS[at // 3]}.",
+        },
+        "social_iqa": {
+            "context": f"{NAMES[kind]} gave {NAMES[-1 - kind]} a {THINGS[kind]}.",
             "question": ("Why?", "How would others feel?", "What will happen next?")[at % 3],
-            "answerA": f"glad about the {THINGS[at]}",
+            "answerA": f"glad about the {thing}",
             "answerB": "sad",
-            "answerC": f"wanted to see {NAMES[at]} again soon",
+            "answerC": f"wanted to see {name} again soon",
             "label": "123"[at % 3],
-        }
-        for at in range(len(THINGS))
-    ]
-
-
-def boolq() -> Rows:
-    return [
-        {
-            "question": f"is the {THINGS[at]} older than the {THINGS[at - 1]}",
+        },
+        "boolq": {
+            "question": f"is the {thing} older than the {before}",
             "passage": words(("boolq", at // 2), 30 + 20 * (at // 2)),
-            "label": (at // 3) % 2,
-        }
-        for at in range(len(THINGS))
-    ]
-
-
-def lambada_openai() -> Rows:
-    return [
-        {
+            "label": kind % 2,
+        },
+        "lambada_openai": {
             "text": f"“Is it the {thing}?” {name} asked. {words(('lambada', at), 12 + 5 * at)} "
             f"{name} looked at it, à la mode, and sighed: it was a {thing}"
-        }
-        for at, (name, thing) in enumerate(zip(NAMES, THINGS, strict=True))
-    ]
-
-
-def wikitext() -> Rows:
-    """Tokenized as WikiText is: " @-@ ", " @,@ ", " = Title = ", spaces before stops."""
-    return [
-        {
-            "page": f" = {thing.capitalize()} = \n \n The {thing} is a well @-@ known {THINGS[at]} "
-            f"of 1 @,@ {at}00 m , and {NAMES[at]} 's . \n {words(('wiki', at), 60 + 90 * at)} \n"
-        }
-        for at, thing in enumerate(THINGS[:4])
-    ]
+        },
+        "wikitext": {  # tokenized: " @-@ ", " @,@ ", " = Title = ", spaces before stops
+            "page": f" = {thing.capitalize()} = \n \n The {thing} is a well @-@ known {thing} of 1 "
+            f"@,@ {at}00 m , and {name} 's . \n {words(('wiki', at), 60 + 90 * at)} \n"
+        },
+    }
+    return rows[key]
 
 
 def document(seed: object, before: int, fact: str, after: int) -> str:
@@ -169,14 +128,6 @@ def jrt_pairs(name: str, tail: str) -> Rows:
     rows.append(rows[0] | {"key": "rating", "value": "7"})
     rows.append(rows[2] | {"key": "runtime", "value": "ninety minutes"})
     return rows
-
-
-def jrt_swde() -> Rows:
-    return jrt_pairs("swde", "\nSummary of information above...\n{key}:")
-
-
-def jrt_fda() -> Rows:
-    return jrt_pairs("fda", " {key}:")
 
 
 def jrt_squad() -> Rows:
@@ -216,17 +167,21 @@ def jrt_questions(name: str, form: str, mark: str = "") -> Rows:
     return rows
 
 
-def jrt_triviaqa() -> Rows:
-    return jrt_questions("triviaqa", "{name} was born in", "[DOC] [TLE] A page [PAR] ")
-
-
 def jrt_nq() -> Rows:
     rows = jrt_questions("nq", "The birth place of {name} is")
     return [row | {"alt_answers": [row["answers"][-1]], "tok_pos": 40} for row in rows]
 
 
-def jrt_drop() -> Rows:
-    return jrt_questions("drop", "Answer: {name} was born in")
+JRT: dict[str, Callable[[], Rows]] = {
+    "jrt_swde": lambda: jrt_pairs("swde", "\nSummary of information above...\n{key}:"),
+    "jrt_fda": lambda: jrt_pairs("fda", " {key}:"),
+    "jrt_squad": jrt_squad,
+    "jrt_triviaqa": lambda: jrt_questions(
+        "triviaqa", "{name} was born in", "[DOC] [TLE] A page [PAR] "
+    ),
+    "jrt_nq": jrt_nq,
+    "jrt_drop": lambda: jrt_questions("drop", "Answer: {name} was born in"),
+}
 
 
 def babilong(task: str, length: str) -> Rows:
@@ -276,14 +231,6 @@ def _babilong_row(task: str, fill: int, at: int) -> dict[str, Any]:
     return {"target": target, "question": question, "input": text}
 
 
-PLAIN: tuple[Callable[[], Rows], ...] = (
-    *(piqa, hellaswag, winogrande, social_iqa, boolq, lambada_openai, wikitext),
-    *(jrt_swde, jrt_fda, jrt_squad, jrt_triviaqa, jrt_nq, jrt_drop),
-)
-ROWS = {make.__name__: make for make in PLAIN} | {
-    "arc_easy": lambda: arc("soft", "ABCDE"),
-    "arc_challenge": lambda: arc("hard", "ABCDE"),
-}
 _TEXTS = Sequence(TEXT)
 _TYPES: dict[str, dict[str, Any]] = {
     # all others are strings
@@ -299,10 +246,15 @@ _TYPES: dict[str, dict[str, Any]] = {
 
 
 def rows_of(key: str) -> Rows:
-    if CATALOGUE[key].suite == BABILONG:
-        _, task, length = key.split("_")
-        return babilong(task, length)
-    return ROWS[key]()
+    suite, _, length = key.partition("_")
+    if suite == "babilong":
+        return babilong(*length.split("_"))
+    if suite == "arc":
+        return arc("soft" if key == "arc_easy" else "hard")
+    if suite == "jrt":
+        return JRT[key]()
+    found = [item(key, at, *pair) for at, pair in enumerate(zip(NAMES, THINGS, strict=True))]
+    return found[:4] if key == "wikitext" else found
 
 
 def fixture(key: str) -> datasets.Dataset:

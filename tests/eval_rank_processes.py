@@ -36,22 +36,20 @@ TEXT = "now is better than never although never is often better than right now"
 
 def answers(ranks: Ranks) -> dict[str, Any]:
     """All three kinds of request, floats as hex: bitwise."""
-    model = build(VARIANTS["nope ABCD"]).eval()
     told: list[int] = []
-    lm = CanonLM(
-        model, Letters(), max_length=40, batch_tokens=150, ranks=ranks, answered=told.append
-    )
+    given = {"max_length": 40, "batch_tokens": 150, "ranks": ranks, "answered": told.append}
+    lm = CanonLM(build(VARIANTS["nope ABCD"]).eval(), Letters(), **given)
+
+    def ask(kind: str, asked: list[Any]) -> Any:
+        return getattr(lm, kind)(requests(kind, asked))
+
     choices = [(TEXT[: 5 + n], TEXT[n : n + k]) for n in range(30) for k in (3, 5, 9)]
-    scores = lm.loglikelihood(requests("loglikelihood", choices))
-    rolled = lm.loglikelihood_rolling(
-        requests("loglikelihood_rolling", [(TEXT[:n],) for n in (1, 39, 40, 41, 60, 70)])
-    )
     asked = [(TEXT[:n], {"until": ["j"], "max_gen_toks": 9}) for n in range(3, 40, 2)]
-    written = lm.generate_until(requests("generate_until", asked))
+    texts = [(TEXT[:n],) for n in (1, 39, 40, 41, 60, 70)]
     return {
-        "scores": [(score.hex(), greedy) for score, greedy in scores],
-        "rolled": [score.hex() for score in rolled],
-        "written": written,
+        "scores": [(score.hex(), greedy) for score, greedy in ask("loglikelihood", choices)],
+        "rolled": [score.hex() for score in ask("loglikelihood_rolling", texts)],
+        "written": ask("generate_until", asked),
         "told": sum(told),
         "rank": (lm.rank, lm.world_size),
     }
@@ -70,8 +68,7 @@ def validation(ranks: Ranks) -> Any:
 
 def plumbing(ranks: Ranks) -> Any:
     """Order, sharing, and who is told what."""
-    told: list[int] = []
-    mine: list[int] = []
+    told, mine = list[int](), list[int]()
 
     def work(item: int) -> tuple[int, int]:
         mine.append(item)
@@ -79,18 +76,15 @@ def plumbing(ranks: Ranks) -> Any:
         return item * item, ranks.rank
 
     results = ranks.map(work, list(range(40)), [1] * 40, told.append)
-    empty = ranks.map(work, [], [])
-    again = ranks.map(lambda item: item + 1, [1, 2, 3], [1] * 3)
-    turn = ranks.in_turn(lambda: time.monotonic())
     return {
         "squares": [square for square, _ in results],
         "workers": [worker for _, worker in results],
         "mine": sorted(mine),
         "told": sum(told),
-        "empty": empty,
-        "again": again,
+        "empty": ranks.map(work, [], []),
+        "again": ranks.map(lambda item: item + 1, [1, 2, 3], [1] * 3),
+        "turn": ranks.in_turn(time.monotonic),
         "broadcast": ranks.broadcast({"from": ranks.rank}),
-        "turn": turn,
     }
 
 
@@ -112,34 +106,16 @@ class Small(torch.nn.Module):
 def memory(ranks: Ranks) -> Any:
     """The last rank has less memory than the others."""
     said: list[str] = []
-    most = 60 if ranks.rank == ranks.world_size - 1 else 10_000
-    lm = CanonLM(
-        Small(most),  # type: ignore[arg-type]
-        Letters(),
-        max_length=30,
-        batch_tokens=300,
-        ranks=ranks,
-        say=said.append,
-    )
+    model: Any = Small(60 if ranks.rank == ranks.world_size - 1 else 10_000)
+    given = {"max_length": 30, "batch_tokens": 300, "ranks": ranks, "say": said.append}
+    lm = CanonLM(model, Letters(), **given)
     choices = [(TEXT[:n], TEXT[n : n + 4]) for n in range(3, 60)]
     for _ in range(3):
         scores = lm.loglikelihood(requests("loglikelihood", choices))
     return {"scores": [s for s, _ in scores], "said": said, "batch_tokens": lm.batch_tokens}
 
 
-def broken() -> None:
-    raise UserError("this item is broken")
-
-
-def nothing() -> None:
-    raise KeyError("nothing")
-
-
-def dies() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def on_rank(who: int, act: Callable[[], None]) -> Callable[[Ranks], None]:
+def ends(who: int, act: Callable[[], Any]) -> Callable[[Ranks], None]:
     """Work on which one rank ends so, after a while."""
 
     def scenario(ranks: Ranks) -> None:
@@ -153,6 +129,17 @@ def on_rank(who: int, act: Callable[[], None]) -> Callable[[Ranks], None]:
     return scenario
 
 
+def fails(error: Exception) -> Callable[[], Any]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+def dies() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def raises_between(ranks: Ranks) -> None:
     if ranks.rank == 1:
         time.sleep(0.2)
@@ -161,11 +148,7 @@ def raises_between(ranks: Ranks) -> None:
 
 
 def refuses(ranks: Ranks) -> None:
-    def work() -> None:
-        if ranks.rank == 0:
-            raise UserError("no such data set")
-
-    ranks.in_turn(work)
+    ranks.in_turn(fails(UserError("no such data set")) if ranks.rank == 0 else lambda: None)
 
 
 SCENARIOS: dict[str, tuple[Callable[[Ranks], Any], tuple[int, ...]]] = {
@@ -173,11 +156,11 @@ SCENARIOS: dict[str, tuple[Callable[[Ranks], Any], tuple[int, ...]]] = {
     "validation": (validation, (1, 2)),
     "plumbing": (plumbing, (3,)),
     "memory": (memory, (2,)),
-    "raises": (on_rank(1, broken), (3,)),
-    "raises_first": (on_rank(0, nothing), (3,)),
+    "raises": (ends(1, fails(UserError("this item is broken"))), (3,)),
+    "raises_first": (ends(0, fails(KeyError("nothing"))), (3,)),
     "raises_between": (raises_between, (3,)),
-    "is_killed": (on_rank(1, dies), (3,)),
-    "first_is_killed": (on_rank(0, dies), (3,)),
+    "is_killed": (ends(1, dies), (3,)),
+    "first_is_killed": (ends(0, dies), (3,)),
     "refuses": (refuses, (3,)),
 }
 
@@ -192,9 +175,9 @@ def in_ranks(function: Callable[[Ranks], Any], world_size: int, folder: Path) ->
     for rank in range(world_size):
         pid = os.fork()
         if not pid:
-            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-            os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-            os.environ["MASTER_PORT"] = str(port)
+            names = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
+            names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ |= {name: str(value) for name, value in names.items()}
             os._exit(_rank(function, folder / f"{rank}.json"))
         pids.append(pid)
     ended: dict[int, dict[str, Any]] = {}
@@ -221,13 +204,10 @@ def _rank(function: Callable[[Ranks], Any], path: Path) -> int:
             result = function(ranks)
         path.write_text(json.dumps({"result": result}))
         return 0
-    except UserError as error:
-        path.write_text(json.dumps({"error": str(error), "type": type(error).__name__}))
-        return 2
     except BaseException as error:
         path.write_text(json.dumps({"error": str(error), "type": type(error).__name__}))
         traceback.print_exc()
-        return 1
+        return 2 if isinstance(error, UserError) else 1
 
 
 def main(out: Path) -> None:

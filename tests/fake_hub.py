@@ -216,15 +216,15 @@ CLIENT = """
 import argparse, dataclasses, json, sys
 import datasets, huggingface_hub
 from canon_pretrain.core.errors import UserError
-from eval.staging import catalogue
-from eval.staging.stage import add_arguments, execute
+from eval import staged
+from eval.stage import add_arguments, execute
 
-real = dict(catalogue.CATALOGUE)
+real = dict(staged.CATALOGUE)
 for line in sys.stdin:
     asked = json.loads(line)
     for key, data in real.items():
         count = asked["counts"].get(key, data.documents)
-        catalogue.CATALOGUE[key] = dataclasses.replace(data, documents=count)
+        staged.CATALOGUE[key] = dataclasses.replace(data, documents=count)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     try:

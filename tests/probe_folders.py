@@ -49,7 +49,6 @@ def freeze_all(base: Path) -> dict[str, str]:
 def load_tasks(names: list[str], **metadata: object) -> dict[str, Task]:
     """The tasks as the harness loads them from their files."""
     with harness():
-        manager = TaskManager(
-            include_path=str(TASKS), include_defaults=False, metadata=dict(metadata)
-        )
+        where = {"include_path": str(TASKS), "include_defaults": False}
+        manager = TaskManager(**where, metadata=dict(metadata))
         return dict(manager.load(names)["tasks"])

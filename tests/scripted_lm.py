@@ -8,10 +8,7 @@ from lm_eval.api.model import LM
 
 
 class ScriptedLM(LM):
-    """`answer` continues the prompt of a request, `score` is its log-likelihood.
-
-    `asked` are all requests for an answer.
-    """
+    """`answer` continues the prompt of a request in `asked`, `score` is its log-likelihood."""
 
     def __init__(
         self,
@@ -24,7 +21,7 @@ class ScriptedLM(LM):
         self.truncated: set[int] = set()
 
     def generate_until(self, requests: list[Instance], **_: Any) -> list[str]:
-        assert self.answer is not None, "nothing is generated here"
+        assert self.answer is not None
         self.asked += requests
         return [self.answer(request) for request in requests]
 
@@ -32,7 +29,7 @@ class ScriptedLM(LM):
         return [(score, score > -5) for score in self.loglikelihood_rolling(requests)]
 
     def loglikelihood_rolling(self, requests: list[Instance], **_: Any) -> list[float]:
-        assert self.score is not None, "nothing is scored here"
+        assert self.score is not None
         return [self.score(request) for request in requests]
 
 

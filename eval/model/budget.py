@@ -23,15 +23,12 @@ from eval.model.lm import CanonLM, unless_out_of_memory
 from eval.model.score import Pair, Planner, score_batch
 
 FILE = "batch_tokens.json"
-LEAST, MOST = 512, 1 << 19
-CPU_MOST = 32768
-GAIN = 1.05
-"""A doubling is worth it if it is as much faster."""
+LEAST, MOST, CPU_MOST = 512, 1 << 19, 32768
+GAIN = 1.05  # a doubling is worth it if it is as much faster
 ROW_TOKENS = 1024
+# new tokens of a trial, and those that it stands for: a prompt of 1,000 tokens and an answer
 STEPS, STEPS_OF_AN_ANSWER = 4, 48
-"""New tokens of a trial, and those that it stands for: a prompt of 1,000 tokens and an answer."""
-SHARE_OF_MEMORY = 0.125
-"""Of a CPU's memory, for keys, values and logits."""
+SHARE_OF_MEMORY = 0.125  # of a CPU's, for keys, values and logits
 
 
 def batch_tokens_for(lm: CanonLM, folder: Path, say: Callable[[str], None]) -> int:

@@ -5,7 +5,7 @@ log-softmax in float32, greedy decoding. Batches do not depend on the number of 
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
@@ -23,14 +23,14 @@ from canon_pretrain.model.transformer import Transformer
 from eval.model.ranks import Ranks
 from eval.model.score import Answer, Batch, Pair, Planner, Row, score_batch
 
+# of a vocabulary of 32,000 their float32 logits are 1 GB, keys and values of the 1.3B 3 GB
 BATCH_TOKENS = 8192
-"""Of a vocabulary of 32,000 their float32 logits are 1 GB, keys and values of the 1.3B 3 GB."""
+# characters of a prompt that are read in the time of one new token, roughly
 NEW_TOKEN_COST = 32
-"""Characters of a prompt that are read in the time of one new token, roughly."""
+# tokens of a pass that would take as long as the pass does with none, roughly
 PASS_TOKENS = {"cpu": 32, "cuda": 1024}
-"""Tokens of a pass that would take as long as the pass does with none, roughly."""
+# tokens that are best read at once: what a CPU's caches do not hold takes it 1.9 times as long
 READ_TOKENS = {"cpu": 512}
-"""Tokens that are best read at once: what a CPU's caches do not hold takes it 1.9 times as long."""
 DEFAULT_GEN_TOKENS = 256
 GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "num_beams"}
 
@@ -39,8 +39,6 @@ Result = TypeVar("Result")
 
 
 class Question(NamedTuple):
-    """What to continue, and where to end."""
-
     context: tuple[int, ...]
     until: tuple[str, ...]
     max_tokens: int
@@ -146,25 +144,17 @@ class CanonLM(TemplateLM):
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[float]:
         """Return the log-likelihood of each whole text, in windows of max_length as the harness."""
-        owners: list[int] = []
-        costs: list[int] = []
-        pairs: list[Pair] = []
+        found: list[tuple[int, int, Pair]] = []
         for index, request in enumerate(requests):
-            windows = get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            )
-            cost = request_cost(request)
+            tokens, cost = self.tok_encode(request.args[0]), request_cost(request)
+            windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
             for context, scored in map(make_disjoint_window, windows):
-                pairs.append(self._pair(context + scored, len(scored)))
-                owners.append(index)
-                costs.append(cost)
+                found.append((index, cost, self._pair(context + scored, len(scored))))
                 cost = 0  # the first window counts for all
             self.answered(cost)  # of a text without windows
         totals = [0.0] * len(requests)
-        for owner, (score, _) in zip(owners, self.score_pairs(pairs, costs), strict=True):
+        scores = self.score_pairs([pair for *_, pair in found], [cost for _, cost, _ in found])
+        for (owner, *_), (score, _) in zip(found, scores, strict=True):
             totals[owner] += score
         return totals
 
@@ -176,21 +166,18 @@ class CanonLM(TemplateLM):
 
     def score_pairs(self, pairs: Sequence[Pair], costs: Sequence[int]) -> list[Answer]:
         """Return the answer of each pair, in batches shared out over the ranks; see score.py."""
-
-        def plan(budget: int, chosen: Sequence[int]) -> list[Batch]:
-            return self._planner(budget).plan(pairs, chosen)
-
-        def work(budget: int, batch: Batch) -> dict[int, Answer]:
-            return score_batch(self.model, self._planner(budget), pairs, batch)
-
-        return self.run(plan, lambda batch: batch.pairs, work, costs)
+        return self.run(
+            lambda budget, chosen: self._planner(budget).plan(pairs, chosen),
+            lambda batch: batch.pairs,
+            lambda budget, batch: score_batch(self.model, self._planner(budget), pairs, batch),
+            costs,
+        )
 
     def score_parts(
         self, rows: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
     ) -> list[list[float]]:
         """Return log-likelihoods of consecutive parts of each row, whose `sizes` end with it."""
-        pairs: list[Pair] = []
-        groups = []
+        pairs, groups = list[Pair](), []
         for row, parts in zip(rows, sizes, strict=True):
             ends = list(accumulate(parts, initial=len(row) - sum(parts)))[1:]
             members = [(len(pairs) + k, end - 1) for k, end in enumerate(ends)]
@@ -273,31 +260,29 @@ class CanonLM(TemplateLM):
             return [[chosen[k] for k in batch] for batch in found]
 
         def work(budget: int, batch: list[int]) -> dict[int, str]:
-            texts = self._continuations([questions[i] for i in batch], budget)
-            return dict(zip(batch, texts, strict=True))
+            chosen = [questions[i] for i in batch]
+            return dict(zip(batch, self._continuations(chosen, budget), strict=True))
 
         answers = self.run(plan, lambda batch: batch, work, list(asked.values()))
         texts = dict(zip(questions, answers, strict=True))
         return [texts[one] for one in order]
 
-    def _continuations(self, questions: Sequence[Question], batch_tokens: int) -> list[str]:
+    def _continuations(self, questions: Sequence[Question], batch_tokens: int) -> Iterator[str]:
         def is_answered(index: int, tokens: list[int]) -> bool:
             text = self._written(questions[index], tokens)
             return any(stop in text for stop in questions[index].until)
 
         answers = generate(
             self.model,
-            [question.context for question in questions],
-            max_new_tokens=[question.max_tokens for question in questions],
+            [asked.context for asked in questions],
+            max_new_tokens=[asked.max_tokens for asked in questions],
             eos_id=self.text.eos_id,
             stop=is_answered,
             batch_tokens=batch_tokens,
             read_tokens=self.read_tokens,
         )
-        return [
-            postprocess_generated_text(self._written(question, tokens), list(question.until), None)
-            for question, tokens in zip(questions, answers, strict=True)
-        ]
+        for asked, tokens in zip(questions, answers, strict=True):
+            yield postprocess_generated_text(self._written(asked, tokens), list(asked.until), None)
 
     def _written(self, asked: Question, tokens: list[int]) -> str:
         # SentencePiece drops the space before a text's first word, which this is not

@@ -21,9 +21,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 START_TIMEOUT = timedelta(minutes=10)
+# for ranks that hang: dead ones are noticed at once, by their closed connections
 WORK_TIMEOUT = timedelta(days=2)
-"""How long a rank waits for the others' last items. Dead ranks are noticed at once, by their closed
-connections: this one is for those that hang."""
 
 
 class RankFailed(UserError):
@@ -48,13 +47,8 @@ class Ranks:
             # the store by itself, not through init_process_group: `map` counts items in it
             store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=START_TIMEOUT)))
             store.set_timeout(WORK_TIMEOUT)
-            dist.init_process_group(
-                "gloo",
-                store=dist.PrefixStore("gloo", store),
-                rank=rank,
-                world_size=world_size,
-                timeout=WORK_TIMEOUT,
-            )
+            given = {"rank": rank, "world_size": world_size, "timeout": WORK_TIMEOUT}
+            dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), **given)
         except (RuntimeError, ValueError) as error:
             raise UserError(
                 f"rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']} (WORLD_SIZE) could "

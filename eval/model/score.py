@@ -20,18 +20,15 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.transformer import Transformer
 
+# shared beginnings are cut to a multiple of one of these, so that many are equally long
 STEPS = (1, 2, 4, 8, 16, 32, 64)
-"""Shared beginnings are cut to a multiple of one of these, so that many are equally long."""
-LEAST_SAVED = 0.05
-"""Of a group's tokens: a second pass is not worth less."""
+LEAST_SAVED = 0.05  # of a group's tokens: a second pass is not worth less
+# what a token after a prefix costs, and one of a prefix that is copied for a row
 CONTINUED, REMEMBERED = 1.1, 0.03
-"""What a token after a prefix costs, and one of a prefix that is copied for a row."""
-MAX_DEPTH = 200
-SOFTMAX_ROWS = 128
+MAX_DEPTH, SOFTMAX_ROWS = 200, 128
 
 T = TypeVar("T")
-Answer = tuple[float, bool]
-"""(log-likelihood, is every token the likeliest)."""
+Answer = tuple[float, bool]  # (log-likelihood, is every token the likeliest)
 
 
 @dataclass(frozen=True)

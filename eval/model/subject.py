@@ -1,23 +1,24 @@
 """What is evaluated: a checkpoint with what its run says about it, or an exported folder.
 
 An export has its tokenizer with it and belongs to no run: its results need a place (--out), and
-what reads shards needs --data.
+what reads shards needs --data. Rotary tables stay float32 whatever the dtype of the weights.
 """
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from canon_pretrain.checkpoint.architecture import find_checkpoint
+from canon_pretrain.checkpoint import architecture
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
-from canon_pretrain.checkpoint.weights import check_checkpoint, checkpoint_step
+from canon_pretrain.checkpoint.weights import check_checkpoint, checkpoint_step, read_weights
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_json, sha256_file
 from canon_pretrain.data.held_out import open_apart, open_held_out
@@ -25,11 +26,10 @@ from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf.export import RECORD
-from canon_pretrain.hf.reading import CONFIG, folder_args, is_folder
-from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.hf.reading import CONFIG, folder_args, folder_weights, is_folder
+from canon_pretrain.model.transformer import Head, Transformer
 from canon_pretrain.run.folder import EVALS, RunFolder
 from canon_pretrain.run.launches import read_run
-from eval.model.load import load_model
 
 WEIGHTS = (".safetensors", ".bin", ".pth")
 
@@ -38,7 +38,7 @@ def locate(given: Path) -> tuple[Path, RunFolder | None]:
     """Return the checkpoint that `given` names and its run, or an exported folder and None."""
     if is_folder(given):
         return given, None
-    run, checkpoint = find_checkpoint(given)
+    run, checkpoint = architecture.find_checkpoint(given)
     return checkpoint, run
 
 
@@ -141,8 +141,11 @@ class Subject:
             facts, manifest = read_run(self.folder), Manifest.read(self.checkpoint)
             run_id, content = facts.run_id if facts else manifest.run_id, manifest.content
         else:
-            record = _record(self.checkpoint)
-            run_id, content = record.get("run_id"), _content(self.checkpoint)
+            record, digest = _record(self.checkpoint), hashlib.sha256()
+            for path in sorted(self.checkpoint.iterdir()):
+                if path.suffix in WEIGHTS or path.name == CONFIG:
+                    digest.update(f"{path.name} {sha256_file(path)}\n".encode())
+            run_id, content = record.get("run_id"), digest.hexdigest()
             sha256 = (record.get("tokenizer") or {}).get("sha256") or sha256
             if sha256 is None:
                 with contextlib.suppress(UserError):  # without one, only validation is asked
@@ -152,8 +155,8 @@ class Subject:
             "run_id": run_id,
             "content": content,
             "step": self.step,
-            "train_fingerprint": None if self.train is None else self.train.fingerprint,
-            "held_out_fingerprint": None if self.held_out is None else self.held_out.fingerprint,
+            "train_fingerprint": self.train and self.train.fingerprint,
+            "held_out_fingerprint": self.held_out and self.held_out.fingerprint,
             "tokenizer_sha256": sha256,
         }
 
@@ -164,7 +167,7 @@ class Subject:
         return load_model(self.checkpoint, device, max_length, dtype, self.folder)
 
 
-def _expect(found: str | None, expected: Sequence[str | None], wrong: str) -> None:
+def _expect(found: str | None, expected: list[str] | list[str | None], wrong: str) -> None:
     if found not in expected:
         known = " or ".join((sha256 or "none")[:16] for sha256 in expected)
         raise UserError(f"{wrong}; its hash is {(found or 'none')[:16]}, expected {known}")
@@ -229,14 +232,80 @@ def _open_export(export: Path, data: Path | None, held_out: Path | None) -> Subj
     return subject
 
 
-def _content(export: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(export.iterdir()):
-        if path.suffix in WEIGHTS or path.name == CONFIG:
-            digest.update(f"{path.name} {sha256_file(path)}\n".encode())
-    return digest.hexdigest()
-
-
 def _record(export: Path) -> dict[str, Any]:
     path = export / RECORD
     return read_json(path, finite=False) if path.exists() else {}
+
+
+def dtype_for(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype called `name`; "auto" is bfloat16 on a GPU and float32 on a CPU."""
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, auto if name == "auto" else name)
+
+
+def load_model(
+    path: Path,
+    device: torch.device,
+    max_length: int = 0,
+    dtype: torch.dtype = torch.float32,
+    run: RunFolder | None = None,
+) -> Transformer:
+    """Return the model of RUN/checkpoint/step-N or of an exported folder, in eval mode."""
+    is_exported = is_folder(path)
+    if is_exported:
+        args = folder_args(path)
+    else:
+        check_checkpoint(path)
+        args = architecture.model_args_of(run or architecture.run_of_checkpoint(path))
+    with torch.device("meta"):
+        model = Transformer(replace(args, max_seq_len=max(args.max_seq_len, max_length)))
+    own = dict(model.named_parameters())
+    weights = folder_weights(path, args) if is_exported else read_weights(path, own)
+    model.to(dtype)
+    model.to_empty(device=device)
+    if model.rope is not None:
+        model.rope.reset(device)
+    model.load_state_dict(weights)
+    if is_faster(model):
+        use_fast_linear(model)
+    return model.eval()
+
+
+class FastLinear(nn.Linear):
+    """`nn.Linear`, forward only, float32 on AMD: torch takes MKL's path there, twice as slow."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x @ weight.T + bias."""
+        if torch.is_grad_enabled():
+            return F.linear(x, self.weight, self.bias)
+        # what torch.compile makes of a linear layer: it takes the weight as it is stored
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+
+def use_fast_linear(model: Transformer) -> None:
+    """Replace every linear layer of `model`, and its output, by a FastLinear of equal weights."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) in (nn.Linear, Head):
+                setattr(module, name, FastLinear(child.weight, child.bias))  # type: ignore[arg-type]
+    if model.output is None:  # tied to the embedding
+        model.output = FastLinear(model.tok_embeddings.get_parameter("weight"))
+
+
+def is_faster(model: Transformer) -> bool:
+    """Return whether FastLinear is for this model and machine; equal on every rank of a job."""
+    weight = model.tok_embeddings.weight
+    fits = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return fits and torch.backends.mkldnn.is_available() and cpu_info("vendor_id") == "AuthenticAMD"
+
+
+def cpu_info(field: str) -> str:
+    """Return a field of /proc/cpuinfo; empty elsewhere than on Linux."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((ln.partition(":")[2].strip() for ln in lines if ln.startswith(field)), "")

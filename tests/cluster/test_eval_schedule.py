@@ -23,38 +23,34 @@ from canon_pretrain.core.files import sha256_file
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Results, Score, write_results
+from eval import schedule
 from eval.__main__ import main
 from eval.run_command import add_how
 from eval.schedule import Request, Schedule, answers, begin, leases_of, settle, to_words
-from eval.schedule import main as schedule_main
+from eval.submit import Watcher
 from eval.suite_names import SUITES as ALL
 from eval.suite_names import TASKS, asked_how, split_suites
-from eval.watcher import Watcher
 from tests.fake_slurm import FakeSlurm
 from tests.support import ROOT, write_data
 
-
-def save(run: Path, step: int, kind: Any = "full") -> None:
-    """A checkpoint as far as anybody looks who loads none."""
-    folder = run / "checkpoint" / f"step-{step}"
-    folder.mkdir(parents=True)
-    _fill(folder, step, kind)
+SUITES = ["jrt", "validation"]
 
 
-def _fill(folder: Path, step: int, kind: Any) -> None:
-    (folder / "data").write_text(f"{kind} {step}")
-    entry = FileEntry((folder / "data").stat().st_size, sha256_file(folder / "data"))
-    Manifest(step, kind, 1, "2", {"data": entry}, "2026-01-01T00:00:00+00:00").write(folder)
+def save(run: Path, *steps: int, kind: Any = "full", into: Path | None = None) -> None:
+    """Checkpoints as far as anybody looks who loads none."""
+    for step in steps:
+        folder = into or run / "checkpoint" / f"step-{step}"
+        folder.mkdir(parents=True)
+        (folder / "data").write_text(f"{kind} {step}")
+        entry = FileEntry((folder / "data").stat().st_size, sha256_file(folder / "data"))
+        Manifest(step, kind, 1, "2", {"data": entry}, "2026-01-01T00:00:00+00:00").write(folder)
 
 
 def write_run(run: Path, *steps: int, last: int = 40, keep: int = 0) -> Path:
-    config = {
-        "training": {"steps": last, "seq_len": 64},
-        "checkpoint": {"interval": 5, "keep_latest_k": keep, "max_held": 4, "folder": "checkpoint"},
-    }
+    saved = {"interval": 5, "keep_latest_k": keep, "max_held": 4, "folder": "checkpoint"}
+    config = {"training": {"steps": last, "seq_len": 64}, "checkpoint": saved}
     RunFolder(run).write_config(config, {})
-    for step in steps:
-        save(run, step)
+    save(run, *steps)
     return run
 
 
@@ -82,9 +78,6 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", 10, 15, 20)
 
 
-SUITES = ["jrt", "validation"]
-
-
 def submit(*words: object) -> int:
     """The exit code of `eval submit`."""
     try:
@@ -94,12 +87,19 @@ def submit(*words: object) -> int:
     return 0
 
 
-def watcher(*runs: Path, expiry_s: float = 600, cap: int = 8, **request: Any) -> Watcher:
-    asked = Request(**{"suites": SUITES, "every": 10} | request)
-    schedules = [Schedule(run, asked, expiry_s=expiry_s) for run in runs]
+def how_of(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_how(parser)
+    return parser.parse_args(words)
+
+
+def watcher(run: Path, *suites: str, expiry_s: float = 600, cap: int = 8, **asked: Any) -> Watcher:
+    """Of `suites` at step 20, and 40; by default all of SUITES at every tenth step."""
+    given = {"suites": [*suites], "every": 20} if suites else {"suites": SUITES, "every": 10}
+    schedules = [Schedule(run, Request(**given | asked), expiry_s=expiry_s)]
     quiet = Console(file=io.StringIO())
     return Watcher(
-        schedules, Slurm(), runs[0] / "report", max_in_flight=cap, local=False, console=quiet
+        schedules, Slurm(), run / "report", max_in_flight=cap, local=False, console=quiet
     )
 
 
@@ -110,7 +110,7 @@ def states(watcher: Watcher) -> dict[tuple[int, str], str]:
 
 
 def test_from_the_first_checkpoint_to_the_report(slurm: FakeSlurm, run: Path) -> None:
-    """Oldest first, three at a time; what has results is skipped; one report after the last."""
+    """Oldest first, so many at a time; what has results is skipped; one report after the last."""
     answer(run, 10, "validation")
     watch = watcher(run, cap=2, how=["--max_length", "64"], sbatch=["--partition=short"])
     watch.one_pass()
@@ -121,9 +121,8 @@ def test_from_the_first_checkpoint_to_the_report(slurm: FakeSlurm, run: Path) ->
     assert log in words and "--partition=short" in words and "--parsable" in words
     lease = leases_of(run, 10, "jrt").current()
     assert lease is not None and lease.job == "1" and lease.cluster == "fake"
-    assert words[words.index("--lease") :] == [
-        "--lease", lease.id, f"{run}/checkpoint/step-10", "jrt", "--max_length", "64",
-    ]  # fmt: skip
+    asked = [lease.id, f"{run}/checkpoint/step-10", "jrt", "--max_length", "64"]
+    assert words[words.index("--lease") :] == ["--lease", *asked]
     found = states(watch)
     assert found.pop((10, "validation")) == "done" and found.pop((20, "validation")) == "waiting"
     assert set(found.values()) == {"queued"}
@@ -135,8 +134,7 @@ def test_from_the_first_checkpoint_to_the_report(slurm: FakeSlurm, run: Path) ->
     watch.one_pass()
     assert slurm.names[2:] == ["eval-run-step-20-validation"]
 
-    for step in (30, 40):
-        save(run, step)
+    save(run, 30, 40)
     RunFolder(run).write_done(40)
     for step in (20, 30, 40):
         for suite in SUITES:
@@ -144,15 +142,15 @@ def test_from_the_first_checkpoint_to_the_report(slurm: FakeSlurm, run: Path) ->
             assert "eval-report-run" not in slurm.names
             answer(run, step, suite)
             slurm.end(f"step-{step}-{suite}-", "COMPLETED")
-    watch.one_pass()
-    watch.one_pass()
-    assert slurm.names.count("eval-report-run") == 1 and slurm.names[-1] == "eval-report-run"
+    for _ in range(2):
+        watch.one_pass()
+        assert slurm.names.count("eval-report-run") == 1
     assert not watch.is_finished(watch.look()), "the report does not stand yet"
     number = [*slurm.jobs()][-1]
     words = slurm.words(number)
-    mark = Path(words[words.index("--mark") + 1])
-    assert words[words.index("--mark") + 2 :] == [str(run), "--out", f"{run}/report"]
-    mark.write_text("now")
+    words = words[words.index("--mark") + 1 :]
+    assert words[1:] == [str(run), "--out", f"{run}/report"]
+    Path(words[0]).write_text("now")
     slurm.set(number, "FORGOTTEN")
     assert watch.is_finished(watch.one_pass())
     assert slurm.names.count("eval-report-run") == 1
@@ -183,58 +181,47 @@ def test_watchers_that_race_give_out_each_piece_once(slurm: FakeSlurm, tmp_path:
         assert jobs[lease.job] == ("PENDING", lease.name)
 
 
-@pytest.mark.parametrize("state", ["FAILED", "COMPLETED", None])
-def test_a_job_that_is_gone_is_submitted_again_some_times(
-    slurm: FakeSlurm, run: Path, state: str | None
-) -> None:
-    """COMPLETED without results is a failure too; None: nobody knows the job any more."""
-    watch = watcher(run, suites=["jrt"], every=20, retries=1)
+@pytest.mark.parametrize("state", ["FAILED", "COMPLETED", "FORGOTTEN"])
+def test_a_job_that_is_gone_is_submitted_again(slurm: FakeSlurm, run: Path, state: str) -> None:
+    """COMPLETED without results is a failure too; FORGOTTEN: nobody knows the job any more."""
+    watch = watcher(run, "jrt", retries=1)
     for number in ("1", "2"):
         watch.one_pass()
-        slurm.set(number, state or "FORGOTTEN")
+        slurm.set(number, state)
     watch.one_pass()
-    assert len(slurm.jobs()) == 2
-    assert states(watch) == {(20, "jrt"): "failed"}
+    assert len(slurm.jobs()) == 2 and states(watch) == {(20, "jrt"): "failed"}
     assert 20 not in held_steps(run), "nothing waits for it any more"
 
 
-@pytest.mark.parametrize("state", ["PENDING", "COMPLETING"])
-def test_a_job_that_may_still_run_is_left_alone(slurm: FakeSlurm, run: Path, state: str) -> None:
-    watch = watcher(run, suites=["jrt"], every=20, expiry_s=0)
-    watch.one_pass()
-    slurm.set("1", state)
-    watch.one_pass()
-    assert len(slurm.jobs()) == 1
-
-
 def test_in_doubt_nothing_is_submitted(slurm: FakeSlurm, run: Path) -> None:
-    watch = watcher(run, suites=["jrt"], every=20)
+    watch = watcher(run, "jrt", expiry_s=0)
     slurm.break_down("squeue")
     with pytest.raises(UserError, match="squeue failed, nothing was submitted"):
         watch.one_pass()
     slurm.break_down("squeue", "")
+    for state in ("PENDING", "COMPLETING"):  # it may still run
+        watch.one_pass()
+        slurm.set("1", state)
     watch.one_pass()
+    assert len(slurm.jobs()) == 1
     (slurm.folder / "1.job").rename(slurm.folder / "hidden")  # another user's job, say
     slurm.break_down("scontrol")
     watch.one_pass()
     assert slurm.jobs() == {}, "the controller did not say that it is gone"
     slurm.break_down("scontrol", "")
-    lease = leases_of(run, 20, "jrt").current()
-    assert lease is not None
-    leases_of(run, 20, "jrt").record(lease, cluster="elsewhere")
+    leases = leases_of(run, 20, "jrt")
+    leases.record(leases.all()[0], cluster="elsewhere")
     watch.one_pass()
     assert slurm.jobs() == {}, "this cluster can't know a job of another one"
 
 
 def test_a_watcher_that_died_before_sbatch_is_replaced(slurm: FakeSlurm, run: Path) -> None:
-    leases = leases_of(run, 20, "jrt")
+    leases, patient = leases_of(run, 20, "jrt"), watcher(run, "jrt")
     assert leases.claim(new_lease(1, name="eval-x-1234"))
-    patient = watcher(run, suites=["jrt"], every=20)
     patient.one_pass()
     assert slurm.jobs() == {} and states(patient) == {(20, "jrt"): "claimed"}
-    watch = watcher(run, suites=["jrt"], every=20, expiry_s=0)
     time.sleep(0.02)
-    watch.one_pass()
+    watcher(run, "jrt", expiry_s=0).one_pass()
     assert len(slurm.jobs()) == 1
     assert [lease.job for lease in leases.all()] == [None, "1"]
 
@@ -242,34 +229,30 @@ def test_a_watcher_that_died_before_sbatch_is_replaced(slurm: FakeSlurm, run: Pa
 def test_a_watcher_that_slept_through_a_takeover_cancels_its_job(
     slurm: FakeSlurm, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch, leases = watcher(run, suites=["jrt"], every=20), leases_of(run, 20, "jrt")
-    submit = Slurm.submit
+    leases, submit = leases_of(run, 20, "jrt"), Slurm.submit
 
     def slow(self: Slurm, *words: Any) -> str:
         assert leases.claim(new_lease(2, job="77"))
         return submit(self, *words)
 
     monkeypatch.setattr(Slurm, "submit", slow)
-    watch.one_pass()
+    watcher(run, "jrt").one_pass()
     assert slurm.jobs()["1"][0] == "CANCELLED"
-    current = leases.current()
-    assert current is not None and current.job == "77"
-    lease = leases.all()[0]
-    assert begin(leases, "1", lease.id, 3)[0] == 3, "and if it runs after all, it does nothing"
+    first, current = leases.all()
+    assert current.job == "77"
+    assert begin(leases, "1", first.id, 3)[0] == 3, "and if it runs after all, it does nothing"
 
 
-@pytest.mark.parametrize("happens", ["another claims the rest", "it is answered"])
+@pytest.mark.parametrize("is_answered", [False, True])
 def test_what_happens_between_a_look_and_a_claim(
-    slurm: FakeSlurm, run: Path, monkeypatch: pytest.MonkeyPatch, happens: str
+    slurm: FakeSlurm, run: Path, monkeypatch: pytest.MonkeyPatch, is_answered: bool
 ) -> None:
-    watch = watcher(run, suites=["jrt"], cap=1)
-
-    claim = Leases.claim
+    """Another claims the rest, or it is answered."""
+    watch, claim = watcher(run, "jrt", every=10, cap=1), Leases.claim
 
     def late(*words: Any) -> Any:
-        monkeypatch.undo()
-        monkeypatch.setenv("PATH", slurm.environ["PATH"])
-        if happens == "it is answered":
+        monkeypatch.setattr(Leases, "claim", claim)
+        if is_answered:
             answer(run, 10, "jrt")
         else:
             assert leases_of(run, 20, "jrt").claim(new_lease(1))
@@ -278,15 +261,13 @@ def test_what_happens_between_a_look_and_a_claim(
     monkeypatch.setattr(Leases, "claim", late)
     watch.one_pass()
     lease = leases_of(run, 10, "jrt").current()
-    assert lease is not None and lease.job is None and lease.ended is not None
-    why = {"it is answered": "it is done"}.get(happens, "1 are in flight")
-    assert lease.ended == f"given back: {why}"
-    names = ["eval-run-step-20-jrt"] if happens == "it is answered" else []
-    assert slurm.names == names
+    assert lease is not None and lease.job is None
+    assert lease.ended == f"given back: {'it is done' if is_answered else '1 are in flight'}"
+    assert slurm.names == (["eval-run-step-20-jrt"] if is_answered else [])
 
 
 def test_what_sbatch_refuses_is_no_attempt(slurm: FakeSlurm, run: Path) -> None:
-    watch = watcher(run, suites=["jrt"], every=20, retries=0)
+    watch = watcher(run, "jrt", retries=0)
     slurm.break_down("sbatch", "error: QOSMaxSubmitJobPerUserLimit")
     for _ in range(3):
         with pytest.raises(UserError, match="refused eval.sh: error: QOSMaxSubmitJobPerUserLimit"):
@@ -300,8 +281,7 @@ def test_an_sbatch_that_does_not_answer_may_have_the_job(
     slurm: FakeSlurm, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by its name, as is that of a watcher that died before it wrote the job down."""
-    watch = watcher(run, suites=["jrt"], every=20, expiry_s=0)
-    submit = Slurm.submit
+    watch, submit = watcher(run, "jrt", expiry_s=0), Slurm.submit
 
     def silent(self: Slurm, *words: Any) -> str:
         submit(self, *words)
@@ -320,14 +300,12 @@ def test_an_sbatch_that_does_not_answer_may_have_the_job(
 
 def test_nothing_that_waits_is_pruned(slurm: FakeSlurm, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 10, 15, 20, 25, keep=1)
-    folder = CheckpointFolder(run / "checkpoint")
+    folder, watch = CheckpointFolder(run / "checkpoint"), watcher(run)
 
     def strip(full: Path, temporary: Path) -> None:
-        temporary.mkdir()
-        _fill(temporary, int(full.name.partition("-")[2]), "weights")
+        save(run, int(full.name.partition("-")[2]), kind="weights", into=temporary)
 
     retention = Retention(folder, 1, holds=lambda: held_steps(run), strip=strip)
-    watch = watcher(run)
     watch.one_pass()
     assert held_steps(run) == {10, 20, 30, 40}, "those to come as well"
     retention.apply()
@@ -339,21 +317,20 @@ def test_nothing_that_waits_is_pruned(slurm: FakeSlurm, tmp_path: Path) -> None:
     watch.one_pass()
     assert 10 in held_steps(run), "one suite is still to come"
     answer(run, 10, "validation")
-    (run / "evals/holds/step-10.a_person").touch()
+    others = run / "evals/holds/step-10.a_person"
+    others.touch()
     watch.one_pass()
     assert held_steps(run) == {10, 20, 30, 40}, "a hold of another's is not ours to release"
-    (run / "evals/holds/step-10.a_person").unlink()
+    others.unlink()
     retention.apply()
-    assert folder.steps() == [20, 25]
-    assert states(watch)[10, "jrt"] == "done"
+    assert folder.steps() == [20, 25] and states(watch)[10, "jrt"] == "done"
 
 
 def test_steps_that_are_gone_or_damaged_hold_up_nothing(slurm: FakeSlurm, run: Path) -> None:
-    for step in (30, 40):
-        save(run, step)
+    save(run, 30, 40)
     (run / "checkpoint/step-20/data").write_text("longer than it was")
     (run / "checkpoint/step-10").rename(run / "checkpoint/.replaced-step-10")
-    watch = watcher(run, suites=["jrt"])
+    watch = watcher(run, "jrt", every=10)
     assert states(watch) == {(20, "jrt"): "damaged", (30, "jrt"): "waiting", (40, "jrt"): "waiting"}
     for step in (30, 40):
         answer(run, step, "jrt")
@@ -366,7 +343,7 @@ def test_steps_that_are_gone_or_damaged_hold_up_nothing(slurm: FakeSlurm, run: P
 
 
 def test_a_branch_that_is_left_takes_its_leases_along(slurm: FakeSlurm, run: Path) -> None:
-    watch = watcher(run, suites=["jrt"])
+    watch = watcher(run, "jrt", every=10)
     watch.one_pass()
     lease = leases_of(run, 20, "jrt").current()
     assert lease is not None
@@ -397,6 +374,18 @@ def test_what_counts_as_answered(run: Path) -> None:
     assert not Schedule(run, Request(SUITES, 10)).has_results(20, "jrt")
 
 
+def test_a_text_given_on_purpose_is_answered_by_results_of_it_alone(tmp_path: Path) -> None:
+    """Issue 17, item 17: else the results of the run's own held-out text would do."""
+    write_data(tmp_path)
+    asked = {**asked_how("validation", how_of(), 64), "dtype": "float32"}
+    how = ["--held_out", str(tmp_path)]
+    with TokenShards.open(tmp_path / "validation") as text:
+        given = asked | {"held_out_fingerprint": text.fingerprint}
+    own = asked | {"held_out_fingerprint": "0" * 64}
+    assert [answers(each, "validation", how, 64) for each in (given, own)] == [True, False]
+    assert answers(own, "validation", [], 64)
+
+
 def test_one_run_has_one_schedule(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = {"suites": ["jrt"], "every": 10, "how": ["--add_bos"]}
     assert settle(run, given, keep=False) == Request(**given)
@@ -416,15 +405,9 @@ def test_one_run_has_one_schedule(run: Path, capsys: pytest.CaptureFixture[str])
         settle(run.parent, {})
     with pytest.raises(UserError, match=r"--every 7: .* each 5 steps .*a multiple"):
         Schedule(run, Request(SUITES, 7))
-
-
-@pytest.mark.parametrize(
-    ("every", "steps"),
-    [(15, [15, 30, 37]), (None, [5, 10, 15, 20, 25, 30, 35, 37]), (50, [37])],
-)
-def test_steps(every: int | None, steps: list[int], tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", last=37)
-    assert Schedule(run, Request(SUITES, every)).steps == steps
+    write_run(run, last=37)
+    for every, steps in ((15, [15, 30, 37]), (None, [*range(5, 36, 5), 37]), (50, [37])):
+        assert Schedule(run, Request(SUITES, every)).steps == steps
 
 
 def test_suites_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,30 +419,32 @@ def test_suites_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         split_suites(",")
     monkeypatch.chdir(tmp_path)
     words = ["--staged", "a b", "--junk", "j.txt", "--option", "x=1", "--option", "y=2"]
-    parser = argparse.ArgumentParser()
-    add_how(parser)
-    how = to_words(vars(parser.parse_args(words)))
+    how = to_words(vars(how_of(*words)))
     assert how[:2] == ["--staged", f"{tmp_path}/a b"] and how[-1] == "y=2"
-    assert to_words(vars(parser.parse_args(how))) == how
+    assert to_words(vars(how_of(*how))) == how
+    # `eval run` refuses junk for suites without probes
+    asked = Schedule(write_run(tmp_path / "run"), Request(SUITES, how=how))
+    for suite in ("birth-year", "1-hop-256", "jrt"):
+        assert ("--junk" in asked.words_for(suite)) is (suite != "jrt")
+        assert "y=2" in asked.words_for(suite)
 
 
 # ---- the job's own question
 
 
 def test_a_job_asks_whether_the_work_is_its_own(run: Path, capsys: Any) -> None:
-    leases = leases_of(run, 10, "jrt")
-    lease = new_lease(1)
+    leases, lease = leases_of(run, 10, "jrt"), new_lease(1)
     assert leases.claim(lease)
     words = ["begin", "--job", "5", "--lease", lease.id, "--", f"{run}/checkpoint/step-10", "jrt"]
-    schedule_main(words)
+    schedule.main(words)
     current = leases.current()
     assert current is not None and current.job == "5", "its watcher had not written that down"
     assert leases.claim(new_lease(2))
     with pytest.raises(SystemExit) as left:
-        schedule_main(words)
+        schedule.main(words)
     assert left.value.code == 3 and "another job has this work" in capsys.readouterr().err
-    schedule_main(["begin", "--job", "6", f"{run}/checkpoint/step-10", "jrt"])  # by hand: no lease
-    schedule_main(["begin", "--job", "6", str(run), "jrt,validation"])
+    schedule.main(["begin", "--job", "6", f"{run}/checkpoint/step-10", "jrt"])  # by hand: no lease
+    schedule.main(["begin", "--job", "6", str(run), "jrt,validation"])
     assert (run / "evals/step-20/jrt,validation/leases/restarts.json").is_file()
 
 
@@ -470,11 +455,11 @@ def test_a_job_that_gets_nowhere_ends(run: Path) -> None:
     def codes(count: int, job: str = "5") -> list[int]:
         return [begin(leases, job, None, 3)[0] for _ in range(count)]
 
-    assert codes(4) == [0] * 4 and codes(1) == [1]
+    assert codes(5) == [0] * 4 + [1]
     done = leases.folder.parent / "abc/unfinished/one.task.json"
     done.parent.mkdir(parents=True)
     done.touch()
-    assert codes(4) == [0] * 4 and codes(1) == [1]
+    assert codes(5) == [0] * 4 + [1]
     both = leases_of(run, 10, "validation,jrt")
     assert [begin(both, "7", None, 0)[0] for _ in range(2)] == [0, 1]
     done.with_name("two.task.json").touch()
@@ -485,30 +470,24 @@ def test_a_job_that_gets_nowhere_ends(run: Path) -> None:
 # ---- without Slurm
 
 
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """slurm/*.sh that answer at once; the folder where they note how they were called."""
-    scripts = tmp_path / "slurm"
-    scripts.mkdir()
-    (scripts / "eval.sh").write_text('printf "%s\\n" "$*" >>"$NOTES"; [[ $5 != jrt ]]\n')
-    (scripts / "eval_report.sh").write_text('printf "%s\\n" "$*" >>"$NOTES"; touch "$3"\n')
-    monkeypatch.setattr("eval.watcher.SCRIPTS", scripts)
-    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
-    fake = FakeSlurm(tmp_path / "fake")
-    fake.break_down("squeue")
-    monkeypatch.setenv("PATH", fake.environ["PATH"])
-    return tmp_path / "notes"
-
-
-def test_without_slurm_the_work_is_done_here(here: Path, run: Path, capsys: Any) -> None:
+def test_without_slurm_the_work_is_done_here(
+    slurm: FakeSlurm, run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A script that leaves no results has failed, whatever its exit code; then it is reported."""
-    for step in (30, 40):
-        save(run, step)
+    scripts, notes = run.parent / "slurm", run.parent / "notes"
+    scripts.mkdir()
+    note = 'printf "%s\\n" "$*" >>"$NOTES"'
+    (scripts / "eval.sh").write_text(f"{note}; [[ $5 != jrt ]]\n")
+    (scripts / "eval_report.sh").write_text(f'{note}; touch "$3"\n')
+    monkeypatch.setattr("eval.submit.SCRIPTS", scripts)
+    monkeypatch.setenv("NOTES", str(notes))
+    slurm.break_down("squeue")
+    save(run, 30, 40)
     RunFolder(run).write_done(40)
     answer(run, 20, "validation")
     words = ["--suites", "jrt,validation", "--every", 20, "--local", "--interval_s", 1]
     assert submit(run, *words) == 1
-    lines = here.read_text().splitlines()
+    lines = notes.read_text().splitlines()
     assert len(lines) == 3 * 3 + 1 and all(line.startswith("--local --") for line in lines)
     assert f"{run} --out {run}/report" in lines[-1]
     capsys.readouterr()
@@ -525,18 +504,16 @@ def test_a_process_that_died_here_leaves_its_work_to_others(run: Path) -> None:
     code = "from canon_pretrain.cluster.leases import *; import sys; from pathlib import Path\n"
     code += "assert Leases(Path(sys.argv[1])).claim(new_lease(1, job=LOCAL))"
     subprocess.run([sys.executable, "-c", code, leases.folder], cwd=ROOT, check=True)
-    schedule = Schedule(run, Request(["jrt"], 20))
+    asked = Schedule(run, Request(["jrt"], 20))
 
     def state() -> str:
-        return next(e.state for e in schedule.look(NoQueue()) if e.step == 20)
+        return next(e.state for e in asked.look(NoQueue()) if e.step == 20)
 
     assert state() == "waiting"
     assert leases.claim(new_lease(2, job=LOCAL))
     assert state() == "running", "we live"
-    current = leases.current()
-    assert current is not None
-    away = dataclasses.replace(current.holder, host="elsewhere")
-    leases.record(current, holder=away)
+    current = leases.all()[-1]
+    leases.record(current, holder=dataclasses.replace(current.holder, host="elsewhere"))
     assert state() == "running", "it showed life just now"
     os.utime(leases.folder / "2.json", (0, 0))
     assert state() == "waiting"
@@ -549,66 +526,54 @@ def test_what_a_person_sees(slurm: FakeSlurm, run: Path, capsys: Any) -> None:
     capsys.readouterr()
     submit(run, "--status")
     shown = capsys.readouterr().out
-    assert "running 1" in shown and "waiting (1 try)" in shown and "queued 3" in shown
-    assert "2 steps to come, the next is 30" in shown
+    for words in ("running 1", "waiting (1 try)", "queued 3", "2 steps to come, the next is 30"):
+        assert words in shown
     assert "going on: 2 queued, 1 running, 4 to come, 1 waiting; report: waiting" in shown
     submit(run, "--json")
     found = json.loads(capsys.readouterr().out)
     assert not found["finished"] and len(found["runs"][str(run)]) == 8
     assert submit(run, "--is_finished") == 1
-    for words, message in (
+    for given, message in (
         (["--max_in_flight", "0"], "--max_in_flight 0"),
         ([run], "a run is named twice"),
         (["--every", "15"], "every 10, given 15"),
     ):
-        assert submit(run, *words, "--once") == 2 and message in capsys.readouterr().err
+        assert submit(run, *given, "--once") == 2 and message in capsys.readouterr().err
 
 
-def test_runs_that_begin_later_keep_no_other_waiting(
-    slurm: FakeSlurm, run: Path, tmp_path: Path, capsys: Any
-) -> None:
-    """A sweep with a throttle: the first runs would be pruned before the last ones begin."""
-    later = tmp_path / "later"
-
-    def look() -> None:
-        words = ["--suites", "jrt", "--every", 20, "--once", "--report", tmp_path / "report"]
-        assert submit(run, later, *words) == 0
-
-    look()
-    assert slurm.names == ["eval-run-step-20-jrt"]
-    assert f"{later}: it has not begun" in capsys.readouterr().out.replace("\n", "")
-    assert held_steps(run) == {20, 40}
-    save(run, 40)
-    for step in (20, 40):
-        answer(run, step, "jrt")
-    RunFolder(run).done_file.touch()
-    assert submit(run, later, "--is_finished") == 1, "the other run is still to come"
-    look()
-    assert not any("report" in name for name in slurm.names)
-    write_run(later, 20)
-    look()
-    assert slurm.names[-1] == "eval-later-step-20-jrt"
-    assert submit(tmp_path / "a", tmp_path / "b", "--once") == 2
-    assert "is not a run folder" in capsys.readouterr().err
-
-
-def test_a_sweep_means_all_of_its_runs(slurm: FakeSlurm, run: Path, capsys: Any) -> None:
-    """Issue 17, item 10: those that have not begun are waited for; its report is in its folder."""
-    sweep = run.parent / "sweep"
+def test_runs_of_a_sweep_may_begin_later(slurm: FakeSlurm, tmp_path: Path, capsys: Any) -> None:
+    """Of a sweep with a throttle the first runs would be pruned before the last ones begin."""
+    sweep = tmp_path / "sweep"
     plan = {"runs": [{"name": name} for name in ("lr2", "lr10", "later")]}
     for name in ("lr10", "lr2"):
-        write_run(sweep / name, 20)
+        write_run(sweep / name, 20, 40)
     (sweep / "sweep.json").write_text(json.dumps(plan))
-    submit(sweep, "--suites", "jrt", "--every", 20, "--once")
-    assert slurm.names == ["eval-lr2-step-20-jrt", "eval-lr10-step-20-jrt"]
+
+    def look() -> None:
+        assert submit(sweep, "--suites", "jrt", "--every", 20, "--once") == 0
+
+    look()
+    assert slurm.names[:2] == ["eval-lr2-step-20-jrt", "eval-lr10-step-20-jrt"]
     assert f"{sweep / 'later'}: it has not begun" in capsys.readouterr().out.replace("\n", "")
+    assert held_steps(sweep / "lr2") == {20, 40}
     for name in ("lr2", "lr10"):
         for step in (20, 40):
             answer(sweep / name, step, "jrt")
         RunFolder(sweep / name).done_file.touch()
-    (sweep / "sweep.json").unlink()
-    submit(sweep, "--once")
+    assert submit(sweep, "--is_finished") == 1, "another run is still to come"
+    look()
+    assert not any("report" in name for name in slurm.names)
+    write_run(sweep / "later", 20)
+    look()
+    assert slurm.names[-1] == "eval-later-step-20-jrt"
+    answer(sweep / "later", 20, "jrt")
+    save(sweep / "later", 40)
+    answer(sweep / "later", 40, "jrt")
+    RunFolder(sweep / "later").done_file.touch()
+    look()
     assert (sweep / "report" / "leases").is_dir()
+    assert submit(tmp_path / "a", tmp_path / "b", "--once") == 2
+    assert "is not a run folder" in capsys.readouterr().err
 
 
 def test_a_task_file_of_ones_own_is_used_only_if_trusted(
@@ -632,17 +597,3 @@ def test_a_task_file_of_ones_own_is_used_only_if_trusted(
     assert code(*suites, answer="y") == 0 and len(slurm.names) == 2
     assert code() == 2 and code("--trust_task_files") == 0 and code("--status") == 0
     assert len(asked) == 2
-
-
-def test_a_text_given_on_purpose_is_answered_by_results_of_it_alone(tmp_path: Path) -> None:
-    """Issue 17, item 17: else the results of the run's own held-out text would do."""
-    write_data(tmp_path)
-    parser = argparse.ArgumentParser()
-    add_how(parser)
-    asked = {**asked_how("validation", parser.parse_args([]), 64), "dtype": "float32"}
-    how = ["--held_out", str(tmp_path)]
-    with TokenShards.open(tmp_path / "validation") as text:
-        given = asked | {"held_out_fingerprint": text.fingerprint}
-    own = asked | {"held_out_fingerprint": "0" * 64}
-    assert [answers(each, "validation", how, 64) for each in (given, own)] == [True, False]
-    assert answers(own, "validation", [], 64)

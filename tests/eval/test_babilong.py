@@ -15,8 +15,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from canon_pretrain.core.errors import UserError
 from eval.harness import harness
-from eval.staging.catalogue import BABILONG_LENGTHS, BABILONG_TASKS
-from eval.staging.staged import write_staged
+from eval.staged import BABILONG_LENGTHS, BABILONG_TASKS, write_staged
 from eval.suite_names import harness_tasks
 from eval.tasks.babilong.task import LABELS, OWN_PROMPTS, is_right, load, read_prompts
 from tests import data_folders
@@ -31,28 +30,6 @@ NAMES = [f"babilong_qa{qa}_{length}" for qa in range(1, 6) for length in ("0k", 
 
 
 # ---- the score
-
-
-@pytest.mark.parametrize(
-    ("task", "question", "answer", "right"),
-    [
-        ("qa1", "Where is Mary?", " kitchen", True),
-        ("qa1", "Where is Mary?", "The most recent place of Mary is the KITCHEN.", True),
-        ("qa1", "Where is Mary?", "kitchen. Not the garden", True),
-        ("qa1", "Where is Mary?", "kitchen <context> garden", True),
-        ("qa1", "Where is Mary?", "kitchen\n<EXAMPLE>\ngarden", True),
-        ("qa1", "Where is Mary?", "kitchen, or else the garden", False),
-        ("qa1", "Where is Mary?", "Well. kitchen", False),
-        ("qa1", "Where is Mary?", "garden", False),
-        ("qa1", "Where is Mary?", "", False),
-        ("qa1", "Where is Mary?", " ".join(PLACES), False),
-        ("qa3", "Where was the milk before the garden?", "Before the garden the kitchen", True),
-        ("qa3", "Where was the milk before the garden?", "the garden", False),
-        ("qa3", "Where was the milk before the kitchen?", "the kitchen", False),
-    ],
-)
-def test_what_is_right(task: str, question: str, answer: str, right: bool) -> None:
-    assert is_right(task, question, "kitchen", answer) is right
 
 
 def judged_again(labels: list[str], question: str, target: str, answer: str) -> bool:
@@ -83,6 +60,8 @@ def texts(labels: list[str]) -> st.SearchStrategy[str]:
 @settings(derandomize=True, deadline=None, max_examples=600)
 @given(st.data())
 def test_the_score_equals_an_independent_one(data: st.DataObject) -> None:
+    assert is_right("qa1", "Where is Mary?", "kitchen", "The KITCHEN. Not the garden")
+    assert not is_right("qa1", "Where is Mary?", "kitchen", "kitchen, or else the garden")
     task = data.draw(st.sampled_from(BABILONG_TASKS))
     labels = GIVING if task == "qa5" else PLACES
     target = data.draw(st.sampled_from(labels))
@@ -148,6 +127,7 @@ def test_prompts_can_be_replaced(tmp_path: Path) -> None:
     assert read_prompts("qa1", path).before.startswith("Say it. So.\n\n<context>\nC1\n")
 
 
+NAME = "DEFAULT_PROMPTS_ZEYUAN"
 RELEASE = """
 import os  # code beside the data is not run
 os._exit(1)
@@ -172,44 +152,31 @@ def test_the_wording_of_the_papers_release(tmp_path: Path) -> None:
     assert read_prompts("qa2", path).of("C {x}", "Q ") == "Do it.|E|Say so.|C {x}|Q |A:"
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "def",
-        "x = 1",
-        "DEFAULT_PROMPTS_ZEYUAN = {'qa1': {'instruction': open('/etc/passwd').read()}}",
-        "DEFAULT_PROMPTS_ZEYUAN = {'qa1': {'instruction': ' ', 'examples': 'b'}}",
-        "DEFAULT_PROMPTS_ZEYUAN = " + "[" * 5000,
-        RELEASE + "DEFAULT_TEMPLATE_ZEYUAN = '{context} {question} {context.__class__}'",
-        b"\xff",
-    ],
-)
-def test_a_release_that_is_not_literal_data_is_refused(
-    tmp_path: Path, content: str | bytes
-) -> None:
-    path = tmp_path / "prompts.py"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError, match="babilong_prompts .*prompts.py"):
-        read_prompts("qa1", path)
+REFUSED: list[tuple[str, str | bytes, str]] = [
+    ("mine.toml", "[qa1", "Expected '\\]'"),
+    ("mine.toml", "[qa2]", "qa2.instruction: Field required"),
+    ("mine.toml", OWN.replace("[qa1]", "[qa11]").replace("[qa1.", "[qa11."), "qa11"),
+    ("mine.toml", OWN.replace("instruction", "instructions"), "qa1.instruction"),
+    ("mine.toml", OWN.replace('" Say it. "', '" "'), "qa1.instruction: .*' '"),
+    ("mine.toml", OWN.replace('"A2"', '"A2"\nmore = 1'), r"examples\.1\.more"),
+    ("mine.toml", OWN.replace('"A2"', '"A2."'), r"examples\.1\.answer: .*'A2\.'"),
+    ("mine.toml", OWN.replace("qa1", "qa2"), "has no 'qa1'"),
+    # what is not literal data
+    ("prompts.py", "def", ""),
+    ("prompts.py", "x = 1", "has no"),
+    ("prompts.py", f"{NAME} = {{'qa1': {{'instruction': open('/etc/passwd').read()}}}}", ""),
+    ("prompts.py", f"{NAME} = {{'qa1': {{'instruction': ' ', 'examples': 'b'}}}}", ""),
+    ("prompts.py", f"{NAME} = " + "[" * 5000, ""),
+    ("prompts.py", RELEASE + "DEFAULT_TEMPLATE_ZEYUAN = '{context} {question} {context.x}'", ""),
+    ("prompts.py", b"\xff", ""),
+]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("[qa1", "Expected '\\]'"),
-        ("[qa2]", "qa2.instruction: Field required"),
-        (OWN.replace("[qa1]", "[qa11]").replace("[qa1.", "[qa11."), "qa11"),
-        (OWN.replace("instruction", "instructions"), "qa1.instruction"),
-        (OWN.replace('" Say it. "', '" "'), "qa1.instruction: .*' '"),
-        (OWN.replace('answer = "A2"', 'answer = "A2"\nmore = 1'), r"examples\.1\.more"),
-        (OWN.replace('"A2"', '"A2."'), r"examples\.1\.answer: .*'A2\.'"),
-        (OWN.replace("qa1", "qa2"), "has no 'qa1'"),
-    ],
-)
-def test_a_prompts_file_is_checked(tmp_path: Path, content: str | bytes, message: str) -> None:
-    path = tmp_path / "mine.toml"
+@pytest.mark.parametrize(("name", "content", "message"), REFUSED)
+def test_prompts_are_checked(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+    path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UserError, match=f"babilong_prompts .*mine.toml.*{message}"):
+    with pytest.raises(UserError, match=f"babilong_prompts .*{name}.*{message}"):
         read_prompts("qa1", path)
     with pytest.raises(UserError, match="babilong_prompts .*none.toml: cannot be read: No such"):
         read_prompts("qa1", tmp_path / "none.toml")
@@ -220,8 +187,7 @@ def test_a_prompts_file_is_checked(tmp_path: Path, content: str | bytes, message
 
 @pytest.fixture(scope="module")
 def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("staged")
-    return stage_fixtures(folder, NAMES)
+    return stage_fixtures(tmp_path_factory.mktemp("staged"), NAMES)
 
 
 def load_tasks(**metadata: object) -> dict[str, Task]:
@@ -263,10 +229,7 @@ def test_the_suite_complete(staged: Path) -> None:
         assert task.VERSION == 2.0 and task.config.metadata["primary"] == "acc"
         chance = 1 / len(LABELS[qa])
         assert task.config.metadata["chance"] == pytest.approx(chance, abs=1e-4)
-        rows = rows_of(name)
-        documents = list(task.eval_docs)
-        assert len(documents) == len(rows)
-        for row, document in zip(rows, documents, strict=True):
+        for row, document in zip(rows_of(name), list(task.eval_docs), strict=True):
             prompt = read_prompts(qa).of(row["input"], row["question"])
             assert task.doc_to_text(document) == document["prompt"] == prompt
             assert prompt.endswith(f"\n\nQuestion: {row['question']}\nAnswer:")
@@ -288,11 +251,7 @@ def test_what_would_be_cut_is_refused(staged: Path, tmp_path: Path) -> None:
     longest = max(len(tokenizer.encode(prompt)) for prompt in documents["prompt"])
     known = {**asked, "tokenizer": str(tmp_path)}
     assert len(load(**known, max_length=longest + 20)["test"]) == len(documents)
-    with pytest.raises(
-        UserError,
-        match=rf"babilong_qa2_1k: prompts of up to {longest} tokens and an answer of 20 do not fit "
-        rf"max_length {longest + 19}, .* at least {longest + 20} \(python -m eval run: --max_le",
-    ):
+    with pytest.raises(UserError, match=f"up to {longest} tokens .* at least {longest + 20} "):
         load(**known, max_length=longest + 19)
     with pytest.raises(UserError, match="needs the evaluated model's tokenizer"):
         load(**asked, max_length=longest)
@@ -303,7 +262,9 @@ def test_what_would_be_cut_is_refused(staged: Path, tmp_path: Path) -> None:
 def test_rows_of_something_else_are_refused(tmp_path: Path) -> None:
     row = {"input": "Mary went to the cellar.", "question": "Where is Mary? ", "target": "cellar"}
     write_staged(tmp_path, "babilong_qa1_0k", [row], revision="f" * 40)
-    with pytest.raises(UserError, match="babilong_qa1_0k, row 0: the target 'cellar' is none of"):
-        load(qa="qa1", context="0k", staged=str(tmp_path))
-    with pytest.raises(UserError, match="python -m eval stage"):
-        load(qa="qa1", context="1k", staged=str(tmp_path))
+    for length, message in (
+        ("0k", "qa1_0k, row 0: the target 'cellar' is none"),
+        ("1k", "eval sta"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load(qa="qa1", context=length, staged=str(tmp_path))

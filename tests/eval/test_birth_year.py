@@ -17,16 +17,7 @@ from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.settle import train_tokenizer
 from eval.harness import harness
 from eval.tasks.birth_year import probes as birth_year
-from eval.tasks.birth_year.probes import (
-    FIRST_NAMES,
-    KINDS,
-    LAST_NAMES,
-    MIDDLE_NAMES,
-    NUM_ITEMS,
-    VERSION,
-    ends_with_space,
-    make_probe,
-)
+from eval.tasks.birth_year.probes import KINDS, NUM_ITEMS, VERSION, ends_with_space, make_probe
 from eval.tasks.birth_year.task import exact
 from tests.probe_folders import JUNK, NAMES, SENTENCES, freeze_all, load_tasks
 from tests.scripted_lm import ScriptedLM
@@ -52,8 +43,9 @@ def again(kind_index: int, length: int, item: int) -> tuple[str, list[str], str]
 
     names: list[str] = []
     while len(names) < people * hops:
-        first, middle = FIRST_NAMES[below(len(FIRST_NAMES))], MIDDLE_NAMES[below(100)]
-        name = f"{first} {middle} {LAST_NAMES[below(100)]}"
+        name = birth_year.FIRST_NAMES[below(len(birth_year.FIRST_NAMES))]
+        for known in (birth_year.MIDDLE_NAMES, birth_year.LAST_NAMES):
+            name += f" {known[below(100)]}"
         names += [name] if name not in names else []
     years = [1950 + y for y in shuffled(60, people)]
     facts = [f"{names[i]} was born in the year of {years[i]}." for i in range(people)]
@@ -61,10 +53,9 @@ def again(kind_index: int, length: int, item: int) -> tuple[str, list[str], str]
     if hops == 2:
         order = shuffled(people, people)
         asked = names[people:]
-        facts += [
-            f"{asked[j]} was born in the same year as {names[order[j]]}." for j in range(people)
-        ]
-        answers = [years[order[j]] for j in range(people)]
+        for name, other in zip(asked, order, strict=True):
+            facts.append(f"{name} was born in the same year as {names[other]}.")
+        answers = [years[k] for k in order]
     junk: list[str] = []
     if length:
         at = below(len(SENTENCES))
@@ -73,21 +64,17 @@ def again(kind_index: int, length: int, item: int) -> tuple[str, list[str], str]
             at += 1
     slots = set(shuffled(len(junk) + len(facts), len(facts)))
     left, right = iter(junk), iter(facts)
-    text = " ".join(
-        next(right) if place in slots else next(left) for place in range(len(junk) + len(facts))
-    )
+    places = range(len(junk) + len(facts))
+    text = " ".join(next(right) if place in slots else next(left) for place in places)
     who = below(people) if anyone else 0
     question = f"\n\nAnswer me: {asked[who]} was born in the year of "
-    if hops == 1:
-        prompt = text + " " + question
-    else:
-        prompt = (
-            "You will be asked questions about people's birth years, and the birth year "
-            "descriptions are hidden in some random text. Some people's birth years are directly "
-            "given, while others are given in the form that `name1' was born in the same year as "
-            f"`name2'.\n\n<context>{text}</context>{question}"
-        )
-    return prompt, [str(year) for year in sorted(years)], str(answers[who])
+    instruction = (
+        "You will be asked questions about people's birth years, and the birth year descriptions "
+        "are hidden in some random text. Some people's birth years are directly given, while "
+        "others are given in the form that `name1' was born in the same year as `name2'.\n\n"
+    )
+    context = f"{text} " if hops == 1 else f"{instruction}<context>{text}</context>"
+    return context + question, [str(year) for year in sorted(years)], str(answers[who])
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
@@ -173,19 +160,10 @@ def test_who_can_answer(probes: dict[str, str]) -> None:
         assert found == 1 if name.startswith("1-hop-512") else is_chance(found, chance_of(name))
 
 
-def test_an_answer_is_its_first_four_characters() -> None:
-    for text, right in {" 1987, and": 1, "19871": 1, "198": 0, "the 1987": 0}.items():
-        assert exact({"answer": "1987"}, [text]) == {"exact": right}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    texts = [" ".join(SENTENCES), "Ann was born in the year of 1987. " * 9]
-    return Tokenizer(train_tokenizer(texts, 320), "test")
-
-
-def test_the_prompt_is_the_beginning_of_what_training_saw(tokenizer: Tokenizer) -> None:
+def test_the_prompt_is_the_beginning_of_what_training_saw() -> None:
     """SentencePiece with split digits, as Llama's: the space is a token of its own."""
+    texts = [" ".join(SENTENCES), "Ann was born in the year of 1987. " * 9]
+    tokenizer = Tokenizer(train_tokenizer(texts, 320), "test")
     assert ends_with_space(tokenizer)
     for kind in KINDS:
         probe = make_probe(kind, 0, 0, JUNK, True)
@@ -205,3 +183,5 @@ def test_a_tokenizer_with_whole_years_gets_no_trailing_space() -> None:
     assert not ends_with_space(WholeYears())
     probe = make_probe(KINDS[0], 0, 0, JUNK, ends_with_space(WholeYears()))
     assert probe["prompt"].endswith(" was born in the year of")
+    for text, right in {" 1987, and": 1, "19871": 1, "198": 0, "the 1987": 0}.items():
+        assert exact({"answer": "1987"}, [text]) == {"exact": right}

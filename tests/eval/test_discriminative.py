@@ -11,7 +11,7 @@ import pytest
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from eval.staging.catalogue import CATALOGUE, DISCRIMINATIVE
+from eval.staged import CATALOGUE, DISCRIMINATIVE
 from tests.eval_fixtures import fixture, rows_of, stage_fixtures
 from tests.support import ROOT
 
@@ -52,29 +52,23 @@ def tasks(staged: Path) -> dict[str, Task]:
 
 def test_the_group_has_the_suites_tasks(tasks: dict[str, Task]) -> None:
     assert list(tasks) == NAMES
+    about = {name: task.config.metadata for name, task in tasks.items()}
     for name, task in tasks.items():
-        assert len(task.eval_docs) == len(rows_of(name))
-        assert task.config.num_fewshot == 0
-        metadata = task.config.metadata
-        primary = metadata["primary"]
-        primary = primary if isinstance(primary, list) else [primary]
-        assert set(primary) <= set(task.aggregation())
-        if "source" in metadata:
-            assert metadata["source"] in CATALOGUE[name].columns
-            sources = [doc[metadata["source"]] for doc in task.eval_docs]
-            assert 1 < len(set(sources)) < len(sources)
-    primary = {name: task.config.metadata["primary"] for name, task in tasks.items()}
-    assert primary == {
+        assert len(task.eval_docs) == len(rows_of(name)) and task.config.num_fewshot == 0
+        primary = about[name]["primary"]
+        assert set(primary if isinstance(primary, list) else [primary]) <= set(task.aggregation())
+        if field := about[name].get("source"):
+            sources = [doc[field] for doc in task.eval_docs]
+            assert field in CATALOGUE[name].columns and 1 < len(set(sources)) < len(sources)
+    assert {name: metadata["primary"] for name, metadata in about.items()} == {
         **dict.fromkeys(CHOICES, "acc"),
         "hellaswag": "acc_norm",
         "arc_challenge": "acc_norm",
         "lambada_openai": ["acc", "perplexity"],
         "wikitext": "word_perplexity",
     }
-    chance = {name: task.config.metadata.get("chance") for name, task in tasks.items()}
-    sizes = [2, 4, 2, 4, 4, 3, 2]
-    assert [chance[name] for name in CHOICES] == [round(1 / size, 3) for size in sizes]
-    assert chance["lambada_openai"] is chance["wikitext"] is None
+    chance = [metadata.get("chance") for metadata in about.values()]
+    assert chance == [*(round(1 / size, 3) for size in (2, 4, 2, 4, 4, 3, 2)), None, None]
 
 
 def test_tasks_are_the_harnesss_own(

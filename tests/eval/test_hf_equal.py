@@ -24,7 +24,7 @@ from canon_pretrain.hf.export import export
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.results import read_samples
 from eval.model.lm import CanonLM
-from eval.model.load import load_model
+from eval.model.subject import load_model
 from tests.data_folders import plant_data, sentence
 from tests.eval_fixtures import stage_fixtures
 from tests.hf_exports import hub_environment, plant_run
@@ -81,10 +81,7 @@ def differences(found: list[Any], expected: list[Any]) -> list[tuple[int, Any, A
 
 
 def opinionated(name: str, **changes: Any) -> Transformer:
-    """A model whose likeliest tokens are always text.
-
-    Bytes that are no text are written by each tokenizer in its own way.
-    """
+    """A model whose likeliest tokens are text; other bytes each tokenizer writes in its own way."""
     model = build(replace(variant(name), vocab_size=300, **changes))
     with torch.no_grad():
         model.output.weight[[i for i in range(NO_TEXT) if i != 2]] = 0.0
@@ -122,15 +119,8 @@ def our_models(checkpoint: Path, out: Path, data: Path, **options: Any) -> Itera
 
 def their_model(folder: Path, *, add_bos: bool) -> HFLM:
     """What `lm_eval --model hf --model_args pretrained=FOLDER,...` makes."""
-    return HFLM(
-        pretrained=str(folder),
-        trust_remote_code=True,
-        device="cpu",
-        dtype="float32",
-        max_length=MAX_LENGTH,
-        add_bos_token=add_bos,
-        prefix_token_id=2,
-    )
+    given = {"device": "cpu", "dtype": "float32", "max_length": MAX_LENGTH, "prefix_token_id": 2}
+    return HFLM(pretrained=str(folder), trust_remote_code=True, add_bos_token=add_bos, **given)
 
 
 def scored() -> list[tuple[str, str]]:
@@ -144,12 +134,8 @@ def scored() -> list[tuple[str, str]]:
     asked += [(UNICODE, f" {UNICODE[::-1]}"), ("the café", " naïve"), ("\U0001f642", "\U0001f642")]
     asked += [("the of ", "a space moves"), ("the\n\n", " lines"), ("a </s> is text", " as </s>")]
     asked += [("", " nothing before it"), ("", "the"), ("", UNICODE)]
-    asked += [
-        (text, " of the"),
-        (text, text[:90]),
-        (text[:30], text[30:100]),
-    ]  # loses its beginning
-    return asked
+    # these lose their beginning
+    return [*asked, (text, " of the"), (text, text[:90]), (text[:30], text[30:100])]
 
 
 def test_loglikelihoods(pairs: dict[str, Pair]) -> None:
@@ -237,8 +223,7 @@ def test_with_bos(pairs: dict[str, Pair], name: str) -> None:
 
 
 SUITES = ("discriminative", "jrt_squad", "babilong_qa1_0k", "1-hop-0")
-LIMIT = ("--limit", "12")
-"""All of the fixtures' items; of the 1,000 probes so many."""
+LIMIT = ("--limit", "12")  # all of the fixtures' items; of the 1,000 probes so many
 
 
 @pytest.mark.slow
@@ -273,15 +258,8 @@ def test_the_commands(tmp_path: Path) -> None:
 
 def run(environment: dict[str, str], folder: Path, words: list[Any]) -> None:
     command = [sys.executable, "-m", *map(str, words)]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    told = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(command, cwd=folder, env=environment, **told)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "y/N" not in done.stdout + done.stderr
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,54 +12,42 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from canon_pretrain.core.errors import UserError
-from eval.staging.staged import write_staged
+from eval.staged import write_staged
 from eval.tasks.jrt.documents import LOG, load
 from tests.data_folders import tokenizer
 from tests.eval_fixtures import rows_of, stage_fixtures
 from tests.scripted_lm import ScriptedLM
 from tests.support import ROOT
 
-KEYS = ["jrt_swde", "jrt_fda", "jrt_squad", "jrt_triviaqa", "jrt_nq", "jrt_drop"]
-TASKS = [f"{key}{more}" for key in KEYS for more in ("", "_twice")]
-
-
 PAGE = {"key": "release date", "value": "1999", "text": "  A film. Of 1999.. Release Date:"}
+TOLD = PAGE | {"text": f"{PAGE['text']}\nSummary of information above...\n1999. Release date:"}
 ASKED = {
     "context": " [DOC] [TLE] Lamps[PAR] shine. Who shone? who shone?",
     "question": " Who shone? ",
     "orig_question": "Who was it:",
     "answers": ["Lamps", "lights"],
 }
-LAMPS = "Lamps shine"
-MARKED = "[DOC] [TLE] Lamps[PAR] shine"
-PROMPTS = {
-    "jrt_fda": (PAGE, "A film. Of 1999. Release date:"),
-    "jrt_fda_twice": (
-        PAGE,
-        "Information about Release date. A film. Of 1999.\nA film. Of 1999. Release date:",
-    ),
-    "jrt_triviaqa": (ASKED, f"{LAMPS}. Who shone?"),
-    "jrt_triviaqa_twice": (ASKED, f"Who was it: {LAMPS}.\n{LAMPS}. Who shone?"),
-    "jrt_nq": (ASKED, f"{MARKED}. Who shone?"),
-    "jrt_nq_twice": (ASKED, f"Who was it {MARKED}.\n{MARKED}. Who shone?"),
-}
-PROMPTS["jrt_drop"], PROMPTS["jrt_drop_twice"] = PROMPTS["jrt_nq"], PROMPTS["jrt_nq_twice"]
-TOLD = PAGE | {"text": f"{PAGE['text']}\nSummary of information above...\n1999. Release date:"}
-PROMPTS["jrt_swde"] = (TOLD, PROMPTS["jrt_fda"][1])
-PROMPTS["jrt_swde_twice"] = (TOLD, PROMPTS["jrt_fda_twice"][1])
 SQUAD = {
     "text": " It is lit. The lamp is ",
     "context": "It is lit.\nQuestion: Is it?",
     "question": "Is it?",
     "value": "lit",
 }
-PROMPTS["jrt_squad"] = (SQUAD, "It is lit. The lamp is")
-PROMPTS["jrt_squad_twice"] = (SQUAD, "Is it? It is lit.\n\nIt is lit. The lamp is")
-
-
-def staged(folder: Path, key: str, rows: list[dict[str, Any]]) -> Path:
-    write_staged(folder, key, rows, revision="f" * 40)
-    return folder
+FILM, MARKED = "A film. Of 1999", "[DOC] [TLE] Lamps[PAR] shine"
+KEYED = f"{FILM}. Release date:", f"Information about Release date. {FILM}.\n{FILM}. Release date:"
+NQ = f"{MARKED}. Who shone?", f"Who was it {MARKED}.\n{MARKED}. Who shone?"
+LAMPS = "Lamps shine. Who shone?", "Who was it: Lamps shine.\nLamps shine. Who shone?"
+LIT = "It is lit. The lamp is", "Is it? It is lit.\n\nIt is lit. The lamp is"
+PROMPTS: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
+    "jrt_swde": (TOLD, KEYED),
+    "jrt_fda": (PAGE, KEYED),
+    "jrt_squad": (SQUAD, LIT),
+    "jrt_triviaqa": (ASKED, LAMPS),
+    "jrt_nq": (ASKED, NQ),
+    "jrt_drop": (ASKED, NQ),
+}
+KEYS = [*PROMPTS]
+TASKS = [f"{key}{more}" for key in KEYS for more in ("", "_twice")]
 
 
 @pytest.fixture(scope="module")
@@ -69,19 +58,22 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_prompts(task: str, tmp_path: Path, trained: str) -> None:
-    row, prompt = PROMPTS[task]
-    key = task.removesuffix("_twice")
-    staged(tmp_path, key, [row])
-    made = load(dataset=key, twice=task != key, staged=str(tmp_path), tokenizer=trained)
-    (item,) = made["validation"]
-    assert item["prompt"] == prompt
-    assert item["labels"] == (row["answers"] if "answers" in row else [row["value"]])
-    assert item["target"] == item["labels"][0]
+def loader(folder: Path, trained: str, key: str, rows: list[dict[str, Any]]) -> Callable[..., Any]:
+    """`load` of these rows, with options."""
+    write_staged(folder, key, rows, revision="f" * 40)
+    given = {"dataset": key, "staged": str(folder), "tokenizer": trained}
+    return lambda **options: load(**given | options)["validation"]
 
 
-# ---- what becomes of rows
+@pytest.mark.parametrize("key", KEYS)
+def test_prompts(key: str, tmp_path: Path, trained: str) -> None:
+    row, prompts = PROMPTS[key]
+    made = loader(tmp_path, trained, key, [row])
+    for twice, prompt in enumerate(prompts):
+        (item,) = made(twice=bool(twice))
+        assert item["prompt"] == prompt
+        assert item["labels"] == (row["answers"] if "answers" in row else [row["value"]])
+        assert item["target"] == item["labels"][0]
 
 
 def counts_of(found: Any) -> list[int]:
@@ -106,22 +98,20 @@ def test_counts_and_what_is_dropped(
         PAGE | {"value": "nowhere", "key": "neither"},
         PAGE | {"value": "nowhere"},  # its key is there
     ]
-    staged(tmp_path, "jrt_fda", rows)
-    options = {"dataset": "jrt_fda", "staged": str(tmp_path), "tokenizer": trained}
-    found = load(**options)["validation"]
+    made = loader(tmp_path, trained, "jrt_fda", rows)
+    found = made()
     assert found["row"] == [0, 5, 6]
     assert found["centre"] == ["answer", "nothing", "answer"]
     assert counts_of(found) == [7, 4, 3, 0, 2, 1]
     (line,) = caplog.messages
     assert line.startswith("jrt_fda: rows 7, dropped 4, kept 3, cut 0, answer 2, ")
     # around the value alone, and to fewer tokens
-    found = load(**options, jrt_fda_answers="value", jrt_tokens="4", jrt_swde_context="of others")
-    found = found["validation"]
+    found = made(jrt_fda_answers="value", jrt_tokens="4", jrt_swde_context="of others")
     assert found["row"] == [0, 2, 5, 6]
     assert counts_of(found) == [7, 3, 4, 4, 2, 2]
+    made = loader(tmp_path, trained, "jrt_fda", [row | {"empty": ""} for row in rows])
     with pytest.raises(UserError, match="none of 7 rows has an answer .* in empty"):
-        staged(tmp_path, "jrt_fda", [row | {"empty": ""} for row in rows])
-        load(**options, jrt_fda_answers=["empty"])
+        made(jrt_fda_answers=["empty"])
 
 
 def test_lists_of_answers(tmp_path: Path, trained: str) -> None:
@@ -137,9 +127,7 @@ def test_lists_of_answers(tmp_path: Path, trained: str) -> None:
         row | {"answers": [], "alt_answers": ["aa"], "tok_pos": 0},
         row | {"answers": ["b", "Bb"], "alt_answers": ["aa"], "tok_pos": 0},
     ]
-    staged(tmp_path, "jrt_nq", rows)
-    options = {"dataset": "jrt_nq", "staged": str(tmp_path), "tokenizer": trained}
-    found = load(**options, jrt_tokens=8)["validation"]
+    found = loader(tmp_path, trained, "jrt_nq", rows)(jrt_tokens=8)
     assert found["centre"] == ["answer", "alt_answers", "tok_pos", "nothing"]
     prompts = found["prompt"]
     assert "Bb" in prompts[0] and "cc" in prompts[1] and prompts[2].startswith("aa a")
@@ -154,50 +142,44 @@ def test_drop_and_triviaqa_keep_the_first_tokens(tmp_path: Path, trained: str, k
     lists: list[list[str]] = [["Oslo"], ["7"], [], ["nowhere to be seen", "word1"]]
     row = {"question": "Which?", "orig_question": "Which?", "context": context}
     more = {"alt_answers": ["Oslo"], "tok_pos": 2000}
-    staged(tmp_path, key, [{**row, "answers": answers, **more} for answers in lists])
-    options = {"dataset": key, "staged": str(tmp_path), "tokenizer": trained}
-    found = load(**options)["validation"]
+    rows = [{**row, "answers": answers, **more} for answers in lists]
+    made = loader(tmp_path, trained, key, rows)
+    found = made()
     kept = tokenizer().decode(tokenizer().encode(context)[:950]).strip()
     assert found["prompt"] == [f"{kept}. Which?"] * 4 and "Oslo" not in kept
     assert found["labels"] == lists
     counts = json.loads(found.info.description)
     assert (counts["dropped"], counts["kept"], counts["beginning"]) == (0, 4, 4)
     # around the answers, as an option
-    found = load(**options, **{f"{key}_answers": "answers"})["validation"]
+    found = made(**{f"{key}_answers": "answers"})
     assert found["row"] == [0, 3] and "Oslo. Which?" in found["prompt"][0]
 
 
 def test_prompts_that_do_not_fit_are_counted(tmp_path: Path, trained: str) -> None:
-    staged(tmp_path, "jrt_fda", [PAGE, PAGE | {"text": PAGE["text"] * 2}])
-    options = {"dataset": "jrt_fda", "staged": str(tmp_path), "tokenizer": trained}
-    first, second = (
-        len(tokenizer().encode(item["prompt"])) + 48 for item in load(**options)["validation"]
-    )
+    made = loader(tmp_path, trained, "jrt_fda", [PAGE, PAGE | {"text": PAGE["text"] * 2}])
+    first, second = (len(tokenizer().encode(item["prompt"])) + 48 for item in made())
     assert first < second
     for max_length, count in ((second, 0), (second - 1, 1), (first - 1, 2)):
-        found = load(**options, max_length=max_length)["validation"]
-        assert json.loads(found.info.description)["too_long"] == count
+        counts = json.loads(made(max_length=max_length).info.description)
+        assert counts["too_long"] == count
 
 
 def test_unknown_options_and_missing_fields(tmp_path: Path, trained: str) -> None:
-    staged(tmp_path, "jrt_nq", [{key: ASKED[key] for key in ("context", "question", "answers")}])
-    options: dict[str, Any] = {"dataset": "jrt_nq", "staged": str(tmp_path), "tokenizer": trained}
-    assert len(load(**options)["validation"]) == 1
-    with pytest.raises(UserError, match="no field 'orig_question', only context, question, answ"):
-        load(**options, twice=True)
-    with pytest.raises(UserError, match=r"no field 'text', .* jrt_nq_context and jrt_nq_answers"):
-        load(**options, jrt_nq_context="text")
-    with pytest.raises(UserError, match="no field 'value'"):
-        load(**options, jrt_nq_answers=["answers", "value"])
-    with pytest.raises(UserError, match='"jrt_nq_contxt" .* Did you mean'):
-        load(**options, jrt_nq_contxt="text")
-    for wrong in ("many", 1, -4, 3.5, None):
-        with pytest.raises(UserError, match=r"jrt_tokens .*: expected a number of tokens"):
-            load(**options, jrt_tokens=wrong)
-    with pytest.raises(UserError, match=r"eval stage --suite jrt --only jrt_fda"):
-        load(**options | {"dataset": "jrt_fda"})
-    with pytest.raises(UserError, match="needs the evaluated model's tokenizer"):
-        load(dataset="jrt_nq", staged=str(tmp_path))
+    row = {key: ASKED[key] for key in ("context", "question", "answers")}
+    made = loader(tmp_path, trained, "jrt_nq", [row])
+    assert len(made()) == 1
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"twice": True}, "no field 'orig_question', only context, question, answ"),
+        ({"jrt_nq_context": "text"}, "no field 'text', .* jrt_nq_context and jrt_nq_answers"),
+        ({"jrt_nq_answers": ["answers", "value"]}, "no field 'value'"),
+        ({"jrt_nq_contxt": "text"}, '"jrt_nq_contxt" .* Did you mean'),
+        *(({"jrt_tokens": n}, "jrt_tokens .*: expected a num") for n in ("many", 1, -4, 3.5, None)),
+        ({"dataset": "jrt_fda"}, "eval stage --suite jrt --only jrt_fda"),
+        ({"tokenizer": None}, "needs the evaluated model's tokenizer"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(UserError, match=message):
+            made(**options)
 
 
 def test_another_field_to_cut_leaves_the_prompts_context_whole(
@@ -205,37 +187,23 @@ def test_another_field_to_cut_leaves_the_prompts_context_whole(
 ) -> None:
     # what the public launch scripts do: they cut `text`, the prompts are made of `context`
     long = "lamp " * 3000
-    staged(tmp_path, "jrt_nq", [ASKED | {"context": long, "text": "Lamps"}])
-    options = {"dataset": "jrt_nq", "staged": str(tmp_path), "tokenizer": trained}
-    (item,) = load(**options, jrt_nq_context="text")["validation"]
-    assert item["prompt"] == f"{long.strip()}. Who shone?"
-    (item,) = load(**options)["validation"]
+    made = loader(tmp_path, trained, "jrt_nq", [ASKED | {"context": long, "text": "Lamps"}])
+    assert made(jrt_nq_context="text")["prompt"] == [f"{long.strip()}. Who shone?"]
+    (item,) = made()
     assert 470 < len(tokenizer().encode(item["prompt"])) < 490  # no hit: the last 475
 
 
 def test_rows_of_one_document_share_a_source(tmp_path: Path, trained: str) -> None:
-    groups = {
-        "jrt_swde": [("a", "T", 0), ("a", "U", 0), ("b", "T", 1)],
-        "jrt_triviaqa": [("", "A b.", 0), ("", "A [PAR]c.", 1), ("", "A b.", 0)],
-    }
-    rows = [
-        TOLD | {"text": TOLD["text"] + text, "file_name": name}
-        for name, text, _ in groups["jrt_swde"]
-    ]
-    staged(tmp_path, "jrt_swde", rows)
+    """SWDE's name their file; of TriviaQA's passage the question at its end is no part."""
+    named = (("a", "T"), ("a", "U"), ("b", "T"))
+    pages = [TOLD | {"text": TOLD["text"] + text, "file_name": name} for name, text in named]
     asked = [
-        # the question at its end is no part of a passage
-        ASKED | {"context": f"{text} {question}" if number else text, "question": question}
-        for number, ((_, text, _), question) in enumerate(
-            zip(groups["jrt_triviaqa"], ("Who?", "What?", "Where?"), strict=True)
-        )
+        ASKED | {"context": text, "question": question}
+        for text, question in (("A b.", "Who?"), ("A [PAR]c. What?", "What?"), ("A b. W?", "W?"))
     ]
-    staged(tmp_path, "jrt_triviaqa", asked)
-    for key, expected in groups.items():
-        found = load(dataset=key, staged=str(tmp_path), tokenizer=trained)["validation"]["source"]
-        ours = [found.index(source) for source in found]
-        theirs = [group for *_, group in expected]
-        assert [a == b for a in ours for b in ours] == [a == b for a in theirs for b in theirs]
+    for key, rows, groups in (("jrt_swde", pages, [0, 0, 1]), ("jrt_triviaqa", asked, [0, 1, 0])):
+        found = loader(tmp_path, trained, key, rows)()["source"]
+        assert [a == b for a in found for b in found] == [a == b for a in groups for b in groups]
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import torch
 
 from canon_pretrain.model.attention import rope_tables
 from canon_pretrain.model.cache import Cache
-from eval.model import load
+from eval.model import subject
 from eval.model.lm import CanonLM
-from eval.model.load import FastLinear, is_faster, load_model, use_fast_linear
 from eval.model.score import Pair
+from eval.model.subject import FastLinear, is_faster, load_model, use_fast_linear
 from tests.hf_exports import export_model, plant_run
 from tests.variants import VARIANTS, build, every_variant, random_tokens
 
@@ -67,7 +67,7 @@ def test_faster_products_give_the_same_numbers(args) -> None:  # type: ignore[no
 def test_faster_products_are_for_float32_on_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(VARIANTS["rope"])
     for vendor, expected in (("AuthenticAMD", True), ("GenuineIntel", False), ("", False)):
-        monkeypatch.setattr(load, "cpu_info", lambda field, vendor=vendor: vendor)
+        monkeypatch.setattr(subject, "cpu_info", lambda field, vendor=vendor: vendor)
         assert is_faster(model) is (expected and torch.backends.mkldnn.is_available())
-    monkeypatch.setattr(load, "cpu_info", lambda field: "AuthenticAMD")
+    monkeypatch.setattr(subject, "cpu_info", lambda field: "AuthenticAMD")
     assert not is_faster(model.to(torch.bfloat16))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from eval.staging.staged import write_staged
+from eval.staged import write_staged
 from eval.tasks.birth_year.probes import KINDS, NUM_ITEMS, make_probe, split_sentences
 from eval.tasks.birth_year.task import Corpus, FrozenSets, find_corpus, load
 from tests import data_folders
@@ -27,8 +27,6 @@ def test_sets_are_made_once_and_alike(tmp_path: Path) -> None:
     assert [s.name for s in sets] == made == names
     assert missing == [f"{', '.join(NAMES[9:])} (max_length 700)"]
     assert sets[3].read()[2] == make_probe(KINDS[0], 256, 2, JUNK, True)
-    assert len(sets[3].read()) == 7
-
     again, _ = few(tmp_path / "a").sets(700, made.append)
     assert again == sets and made == names
     other, _ = few(tmp_path / "b").sets(700, made.append)
@@ -36,20 +34,24 @@ def test_sets_are_made_once_and_alike(tmp_path: Path) -> None:
     for one in sets:
         assert one.entry.sha256 == hashlib.sha256(one.path.read_bytes()).hexdigest()
         longest = max(len(p["prompt"].split()) for p in one.read())
-        assert one.entry.max_tokens == longest
+        assert one.entry.max_tokens == longest and len(one.read()) == 7
 
 
-def test_a_changed_set_is_refused(tmp_path: Path) -> None:
+def test_a_changed_or_interrupted_set(tmp_path: Path) -> None:
     (first, *_), _ = few(tmp_path).sets(200, lambda name: None)
-    content = first.path.read_bytes()
+    content, made = first.path.read_bytes(), list[str]()
     first.path.write_bytes(content.replace(b"was born", b"is born", 1))
     with pytest.raises(UserError, match=r"1-hop-0-\w+.jsonl was changed after .* delete "):
         first.read()
     first.path.unlink()
-    with pytest.raises(UserError, match="1-hop-0-.* was changed after"):
+    with pytest.raises(UserError, match=r"1-hop-0-.* was changed after .*unreadable"):
         first.read()
-    first.path.write_bytes(content)
-    first.read()
+    manifest = json.loads((tmp_path / "sets.json").read_text())
+    del manifest["sets"][first.path.stem]  # as the set's file was written and the process ended
+    (tmp_path / "sets.json").write_text(json.dumps(manifest))
+    first.path.write_bytes(content[:99])
+    (again, *_), _ = few(tmp_path).sets(200, made.append)
+    assert made == [first.name] and again == first and first.path.read_bytes() == content
 
 
 def test_sets_of_several_texts_and_tokenizers_share_a_folder(tmp_path: Path) -> None:
@@ -70,33 +72,24 @@ def test_sets_of_several_texts_and_tokenizers_share_a_folder(tmp_path: Path) -> 
         few(tmp_path).sets(200, lambda name: None)
 
 
-def test_sets_are_made_once_by_many_at_once(tmp_path: Path) -> None:
+def test_many_at_once_make_them_once_and_they_are_read_without_their_text(tmp_path: Path) -> None:
     made: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: few(tmp_path).sets(700, made.append)) for _ in range(4)
-    ]
+    freeze = lambda: few(tmp_path).sets(700, made.append)  # noqa: E731
+    threads = [threading.Thread(target=freeze) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert sorted(made) == sorted(NAMES[:9])
-    for one in few(tmp_path, corpus="no text").sets(700, made.append)[0]:
-        one.read()
-
-
-def test_frozen_sets_are_read_without_their_text_and_without_writing(tmp_path: Path) -> None:
-    known, _ = few(tmp_path).sets(700, lambda name: None)
     (tmp_path / ".lock").unlink()
-    found, _ = few(tmp_path, corpus="no text").sets(700, lambda name: None)
-    assert found == known and not (tmp_path / ".lock").exists()
-    known[0].path.unlink()
-    with pytest.raises(UserError, match=r"was changed after it was frozen \(sha256 unreadable"):
-        found[0].read()
+    found, _ = few(tmp_path, corpus="no text").sets(700, made.append)
+    assert [len(one.read()) for one in found] == [7] * 9 and found == freeze()[0]
+    assert not (tmp_path / ".lock").exists()  # nothing was written
     # those of a file are not what is asked for without one
     other = Corpus("file 2", CORPUS.text)
     few(tmp_path / "file", corpus=other).sets(700, lambda name: None)
     assert few(tmp_path / "file", corpus="no text").get("1-hop-256") == "no text"
-    made: list[str] = []
+    made.clear()
     found, left_out = few(tmp_path / "none", corpus="no text").sets(300, made.append)
     assert [s.name for s in found] == made == NAMES[:3]
     assert left_out[0] == "1-hop-256, 1-hop-random-256, 2-hop-256 (no text)"
@@ -119,52 +112,30 @@ def test_the_text_is_wikipedias_prose(tmp_path: Path) -> None:
         find_corpus(None, tmp_path)
 
 
-def test_what_was_interrupted_or_is_of_a_file_is_frozen_alike(
-    tmp_path: Path, probes: dict[str, str]
-) -> None:
-    (first, *_), _ = few(tmp_path).sets(200, lambda name: None)
-    content, made = first.path.read_bytes(), list[str]()
-    manifest = json.loads((tmp_path / "sets.json").read_text())
-    del manifest["sets"][first.path.stem]  # as the set's file was written and the process ended
-    (tmp_path / "sets.json").write_text(json.dumps(manifest))
-    first.path.write_bytes(content[:99])
-    (again, *_), _ = few(tmp_path).sets(200, made.append)
-    assert made == [first.name] and again == first and first.path.read_bytes() == content
-    # a task of plain lm_eval freezes with the text of metadata
-    (tmp_path / "junk.txt").write_text(CORPUS.text)
-    new = probes | {"probes": str(tmp_path / "new"), "junk": str(tmp_path / "junk.txt")}
-    items = [load(probe_set="1-hop-256", **given)["test"].to_list() for given in (new, new, probes)]
-    assert items[0] == items[1] == items[2]
-
-
-def test_a_task_names_the_way_out(
+def test_a_task_freezes_reads_and_names_the_way_out(
     tmp_path: Path, probes: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"probe_set": "1-hop-256", **probes}
     monkeypatch.setenv("CANON_EVAL_DATA", str(tmp_path / "staged"))
-    with pytest.raises(UserError, match=r"1-hop-256 are not in .*/none: .*not staged.*`?probes"):
-        load(**(given | {"probes": str(tmp_path / "none")}))
-    with pytest.raises(UserError, match=r"1-hop-256 are not in .*/staged/probes: "):
-        load(probe_set="1-hop-256", tokenizer=probes["tokenizer"])
-    with pytest.raises(UserError, match="needs the evaluated model's tokenizer"):
-        load(probe_set="1-hop-256", probes=probes["probes"])
-    with pytest.raises(UserError, match="junk .*nothing.txt: cannot be read.*No such file"):
-        load(**given, junk=str(tmp_path / "nothing.txt"))
-    junk = tmp_path / "junk.txt"
-    junk.write_text(" ".join(SENTENCES[:20]))
-    with pytest.raises(UserError, match=r"text to hide in has only [\d,]+ tokens"):
-        load(**(given | {"probe_set": "1-hop-4096"}), junk=str(junk))
-    with pytest.raises(UserError, match="max_length 'many': expected a number"):
-        load(**given, max_length="many")
-
-
-def test_a_task_refuses_what_would_be_cut(probes: dict[str, str]) -> None:
-    tokenizer = data_folders.tokenizer()
-    items = load(probe_set="2-hop-512", **probes)["test"]
-    longest = max(len(tokenizer.encode(prompt)) for prompt in items["prompt"])
-    assert len(load(probe_set="2-hop-512", **probes, max_length=longest + 5)["test"]) == NUM_ITEMS
-    with pytest.raises(UserError, match=rf"2-hop-512: prompts of up to {longest} tokens and an"):
-        load(probe_set="2-hop-512", **probes, max_length=longest + 4)
+    junk, short = tmp_path / "junk.txt", tmp_path / "short.txt"
+    junk.write_text(CORPUS.text)
+    short.write_text(" ".join(SENTENCES[:20]))
+    new = probes | {"probes": str(tmp_path / "new"), "junk": str(junk)}
+    items = [load(probe_set="1-hop-256", **given)["test"].to_list() for given in (new, new, probes)]
+    assert items[0] == items[1] == items[2] and len(items[0]) == NUM_ITEMS
+    encode = data_folders.tokenizer().encode
+    longest = max(len(encode(item["prompt"])) for item in items[0])
+    assert load(probe_set="1-hop-256", **probes, max_length=longest + 5)
+    for changes, message in (
+        ({"max_length": longest + 4}, f"1-hop-256: prompts of up to {longest} tokens and an"),
+        ({"probes": str(tmp_path / "none")}, "1-hop-256 are not in .*/none: .*not staged.*probes"),
+        ({"probes": None}, "1-hop-256 are not in .*/staged/probes: "),
+        ({"tokenizer": None}, "needs the evaluated model's tokenizer"),
+        ({"junk": str(tmp_path / "nothing.txt")}, "junk .*nothing.txt: cannot be read.*No such"),
+        ({"junk": str(short), "probe_set": "1-hop-4096"}, "text to hide in has only [0-9,]+ tok"),
+        ({"max_length": "many"}, "max_length 'many': expected a number"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load(**{"probe_set": "1-hop-256", **probes, **changes})  # type: ignore[arg-type]
 
 
 def test_a_run_freezes_what_fits(tmp_path: Path) -> None:
@@ -180,10 +151,9 @@ def test_a_run_freezes_what_fits(tmp_path: Path) -> None:
         return [task for one in found for task in (one.name, f"{one.name}_rank")], left_out
 
     names, left_out = freeze(700)
-    assert names == [name for probe in [*NAMES[:5]] for name in (probe, f"{probe}_rank")]
+    assert names == [name for probe in NAMES[:5] for name in (probe, f"{probe}_rank")]
     left = [name for words in left_out for name in words.partition(" (")[0].split(", ")]
-    assert sorted(left) == sorted(NAMES[5:])
-    assert "1-hop-256" in lines
+    assert sorted(left) == sorted(NAMES[5:]) and "1-hop-256" in lines
     places = {"probes": str(folder), "staged": str(tmp_path / "staged")}
     tasks = load_tasks(names, **places, tokenizer=str(tmp_path), max_length=700)
     assert list(tasks) == names

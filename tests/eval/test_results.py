@@ -1,66 +1,23 @@
 """Results on disk: what is kept while a suite runs, and what damage does to it."""
 
-import threading
-import time
 from pathlib import Path
 
-import pytest
-
-from canon_pretrain.run.results import (
-    Answers,
-    Results,
-    Score,
-    Unfinished,
-    write_results,
-)
+from canon_pretrain.run.results import Answers, Score, Unfinished
 
 ASKED = {"checkpoint": "c", "step": 3, "suite": "s", "limit": None, "train_fingerprint": "f"}
 ANSWERS = Answers({"acc": Score(0.5, 0.1)}, 2, [{"doc_id": 0, "acc": 1}, {"doc_id": 1, "acc": 0}])
 
 
-def test_what_ended_is_kept_and_read_again(tmp_path: Path) -> None:
-    Unfinished(tmp_path, ASKED).add("first", ANSWERS)
-    Unfinished(tmp_path, ASKED).add("a/b", ANSWERS)
+def test_what_ended_is_kept_and_read_for_its_question_alone(tmp_path: Path) -> None:
+    kept, other = Unfinished(tmp_path, ASKED), Unfinished(tmp_path, ASKED | {"content": "other"})
+    kept.add("first", ANSWERS)
+    kept.add("a/b", ANSWERS)
     assert Unfinished(tmp_path, ASKED).read() == {"first": ANSWERS, "a/b": ANSWERS}
-    Unfinished(tmp_path, ASKED).remove()
-    assert Unfinished(tmp_path, ASKED).read() == {} and not [*tmp_path.iterdir()]
-
-
-def test_a_second_process_waits_for_the_first(tmp_path: Path) -> None:
-    kept, said = Unfinished(tmp_path, ASKED), []
-
-    def second() -> None:
-        with kept.hold(said.append):
-            said.append("second")
-
-    with kept.hold(said.append):
-        thread = threading.Thread(target=second)
-        thread.start()
-        while not said:
-            time.sleep(0.01)
-        assert len(said) == 1 and str(tmp_path) in said[0]
-        time.sleep(0.05)
-        write_results(tmp_path, Results(ASKED, {}, {}), {})
-        said.append("first")
-    thread.join()
-    assert said[1:] == ["first", "second"] and [x.name for x in tmp_path.iterdir()] == [
-        "results.json"
-    ]
-
-
-def test_answers_to_another_question_are_not_taken(tmp_path: Path) -> None:
-    Unfinished(tmp_path, ASKED).add("first", ANSWERS)
-    other = Unfinished(tmp_path, ASKED | {"content": "other"})
     assert other.read() == {}
     other.add("second", ANSWERS)
-    assert list(other.read()) == ["second"]
-    assert list(Unfinished(tmp_path, ASKED).read()) == ["first"]
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"task": "first"}', '{"scores": 3}', "null"])
-def test_a_torn_task_is_asked_again(tmp_path: Path, content: str) -> None:
-    kept = Unfinished(tmp_path, ASKED)
-    kept.add("first", ANSWERS)
-    kept.add("second", ANSWERS)
-    (tmp_path / "unfinished" / "first.task.json").write_text(content)
-    assert list(kept.read()) == ["second"]
+    assert list(other.read()) == ["second"] and "second" not in kept.read()
+    for torn in ("", "{", "[]", '{"task": "first"}', '{"scores": 3}', "null"):  # asked again
+        (tmp_path / "unfinished" / "first.task.json").write_text(torn)
+        assert list(kept.read()) == ["a/b"]
+    kept.remove()
+    assert kept.read() == {} and not [*tmp_path.iterdir()]

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -26,12 +27,12 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.results import read_results, read_samples
+from canon_pretrain.run.results import Results, read_results, read_samples
 from data_prep.settle import train_tokenizer
 from eval.__main__ import main
 from eval.harness import open_tasks
 from eval.model.lm import CanonLM
-from eval.model.load import load_model
+from eval.model.subject import load_model
 from eval.run_command import add_how
 from eval.schedule import Request, Schedule, to_words
 from eval.suite_names import harness_names
@@ -42,8 +43,7 @@ from tests.eval_text_runs import WORDS, write_texts
 from tests.scripted_lm import ScriptedLM
 
 MAX_LENGTH = 900  # three lengths of probes fit, in pieces of a vocabulary of 300
-SHORT = ("--max_length", MAX_LENGTH)
-"""Else the probes are given 8,192 tokens."""
+SHORT = ("--max_length", MAX_LENGTH)  # else the probes are given 8,192 tokens
 
 
 def document(seed: int) -> str:
@@ -53,10 +53,7 @@ def document(seed: int) -> str:
 
 
 def write_run(base: Path, vocab_size: int = 300, more: Sequence[str] = ()) -> Path:
-    """Shards of text in base/data, and an untrained checkpoint of step 3 in base/run.
-
-    The tokenizer learns from that text and from `more`.
-    """
+    """Shards of text in base/data, and untrained checkpoints of steps 2 and 3 in base/run."""
     texts = [document(seed) for seed in range(6)]
     write_texts(base / "data", texts[:3], texts[3:], vocab_size, more)
     args = ModelArgs(
@@ -121,28 +118,38 @@ def ask(run: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
     return asking
 
 
-def only_result(folder: Path) -> Path:
-    """The one results.json below RUN/evals/step-N/SUITE."""
-    (path,) = folder.glob("*/results.json")
-    return path
+def paths_of(run: Path, suite: str) -> list[Path]:
+    return [*(run / "evals/step-3" / suite).glob("*/results.json")]
+
+
+def result_of(run: Path, suite: str) -> Results:
+    (path,) = paths_of(run, suite)
+    return read_results(path)
+
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+def change_config(run: Path, change: Change) -> None:
+    record = json.loads((run / "config.json").read_text())
+    change(record)
+    (run / "config.json").write_text(json.dumps(record))
 
 
 def test_birth_year_from_checkpoint_to_results(run: Path, ask: Ask) -> None:
     printed = ask("birth-year", *SHORT, "--limit", 3)
     assert "freezing the probes 1-hop-0 in" in printed
     assert "left out" in printed and "2-hop-4096 (max_length 900)" in printed
-    path = only_result(run / "evals/step-3/birth-year")
+    (path,) = paths_of(run, "birth-year")
     results = read_results(path)
-    names = set(results.scores)
-    assert {"1-hop-0", "1-hop-random-0", "2-hop-0"} <= names
-    for name in names:
-        assert set(results.scores[name]) == {"exact", "rank"}
-        assert results.num_samples[name] == 3
-        samples = read_samples(path.parent)[name]
+    assert {"1-hop-0", "1-hop-random-0", "2-hop-0"} <= set(results.scores)
+    asked, records = results.asked["tasks"], read_samples(path.parent)
+    for name, scores in results.scores.items():
+        samples = records[name]
+        assert set(scores) == {"exact", "rank"} and results.num_samples[name] == 3
         assert [sample["doc_id"] for sample in samples] == [0, 1, 2]
-        for metric, score in results.scores[name].items():
+        for metric, score in scores.items():
             assert score.value == pytest.approx(np.mean([sample[metric] for sample in samples]))
-        asked = results.asked["tasks"]
         assert asked[name]["primary"] == ["exact"] and asked[name]["version"] == 2
         assert asked[f"{name}_rank"]["part_of"] == name
         assert set(samples[0]) >= {"exact", "rank", "answers", "answers_rank", "doc_hash"}
@@ -160,8 +167,8 @@ def test_without_wikitext_the_sets_without_text_are_asked(
     monkeypatch.setenv("CANON_EVAL_DATA", str(tmp_path / "none"))
     printed = ask("birth-year", *SHORT, "--limit", 1, of=copy)
     assert "1-hop-256" in printed and "eval stage --suite discriminative --only wikit" in printed
-    path = only_result(copy / "evals/step-3/birth-year")
-    assert set(read_results(path).scores) == {"1-hop-0", "1-hop-random-0", "2-hop-0"}
+    found = result_of(copy, "birth-year").scores
+    assert set(found) == {"1-hop-0", "1-hop-random-0", "2-hop-0"}
     assert "eval stage" in ask("1-hop-256", *SHORT, of=copy, code=2)
 
 
@@ -174,16 +181,13 @@ def test_a_junk_file_is_another_question(copy: Path, ask: Ask, tmp_path: Path) -
         assert "as found in" in ask("birth-year", *words, *more, of=copy)
     frozen = [path.read_text() for path in (copy / "evals/probes").glob("1-hop-256-*.jsonl")]
     assert sorted("Here is a marked line" in text for text in frozen) == [False, True]
-    assert len([*(copy / "evals/step-3/birth-year").glob("*/results.json")]) == 2
+    assert len(paths_of(copy, "birth-year")) == 2
     assert "1-hop-256" in ask("1-hop-256", *words, "--junk", junk, of=copy)
 
 
 def test_the_zen_of_python_is_rolling_perplexity(run: Path, ask: Ask) -> None:
-    printed = ask("zen_of_python")
-    assert "byte_perplexity" in printed
-    assert "Beautiful is better than ugly" not in printed
-    results = read_results(only_result(run / "evals/step-3/zen_of_python"))
-    scores = results.scores["zen_of_python"]
+    assert "byte_perplexity" in ask("zen_of_python")
+    scores = result_of(run, "zen_of_python").scores["zen_of_python"]
     assert set(scores) == {"word_perplexity", "byte_perplexity", "bits_per_byte"}
     text = poem()
     assert text.startswith("The Zen of Python, by Tim Peters\n") and text.endswith("of those!")
@@ -191,11 +195,8 @@ def test_the_zen_of_python_is_rolling_perplexity(run: Path, ask: Ask) -> None:
     model = load_model(run / "checkpoint" / "step-3", torch.device("cpu"))
     lm = CanonLM(model, tokenizer, max_length=MAX_LENGTH)
     row = [tokenizer.eos_id, *tokenizer.encode(text)]
-    assert len(row) > 300
-    total = 0.0
-    for start in range(0, len(row) - 1, MAX_LENGTH):
-        piece = row[: start + MAX_LENGTH + 1][-(MAX_LENGTH + 1) :]
-        total += lm.score_parts([piece], [[min(MAX_LENGTH, len(row) - 1 - start)]])[0][0]
+    assert 300 < len(row) <= MAX_LENGTH + 1  # one window
+    ((total,),) = lm.score_parts([row], [[len(row) - 1]])
     bits = -total / np.log(2) / len(text.encode())
     assert scores["bits_per_byte"].value == pytest.approx(bits, rel=1e-6)
 
@@ -236,13 +237,18 @@ def task_file(tmp_path: Path) -> Path:
 
 def test_a_task_file_of_ones_own(copy: Path, ask: Ask, task_file: Path) -> None:
     assert "acc" in ask(str(task_file), of=copy)
-    results = read_results(only_result(copy / "evals/step-3/colours"))
+    results = result_of(copy, "colours")
     score = results.scores["colours"]["acc"]
     assert results.num_samples == {"colours": 3}
     assert score.stderr == pytest.approx((score.value * (1 - score.value) / 2) ** 0.5)
     assert "as found in" in ask(str(task_file), of=copy)
     task_file.with_name("colours.py").write_text(LOAD.replace("Blood", "Milk"))
     assert "as found in" not in ask(str(task_file), of=copy)  # another question
+    # the tasks of a group may lie beside it, or be ours
+    path = task_file.with_name("many.yaml")
+    path.write_text("group: many\ntask:\n  - colours\n  - zen_of_python\n")
+    ask(str(path), of=copy)
+    assert list(result_of(copy, "many").scores) == ["colours", "zen_of_python"]
 
 
 SHARED = """
@@ -255,17 +261,14 @@ def load(**_):
 
 
 @pytest.mark.parametrize("kind", ["multiple_choice", "generate_until"])
-def test_contexts_that_lost_their_beginning_are_counted(
-    copy: Path, ask: Ask, task_file: Path, kind: str
-) -> None:
+def test_cut_contexts_are_counted(copy: Path, ask: Ask, task_file: Path, kind: str) -> None:
     """Issue 17, item 3: in results.json, by task, and said in one line."""
     task_file.with_name("colours.py").write_text(LOAD.replace('"Blood is"', '"Blood " * 40'))
     if kind == "generate_until":
         task_file.write_text(GENERATE + "generation_kwargs: {max_gen_toks: 20}\n")
-    results = copy / "evals/step-3/colours"
     for _ in range(2):  # the second time as found
         printed = ask(str(task_file), "--max_length", 50, of=copy)
-        assert read_results(only_result(results)).truncated == {"colours": 1}
+        assert result_of(copy, "colours").truncated == {"colours": 1}
         (line,) = [line for line in printed.splitlines() if "lost their beginning" in line]
         assert "max_length 50" in line and "colours 1 of 3" in line
     assert "lost their beginning" not in ask(str(task_file), *SHORT, of=copy)
@@ -282,9 +285,7 @@ def test_a_continuation_without_tokens_names_its_item(ask: Ask, task_file: Path)
 
 
 @pytest.mark.parametrize("source", ["", ", source: page"])
-def test_exact_match_of_a_task_of_ones_own_has_a_standard_error(
-    task_file: Path, source: str
-) -> None:
+def test_exact_match_has_a_standard_error(task_file: Path, source: str) -> None:
     """Issue 17, item 3: exact_match has a standard error, over the sources if a task names them."""
     task_file.with_name("colours.py").write_text(SHARED)
     task_file.write_text(GENERATE + f"metadata: {{version: 1{source}}}\n")
@@ -302,7 +303,7 @@ def test_scores_of_0_and_1_have_wilsons_interval(copy: Path, ask: Ask, task_file
     task_file.with_name("colours.py").write_text(LOAD.replace("[1, 0, 2]", "[1, 1, 1]"))
     task_file.write_text(TASK.replace("[red, green, blue]", "[x, ' grass', y]"))
     printed = ask(str(task_file), of=copy)
-    path = only_result(copy / "evals/step-3/colours")
+    (path,) = paths_of(copy, "colours")
     score = read_results(path).scores["colours"]["acc"]
     end = 1.959964**2 / (3 + 1.959964**2)
     expected = end if score.value == 0 else 1 - end
@@ -314,65 +315,45 @@ def test_scores_of_0_and_1_have_wilsons_interval(copy: Path, ask: Ask, task_file
     assert read_results(path).scores["colours"]["acc"] == score
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda yaml: yaml.replace("colours.load", "colours.lead"), "colours.*has no function"),
-        (lambda yaml: yaml + "metric_list: [", "YAMLError|ParserError|while parsing"),
-    ],
-)
-def test_a_task_file_that_does_not_load(
-    run: Path, ask: Ask, task_file: Path, change: Callable[[str], str], reason: str
-) -> None:
-    task_file.write_text(change(TASK))
-    error = ask(str(task_file), code=2)
-    assert f"{task_file}: this task file does not load: " in error
-    assert re.search(reason, error)
-
-
-@pytest.mark.parametrize(
-    ("suite", "words", "message"),
-    [
-        ("zen_of_pyton", [], 'Did you mean "zen_of_python"'),
-        ("nowhere.yaml", [], "nowhere.yaml: no such task file"),
-        ("{base}/zen_of_python.yaml", [], "'zen_of_python' is the name of another suite"),
-        ("birth-year", ["--limit", "0"], "--limit 0"),
-        ("birth-year", ["--max_length", "50"], "no set of birth-year fits max_length 50"),
-        ("birth-year", ["--must_beat", "unigram"], "--must_beat is for --suite validation"),
-        ("validation", ["--out", "{base}/file/x"], "can't hold the results"),
-    ],
-)
-def test_what_cannot_be_asked(
-    ask: Ask, task_file: Path, suite: str, words: list[str], message: str
-) -> None:
+def test_what_cannot_be_asked(ask: Ask, task_file: Path) -> None:
     base = task_file.parent
     for name in ("file", "zen_of_python.yaml"):
         (base / name).write_text("")
-    words = [word.format(base=base) for word in words]
-    assert re.search(message, ask(suite.format(base=base), *words, code=2))
+    refused: list[tuple[str, str, str]] = [
+        ("zen_of_pyton", "", 'Did you mean "zen_of_python"'),
+        ("nowhere.yaml", "", "nowhere.yaml: no such task file"),
+        (f"{base}/zen_of_python.yaml", "", "'zen_of_python' is the name of another suite"),
+        ("birth-year", "--limit 0", "--limit 0"),
+        ("birth-year", "--max_length 50", "no set of birth-year fits max_length 50"),
+        ("birth-year", "--must_beat unigram", "--must_beat is for --suite validation"),
+        ("validation,jrt", "--junk x.txt", "--junk is for --suite birth-year"),
+        ("validation", f"--out {base}/file/x", "can't hold the results"),
+    ]
+    for suite, words, message in refused:
+        assert message in ask(suite, *words.split(), code=2)
 
 
-@pytest.mark.parametrize(
-    ("section", "name", "value", "message"),
-    [
-        ("identity", "model.num_layers", 2, r"another model.*layers\.1\..* is absent"),
-        ("config", "data", {"path": "/nowhere/data"}, "moved to with --data"),
-        ("config", "data", {}, "config.json is damaged"),
-    ],
-)
-def test_a_config_that_does_not_fit(
-    copy: Path, ask: Ask, section: str, name: str, value: object, message: str
-) -> None:
-    config = json.loads((copy / "config.json").read_text())
-    config[section][name] = value
-    (copy / "config.json").write_text(json.dumps(config))
-    assert re.search(message, ask("validation", of=copy, code=2))
-
-
-@pytest.mark.parametrize("content", [b"", b"\x80\x04garbage"])
-def test_a_damaged_checkpoint_is_one_message(copy: Path, ask: Ask, content: bytes) -> None:
-    (copy / "checkpoint" / "step-3" / ".metadata").write_bytes(content)
-    assert "step-3 is damaged: .metadata has" in ask("validation", of=copy, code=2)
+def test_what_does_not_load(copy: Path, ask: Ask, task_file: Path) -> None:
+    for task, reason in (
+        (TASK.replace("colours.load", "colours.lead"), "colours.*has no function"),
+        (TASK + "metric_list: [", "YAMLError|ParserError|while parsing"),
+    ):
+        task_file.write_text(task)
+        error = ask(str(task_file), code=2)
+        assert re.search(f"{task_file}: this task file does not load: .*({reason})", error)
+    whole = (copy / "config.json").read_text()
+    changes: tuple[tuple[Change, str], ...] = (
+        (lambda r: r["identity"].update({"model.num_layers": 2}), r"another model.*layers\.1\..*"),
+        (lambda r: r["config"]["data"].update(path="/nowhere"), "moved to with --data"),
+        (lambda r: r["config"].update(data={}), "config.json is damaged"),
+    )
+    for change, reason in changes:
+        change_config(copy, change)
+        assert re.search(reason, ask("validation", of=copy, code=2))
+        (copy / "config.json").write_text(whole)
+    for content in (b"", b"\x80\x04garbage"):
+        (copy / "checkpoint" / "step-3" / ".metadata").write_bytes(content)
+        assert "step-3 is damaged: .metadata has" in ask("validation", of=copy, code=2)
 
 
 def test_text_needs_the_tokenizer_of_the_data(copy: Path, ask: Ask) -> None:
@@ -393,9 +374,7 @@ def test_a_full_disk_for_the_probes_is_one_message(ask: Ask, tmp_path: Path) -> 
     assert re.search(r"probes 1-hop-0 can't be frozen in .*: No space left .*--out", error)
 
 
-def test_results_of_another_checkpoint_are_not_written_over(
-    ask: Ask, tmp_path: Path, copy: Path
-) -> None:
+def test_other_results_are_not_written_over(ask: Ask, tmp_path: Path, copy: Path) -> None:
     out = tmp_path / "out"
     ask("zen_of_python", "--out", out)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
@@ -410,39 +389,26 @@ def test_results_of_another_checkpoint_are_not_written_over(
 
 def test_a_trial_or_another_length_replaces_no_result(copy: Path, ask: Ask) -> None:
     ask("validation", of=copy)
-    whole = only_result(copy / "evals/step-3/validation")
+    (whole,) = paths_of(copy, "validation")
     before = whole.read_bytes()
     ask("validation", "--limit", 2, of=copy)
     ask("validation", "--max_length", 100, of=copy)
     assert whole.read_bytes() == before
-    questions = [read_results(p) for p in (copy / "evals/step-3/validation").glob("*/*.json")]
-    assert len(questions) == 3
-    assert sorted(str(q.asked["limit"]) for q in questions) == ["2", "None", "None"]
+    limits = [read_results(path).asked["limit"] for path in paths_of(copy, "validation")]
+    assert sorted(map(str, limits)) == ["2", "None", "None"]
     whole.write_text("{")  # torn: asked again
     assert "written to" in ask("validation", of=copy)
     assert read_results(whole).asked["limit"] is None
 
 
-def test_a_group_of_ones_own(copy: Path, ask: Ask, task_file: Path) -> None:
-    """Its tasks may lie beside it, or be ours."""
-    path = task_file.with_name("many.yaml")
-    path.write_text("group: many\ntask:\n  - colours\n  - zen_of_python\n")
-    ask(str(path), of=copy)
-    results = read_results(only_result(copy / "evals/step-3/many"))
-    assert list(results.scores) == ["colours", "zen_of_python"]
-
-
-def test_results_belong_to_what_was_evaluated_not_to_a_path(
-    copy: Path, ask: Ask, tmp_path: Path
-) -> None:
+def test_results_belong_to_what_was_evaluated(copy: Path, ask: Ask, tmp_path: Path) -> None:
     """Issue 17, items 10 and 22: a renamed run, a copy, and the weights that retention keeps have
     the results; a copy that was trained on has its own at the steps that differ."""
     words = ("--data", copy.parent / "data")
     write_json(copy / "run.json", {"run_id": "0123abcd", "created": "", "launches": 1})
     RunFolder(copy).log_file.touch()
     ask("zen_of_python", *words, of=copy)
-    first = only_result(copy / "evals/step-3/zen_of_python")
-    assert read_results(first).asked["run_id"] == "0123abcd"
+    assert result_of(copy, "zen_of_python").asked["run_id"] == "0123abcd"
     moved = copy.rename(copy.with_name("moved"))
     assert "as found in" in ask("zen_of_python", *words, of=moved)
     os.utime(moved / "checkpoint/step-3/.metadata")
@@ -463,13 +429,12 @@ def test_results_belong_to_what_was_evaluated_not_to_a_path(
     found = [run.evaluations[-1].results for run in read_runs([moved, other])]
     scores = [results.scores["zen_of_python"]["bits_per_byte"].value for results in found]
     assert scores[0] != scores[1] and found[0].asked["content"] != found[1].asked["content"]
-    assert len([*(other / "evals/step-3/zen_of_python").glob("*/results.json")]) == 2
+    assert len(paths_of(other, "zen_of_python")) == 2
 
 
-def test_an_option_is_part_of_the_question_it_is_for(
-    copy: Path, ask: Ask, task_file: Path, tmp_path: Path
-) -> None:
+def test_an_option_is_part_of_its_question(copy: Path, ask: Ask, task_file: Path) -> None:
     """A file by its content, wherever it lies; one of another suite's tasks not at all."""
+    tmp_path = task_file.parent
     for name in ("a", "b"):
         (tmp_path / f"{name}.toml").write_text("x = 1")
 
@@ -536,10 +501,10 @@ def test_several_suites_and_tasks_of_lm_evals_by_name(
     splits = datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), rows))
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: splits)
     ask("openbookqa,validation,openbookqa", of=copy)
-    results = read_results(only_result(copy / "evals/step-3/openbookqa"))
+    results = result_of(copy, "openbookqa")
     assert set(results.scores["openbookqa"]) == {"acc", "acc_norm"}
     assert results.num_samples == {"openbookqa": 3}
-    assert only_result(copy / "evals/step-3/validation").is_file()
+    assert len(paths_of(copy, "validation")) == 1
     assert ask("openbookqa", of=copy).count("as found in") == 1
 
     def unreachable(*_: object, **__: object) -> None:
@@ -576,49 +541,46 @@ def test_of_a_mixture_one_folder_is_named(run: Path, copy: Path, ask: Ask, tmp_p
             eos_id=shards.eos_id,
             tokenizer_sha256=shards.tokenizer_sha256,
         )
-    weights = [0.25, 0.75]
-    record = json.loads((copy / "config.json").read_text())
-    record["config"]["data"] = {"path": "", "paths": [str(first), str(second)], "weights": weights}
-    record["identity"]["data_fingerprint"] = Mixture.open([first, second], weights).fingerprint
-    (copy / "config.json").write_text(json.dumps(record))
+    mixture = {"path": "", "paths": [str(first), str(second)], "weights": [0.25, 0.75]}
+    fingerprint = Mixture.open([first, second], [0.25, 0.75]).fingerprint
+    change_config(copy, lambda r: r["identity"].update(data_fingerprint=fingerprint))
+    change_config(copy, lambda r: r["config"].update(data=mixture))
     message = ask("validation", of=copy, code=2)
     assert f"a mixture of {first}, {second}: name the one" in message
     assert "bits/byte" in ask("validation", "--data", first, of=copy)
-    record["config"]["data"]["weights"] = [0.5, 0.5]
-    (copy / "config.json").write_text(json.dumps(record))
+    change_config(copy, lambda r: r["config"].update(data=mixture | {"weights": [0.5, 0.5]}))
     assert "is not what" in ask("validation", "--data", first, of=copy, code=2)
 
 
-def test_validation_is_of_the_text_that_the_run_records(
-    copy: Path, ask: Ask, tmp_path: Path
-) -> None:
+def test_validation_is_of_the_runs_own_text(copy: Path, ask: Ask, tmp_path: Path) -> None:
     """Issue 17, items 4 and 17: another build's held-out part is refused, or scored on purpose and
     recorded as such; the text of `validation.path` is found where the data have none."""
     part = copy.parent / "data" / "validation"
-    record = json.loads((copy / "config.json").read_text())
-    record["config"]["data"]["path"] = str(part.parent)
-    record["config"]["validation"] = {"path": ""}
     with TokenShards.open(part) as shards:
-        own = shards.fingerprint
-        header = {
-            name: getattr(shards, name) for name in ("vocab_size", "eos_id", "tokenizer_sha256")
-        }
-    record["identity"]["held_out_fingerprint"] = f"none+{own}"  # a mixture's
-    (copy / "config.json").write_text(json.dumps(record))
-    assert "does not record" not in ask("validation", of=copy)
+        own, names = shards.fingerprint, ("vocab_size", "eos_id", "tokenizer_sha256")
+        header = {name: getattr(shards, name) for name in names}
+
+    def change(path: str) -> None:
+        def record(found: dict[str, Any]) -> None:
+            found["config"] |= {"data": {"path": str(part.parent)}, "validation": {"path": path}}
+            found["identity"]["held_out_fingerprint"] = f"none+{own}"  # a mixture's
+
+        change_config(copy, record)
+
+    change("")
+    ask("validation", of=copy)
     shutil.move(part, tmp_path / "apart" / "validation")
     assert "no held-out text" in ask("validation", of=copy, code=2)
     document = [np.append(np.arange(5, 60), header["eos_id"])]
     write_shards(part, document, num_bytes=[99], **header)
     assert "is not the held-out text of" in ask("validation", of=copy, code=2)
     ask("validation", "--held_out", part.parent, of=copy)
-    found = [read_results(p).asked for p in copy.glob("evals/step-3/validation/*/results.json")]
+    found = [read_results(path).asked for path in paths_of(copy, "validation")]
     with TokenShards.open(part) as other:
         fingerprints = {own, other.fingerprint}
     assert {asked["held_out_fingerprint"] for asked in found} == fingerprints
     shutil.rmtree(part)
-    record["config"]["validation"]["path"] = str(tmp_path / "apart")
-    (copy / "config.json").write_text(json.dumps(record))
+    change(str(tmp_path / "apart"))
     assert "as found in" in ask("validation", of=copy)
     write_shards(part, document, **(header | {"tokenizer_sha256": "f"}))
     assert "another tokenizer" in ask("validation", "--held_out", part.parent, of=copy, code=2)

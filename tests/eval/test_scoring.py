@@ -3,7 +3,6 @@
 import functools
 import math
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -84,11 +83,8 @@ def test_scores_equal_one_row_at_a_time(
     pass_tokens: int,
 ) -> None:
     model = model_of(name)
-    pairs = [
-        Pair([5, *context, *choice], len(choice))
-        for context, choices in items
-        for choice in choices
-    ]
+    asked = [(context, choice) for context, choices in items for choice in choices]
+    pairs = [Pair([5, *context, *choice], len(choice)) for context, choice in asked]
     found, _ = scored(model, pairs, Planner(batch_tokens, read_tokens, pass_tokens))
     assert_equal(found, [naive(model, pair.tokens, pair.count) for pair in pairs])
 
@@ -111,12 +107,9 @@ def test_requests_equal_the_rules_in_words(
     name: str, asked: list[tuple[str, str]], texts: list[str], batch_tokens: int
 ) -> None:
     """Around max_length: the end is kept; a context that is empty is EOS; text in windows."""
-    model, letters = model_of(name), Letters()
-    told: list[int] = []
-    lm = CanonLM(
-        model, letters, max_length=MAX_LENGTH, batch_tokens=batch_tokens, answered=told.append
-    )
-    expected = []
+    model, letters, told = model_of(name), Letters(), list[int]()
+    given = {"max_length": MAX_LENGTH, "batch_tokens": batch_tokens, "answered": told.append}
+    lm, expected = CanonLM(model, letters, **given), []
     for context, continuation in asked:
         row = (letters.encode(context) or [letters.eos_id]) + letters.encode(continuation)
         expected.append(naive(model, row[-MAX_LENGTH - 1 :], len(continuation)))
@@ -130,27 +123,9 @@ def test_requests_equal_the_rules_in_words(
             window = row[: first + scored_here][-(MAX_LENGTH + 1) :]
             total += naive(model, window, scored_here)[0]
         rolled.append(total)
-    found = lm.loglikelihood_rolling(requests("loglikelihood_rolling", [(t,) for t in texts]))
-    assert found == pytest.approx(rolled, abs=1e-4)
     rolling = requests("loglikelihood_rolling", [(t,) for t in texts])
+    assert lm.loglikelihood_rolling(rolling) == pytest.approx(rolled, abs=1e-4)
     assert sum(told) == sum(map(request_cost, requests("loglikelihood", asked) + rolling))
-
-
-def counted(
-    model: Transformer, pairs: list[Pair], planner: Planner
-) -> tuple[int, int, list[Answer]]:
-    """Tokens read, places whose logits were made, and the answers."""
-    read = logits = 0
-
-    def note(module: torch.nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
-        nonlocal read, logits
-        read += args[0].numel()
-        logits += output.shape[0]
-
-    handle = model.register_forward_hook(note, with_kwargs=True)
-    found, _ = scored(model, pairs, planner)
-    handle.remove()
-    return read, logits, found
 
 
 def item(seed: int, context: int, choices: list[int]) -> list[Pair]:
@@ -162,10 +137,15 @@ def item(seed: int, context: int, choices: list[int]) -> list[Pair]:
 def test_the_context_of_choices_is_read_once() -> None:
     model = model_of("nope ABCD")
     pairs = [pair for seed in range(6) for pair in item(seed, 60, [8, 8, 8, 8])]
-    read, logits, _ = counted(model, pairs, Planner(100_000, 100_000))
-    assert read == 6 * (60 + 4 * 7)
+    counts: list[tuple[int, int]] = []
+    handle = model.register_forward_hook(
+        lambda _, given, logits: counts.append((given[0].numel(), logits.shape[0]))
+    )
+    scored(model, pairs, Planner(100_000, 100_000))
+    handle.remove()
+    assert sum(read for read, _ in counts) == 6 * (60 + 4 * 7)
     # the first token of each choice is scored by the context's last one, made once
-    assert logits == 6 * (1 + 4 * 7)
+    assert sum(logits for _, logits in counts) == 6 * (1 + 4 * 7)
 
 
 @given(

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,9 +14,8 @@ from typing import Any
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from eval.staging import stage
-from eval.staging.catalogue import CATALOGUE, REVISIONS
-from eval.staging.staged import load_staged
+from eval import stage
+from eval.staged import CATALOGUE, REVISIONS, load_staged
 from tests.checkpoint_folders import fill, small_disk
 from tests.eval_fixtures import fixture, rows_of
 from tests.fake_hub import Client, FakeHub, dataset_files
@@ -119,9 +117,7 @@ def test_commits_are_kept_and_chosen(hub: FakeHub, client: Client, tmp_path: Pat
     assert "has no column sol2 (but goal, sol1, label)" in out and not (here / "piqa").exists()
 
 
-def test_killed_in_a_download_it_goes_on_where_it_was(
-    hub: FakeHub, client: Client, tmp_path: Path
-) -> None:
+def test_killed_in_a_download_it_goes_on(hub: FakeHub, client: Client, tmp_path: Path) -> None:
     words = ("--only", "arc_easy", "social_iqa", "wikitext", "--to", tmp_path / "out")
     hub.stalled = "default/validation-00000-of-00001.parquet"  # Social IQa's
     with closing(Client(hub.url, tmp_path / "home")) as killed:
@@ -194,40 +190,32 @@ def test_without_a_hub(hub: FakeHub, client: Client, tmp_path: Path) -> None:
     assert "the hub answered 418; run the same command again" in client.run(*words, tmp_path)
 
 
-# ---- what is typed wrongly; no hub is asked
+def test_typing_errors(tmp_path: Path) -> None:
+    def typed(*words: str, to: Path = tmp_path) -> str:
+        parser = argparse.ArgumentParser()
+        stage.add_arguments(parser)
+        with pytest.raises(UserError) as caught:
+            stage.execute(parser.parse_args([*words, "--to", str(to)]))
+        return str(caught.value)
 
-
-def typed(*words: str) -> str:
-    """The error of a command."""
-    parser = argparse.ArgumentParser()
-    stage.add_arguments(parser)
-    with pytest.raises(UserError) as caught:
-        stage.execute(parser.parse_args(words))
-    return str(caught.value)
-
-
-def test_typing_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    to = ("--to", str(tmp_path))
-    assert 'Did you mean "discriminative"' in typed("--suite", "discriminativ", *to)
-    assert '"birth-year" is not known' in typed("--suite", "birth-year", *to)
-    assert 'Did you mean "jrt_swde"' in typed("--only", "jrt_swd", *to)
-    wrong = typed("--suite", "jrt", "--only", "piqa", *to)
-    assert wrong == "--only piqa: is of --suite discriminative, not of jrt"
-    assert "--pin piqa=main: expected KEY=COMMIT" in typed("--pin", "piqa=main", *to)
-    both = typed("--pin", f"arc_easy={OLD}", f"arc_challenge={NEW}", *to)
+    both = typed("--pin", f"arc_easy={OLD}", f"arc_challenge={NEW}")
     assert "two commits of allenai/ai2_arc" in both
+    for words, message in (
+        (("--suite", "discriminativ"), 'Did you mean "discriminative"'),
+        (("--suite", "birth-year"), '"birth-year" is not known'),
+        (("--only", "jrt_swd"), 'Did you mean "jrt_swde"'),
+        (("--suite", "jrt", "--only", "piqa"), "is of --suite discriminative, not of jrt"),
+        (("--pin", "piqa=main"), "--pin piqa=main: expected KEY=COMMIT"),
+    ):
+        assert message in typed(*words)
     assert not (tmp_path / "pins.json").exists()
     (tmp_path / "pins.json").write_text('{"baber/piqa": "main"}')
-    assert "pins.json is damaged" in typed(*to)
+    assert "pins.json is damaged" in typed()
     (tmp_path / "file").write_text("")
-    assert "cannot be written: " in typed("--to", str(tmp_path / "file"))
+    assert "cannot be written: " in typed(to=tmp_path / "file")
 
 
 def test_help_and_typing_errors_need_no_heavy_imports() -> None:
-    code = "import sys, eval.staging.stage; print([m for m in ('torch', 'datasets', 'pyarrow', "
+    code = "import sys, eval.stage; print([m for m in ('torch', 'datasets', 'pyarrow', "
     code += "'huggingface_hub') if m in sys.modules])"
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "[]\n" and time.monotonic() - began < 20
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT) == b"[]\n"

@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,12 @@ def command(base: Path, suite: str, out: Path, *words: object) -> list[str]:
     return [str(word) for word in [*argv, "--staged", base / "staged", *SHORT, *words]]
 
 
+def started(words: list[str], **options: Any) -> subprocess.Popen:
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, "-u", "-m", "eval", *words]
+    return subprocess.Popen(argv, cwd=ROOT, env=environ, **options)
+
+
 def results_in(out: Path) -> dict[str, Results]:
     return {path.parent.name: read_results(path) for path in sorted(out.glob(f"*/{RESULTS}"))}
 
@@ -52,12 +59,8 @@ def test_all_suites_by_one_command_alike_on_one_rank_and_on_two(
     main(command(base, "all", tmp_path / "one", *words))
     printed = capsys.readouterr().out
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, "-m", "eval", *command(base, "all", tmp_path / "two", *words)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    argv = [*torchrun, "-m", "eval", *command(base, "all", tmp_path / "two", *words)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     one, two = results_in(tmp_path / "one"), results_in(tmp_path / "two")
     assert set(one) == set(two) == set(SUITES)
@@ -104,12 +107,7 @@ def test_kill_9_loses_the_running_task_at_most(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = command(base, "jrt", tmp_path / "killed", "--max_length", 1000)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "eval", *words],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    process = started(words, stdout=subprocess.DEVNULL)
     kept = tmp_path / "killed" / "unfinished"
     try:
         end = time.monotonic() + 120
@@ -138,13 +136,7 @@ def test_two_at_once_do_the_work_once(base: Path, tmp_path: Path) -> None:
     main(command(base, "jrt_fda", first))
     held = ExitStack()
     held.enter_context(Unfinished(both, {}).hold(print))
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "eval", *command(base, "jrt_fda", both)],
-        cwd=ROOT.parent,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    process = started(command(base, "jrt_fda", both), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         lines = iter(process.stdout.readline, "")

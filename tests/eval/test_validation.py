@@ -1,6 +1,5 @@
 """Held-out loss: exact whatever the batching, and count models that count right."""
 
-import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -12,10 +11,10 @@ import torch
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.model.args import FLAVORS
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.run.results import read_samples
+from canon_pretrain.run.results import read_results, read_samples
 from eval.__main__ import main
 from eval.model.lm import CanonLM
-from eval.model.load import load_model
+from eval.model.subject import load_model
 from eval.validation import CountModels, model_loss, windows
 from tests.support import Runs
 
@@ -88,38 +87,29 @@ def test_count_models_equal_a_count_by_hand() -> None:
 def test_the_command_evaluates_a_checkpoint(
     runs: Runs, data_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """12 steps beat the unigram model, not the bigram one; also as answered from results.json."""
     checkpoint = runs.straight / "checkpoint" / "step-12"
-    main(["run", "--checkpoint", str(checkpoint), "--suite", "validation"])
-    assert "bits/byte" in capsys.readouterr().out
+    words = ["run", "--checkpoint", str(checkpoint), "--suite", "validation", "--must_beat"]
+    for _ in range(2):
+        main([*words, "unigram"])
+        assert "bits/byte" in capsys.readouterr().out
+        with pytest.raises(SystemExit) as left:
+            main([*words, "bigram"])
+        assert left.value.code == 2
+        assert "do not beat the bigram model's" in capsys.readouterr().err
     (path,) = (runs.straight / "evals/step-12/validation").glob("*/results.json")
-    record = json.loads(path.read_text())
+    results = read_results(path)
     lm = CanonLM(load_model(checkpoint, CPU), None, max_length=64)
     loss, _ = model_loss(lm, held_out(data_folder), seq_len=64)
-    found = record["scores"]["validation"]["nats_per_token"]["value"]
+    found = results.scores["validation"]["nats_per_token"].value
     assert found == pytest.approx(loss.nats_per_token)
-    assert record["num_samples"]["validation"] == loss.num_tokens
-    assert set(record["scores"]) == {"validation", "unigram", "bigram"}
+    assert results.num_samples["validation"] == loss.num_tokens
+    assert set(results.scores) == {"validation", "unigram", "bigram"}
     (items,) = read_samples(path.parent).values()  # of the documents, for comparisons
     total, count = (math.fsum(item["nats_per_token"][k] for item in items) for k in (0, 1))
     assert total / count == found
     # the weights are the trained ones: far from ln 512, near the training loss
     assert found == pytest.approx(5.9, abs=0.15)
-    asked = record["asked"]
-    assert (asked["step"], asked["suite"], asked["limit"], asked["max_length"]) == (
-        12, "validation", None, 64
-    )  # fmt: skip
-    shards = TokenShards.open(data_folder / "train")
-    assert asked["train_fingerprint"] == shards.fingerprint
-
-
-def test_must_beat_fails_a_checkpoint_that_learned_nothing(
-    runs: Runs, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """12 steps beat the unigram model, not the bigram one."""
-    words = ["run", "--checkpoint", f"{runs.straight}/checkpoint/step-12", "--suite", "validation"]
-    for again in range(2):  # asked, and answered from results.json
-        main([*words, "--must_beat", "unigram"])
-        with pytest.raises(SystemExit) as left:
-            main([*words, "--must_beat", "bigram"])
-        assert left.value.code == 2, again
-        assert "do not beat the bigram model's" in capsys.readouterr().err
+    fingerprint = TokenShards.open(data_folder / "train").fingerprint
+    expected = {"step": 12, "limit": None, "max_length": 64, "train_fingerprint": fingerprint}
+    assert {name: results.asked[name] for name in expected} == expected

@@ -20,21 +20,19 @@ from pydantic import ConfigDict, Field, StringConstraints
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import parse_record
-from eval.staging.staged import load_staged
+from eval.staged import load_staged
 from eval.task_tokenizer import check_fit, known_max_length, lengths_beyond
 
-ANSWER_TOKENS = 20
-"""Of the greedy answer; `max_gen_toks` in _base.yaml."""
+ANSWER_TOKENS = 20  # of the greedy answer; `max_gen_toks` in _base.yaml
 PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
 GIVING = ("Bill", "Fred", "Jeff", "Mary", "apple", "football", "milk")
 LABELS = {"qa1": PLACES, "qa2": PLACES, "qa3": PLACES, "qa4": PLACES, "qa5": GIVING}
+# what an answer ends before: its sentence, or a further example that the model makes up
 ENDS = (".", "<context>", "<example>")
-"""What an answer ends before: its sentence, or a further example that the model makes up."""
 OWN_PROMPTS = Path(__file__).with_name("prompts.toml")
-LM_EVAL = "lm_eval"
-"""Instead of a file: the wording of the installed lm_eval package."""
+LM_EVAL = "lm_eval"  # instead of a file: the wording of the installed lm_eval package
+# what the prompts.py of the paper's release calls them
 RELEASED, RELEASED_LAYOUT = "DEFAULT_PROMPTS_ZEYUAN", "DEFAULT_TEMPLATE_ZEYUAN"
-"""What the prompts.py of the paper's release calls them."""
 LAYOUT = (
     "{instruction}\n\n{examples}\n\n<context>\n{context}\n</context>\n\n"
     "Question: {question}\nAnswer:"
@@ -119,7 +117,6 @@ class Prompts:
         return hashlib.sha256(words.encode()).hexdigest()
 
     def of(self, context: str, question: str) -> str:
-        """Return the whole prompt of one question."""
         return f"{self.before}{context}{self.between}{question}{self.after}".strip()
 
 

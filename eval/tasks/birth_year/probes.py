@@ -23,23 +23,17 @@ SEED = 0
 NUM_ITEMS = 1000
 LENGTHS = (0, 256, 512, 1024, 2048, 4096)
 YEARS = range(1950, 2010)
+# what an answer may take: four digits, and one token for a tokenizer that splits otherwise
 ANSWER_TOKENS = 5
-"""What an answer may take: four digits, and one token for a tokenizer that splits otherwise."""
-
-# Longer "sentences" are tables and code; without them a set's text is within this much of L.
+# longer "sentences" are tables and code; without them a set's text is within this much of L
 MAX_SENTENCE_TOKENS = 100
-
 INSTRUCTION = (
     "You will be asked questions about people's birth years, and the birth year descriptions are "
     "hidden in some random text. Some people's birth years are directly given, while others are "
     "given in the form that `name1' was born in the same year as `name2'.\n\n"
 )
-
-
 _NAMES = tomllib.loads(Path(__file__).with_name("names.toml").read_text())
 FIRST_NAMES, MIDDLE_NAMES, LAST_NAMES = (_NAMES[k].split() for k in ("first", "middle", "last"))
-
-
 Encoder = Tokenizer | TaskTokenizer
 
 
@@ -50,13 +44,11 @@ class Kind:
     name: str
     people: int
     hops: int
-    asks_anyone: bool = False
-    """False: about the first of the last group. Among five, who copies the first year is right."""
+    asks_anyone: bool = False  # else about the first of the last group
 
 
 KINDS = (Kind("1-hop", 5, 1), Kind("1-hop-random", 5, 1, asks_anyone=True), Kind("2-hop", 3, 2))
 SETS = {f"{kind.name}-{length}": (kind, length) for length in LENGTHS for kind in KINDS}
-"""Kind and length by name: 1-hop-256."""
 
 
 class Draws:

@@ -3,8 +3,8 @@
     FOLDER/sets.json                    what each set is made of (tokenizer, text), its SHA-256
     FOLDER/1-hop-256-3fa4b2c19d07.jsonl one probe per line; the name ends with a hash of that
 
-A set is made once, then only read, by every checkpoint of a run. It is asked twice: `exact`, the
-primary score, lets the model answer; `rank` ranks the years that the context names.
+A set is made once, then only read. It is asked twice: `exact`, the primary score, lets the model
+answer; `rank` ranks the years that the context names.
 """
 
 import hashlib
@@ -19,33 +19,17 @@ from typing import Any
 import datasets
 import numpy as np
 
+from canon_pretrain.core import files
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import (
-    UnreadableFile,
-    read_record,
-    sha256_file,
-    write_atomic,
-    write_json,
-)
 from canon_pretrain.core.lock import locked
-from eval.staging.staged import MANIFEST, load_staged, restage, staged_folder
+from eval.staged import MANIFEST, load_staged, restage, staged_folder
 from eval.task_tokenizer import check_fit, task_tokenizer
-from eval.tasks.birth_year.probes import (
-    ANSWER_TOKENS,
-    NUM_ITEMS,
-    SEED,
-    SETS,
-    VERSION,
-    Encoder,
-    Junk,
-    ends_with_space,
-    make_probe,
-    split_sentences,
-)
+from eval.tasks.birth_year import probes as birth_year
+from eval.tasks.birth_year.probes import ANSWER_TOKENS, NUM_ITEMS, SETS, Encoder, Junk
 
 SETS_FILE = "sets.json"
+# the data set of the catalogue that statements are hidden in, unless a file is given
 WIKITEXT = "wikitext"
-"""The data set of the catalogue that statements are hidden in, unless a file is given."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +52,7 @@ class ProbeSet:
     def read(self) -> list[dict[str, Any]]:
         """Return the probes. Raises UserError if the file is not what was frozen."""
         try:
-            found = sha256_file(self.path)
+            found = files.sha256_file(self.path)
         except OSError as error:
             found = f"unreadable: {error.strerror}"
         if found != self.entry.sha256:
@@ -122,9 +106,12 @@ class FrozenSets:
         num_items: int = NUM_ITEMS,
     ) -> None:
         self.folder, self.tokenizer, self._find_corpus = folder, tokenizer, corpus
-        sha256 = tokenizer.sha256
-        facts = {"version": VERSION, "seed": SEED, "num_items": num_items}
-        self._made_of: dict[str, Any] = {**facts, "tokenizer_sha256": sha256}
+        self._made_of: dict[str, Any] = {
+            "version": birth_year.VERSION,
+            "seed": birth_year.SEED,
+            "num_items": num_items,
+            "tokenizer_sha256": tokenizer.sha256,
+        }
 
     def sets(
         self, max_length: int, advance: Callable[[str], None]
@@ -173,7 +160,7 @@ class FrozenSets:
                         advance(name)
                         known[key] = self._freeze(f"{key}.jsonl", junk, made_of)
                         sets = {each: asdict(entry) for each, entry in known.items()}
-                        write_json(self.folder / SETS_FILE, {"sets": sets})
+                        files.write_json(self.folder / SETS_FILE, {"sets": sets})
             except OSError as error:
                 raise UserError(
                     f"the probes {name} can't be frozen in {self.folder}: {error.strerror}. Make "
@@ -183,11 +170,11 @@ class FrozenSets:
         return ProbeSet(name, self.folder / f"{key}.jsonl", known[key])
 
     def _freeze(self, file: str, junk: Junk, made_of: dict[str, Any]) -> Entry:
-        (kind, length), space = SETS[made_of["set"]], ends_with_space(self.tokenizer)
-        items = range(made_of["num_items"])
-        probes = [make_probe(kind, length, item, junk, space) for item in items]
+        space, items = birth_year.ends_with_space(self.tokenizer), range(made_of["num_items"])
+        what = SETS[made_of["set"]]
+        probes = [birth_year.make_probe(*what, item, junk, space) for item in items]
         content = "".join(json.dumps(probe) + "\n" for probe in probes).encode()
-        write_atomic(self.folder / file, content)
+        files.write_atomic(self.folder / file, content)
         max_tokens = max(len(self.tokenizer.encode(probe["prompt"])) for probe in probes)
         return Entry(hashlib.sha256(content).hexdigest(), max_tokens, made_of)
 
@@ -198,14 +185,14 @@ class FrozenSets:
     @cached_property
     def _junk(self) -> Junk:
         assert isinstance(self._corpus, Corpus)
-        return Junk(split_sentences(self._corpus.text), self.tokenizer)
+        return Junk(birth_year.split_sentences(self._corpus.text), self.tokenizer)
 
     def _known(self) -> dict[str, Entry]:
         if not (self.folder / SETS_FILE).exists():
             return {}
         try:
-            return read_record(self.folder / SETS_FILE, dict[str, dict[str, Entry]])["sets"]
-        except UnreadableFile as error:
+            return files.read_record(self.folder / SETS_FILE, dict[str, dict[str, Entry]])["sets"]
+        except files.UnreadableFile as error:
             raise UserError(f"{error}; delete {self.folder} to freeze anew") from None
 
 

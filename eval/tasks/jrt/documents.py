@@ -1,12 +1,8 @@
 """The items of the JRT tasks: staged rows, cut with the evaluated model's tokenizer, as prompts.
 
-`load` is lm_eval's `custom_dataset`: it passes the task's metadata and dataset_kwargs. Options come
-through metadata (`eval run --option NAME=VALUE`, `lm_eval --metadata '{"NAME": VALUE}'`):
-
-    jrt_tokens           the tokens that a context is cut to (950)
-    jrt_swde_context     the field that is cut, of one data set
-    jrt_swde_answers     the fields that it is cut around, "key,value" or ["key", "value"]; if there
-                         are none (TriviaQA, DROP) its first tokens are kept and no row is dropped
+Options come through the task's metadata: `jrt_tokens`, what a context is cut to; of one data set
+`jrt_swde_context`, the field that is cut, and `jrt_swde_answers`, the fields that it is cut around,
+"key,value" or ["key", "value"] (none: its first tokens are kept, and no row is dropped).
 """
 
 import hashlib
@@ -21,27 +17,21 @@ from typing import Any
 import datasets
 
 from canon_pretrain.core.errors import UserError, check_choice
-from eval.staging.staged import load_staged
+from eval.staged import load_staged
 from eval.task_tokenizer import TaskTokenizer, known_max_length, lengths_beyond, task_tokenizer
 
 ANSWER_TOKENS = 48
-NUM_TOKENS = 950
-"""Of 1,000, with 50 left for the answer."""
-ANSWER, ALTERNATIVE, TOKEN_POSITION = "answer", "alt_answers", "tok_pos"
-"""The last two are also fields of a data set: further answers to look for, and where it is."""
-NOTHING, BEGINNING = "nothing", "beginning"
+NUM_TOKENS = 950  # of 1,000, with 50 left for the answer
+# what a cut can be centred on; these two are also fields: further answers, and where it is
+ALTERNATIVE, TOKEN_POSITION = "alt_answers", "tok_pos"
+# nothing of what was searched occurs: the document's end; beginning: nothing is searched
+ANSWER, NOTHING, BEGINNING = "answer", "nothing", "beginning"
 CENTRES = (ANSWER, ALTERNATIVE, TOKEN_POSITION, NOTHING, BEGINNING)
-"""What a cut can be centred on. NOTHING, if nothing that was searched occurs, keeps the end of the
-document; BEGINNING, if nothing is searched, its first tokens."""
 OPTION = "jrt_"
 # below its own name the harness shows what is logged
 LOG = logging.getLogger(f"lm_eval.{__name__}")
 Row = Mapping[str, Any]
-Options = tuple[int, str, tuple[str, ...]]
-"""The tokens of a cut, the field that is cut, and those it is cut around."""
-
-
-# -- prompts --------------------------------------------------------------------------------------
+Options = tuple[int, str, tuple[str, ...]]  # tokens of a cut, field that is cut, those around
 
 
 @dataclass(frozen=True)
@@ -133,10 +123,6 @@ STYLES: dict[str, Style] = {
     "jrt_nq": replace(_ASKED, answers=("answers",), prompt=_NQ_PROMPT),
     "jrt_drop": replace(_ASKED, prompt=_NQ_PROMPT),
 }
-"""By key of the catalogue."""
-
-
-# -- the cut: so many tokens of a document around the answer -------------------------------------
 
 
 @dataclass(frozen=True)
@@ -150,7 +136,7 @@ class Cut:
 
 def first_hit(text: str, answer: str) -> int | None:
     """Return where `answer` first occurs in `text`, case ignored; None if it does not."""
-    # by re.IGNORECASE, as upstream: no position shifts where a letter's other case is longer
+    # no position shifts where a letter's other case is longer
     found = re.search(re.escape(answer), text, re.IGNORECASE) if answer else None
     return found.start() if found else None
 
@@ -179,16 +165,14 @@ def cut(
     text = text.strip()
     tokens = tokenizer.encode(text)
     hits = [hit for answer in answers or () if (hit := first_hit(text, answer)) is not None]
-    centre = ANSWER
-    if not hits:
-        centre = ALTERNATIVE
-        found = (first_hit(text, answer) for answer in alternatives)
-        hits = [hit for hit in found if hit is not None][:1]
+    others = (hit for one in alternatives if (hit := first_hit(text, one)) is not None)
+    other = None if hits else next(others, None)
     if answers is None:
         centre, position = BEGINNING, 0
-    elif hits:
+    elif hits or other is not None:
         # a hit at a character is the number of tokens of the text before it, as upstream counts
-        position = len(tokenizer.encode(text[: min(hits)]))
+        centre = ANSWER if hits else ALTERNATIVE
+        position = len(tokenizer.encode(text[: min(hits, default=other)]))
     elif token_position is not None and token_position >= 0:
         centre, position = TOKEN_POSITION, token_position
     else:
@@ -222,18 +206,13 @@ def _part(text: str, tokens: list[int], start: int, end: int, tokenizer: TaskTok
     return text[len(first[0]) : len(last[0])].strip()
 
 
-# -- items ----------------------------------------------------------------------------------------
-
-
 def load(
     *, dataset: str, twice: bool = False, staged: str | None = None, **metadata: Any
 ) -> dict[str, datasets.Dataset]:
     """Return the items of one task: row, prompt, labels, target, centre (of the cut) and source."""
     tokenizer, options = task_tokenizer(metadata), _options(dataset, metadata)
-    counts = {"rows": 0, "dropped": 0, "kept": 0, "cut": 0} | dict.fromkeys(CENTRES, 0)
-    items = []
-    for number, raw in enumerate(load_staged(dataset, staged).to_list()):
-        counts["rows"] += 1
+    rows, items, num_cut = load_staged(dataset, staged).to_list(), [], 0
+    for number, raw in enumerate(rows):
         try:
             found = _item(STYLES[dataset], raw, tokenizer, options, twice)
         except KeyError as error:
@@ -242,19 +221,18 @@ def load(
                 f"options {dataset}_context and {dataset}_answers name what to cut and what to "
                 "look for"
             ) from None
-        if found is None:
-            counts["dropped"] += 1
-            continue
-        item, is_whole = found
-        counts["kept"] += 1
-        counts["cut"] += not is_whole
-        counts[item["centre"]] += 1
-        items.append({"row": number, **item})
+        if found is not None:
+            items.append({"row": number, **found[0]})
+            num_cut += not found[1]
     if not items:
         raise UserError(
-            f"{dataset}: none of {counts['rows']} rows has an answer of two characters or more in "
+            f"{dataset}: none of {len(rows)} rows has an answer of two characters or more in "
             f"{', '.join(options[2])}"
         )
+    dropped = len(rows) - len(items)
+    counts = {"rows": len(rows), "dropped": dropped, "kept": len(items), "cut": num_cut}
+    centres = [item["centre"] for item in items]
+    counts |= {centre: centres.count(centre) for centre in CENTRES}
     max_length = known_max_length(metadata)
     if max_length is not None:
         prompts = [str(item["prompt"]) for item in items]
@@ -263,8 +241,7 @@ def load(
     level = logging.WARNING if counts.get("too_long") else logging.INFO
     LOG.log(level, "%s%s: %s (%s)", dataset, "_twice" if twice else "", text, tokenizer.name)
     made = datasets.Dataset.from_list(items)
-    # rows, dropped (an answer of at most one character), kept, cut, the centres, and too_long
-    # (prompts that lose their beginning): the harness makes them part of the results
+    # the harness makes them part of the results; too_long: prompts that lose their beginning
     made.info.description = json.dumps(counts)
     return {"validation": made}
 

@@ -19,28 +19,18 @@ from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.lock import locked
 from canon_pretrain.core.text import size
-from canon_pretrain.data.hub import COMMIT, HubUnavailable, WaysOut, find_commit, hub_errors
-from eval.staging.catalogue import CATALOGUE, SUITES, DataSet
-from eval.staging.staged import (
-    DEFAULT_FOLDER,
-    FOLDER_VARIABLE,
-    Manifest,
-    data_set,
-    staged_folder,
-    verify,
-    write_staged,
-)
+from canon_pretrain.data import hub
+from eval import staged
+from eval.staged import CATALOGUE, SUITES, DataSet, Manifest
 
 if TYPE_CHECKING:
     import datasets
 
-Commit = Annotated[str, Field(pattern=f"^{COMMIT.pattern}$")]
+Commit = Annotated[str, Field(pattern=f"^{hub.COMMIT.pattern}$")]
 
-LOCK = ".stage.lock"
-DOWNLOADS = ".stage.tmp"
-PINS = "pins.json"
+LOCK, DOWNLOADS, PINS = ".stage.lock", ".stage.tmp", "pins.json"
 ALL = "all"
-WAYS_OUT = WaysOut(
+WAYS_OUT = hub.WaysOut(
     revision="choose another commit with --pin KEY=COMMIT",
     without_hub=(
         "run `python -m eval stage` on a machine with network, such as a login node, and copy the "
@@ -53,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `eval stage`."""
     add = parser.add_argument
     add("--suite", default=ALL, help=f"{', '.join(SUITES)} or {ALL} (%(default)s)")
-    about = f"the folder (default: ${FOLDER_VARIABLE}, else {DEFAULT_FOLDER})"
+    about = f"the folder (default: ${staged.FOLDER_VARIABLE}, else {staged.DEFAULT_FOLDER})"
     add("--to", type=Path, metavar="DIR", help=about)
     add("--only", nargs="+", metavar="KEY", help="these data sets of the suite")
     about = f"stage this commit of KEY's repository, now and later; kept in DIR/{PINS}"
@@ -65,11 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Stage what the arguments name, or check it."""
-    folder = staged_folder(arguments.to)
+    folder = staged.staged_folder(arguments.to)
     chosen = choose(arguments.suite, arguments.only)
     if arguments.check:
-        _each(folder, chosen, lambda data: _described(verify(data.key, folder)[0], data), "whole")
-        return
+        check = lambda data: _described(staged.verify(data.key, folder)[0], data)  # noqa: E731
+        return _each(folder, chosen, check, "whole")
     waits = f"waits: another process is staging into {folder}"
     wait = lambda: print(waits, flush=True)  # noqa: E731
     try:
@@ -96,7 +86,7 @@ def choose(suite: str, only: Sequence[str] | None) -> list[DataSet]:
     """Return the data sets of a suite, or of all, and of them those of `only`."""
     check_choice("--suite", suite, (*SUITES, ALL))
     found = [data for data in CATALOGUE.values() if suite in (ALL, data.suite)]
-    wanted = found if only is None else [data_set(key) for key in only]
+    wanted = found if only is None else [staged.data_set(key) for key in only]
     for data in wanted:
         if data not in found:
             raise UserError(f"--only {data.key}: is of --suite {data.suite}, not of {suite}")
@@ -127,9 +117,9 @@ def parse_pins(given: Sequence[str]) -> dict[str, str]:
     chosen: dict[str, str] = {}
     for pin in given:
         key, _, commit = pin.partition("=")
-        if not COMMIT.fullmatch(commit):
+        if not hub.COMMIT.fullmatch(commit):
             raise UserError(f"--pin {pin}: expected KEY=COMMIT, 40 hex digits of a commit")
-        path = data_set(key).path
+        path = staged.data_set(key).path
         if chosen.setdefault(path, commit) != commit:
             raise UserError(f"--pin {pin}: two commits of {path}; a repository has one")
     return chosen
@@ -140,7 +130,7 @@ def _each(folder: Path, chosen: list[DataSet], act: Callable[[DataSet], str], st
     for number, data in enumerate(chosen, 1):
         try:
             line = act(data)
-        except HubUnavailable:
+        except hub.HubUnavailable:
             raise
         except UserError as error:
             line = f"refused: {error}"
@@ -157,13 +147,13 @@ def _each(folder: Path, chosen: list[DataSet], act: Callable[[DataSet], str], st
 def _stage(folder: Path, data: DataSet, pins: Pins, allow_count: bool) -> str:
     pinned = pins.commits.get(data.path) or data.revision
     with suppress(UserError):  # not staged, or not whole
-        staged, _ = verify(data.key, folder)
-        if pinned in (None, staged.revision):
+        manifest, _ = staged.verify(data.key, folder)
+        if pinned in (None, manifest.revision):
             # without a pins.json: the folder came from elsewhere, and keeps its own commit
             if pinned is None:
-                pins.add({data.path: staged.revision})
-            return f"is staged, {_described(staged, data)}"
-    commit = find_commit(data.path, pinned, WAYS_OUT)
+                pins.add({data.path: manifest.revision})
+            return f"is staged, {_described(manifest, data)}"
+    commit = hub.find_commit(data.path, pinned, WAYS_OUT)
     if pinned is None:
         pins.add({data.path: commit})
     what, way_out = f"{data.path}@{commit[:12]} {data.split}", f"--pin {data.key}=COMMIT"
@@ -179,7 +169,7 @@ def _stage(folder: Path, data: DataSet, pins: Pins, allow_count: bool) -> str:
             f"{what}: {len(rows):,} documents, expected {data.documents:,}; choose another commit "
             f"with {way_out}, or accept them with --allow_count"
         )
-    return _described(write_staged(folder, data.key, rows, revision=commit), data)
+    return _described(staged.write_staged(folder, data.key, rows, revision=commit), data)
 
 
 def fetch(data: DataSet, commit: str, cache: Path) -> "datasets.Dataset":
@@ -192,7 +182,7 @@ def fetch(data: DataSet, commit: str, cache: Path) -> "datasets.Dataset":
     disable_progress_bars()
     # ValueError: no such configuration, no such split
     unexpected = (DatasetsError, ValueError)
-    with hub_errors(data.path, commit, WAYS_OUT, unexpected=unexpected):
+    with hub.hub_errors(data.path, commit, WAYS_OUT, unexpected=unexpected):
         # `cache` has no other revision: if the hub fails, `datasets` takes what is there
         return datasets.load_dataset(
             data.path, data.config, split=data.split, revision=commit, cache_dir=str(cache)

@@ -1,0 +1,224 @@
+"""The data sets of the suites, staged: read back and verified without any network.
+
+    DIR/KEY/SPLIT.parquet   the rows of one split
+    DIR/KEY/manifest.json   written last: where the rows are from, how many, the files' SHA-256
+
+CATALOGUE says where the hub has them and what must be in them. A task's YAML names them:
+`custom_dataset: !function eval.staged.load`, with `dataset_kwargs: {dataset: KEY}`.
+"""
+
+import hashlib
+import io
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from canon_pretrain.core import files
+from canon_pretrain.core.errors import UserError, check_choice
+
+if TYPE_CHECKING:
+    import datasets
+
+DISCRIMINATIVE, JRT, BABILONG = "discriminative", "jrt", "babilong"
+SUITES = (DISCRIMINATIVE, JRT, BABILONG)
+"""The suites that need staged data; birth-year hides its statements in wikitext's."""
+
+BABILONG_TASKS = ("qa1", "qa2", "qa3", "qa4", "qa5")
+BABILONG_LENGTHS = ("0k", "1k", "2k", "4k")
+
+REVISIONS: Mapping[str, str] = {
+    # commits that public evaluation code pins for these repositories
+    "baber/piqa": "142f6d7367fd9877f0fb3b5734ea6a545f54cdd1",
+    "Rowan/hellaswag": "218ec52e09a7e7462a5400043bb9a69a41d06b76",
+    "allenai/winogrande": "01e74176c63542e6b0bcb004dcdea22d94fb67b5",
+    "allenai/ai2_arc": "210d026faf9955653af8916fad021475a3f00453",
+    "lighteval/siqa": "54c6a1f8cb6daf4f5abf24a601852612fb35eb25",
+    "aps/super_glue": "3de24cf8022e94f4ee4b9d55a6f539891524d646",
+    "EleutherAI/lambada_openai": "900124bf3b8235c6daf21033af9948b3f07346c4",
+    "EleutherAI/wikitext_document_level": "647234772b9554e208af6c826f23b99e3cac88c8",
+}
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """One configuration of a hub repository: the split and columns that a task reads, its rows."""
+
+    key: str
+    suite: str
+    path: str
+    config: str | None
+    split: str
+    columns: tuple[str, ...]
+    documents: int
+
+    @property
+    def revision(self) -> str | None:
+        return REVISIONS.get(self.path)  # without one stage.py pins what it finds
+
+
+# key, repository, configuration (-: none), split, documents, columns; JRT's numbers: spec/eval.md
+_TABLE = """
+piqa baber/piqa - validation 1838 goal sol1 sol2 label
+hellaswag Rowan/hellaswag - validation 10042 activity_label ctx_a ctx_b endings label source_id
+winogrande allenai/winogrande winogrande_xl validation 1267 sentence option1 option2 answer
+arc_easy allenai/ai2_arc ARC-Easy test 2376 question choices answerKey
+arc_challenge allenai/ai2_arc ARC-Challenge test 1172 question choices answerKey
+social_iqa lighteval/siqa - validation 1954 context question answerA answerB answerC label
+boolq aps/super_glue boolq validation 3270 passage question label
+lambada_openai EleutherAI/lambada_openai default test 5153 text
+wikitext EleutherAI/wikitext_document_level wikitext-2-raw-v1 test 62 page
+jrt_swde hazyresearch/based-swde-v2 default validation 1111 text key value
+jrt_fda hazyresearch/based-fda default validation 1102 text key value
+jrt_squad hazyresearch/based-squad default validation 2984 text context question value
+jrt_triviaqa hazyresearch/based_triviaqa - validation 1688 context question orig_question answers
+jrt_nq hazyresearch/based_nq_1024 - validation 3157 context question orig_question answers
+jrt_drop hazyresearch/based_drop - validation 2087 context question orig_question answers
+"""
+# spec/eval.md: rows of the public CSVs where they are not 999
+_BABILONG_ROWS = {
+    **dict.fromkeys((("qa1", length) for length in BABILONG_LENGTHS), 1000),
+    ("qa3", "1k"): 862,
+    ("qa3", "2k"): 998,
+    ("qa5", "1k"): 997,
+}
+
+
+def _catalogue() -> Iterator[DataSet]:
+    for line in _TABLE.strip().splitlines():
+        key, path, config, split, documents, *columns = line.split()
+        suite = JRT if key.startswith(JRT) else DISCRIMINATIVE
+        name = None if config == "-" else config
+        yield DataSet(key, suite, path, name, split, tuple(columns), int(documents))
+    path, fields = "RMT-team/babilong-1k-samples", ("input", "question", "target")
+    for task, length in product(BABILONG_TASKS, BABILONG_LENGTHS):
+        rows = _BABILONG_ROWS.get((task, length), 999)
+        yield DataSet(f"babilong_{task}_{length}", BABILONG, path, length, task, fields, rows)
+
+
+CATALOGUE: Mapping[str, DataSet] = {data.key: data for data in _catalogue()}
+
+FOLDER_VARIABLE = "CANON_EVAL_DATA"
+DEFAULT_FOLDER = Path("outputs") / "eval_data"
+MANIFEST = "manifest.json"
+MANIFEST_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Split:
+    """One file of a data set."""
+
+    file: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of manifest.json."""
+
+    version: int
+    key: str
+    path: str
+    config: str | None
+    revision: str
+    splits: dict[str, Split]
+
+
+def staged_folder(given: str | Path | None = None) -> Path:
+    """Return the folder of staged data: `given`, else $CANON_EVAL_DATA, else outputs/eval_data."""
+    return Path(given or os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER).expanduser()
+
+
+def data_set(key: str) -> DataSet:
+    """Return the catalogue's entry. Raises UserError for an unknown key."""
+    check_choice("data set", key, CATALOGUE)
+    return CATALOGUE[key]
+
+
+def load(*, dataset: str, staged: str | None = None, **_: Any) -> dict[str, "datasets.Dataset"]:
+    """Load a data set as lm_eval's `custom_dataset`, which passes metadata and dataset_kwargs."""
+    return {data_set(dataset).split: load_staged(dataset, staged)}
+
+
+def load_staged(key: str, folder: str | Path | None = None) -> "datasets.Dataset":
+    """Return the rows of the data set `key`, in memory; UserError unless they are as staged."""
+    import datasets
+    import pyarrow.parquet
+
+    _, content = verify(key, staged_folder(folder))
+    # not Dataset.from_parquet: that would copy it into a cache, which may be read-only
+    return datasets.Dataset(pyarrow.parquet.read_table(io.BytesIO(content)))
+
+
+def verify(key: str, folder: Path) -> tuple[Manifest, bytes]:
+    """Return the manifest of `key` and its file; UserError unless they are as staged."""
+    data, path = data_set(key), folder / key / MANIFEST
+    try:
+        manifest = files.read_record(path, Manifest)
+    except files.UnreadableFile as error:
+        fault = f"{path.parent}: not staged" if error.is_missing else str(error)
+        raise UserError(f"{fault}; {restage(key, folder)}") from None
+    expected = {"version": MANIFEST_VERSION, "key": key, "path": data.path, "config": data.config}
+    found = {name: getattr(manifest, name) for name in expected}
+    if found != expected or set(manifest.splits) != {data.split}:
+        splits = ", ".join(manifest.splits)
+        raise UserError(
+            f"{path}: of {found} with splits {splits}, expected {expected} with {data.split}; "
+            f"{restage(key, folder)}"
+        )
+    known = manifest.splits[data.split]
+    path = folder / key / known.file
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be read: {error.strerror}; {restage(key, folder)}"
+        ) from None
+    if (sha256 := hashlib.sha256(content).hexdigest()) != known.sha256:
+        raise UserError(
+            f"{path}: was changed after it was staged (sha256 {sha256[:16]}, not "
+            f"{known.sha256[:16]}); {restage(key, folder)}"
+        )
+    return manifest, content
+
+
+def restage(key: str, folder: Path) -> str:
+    """Return what to do if the data set `key` is not whole in `folder`."""
+    command = f"python -m eval stage --suite {CATALOGUE[key].suite} --only {key} --to {folder}"
+    return f"on a machine with network: {command}"
+
+
+def write_staged(
+    folder: str | Path,
+    key: str,
+    rows: "datasets.Dataset | Iterable[dict[str, Any]]",
+    *,
+    revision: str,
+) -> Manifest:
+    """Write the data set `key`; a reader sees the old, an error, or the new."""
+    import datasets
+    import pyarrow.parquet
+
+    data, target = data_set(key), Path(folder) / key
+    if not isinstance(rows, datasets.Dataset):
+        rows = datasets.Dataset.from_list([*rows])
+    # the column types travel in the schema, where Dataset finds them again
+    table = rows.with_format("arrow")[:].cast(rows.features.arrow_schema)
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(table, buffer)
+    content = buffer.getvalue()
+    file, sha256 = f"{data.split}.parquet", hashlib.sha256(content).hexdigest()
+    splits = {data.split: Split(file, len(rows), len(content), sha256)}
+    manifest = Manifest(MANIFEST_VERSION, key, data.path, data.config, revision, splits)
+    target.mkdir(parents=True, exist_ok=True)
+    files.remove_leftovers(target)
+    files.write_atomic(target / f"{file}.next", content)  # a full disk leaves what is staged
+    (target / MANIFEST).unlink(missing_ok=True)
+    files.fsync_folder(target)  # or a crash could leave the old manifest beside a new file
+    files.publish(target / f"{file}.next", target / file)
+    files.write_json(target / MANIFEST, asdict(manifest))
+    return manifest
