@@ -14,9 +14,9 @@ import torch.distributed as dist
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model import canon_check
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.titan import canon_choice
-from canon_pretrain.titan.canon_choice import CanonChoice, choose_canon
+from canon_pretrain.titan import parallelize as canon_choice
 from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.parallelize import CanonChoice, choose_canon
 from tests.ranks import events, launch
 from tests.support import ROOT, debug_run
 

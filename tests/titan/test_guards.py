@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from canon_pretrain.run.config import Guards
-from canon_pretrain.titan import guards as titan_guards
-from canon_pretrain.titan.guards import HALTED, IN_A_ROW, SKIPPED, Readback, StepGuards
+from canon_pretrain.titan import trainer as titan_guards
+from canon_pretrain.titan.trainer import HALTED, IN_A_ROW, SKIPPED, Readback, StepGuards
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
