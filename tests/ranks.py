@@ -132,16 +132,17 @@ def launch(*arguments: object, output: Path, check: bool = True, **options: Any)
     return ended
 
 
-def assert_failed(ended: Ended, code: int) -> None:
-    """No rank succeeded, and the first to end left with `code`: as torchrun does, `wait` then sends
-    SIGTERM to the others, which may be on their way out."""
-    assert code in ended.codes, ended.output
-    assert set(ended.codes) <= {code, -signal.SIGTERM}, ended.codes
+def assert_refused(ended: Ended) -> None:
+    """Exit code 2, and the error told once. One that was first to go had the others ended by
+    SIGTERM, as torchrun does it: that may meet them on their own way out."""
+    assert 2 in ended.codes and {*ended.codes} <= {2, -signal.SIGTERM}, ended
+    assert ended.output.count("error: ") == 1 and "Traceback" not in ended.output, ended
 
 
-def events(run: Path, name: str) -> list[dict[str, Any]]:
-    """The events of one kind in a run's log, without superseded steps."""
-    return [event for event in read_log(RunFolder(run).log_file) if event["event"] == name]
+def events(run: Path, *names: str) -> list[dict[str, Any]]:
+    """The events of these kinds (none: all) in a run's log, without superseded steps."""
+    found = read_log(RunFolder(run).log_file)
+    return [event for event in found if event["event"] in names or not names]
 
 
 def status(run: Path) -> Status:
@@ -194,8 +195,8 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dicts in dicts as one, by dotted names."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        inner = isinstance(value, dict) and bool(value)
-        found |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+        is_inner = isinstance(value, dict) and value
+        found |= flat(value, f"{prefix}{name}.") if is_inner else {prefix + name: value}
     return found
 
 

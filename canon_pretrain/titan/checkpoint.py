@@ -36,8 +36,10 @@ from canon_pretrain.core.files import reserve
 from canon_pretrain.run.background import Background
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import RunFacts, mark_obeyed, was_obeyed
+from canon_pretrain.run.session import Session
 from canon_pretrain.run.stop import LOST_LOCK
 from canon_pretrain.titan.job_config import Checkpoint
+from canon_pretrain.titan.metrics import CanonMetrics
 from canon_pretrain.titan.resume import Council, Resume
 
 CLOSE_TIMEOUT_S = 5.0
@@ -108,22 +110,20 @@ class CanonCheckpointManager:
         sd_adapter: object | None = None,
         base_folder: str = "",
         *,
-        event: Callable[..., None],
-        note: Callable[..., None],
-        still_ours: Callable[[], bool],
-        flush: Callable[[], None],
+        session: Session,
+        metrics: CanonMetrics,
         launch: RunFacts | None,
     ) -> None:
         self.config = checkpoint_config
         self.enable = checkpoint_config.enable
         self.run = RunFolder(Path(base_folder))
+        self._event, self._flush = metrics.event, metrics.flush
+        self._note, self._still_ours, self._launch = session.note, session.still_ours, launch
         path = self.run.path / checkpoint_config.folder
-        self.folder = CheckpointFolder(path, may_change=still_ours)
+        self.folder = CheckpointFolder(path, may_change=session.still_ours)
         parts = {"optimizer": optimizers, "dataloader": dataloader, "lr_scheduler": lr_schedulers}
         self.states = states | parts
         self._model = ModelWrapper(model_parts)
-        self._event, self._note, self._flush = event, note, flush
-        self._still_ours, self._launch = still_ours, launch
         self._obeyed_once: str | None = None
         """An option that acts once, to be marked as obeyed when the launch begins to train."""
         self.saved_step = 0

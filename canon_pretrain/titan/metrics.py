@@ -105,20 +105,13 @@ class CanonMetrics(MetricsProcessor):
         self.event("validation", step=step, **fields)
         self.time_last_log += fields["seconds"]
 
-    def log(
-        self,
-        step: int,
-        global_avg_loss: float,
-        global_max_loss: float,
-        grad_norm: float,
-        extra_metrics: dict[str, Any] | None = None,
-    ) -> None:
+    def log(self, step: int, measured: dict[str, Any]) -> None:
         """Report `step`: losses in nats per token, gradient norm before clipping; collective."""
         seconds = time.perf_counter() - self.time_last_log
         speed = self.ntokens_since_last_log / seconds
-        fields: dict[str, Any] = {"step": step, "loss": global_avg_loss}
-        fields |= {"max_loss": global_max_loss, "grad_norm": grad_norm, **(extra_metrics or {})}
-        fields |= {
+        fields: dict[str, Any] = {
+            "step": step,
+            **measured,
             "tokens_per_second": self.world_size * speed,
             "tokens_per_second_per_device": speed,
             "seconds_per_step": seconds / (step - self._logged_at),

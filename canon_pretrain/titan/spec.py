@@ -35,19 +35,19 @@ from canon_pretrain.titan.device import stand_alone
 from canon_pretrain.titan.job_config import CanonJobConfig, LRScheduler
 from canon_pretrain.titan.parallelize import parallelize, write_shard
 
+BACKENDS = ("attention_backend", "canon_backend")
+
 
 @dataclass
 class TitanModelArgs(BaseModelArgs):
     """Our frozen ModelArgs in the mutable box that torchtitan's Trainer fills from the job."""
 
     args: ModelArgs = field(default_factory=ModelArgs)
-    attention_backend: str = "auto"
-    canon_backend: str = "auto"
+    backends: dict[str, str] = field(default_factory=dict)
 
     def update_from_config(self, job_config: CanonJobConfig, **kwargs: object) -> None:
-        self.args = job_config.model_args
-        self.attention_backend = job_config.model.attention_backend
-        self.canon_backend = job_config.model.canon_backend
+        self.args, model = job_config.model_args, job_config.model
+        self.backends = {name: getattr(model, name) for name in BACKENDS}
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         return num_parameters(self.args), flops_per_token(self.args, seq_len)
@@ -57,11 +57,7 @@ class TitanTransformer(Transformer):
     """The model as the Trainer builds it: from the box, with weights written shard by shard."""
 
     def __init__(self, model_args: TitanModelArgs) -> None:
-        super().__init__(
-            model_args.args,
-            attention_backend=model_args.attention_backend,
-            canon_backend=model_args.canon_backend,
-        )
+        super().__init__(model_args.args, **model_args.backends)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
         super().init_weights(write=write_shard, buffer_device=buffer_device)
@@ -113,12 +109,9 @@ def learning_rate_factor(step: int, *, config: LRScheduler) -> float:
         return (step + 1) / config.warmup_steps
     assert config.decay_steps is not None
     progress = min(1.0, (step - config.warmup_steps) / config.decay_steps)
-    left = {
-        "linear": 1 - progress,
-        "sqrt": 1 - math.sqrt(progress),
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-    }[config.decay_type]
-    return config.min_lr_factor + (1 - config.min_lr_factor) * left
+    left = {"linear": 1 - progress, "sqrt": 1 - math.sqrt(progress)}
+    left["cosine"] = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_lr_factor + (1 - config.min_lr_factor) * left[config.decay_type]
 
 
 def build_schedule(

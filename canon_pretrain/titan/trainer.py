@@ -59,8 +59,7 @@ class StepGuards(Stateful):
         count = self.counters
         bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
         halted = was_halted = count[HALTED] > 0
-        in_a_row = torch.where(bad, count[IN_A_ROW] + 1, torch.zeros_like(count[IN_A_ROW]))
-        in_a_row = torch.where(halted, count[IN_A_ROW], in_a_row)
+        in_a_row = torch.where(halted, count[IN_A_ROW], (count[IN_A_ROW] + 1) * bad)
         halted = halted | (in_a_row >= self.config.max_bad_steps)
         outlier = self._is_outlier(grad_norm, ~bad & ~halted)
         # after the verdict nothing is counted: the state stays that of the streak's end
@@ -121,10 +120,7 @@ class Readback:
         """Start to copy the 1-D float tensor `values` of `step`."""
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned)
         host.copy_(values, non_blocking=True)
-        event = None
-        if self._pinned:
-            event = torch.cuda.Event()
-            event.record()
+        event = torch.cuda.current_stream().record_event() if self._pinned else None
         self._queue.append((step, host, event))
 
     def pop(self, *, last: bool = False) -> list[tuple[int, list[float]]]:
@@ -189,8 +185,6 @@ class CanonTrainer(torchtitan.train.Trainer):
         # FSDP2 casts at every world size: autocast at one rank would change its numerics
         self.maybe_enable_amp = contextlib.nullcontext()
 
-    # -- the parts, in the order of torchtitan's constructor -----------------------------------
-
     def init_distributed(self) -> ParallelDims:
         """Meet the other ranks, receive what rank 0 has read, and choose Canon's backend."""
         dims, job = super().init_distributed(), self.job_config
@@ -212,10 +206,8 @@ class CanonTrainer(torchtitan.train.Trainer):
     def _build_checkpointer(self, **parts: Any) -> CanonCheckpointManager:
         return CanonCheckpointManager(
             **parts | {"states": parts["states"] | {"guards": self.guards}},
-            event=self.metrics_processor.event,
-            note=self.session.note,
-            still_ours=self.session.still_ours,
-            flush=self.metrics_processor.flush,
+            session=self.session,
+            metrics=self.metrics_processor,
             launch=self._record.facts if self._record is not None else None,
         )
 
@@ -224,8 +216,6 @@ class CanonTrainer(torchtitan.train.Trainer):
         if isinstance(data := getattr(self, "dataloader", None), CanonDataLoader):
             data.close()
         super().close()
-
-    # -- state -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "tokens": self.tokens}
@@ -245,8 +235,6 @@ class CanonTrainer(torchtitan.train.Trainer):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group.update(fields | {"lr": rate})
             schedule._last_lr = rates
-
-    # -- the launch --------------------------------------------------------------------------
 
     def train(self) -> None:
         """Train to the last step of this launch, or until asked to stop; leave a checkpoint."""
@@ -315,9 +303,9 @@ class CanonTrainer(torchtitan.train.Trainer):
             self.checkpointer.save(self.step, last_step=True)
             if not self.checkpointer.enable or self.checkpointer.saved_step == self.step:
                 return
-        newest = f"the newest one is of step {self.checkpointer.saved_step}"
-        text = f"the last checkpoint, of step {self.step}, could not be saved; {newest}. Make room"
-        raise UserError(f"{text} and start again", shared=True)
+        text = f"the last checkpoint, of step {self.step}, could not be saved; the newest one is of"
+        text += f" step {self.checkpointer.saved_step}. Make room and start again"
+        raise UserError(text, shared=True)
 
     def _validate(self, *, if_missed: bool = False) -> bool:
         """Score the held-out part, if that is due after this step; returns whether it was."""
@@ -331,8 +319,6 @@ class CanonTrainer(torchtitan.train.Trainer):
         fields |= {"tokens": self.tokens, HELD_OUT: self.compared.identity.get(HELD_OUT)}
         self.metrics_processor.validation(self.step, fields)
         return True
-
-    # -- the loop ----------------------------------------------------------------------------
 
     def _loop(self) -> str | None:
         """Take steps until this launch's last one; returns what asked to stop, if anything."""
@@ -396,12 +382,12 @@ class CanonTrainer(torchtitan.train.Trainer):
         if self.should_log():
             largest = own_losses[0] * dist.get_world_size()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-            extra = {"tokens": self.tokens, "lr": rate, "skipped_steps": self.skipped_steps}
+            measured = {"loss": loss, "max_loss": largest, "grad_norm": grad_norm}
+            fields = {name: value.item() for name, value in measured.items()}
+            fields |= {"tokens": self.tokens, "lr": rate, "skipped_steps": self.skipped_steps}
             if self.job_config.loss.z_loss or self.job_config.loss.squared_loss:
-                extra["objective"] = objective.item()
-            self.metrics_processor.log(
-                self.step, loss.item(), largest.item(), grad_norm.item(), extra_metrics=extra
-            )
+                fields["objective"] = objective.item()
+            self.metrics_processor.log(self.step, fields)
 
     def forward_backward_step(
         self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
@@ -447,15 +433,12 @@ class CanonTrainer(torchtitan.train.Trainer):
             if any(asked):
                 stop = describe([value > 0 for value in asked])
             if skip:
-                is_finite, in_a_row = math.isfinite(loss + grad_norm), int(counters[IN_A_ROW])
-                why = "outlier" if is_finite else "not finite"
+                why = "outlier" if math.isfinite(loss + grad_norm) else "not finite"
                 facts = {"reason": why, "loss": loss, "grad_norm": grad_norm}
-                self.metrics_processor.event("skip", step=step, **facts, in_a_row=in_a_row)
+                facts |= {"in_a_row": int(counters[IN_A_ROW])}
+                self.metrics_processor.event("skip", step=step, **facts)
                 self.session.note(skipped_steps=self.skipped_steps)
-                logger.warning(
-                    f"step {step} is skipped ({why}): loss {loss:.4g}, grad_norm {grad_norm:.4g}; "
-                    f"{in_a_row} of {self.guards.config.max_bad_steps} in a row"
-                )
+                logger.warning(f"step {step} is skipped: {facts}")
             if counters[HALTED]:
                 self._halt(step, counters)
         return stop
@@ -478,9 +461,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         kept = f"the state from before them is checkpoint/step-{good}"
         raise UserError(
             f"the loss or gradient of {in_a_row} steps in a row, the last of them step {step}, was "
-            f"not finite (guards.max_bad_steps = {self.guards.config.max_bad_steps}). None of them "
-            f"changed the weights; {kept if good else 'it was so from the first step of the run'}. "
-            "Look at their data and learning rate; the same command tries them again",
+            f"not finite; {kept if good else 'it was so from the first step'}. Look at their data "
+            "and learning rate (guards.max_bad_steps); the same command tries them again",
             shared=True,
         )
 
@@ -492,19 +474,18 @@ class CanonTrainer(torchtitan.train.Trainer):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)  # a launch that this one replaces may still have it open
-            file = open(path, "w")  # noqa: SIM115 - as long as the loop
+            file = open(path, "w")
         except OSError as error:
             logger.warning(f"stacks of a hang would not be written: {path}: {error.strerror}")
             yield lambda: None
             return
         limit_s = 0.8 * comm.train_timeout_seconds  # before the collectives' own ends the process
-        with file:
-            try:
-                yield lambda: faulthandler.dump_traceback_later(limit_s, file=file)
-            finally:
-                faulthandler.cancel_dump_traceback_later()
-                # a launch that has taken the folder has the same name: what it writes is not ours
-                with contextlib.suppress(OSError):
-                    own = os.fstat(file.fileno())
-                    if not own.st_size and os.path.samestat(own, path.stat()):
-                        path.unlink()
+        try:
+            yield lambda: faulthandler.dump_traceback_later(limit_s, file=file)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            # a launch that has taken the folder has the same name: what it writes is not ours
+            with contextlib.suppress(OSError), file:
+                own = os.fstat(file.fileno())
+                if not own.st_size and os.path.samestat(own, path.stat()):
+                    path.unlink()

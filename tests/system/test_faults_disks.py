@@ -18,7 +18,6 @@ from canon_pretrain.checkpoint.manifest import Manifest, verify
 from canon_pretrain.checkpoint.retention import Retention, hold
 from canon_pretrain.core.files import free_bytes
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.log import read_log
 from canon_pretrain.titan import trainer as trainer_module
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager, Staging
 from canon_pretrain.titan.resume import IO_TIMEOUT
@@ -50,15 +49,6 @@ def fill_up(folder: Path, *, leave: int, name: str = "ballast") -> None:
         os.posix_fallocate(file.fileno(), 0, free_bytes(folder) - leave)
 
 
-def log_lines(run: Path, *names: str) -> list[tuple[str, int]]:
-    """(event, step) of the events of these kinds, in the order of the log."""
-    found = [event for event in read_log(RunFolder(run).log_file) if event["event"] in names]
-    return [(event["event"], event["step"]) for event in found]
-
-
-# ---- full
-
-
 def full_at_steps(rank: int, disk: Path) -> None:
     """No room before the saves of steps 2 to 4 and 12; taken in the middle of the save of 6."""
     no_pause = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
@@ -81,7 +71,7 @@ def full_at_steps(rank: int, disk: Path) -> None:
     wrap(Staging, "copy", before=at_stage)
 
 
-def test_a_full_disk_costs_checkpoints_and_not_the_run(base: Path, trial: Trial) -> None:
+def test_a_full_disk_costs_checkpoints_and_not_the_run(base, trial):
     run, command = trial.run, (*EVERY_STEP, *KEEP_ALL)
     with small_disk(run / "checkpoint", "size=48m") as disk:
         ended = trial.launch(*command, check=False, before=full_at_steps, before_args=(disk,))
@@ -138,7 +128,7 @@ def full_in_the_background(rank: int, disk: Path) -> None:
     wrap(CanonTrainer, "train_step", before=at_step, after=after_step)
 
 
-def test_no_room_before_training_and_a_failed_async_save(base: Path, trial: Trial) -> None:
+def test_no_room_before_training_and_a_failed_async_save(base, trial):
     """The start is refused; it works once an interrupted save is all that fills the disk; and
     what fails in the background is told at the next step, not at the next interval."""
     run, command = trial.run, ("--checkpoint.interval", 4)
@@ -155,7 +145,7 @@ def test_no_room_before_training_and_a_failed_async_save(base: Path, trial: Tria
         ended = trial.launch(*command, before=full_in_the_background, before_args=(disk,))
         assert ".saving-step-4 is a save that was interrupted" in ended.output
         assert "of interrupted saves to make room" in ended.output
-        said = log_lines(run, "step", "checkpoint_failed")
+        said = [(e["event"], e["step"]) for e in events(run, "step", "checkpoint_failed")]
         assert said[4:7] == [("step", 5), ("checkpoint_failed", 4), ("step", 6)]
         assert "No space left" in events(run, "checkpoint_failed")[0]["reason"]
         assert len(events(run, "checkpoint_failed")) == 1
@@ -177,9 +167,7 @@ def nothing_left(rank: int, disk: Path) -> None:
     wrap(CanonTrainer, "train_step", before=at_step)
 
 
-def test_a_disk_that_takes_no_byte_of_the_log_does_not_end_the_run(
-    base: Path, trial: Trial
-) -> None:
+def test_a_disk_that_takes_no_byte_of_the_log_does_not_end_the_run(base, trial):
     with small_disk(trial.run, "size=24m") as disk:
         run = trial.run
         trial.launch(*EVERY_2, before=nothing_left, before_args=(disk,))
@@ -203,7 +191,7 @@ def full_for(rank: int, disk: Path, method: str) -> None:
     setattr(RunFolder, method, write)
 
 
-def test_a_disk_too_full_for_config_or_done(base: Path, trial: Trial) -> None:
+def test_a_disk_too_full_for_config_or_done(base, trial):
     """Issue 17, item 25: without config.json no step is trained; without DONE a run is done."""
     with small_disk(trial.run, "size=24m") as disk:
         run = trial.run
@@ -222,10 +210,7 @@ def test_a_disk_too_full_for_config_or_done(base: Path, trial: Trial) -> None:
         assert_same_run(run, base, step=STEPS)
 
 
-# ---- a folder that can't be written
-
-
-def test_an_unusable_checkpoint_folder_is_found_before_the_first_step(trial: Trial) -> None:
+def test_an_unusable_checkpoint_folder_is_found_before_the_first_step(trial):
     """Issue 17, item 16: RUN/checkpoint is a link to nowhere; no step is taken on any rank."""
     run = trial.run
     run.mkdir()
@@ -242,15 +227,12 @@ def no_large_files(rank: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1))
 
 
-def test_each_rank_tries_a_file_of_the_size_that_it_will_write(trial: Trial) -> None:
+def test_each_rank_tries_a_file_of_the_size_that_it_will_write(trial):
     """Issue 17, item 16: what another rank than the first can't write is found as early."""
     ended = trial.launch(*EVERY_2, check=False, before=no_large_files)
     assert_refused(ended)
     assert "rank 1: File too large" in ended.output and events(trial.run, "step") == []
     assert list((trial.run / "checkpoint").iterdir()) == []
-
-
-# ---- slow
 
 
 def slow_write(rank: int, step: int, until: int, made: Path) -> None:
@@ -280,9 +262,7 @@ def slow_write(rank: int, step: int, until: int, made: Path) -> None:
     wrap(CanonTrainer, "train_step", before=at_step)
 
 
-def test_a_disk_slower_than_the_interval_does_not_hold_up_training(
-    base: Path, trial: Trial
-) -> None:
+def test_a_disk_slower_than_the_interval_does_not_hold_up_training(base, trial):
     """One gloo group is enough for it: each takes a socket per other rank, and by two of them 1,024
     open files were passed near 440 ranks."""
     run, made = trial.run, trial.folder / "made"
@@ -299,15 +279,12 @@ def test_a_disk_slower_than_the_interval_does_not_hold_up_training(
     assert_same_run(run, base, step=STEPS)
 
 
-# ---- what an evaluation waits for
-
-
 def slow_retention(rank: int) -> None:
     wrap(Retention, "apply", before=lambda retention: time.sleep(0.5))
 
 
 @pytest.fixture(scope="module")
-def held(base: Path, data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def held(base, data_folder, tmp_path_factory):
     """Step 9 was saved with keep_latest_k = 2 while an evaluation waited for step 2; retention was
     still at work when the launch came to its end."""
     trial = Trial(data_folder, tmp_path_factory.mktemp("held"))
@@ -317,7 +294,7 @@ def held(base: Path, data_folder: Path, tmp_path_factory: pytest.TempPathFactory
     return trial.run
 
 
-def test_a_held_step_keeps_its_weights_alone(held: Path, base: Path) -> None:
+def test_a_held_step_keeps_its_weights_alone(held, base):
     assert steps(held) == [2, 8, 9]
     assert verify(checkpoint(held, 2)).kind == "weights"
     assert [Manifest.read(checkpoint(held, step)).kind for step in (8, 9)] == ["full"] * 2

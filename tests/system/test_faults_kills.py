@@ -16,17 +16,7 @@ from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest, verify
 from canon_pretrain.checkpoint.writer import VerifiedWriter, _HashedFile
 from canon_pretrain.titan.trainer import CanonTrainer
-from tests.fault_runs import (
-    EVERY_2,
-    STEPS,
-    Trial,
-    checkpoint,
-    copy,
-    quarantine,
-    resumed_from,
-    steps,
-    wrap,
-)
+from tests.fault_runs import EVERY_2, STEPS, checkpoint, copy, quarantine, resumed_from, steps, wrap
 from tests.ranks import Ended, assert_same_run, events, status
 
 ALL = (0, 1)
@@ -96,9 +86,7 @@ LEFT_BEHIND: dict[str, set[str]] = {
     "kills",
     [pytest.param(ALL_AT_ONCE, id="all"), pytest.param(ONE_RANK, id="one", marks=pytest.mark.slow)],
 )
-def test_killed_at_any_moment_of_a_save_the_next_launch_goes_on(
-    base: Path, trial: Trial, kills: list[tuple[str, tuple[int, ...]]]
-) -> None:
+def test_killed_at_any_moment_of_a_save_the_next_launch_goes_on(base, trial, kills):
     """One run, killed in the second save of launch after launch, ends as if nothing had been."""
     run, step, expected = trial.run, 0, ""
     every_step = (*EVERY_2, "--checkpoint.interval", 1)
@@ -163,7 +151,7 @@ def die_in_the_background(rank: int, step: int, steps_later: int, pids: Path) ->
     die_while_saving(rank, "a file is half written", step, ALL, pids)
 
 
-def test_killed_in_the_background_write_of_an_async_save(base: Path, trial: Trial) -> None:
+def test_killed_in_the_background_write_of_an_async_save(base, trial):
     run = copy(base, trial.run, last=2)
     command = ("--checkpoint.interval", 3)
     ended = trial.launch(

@@ -24,8 +24,6 @@ CPU = torch.device("cpu")
 CODE = {"kernels/triton/rows.py": "1", "model/canon.py": "2", "titan/trainer.py": "3"}
 
 
-# -- the check ---------------------------------------------------------------------------------
-
 FOUND = {
     "none": None,
     "wrong tap": "D + activation: output 0 is",
@@ -74,9 +72,6 @@ def test_what_kernels_would_leave_to_compiled_is_no_pass(monkeypatch):
     for backend, key in (("triton", "canon_kernel = 5"), ("fla", "document_mask")):
         problem = canon_check.training_problem(args, backend, (1, 8), torch.float32, CPU)
         assert key in (problem or "")
-
-
-# -- the decision ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -163,9 +158,6 @@ def test_a_named_backend_that_fails_is_refused(alone, checks, data_folder, name)
     checks += ["a planted fault"]
     with pytest.raises(UserError, match=f'canon_backend = "{name}".*a planted fault'):
         choose_canon(_job(data_folder, "--model.canon_backend", name), CPU, CODE)
-
-
-# -- in a run ----------------------------------------------------------------------------------
 
 
 def on_a_gpu(rank: int, problem: str | None, notes: Path) -> None:

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,9 +33,7 @@ sys.exit(7)
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "None {cores} True"),
     ],
 )
-def test_what_is_set_when_torch_is_imported(
-    given: dict[str, str], expected: str, tmp_path: Path
-) -> None:
+def test_what_is_set_when_torch_is_imported(given, expected, tmp_path):
     """A stand-in for torch tells what its import finds, and ends the process there."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(STAND_IN)
@@ -56,9 +53,7 @@ def test_what_is_set_when_torch_is_imported(
 
 
 @pytest.mark.parametrize("binding", ["1", "0"])
-def test_a_rank_takes_its_gpu_before_anything_else(
-    binding: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_takes_its_gpu_before_anything_else(binding, monkeypatch):
     """A context on GPU 0 by each of 8 ranks would take about 4 GB of it."""
     done: list[object] = []
     monkeypatch.setenv("NUMA_BINDING", binding)

@@ -53,7 +53,7 @@ def of_logits(
 
 @every_form
 @every_way
-def test_sums_and_gradients_are_those_of_the_definition(config: Loss, chunk_tokens: int) -> None:
+def test_sums_and_gradients_are_those_of_the_definition(config, chunk_tokens):
     config = dataclasses.replace(config, chunk_tokens=chunk_tokens)
     logits, labels = logits_and_labels()
     logits.requires_grad_()
@@ -75,7 +75,7 @@ def test_sums_and_gradients_are_those_of_the_definition(config: Loss, chunk_toke
 # torch looks whether what it compiles for has gradients
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @every_way
-def test_the_loss_compiles_with_its_terms(chunk_tokens: int) -> None:
+def test_the_loss_compiles_with_its_terms(chunk_tokens):
     logits, labels = logits_and_labels()
     weight = torch.eye(logits.shape[-1])
     for config in FORMS[1:]:

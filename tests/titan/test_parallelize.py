@@ -147,7 +147,7 @@ def _on_rank(rank: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     on_ranks(_on_rank, 4, folder)
     return folder
@@ -155,7 +155,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("n", WORLD_SIZES)
 @pytest.mark.parametrize("k", range(len(ARGS)))
-def test_initial_weights_are_the_same_at_every_world_size(results: Path, n: int, k: int) -> None:
+def test_initial_weights_are_the_same_at_every_world_size(results, n, k):
     whole, local, buffers = torch.load(results / f"{n}-{k}.pt")
     alone = Transformer(ARGS[k])
     alone.init_weights()
@@ -170,7 +170,7 @@ def test_initial_weights_are_the_same_at_every_world_size(results: Path, n: int,
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_tied_embedding_gets_both_of_its_gradients(results: Path, n: int) -> None:
+def test_a_tied_embedding_gets_both_of_its_gradients(results, n):
     parts = [torch.load(results / f"tied-{n}-{rank}.pt", weights_only=False) for rank in range(n)]
     whole = whole_steps(TIED, Z_LOSS)
     assert_equal_steps(parts, whole)
@@ -182,9 +182,7 @@ def test_a_tied_embedding_gets_both_of_its_gradients(results: Path, n: int) -> N
 
 
 @pytest.mark.parametrize(("replicas", "shards"), LAYOUTS)
-def test_replicas_are_equal_and_take_the_steps_of_one_process(
-    results: Path, replicas: int, shards: int
-) -> None:
+def test_replicas_are_equal_and_take_the_steps_of_one_process(results, replicas, shards):
     """Rank r holds shard r % shards of its replica: neighbors share the weights."""
     parts = [torch.load(results / f"hsdp-{replicas}-{r}.pt", weights_only=False) for r in range(4)]
     alone, whole = Transformer(TIED), whole_steps(TIED, Z_LOSS)
@@ -211,14 +209,14 @@ def test_replicas_are_equal_and_take_the_steps_of_one_process(
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_how_memory_is_saved_changes_no_number(results: Path, plan: str) -> None:
+def test_how_memory_is_saved_changes_no_number(results, plan):
     parts: list[Steps] = [
         torch.load(results / f"plans-{rank}.pt", weights_only=False)[plan] for rank in range(2)
     ]
     assert_equal_steps(parts, whole_steps(_planned(plan), Loss()))
 
 
-def test_activation_checkpointing_computes_again_what_it_says(results: Path) -> None:
+def test_activation_checkpointing_computes_again_what_it_says(results):
     """q, k, v, wo, w1, w3, w2 a block and twice as many for backward; "full" takes each block's
     once more, "op" keeps every second product."""
     counts = json.loads((results / "matmuls.json").read_text())
@@ -228,7 +226,7 @@ def test_activation_checkpointing_computes_again_what_it_says(results: Path) -> 
     assert plain < counts["selective"] < counts["full"] <= plain + steps * blocks
 
 
-def test_an_attention_without_a_training_step_is_refused() -> None:
+def test_an_attention_without_a_training_step_is_refused():
     from canon_pretrain.titan.parallelize import check_attention
 
     def check(words: str, name: str, device: str, dtype: str = "bfloat16") -> None:
@@ -252,7 +250,7 @@ def test_an_attention_without_a_training_step_is_refused() -> None:
                     check("rope", name, device, dtype)
 
 
-def test_only_compiled_canon_on_a_gpu_changes_inductors_limits() -> None:
+def test_only_compiled_canon_on_a_gpu_changes_inductors_limits():
     assert compile_options("cuda", "compiled")
     for where in (("cuda", "triton"), ("cpu", "compiled")):
         assert not compile_options(*where)

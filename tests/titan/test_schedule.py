@@ -90,18 +90,18 @@ SHAPES = {"linear": line, "cosine": cosine, "sqrt": one_minus_sqrt}
         ({"decay_steps": 8}, WARMUP, 8),  # then it stays at its floor
     ],
 )
-def test_the_rate_of_each_step(name: str, more: dict[str, object], begin: int, length: int) -> None:
+def test_the_rate_of_each_step(name, more, begin, length):
     found = rates(job_of(decay_type=name, **more))
     assert found == pytest.approx(expected(begin, length, SHAPES[name]))
 
 
-def test_a_line_to_zero_and_a_rate_that_stays() -> None:
+def test_a_line_to_zero_and_a_rate_that_stays():
     line_to_0 = rates(job_of(warmup_steps=0, decay_type="linear", min_lr_factor=0))
     assert line_to_0 == pytest.approx([1 - step / STEPS for step in range(STEPS)])
     assert rates(job_of(min_lr_factor=1.0))[WARMUP:] == pytest.approx([1.0] * (STEPS - WARMUP))
 
 
-def test_a_run_prolonged_at_a_stable_rate_is_the_longer_run() -> None:
+def test_a_run_prolonged_at_a_stable_rate_is_the_longer_run():
     """WSD and InfiniteLR do not depend on the run's length there; a cosine over the run does."""
 
     def prolonged(steps: int, **schedule: object) -> tuple[list[float], list[float]]:
@@ -125,7 +125,7 @@ def test_a_run_prolonged_at_a_stable_rate_is_the_longer_run() -> None:
     assert straight[12:] == pytest.approx(decay)
 
 
-def test_infinite_lr_of_seed_000() -> None:
+def test_infinite_lr_of_seed_000():
     """Warm-up 500, cosine over 50,000 steps from 1e-3 towards 1e-4, and no further."""
     job = parse_job(["--config", str(ROOT / "train_configs/tiny/llama.toml")])
 
@@ -153,8 +153,6 @@ def test_infinite_lr_of_seed_000() -> None:
         ({"decay_ratio": 0.95, "total_steps": 40}, "a decay of 38"),
     ],
 )
-def test_what_would_be_cut_short_or_run_past_its_end_is_refused(
-    words: dict[str, object], message: str
-) -> None:
+def test_what_would_be_cut_short_or_run_past_its_end_is_refused(words, message):
     with pytest.raises(UserError, match=message):
         job_of(**words)
