@@ -19,16 +19,8 @@ from canon_pretrain.checkpoint.folder import ARCHIVE, CheckpointFolder, remove_t
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import host_name
 from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.run import launches
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.launches import (
-    FRESH,
-    OWN_TO_A_LAUNCH,
-    begin_launch,
-    known_run,
-    mark_obeyed,
-    newest_launch,
-    was_obeyed,
-)
 from canon_pretrain.run.provenance import LaunchRecord, config_hash
 from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.run.source import code_hashes
@@ -113,8 +105,9 @@ def check_identity(folder: RunFolder, identity: dict[str, Any], allowed: list[st
         )
     if not folder.config_file.exists():
         return {}
-    # what a part was before there was a name for it: the default
-    old = run_identity(CanonJobConfig(), "") | _recorded(folder, "identity")
+    defaults = run_identity(CanonJobConfig(), "")  # what these were before they had a name
+    old = {name: old for name, old in defaults.items() if name.startswith(("model.", "loss."))}
+    old |= _recorded(folder, "identity")
     changed = _differing(old, identity)
     if HELD_OUT not in old.keys() & identity.keys():
         changed.pop(HELD_OUT, None)
@@ -145,7 +138,7 @@ def config_changes(folder: RunFolder, config: dict[str, Any]) -> Changes:
         return {}
     old = _flat(CanonJobConfig().to_dict()) | _flat(_recorded(folder, "config"))
     changed = _differing(old, _flat(config))
-    return {name: pair for name, pair in changed.items() if name not in OWN_TO_A_LAUNCH}
+    return {name: pair for name, pair in changed.items() if name not in launches.OWN_TO_A_LAUNCH}
 
 
 def _recorded(folder: RunFolder, part: str) -> dict[str, Any]:
@@ -178,7 +171,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 def is_fresh(job: CanonJobConfig, run: RunFolder) -> bool:
     """Return whether the launch begins a new run; a restarted job repeats the option in vain."""
-    return job.checkpoint.fresh and not was_obeyed(run.obeyed_file, FRESH)
+    return job.checkpoint.fresh and not launches.was_obeyed(run.obeyed_file, launches.FRESH)
 
 
 def prepare_folder(
@@ -201,7 +194,7 @@ def prepare_folder(
             "--job.dump_folder or --checkpoint.folder"
         ) from None
     session.check_ours()
-    facts, problem = begin_launch(run)
+    facts, problem = launches.begin_launch(run)
     if problem:
         logger.warning(f"{problem}: the number of this launch, {facts.launches}, is not kept")
     folders = [str(Path(folder).resolve()) for folder in job.data.folders]
@@ -220,7 +213,10 @@ def _check_folder(
     job: CanonJobConfig, run: RunFolder, checkpoints: CheckpointFolder, *, fresh: bool
 ) -> None:
     """Raise UserError for what keeps the launch from using its folder; moves nothing."""
-    path, own = checkpoints.path, known_run(run)
+    path, own = checkpoints.path, launches.known_run(run)
+    home = RunFolder(path.resolve().parent)
+    if checkpoints_outside(job) and (home.run_file.is_file() or home.config_file.is_file()):
+        raise UserError(f"checkpoint.folder = {path} is in another run's folder: choose another")
     if others := checkpoints.of_other_runs(own.run_id if own else None):
         steps = ", ".join(f"step-{step} of run {run_id}" for step, run_id in others.items())
         raise UserError(
@@ -259,7 +255,7 @@ def _settle_folder(
     if fresh:
         if kept := checkpoints.archive_all(run.path, "--checkpoint.fresh"):
             notes.append(f"beginning again: the run so far is in {kept}")
-        mark_obeyed(run.obeyed_file, FRESH)
+        launches.mark_obeyed(run.obeyed_file, launches.FRESH)
     elif job.checkpoint.fresh:
         notes.append("this job has begun the run afresh before: going on with it")
     if traces := archive_traces(run.path / job.comm.save_traces_folder):
@@ -293,14 +289,14 @@ def announce(
         "torchtitan": torchtitan.__version__,
         "data_fingerprint": identity["data_fingerprint"],
         HELD_OUT: identity.get(HELD_OUT),
-        "config_hash": config_hash(config, without=OWN_TO_A_LAUNCH),
+        "config_hash": config_hash(config, without=launches.OWN_TO_A_LAUNCH),
         **(record.header() if record is not None else {}),
     }
     differences = compared.changes | compared.config_changes
     if canon is not None:
         facts |= {"canon_backend": canon.backend, "canon_backend_why": canon.why}
         if record is not None and step and "model.canon_backend" not in differences:
-            before = (newest_launch(folder) or {}).get("canon_backend")
+            before = (launches.newest_launch(folder) or {}).get("canon_backend")
             if before not in (None, canon.backend):  # what `auto` was at the last launch
                 differences["canon_backend"] = [before, canon.backend]
     begin = {"from_step": step} if step else {}

@@ -206,6 +206,9 @@ def test_two_runs_cannot_share_a_checkpoint_folder(data_folder, tmp_path):
     for more in ((), ("--checkpoint.fresh",)):
         with pytest.raises(UserError, match=f"{facts.run_id}, and .* is a new run"):
             prepare(b.path, *second, *more)
+    inside = ("--checkpoint.folder", a.path / "checkpoints")
+    with pytest.raises(UserError, match="in another run's folder"):
+        prepare(b.path, *debug_run(data_folder, b.path), *inside)
     assert contents(tmp_path / "shared") == saved and not b.run_file.exists()
 
 
@@ -273,20 +276,3 @@ def test_a_resume_with_other_code_names_the_files(base, trial):
     (event,) = events(run, "changed")
     assert event["step"] == 4 and event["code"].keys() == {"titan/spec.py"}
     assert event["run"] == {}
-
-
-@pytest.mark.slow
-def test_4_ranks_then_2_then_1_see_the_data_of_the_straight_run(base, trial):
-    """With a line at some of the steps only: their digests still cover every step."""
-    for ranks, stop_at in ((4, 4), (2, 8), (1, STEPS)):
-        trial.launch("--metrics.log_freq", 5, "--run.stop_at", stop_at, ranks=ranks)
-    assert resumed_from(trial.run) == [4, 8] and status(trial.run).world_size == 1
-    straight, digests = {e["step"]: e for e in events(base, "step")}, list[str]()
-    for line in events(trial.run, "step"):
-        digests += line["data_digests"]
-        assert len(digests) == line["step"]
-        other = straight[line["step"]]
-        assert (line["tokens"], line["lr"]) == (other["tokens"], other["lr"])
-        for name in ("loss", "grad_norm"):
-            assert line[name] == pytest.approx(other[name], rel=1e-5), (name, line["step"])
-    assert digests == [straight[step]["data_digests"][0] for step in range(1, STEPS + 1)]

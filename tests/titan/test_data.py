@@ -28,12 +28,11 @@ from canon_pretrain.titan.data import (
     IN_THE_IDENTITY,
     CanonDataLoader,
     ReadAhead,
-    absolute_folders,
     build_dataloader,
     open_shards,
 )
 from canon_pretrain.titan.job_config import CanonJobConfig
-from canon_pretrain.titan.launch import check_identity, run_identity
+from canon_pretrain.titan.launch import check_identity, resolved, run_identity
 from tests.ranks import Ended, assert_refused, events, launch
 from tests.support import EOS_ID, ROOT, VOCAB_SIZE, debug_run, token_documents, write_data
 
@@ -94,26 +93,12 @@ def test_the_order_is_part_of_the_run(folders, tmp_path):
 
 def test_what_a_run_records_is_absolute(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert absolute_folders(Data(path="a")) == {"path": f"{tmp_path}/a", "paths": []}
-    both = Data(paths=["a", "/b"], weights=[1, 1])
-    assert absolute_folders(both) == {"path": "", "paths": [f"{tmp_path}/a", "/b"]}
-
-
-@pytest.mark.parametrize(
-    ("data", "given"),
-    [
-        ({"path": "a", "paths": ["b"], "weights": [1]}, "data.path = 'a' and data.paths"),
-        ({"paths": ["a", "b"]}, "data.weights has 0"),
-        ({"path": "a", "weights": [1.0]}, "data.weights has 1"),
-        ({"paths": ["a", "b"], "weights": [1, 0]}, "data.weights has 0"),
-        ({"paths": ["a", "b"], "weights": [1, 2], "order": "permute"}, "'permute' takes one"),
-        ({"path": "a", "order": "shuffled"}, "'data.order' = 'shuffled'"),
-        ({"path": "a", "read_ahead": -1}, "data.read_ahead = -1"),
-    ],
-)
-def test_data_that_contradicts_itself_is_refused(tmp_path, data, given):
-    with pytest.raises(UserError, match=given):
-        parse_job(experiment(tmp_path, **data))
+    job = CanonJobConfig(data=Data(path="a"))
+    assert resolved(job)["data"]["path"] == f"{tmp_path}/a"
+    job.data, job.validation.path = Data(paths=["a", "/b"], weights=[1, 1]), "c"
+    config = resolved(job)
+    assert config["data"]["paths"] == [f"{tmp_path}/a", "/b"] and config["data"]["path"] == ""
+    assert config["validation"]["path"] == f"{tmp_path}/c"
 
 
 def test_a_source_too_short_or_of_another_vocabulary_is_named(folders, tmp_path):

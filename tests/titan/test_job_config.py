@@ -108,6 +108,21 @@ def test_a_world_size_that_does_not_divide_names_the_ones_that_do():
         ("model.flavor 1b4", '"1b4"'),
         ("model.attention_backend flash_attn --model.position h_alibi", '"flash_attn"'),
         ("model.position ropee", 'Did you mean "rope"'),
+        ("data.path a --data.paths b --data.weights 1", "data.path = 'a' and data.paths"),
+        ("data.paths a b", "data.weights has 0"),
+        ("data.path a --data.weights 1", "data.weights has 1"),
+        ("data.paths a b --data.weights 1 0", "data.weights has 0"),
+        ("data.paths a b --data.weights 1 2 --data.order permute", "'permute' takes one"),
+        ("data.read_ahead=-1", "data.read_ahead = -1"),
+        ("lr_scheduler.decay_steps 5 --lr_scheduler.decay_ratio .1", "unset decay_ratio"),
+        ("lr_scheduler.decay_steps 5 --lr_scheduler.total_steps 30", "and total_steps"),
+        (
+            "lr_scheduler.warmup_steps 31 --lr_scheduler.total_steps 30",
+            "fit into total_steps",
+        ),
+        ("lr_scheduler.total_steps 11", "total_steps = 11 is less than training.steps = 12"),
+        ("lr_scheduler.decay_ratio .9", "a decay of 11 steps"),
+        ("lr_scheduler.decay_ratio .95 --lr_scheduler.total_steps 24", "a decay of 23 steps"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words, named):

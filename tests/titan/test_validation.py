@@ -302,7 +302,7 @@ def test_a_run_without_the_record_goes_on_and_notes_its_text(data_folder, tmp_pa
     opened, run = open_data(job), RunFolder(tmp_path)
     identity = run_identity(job, opened.training.fingerprint)
     run.write_config(job.to_dict(), identity)
-    found = compare(job, run, opened, job.to_dict())
+    found = compare(job, run, opened)
     fingerprint = opened.identity["held_out_fingerprint"]
     assert found.config_changes == {"held_out_fingerprint": ["not recorded", fingerprint]}
     assert found.changes == {} and found.identity["held_out_fingerprint"] == fingerprint
