@@ -23,7 +23,6 @@ from tests.checkpoint_folders import contents, set_manifest, small_disk
 from tests.fault_runs import (
     EVERY_2,
     STEPS,
-    assert_refused,
     checkpoint,
     copy,
     flip,
@@ -34,7 +33,7 @@ from tests.fault_runs import (
     truncate,
     wrap,
 )
-from tests.ranks import Launch, assert_same_run, events, launch, status
+from tests.ranks import Launch, assert_refused, assert_same_run, events, launch, status
 from tests.support import debug_run
 
 

@@ -32,7 +32,6 @@ from tests.fault_runs import (
     EVERY_2,
     STEPS,
     a_folder,
-    assert_refused,
     checkpoint,
     copy,
     empty,
@@ -45,7 +44,7 @@ from tests.fault_runs import (
     truncate,
     zero_4k,
 )
-from tests.ranks import assert_same_run, events, status
+from tests.ranks import assert_refused, assert_same_run, events, status
 from tests.support import debug_run
 
 NEWEST = STEPS

@@ -23,18 +23,8 @@ from canon_pretrain.titan.checkpoint import CanonCheckpointManager, Staging
 from canon_pretrain.titan.resume import IO_TIMEOUT
 from canon_pretrain.titan.trainer import CanonTrainer
 from tests.checkpoint_folders import small_disk
-from tests.fault_runs import (
-    EVERY_2,
-    STEPS,
-    Trial,
-    assert_refused,
-    checkpoint,
-    copy,
-    resumed_from,
-    steps,
-    wrap,
-)
-from tests.ranks import assert_same_run, differences, events, status, whole_state
+from tests.fault_runs import EVERY_2, STEPS, Trial, checkpoint, copy, resumed_from, steps, wrap
+from tests.ranks import assert_refused, assert_same_run, differences, events, status, whole_state
 
 NEEDED = 3 << 20
 """Bytes: about what a checkpoint of the debug model takes."""
