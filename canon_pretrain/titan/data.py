@@ -89,7 +89,7 @@ def open_shards(job: CanonJobConfig) -> Mixture:
         if args.document_mask and source.eos_id != args.eos_id:
             raise UserError(
                 f"model.document_mask looks for model.eos_id = {args.eos_id}, but documents of "
-                f"{folder} end with {source.eos_id}: set model.eos_id, or choose other shards"
+                f"{folder} end with {source.eos_id}: set model.eos_id = {source.eos_id}"
             )
         if source.num_tokens <= (window := job.training.seq_len):
             text = f"fewer than one window of training.seq_len + 1 = {window + 1}"

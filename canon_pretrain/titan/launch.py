@@ -78,10 +78,14 @@ def compare(job: CanonJobConfig, folder: RunFolder, data: OpenedData) -> Compari
         return Comparison(is_new, identity, code, config)
     changes = check_identity(folder, identity, allowed)
     refuse = job.run.code == "refuse" and CODE not in _names(allowed)
-    changed = code_changes(folder, code, refuse=refuse), config_changes(folder, config)
-    recorded = _recorded(folder, "identity")  # also where this launch does not validate
-    identity = {name: recorded[name] for name in (HELD_OUT,) if name in recorded} | identity
-    return Comparison(is_new, identity, code, config, changes, *changed)
+    changed_code = code_changes(folder, code, refuse=refuse)
+    changed = config_changes(folder, config)
+    recorded = _recorded(folder, "identity")
+    if HELD_OUT in recorded:  # also where this launch does not validate
+        identity = {HELD_OUT: recorded[HELD_OUT]} | identity
+    elif recorded and HELD_OUT in identity:  # a run of an earlier version
+        changed[HELD_OUT] = ["not recorded", identity[HELD_OUT]]
+    return Comparison(is_new, identity, code, config, changes, changed_code, changed)
 
 
 def run_identity(
