@@ -263,3 +263,5 @@ def test_a_damaged_step_asked_for_by_number_is_not_replaced_by_another(base, cou
     with pytest.raises(UserError, match="checkpoint.load_step = 12: .* is damaged: .*metadata"):
         missing(checkpoint(run, 12) / ".metadata")
         take_up(run, council, model, asked=12)
+    with pytest.raises(UserError, match="load_step = 99: not in .*: 2, 4, 6, 8, 10, 12"):
+        take_up(run, council, model, asked=99)

@@ -23,7 +23,7 @@ from canon_pretrain.titan.checkpoint import CanonCheckpointManager, Staging
 from canon_pretrain.titan.resume import IO_TIMEOUT
 from canon_pretrain.titan.trainer import CanonTrainer
 from tests.checkpoint_folders import small_disk
-from tests.fault_runs import EVERY_2, STEPS, Trial, checkpoint, copy, resumed_from, steps, wrap
+from tests.fault_runs import EVERY_2, STEPS, checkpoint, copy, resumed_from, steps, wrap
 from tests.ranks import assert_refused, assert_same_run, differences, events, status, whole_state
 
 NEEDED = 3 << 20
@@ -273,22 +273,16 @@ def slow_retention(rank: int) -> None:
     wrap(Retention, "apply", before=lambda retention: time.sleep(0.5))
 
 
-@pytest.fixture(scope="module")
-def held(base, data_folder, tmp_path_factory):
-    """Step 9 was saved with keep_latest_k = 2 while an evaluation waited for step 2; retention was
-    still at work when the launch came to its end."""
-    trial = Trial(data_folder, tmp_path_factory.mktemp("held"))
-    hold(copy(base, trial.run, last=8), 2, "validation")
-    keep_2 = (*EVERY_2, "--checkpoint.keep_latest_k", 2)
-    trial.launch(*keep_2, "--run.stop_at", 9, before=slow_retention)
-    return trial.run
-
-
-def test_a_held_step_keeps_its_weights_alone(held, base):
-    assert steps(held) == [2, 8, 9]
-    assert verify(checkpoint(held, 2)).kind == "weights"
-    assert [Manifest.read(checkpoint(held, step)).kind for step in (8, 9)] == ["full"] * 2
-    weights, whole = whole_state(checkpoint(held, 2)), whole_state(checkpoint(base, 2))
+def test_a_held_step_keeps_its_weights_alone(base, trial):
+    """Step 9 is saved with keep_latest_k = 2 while an evaluation waits for step 2; retention is
+    still at work when the launch comes to its end."""
+    hold(run := copy(base, trial.run, last=8), 2, "validation")
+    keep_2 = ("--checkpoint.keep_latest_k", 2, "--run.stop_at", 9)
+    trial.launch(*EVERY_2, *keep_2, before=slow_retention)
+    assert steps(run) == [2, 8, 9]
+    assert verify(checkpoint(run, 2)).kind == "weights"
+    assert [Manifest.read(checkpoint(run, step)).kind for step in (8, 9)] == ["full"] * 2
+    weights, whole = whole_state(checkpoint(run, 2)), whole_state(checkpoint(base, 2))
     assert weights and not any(name.startswith("optimizer.") for name in weights)
     assert differences(weights, {name: whole[name] for name in weights}) == []
-    assert events(held, "retention")[-1]["weights_only"] == status(held).weights_only == [2]
+    assert events(run, "retention")[-1]["weights_only"] == status(run).weights_only == [2]

@@ -63,23 +63,17 @@ def die_while_saving(
         kill(os, "rename", lambda _, target: Path(target).name == final, after=after)
 
 
-ALL_AT_ONCE = [
-    ("the folder is made", ALL),
-    ("a file is half written", ALL),
-    ("the data is written", ALL),
-    ("the manifest is next", ALL),
-    ("the rename is next", ALL),
-    ("it is renamed", ALL),
-]
 ONE_RANK = [("the folder is made", (1,)), ("the data is written", (0,)), ("it is renamed", (1,))]
+DATA = {"__0_0.distcp", "__1_0.distcp"}
 LEFT_BEHIND: dict[str, set[str]] = {
     "the folder is made": set(),
     "a file is half written": set(),
-    "the data is written": {"__0_0.distcp", "__1_0.distcp"},
-    "the manifest is next": {"__0_0.distcp", "__1_0.distcp", ".metadata"},
-    "the rename is next": {"__0_0.distcp", "__1_0.distcp", ".metadata", "manifest.json"},
+    "the data is written": DATA,
+    "the manifest is next": DATA | {".metadata"},
+    "the rename is next": DATA | {".metadata", "manifest.json"},
 }
 """By moment: what must lie in the temporary folder when rank 0 was killed in it."""
+ALL_AT_ONCE = [(moment, ALL) for moment in (*LEFT_BEHIND, "it is renamed")]
 
 
 @pytest.mark.parametrize(

@@ -77,18 +77,14 @@ def keep_a_journal(rank: int, journal: Path, seconds: float) -> None:
     """Slow steps, and a line in `journal` for the loss of the lock and each write to the run."""
     slow_steps(rank, seconds)
 
-    def noted(owner: type, name: str) -> None:
-        def note(*arguments: object) -> None:
-            with open(journal, "a") as file:
-                file.write(json.dumps([owner.__name__, name, str(arguments[1:2])]) + "\n")
+    def note(line: str) -> None:
+        with open(journal, "a") as file:
+            file.write(line)
 
-        wrap(owner, name, before=note)
-
-    if rank == 0:
-        noted(LinkLock, "_lose")
-        noted(RunLog, "_append")
-        noted(StatusWriter, "write")
-        noted(VerifiedWriter, "__init__")
+    writers = ((LinkLock, "_lose"), (RunLog, "_append"), (StatusWriter, "write"))
+    for owner, name in (*writers, (VerifiedWriter, "__init__")) if rank == 0 else ():
+        line = f"{owner.__name__} {name}\n"
+        wrap(owner, name, before=lambda *_, line=line: note(line))
 
 
 SIGNALS = [(signal.SIGTERM, 1), (signal.SIGINT, 0), (signal.SIGUSR1, 1), (signal.SIGUSR2, 0)]
@@ -221,16 +217,9 @@ def test_a_second_launch_is_refused_and_kill_9_leaves_a_folder_that_can_be_taken
     assert status(run).launches == 2, "the refused one is none"
 
 
-@pytest.fixture(scope="module")
-def takeover(data_folder, tmp_path_factory):
-    """A launch of Slurm job 7, with a checkpoint at each slow step, and its restart on one rank.
-
-    `journal`: (class, method, argument) of what the old launch's rank 0 wrote; `seconds`: that the
-    old launch lived on after the new one had begun to train.
-    """
-    trial = Trial(data_folder, tmp_path_factory.mktemp("takeover"))
-    run, journal = trial.run, trial.folder / "journal.jsonl"
-    job = {"SLURM_JOB_ID": "7"}
+def test_a_restart_of_the_same_slurm_job_takes_over_a_live_launch(trial):
+    """A launch with a checkpoint at each slow step, and its restart on one rank."""
+    run, journal, job = trial.run, trial.folder / "journal.jsonl", {"SLURM_JOB_ID": "7"}
     command = (*LONG, "--checkpoint.interval", 1)
     old = trial.start(*command, environment=job, before=keep_a_journal, before_args=(journal, 0.15))
     old.wait_for(lambda: len(steps(run)) >= 2)
@@ -239,25 +228,19 @@ def takeover(data_folder, tmp_path_factory):
     new.send(signal.SIGTERM)
     began = time.monotonic()
     ended = old.wait()
-    seconds = time.monotonic() - began
-    lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    return SimpleNamespace(run=run, old=ended, new=new.wait(), journal=lines, seconds=seconds)
-
-
-def test_a_restart_of_the_same_slurm_job_takes_over_a_live_launch(takeover):
-    assert_refused(takeover.old)
-    assert takeover.seconds < 30
-    assert "without saving: another launch took the run folder over" in takeover.old.output
-    assert takeover.new.codes == [0], takeover.new.output
-    assert "restart 1 of the same Slurm job" in takeover.new.output
-    said = status(takeover.run)
+    assert time.monotonic() - began < 30
+    assert_refused(ended)
+    assert "without saving: another launch took the run folder over" in ended.output
+    ended = new.wait()
+    assert ended.codes == [0] and "restart 1 of the same Slurm job" in ended.output
+    said = status(run)
     assert (said.state, said.restart_count, said.launches) == ("stopped", 1, 2)
-    assert not RunFolder(takeover.run).lock_file.exists()
-    assert [e["world_size"] for e in events(takeover.run, "resume")] == [1]
+    assert not RunFolder(run).lock_file.exists()
+    assert [e["world_size"] for e in events(run, "resume")] == [1]
     # what has lost its lock writes nothing any more
-    names = [tuple(entry[:2]) for entry in takeover.journal]
-    after = names[names.index(("LinkLock", "_lose")) :]
-    assert set(after) == {("LinkLock", "_lose")}, takeover.journal
+    names = [line.split()[:2] for line in journal.read_text().splitlines()]
+    lost = ["LinkLock", "_lose"]
+    assert all(name == lost for name in names[names.index(lost) :]), names
 
 
 def commit_after_sleep(rank: int, step: int) -> None:

@@ -17,26 +17,11 @@ import rich.console
 from canon_pretrain.titan.console import _NOISE, Console
 from tests.support import ROOT
 
-FIELDS: dict[str, Any] = {
-    "step": 240,
-    "loss": 3.25,
-    "grad_norm": 0.837,
-    "lr": 2.52e-3,
-    "tokens_per_second": 5047.4,
-    "seconds_per_step": 15.0,
-    "data_wait": 0.0123,
-    "memory_gib": 54.2,
-    "tokens": 512_000,
-    "skipped_steps": 2,
-    "restarts": 1,
-}
-HELD_OUT = {
-    "step": 200,
-    "loss": 3.5,
-    "bits_per_byte": 1.75,
-    "tokens_scored": 131072,
-    "seconds": 1.25,
-}
+FIELDS: dict[str, Any] = {"step": 240, "loss": 3.25, "grad_norm": 0.837, "lr": 2.52e-3}
+FIELDS |= {"tokens_per_second": 5047.4, "seconds_per_step": 15.0, "data_wait": 0.0123}
+FIELDS |= {"memory_gib": 54.2, "tokens": 512_000, "skipped_steps": 2, "restarts": 1}
+HELD_OUT: dict[str, Any] = {"step": 200, "loss": 3.5, "bits_per_byte": 1.75}
+HELD_OUT |= {"tokens_scored": 131072, "seconds": 1.25}
 
 
 def a_view() -> Console:
@@ -142,13 +127,9 @@ def in_a_terminal(end: str) -> tuple[int, str]:
     """Exit code and all that a script which shows a view and then does `end` sends a terminal."""
     parent, child = pty.openpty()
     script = SCRIPT.format(root=str(ROOT), fields=FIELDS, sleep=0.6, end=end)
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdin=child,
-        stdout=child,
-        stderr=child,
-        env=os.environ | {"TERM": "xterm-256color"},
-    )
+    ends: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), child)
+    environment = os.environ | {"TERM": "xterm-256color"}
+    process = subprocess.Popen([sys.executable, "-c", script], env=environment, **ends)
     os.close(child)
     output = b""
     while True:

@@ -24,13 +24,10 @@ sys.exit(7)
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, "expandable_segments:True {cores} True"),
-        ({"LOCAL_WORLD_SIZE": "100000"}, "expandable_segments:True 1 True"),
-        (
-            {"PYTORCH_ALLOC_CONF": "backend:native", "TORCHINDUCTOR_COMPILE_THREADS": "5"},
-            "backend:native 5 True",
-        ),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "None {cores} True"),
+        ("", "expandable_segments:True {cores} True"),
+        ("LOCAL_WORLD_SIZE=100000", "expandable_segments:True 1 True"),
+        ("PYTORCH_ALLOC_CONF=native TORCHINDUCTOR_COMPILE_THREADS=5", "native 5 True"),
+        ("PYTORCH_CUDA_ALLOC_CONF=native", "None {cores} True"),
     ],
 )
 def test_what_is_set_when_torch_is_imported(given, expected, tmp_path):
@@ -42,7 +39,7 @@ def test_what_is_set_when_torch_is_imported(given, expected, tmp_path):
     done = subprocess.run(
         ["sh", "-c", 'ulimit -Sn 100; exec "$@"', "sh", sys.executable, "-m"]
         + ["canon_pretrain.train", "--config", "train_configs/quickstart.toml"],
-        env=kept | {"PYTHONPATH": f"{tmp_path}:{ROOT}"} | given,
+        env=kept | {"PYTHONPATH": f"{tmp_path}:{ROOT}"} | dict(w.split("=") for w in given.split()),
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from canon_pretrain.run.config import Guards
-from canon_pretrain.titan import trainer as titan_guards
+from canon_pretrain.titan import trainer
 from canon_pretrain.titan.trainer import HALTED, IN_A_ROW, SKIPPED, Readback, StepGuards
 
 CPU = torch.device("cpu")
@@ -62,15 +62,8 @@ def test_after_enough_bad_steps_in_a_row_the_verdict_stays():
     window=st.integers(1, 9),
     max_bad=st.integers(1, 4),
 )
+@patch.object(trainer, "MAX_WINDOW", 9)  # a ring that wraps
 def test_outliers_are_those_of_a_plain_window(norms, sigma, window, max_bad):
-    """Its ring is as long as the longest window here, so that it wraps."""
-    with patch.object(titan_guards, "MAX_WINDOW", 9):
-        _compare_with_a_plain_window(norms, sigma, window, max_bad)
-
-
-def _compare_with_a_plain_window(
-    norms: list[float], sigma: float | None, window: int, max_bad: int
-) -> None:
     guards = StepGuards(Guards(max_bad, sigma, window), CPU)
     last: list[float] = []
     seen = skipped = outliers = in_a_row = 0

@@ -27,17 +27,9 @@ WORLD_SIZES = (1, 2, 3, 4)
 LAYOUTS = ((2, 2), (4, 1))
 """Replicas and the ranks of each, of 4."""
 # widths that 2, 3 and 4 ranks cannot share evenly, and a norm with fewer rows than ranks would like
-UNEVEN = ModelArgs(
-    vocab_size=37,
-    num_layers=2,
-    dim=24,
-    num_heads=2,
-    ffn_dim=40,
-    max_seq_len=24,
-    position="partial_rope_a",
-    canon_set="ABCD",
-    qk_norm="full",
-)
+SIZES = {"vocab_size": 37, "num_layers": 2, "dim": 24, "num_heads": 2, "ffn_dim": 40}
+SIZES |= {"max_seq_len": 24}
+UNEVEN = ModelArgs(**SIZES, position="partial_rope_a", canon_set="ABCD", qk_norm="full")
 ARGS = [
     UNEVEN,
     replace(UNEVEN, init="lingua", init_seed=5, tie_embeddings=True, canon_trainable=False),
@@ -54,11 +46,9 @@ PLANS: dict[str, dict[str, dict[str, object]]] = {
     "always": {"parallelism": {"fsdp_reshard_after_forward": "always"}},
     "full": {"activation_checkpoint": {"mode": "full"}},
     "selective": {"activation_checkpoint": SELECTIVE},
-    "compiled, selective": {
-        "compile": {"enable": True, "backend": "aot_eager"},
-        "activation_checkpoint": SELECTIVE,
-    },
 }
+COMPILED: dict[str, object] = {"enable": True, "backend": "aot_eager"}
+PLANS["compiled, selective"] = PLANS["selective"] | {"compile": COMPILED}
 PLANNED = variant("h_alibi ABCD tied cst documents")
 TRAINED = replace(PLANNED, canon_trainable=True)
 

@@ -93,14 +93,6 @@ def test_losses_are_the_golden_ones(runs):
     assert curve(runs.straight, "grad_norm") == pytest.approx(golden["grad_norm"], rel=1e-3)
 
 
-def test_a_step_that_is_not_there_is_named(runs, data_folder):
-    argv = [*debug_run(data_folder, runs.straight), "--checkpoint.load_step", 99]
-    done = train(*argv, check=False)
-    assert done.returncode == 2
-    assert "load_step = 99: not in" in done.stderr
-    assert "steps that are there: 6, 12" in done.stderr
-
-
 ON_A_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
