@@ -1,7 +1,6 @@
-"""The trainer's ranks as processes that a test can watch, signal and kill; ready in a second.
+"""The trainer's ranks as processes, forked from a server that has imported torch and the trainer.
 
-Each is forked from a server process that has imported torch and the trainer. A rank runs
-`before(rank)` first: a function of a test module that patches what it wants to break.
+A rank runs `before(rank)` first: a function that patches what it wants to break.
 """
 
 import contextlib
@@ -98,8 +97,7 @@ class Launch:
             time.sleep(0.01)
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> Ended:
-        """How all ranks ended. As torchrun does, it ends the others once one has failed: SIGTERM,
-        then SIGKILL after 5 seconds."""
+        """How all ranks ended: as torchrun does, SIGTERM once one failed, SIGKILL 5 seconds later."""
         deadline = time.monotonic() + timeout_s
         failed_at = None
         while any(process.is_alive() for process in self.processes):
@@ -133,8 +131,7 @@ def launch(*arguments: object, output: Path, check: bool = True, **options: Any)
 
 
 def assert_refused(ended: Ended) -> None:
-    """Exit code 2, and the error told once. One that was first to go had the others ended by
-    SIGTERM, as torchrun does it: that may meet them on their own way out."""
+    """Exit code 2, and the error told once; ranks on their own way out may meet a SIGTERM."""
     assert 2 in ended.codes and {*ended.codes} <= {2, -signal.SIGTERM}, ended
     assert ended.output.count("error: ") == 1 and "Traceback" not in ended.output, ended
 

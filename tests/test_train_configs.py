@@ -131,8 +131,7 @@ def table_of_variants(text: str) -> list[tuple[str, list[str], int]]:
 
 
 def test_the_readmes_table_is_true():
-    """Each row, on top of 1.3B Llama(RoPE), is a model of the size that stands there; no two rows
-    are one."""
+    """Each row is a model of the size that is in it, on top of 1.3B Llama(RoPE); no two are one."""
     rows = table_of_variants((ROOT / "README.md").read_text())
     base = read_experiment(FOLDER / "rope.toml")
     seen = []

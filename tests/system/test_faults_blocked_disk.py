@@ -1,7 +1,4 @@
-"""A run folder whose file system blocks every call for a while, as Lustre does in a failover.
-
-Steps go on meanwhile, what they report is on the disk afterwards, and no launch takes over.
-"""
+"""A run folder whose file system blocks every call for a while, as Lustre does in a failover."""
 
 import logging
 import os
@@ -198,8 +195,7 @@ def test_a_watcher_does_not_count_the_time_that_the_disk_was_away(disk, tmp_path
     path.write_bytes(content_of(holder))
 
     def say(text: str) -> None:
-        """The watch begins: the disk goes away for longer than the expiry; the holder, slower than
-        the watcher, then shows that it lives."""
+        """The disk goes away for longer than the expiry; then the holder shows that it lives."""
         disk.clear()
         threading.Timer(1.2, disk.set).start()
         threading.Timer(1.5, lambda: os.utime(path)).start()

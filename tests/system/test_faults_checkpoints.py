@@ -1,7 +1,4 @@
-"""Which checkpoint a launch goes on from: of broken runs, after a roll-back, at other world sizes.
-
-Each fault of the table is injected for real, into launches of the trainer's ranks.
-"""
+"""Which checkpoint a launch goes on from: of broken runs, after a roll-back, at other world sizes."""
 
 import shutil
 from pathlib import Path
@@ -160,8 +157,7 @@ def test_a_requeued_fresh_start_goes_on(base, trial):
 
 
 def test_another_runs_checkpoint_is_refused_and_an_old_one_is_read(base, trial):
-    """Issue 17, item 14: a step-12 of another run copied in is not resumed from; both runs are
-    named and nothing moves. A checkpoint that names no run is an older one's."""
+    """Issue 17, item 14: both runs are named, nothing moves; one that names no run is an older one's."""
     run = copy(base, trial.run, last=4)
     shutil.copytree(checkpoint(base, 12), checkpoint(run, 12))
     set_manifest(checkpoint(run, 12), run_id="0badcafe")
@@ -183,8 +179,7 @@ def test_another_runs_checkpoint_is_refused_and_an_old_one_is_read(base, trial):
 
 
 def test_two_runs_cannot_share_a_checkpoint_folder(data_folder, tmp_path):
-    """Issue 17, item 14: the second is refused while the first runs, by the lock of that folder,
-    and afterwards by the run that the checkpoints name."""
+    """Issue 17, item 14: by the lock while the first runs, by the run that they name afterwards."""
     shared = ("--checkpoint.folder", tmp_path / "shared", "--run.heartbeat_s", 0.2)
     a, b = RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")
     first = Launch(
@@ -223,8 +218,7 @@ def files_of_run(run: Path) -> set[Path]:
 
 
 def test_a_fresh_start_moves_nothing_before_it_can_begin(base, trial):
-    """Issue 17, item 18: --checkpoint.fresh with an initial_load_path in the run itself, one that
-    is missing, damaged or of another model, and without room, leaves the run as it was."""
+    """Issue 17, item 18: with an initial_load_path that can't be had, and without room."""
     run = copy(base, trial.run)
     damaged = copy(base, trial.folder / "damaged")
     flip(checkpoint(damaged, 12) / "__1_0.distcp")

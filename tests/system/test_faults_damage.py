@@ -1,7 +1,4 @@
-"""Checkpoints that are not what was saved: found, named, set aside, and never trained on from.
-
-Most faults meet the search of one rank in this process; one launch of two ranks meets four at once.
-"""
+"""Checkpoints that are not what was saved: found, named, set aside, and never trained on from."""
 
 import io
 import os

@@ -1,8 +1,4 @@
-"""Full and slow disks under real launches: training goes on, says so, and saves when it can.
-
-The checkpoints, or the whole run, lie on a small tmpfs; a ballast file takes away its room at the
-steps that a test chooses.
-"""
+"""Full and slow disks under real launches, on a small tmpfs whose room a ballast file takes."""
 
 import os
 import resource
@@ -119,8 +115,7 @@ def full_in_the_background(rank: int, disk: Path) -> None:
 
 
 def test_no_room_before_training_and_a_failed_async_save(base, trial):
-    """The start is refused; it works once an interrupted save is all that fills the disk; and
-    what fails in the background is told at the next step, not at the next interval."""
+    """Works once an interrupted save is all that fills the disk; told at the next step."""
     run, command = trial.run, ("--checkpoint.interval", 4)
     with small_disk(run / "checkpoint", "size=16m") as disk:
         fill_up(disk, leave=NEEDED // 3)
@@ -226,8 +221,7 @@ def test_each_rank_tries_a_file_of_the_size_that_it_will_write(trial):
 
 
 def slow_write(rank: int, step: int, until: int, made: Path) -> None:
-    """The background write of `step` takes until the trainer has come to step `until`; a line in
-    `made` for each process group that waits for disks."""
+    """The write of `step` takes until step `until`; a line in `made` for each group for disks."""
     reached = [0]
     original = dist.new_group
 
@@ -253,8 +247,7 @@ def slow_write(rank: int, step: int, until: int, made: Path) -> None:
 
 
 def test_a_disk_slower_than_the_interval_does_not_hold_up_training(base, trial):
-    """One gloo group is enough for it: each takes a socket per other rank, and by two of them 1,024
-    open files were passed near 440 ranks."""
+    """One gloo group is enough: by two of them 1,024 open files were passed near 440 ranks."""
     run, made = trial.run, trial.folder / "made"
     ended = trial.launch("--checkpoint.interval", 2, before=slow_write, before_args=(2, 7, made))
     assert sorted(made.read_text().splitlines()) == ["0 gloo", "1 gloo"]
@@ -274,8 +267,7 @@ def slow_retention(rank: int) -> None:
 
 
 def test_a_held_step_keeps_its_weights_alone(base, trial):
-    """Step 9 is saved with keep_latest_k = 2 while an evaluation waits for step 2; retention is
-    still at work when the launch comes to its end."""
+    """Retention is still at work when the launch comes to its end."""
     hold(run := copy(base, trial.run, last=8), 2, "validation")
     keep_2 = ("--checkpoint.keep_latest_k", 2, "--run.stop_at", 9)
     trial.launch(*EVERY_2, *keep_2, before=slow_retention)

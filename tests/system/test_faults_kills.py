@@ -1,7 +1,4 @@
-"""kill -9 in the middle of a save, at every moment of it: nothing that was saved is lost.
-
-Each harmed run must come to what an unharmed one did, bitwise, and says what it set aside.
-"""
+"""kill -9 in the middle of a save, at every moment of it: nothing that was saved is lost."""
 
 import os
 import signal

@@ -1,8 +1,4 @@
-"""Ends that nobody planned: signals, STOP, two launches on one folder, a rank that hangs.
-
-Each is done to real ranks. The proof is what the run folder says, and that the next launch goes on
-from there as if nothing had been.
-"""
+"""Ends that nobody planned: signals, STOP, two launches on one folder, a rank that hangs."""
 
 import functools
 import json
@@ -259,8 +255,7 @@ def stopped(pid: int) -> bool:
 
 
 def test_a_launch_that_was_taken_over_writes_nothing_and_its_save_is_set_aside(trial):
-    """Issue 17, item 13: the first launch sleeps in its commit of step 6; the second takes over at
-    step 4 with another learning rate and ends at step 5; the first wakes up; the third resumes."""
+    """Issue 17, item 13: the first sleeps in its commit of step 6, the second takes over at step 4."""
     run, command = trial.run, (*EVERY_2, "--run.heartbeat_s", 0.2)
     first = trial.start(*command, before=commit_after_sleep, before_args=(6,), ranks=1)
     first.wait_for(lambda: stopped(first.pids[0]))
@@ -322,8 +317,7 @@ TIMEOUT_S = 3
 
 
 def hang(started: Launch, folder: Path, ready: Callable[[], bool]) -> tuple[float, bool]:
-    """Stop rank 1 with SIGSTOP in a step; seconds until rank 0 gives up, and whether a reader of
-    status.json could see that it hung."""
+    """Stop rank 1 in a step: seconds until rank 0 gives up; whether status.json showed a hang."""
     started.wait_for(ready)
     started.send(signal.SIGSTOP, [1])
     began = time.monotonic()
@@ -371,8 +365,7 @@ def test_a_hang_ends_after_the_same_time_on_a_fresh_and_on_a_resumed_run(trial, 
 
 @pytest.mark.slow
 def test_a_hang_while_a_checkpoint_is_written_ends_as_well(trial):
-    """The save can't end without rank 1: it is given a few seconds, not the hours that a slow disk
-    may have."""
+    """It is given a few seconds, not the hours that a slow disk may have."""
     run = trial.run
     limits = ("--comm.train_timeout_seconds", TIMEOUT_S, "--checkpoint.interval", 5)
     saving = run / "checkpoint" / ".saving-step-5"

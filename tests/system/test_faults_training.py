@@ -1,8 +1,4 @@
-"""Bad numbers in a step, a changed experiment, and the proof that stopping changes nothing.
-
-Faults are put into the gradients of real ranks. One straight run of 40 steps is what the others are
-compared with, bitwise.
-"""
+"""Bad numbers in a step, a changed experiment, and the proof that stopping changes nothing."""
 
 import contextlib
 import json
@@ -86,8 +82,7 @@ def half(straight, tmp_path):
 
 
 def break_steps(rank: int, faults: dict[int, tuple[str, int]]) -> None:
-    """Put faults in: step -> (kind, rank). `nan`: one number of one gradient. `inf_loss`: the loss,
-    with finite gradients. `huge`: the gradient of one parameter, times 10,000."""
+    """Step -> (kind, rank): `nan` in a gradient, `inf_loss` alone, `huge`: a gradient times 10,000."""
     from canon_pretrain.titan.trainer import CanonTrainer
 
     original = CanonTrainer.forward_backward_step
@@ -160,8 +155,7 @@ HALT_AT_3 = ("--guards.max_bad_steps", 3, "--checkpoint.interval", 3)
 def test_bad_steps_in_a_row_end_the_run_on_the_state_from_before_them(
     straight, data_folder, tmp_path
 ):
-    """Steps 5 to 7 are bad: the checkpoint of step 4 is bitwise that of a run that stopped there,
-    the one of step 6 is archived, and without the fault the run is the unharmed one again."""
+    """Steps 5 to 7: step 4 is bitwise that of a run that stopped there, step 6 is archived."""
     run = tmp_path / "run"
     faults = {step: ("nan", step % 2) for step in (5, 6, 7)}
     argv = job(data_folder, run, *HALT_AT_3)
@@ -186,8 +180,7 @@ def test_bad_steps_in_a_row_end_the_run_on_the_state_from_before_them(
 def test_what_stays_bad_until_the_end_leaves_no_trace_in_the_state_either(
     straight, data_folder, tmp_path
 ):
-    """As above, but no step is good any more; and with the window of the outlier guard on, which
-    a bad loss with a good norm must not enter. From its first step on, it begins there again."""
+    """Also with the window of the outlier guard on, and from the first step on."""
     for first, saved in ((5, [3, 4]), (1, [])):
         run = tmp_path / f"run-{first}"
         faults = dict.fromkeys(range(first, 12), ("inf_loss", 0))

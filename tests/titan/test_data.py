@@ -256,8 +256,7 @@ def test_a_read_that_hangs_holds_up_neither_the_last_checkpoint_nor_the_end_twic
 
 
 def on_nodes(rank: int, ranks_per_node: int, folder: Path, log: Path | None = None) -> None:
-    """Put in by a rank before it starts: it is of node K, in whose `folder`/K it is, and writes
-    down what it opens, if anything is to be."""
+    """Rank is of node K, in `folder`/K, and writes down what it opens, if anything is to be."""
     node, local_rank = divmod(rank, ranks_per_node)
     os.environ |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(ranks_per_node)}
     os.chdir(folder / str(node))

@@ -41,8 +41,7 @@ def test_the_same_experiment_again_is_the_same_run(config, tmp_path):
 
 
 def test_code_is_compared_by_its_files(tmp_path):
-    """Issue 17, item 26: the loss multiplied by 1.7 between two launches, in a copy of the package
-    as an installation makes it, without git."""
+    """Issue 17, item 26: a loss times 1.7, in a copy of the package as an installation makes it."""
     package = Path(canon_pretrain.__file__).parent
     copied = tmp_path / "site-packages" / "canon_pretrain"
     shutil.copytree(package, copied, ignore=shutil.ignore_patterns("__pycache__"))

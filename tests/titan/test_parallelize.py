@@ -1,5 +1,4 @@
-"""Who computes a run's Canon layers; and a seed's weights and a batch's gradients, the same on any
-number of ranks."""
+"""Who computes Canon layers; a seed's weights and a batch's gradients, on any number of ranks."""
 
 import contextlib
 import importlib
@@ -410,8 +409,7 @@ def test_how_memory_is_saved_changes_no_number(results, plan):
 
 
 def test_activation_checkpointing_computes_again_what_it_says(results):
-    """q, k, v, wo, w1, w3, w2 a block and twice as many for backward; "full" takes each block's
-    once more, "op" keeps every second product."""
+    """q, k, v, wo, w1, w3, w2 a block, twice for backward; "op" keeps every second product."""
     counts = json.loads((results / "matmuls.json").read_text())
     steps, blocks = 2, PLANNED.num_layers * 7
     plain = steps * 3 * (blocks + 1)  # the last product of a block is no input of its backward

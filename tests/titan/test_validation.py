@@ -1,5 +1,4 @@
-"""Held-out loss while training: right, the same at any world size, cheap, and without a trace in
-the training that it watches."""
+"""Held-out loss while training: right, the same at any world size, cheap, without a trace."""
 
 import dataclasses
 import math
@@ -100,8 +99,7 @@ def test_every_experiment_validates_for_under_one_percent(path):
 
 @pytest.mark.parametrize("limit", [None, 7])
 def test_equal_at_any_world_size_and_to_eval(data_folder, runs, tmp_path, limit):
-    """One checkpoint, scored by launches that find nothing else to do: 26 windows, or 7, so that
-    the last pass is not full."""
+    """Scored by launches that find nothing else to do: 26 windows, or 7, a last pass not full."""
     found = []
     for ranks in (1, 2, 3) if limit is None else (3,):
         run = tmp_path / f"run-{ranks}"
@@ -174,8 +172,7 @@ def test_a_mixture_by_source_against_float64(data_folder, tmp_path, monkeypatch)
 def test_training_is_bitwise_the_same_whatever_is_validated_and_stopped(
     data_folder, runs, tmp_path
 ):
-    """Beside a run that is validated after its last step alone. Stopped where a validation is due,
-    its line lost, gone on with, and launched once more: each step is scored once, and in time."""
+    """Stopped where a validation is due, its line lost, gone on with, and launched once more."""
     run = tmp_path / "run"
     words = [*debug_run(data_folder, run), "--validation.freq", 2, "--validation.windows", 9]
     ended = launch(*words, "--run.stop_at", 6, ranks=2, output=tmp_path / "out")
@@ -246,8 +243,7 @@ def test_a_damaged_held_out_part_is_refused_before_anything_is_built(data_folder
 
 
 def test_validation_path_keeps_a_held_out_loss_of_the_whole_stream(data_folder, tmp_path):
-    """Issue 17, item 4: data built with --holdout 0, scored on another build's text, all of it or
-    its held-out part; refused where it is the training text or of another tokenizer."""
+    """Issue 17, item 4: data built with --holdout 0, scored on another build's text."""
     bare, apart = tmp_path / "bare", tmp_path / "apart"
     write_more(bare / "train", seed=1, count=20)
     write_more(apart / "train")
@@ -269,8 +265,7 @@ def test_validation_path_keeps_a_held_out_loss_of_the_whole_stream(data_folder, 
 
 
 def test_another_held_out_text_is_another_run(data_folder, tmp_path):
-    """Issue 17, item 17: replaced by another build's, same tokenizer; in the order of a user:
-    refused, allowed by name, and each loss says which text it is of."""
+    """Issue 17, item 17: replaced by another build's, same tokenizer; in the order of a user."""
     data, run = tmp_path / "data", tmp_path / "run"
     shutil.copytree(data_folder, data)
     words = [*debug_run(data, run), "--validation.freq", 4]
