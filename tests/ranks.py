@@ -97,7 +97,7 @@ class Launch:
             time.sleep(0.01)
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> Ended:
-        """How all ranks ended: as torchrun does, SIGTERM once one failed, SIGKILL 5 seconds later."""
+        """How all ranks ended: as torchrun does, SIGTERM once one failed, SIGKILL 5 s later."""
         deadline = time.monotonic() + timeout_s
         failed_at = None
         while any(process.is_alive() for process in self.processes):

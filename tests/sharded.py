@@ -62,7 +62,7 @@ def batches(args: ModelArgs) -> list[Tensor]:
 def sharded_steps(
     model: Transformer, args: ModelArgs, loss: Loss, rank: int, world_size: int, rounds: int
 ) -> Steps:
-    """Take the steps on this rank's rows, in `rounds` micro-batches, by the trainer's arithmetic."""
+    """Take the steps on this rank's rows, in `rounds` micro-batches, as the trainer does."""
     from canon_pretrain.model.init import plain_name
     from canon_pretrain.titan.parallelize import clip_gradients
     from canon_pretrain.titan.spec import head_loss

@@ -1,4 +1,4 @@
-"""Which checkpoint a launch goes on from: of broken runs, after a roll-back, at other world sizes."""
+"""Which checkpoint a launch goes on from: of broken runs, after a roll-back, another run's."""
 
 import shutil
 from pathlib import Path
@@ -157,7 +157,7 @@ def test_a_requeued_fresh_start_goes_on(base, trial):
 
 
 def test_another_runs_checkpoint_is_refused_and_an_old_one_is_read(base, trial):
-    """Issue 17, item 14: both runs are named, nothing moves; one that names no run is an older one's."""
+    """Issue 17, item 14: both are named, nothing moves; one that names no run is an older one's."""
     run = copy(base, trial.run, last=4)
     shutil.copytree(checkpoint(base, 12), checkpoint(run, 12))
     set_manifest(checkpoint(run, 12), run_id="0badcafe")

@@ -255,7 +255,7 @@ def stopped(pid: int) -> bool:
 
 
 def test_a_launch_that_was_taken_over_writes_nothing_and_its_save_is_set_aside(trial):
-    """Issue 17, item 13: the first sleeps in its commit of step 6, the second takes over at step 4."""
+    """Issue 17, item 13: the first sleeps in its commit of step 6, a second takes over."""
     run, command = trial.run, (*EVERY_2, "--run.heartbeat_s", 0.2)
     first = trial.start(*command, before=commit_after_sleep, before_args=(6,), ranks=1)
     first.wait_for(lambda: stopped(first.pids[0]))

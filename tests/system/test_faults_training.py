@@ -82,7 +82,7 @@ def half(straight, tmp_path):
 
 
 def break_steps(rank: int, faults: dict[int, tuple[str, int]]) -> None:
-    """Step -> (kind, rank): `nan` in a gradient, `inf_loss` alone, `huge`: a gradient times 10,000."""
+    """Step -> (kind, rank): `nan` in a gradient, `inf_loss` alone, `huge`: times 10,000."""
     from canon_pretrain.titan.trainer import CanonTrainer
 
     original = CanonTrainer.forward_backward_step

@@ -127,7 +127,7 @@ def test_the_peak_of_the_loss_is_the_real_one(dtype, chunk_tokens, z_loss):
 
 
 def test_parts_of_the_plan_by_hand():
-    """Full checkpointing: the blocks' inputs and one block; cst-Canon: weights alone; FSDP2's share."""
+    """Full checkpointing: the blocks' inputs and one block; cst-Canon: weights; FSDP2's share."""
     words = ("--activation_checkpoint.mode", "full"), ("--model.canon_trainable", "False")
     plain, full, fixed = (plan_of(job_of("nope_canon", *w), "h100", 1, 0.4) for w in ((), *words))
     inputs = 24 * plain.micro_batch * 4096 * 2048 * 2

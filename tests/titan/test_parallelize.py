@@ -24,6 +24,7 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.config import Loss
 from canon_pretrain.titan import parallelize as canon_choice
+from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.parallelize import CanonChoice, choose_canon, shard
 from tests.flash_packages import flash_attn_package, flash_impl
