@@ -25,6 +25,8 @@ from canon_pretrain.run.log import read_log
 from canon_pretrain.run.status import Status, read_status
 
 TIMEOUT_S = 120.0
+Before = Callable[..., None] | tuple[Any, ...] | None
+"""What a rank runs first: a function of its number, or that and further arguments."""
 _context: ForkServerContext = multiprocessing.get_context("forkserver")
 # this module too: a rank's process is told what to run by its functions
 _context.set_forkserver_preload(["tests.ranks_preload", "tests.ranks"])
@@ -50,8 +52,7 @@ class Launch:
         *arguments: object,
         output: Path,
         ranks: int = 2,
-        before: Callable[..., None] | None = None,
-        before_args: tuple[Any, ...] = (),
+        before: Before = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         with socket.socket() as probe:
@@ -67,9 +68,7 @@ class Launch:
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             variables |= environment or {}
             words, out = list(map(str, arguments)), self._outputs[rank]
-            process = _context.Process(
-                target=_rank, args=(words, out, variables, before, before_args)
-            )
+            process = _context.Process(target=_rank, args=(words, out, variables, before))
             process.start()
             self.processes.append(process)
 
@@ -210,13 +209,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [n for n in names if n not in one or n not in other or not same(one[n], other[n])]
 
 
-def _rank(
-    arguments: list[str],
-    output: Path,
-    variables: dict[str, str],
-    before: Callable[..., None] | None,
-    before_args: tuple[Any, ...],
-) -> None:
+def _rank(arguments: list[str], output: Path, variables: dict[str, str], before: Before) -> None:
     """One rank's process: its output goes to a file, as that of a job does."""
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.stdout.flush()
@@ -229,5 +222,6 @@ def _rank(
 
     torch.set_num_threads(1)  # OMP_NUM_THREADS was read when the server imported torch
     if before is not None:
-        before(int(variables["RANK"]), *before_args)
+        function, *words = before if isinstance(before, tuple) else (before,)
+        function(int(variables["RANK"]), *words)
     main(arguments)

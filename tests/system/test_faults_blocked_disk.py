@@ -143,9 +143,7 @@ def test_lines_wait_for_the_disk_and_their_writer_does_not(disk, tmp_path):
     assert [event["step"] for event in read_log(log.path)] == list(range(1, 1002))
 
 
-def test_what_waits_is_bounded_and_a_gap_is_counted_where_it_is(
-    disk, tmp_path, monkeypatch, caplog
-):
+def test_what_waits_is_bounded_and_a_gap_is_counted(disk, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(log_module, "MAX_WAITING_BYTES", 1000)
     log = RunLog(tmp_path / "log.jsonl")
     disk.clear()

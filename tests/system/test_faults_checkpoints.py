@@ -82,8 +82,7 @@ def test_broken_newer_ones_cost_no_good_one(base, trial):
     ended = trial.launch(
         *(*EVERY_2, "--checkpoint.keep_latest_k", 2),
         *("--run.stop_at", 9),  # the one save of this launch
-        before=break_later,
-        before_args=(run, 8, 9),
+        before=(break_later, run, 8, 9),
     )
     assert resumed_from(run) == [8]
     assert steps(run) == [6, 9]

@@ -166,9 +166,7 @@ def test_damage_in_a_folder_elsewhere(base, council, model, tmp_path):
         take_up(run, council, model, folder="../elsewhere")
 
 
-def test_whatever_bit_of_a_manifest_flips_the_weights_are_a_saved_steps(
-    base, council, model, tmp_path
-):
+def test_whatever_bit_of_a_manifest_flips_weights_are_a_steps(base, council, model, tmp_path):
     """Nothing vouches for the manifest itself, so it is tried at many places."""
     run = two_steps(base, tmp_path / "run")
     path = checkpoint(run, NEWEST) / "manifest.json"

@@ -60,7 +60,7 @@ def full_at_steps(rank: int, disk: Path) -> None:
 def test_a_full_disk_costs_checkpoints_and_not_the_run(base, trial):
     run, command = trial.run, (*EVERY_STEP, *KEEP_ALL)
     with small_disk(run / "checkpoint", "size=48m") as disk:
-        ended = trial.launch(*command, check=False, before=full_at_steps, before_args=(disk,))
+        ended = trial.launch(*command, check=False, before=(full_at_steps, disk))
         assert steps(run) == [1, 5, 7, 8, 9, 10, 11]
         for step in steps(run):
             verify(checkpoint(run, step))
@@ -127,7 +127,7 @@ def test_no_room_before_training_and_a_failed_async_save(base, trial):
         assert events(run, "start") == events(run, "step") == []
         (disk / "ballast").unlink()
         fill_up(disk, leave=NEEDED // 3, name=".saving-step-4/__0_0.distcp")
-        ended = trial.launch(*command, before=full_in_the_background, before_args=(disk,))
+        ended = trial.launch(*command, before=(full_in_the_background, disk))
         assert ".saving-step-4 is a save that was interrupted" in ended.output
         assert "of interrupted saves to make room" in ended.output
         said = [(e["event"], e["step"]) for e in events(run, "step", "checkpoint_failed")]
@@ -155,7 +155,7 @@ def nothing_left(rank: int, disk: Path) -> None:
 def test_a_disk_that_takes_no_byte_of_the_log_does_not_end_the_run(base, trial):
     with small_disk(trial.run, "size=24m") as disk:
         run = trial.run
-        trial.launch(*EVERY_2, before=nothing_left, before_args=(disk,))
+        trial.launch(*EVERY_2, before=(nothing_left, disk))
         assert [event["step"] for event in events(run, "checkpoint_failed")] == [4, 6, 8]
         assert steps(run) == [2, 10, 12]
         assert status(run).state == "done"
@@ -182,7 +182,7 @@ def test_a_disk_too_full_for_config_or_done(base, trial):
         run = trial.run
 
         def with_no_room_for(method: str | None, **options: Any) -> Any:
-            before = {"before": full_for, "before_args": (disk, method)} if method else {}
+            before = {"before": (full_for, disk, method)} if method else {}
             return trial.launch("--checkpoint.interval", 12, **before, **options)
 
         assert_refused(with_no_room_for("write_config", check=False))
@@ -249,7 +249,7 @@ def slow_write(rank: int, step: int, until: int, made: Path) -> None:
 def test_a_disk_slower_than_the_interval_does_not_hold_up_training(base, trial):
     """One gloo group is enough: by two of them 1,024 open files were passed near 440 ranks."""
     run, made = trial.run, trial.folder / "made"
-    ended = trial.launch("--checkpoint.interval", 2, before=slow_write, before_args=(2, 7, made))
+    ended = trial.launch("--checkpoint.interval", 2, before=(slow_write, 2, 7, made))
     assert sorted(made.read_text().splitlines()) == ["0 gloo", "1 gloo"]
     slow = events(run, "checkpoint_slow")
     assert [(e["step"], e["saving"]) for e in slow[:2]] == [(4, 2), (6, 2)]

@@ -86,8 +86,7 @@ def test_killed_at_any_moment_of_a_save_the_next_launch_goes_on(base, trial, kil
         ended = trial.launch(
             *every_step,
             check=False,
-            before=die_while_saving,
-            before_args=(moment, target, victims, trial.folder / "pids"),
+            before=(die_while_saving, moment, target, victims, trial.folder / "pids"),
         )
         assert all(ended.codes[victim] == -signal.SIGKILL for victim in victims), ended
         assert not ended.succeeded and expected in ended.output, (moment, ended)
@@ -146,10 +145,7 @@ def test_killed_in_the_background_write_of_an_async_save(base, trial):
     run = copy(base, trial.run, last=2)
     command = ("--checkpoint.interval", 3)
     ended = trial.launch(
-        *command,
-        check=False,
-        before=die_in_the_background,
-        before_args=(3, 2, trial.folder / "pids"),
+        *command, check=False, before=(die_in_the_background, 3, 2, trial.folder / "pids")
     )
     assert ended.codes == [-signal.SIGKILL] * 2, ended
     assert events(run, "step")[-1]["step"] >= 4, "the write is not in the background"

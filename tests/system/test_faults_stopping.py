@@ -117,7 +117,7 @@ def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(t
 
     stop.touch()  # by somebody who thought that the run was still on
     marker = trial.folder / "in a step"
-    second = trial.start(*LONG, before=slow_steps, before_args=(0.7, marker))
+    second = trial.start(*LONG, before=(slow_steps, 0.7, marker))
     second.wait_for(lambda: logged_step(run) > step)
     marker.unlink(missing_ok=True)
     assert not stop.exists()
@@ -142,7 +142,7 @@ def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(t
 def test_sigterm_ends_a_rank_that_waits_for_the_others_at_once(trial):
     """torchrun sends it when rank 0 was refused; caught, it would take effect 30 seconds later."""
     marker = trial.folder / "starting"
-    started = trial.start(before=slow_start, before_args=(marker,))
+    started = trial.start(before=(slow_start, marker))
     started.wait_for(lambda: marker.with_suffix(".1").exists())
     started.send(signal.SIGTERM, [1])
     assert started.wait().codes[1] == -signal.SIGTERM
@@ -150,7 +150,7 @@ def test_sigterm_ends_a_rank_that_waits_for_the_others_at_once(trial):
 
 def test_a_signal_before_the_first_step_stops_soon_after_it(trial):
     marker = trial.folder / "starting"
-    started = trial.start(*LONG, before=slow_start, before_args=(marker,))
+    started = trial.start(*LONG, before=(slow_start, marker))
     for number, rank in ((signal.SIGUSR1, 1), (signal.SIGUSR2, 0)):
         started.wait_for(marker.with_suffix(f".{rank}").exists)
         started.send(number, [rank])
@@ -217,7 +217,7 @@ def test_a_restart_of_the_same_slurm_job_takes_over_a_live_launch(trial):
     """A launch with a checkpoint at each slow step, and its restart on one rank."""
     run, journal, job = trial.run, trial.folder / "journal.jsonl", {"SLURM_JOB_ID": "7"}
     command = (*LONG, "--checkpoint.interval", 1)
-    old = trial.start(*command, environment=job, before=keep_a_journal, before_args=(journal, 0.15))
+    old = trial.start(*command, environment=job, before=(keep_a_journal, journal, 0.15))
     old.wait_for(lambda: len(steps(run)) >= 2)
     new = trial.start(*command, ranks=1, environment=job | {"SLURM_RESTART_COUNT": "1"})
     new.wait_for(lambda: bool(events(run, "resume")))
@@ -257,7 +257,7 @@ def stopped(pid: int) -> bool:
 def test_a_launch_that_was_taken_over_writes_nothing_and_its_save_is_set_aside(trial):
     """Issue 17, item 13: the first sleeps in its commit of step 6, a second takes over."""
     run, command = trial.run, (*EVERY_2, "--run.heartbeat_s", 0.2)
-    first = trial.start(*command, before=commit_after_sleep, before_args=(6,), ranks=1)
+    first = trial.start(*command, before=(commit_after_sleep, 6), ranks=1)
     first.wait_for(lambda: stopped(first.pids[0]))
     changed = ("--optimizer.lr", 5e-4, "--run.allow_changes", "optimizer.lr")
     trial.launch(*command, *changed, "--run.stop_at", 5, ranks=1)
@@ -287,11 +287,7 @@ def test_a_finished_run_started_again_changes_nothing(trial):
     run, command = trial.run, ("--training.steps", 3, "--lr_scheduler.warmup_steps", 1)
     trial.launch(*command, ranks=1)
     assert RunFolder(run).done_file.read_text() == "3\n"
-    assert [e["event"] for e in events(run)][-3:] == [
-        "checkpoint",
-        "validation",
-        "done",
-    ]
+    assert [e["event"] for e in events(run)][-3:] == ["checkpoint", "validation", "done"]
     said = status(run)
     assert (said.state, said.step) == ("done", 3)
 

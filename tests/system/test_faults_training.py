@@ -121,7 +121,7 @@ def test_a_bad_step_changes_no_weight_on_any_rank_and_the_run_goes_on(data_folde
     faults = {2: ("nan", 1), 4: ("inf_loss", 0)}
     more = ("--training.steps", 5, "--checkpoint.interval", 1)
     argv = [*job(data_folder, run), *more]
-    launch(*argv, output=tmp_path, before=break_steps, before_args=(faults,))
+    launch(*argv, output=tmp_path, before=(break_steps, faults))
 
     states = {step: state_at(run, step) for step in range(1, 6)}
     for step in (2, 4):
@@ -152,14 +152,12 @@ def test_a_bad_step_changes_no_weight_on_any_rank_and_the_run_goes_on(data_folde
 HALT_AT_3 = ("--guards.max_bad_steps", 3, "--checkpoint.interval", 3)
 
 
-def test_bad_steps_in_a_row_end_the_run_on_the_state_from_before_them(
-    straight, data_folder, tmp_path
-):
+def test_bad_steps_in_a_row_end_the_run_on_the_state_before(straight, data_folder, tmp_path):
     """Steps 5 to 7: step 4 is bitwise that of a run that stopped there, step 6 is archived."""
     run = tmp_path / "run"
     faults = {step: ("nan", step % 2) for step in (5, 6, 7)}
     argv = job(data_folder, run, *HALT_AT_3)
-    ended = launch(*argv, output=tmp_path, check=False, before=break_steps, before_args=(faults,))
+    ended = launch(*argv, output=tmp_path, check=False, before=(break_steps, faults))
     assert_refused(ended)
     assert "3 steps in a row, the last of them step 7" in ended.output
     assert "is checkpoint/step-4" in ended.output
@@ -177,16 +175,14 @@ def test_bad_steps_in_a_row_end_the_run_on_the_state_from_before_them(
     assert_same_run(run, straight, step=8)
 
 
-def test_what_stays_bad_until_the_end_leaves_no_trace_in_the_state_either(
-    straight, data_folder, tmp_path
-):
+def test_what_stays_bad_until_the_end_leaves_no_trace(straight, data_folder, tmp_path):
     """Also with the window of the outlier guard on, and from the first step on."""
     for first, saved in ((5, [3, 4]), (1, [])):
         run = tmp_path / f"run-{first}"
         faults = dict.fromkeys(range(first, 12), ("inf_loss", 0))
         window = ("--guards.outlier_sigma", 50, "--guards.outlier_window", 128)
         argv = job(data_folder, run, *HALT_AT_3, *window)
-        options: dict[str, Any] = {"before": break_steps, "before_args": (faults,)}
+        options: dict[str, Any] = {"before": (break_steps, faults)}
         assert_refused(launch(*argv, output=tmp_path, check=False, **options))
         assert saved_steps(run) == saved
         if saved:  # the straight run did not watch: its window is empty
@@ -206,9 +202,7 @@ def test_a_kill_before_the_end_by_bad_steps_does_not_end_every_later_launch(data
     run = tmp_path / "run"
     faults = dict.fromkeys((5, 6, 7), ("nan", 0))
     argv = job(data_folder, run, "--guards.max_bad_steps", 3, "--checkpoint.interval", 7)
-    launch(
-        *argv, output=tmp_path, ranks=1, check=False, before=break_and_die, before_args=(faults, 8)
-    )
+    launch(*argv, output=tmp_path, ranks=1, check=False, before=(break_and_die, faults, 8))
     assert saved_steps(run) == [7]
     ended = launch(*argv, "--run.stop_at", 10, output=tmp_path, ranks=1)
     assert "stopped at step 10" in ended.output
@@ -228,7 +222,7 @@ def test_an_outlier_is_skipped_where_that_is_asked_for(data_folder, tmp_path):
         run = tmp_path / name
         argv = [*job(data_folder, run), *guard, "--training.steps", 5]
         argv += ["--checkpoint.interval", 1]
-        launch(*argv, output=tmp_path, ranks=1, before=break_steps, before_args=({4: ("huge", 0)},))
+        launch(*argv, output=tmp_path, ranks=1, before=(break_steps, {4: ("huge", 0)}))
         changed = differences(state_at(run, 3), state_at(run, 4))
         outcomes[name] = any(is_trained(entry) for entry in changed)
         (line,) = (event for event in events(run, "step") if event["step"] == 4)
@@ -286,7 +280,7 @@ def test_no_step_that_is_not_logged_reads_a_value_from_the_device(data_folder, t
     report = tmp_path / "report.json"
     argv = [*job(data_folder, tmp_path / "run"), "--training.steps", 12, "--metrics.log_freq", 10]
     argv += ["--checkpoint.interval", 100]
-    launch(*argv, output=tmp_path, ranks=1, before=count_waits, before_args=(report,))
+    launch(*argv, output=tmp_path, ranks=1, before=(count_waits, report))
     result = json.loads(report.read_text())
     assert result["steps"] == [4, 5, 6, 7, 8, 9, 11]
     assert result["found"] == []
@@ -362,9 +356,7 @@ def test_a_kill_before_the_first_checkpoint_does_not_lock_a_changed_run_out(half
     """config.json has the new seed by then, the newest checkpoint still the old one."""
     argv = job(data_folder, half, "--data.data_seed", 5, "--checkpoint.interval", 20)
     allowed = ("--run.allow_changes", "data.data_seed")
-    killed = launch(
-        *argv, *allowed, output=half.parent, ranks=1, check=False, before=die_at, before_args=(10,)
-    )
+    killed = launch(*argv, *allowed, output=half.parent, ranks=1, check=False, before=(die_at, 10))
     assert killed.codes == [-9]
     again = launch(*argv, *allowed, "--run.stop_at", 9, output=half.parent, ranks=1, check=False)
     assert again.codes == [0], again.output

@@ -226,9 +226,7 @@ def test_a_state_is_gone_on_from_exactly(data):
     ahead.close()
 
 
-def test_a_read_that_hangs_holds_up_neither_the_last_checkpoint_nor_the_end_twice(
-    data, monkeypatch, caplog
-):
+def test_a_read_that_hangs_holds_up_no_checkpoint_and_the_end_once(data, monkeypatch, caplog):
     batches = loader(data, 3)
     free, read = threading.Event(), batches.loader.next_batch
     calls = iter(range(100))
@@ -288,8 +286,7 @@ def test_small_files_are_read_once_a_node_or_once(data_folder, tmp_path):
             *(*debug_run(data_folder, run), *words, *more),
             ranks=4,
             output=tmp_path / "out",
-            before=on_nodes,
-            before_args=(2, tmp_path, log),
+            before=(on_nodes, 2, tmp_path, log),
         )
         found = [Counter(Path(f"{log}-{rank}").read_text().splitlines()) for rank in range(4)]
         for path in marks | manifests:
@@ -312,8 +309,7 @@ def start_on_two_nodes(tmp_path: Path) -> Ended:
         ranks=2,
         output=tmp_path / "out",
         check=False,
-        before=on_nodes,
-        before_args=(1, tmp_path),
+        before=(on_nodes, 1, tmp_path),
     )
 
 

@@ -116,10 +116,7 @@ def test_a_world_size_that_does_not_divide_names_the_ones_that_do():
         ("data.read_ahead=-1", "data.read_ahead = -1"),
         ("lr_scheduler.decay_steps 5 --lr_scheduler.decay_ratio .1", "unset decay_ratio"),
         ("lr_scheduler.decay_steps 5 --lr_scheduler.total_steps 30", "and total_steps"),
-        (
-            "lr_scheduler.warmup_steps 31 --lr_scheduler.total_steps 30",
-            "fit into total_steps",
-        ),
+        ("lr_scheduler.warmup_steps 31 --lr_scheduler.total_steps 30", "fit into total_steps"),
         ("lr_scheduler.total_steps 11", "total_steps = 11 is less than training.steps = 12"),
         ("lr_scheduler.decay_ratio .9", "a decay of 11 steps"),
         ("lr_scheduler.decay_ratio .95 --lr_scheduler.total_steps 24", "a decay of 23 steps"),

@@ -117,9 +117,7 @@ def test_without_a_gpu_nothing_is_checked(data_folder, checks):
     assert choose_canon(none, torch.device("cuda"), CODE) is None
 
 
-def test_a_pass_is_kept_until_something_that_it_depends_on_changes(
-    alone, checks, data_folder, monkeypatch
-):
+def test_a_pass_is_kept_until_what_it_depends_on_changes(alone, checks, data_folder, monkeypatch):
     def choose(*words: str, code: dict[str, str] = CODE) -> str:
         choice = choose_canon(gpu_job(data_folder, *words), CPU, code)
         assert choice is not None and choice.refused is None
@@ -155,7 +153,7 @@ def test_a_failure_is_not_kept(alone, checks, data_folder):
     assert choose_canon(gpu_job(data_folder), CPU, CODE).backend == "triton"
 
 
-def test_a_lost_device_ends_the_launch_and_the_next_one_takes_compiled(
+def test_after_a_lost_device_the_next_launch_takes_compiled(
     alone, checks, data_folder, monkeypatch
 ):
     monkeypatch.setattr(canon_choice, "_is_lost", lambda device: True)
@@ -202,7 +200,7 @@ def test_all_ranks_take_what_rank_0_found_and_the_log_says_so(data_folder, tmp_p
     def start(problem: str | None, *more: object) -> tuple[str, list[str]]:
         ended = launch(
             *debug_run(data_folder, run), *more,
-            before=on_a_gpu, before_args=(problem, tmp_path), **options,
+            before=(on_a_gpu, problem, tmp_path), **options,
         )  # fmt: skip
         return ended.output, [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)]
 

@@ -169,9 +169,7 @@ def test_a_mixture_by_source_against_float64(data_folder, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_training_is_bitwise_the_same_whatever_is_validated_and_stopped(
-    data_folder, runs, tmp_path
-):
+def test_training_is_bitwise_the_same_whatever_is_validated(data_folder, runs, tmp_path):
     """Stopped where a validation is due, its line lost, gone on with, and launched once more."""
     run = tmp_path / "run"
     words = [*debug_run(data_folder, run), "--validation.freq", 2, "--validation.windows", 9]
