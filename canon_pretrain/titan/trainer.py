@@ -256,7 +256,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         logger.info(
             f"{'going on' if self.step else 'starting'} at step {self.step + 1} of "
             f"{job.training.steps}, to step {job.last_step}, in {self.folder.path}; attention by "
-            f"{self.model_parts[0].attend.describe(self.device.type)}, Canon by {self.canon}"
+            f"{self.model_parts[0].attend.describe(self.device.type)}"
+            f"{f', Canon by {self.canon}' if self.canon else ''}"
         )
         metrics.begin(self.step)
         self._validate(if_missed=True)
