@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from canon_pretrain.checkpoint.weights import load_alone, tensor_shapes
+from canon_pretrain.checkpoint.weights import tensor_shapes
 from canon_pretrain.data.sampler import window_offset
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.train import main
-from tests.ranks import events, launch
+from tests.ranks import assert_same_run, events, launch
 from tests.support import ROOT, debug_run, train
 
 GOLDEN = ROOT / "tests" / "golden" / "debug_losses.json"
@@ -27,22 +27,8 @@ def curve(folder: Path, name: str) -> list[Any]:
     return [event[name] for event in found]
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the last checkpoint: weights and optimizer moments, whole."""
-    checkpoint = folder / "checkpoint" / f"step-{STEPS}"
-    state = {name: torch.empty(shape) for name, shape in tensor_shapes(checkpoint).items()}
-    assert any(name.startswith("optimizer.") for name in state)
-    load_alone(state, checkpoint)
-    return state
-
-
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(runs):
-    for name in ("loss", "max_loss", "grad_norm", "lr", "tokens"):
-        assert curve(runs.resumed, name) == curve(runs.straight, name), name
-    straight, resumed = tensors(runs.straight), tensors(runs.resumed)
-    assert straight.keys() == resumed.keys()
-    for name, tensor in straight.items():
-        assert torch.equal(tensor, resumed[name]), name
+    assert_same_run(runs.resumed, runs.straight, step=STEPS)
 
 
 def test_another_world_size_takes_up_the_same_run(runs):
@@ -113,11 +99,7 @@ def test_compiled_bfloat16_resumes_bitwise_on(device, data_folder, tmp_path):
     assert names.count("resume") == 1
     for record in RunFolder(resumed).launches.glob("*/launch.json"):
         assert json.loads(record.read_text())["devices"]["type"] == device
-    for name in ("loss", "max_loss", "grad_norm", "lr", "tokens", "data_digests"):
-        assert curve(resumed, name) == curve(straight, name), name
-    finished = tensors(straight)
-    for name, tensor in tensors(resumed).items():
-        assert torch.equal(tensor, finished[name]), name
+    assert_same_run(resumed, straight, step=STEPS)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
