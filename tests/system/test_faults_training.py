@@ -335,7 +335,7 @@ def test_an_allowed_change_takes_effect_for_real(half, straight, data_folder):
     state = state_at(half, 12)
     groups = {v for name, v in state.items() if ".param_groups." in name and name.endswith("_lr")}
     assert groups == {1e-3} == set(state["lr_scheduler.base_lrs"])
-    assert {v for name, v in state.items() if name.endswith("weight_decay")} == {0.5}
+    assert {v for name, v in state.items() if name.endswith(".weight_decay")} == {0.5}
     assert state["dataloader.next_sample"] == 8 * 12 + 4 * 8
 
 
