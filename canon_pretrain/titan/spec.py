@@ -232,10 +232,14 @@ class BareStep:
             _, objective = self.model(batch[:, :-1], labels_BT=batch[:, 1:], loss=self.loss)
             (objective / self.num_tokens).backward()
 
+    def update(self) -> None:
+        """Clipping and AdamW."""
+        assert self.optimizer is not None, "a plain step has none"
+        parameters = list(self.model.parameters())
+        dist_utils.clip_grad_norm_(parameters, self.max_norm, foreach=True)
+        self.optimizer.step()
+
     def __call__(self) -> None:
-        """Gradients and, unless it is plain, clipping and AdamW."""
         self.forward_backward()
         if self.optimizer is not None:
-            parameters = list(self.model.parameters())
-            dist_utils.clip_grad_norm_(parameters, self.max_norm, foreach=True)
-            self.optimizer.step()
+            self.update()
