@@ -9,7 +9,6 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from canon_pretrain.core.cli import check_encoding, words
 from canon_pretrain.core.errors import UserError, exit_with
@@ -17,15 +16,9 @@ from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.hardware import check_cuda
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
+from canon_pretrain.titan import device
 from canon_pretrain.titan.command_line import FORCE, check_names, parse_job
 from canon_pretrain.titan.console import init_logging, logger
-from canon_pretrain.titan.device import (
-    check_launch,
-    prepare_device,
-    prepare_process,
-    stand_alone,
-    take_device,
-)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -36,16 +29,16 @@ def main(argv: list[str] | None = None) -> None:
     try:
         check_encoding()
         check_names(argv)  # torch takes seconds to import
-        prepare_process()
+        device.prepare_process()
     except UserError as error:
         exit_with(error, quiet=quiet)
-    prepare_device()
-    with words(), stand_alone():
+    device.prepare_device()
+    with words(), device.stand_alone():
         import torch.distributed
 
         try:
-            check_launch()
-            take_device()
+            device.check_launch()
+            device.take_device()
             _run(argv, quiet=quiet)
         except UserError as error:
             # torchtitan wrote its traceback for torchrun's report; the message is all there is
@@ -120,14 +113,14 @@ def _own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--dry_run", "--dry-run", action="store_true")
     parser.add_argument(FORCE, action="store_true")
-    kinds: dict[str, Any] = {"gpu": str, "world": int, "mfu": float}
-    for name, kind in kinds.items():
-        parser.add_argument(f"--{name}", type=kind)
+    parser.add_argument("--gpu")
+    parser.add_argument("--world", type=int)
+    parser.add_argument("--mfu", type=float)
     try:
         options, rest = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise UserError(str(error)) from None
-    if not options.dry_run and any(getattr(options, name) is not None for name in kinds):
+    if not options.dry_run and {options.gpu, options.world, options.mfu} != {None}:
         raise UserError("--gpu, --world and --mfu belong to --dry_run, which is not given")
     return options, rest
 

@@ -3,16 +3,18 @@
 import functools
 import os
 import shutil
-import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from tests.checkpoint_folders import flip_byte
 from tests.ranks import Ended, Launch, events, launch
-from tests.support import debug_run
+from tests.support import ROOT, debug_run
 
 STEPS = 12
 EVERY_2 = ("--checkpoint.interval", 2, "--checkpoint.async_mode", "disabled")
@@ -94,19 +96,7 @@ def resumed_from(run: Path) -> list[int]:
     return [event["from_step"] for event in events(run, "resume")]
 
 
-def assert_refused(ended: Ended) -> None:
-    """Exit code 2, and the error told once. One that was first to go had the others ended by
-    SIGTERM, as torchrun does it: that may meet them on their own way out."""
-    assert 2 in ended.codes and {*ended.codes} <= {2, -signal.SIGTERM}, ended
-    assert ended.output.count("error: ") == 1 and "Traceback" not in ended.output, ended
-
-
-# ---- damage of a file
-
-
-def flip(path: Path) -> None:
-    """One byte, with the file's size and time as they were."""
-    flip_byte(path)
+flip = flip_byte  # one byte, with the file's size and time as they were
 
 
 def truncate(path: Path) -> None:
@@ -129,10 +119,34 @@ def zero_4k(path: Path) -> None:
     path.write_bytes(content)
 
 
-def missing(path: Path) -> None:
-    path.unlink()
+missing = Path.unlink
 
 
 def a_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
+
+
+def start_torchrun(
+    *arguments: object, output: IO[str], environment: dict[str, str] | None = None, ranks: int = 2
+) -> subprocess.Popen[bytes]:
+    """The trainer, under torchrun for more than one rank."""
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    command = [sys.executable, "-m", *launcher * (ranks > 1), "canon_pretrain.train"]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [*command, *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | own | (environment or {}),
+        stdout=output,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def wait_for(
+    condition: Callable[[], bool], process: subprocess.Popen[bytes], timeout_s: float = 120
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,7 +1,6 @@
-"""The trainer's ranks as processes that a test can watch, signal and kill; ready in a second.
+"""The trainer's ranks as processes, forked from a server that has imported torch and the trainer.
 
-Each is forked from a server process that has imported torch and the trainer. A rank runs
-`before(rank)` first: a function of a test module that patches what it wants to break.
+A rank runs `before(rank)` first: a function that patches what it wants to break.
 """
 
 import contextlib
@@ -26,6 +25,8 @@ from canon_pretrain.run.log import read_log
 from canon_pretrain.run.status import Status, read_status
 
 TIMEOUT_S = 120.0
+Before = Callable[..., None] | tuple[Any, ...] | None
+"""What a rank runs first: a function of its number, or that and further arguments."""
 _context: ForkServerContext = multiprocessing.get_context("forkserver")
 # this module too: a rank's process is told what to run by its functions
 _context.set_forkserver_preload(["tests.ranks_preload", "tests.ranks"])
@@ -51,8 +52,7 @@ class Launch:
         *arguments: object,
         output: Path,
         ranks: int = 2,
-        before: Callable[..., None] | None = None,
-        before_args: tuple[Any, ...] = (),
+        before: Before = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         with socket.socket() as probe:
@@ -68,9 +68,7 @@ class Launch:
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             variables |= environment or {}
             words, out = list(map(str, arguments)), self._outputs[rank]
-            process = _context.Process(
-                target=_rank, args=(words, out, variables, before, before_args)
-            )
+            process = _context.Process(target=_rank, args=(words, out, variables, before))
             process.start()
             self.processes.append(process)
 
@@ -98,8 +96,7 @@ class Launch:
             time.sleep(0.01)
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> Ended:
-        """How all ranks ended. As torchrun does, it ends the others once one has failed: SIGTERM,
-        then SIGKILL after 5 seconds."""
+        """How all ranks ended: as torchrun does, SIGTERM once one failed, SIGKILL 5 s later."""
         deadline = time.monotonic() + timeout_s
         failed_at = None
         while any(process.is_alive() for process in self.processes):
@@ -132,16 +129,16 @@ def launch(*arguments: object, output: Path, check: bool = True, **options: Any)
     return ended
 
 
-def assert_failed(ended: Ended, code: int) -> None:
-    """No rank succeeded, and the first to end left with `code`: as torchrun does, `wait` then sends
-    SIGTERM to the others, which may be on their way out."""
-    assert code in ended.codes, ended.output
-    assert set(ended.codes) <= {code, -signal.SIGTERM}, ended.codes
+def assert_refused(ended: Ended) -> None:
+    """Exit code 2, and the error told once; ranks on their own way out may meet a SIGTERM."""
+    assert 2 in ended.codes and {*ended.codes} <= {2, -signal.SIGTERM}, ended
+    assert ended.output.count("error: ") == 1 and "Traceback" not in ended.output, ended
 
 
-def events(run: Path, name: str) -> list[dict[str, Any]]:
-    """The events of one kind in a run's log, without superseded steps."""
-    return [event for event in read_log(RunFolder(run).log_file) if event["event"] == name]
+def events(run: Path, *names: str) -> list[dict[str, Any]]:
+    """The events of these kinds (none: all) in a run's log, without superseded steps."""
+    found = read_log(RunFolder(run).log_file)
+    return [event for event in found if event["event"] in names or not names]
 
 
 def status(run: Path) -> Status:
@@ -194,8 +191,8 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dicts in dicts as one, by dotted names."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        inner = isinstance(value, dict) and bool(value)
-        found |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+        is_inner = isinstance(value, dict) and value
+        found |= flat(value, f"{prefix}{name}.") if is_inner else {prefix + name: value}
     return found
 
 
@@ -212,13 +209,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [n for n in names if n not in one or n not in other or not same(one[n], other[n])]
 
 
-def _rank(
-    arguments: list[str],
-    output: Path,
-    variables: dict[str, str],
-    before: Callable[..., None] | None,
-    before_args: tuple[Any, ...],
-) -> None:
+def _rank(arguments: list[str], output: Path, variables: dict[str, str], before: Before) -> None:
     """One rank's process: its output goes to a file, as that of a job does."""
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.stdout.flush()
@@ -231,5 +222,6 @@ def _rank(
 
     torch.set_num_threads(1)  # OMP_NUM_THREADS was read when the server imported torch
     if before is not None:
-        before(int(variables["RANK"]), *before_args)
+        function, *words = before if isinstance(before, tuple) else (before,)
+        function(int(variables["RANK"]), *words)
     main(arguments)

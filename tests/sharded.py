@@ -1,9 +1,4 @@
-"""Training steps on a sharded model and on a whole one, without a trainer around them.
-
-`on_ranks` forks gloo ranks and runs a function on each. There `sharded_steps` takes the steps of
-`batches` and gives this rank's part of what came of them; `whole_steps` takes the same steps in
-this process, in plain PyTorch on the whole batch, with the loss written out once more.
-"""
+"""Training steps on a sharded model (`sharded_steps`, on gloo ranks) and on a whole one."""
 
 import functools
 import os
@@ -33,10 +28,7 @@ MAX_NORM = 0.5
 
 @dataclass
 class Steps:
-    """What came of the steps: of each, the losses and the norm; the first gradients; the weights.
-
-    Tensors by name: whole ones, or a rank's rows of them.
-    """
+    """The losses, norms, first gradients and weights of steps: whole, or a rank's rows of them."""
 
     losses: list[tuple[float, float]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -70,11 +62,7 @@ def batches(args: ModelArgs) -> list[Tensor]:
 def sharded_steps(
     model: Transformer, args: ModelArgs, loss: Loss, rank: int, world_size: int, rounds: int
 ) -> Steps:
-    """Take the steps on this rank's rows, in `rounds` micro-batches; `model` is sharded.
-
-    The arithmetic is the trainer's: sums over tokens, divided by the tokens of the global batch.
-    `loss` has the model's head compute it, in chunks of tokens or whole.
-    """
+    """Take the steps on this rank's rows, in `rounds` micro-batches, as the trainer does."""
     from canon_pretrain.model.init import plain_name
     from canon_pretrain.titan.parallelize import clip_gradients
     from canon_pretrain.titan.spec import head_loss

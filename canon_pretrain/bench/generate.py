@@ -29,7 +29,7 @@ from canon_pretrain.core.terminal import Console
 from canon_pretrain.model.args import num_parameters
 from canon_pretrain.model.decode import generate
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.titan.bare_step import fill
+from canon_pretrain.titan.spec import fill
 
 PREFILL, DECODE = "prefill", "decode"
 

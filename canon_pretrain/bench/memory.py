@@ -17,8 +17,8 @@ from canon_pretrain.bench.step import build
 from canon_pretrain.bench.variants import NONE, Variant
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.model.args import CANON_SITES
-from canon_pretrain.titan.bare_step import one_rank
 from canon_pretrain.titan.dry_run import GIB, count_saved
+from canon_pretrain.titan.spec import one_rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
 """Canon's price in a training step: each set and backend beside the same model without Canon.
 
 `--unit block` is forward and backward of one compiled block. `--unit model` is on a CPU the whole
-step (titan/bare_step.py), and on a GPU the model's forward and backward, of which MFU is a share;
+step (titan/spec.py), and on a GPU the model's forward and backward, of which MFU is a share;
 what FSDP2 and AdamW take on top is measured apart, of the model without Canon.
 
 On a CPU the two models of a comparison take turns. A GPU holds one at a time, with all of its
@@ -33,8 +33,8 @@ from canon_pretrain.bench.variants import NONE, Variant, Workload
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.model.args import FLOPS_FORMULA, ModelArgs, flops_per_token
 from canon_pretrain.model.attend import Attend
-from canon_pretrain.titan.bare_step import BareStep, job_of, one_rank
 from canon_pretrain.titan.dry_run import GIB
+from canon_pretrain.titan.spec import BareStep, job_of, one_rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

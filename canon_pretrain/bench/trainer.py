@@ -1,6 +1,6 @@
 """The trainer's step against a bare PyTorch loop, and what a save costs the step.
 
-The bare loop (titan/bare_step.py) has the same model, sharded and compiled alike, the same loss,
+The bare loop (titan/spec.py) has the same model, sharded and compiled alike, the same loss,
 fused AdamW and clipping. The two take turns in blocks; on a GPU, which they would share, the loop
 is measured before the trainer and after it, each alone in memory.
 """
@@ -36,10 +36,10 @@ from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.run.config import Data
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
-from canon_pretrain.titan.bare_step import BareStep, one_rank
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import open_data
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
+from canon_pretrain.titan.spec import BareStep, one_rank
 from canon_pretrain.titan.trainer import CanonTrainer
 
 WARM_UP = 3

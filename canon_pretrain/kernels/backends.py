@@ -75,7 +75,7 @@ def canon_reference(
 def choose(backend: str, num_taps: int = 0) -> str:
     """Return the backend for a kernel of `num_taps`: `compiled` for `auto`, and for too many taps.
 
-    In a run on a GPU titan/canon_choice.py replaces `auto` before the model is built.
+    In a run on a GPU titan/parallelize.py replaces `auto` before the model is built.
     """
     too_wide = backend == "triton" and num_taps > TRITON_TAPS
     return "compiled" if backend == "auto" or too_wide else backend

@@ -1,6 +1,6 @@
 """Whether a Canon backend computes the formula here: values and gradients against float64.
 
-`titan/canon_choice.py` asks before a run takes a kernel; `bench canon` times the same forms. A form
+`titan/parallelize.py` asks before a run takes a kernel; `bench canon` times the same forms. A form
 is Canon at one site with its neighbors, made of the model's own modules: the norm before A and C,
 the rotation after B, the activation after D.
 

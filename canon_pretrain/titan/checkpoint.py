@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
@@ -37,14 +36,16 @@ from canon_pretrain.core.files import reserve
 from canon_pretrain.run.background import Background
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import RunFacts, mark_obeyed, was_obeyed
+from canon_pretrain.run.session import Session
 from canon_pretrain.run.stop import LOST_LOCK
 from canon_pretrain.titan.job_config import Checkpoint
-from canon_pretrain.titan.resume import Council, Resume, leave_branch
+from canon_pretrain.titan.metrics import CanonMetrics
+from canon_pretrain.titan.resume import Council, Resume
 
 CLOSE_TIMEOUT_S = 5.0
 ELSEWHERE = "Make room, or save elsewhere with --job.dump_folder or --checkpoint.folder"
 LOUD_AFTER = 3
-"""Failed saves in a row from which on each one is an error, not a warning."""
+"""Failed saves in a row from which on each one is told loudly."""
 
 
 def full_bytes(weights: Mapping[str, Tensor]) -> int:
@@ -59,8 +60,7 @@ def check_room(folder: CheckpointFolder, num_bytes: int) -> None:
     try:
         folder.make_trial()
     except OSError as error:
-        text = f"no checkpoint can be saved in {folder.path}: {error.strerror}. {ELSEWHERE}"
-        raise UserError(text) from None
+        raise UserError(f"{folder.path}: {error.strerror}. {ELSEWHERE}") from None
 
 
 class Staging:
@@ -110,33 +110,30 @@ class CanonCheckpointManager:
         sd_adapter: object | None = None,
         base_folder: str = "",
         *,
-        event: Callable[..., None],
-        note: Callable[..., None],
-        still_ours: Callable[[], bool],
-        flush: Callable[[], None],
+        session: Session,
+        metrics: CanonMetrics,
         launch: RunFacts | None,
     ) -> None:
         self.config = checkpoint_config
         self.enable = checkpoint_config.enable
         self.run = RunFolder(Path(base_folder))
+        self._event, self._flush = metrics.event, metrics.flush
+        self._note, self._still_ours, self._launch = session.note, session.still_ours, launch
         path = self.run.path / checkpoint_config.folder
-        self.folder = CheckpointFolder(path, may_change=still_ours)
+        self.folder = CheckpointFolder(path, may_change=session.still_ours)
         parts = {"optimizer": optimizers, "dataloader": dataloader, "lr_scheduler": lr_schedulers}
         self.states = states | parts
         self._model = ModelWrapper(model_parts)
-        self._event, self._note, self._flush = event, note, flush
-        self._still_ours, self._launch = still_ours, launch
         self._obeyed_once: str | None = None
         """An option that acts once, to be marked as obeyed when the launch begins to train."""
         self.saved_step = 0
         """The newest step with a whole checkpoint, as far as this launch knows."""
         self.failures = 0
-        self._rank = dist.get_rank()
         self._save: _Save | None = None
-        self._staging = Staging()
+        self._staging, self.council = Staging(), Council()
+        self._rank = self.council.rank
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else 0
         self._retaining = Background(self._retain, "retention")
-        self.council = Council()
         self._retention = Retention(
             self.folder,
             checkpoint_config.keep_latest_k,
@@ -154,10 +151,9 @@ class CanonCheckpointManager:
         if step != -1 and self.council.decide(lambda: was_obeyed(once, option)):
             logger.info(f"NOTE: this job has gone back to step {step} before: going on from there")
             step = -1
-        initial = self.config.initial_load_path or ""
         search = Resume(self.folder, self.run, self.council, self._model, self.states, self._event)
-        only_weights = self.config.initial_load_model_only
-        found = search.take_up(step, initial=initial, initial_model_only=only_weights)
+        initial, model_only = self.config.initial_load_path, self.config.initial_load_model_only
+        found = search.take_up(step, initial=initial or "", initial_model_only=model_only)
         self._obeyed_once = None if step == -1 else option
         if found is not None:
             self.saved_step = found
@@ -172,21 +168,23 @@ class CanonCheckpointManager:
             raise UserError(f"stopped before its first step: {LOST_LOCK}", shared=True)
         self.check_room()
         if self.saved_step:
-            self.council.decide(self._leave_branch)
+            self.council.decide(lambda: self._leave_branch(self.saved_step))
 
-    def _leave_branch(self) -> None:
-        leave_branch(self.folder, self.run, self.saved_step, self._event)
+    def _leave_branch(self, step: int) -> bool:
+        """Archive what was saved after `step`, and return whether it was saved; rank 0 only."""
+        kept = self.folder.archive_after(step, self.run.path, f"gone on from step {step}")
+        if kept is not None:
+            logger.warning(f"saved after step {step} is an abandoned branch, now in {kept}")
+            self._event("archive", step=step, moved_to=str(kept))
         if self._obeyed_once:
             mark_obeyed(self.run.obeyed_file, self._obeyed_once)
+        return step in self.folder.steps()
 
     def go_back(self, step: int) -> None:
         """Make `step` the newest one: move what was saved after it to the archive."""
         self.wait()
-        self.council.decide(lambda: leave_branch(self.folder, self.run, step, self._event))
-        if self.council.decide(lambda: step in self.folder.steps()):
+        if self.council.decide(lambda: self._leave_branch(step)):
             self.saved_step = step
-
-    # -- saving ------------------------------------------------------------------------------
 
     def is_due(self, step: int) -> bool:
         first = step == 1 and self.config.enable_first_step_checkpoint
@@ -194,13 +192,12 @@ class CanonCheckpointManager:
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Begin a checkpoint as `curr_step`, if it is due or the last, which is waited for."""
-        if not self.enable or not (last_step or self.is_due(curr_step)):
-            return
-        if last_step:
-            self.wait()  # the one being written may be it, and ranks hear of its end apart
-        if not last_step or curr_step != self.saved_step:
+        if self.enable and not last_step and self.is_due(curr_step):
             self.begin_save(curr_step)
-        if last_step:
+        elif self.enable and last_step:
+            self.wait()  # the one being written may be it, and ranks hear of its end apart
+            if curr_step != self.saved_step:
+                self.begin_save(curr_step)
             self.wait()
 
     def begin_save(self, step: int) -> None:
@@ -209,20 +206,18 @@ class CanonCheckpointManager:
         if self.council.decide_at_once(lambda: self._is_busy(step)):
             return
         self.wait()
-        verdict = self.council.decide(self._preflight)
-        if verdict is not None:
+        if (verdict := self.council.decide(self._preflight)) is not None:
             self._remove_unfinished(step)
             self._failed(step, verdict)
             return
         staged = self._staging.copy(self.states | self._model.state_dict())
-        launch = self._launch
         writer = VerifiedWriter(
             self.folder.step_path(step),
             self.folder.saving_path(step),
             step=step,
-            world_size=dist.get_world_size(),
-            run_id=launch.run_id if launch else None,
-            launch=launch.launches if launch else None,
+            world_size=self.council.world_size,
+            run_id=self._launch.run_id if self._launch else None,
+            launch=self._launch.launches if self._launch else None,
             may_commit=self._may_commit,
         )
         write = functools.partial(self._write, staged, writer, self._staging.copied)
@@ -237,10 +232,8 @@ class CanonCheckpointManager:
         if self._save is None or self._save.future.done():
             return False
         self._event("checkpoint_slow", step=step, saving=self._save.step)
-        logger.warning(
-            f"step {step} is not saved: the checkpoint of step {self._save.step} is still "
-            f"being written, {time.monotonic() - self._save.begin:.0f} s after it began"
-        )
+        busy = f"the checkpoint of step {self._save.step} is still being written"
+        logger.warning(f"step {step} is not saved: {busy}")
         return True
 
     def _preflight(self) -> str | None:
@@ -259,7 +252,7 @@ class CanonCheckpointManager:
         """Raise UserError on all ranks if no checkpoint could be saved."""
         self.council.decide(lambda: check_room(self.folder, self.checkpoint_bytes()))
         trial, faults = self.folder.trial_path, []
-        num_bytes = self.checkpoint_bytes() // dist.get_world_size()
+        num_bytes = self.checkpoint_bytes() // self.council.world_size
         try:
             reserve(trial / f"__{self._rank}_0.distcp", num_bytes)
         except OSError as error:
@@ -267,11 +260,9 @@ class CanonCheckpointManager:
         found = self.council.collect(faults)
         self.council.decide(lambda: remove_tree(trial) if trial.exists() else 0)
         if found:
-            raise UserError(
-                f"no checkpoint can be saved in {self.folder.path}, a file of {num_bytes:,} bytes "
-                f"was tried: {'; '.join(texts[0] for texts in found.values())}. {ELSEWHERE}",
-                shared=True,
-            )
+            text = "; ".join(texts[0] for texts in found.values())
+            text = f"{self.folder.path} takes no file of {num_bytes:,} bytes: {text}. {ELSEWHERE}"
+            raise UserError(text, shared=True)
 
     def maybe_wait_for_staging(self) -> None:
         self._staging.keep_order()
@@ -318,8 +309,8 @@ class CanonCheckpointManager:
         seconds = time.monotonic() - save.begin
         times = {"seconds": seconds, "stall_seconds": save.stall_s or seconds}
         self._event("checkpoint", step=save.step, bytes=manifest.total_bytes, **times)
-        self._note(checkpoint_step=save.step, checkpoint_saved=manifest.saved)
-        self._note(checkpoint_failures=0)
+        saved = {"checkpoint_step": save.step, "checkpoint_saved": manifest.saved}
+        self._note(**saved, checkpoint_failures=0)
         self._retaining.request()
 
     def _failed(self, step: int, why: str) -> None:
@@ -331,11 +322,9 @@ class CanonCheckpointManager:
         self._note(checkpoint_failures=self.failures)
         text = f"step {step} is NOT SAVED: {why}. Training goes on; the next interval tries again"
         if self.failures >= LOUD_AFTER:
-            text += f"\n{'!' * 80}\n{self.failures} saves in a row have failed: all since step "
-            text += f"{self.saved_step} would be lost with this process\n{'!' * 80}"
+            text += f"\n!!! {self.failures} saves in a row have failed: all since step "
+            text += f"{self.saved_step} would be lost with this process !!!"
         logger.warning(text)
-
-    # -- keeping -----------------------------------------------------------------------------
 
     def _retain(self) -> None:
         """Delete what is too old; in the background, rank 0 only."""
@@ -378,7 +367,6 @@ class _Save:
     def _run(self, write: Callable[[], None]) -> None:
         try:
             write()
+            self.future.set_result(None)
         except BaseException as error:
             self.future.set_exception(error)
-        else:
-            self.future.set_result(None)

@@ -28,17 +28,15 @@ parameters, memory, disk, time. With --force train though by the estimate memory
 def split_config(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Take `--config FILE` (or torchtitan's `--job.config_file FILE`) out of the command line."""
     path: Path | None = None
-    rest = []
-    words = iter(arguments)
+    rest, words = [], iter(arguments)
     for word in words:
         name, equals, value = word.partition("=")
         if name not in ("--config", "--job.config_file", "--job.config-file"):
             rest.append(word)
-            continue
-        value = value if equals else next(words, "")
-        if not value:
+        elif value := value if equals else next(words, ""):
+            path = Path(value)
+        else:
             raise UserError(f"{name} needs a file. Usage: {USAGE}")
-        path = Path(value)
     return path, rest
 
 

@@ -32,11 +32,9 @@ HISTORY = 512
 """Logged losses that are remembered for the sparkline; as many are drawn as fit."""
 SHOWN_EVENTS = 4
 PRINT_TIMEOUT_S = 0.2
-FIGURES = {"grad_norm": "grad_norm {:.3f}", "lr": "lr {:.2e}"}
-FIGURES |= {"tokens_per_second": "{:,.0f} tok/s", "mfu": "MFU {:.1%}"}
-MORE = {"seconds_per_step": "{:.3g} s/step", "data_wait": "data wait {:.1%}"}
-MORE |= {"memory_gib": "memory {:.1f} GiB", "tokens": "{:,} tokens"}
-MORE |= {"skipped_steps": "skipped steps {}", "restarts": "restarts {}"}
+FIGURES = "grad_norm {grad_norm:.3f}|lr {lr:.2e}|{tokens_per_second:,.0f} tok/s|MFU {mfu:.1%}"
+MORE = "|{seconds_per_step:.3g} s/step|data wait {data_wait:.1%}|memory {memory_gib:.1f} GiB"
+MORE += "|{tokens:,} tokens|skipped steps {skipped_steps}|restarts {restarts}"
 
 
 class Console:
@@ -63,11 +61,10 @@ class Console:
                     self._latest[event["event"]] = (None, event)
             live = _BottomOfTerminal(self, colour=self._colour)
             live.start()
+            self._live = live
+            atexit.register(self.end)
         except Exception as error:  # whatever is wrong with the terminal, it is not the run
             logger.warning(f"no live view ({type(error).__name__}: {error}): plain lines")
-            return
-        self._live = live
-        atexit.register(self.end)
 
     def stands_at(self, step: int) -> None:
         """Show how far the run is; called after every step."""
@@ -81,7 +78,7 @@ class Console:
             self._losses.append(fields["loss"])
             done = f"{100 * self._step / self.total_steps:.1f} %"
             text = f"step {self._step}/{self.total_steps}  {done}  loss {fields['loss']:.4f}  "
-            text += f"{'  '.join(_figures(fields, FIGURES))}  ETA {self._eta(fields)}"
+            text += f"{_figures(fields, FIGURES)}  ETA {self._eta(fields)}"
         elif name == "validation":
             text = f"validation at step {fields['step']}: {_held_out(fields)}, "
             text += f"{fields['tokens_scored']:,} tokens, {fields['seconds']:.1f} s"
@@ -116,11 +113,10 @@ class Console:
             yield from (*line, Segment.line())
 
     def _lines(self, width: int) -> Iterator[rich.console.RenderableType]:
-        step = self._latest["step"][1] if "step" in self._latest else {}
+        _, step = self._latest.get("step", (None, {}))
         bar = Table.grid("", Column(ratio=1), "", padding=(0, 1), expand=True)
-        share = f"{self._step / self.total_steps:.1%}" + (
-            f"  ETA {self._eta(step)}" if step else ""
-        )
+        share = f"{self._step / self.total_steps:.1%}"
+        share += f"  ETA {self._eta(step)}" if step else ""
         progress = ProgressBar(self.total_steps, self._step)
         bar.add_row(f"step {self._step}/{self.total_steps}", progress, share)
         yield bar
@@ -129,7 +125,7 @@ class Console:
             drawn = sparkline(list(self._losses)[-max(1, width - len(loss)) :])
             yield Text.assemble((loss, "bold"), (drawn, "cyan"), no_wrap=True, overflow="crop")
         if step:
-            yield Text("  ".join(_figures(step, FIGURES | MORE)))
+            yield Text(_figures(step, FIGURES + MORE))
         state = "no checkpoint yet"
         if "checkpoint" in self._latest:
             saved, fields = self._latest["checkpoint"]
@@ -165,8 +161,13 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str:
     return printable(f"{name.replace('_', ' ')}  {facts}")
 
 
-def _figures(fields: Mapping[str, Any], formats: Mapping[str, str]) -> list[str]:
-    return [text.format(fields[name]) for name, text in formats.items() if name in fields]
+def _figures(fields: Mapping[str, Any], formats: str) -> str:
+    """Fill in those of `formats` whose field there is."""
+    texts = []
+    for text in formats.split("|"):
+        with contextlib.suppress(KeyError):
+            texts.append(text.format_map(fields))
+    return "  ".join(texts)
 
 
 def _held_out(fields: Mapping[str, Any]) -> str:
@@ -181,8 +182,7 @@ class _BottomOfTerminal(Live):
         environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
         options: dict[str, Any] = {"no_color": None if colour else True, "_environ": environ}
         console = terminal.Console(highlight=False, **options)
-        # a killed process could not show it again
-        console.show_cursor = lambda show=True: False  # type: ignore[method-assign]
+        console.show_cursor = lambda show=True: False  # type: ignore[method-assign] # kill -9
         self._lengths: list[int] = []
         super().__init__(view, console=console, vertical_overflow="crop")
 
@@ -199,8 +199,6 @@ class _BottomOfTerminal(Live):
             return super().process_renderables(renderables)
 
 
-# -- torchtitan's log ----------------------------------------------------------------------------
-
 # No news, does not hold here (a CPU's peak FLOP/s, autocast), or is said by our own lines
 _NOISE = (
     *("[GC]", "ENV[TORCH_", "Building canon", "Building device mesh"),
@@ -214,8 +212,7 @@ _NOISE = (
 class Printer(logging.Handler):
     """Prints from a thread to the present sys.stdout: the live view puts itself there.
 
-    A line is waited for, so that what follows on stderr comes after it, but only for
-    PRINT_TIMEOUT_S, and not at all while an earlier line is stuck.
+    A line is waited for PRINT_TIMEOUT_S at most, and not at all while an earlier one is stuck.
     """
 
     def __init__(self) -> None:
@@ -239,16 +236,15 @@ class Printer(logging.Handler):
 
 def init_logging(rank: int) -> None:
     """Let rank 0 print the story on stdout, the other ranks only what went wrong."""
-    root = logging.getLogger()
-    for handler in list(root.handlers):
-        root.removeHandler(handler)
-        if isinstance(handler, Printer):
-            handler.close()
     printer = Printer()
-    printer.setFormatter(logging.Formatter("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
     printer.addFilter(lambda record: not record.getMessage().startswith(_NOISE))
-    root.addHandler(printer)
-    root.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logging.basicConfig(
+        format="%(asctime)s  %(message)s",
+        datefmt="%H:%M:%S",
+        level=logging.INFO if rank == 0 else logging.WARNING,
+        handlers=[printer],
+        force=True,  # also those of torchtitan, and of an earlier launch in this process
+    )
     os.environ["KINETO_LOG_LEVEL"] = "5"
     for known in (
         "DTensor random operators may not have",  # weights and data have their own generators

@@ -5,7 +5,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -21,7 +20,6 @@ from canon_pretrain.data.held_out import open_apart, open_held_out, part_fingerp
 from canon_pretrain.data.loader import BatchLoader, samples_digest
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import ShardError, TokenShards
-from canon_pretrain.run.config import Data
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig
 
@@ -34,8 +32,6 @@ IN_THE_IDENTITY = ("fingerprint", "seed", "mode", "seq_len", "global_batch")
 CLOSE_S, LEAVE_S = 10.0, 0.5
 """How long the ends of a run and of its steps wait for a thread that is still reading."""
 
-# -- opening -------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class OpenedData:
@@ -47,34 +43,31 @@ class OpenedData:
     identity: dict[str, Any]
     """HELD_OUT and its value; empty if validation is turned off."""
 
+    @property
+    def fingerprints(self) -> list[str]:
+        return [self.training.fingerprint, *map(str, self.identity.values())]
+
 
 def open_data(job: CanonJobConfig) -> OpenedData:
     """Open what `job` trains and validates on; sets `model.vocab_size` and `validation.enable`."""
     with open_shards(job) as training:
         if job.validation.enable is False:
             return OpenedData(training, [], [], {})
-        parts: list[TokenShards | None]
+        parts: list[TokenShards | None] = []
         try:
-            if job.validation.path:
-                parts = [open_apart(job.validation.path)]
-            else:
-                parts = [open_held_out(folder) for folder in job.data.folders]
+            for folder in validation_folders(job):
+                parts.append((open_apart if job.validation.path else open_held_out)(folder))
         except ShardError as error:
             raise UserError(f"the held-out part can't be read: {error}. {OFF}") from None
         for part in filter(None, parts):
             part.close()
-            fault = None
-            if part.vocab_size != job.model_args.vocab_size:
-                fault = f"a vocabulary of {part.vocab_size}, not {job.model_args.vocab_size}"
-            elif part.tokenizer_sha256 != training.tokenizer_sha256:
-                fault = f"another tokenizer than the training data: {part.tokenizer_sha256[:16]}"
-            elif part.fingerprint in {source.fingerprint for source in training.sources}:
-                fault = "the text that is trained on"
-            if fault:
-                raise UserError(
-                    f"{part.folder} (validation.path = {job.validation.path!r}) has {fault}: build "
-                    f"another text with the training data's tokenizer. {OFF}"
-                )
+            text = f"{part.folder} (validation.path = {job.validation.path!r}) has "
+            same = part.vocab_size == job.model_args.vocab_size
+            if not same or part.tokenizer_sha256 != training.tokenizer_sha256:
+                text += "another tokenizer than the training data: build one text with theirs"
+                raise UserError(f"{text}. {OFF}")
+            if part.fingerprint in {source.fingerprint for source in training.sources}:
+                raise UserError(f"{text}the text that is trained on: build another. {OFF}")
         notices = _settle_validation(job, parts)
         return OpenedData(training, parts, notices, {HELD_OUT: part_fingerprint(parts)})
 
@@ -96,13 +89,11 @@ def open_shards(job: CanonJobConfig) -> Mixture:
         if args.document_mask and source.eos_id != args.eos_id:
             raise UserError(
                 f"model.document_mask looks for model.eos_id = {args.eos_id}, but documents of "
-                f"{folder} end with {source.eos_id}: set model.eos_id, or choose other shards"
+                f"{folder} end with {source.eos_id}: set model.eos_id = {source.eos_id}"
             )
-        if source.num_tokens <= job.training.seq_len:
-            raise UserError(
-                f"{folder} holds {source.num_tokens:,} training tokens, fewer than one window of "
-                f"training.seq_len + 1 = {job.training.seq_len + 1}"
-            )
+        if source.num_tokens <= (window := job.training.seq_len):
+            text = f"fewer than one window of training.seq_len + 1 = {window + 1}"
+            raise UserError(f"{folder} holds {source.num_tokens:,} training tokens, {text}")
     return mixture
 
 
@@ -115,8 +106,7 @@ def _settle_validation(job: CanonJobConfig, parts: Sequence[TokenShards | None])
     """Set `validation.enable`; return notices. Raises UserError if it was asked for in vain."""
     folders = validation_folders(job)
     without = [folder for folder, part in zip(folders, parts, strict=True) if part is None]
-    text = f"{', '.join(without)} has no held-out part: build with --holdout, or set "
-    text += "validation.path"
+    text = f"{', '.join(without)} has no held-out part (--holdout): set validation.path"
     if job.validation.enable and without:
         raise UserError(f"validation.enable = True, but {text}, or leave it unset")
     job.validation.enable = len(without) < len(folders)
@@ -125,33 +115,20 @@ def _settle_validation(job: CanonJobConfig, parts: Sequence[TokenShards | None])
 
 def share(job: CanonJobConfig, data: OpenedData | None, compared: T | None) -> tuple[OpenedData, T]:
     """Return what rank 0 has of both, on all ranks; UserError if a node's data are not rank 0's."""
-
-    def prints(data: OpenedData) -> list[str]:
-        return [data.training.fingerprint, *map(str, data.identity.values())]
-
     answer = [(data, compared, (job.model.vocab_size, job.validation.enable))]
     dist.broadcast_object_list(answer, src=0)
     first, compared, (job.model.vocab_size, job.validation.enable) = answer[0]
     assert first is not None and compared is not None
-    own = None if data is None else (socket.gethostname(), prints(data))
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    others = {host: found for host, found in filter(None, everyone) if found != prints(first)}
+    dist.all_gather_object(everyone, data and (socket.gethostname(), data.fingerprints))
+    others = {host: own for host, own in filter(None, everyone) if own != first.fingerprints}
     if others:
         raise UserError(
             f"{', '.join(job.data.folders)} does not hold the same data on all nodes: rank 0's "
-            f"has {prints(first)}, other nodes: {others}. Copy it, or use a shared folder",
+            f"has {first.fingerprints}, other nodes: {others}. Copy it, or use a shared folder",
             shared=True,
         )
     return first, compared
-
-
-def absolute_folders(data: Data) -> dict[str, Any]:
-    """Return the `path` and `paths` of `[data]` for a reader in another working folder."""
-    return {
-        "path": str(Path(data.path).resolve()) if data.path else "",
-        "paths": [str(Path(folder).resolve()) for folder in data.paths],
-    }
 
 
 # -- reading -------------------------------------------------------------------------------------
@@ -242,9 +219,8 @@ class CanonDataLoader(BaseDataLoader):
         if self._device is not None:
             torch.cuda.set_device(self._device)  # a new thread is at the first GPU
             inputs, labels = inputs.pin_memory(), labels.pin_memory()
-        return _Batch(
-            inputs, labels, samples_digest(samples), begins_step, self.loader.state_dict()
-        )
+        digest, state = samples_digest(samples), self.loader.state_dict()
+        return _Batch(inputs, labels, digest, begins_step, state)
 
     def close(self, timeout_s: float | None = CLOSE_S) -> None:
         """End the thread; what it has read and nobody took will be read again."""

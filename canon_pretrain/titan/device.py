@@ -14,7 +14,6 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import read_count
 from canon_pretrain.kernels.hardware import near_cores
 
-MAX_COMPILE_THREADS = 32  # Inductor's own limit
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -36,10 +35,9 @@ def prepare_process() -> None:
     """Set what torch and the system should know of a rank, unless the user has; before torch."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # Inductor takes all cores in each rank
+    # Inductor takes all cores in each rank, 32 at most
     threads = available_cores() // max(1, read_count(os.environ, "LOCAL_WORLD_SIZE"))
-    threads = min(max(1, threads), MAX_COMPILE_THREADS)
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(max(1, threads), 32)))
     # gloo takes a socket per rank, a usual soft limit is 1,024
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # macOS has a lower one than it says
@@ -55,7 +53,7 @@ def prepare_device() -> None:
     def memory_stats(device: Any = None) -> dict[str, int]:
         # the process's peak resident set under the names that torchtitan's monitor reads
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peaks = {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak}
+        peaks = dict.fromkeys(("active_bytes.all.peak", "reserved_bytes.all.peak"), peak)
         return peaks | {"num_alloc_retries": 0, "num_ooms": 0}
 
     total_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

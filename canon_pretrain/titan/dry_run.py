@@ -23,8 +23,7 @@ from torchtitan.tools import utils
 from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.core.text import duration
-from canon_pretrain.core.text import size as text_of_size
+from canon_pretrain.core.text import duration, size
 from canon_pretrain.data.shards import ShardError, dtype_for
 from canon_pretrain.kernels.hardware import available_memory
 from canon_pretrain.model.args import (
@@ -54,8 +53,8 @@ LEAST_KEPT = 0.64
 # measured with the quickstart's model on 2 ranks of one core each: 9,000 tokens/s at 6.4 MFLOP
 CPU_FLOPS_PER_RANK = 3e10
 ADVICE = "training.local_batch_size (it changes no result), use more"
-SHOWN_ANYWAY = "num_layers num_heads dim ffn_dim vocab_size max_seq_len norm_eps ".split()
-SHOWN_ANYWAY += ["position", "canon_set", "qk_norm"]
+SHOWN_ANYWAY = """num_layers num_heads dim ffn_dim vocab_size max_seq_len norm_eps position
+    canon_set qk_norm""".split()
 GPUS = {"a100": (79.2, 312e12), "h100": (79.6, 989e12), "h200": (139.8, 989e12)}
 """Usable memory in GiB and dense bf16 FLOP/s, from the vendor's data sheets."""
 
@@ -84,9 +83,8 @@ def this_machine(ranks: int, mfu: float = DEFAULT_MFU) -> Device:
     name = torch.cuda.get_device_name()
     memory = torch.cuda.get_device_properties(0).total_memory / GIB
     peak = utils.get_peak_flops(name)
-    is_guess = peak == GPUS["a100"][1] and "A100" not in name
-    whose = f"{'an A100' if is_guess else 'its'} {peak / 1e12:,.0f} TFLOP/s"
-    return Device(name, memory, mfu * peak, f"{mfu:.0%} MFU of {whose}")
+    whose = "an A100's" if peak == GPUS["a100"][1] and "A100" not in name else "its"
+    return Device(name, memory, mfu * peak, f"{mfu:.0%} MFU of {whose} {peak / 1e12:,.0f} TFLOP/s")
 
 
 # -- memory --------------------------------------------------------------------------------------
@@ -107,9 +105,8 @@ def count_memory(
     parameters, trained = count_parameters(model)
     block = sum(p.numel() for p in model.get_submodule("layers.0").parameters())
     # weights of two blocks, embedding and head, and one block's gradient in float32
-    gathered = parameters - (args.num_layers - 2) * block
-    if job.parallelism.fsdp_reshard_after_forward == "never":
-        gathered = parameters
+    keeps_all = job.parallelism.fsdp_reshard_after_forward == "never"
+    gathered = parameters - (0 if keeps_all else (args.num_layers - 2) * block)
     weights, shard = (-(-count // num_shards) * dtype.itemsize for count in (parameters, trained))
     saved_block, saved_head = saved_bytes(args, micro_batch, param_dtype, loss)
     tokens = micro_batch * args.max_seq_len
@@ -139,32 +136,27 @@ def saved_bytes(
     shape = (micro_batch, args.max_seq_len)
     # on a GPU flex attention computes masks and ALiBi, and keeps what plain attention does
     plain = args if args.position in ROTARY else dataclasses.replace(args, position="nope")
-    before = torch.get_default_dtype()
     with FakeTensorMode():
-        torch.set_default_dtype(dtype)
-        try:
+        with utils.set_default_dtype(dtype):
             rope = Rope(plain) if plain.rope_dim else None
             block = TransformerBlock(plain, rope, Attend(plain))
             norm, output = norm_of(args), Head(args.dim, args.vocab_size)
-        finally:
-            torch.set_default_dtype(before)
+        modules = nn.ModuleList([block, norm, output])
         h_BTD = torch.empty(*shape, args.dim, dtype=dtype, requires_grad=True)
         labels_BT = torch.zeros(shape, dtype=torch.int64)
         near_BN = None
         if args.document_mask and args.canon_set:
             near_BN = near_segments(labels_BT.int(), args.max_seq_len, args.canon_kernel - 1)
-        function = head_loss(loss)
-        modules = nn.ModuleList([block, norm, output])
         return (
             count_saved(lambda: block(h_BTD, None, near_BN), modules),
-            count_saved(lambda: output(norm(h_BTD), labels_BT, function)[1], modules),
+            count_saved(lambda: output(norm(h_BTD), labels_BT, head_loss(loss))[1], modules),
         )
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Return how many parameters a model has, and how many of them are trained."""
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+    own = [*model.parameters()]
+    return sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)
 
 
 def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
@@ -179,8 +171,7 @@ def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = forward()
-    del out
+        forward()
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
@@ -190,23 +181,25 @@ def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
     # counting takes a second: not where a bound several times too high fits
     tokens = micro_batch_size(job, world_size) * job.training.seq_len
     values = tokens * (64 * args.num_layers * (args.dim + args.ffn_dim) + 8 * args.vocab_size)
-    is_small = 4 * (6 * num_parameters(args) + values) < room
-    if job.training.enable_cpu_offload or is_small:
+    if job.training.enable_cpu_offload or 4 * (6 * num_parameters(args) + values) < room:
         return
-    with torch.device("meta"):
-        model = Transformer(args)
     mode = job.activation_checkpoint.mode
-    parts = count_memory(job, model, world_size, recompute=mode != "none")
+    parts = count_memory(job, on_meta(args), world_size, recompute=mode != "none")
     if job.compile.enable and mode == "none":
         parts["activations"] = round(LEAST_KEPT * parts["activations"])
-    if (total := sum(parts.values())) <= room:
-        return
-    raise UserError(
-        f"this job can't fit: each of its {world_size} rank(s) needs at least {total / GIB:.1f} "
-        f"GiB ({', '.join(f'{name} {size / GIB:.1f}' for name, size in parts.items())}), and a "
-        f"{device.name} here has {device.memory_gib:.1f} GiB for one. Lower {ADVICE} ranks, or "
-        "--activation_checkpoint.mode full; --force starts all the same"
-    )
+    if (total := sum(parts.values())) > room:
+        each = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in parts.items())
+        raise UserError(
+            f"this job can't fit: each of its {world_size} rank(s) needs at least "
+            f"{total / GIB:.1f} GiB ({each}), and a {device.name} here has "
+            f"{device.memory_gib:.1f} GiB for one. Lower {ADVICE} ranks, or "
+            "--activation_checkpoint.mode full; --force starts all the same"
+        )
+
+
+def on_meta(args: ModelArgs) -> Transformer:
+    with torch.device("meta"):
+        return Transformer(args)
 
 
 # -- plans ---------------------------------------------------------------------------------------
@@ -225,8 +218,7 @@ class Plan:
                 with open_shards(job) as data:
                     drawn, self.data_fingerprint = data.num_tokens, data.fingerprint
         args = job.model_args  # with the vocabulary of the data
-        with torch.device("meta"):
-            model = Transformer(args)
+        model = on_meta(args)
         self.parameters, self.trained = count_parameters(model)
         self.micro_batch = micro_batch_size(job, world_size)
         recompute = job.activation_checkpoint.mode == "full"
@@ -277,19 +269,12 @@ def first_notes(job: CanonJobConfig, device: Device, world_size: int) -> Iterato
     """Yield what a user should know before a real run starts to use up their time."""
     ranks, devices = int(os.environ["LOCAL_WORLD_SIZE"]), device_count()
     if has_accelerator() and ranks < devices:
-        yield (
-            f"this run uses {ranks} of the {devices} GPUs of this node; torchrun "
-            f"--nproc-per-node {devices} would use all"
-        )
+        yield f"this run uses {ranks} of the {devices} GPUs of this node (--nproc-per-node)"
     training = job.training
     tokens = job.last_step * training.global_batch_size * training.seq_len
     flops = tokens * flops_per_token(job.model_args, training.seq_len)
-    days = flops / (world_size * device.flops_per_s) / DAY_S
-    if days > 7:
-        yield (
-            f"this run takes about {days:,.0f} days in all on {world_size} rank(s), assuming "
-            f"{device.assumed}; --dry_run shows what it needs"
-        )
+    if (days := flops / (world_size * device.flops_per_s) / DAY_S) > 7:
+        yield f"this run takes about {days:,.0f} days in all, assuming {device.assumed} (--dry_run)"
 
 
 # -- tables --------------------------------------------------------------------------------------
@@ -304,21 +289,19 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
         facts.add_row(name, value)
     console.print(facts)
     memory = Table("part", title="memory per rank, GiB", title_justify="left")
-    columns = [plan.memory | {"sum": sum(plan.memory.values())} for plan in plans.values()]
     for title in plans:
         memory.add_column(title, justify="right")
+    columns = [plan.memory | {"sum": sum(plan.memory.values())} for plan in plans.values()]
     for name in columns[0]:
-        if name == "sum":
-            memory.add_section()
         memory.add_row(name, *(f"{column[name] / GIB:.2f}" for column in columns))
     memory.add_row("there is", *(f"{plan.device.memory_gib:.1f}" for plan in plans.values()))
     console.print(memory)
     console.print(
         "activations are an upper bound: a GPU's fused kernels and torch.compile keep fewer"
     )
-    if too_small := [title for title, each in plans.items() if not each.fits]:
+    if too_small := ", ".join(title for title, each in plans.items() if not each.fits):
         console.print(
-            f"[bold]does not fit as counted[/bold] ({', '.join(too_small)}): lower {ADVICE} GPUs, "
+            f"[bold]does not fit as counted[/bold] ({too_small}): lower {ADVICE} GPUs, "
             "or --activation_checkpoint.mode full"
         )
 
@@ -326,55 +309,43 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
 def _facts(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
     args, training, plan = job.model_args, job.training, next(iter(plans.values()))
     trained = f", {plan.trained:,} of them trained" if plan.trained != plan.parameters else ""
-    kept, size = plan.checkpoints_kept, plan.checkpoint_bytes
-    unknown = (
-        f"not there yet; {dtype_for(args.vocab_size).itemsize} bytes a token drawn, none twice"
-    )
+    kept, each = plan.checkpoints_kept, plan.checkpoint_bytes
+    itemsize = dtype_for(args.vocab_size).itemsize
+    settings, defaults = vars(args) | vars(job.loss), vars(ModelArgs()) | vars(Loss())
+    variant = [args.position, f"Canon-{args.canon_set}" if args.canon_set else "no Canon"]
+    variant += [f"QK-norm {args.qk_norm}"]
+    for name, value in settings.items():
+        if name not in SHOWN_ANYWAY and value != defaults[name]:
+            variant.append(f"{name} = {json.dumps(value)}")
     return {
         "model": f"{job.model.flavor}: {args.num_layers} layers, {args.num_heads} heads, hidden "
-        f"{args.dim}, F {args.ffn_dim}, {_variant(job)}",
+        f"{args.dim}, F {args.ffn_dim}, {', '.join(variant)}",
         "parameters": f"{plan.parameters:,}{trained}",
         "FLOPs per token": f"{_short(plan.flops_per_token)} by {FLOPS_FORMULA}",
         "steps": f"{training.steps:,} of {plan.tokens // training.steps:,} tokens: "
         f"{_short(plan.tokens)} tokens",
         "valid world sizes": ", ".join(map(str, world_sizes(job))),
         **{title: _pace(job, each) for title, each in plans.items()},
-        "disk for data": f"{text_of_size(plan.data_bytes)} "
+        "disk for data": f"{size(plan.data_bytes)} "
         f"({', '.join(job.data.folders) or 'data.path unset'})",
-        "data fingerprint": plan.data_fingerprint or unknown,
-        "disk for checkpoints": f"{kept} + 1 in writing, of {text_of_size(size)}: "
-        f"{text_of_size((kept + 1) * size)}",
+        "data fingerprint": plan.data_fingerprint
+        or f"not there yet; {itemsize} bytes a token drawn, none twice",
+        "disk for checkpoints": f"{kept} + 1 in writing, of {size(each)}: "
+        f"{size((kept + 1) * each)}",
     }
 
 
 def _pace(job: CanonJobConfig, plan: Plan) -> str:
     """Return the ranks of a plan and, by the stated assumption, their time."""
     device, replicas = plan.device, job.parallelism.data_parallel_replicate_degree
-    sharding = f" ({replicas} replicas)" if replicas > 1 else ""
-    start = (
-        f"{plan.world_size} x {device.name}{sharding}, "
-        f"{plan.micro_batch} x {job.training.seq_len} tokens at once on each: "
-    )
+    text = f"{plan.world_size} x {device.name}{f' ({replicas} replicas)' if replicas > 1 else ''}, "
+    text += f"{plan.micro_batch} x {job.training.seq_len} tokens at once on each: "
     if device.is_gpu and plan.parameters < FILLS_A_GPU:
-        return start + "no time is estimated, the model is too small to fill a GPU"
-    gpu_hours = f" ({plan.seconds / 3600 * plan.world_size:,.1f} GPU-hours)"
-    return (
-        f"{start}{duration(plan.seconds)}{gpu_hours if device.is_gpu else ''}, "
-        f"{plan.tokens / plan.seconds:,.0f} tokens/s, assuming {device.assumed}"
-    )
-
-
-def _variant(job: CanonJobConfig) -> str:
-    """Return what the model is beside its sizes, and the objective, in the words of the TOML."""
-    args = job.model_args
-    settings, defaults = vars(args) | vars(job.loss), vars(ModelArgs()) | vars(Loss())
-    canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon"
-    others = (
-        f"{name} = {json.dumps(value)}"
-        for name, value in settings.items()
-        if name not in SHOWN_ANYWAY and value != defaults[name]
-    )
-    return ", ".join([args.position, canon, f"QK-norm {args.qk_norm}", *others])
+        return text + "no time is estimated, the model is too small to fill a GPU"
+    text += duration(plan.seconds)
+    if device.is_gpu:
+        text += f" ({plan.seconds / 3600 * plan.world_size:,.1f} GPU-hours)"
+    return f"{text}, {plan.tokens / plan.seconds:,.0f} tokens/s, assuming {device.assumed}"
 
 
 def _short(value: float) -> str:

@@ -198,27 +198,22 @@ def shard_degree(job: CanonJobConfig, world_size: int) -> int:
     replicas, batch = job.parallelism.data_parallel_replicate_degree, job.training.global_batch_size
     if world_size % replicas:
         fitting = ", ".join(map(str, valid_world_sizes(batch, replicas))) or "none"
-        raise UserError(
-            f"parallelism.data_parallel_replicate_degree = {replicas}: {world_size} ranks can't be "
-            f"that many equal replicas. World sizes that fit: {fitting}"
-        )
+        text = f"{world_size} ranks can't be that many equal replicas. World sizes that fit: "
+        raise UserError(f"parallelism.data_parallel_replicate_degree = {replicas}: {text}{fitting}")
     return world_size // replicas
 
 
 def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
     """Return how many sequences a rank takes at once: at most local_batch_size, equal parts."""
     total = job.training.global_batch_size
-    if total % world_size:
-        raise UserError(
-            f"training.global_batch_size = {total} can't be shared by {world_size} ranks. World "
-            f"sizes that divide it: {', '.join(map(str, valid_world_sizes(total)))}"
-        )
-    share = total // world_size
+    share, rest = divmod(total, world_size)
+    if rest:
+        fitting = ", ".join(map(str, valid_world_sizes(total)))
+        text = f"can't be shared by {world_size} ranks. World sizes that divide it: {fitting}"
+        raise UserError(f"training.global_batch_size = {total} {text}")
     bound = min(share, job.training.local_batch_size)
     return next(size for size in range(bound, 0, -1) if share % size == 0)
 
-
-# -- what a job may not ask for ------------------------------------------------------------------
 
 COUNT = Annotated[int, Field(ge=1, le=1 << 31)]
 SIZE = Annotated[int, Field(ge=0, le=1 << 31)]
@@ -271,10 +266,7 @@ def check_job(job: CanonJobConfig) -> None:
     for name in UNSUPPORTED:
         given, default = _value(job, name), _value(defaults, name)
         if given != default:
-            raise UserError(
-                f"{name} = {given!r}: this trainer does not have it (it trains 'canon' on "
-                f"`data.path`, sharded with FSDP2 over a replica's ranks); leave it at {default!r}"
-            )
+            raise UserError(f"{name} = {given!r}: not in this trainer; leave it at {default!r}")
     check_backend_fits(job.model_args, job.model.attention_backend)  # ModelArgs checks itself
     check_choice("canon_backend", job.model.canon_backend, BACKENDS)
     for kind, names in LIMITS:
@@ -308,17 +300,12 @@ def _schedule_faults(job: CanonJobConfig) -> Iterator[str]:
             yield "lr_scheduler.decay_steps: unset decay_ratio and total_steps beside it"
         return
     if total is not None and total < steps:
-        yield (
-            f"lr_scheduler.total_steps = {total} is less than training.steps = {steps}: unset it, "
-            "or set decay_steps, after which the rate stays"
-        )
+        yield f"lr_scheduler.total_steps = {total} is less than training.steps = {steps}: unset it"
     name, length = ("training.steps", steps) if total is None else ("total_steps", total)
     decay = 0 if ratio is None else round(length * ratio)
     if warmup + decay > length:
-        yield (
-            f"lr_scheduler.warmup_steps = {warmup} and a decay of {decay} steps (decay_ratio = "
-            f"{ratio}) do not fit into {name} = {length}: shorten one, or unset decay_ratio"
-        )
+        text = f"{warmup} and a decay of {decay} steps (decay_ratio = {ratio}) do not fit into "
+        yield f"lr_scheduler.warmup_steps = {text}{name} = {length}: shorten one"
 
 
 def _faults(job: CanonJobConfig) -> Iterator[str]:
@@ -331,19 +318,13 @@ def _faults(job: CanonJobConfig) -> Iterator[str]:
     if data.path and data.paths:
         yield f"data.path = {data.path!r} and data.paths = {data.paths!r}: set one of them to empty"
     if len(data.weights) != len(data.paths):
-        yield (
-            f"data.weights has {len(data.weights)} numbers for {len(data.paths)} folders of "
-            "data.paths; give one for each, in their order"
-        )
+        yield f"data.weights has {len(data.weights)} numbers for {len(data.paths)} data.paths"
     if stop_at is not None and not 1 <= stop_at <= steps:
         yield f"run.stop_at = {stop_at}: expected a step from 1 to training.steps = {steps}"
     if stop_at is not None and not checkpoint.enable:
         yield "run.stop_at leaves a checkpoint, but checkpoint.enable is false"
     if loss.z_loss and loss.squared_loss:
-        yield (
-            f"loss.z_loss = {loss.z_loss} and loss.squared_loss = {loss.squared_loss} are two "
-            "forms of one thing: set one to 0"
-        )
+        yield f"loss.z_loss = {loss.z_loss}, loss.squared_loss = {loss.squared_loss}: set one to 0"
     if checkpoint.fresh and checkpoint.load_step != -1:
         yield f"checkpoint.fresh, checkpoint.load_step = {checkpoint.load_step}: give one of them"
     warmup, active = profiling.profiler_warmup, profiling.profiler_active

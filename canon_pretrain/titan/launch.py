@@ -5,7 +5,7 @@ logging and checkpointing change nothing that is computed and are not part of th
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +19,17 @@ from canon_pretrain.checkpoint.folder import ARCHIVE, CheckpointFolder, remove_t
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import host_name
 from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.run import launches
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.launches import (
-    FRESH,
-    OWN_TO_A_LAUNCH,
-    begin_launch,
-    known_run,
-    mark_obeyed,
-    newest_launch,
-    was_obeyed,
-)
 from canon_pretrain.run.provenance import LaunchRecord, config_hash
 from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.run.source import code_hashes
-from canon_pretrain.titan.canon_choice import CanonChoice
 from canon_pretrain.titan.checkpoint import check_room, full_bytes
-from canon_pretrain.titan.data import HELD_OUT, OpenedData, absolute_folders
+from canon_pretrain.titan.data import HELD_OUT, OpenedData
 from canon_pretrain.titan.device import device_count, has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.metrics import CanonMetrics
+from canon_pretrain.titan.parallelize import CanonChoice
 from canon_pretrain.titan.resume import Council, check_initial
 
 Changes = dict[str, list[Any]]
@@ -60,26 +52,40 @@ class Comparison:
     is_new: bool
     identity: dict[str, Any]
     code: dict[str, str]
-    changes: Changes
+    config: dict[str, Any]
+    """The resolved job."""
+    changes: Changes = field(default_factory=dict)
     """Of the identity, as allowed."""
-    code_changes: Changes
-    config_changes: Changes
+    code_changes: Changes = field(default_factory=dict)
+    config_changes: Changes = field(default_factory=dict)
 
 
-def compare(
-    job: CanonJobConfig, folder: RunFolder, data: OpenedData, config: dict[str, Any]
-) -> Comparison:
+def resolved(job: CanonJobConfig) -> dict[str, Any]:
+    """Return the job with absolute folders, for a reader in another working folder."""
+    config, data, validation = job.to_dict(), job.data, job.validation
+    config["data"]["path"] = data.path and str(Path(data.path).resolve())
+    config["data"]["paths"] = [str(Path(folder).resolve()) for folder in data.paths]
+    config["validation"]["path"] = validation.path and str(Path(validation.path).resolve())
+    return config
+
+
+def compare(job: CanonJobConfig, folder: RunFolder, data: OpenedData) -> Comparison:
     """Compare a launch with the run in `folder`; one with checkpoint.fresh begins a new run."""
+    config = resolved(job)
     identity, code = run_identity(job, data.training.fingerprint, data.identity), code_hashes()
     is_new, allowed = not folder.config_file.exists(), job.run.allow_changes
     if is_fresh(job, folder):
-        return Comparison(is_new, identity, code, {}, {}, {})
+        return Comparison(is_new, identity, code, config)
     changes = check_identity(folder, identity, allowed)
     refuse = job.run.code == "refuse" and CODE not in _names(allowed)
-    changed = code_changes(folder, code, refuse=refuse), config_changes(folder, config)
-    recorded = _recorded(folder, "identity")  # also where this launch does not validate
-    identity = {name: recorded[name] for name in (HELD_OUT,) if name in recorded} | identity
-    return Comparison(is_new, identity, code, changes, *changed)
+    changed_code = code_changes(folder, code, refuse=refuse)
+    changed = config_changes(folder, config)
+    recorded = _recorded(folder, "identity")
+    if HELD_OUT in recorded:  # also where this launch does not validate
+        identity = {HELD_OUT: recorded[HELD_OUT]} | identity
+    elif recorded and HELD_OUT in identity:  # a run of an earlier version
+        changed[HELD_OUT] = ["not recorded", identity[HELD_OUT]]
+    return Comparison(is_new, identity, code, config, changes, changed_code, changed)
 
 
 def run_identity(
@@ -103,10 +109,11 @@ def check_identity(folder: RunFolder, identity: dict[str, Any], allowed: list[st
         )
     if not folder.config_file.exists():
         return {}
-    # what a part was before there was a name for it: the default
-    old = run_identity(CanonJobConfig(), "") | _recorded(folder, "identity")
+    defaults = run_identity(CanonJobConfig(), "")  # what these were before they had a name
+    old = {name: old for name, old in defaults.items() if name.startswith(("model.", "loss."))}
+    old |= _recorded(folder, "identity")
     changed = _differing(old, identity)
-    if not (HELD_OUT in old and HELD_OUT in identity):
+    if HELD_OUT not in old.keys() & identity.keys():
         changed.pop(HELD_OUT, None)
     if refused := {name: pair for name, pair in changed.items() if name not in names}:
         raise UserError(
@@ -123,12 +130,9 @@ def code_changes(folder: RunFolder, code: dict[str, str], *, refuse: bool) -> Ch
     old = _recorded(folder, "code")
     changed = _differing(old, code) if old else {}
     if changed and refuse:
-        raise UserError(
-            f"the code of canon_pretrain is not that of the last launch of {folder.path}: "
-            f"{', '.join(changed)} differ(s), and run.code is refuse. Put the former code back, or "
-            "give --run.allow_changes code",
-            shared=True,
-        )
+        text = f"run.code is refuse, and {', '.join(changed)} differ(s) from the last launch of "
+        text += f"{folder.path}: put the former code back, or give --run.allow_changes code"
+        raise UserError(text, shared=True)
     return changed
 
 
@@ -138,7 +142,7 @@ def config_changes(folder: RunFolder, config: dict[str, Any]) -> Changes:
         return {}
     old = _flat(CanonJobConfig().to_dict()) | _flat(_recorded(folder, "config"))
     changed = _differing(old, _flat(config))
-    return {name: pair for name, pair in changed.items() if name not in OWN_TO_A_LAUNCH}
+    return {name: pair for name, pair in changed.items() if name not in launches.OWN_TO_A_LAUNCH}
 
 
 def _recorded(folder: RunFolder, part: str) -> dict[str, Any]:
@@ -171,7 +175,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 def is_fresh(job: CanonJobConfig, run: RunFolder) -> bool:
     """Return whether the launch begins a new run; a restarted job repeats the option in vain."""
-    return job.checkpoint.fresh and not was_obeyed(run.obeyed_file, FRESH)
+    return job.checkpoint.fresh and not launches.was_obeyed(run.obeyed_file, launches.FRESH)
 
 
 def prepare_folder(
@@ -194,11 +198,10 @@ def prepare_folder(
             "--job.dump_folder or --checkpoint.folder"
         ) from None
     session.check_ours()
-    facts, problem = begin_launch(run)
+    facts, problem = launches.begin_launch(run)
     if problem:
         logger.warning(f"{problem}: the number of this launch, {facts.launches}, is not kept")
-    places = absolute_folders(job.data)
-    folders = places["paths"] or [places["path"]]
+    folders = [str(Path(folder).resolve()) for folder in job.data.folders]
     return LaunchRecord(facts, arguments, fingerprint=fingerprint, folders=folders)
 
 
@@ -214,18 +217,21 @@ def _check_folder(
     job: CanonJobConfig, run: RunFolder, checkpoints: CheckpointFolder, *, fresh: bool
 ) -> None:
     """Raise UserError for what keeps the launch from using its folder; moves nothing."""
-    path, own = checkpoints.path, known_run(run)
+    path, own = checkpoints.path, launches.known_run(run)
+    home = RunFolder(path.resolve().parent)
+    if checkpoints_outside(job) and (home.run_file.is_file() or home.config_file.is_file()):
+        raise UserError(f"checkpoint.folder = {path} is in another run's folder: choose another")
     if others := checkpoints.of_other_runs(own.run_id if own else None):
         steps = ", ".join(f"step-{step} of run {run_id}" for step, run_id in others.items())
         raise UserError(
             f"{path} holds {steps}, and {run.path} is {f'run {own.run_id}' if own else 'a new run'}"
-            ": a folder holds the checkpoints of one run. Choose another with --checkpoint.folder "
-            "or --job.dump_folder, or start from one with --checkpoint.initial_load_path STEP"
+            ": choose another --checkpoint.folder or --job.dump_folder, or start from a step with "
+            "--checkpoint.initial_load_path"
         )
     if not fresh and checkpoints.steps() and not run.config_file.exists():
         raise UserError(
-            f"{path} holds checkpoints, but {run.config_file}, which says what run they are of, is "
-            "gone. Put it back, or begin again with --checkpoint.fresh"
+            f"{path} holds checkpoints, but {run.config_file}, which names their run, is gone: put "
+            "it back, or begin again with --checkpoint.fresh"
         )
     if not fresh or not job.checkpoint.enable:
         return
@@ -251,9 +257,9 @@ def _settle_folder(
     if strays := checkpoints.strays():
         notes.append(f"no checkpoints, left alone in {checkpoints.path}: {', '.join(strays)}")
     if fresh:
-        kept = checkpoints.archive_all(run.path, "--checkpoint.fresh")
-        mark_obeyed(run.obeyed_file, FRESH)
-        notes += [f"beginning again: the run so far is in {kept}"] if kept else []
+        if kept := checkpoints.archive_all(run.path, "--checkpoint.fresh"):
+            notes.append(f"beginning again: the run so far is in {kept}")
+        launches.mark_obeyed(run.obeyed_file, launches.FRESH)
     elif job.checkpoint.fresh:
         notes.append("this job has begun the run afresh before: going on with it")
     if traces := archive_traces(run.path / job.comm.save_traces_folder):
@@ -268,8 +274,6 @@ def _settle_folder(
 def announce(
     step: int,
     folder: RunFolder,
-    *,
-    config: dict[str, Any],
     compared: Comparison,
     canon: CanonChoice | None,
     record: LaunchRecord | None,
@@ -281,45 +285,45 @@ def announce(
         folder.done_file.unlink(missing_ok=True)
     hosts = [""] * council.world_size
     dist.all_gather_object(hosts, host_name())
+    config, identity, code = compared.config, compared.identity, compared.code_changes
     facts: dict[str, Any] = {
         "world_size": council.world_size,
         "hosts": list(dict.fromkeys(hosts)),
         "torch": torch.__version__,
         "torchtitan": torchtitan.__version__,
-        "data_fingerprint": compared.identity["data_fingerprint"],
-        HELD_OUT: compared.identity.get(HELD_OUT),
-        "config_hash": config_hash(config, without=OWN_TO_A_LAUNCH),
+        "data_fingerprint": identity["data_fingerprint"],
+        HELD_OUT: identity.get(HELD_OUT),
+        "config_hash": config_hash(config, without=launches.OWN_TO_A_LAUNCH),
         **(record.header() if record is not None else {}),
     }
     differences = compared.changes | compared.config_changes
     if canon is not None:
         facts |= {"canon_backend": canon.backend, "canon_backend_why": canon.why}
         if record is not None and step and "model.canon_backend" not in differences:
-            before = (newest_launch(folder) or {}).get("canon_backend")
+            before = (launches.newest_launch(folder) or {}).get("canon_backend")
             if before not in (None, canon.backend):  # what `auto` was at the last launch
                 differences["canon_backend"] = [before, canon.backend]
-    if step:
-        metrics.event("resume", from_step=step, **facts)
-    else:
-        metrics.event("start", **facts)
+    begin = {"from_step": step} if step else {}
+    metrics.event("resume" if step else "start", **begin, **facts)
     if canon is not None and canon.refused:
         metrics.event("canon_fallback", step=step, refused="triton", reason=canon.refused)
-    code = compared.code_changes
     if differences or code:
         metrics.event("changed", step=step, run=compared.changes, config=differences, code=code)
     # after what it makes unseen: killed before, the next launch says it all again
     metrics.flush()
-    council.decide(lambda: folder.write_config(config, compared.identity, compared.code))
+    council.decide(lambda: folder.write_config(config, identity, compared.code))
     if record is not None:
-        kept = ("world_size", "hosts", "config_hash", "canon_backend")
         names = [torch.cuda.get_device_name(k) for k in range(has_accelerator() * device_count())]
         devices = {"type": device_type, "count": device_count(), "names": names}
-        versions = {name: facts.get(name) for name in ("canon_pretrain", "torch", "torchtitan")}
+        kept = ("world_size", "hosts", "config_hash", "canon_backend")
         own = {name: facts.get(name) for name in kept} | {"from_step": step}
-        own |= {"versions": versions, "devices": devices | {"cuda": torch.version.cuda}}
-        for problem in record.write(
-            folder, config=config, identity=compared.identity, code=compared.code, facts=own
-        ):
+        own["devices"] = devices | {"cuda": torch.version.cuda}
+        versions = ("canon_pretrain", "torch", "torchtitan")
+        own["versions"] = {name: facts.get(name) for name in versions}
+        problems = record.write(
+            folder, config=config, identity=identity, code=compared.code, facts=own
+        )
+        for problem in problems:
             logger.warning(f"{problem}. The run goes on")
     for name, (old, new) in differences.items():
         mark = " (allowed by run.allow_changes)" if name in compared.changes else ""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import profile, record_function, schedule
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
@@ -105,23 +105,13 @@ class CanonMetrics(MetricsProcessor):
         self.event("validation", step=step, **fields)
         self.time_last_log += fields["seconds"]
 
-    def log(
-        self,
-        step: int,
-        global_avg_loss: float,
-        global_max_loss: float,
-        grad_norm: float,
-        extra_metrics: dict[str, Any] | None = None,
-    ) -> None:
+    def log(self, step: int, measured: dict[str, Any]) -> None:
         """Report `step`: losses in nats per token, gradient norm before clipping; collective."""
         seconds = time.perf_counter() - self.time_last_log
         speed = self.ntokens_since_last_log / seconds
         fields: dict[str, Any] = {
             "step": step,
-            "loss": global_avg_loss,
-            "max_loss": global_max_loss,
-            "grad_norm": grad_norm,
-            **(extra_metrics or {}),
+            **measured,
             "tokens_per_second": self.world_size * speed,
             "tokens_per_second_per_device": speed,
             "seconds_per_step": seconds / (step - self._logged_at),
@@ -161,9 +151,6 @@ class CanonMetrics(MetricsProcessor):
             self.run_log = None
         self._exports.finish()
         super().close()
-
-
-# -- torchtitan's [profiling] --------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -209,27 +196,25 @@ def _tracing(config: Any, folder: Path, step: int) -> profile:
 
     warmup, active = config.profiler_warmup, config.profiler_active
     cycle = schedule(wait=config.profile_freq - warmup - active, warmup=warmup, active=active)
-    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * has_accelerator()]
     logger.info(f"tracing {active} of every {config.profile_freq} steps: {folder}")
     # each trace is of its own cycle: that is what is wanted
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
-    tracer = profile(
-        activities=activities, schedule=cycle, on_trace_ready=write, record_shapes=True
-    )
+    tracer = profile(schedule=cycle, on_trace_ready=write, record_shapes=True)
     tracer.step_num = step
     return tracer
 
 
 def _name_canon(model: nn.Module, stack: contextlib.ExitStack) -> None:
     """Let traces show where each Canon layer begins and ends, until `stack` is closed."""
-    open_scopes: list[record_function] = []
+    scopes: list[record_function] = []
+
+    def enter(*_: Any) -> None:
+        scopes.append(record_function(CANON).__enter__())
+
+    def leave(*_: Any) -> None:
+        scopes.pop().__exit__(None, None, None)
+
     for layer in model.modules():
         if isinstance(layer, Canon):
-            enter = layer.register_forward_pre_hook(
-                lambda *_: open_scopes.append(record_function(CANON).__enter__())
-            )
-            leave = layer.register_forward_hook(
-                lambda *_: open_scopes.pop().__exit__(None, None, None), always_call=True
-            )
-            stack.callback(enter.remove)
-            stack.callback(leave.remove)
+            stack.callback(layer.register_forward_pre_hook(enter).remove)
+            stack.callback(layer.register_forward_hook(leave, always_call=True).remove)

@@ -1,5 +1,14 @@
-"""From one model to one sharded over all ranks, or those of a replica: compile, FSDP2, weights."""
+"""From one model to one that trains: Canon's backend, compile, FSDP2 over all ranks, weights."""
 
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +26,112 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
 from canon_pretrain.core.errors import UserError, check_choice
-from canon_pretrain.kernels.backends import compile_options
+from canon_pretrain.core.files import read_record, write_json
+from canon_pretrain.kernels.backends import OPTIONAL, choose, compile_options
 from canon_pretrain.model.init import InitialValue
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.job_config import CanonJobConfig
+
+DEVICE_TYPES = ("cuda",)
+"""Where `auto` is `triton` if the check passes, and a named backend is checked."""
+PACKAGES = ("triton", "fla-core", "causal-conv1d")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class CanonChoice:
+    """The backend that a run takes, never `auto`, and what the check of `triton` found."""
+
+    backend: str
+    why: str = ""
+    refused: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.backend} ({self.why})" if self.why else self.backend
+
+
+def choose_canon(
+    job: CanonJobConfig, device: torch.device, code: Mapping[str, str]
+) -> CanonChoice | None:
+    """Decide for all ranks; collective. None if the model has no Canon layers."""
+    asked = job.model.canon_backend
+    if not job.model_args.canon_set:
+        return None
+    backend = "triton" if asked == "auto" else asked
+    if device.type not in DEVICE_TYPES or backend not in OPTIONAL:
+        return CanonChoice(choose(asked), "auto" if asked == "auto" else "")
+    answer = [_checked(job, backend, device, code) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(answer, src=0)
+    assert answer[0] is not None
+    problem, how, is_lost = answer[0]
+    if is_lost or (problem is not None and asked != "auto"):
+        state = "the GPU is unusable now" if is_lost else f"on {_name(device)}"
+        text = f'canon_backend = "{asked}": {backend} failed its check, {problem}, {state}: start '
+        text += 'again with "auto", or with --model.canon_backend compiled'
+        raise UserError(text, shared=True)
+    if problem is None:
+        return CanonChoice(backend, f"{asked}; {how}" if asked == "auto" else how)
+    if dist.get_rank() == 0:
+        logger.warning(f"triton is NOT used for Canon, but compiled, which is slower: {problem}")
+    return CanonChoice("compiled", "auto; triton failed its check", refused=problem)
+
+
+def _checked(
+    job: CanonJobConfig, backend: str, device: torch.device, code: Mapping[str, str]
+) -> tuple[str | None, str, bool]:
+    """Return what is wrong with `backend`, how that is known, and whether the GPU is lost by it."""
+    shape = (job.training.local_batch_size, job.training.seq_len)
+    dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
+    key = {
+        "backend": backend,
+        "device": _name(device),
+        "torch": f"{torch.__version__} {torch.version.cuda} {torch.version.hip}",
+        "packages": {d.name: d.version for name in PACKAGES for d in distributions(name=name)},
+        "code": {p: h for p, h in code.items() if p.startswith(("kernels/", "model/"))},
+        "shape": shape,
+        "dtype": str(dtype),
+        "model": vars(job.model_args),
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    path = Path(home) / "canon_pretrain" / "canon_check" / f"{digest}.json"
+    with contextlib.suppress(UserError, OSError):  # there is none, or it is damaged
+        problem = read_record(path, Verdict).problem
+        return problem and f"{problem} (known from {path})", f"checked before, {path}", False
+    from canon_pretrain.model import canon_check  # only a GPU needs it
+
+    start = time.monotonic()
+    problem = canon_check.training_problem(job.model_args, backend, shape, dtype, device)
+    is_lost = _is_lost(device)
+    if problem is None or is_lost:  # else the cause may be mended: look again
+        with contextlib.suppress(OSError):  # the next launch checks again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, {"problem": problem, **key})
+    return problem, f"equal to float64, checked in {time.monotonic() - start:.1f} s", is_lost
+
+
+def _is_lost(device: torch.device) -> bool:
+    """Return whether a kernel's fault has ended this process's use of the GPU; free memory."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
 
 
 def parallelize(
@@ -58,12 +169,11 @@ def parallelize(
 
 def compile_blocks(model: Transformer, job: CanonJobConfig) -> None:
     """Compile each block as torchtitan's `apply_compile`, with inductor's settings for Canon."""
-    is_inductor = job.compile.backend == "inductor"
-    options = compile_options(device_type, model.canon_backend) if is_inductor else {}
+    backend, options = job.compile.backend, {}
+    if backend == "inductor":
+        options = compile_options(device_type, model.canon_backend)
     for name, block in model.layers.named_children():
-        compiled: Any = torch.compile(
-            block, backend=job.compile.backend, fullgraph=True, options=options
-        )
+        compiled: Any = torch.compile(block, backend=backend, fullgraph=True, options=options)
         model.layers.register_module(name, compiled)
     logger.info("Compiling each TransformerBlock with torch.compile")
 
@@ -72,14 +182,12 @@ def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> Non
     """Raise UserError if the attention that was asked for has no training step here."""
     dtype = job.training.mixed_precision_param
     way = model.attend.way(device, masked=model.args.document_mask)
-    problem = None
+    text = f'model.attention_backend = "{job.model.attention_backend}" takes {way} here, which '
     if way != "sdpa" and device == "cpu":
-        problem = "which can't be trained on a CPU"
-    elif way not in ("sdpa", "flex") and dtype == "float32":
-        problem = f"which takes bfloat16, but training.mixed_precision_param = {dtype}"
-    if problem:
-        asked = f'model.attention_backend = "{job.model.attention_backend}"'
-        raise UserError(f'{asked} takes {way} here, {problem}; choose "auto"', shared=True)
+        raise UserError(f"{text}can't be trained on a CPU: choose auto", shared=True)
+    if way not in ("sdpa", "flex") and dtype == "float32":
+        text += f"takes bfloat16, but training.mixed_precision_param = {dtype}"
+        raise UserError(f"{text}: choose auto", shared=True)
 
 
 def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:

@@ -20,16 +20,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan.components.checkpoint import ModelWrapper
 
+from canon_pretrain.checkpoint import manifest as manifests
 from canon_pretrain.checkpoint.folder import CheckpointFolder
-from canon_pretrain.checkpoint.manifest import (
-    MANIFEST,
-    DamagedCheckpoint,
-    Manifest,
-    files_of,
-    find_faults,
-    read_file,
-    verify,
-)
+from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest
 from canon_pretrain.checkpoint.safe_load import METADATA, SafePlanner, SafeReader, check_safe
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import sha256_file
@@ -124,10 +117,9 @@ class Resume:
             found = self._verify(path)
             if isinstance(found, Verified):
                 self._read(path, found)
-                if found.manifest.run_id is None:
-                    logger.info(f"NOTE: {path} names no run, as older ones; taken for this run's")
+                older = "" if found.manifest.run_id else " (it names no run, as older ones)"
                 seconds = time.monotonic() - begin
-                logger.info(f"took up {path}, verified and read in {seconds:.1f} s")
+                logger.info(f"took up {path}{older}, verified and read in {seconds:.1f} s")
                 return int(step)
             text = "; ".join(found)
             if asked != -1:
@@ -140,28 +132,25 @@ class Resume:
 
     def _set_late_ones_aside(self) -> None:
         """Move checkpoints that a launch committed after another took the run over; rank 0 only."""
-        newest = newest_launch(self.run)
-        if newest is None or not isinstance(begin := newest.get("from_step"), int):
+        newest = newest_launch(self.run) or {}
+        begin, taker = newest.get("from_step"), newest.get("launch")
+        if not isinstance(begin, int) or taker is None:
             return
         for step in self.folder.steps():
             path = self.folder.step_path(step)
             manifest = _or_fault(Manifest.read, path)
             launch = None if isinstance(manifest, str) else manifest.launch
-            if step > begin and launch is not None and launch < newest["launch"]:
-                text = (
-                    f"launch {launch} saved step {step} after launch {newest['launch']} had taken "
-                    f"the run over at step {begin}"
-                )
+            if step > begin and launch is not None and launch < taker:
+                text = f"launch {launch} saved step {step} after launch {taker} had taken the run "
+                text += f"over at step {begin}"
                 self._set_aside(path, text, "CHECKPOINT OF A LAUNCH THAT WAS TAKEN OVER")
 
     def _candidate(self, asked: int) -> int | None:
         """Return the step to try next, None to start at step 1; rank 0 only. Raises UserError."""
         steps = self.folder.steps()
         if asked != -1 and asked not in steps:
-            raise UserError(
-                f"checkpoint.load_step = {asked}: not in {self.folder.path}; steps that are there: "
-                f"{', '.join(map(str, steps)) or 'none'}"
-            )
+            there = f"steps that are there: {', '.join(map(str, steps)) or 'none'}"
+            raise UserError(f"checkpoint.load_step = {asked}: not in {self.folder.path}; {there}")
         if asked != -1:
             return asked
         for step in reversed(steps):
@@ -174,12 +163,11 @@ class Resume:
             "in quarantine": [name for name in aside if not name.startswith(".")],
             "steps that the log says were saved": self._logged_saves()[-3:],
         }
-        if any(facts.values()):
-            texts = (f"{what}: {', '.join(map(str, x))}" for what, x in facts.items() if x)
+        if texts := [f"{what}: {', '.join(map(str, x))}" for what, x in facts.items() if x]:
             raise UserError(
-                f"{self.folder.path} holds no whole checkpoint to go on from ({'; '.join(texts)}), "
-                "and a run does not begin again at step 1 by itself. Put one there, or begin again "
-                f"with --checkpoint.fresh, which moves all to {self.run.path / 'archive'}"
+                f"{self.folder.path} holds no whole checkpoint to go on from ({'; '.join(texts)}): "
+                "put one there, or begin again at step 1 with --checkpoint.fresh, which moves all "
+                f"to {self.run.path / 'archive'}"
             )
         return None
 
@@ -205,11 +193,11 @@ class Resume:
         own = names[self._council.rank :: self._council.world_size]
         try:
             # a rank without a share has to see the folder, too
-            faults = find_faults(path, manifest, own or names[-1:], hashes=bool(own))
+            faults = manifests.find_faults(path, manifest, own or names[-1:], hashes=bool(own))
             if self._council.rank == 0:
                 faults += _faults_of_the_whole(path, manifest, weights_suffice)
                 if METADATA in manifest.files:
-                    metadata = read_file(path, manifest, METADATA)
+                    metadata = manifests.read_file(path, manifest, METADATA)
         except DamagedCheckpoint as error:
             faults.append(str(error))
         except OSError as error:
@@ -223,14 +211,12 @@ class Resume:
             if 0 in found:
                 return faults
             if found:  # by others alone: perhaps one node's bad mount
-                whole = _or_fault(lambda: verify(path, workers=4))
+                whole = _or_fault(lambda: manifests.verify(path, workers=4))
                 if isinstance(whole, str):
                     return [whole]
                 rank, (text, *_) = next(iter(found.items()))
-                raise UserError(
-                    f"{path} is whole for rank 0 on {host}, but rank {rank} reports: {text}. Check "
-                    "that node's mount of the run folder; nothing was moved"
-                )
+                text = f"whole for rank 0 on {host}, but rank {rank} reports: {text}"
+                raise UserError(f"{path} is {text}. Check that node's mount; nothing was moved")
             # only now: the pickles of a damaged file are not even opened
             safe = _or_fault(check_safe, path, metadata)
             return [safe] if isinstance(safe, str) else Verified(manifest, safe)
@@ -269,26 +255,16 @@ class Resume:
             checkpoint=str(path.resolve()),
             checkpoint_step=manifest.step,
             saved=manifest.saved,
-            manifest_sha256=self._council.decide(lambda: sha256_file(path / MANIFEST)),
+            manifest_sha256=self._council.decide(lambda: sha256_file(path / manifests.MANIFEST)),
             model_only=model_only,
         )
-
-
-def leave_branch(
-    folder: CheckpointFolder, run: RunFolder, step: int, event: Callable[..., None]
-) -> None:
-    """Archive what was saved after the step that is resumed from; for rank 0 alone."""
-    kept = folder.archive_after(step, run.path, f"gone on from step {step}")
-    if kept is not None:
-        logger.warning(f"what was saved after step {step} is an abandoned branch, now in {kept}")
-        event("archive", step=step, moved_to=str(kept))
 
 
 def check_initial(initial: str, model: Mapping[str, Tensor], *, model_only: bool) -> None:
     """Raise UserError unless a run of `model` can begin from `initial`; reads every file."""
     path = Path(initial)
     try:
-        if faults := _faults_of_the_whole(path, verify(path, workers=4), model_only):
+        if faults := _faults_of_the_whole(path, manifests.verify(path, workers=4), model_only):
             raise _refused_initial(path, faults)
         metadata = check_safe(path)
     except DamagedCheckpoint as error:
@@ -297,11 +273,8 @@ def check_initial(initial: str, model: Mapping[str, Tensor], *, model_only: bool
 
 
 def _refused_initial(initial: Path, faults: list[str]) -> UserError:
-    return UserError(
-        f"checkpoint.initial_load_path = {initial}: {'; '.join(faults)}. Expected a whole "
-        "checkpoint of this project: RUN/checkpoint/step-N, or what an import wrote",
-        shared=True,
-    )
+    text = "; ".join(faults) + ". Expected a whole RUN/checkpoint/step-N, or what an import wrote"
+    return UserError(f"checkpoint.initial_load_path = {initial}: {text}", shared=True)
 
 
 def _or_fault(read: Callable[..., T], *arguments: Any) -> T | str:
@@ -314,7 +287,7 @@ def _or_fault(read: Callable[..., T], *arguments: Any) -> T | str:
 
 def _faults_of_the_whole(path: Path, manifest: Manifest, weights_suffice: bool) -> list[str]:
     """Return what is wrong besides the content of the files that the manifest names."""
-    strange = set(files_of(path)) - manifest.files.keys()
+    strange = set(manifests.files_of(path)) - manifest.files.keys()
     faults = [f"{name} is not in the manifest" for name in sorted(strange)]
     if manifest.kind != "full" and not weights_suffice:
         faults.append("it holds weights alone and can't be resumed")
@@ -328,9 +301,6 @@ def _check_model(path: Path, metadata: Metadata, model: Mapping[str, Tensor]) ->
     for name, tensor in model.items():
         size = getattr(metadata.state_dict_metadata.get(name), "size", None)
         if size != tensor.shape:
-            raise UserError(
-                f"{path} is of another model: {name} is "
-                f"{'absent' if size is None else f'of shape {tuple(size)}'} there, expected "
-                f"{tuple(tensor.shape)}",
-                shared=True,
-            )
+            there = "absent" if size is None else f"of shape {tuple(size)}"
+            text = f"{name} is {there} there, expected {tuple(tensor.shape)}"
+            raise UserError(f"{path} is of another model: {text}", shared=True)

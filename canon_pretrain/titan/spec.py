@@ -1,4 +1,5 @@
-"""The TrainSpec that plugs our model, loss, schedule, data and metrics into torchtitan's Trainer.
+"""The TrainSpec that plugs our model, loss, schedule, data and metrics into torchtitan's Trainer,
+and a step of the same parts for benches, with nothing around it.
 
 Losses are sums over tokens: the trainer divides them by the tokens of the global batch. Shapes:
 N tokens, D hidden, V vocabulary.
@@ -12,12 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torchtitan.train
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols import train_spec
 from torchtitan.protocols.model import BaseModelArgs
 
@@ -25,8 +31,11 @@ from canon_pretrain.kernels.linear_cross_entropy import linear_cross_entropy
 from canon_pretrain.model.args import FLAVORS, ModelArgs, flops_per_token, num_parameters
 from canon_pretrain.model.transformer import HeadLoss, Transformer
 from canon_pretrain.run.config import Loss
+from canon_pretrain.titan.device import stand_alone
 from canon_pretrain.titan.job_config import CanonJobConfig, LRScheduler
 from canon_pretrain.titan.parallelize import parallelize, write_shard
+
+BACKENDS = ("attention_backend", "canon_backend")
 
 
 @dataclass
@@ -34,13 +43,11 @@ class TitanModelArgs(BaseModelArgs):
     """Our frozen ModelArgs in the mutable box that torchtitan's Trainer fills from the job."""
 
     args: ModelArgs = field(default_factory=ModelArgs)
-    attention_backend: str = "auto"
-    canon_backend: str = "auto"
+    backends: dict[str, str] = field(default_factory=dict)
 
     def update_from_config(self, job_config: CanonJobConfig, **kwargs: object) -> None:
-        self.args = job_config.model_args
-        self.attention_backend = job_config.model.attention_backend
-        self.canon_backend = job_config.model.canon_backend
+        self.args, model = job_config.model_args, job_config.model
+        self.backends = {name: getattr(model, name) for name in BACKENDS}
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         return num_parameters(self.args), flops_per_token(self.args, seq_len)
@@ -50,11 +57,7 @@ class TitanTransformer(Transformer):
     """The model as the Trainer builds it: from the box, with weights written shard by shard."""
 
     def __init__(self, model_args: TitanModelArgs) -> None:
-        super().__init__(
-            model_args.args,
-            attention_backend=model_args.attention_backend,
-            canon_backend=model_args.canon_backend,
-        )
+        super().__init__(model_args.args, **model_args.backends)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:  # type: ignore[override]
         super().init_weights(write=write_shard, buffer_device=buffer_device)
@@ -106,12 +109,9 @@ def learning_rate_factor(step: int, *, config: LRScheduler) -> float:
         return (step + 1) / config.warmup_steps
     assert config.decay_steps is not None
     progress = min(1.0, (step - config.warmup_steps) / config.decay_steps)
-    left = {
-        "linear": 1 - progress,
-        "sqrt": 1 - math.sqrt(progress),
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-    }[config.decay_type]
-    return config.min_lr_factor + (1 - config.min_lr_factor) * left
+    left = {"linear": 1 - progress, "sqrt": 1 - math.sqrt(progress)}
+    left["cosine"] = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_lr_factor + (1 - config.min_lr_factor) * left[config.decay_type]
 
 
 def build_schedule(
@@ -148,3 +148,98 @@ def plugged_in(build_checkpointer: Callable[..., Any], **builders: Any) -> Itera
     finally:
         torchtitan.train.CheckpointManager = manager
         del specs["canon"]
+
+
+@contextlib.contextmanager
+def one_rank(*, start: bool = True) -> Iterator[None]:
+    """Provide the environment of a single rank and, with `start`, a process group."""
+    with stand_alone():
+        try:
+            if start:
+                on_gpu = torch.cuda.is_available()
+                dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def job_of(
+    args: ModelArgs, *, num_tokens: int, micro_batch: int, dtype: torch.dtype, **backends: str
+) -> CanonJobConfig:
+    """A job whose step is one micro-batch of `args`, compiled, with the paper's optimizer."""
+    job = CanonJobConfig()
+    for name, value in (vars(args) | backends).items():
+        if name in vars(job.model):
+            setattr(job.model, name, value)
+    training = job.training
+    training.seq_len = num_tokens
+    training.global_batch_size = training.local_batch_size = micro_batch
+    training.mixed_precision_param = str(dtype).removeprefix("torch.")
+    job.compile.enable = True
+    return job
+
+
+@torch.no_grad()
+def fill(model: Transformer) -> None:
+    """Give a model values of the usual size, drawn on its own device: in no time."""
+    for name, parameter in model.named_parameters():
+        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if name.endswith("norm.weight"):
+            own.fill_(1.0)
+        else:
+            own.normal_(std=0.02)
+    if model.rope is not None:
+        model.rope.reset(model.tok_embeddings.weight.device)
+
+
+class BareStep:
+    """A step of `rounds` micro-batches, and its two halves; needs a process group."""
+
+    def __init__(
+        self, job: CanonJobConfig, device: torch.device, *, rounds: int = 1, plain: bool = False
+    ) -> None:
+        box, training = TitanModelArgs(), job.training
+        box.update_from_config(job)
+        with torch.device("meta"):
+            model = TitanTransformer(box)
+        parallelize(model, None if plain else ParallelDims(1, 1, 1, 1, 1, 1, 1, 1), job)
+        model.to_empty(device=device)
+        fill(model)
+        self.model, self.loss, self.max_norm = model, build_loss(job), training.max_norm
+        self.optimizer: torch.optim.Optimizer | None = None
+        if plain:
+            for parameter in model.parameters():  # buffers stay, as FSDP2 leaves them
+                parameter.data = parameter.to(TORCH_DTYPE_MAP[training.mixed_precision_param])
+        else:
+            asked = job.optimizer
+            self.optimizer = torch.optim.AdamW(
+                model.parameters(),
+                lr=asked.lr,
+                betas=(asked.beta1, asked.beta2),
+                eps=asked.eps,
+                weight_decay=asked.weight_decay,
+                fused=True,
+            )
+        shape = (rounds, training.local_batch_size, training.seq_len + 1)
+        self.batches = torch.randint(3, job.model_args.vocab_size, shape).to(device)
+        self.num_tokens = self.batches[:, :, 1:].numel()
+
+    def forward_backward(self) -> None:
+        """Gradients of all micro-batches."""
+        self.model.zero_grad()
+        for batch in self.batches:
+            _, objective = self.model(batch[:, :-1], labels_BT=batch[:, 1:], loss=self.loss)
+            (objective / self.num_tokens).backward()
+
+    def update(self) -> None:
+        """Clipping and AdamW."""
+        assert self.optimizer is not None, "a plain step has none"
+        parameters = list(self.model.parameters())
+        dist_utils.clip_grad_norm_(parameters, self.max_norm, foreach=True)
+        self.optimizer.step()
+
+    def __call__(self) -> None:
+        self.forward_backward()
+        if self.optimizer is not None:
+            self.update()

@@ -9,40 +9,129 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torchtitan.train
 from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.run.config import Guards
 from canon_pretrain.run.provenance import LaunchRecord
 from canon_pretrain.run.session import Session
 from canon_pretrain.run.stop import LOST_LOCK, REASONS, describe
-from canon_pretrain.titan.canon_choice import choose_canon
+from canon_pretrain.titan import data as titan_data
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager
 from canon_pretrain.titan.console import is_terminal
-from canon_pretrain.titan.data import (
-    HELD_OUT,
-    IN_THE_IDENTITY,
-    CanonDataLoader,
-    OpenedData,
-    absolute_folders,
-    build_dataloader,
-    share,
-)
-from canon_pretrain.titan.guards import HALTED, IN_A_ROW, SKIPPED, Readback, StepGuards
+from canon_pretrain.titan.data import HELD_OUT, CanonDataLoader, OpenedData
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.launch import Comparison, announce, compare
 from canon_pretrain.titan.metrics import CanonMetrics, named_data, profiling
-from canon_pretrain.titan.parallelize import clip_gradients
+from canon_pretrain.titan.parallelize import choose_canon, clip_gradients
 from canon_pretrain.titan.spec import plugged_in
 from canon_pretrain.titan.validation import CanonValidator, stands_in_log
+
+SKIPPED, OUTLIERS, IN_A_ROW, HALTED, SEEN = range(5)
+"""In `StepGuards.counters`: bad steps and outliers, outliers, bad in a row, end, norms seen."""
+MAX_WINDOW = 1024
+"""The most norms that are remembered, and always are: a run may be told to change its window."""
+
+
+class StepGuards(Stateful):
+    """Counts and judges steps; its state is on `device` and in every checkpoint.
+
+    `counters`, float64 [5]: see SKIPPED ... SEEN; `norms`, float32 [MAX_WINDOW]: a ring.
+    """
+
+    def __init__(self, config: Guards, device: torch.device) -> None:
+        self.config = config
+        self.counters = torch.zeros(5, dtype=torch.float64, device=device)
+        self.norms = torch.zeros(MAX_WINDOW, dtype=torch.float32, device=device)
+
+    @torch.no_grad()
+    def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Return 1 if this step must be skipped, else 0, as a float32 scalar on the device."""
+        count = self.counters
+        bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
+        halted = was_halted = count[HALTED] > 0
+        in_a_row = torch.where(halted, count[IN_A_ROW], (count[IN_A_ROW] + 1) * bad)
+        halted = halted | (in_a_row >= self.config.max_bad_steps)
+        outlier = self._is_outlier(grad_norm, ~bad & ~halted)
+        # after the verdict nothing is counted: the state stays that of the streak's end
+        count[SKIPPED] += (bad | outlier) & ~was_halted
+        count[OUTLIERS] += outlier
+        count[IN_A_ROW] = in_a_row
+        count[HALTED] = halted
+        return (bad | outlier | halted).float()
+
+    def _is_outlier(self, grad_norm: Tensor, counts: Tensor) -> Tensor:
+        """Return whether a norm stands out from the window, which it enters if it `counts`.
+
+        An outlier enters too: a lasting change of scale is normal before long.
+        """
+        window = self.config.outlier_window
+        if self.config.outlier_sigma is None:
+            return torch.zeros_like(counts)
+        seen = self.counters[SEEN].clone()
+        age = (seen - 1 - torch.arange(MAX_WINDOW, device=self.norms.device)) % MAX_WINDOW
+        known = age < seen.clamp(max=window)
+        number = known.sum().clamp(min=1)
+        mean = (self.norms * known).sum() / number
+        variance = (((self.norms - mean) * known) ** 2).sum() / number
+        limit = mean + self.config.outlier_sigma * variance.sqrt()
+        outlier = counts & (seen >= window / 2) & (grad_norm > limit)
+        place = (seen % MAX_WINDOW).long()[None]
+        self.norms.scatter_(0, place, torch.where(counts, grad_norm, self.norms[place][0])[None])
+        self.counters[SEEN] += counts
+        return outlier
+
+    def before_the_streak(self) -> Tensor:
+        """Return the counters as they were before the bad steps that end the run."""
+        counters = self.counters.clone()
+        counters[SKIPPED] -= counters[IN_A_ROW]
+        counters[IN_A_ROW] = counters[HALTED] = 0
+        return counters
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counters": self.counters, "norms": self.norms}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.counters.copy_(state_dict["counters"])
+        # a new launch judges anew: the next good step ends the streak, the next bad one the run
+        self.counters[HALTED] = 0
+        self.norms.copy_(state_dict["norms"])
+
+
+class Readback:
+    """Small tensors on their way to the host, so that reading one waits for no running step."""
+
+    LAG = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._queue: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+
+    def push(self, step: int, values: Tensor) -> None:
+        """Start to copy the 1-D float tensor `values` of `step`."""
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned)
+        host.copy_(values, non_blocking=True)
+        event = torch.cuda.current_stream().record_event() if self._pinned else None
+        self._queue.append((step, host, event))
+
+    def pop(self, *, last: bool = False) -> list[tuple[int, list[float]]]:
+        """Return (step, values) pushed at least LAG pushes ago, or all, oldest first."""
+        ready = []
+        while self._queue and (last or len(self._queue) >= self.LAG):
+            step, host, event = self._queue.popleft()
+            if event is not None:
+                event.synchronize()
+            ready.append((step, host.tolist()))
+        return ready
 
 
 class CanonTrainer(torchtitan.train.Trainer):
@@ -69,17 +158,10 @@ class CanonTrainer(torchtitan.train.Trainer):
         record: LaunchRecord | None = None,
     ) -> None:
         job.training.local_batch_size = micro_batch_size(job, world_size)
-        self.session, self.folder = session, session.folder
-        self._record = record
-        self.config = job.to_dict()
-        # whoever reads the run may be in another folder
-        self.config["data"] |= absolute_folders(job.data)
-        if job.validation.path:
-            self.config["validation"]["path"] = str(Path(job.validation.path).resolve())
-        compared: Comparison | None = None
+        self.session, self.folder, self._record = session, session.folder, record
+        self._own: tuple[OpenedData | None, Comparison | None] = (data, None)
         if data is not None and os.environ["RANK"] == "0":
-            compared = compare(job, self.folder, data, self.config)
-        self._own = (data, compared)
+            self._own = (data, compare(job, self.folder, data))
         self.tokens = 0
         self.skipped_steps = 0  # since the run began, but for the last two steps
         self.tokens_per_step = job.training.global_batch_size * job.training.seq_len
@@ -103,33 +185,29 @@ class CanonTrainer(torchtitan.train.Trainer):
         # FSDP2 casts at every world size: autocast at one rank would change its numerics
         self.maybe_enable_amp = contextlib.nullcontext()
 
-    # -- the parts, in the order of torchtitan's constructor -----------------------------------
-
     def init_distributed(self) -> ParallelDims:
         """Meet the other ranks, receive what rank 0 has read, and choose Canon's backend."""
-        dims = super().init_distributed()
-        self.data, self.compared = share(self.job_config, *self._own)
-        self.canon = choose_canon(self.job_config, self.device, self.compared.code)
+        dims, job = super().init_distributed(), self.job_config
+        self.data, self.compared = titan_data.share(job, *self._own)
+        self.canon = choose_canon(job, self.device, self.compared.code)
         if self.canon is not None:
-            self.job_config.model.canon_backend = self.canon.backend
-        self.guards = StepGuards(self.job_config.guards, self.device)
-        self.readback = Readback(self.device)
+            job.model.canon_backend = self.canon.backend
+        self.guards, self.readback = StepGuards(job.guards, self.device), Readback(self.device)
         # every label counts, so the number that a loss is divided by is known to all ranks
         self._num_labels = torch.tensor(float(self.tokens_per_step), device=self.device)
         return dims
 
     def _build_dataloader(self, **options: Any) -> CanonDataLoader:
         # compared with the run's identity already
-        may_change = () if self.compared.is_new else IN_THE_IDENTITY
-        return build_dataloader(**options, data=self.data.training, may_change=may_change)
+        may_change = () if self.compared.is_new else titan_data.IN_THE_IDENTITY
+        data = self.data.training
+        return titan_data.build_dataloader(**options, data=data, may_change=may_change)
 
     def _build_checkpointer(self, **parts: Any) -> CanonCheckpointManager:
         return CanonCheckpointManager(
             **parts | {"states": parts["states"] | {"guards": self.guards}},
-            event=self.metrics_processor.event,
-            note=self.session.note,
-            still_ours=self.session.still_ours,
-            flush=self.metrics_processor.flush,
+            session=self.session,
+            metrics=self.metrics_processor,
             launch=self._record.facts if self._record is not None else None,
         )
 
@@ -138,8 +216,6 @@ class CanonTrainer(torchtitan.train.Trainer):
         if isinstance(data := getattr(self, "dataloader", None), CanonDataLoader):
             data.close()
         super().close()
-
-    # -- state -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "tokens": self.tokens}
@@ -160,8 +236,6 @@ class CanonTrainer(torchtitan.train.Trainer):
                 group.update(fields | {"lr": rate})
             schedule._last_lr = rates
 
-    # -- the launch --------------------------------------------------------------------------
-
     def train(self) -> None:
         """Train to the last step of this launch, or until asked to stop; leave a checkpoint."""
         job, session = self.job_config, self.session
@@ -177,24 +251,15 @@ class CanonTrainer(torchtitan.train.Trainer):
             self._end("nothing to do")
             return
         self.checkpointer.begin()
-        announce(
-            self.step,
-            self.folder,
-            config=self.config,
-            compared=self.compared,
-            canon=self.canon,
-            record=self._record,
-            metrics=self.metrics_processor,
-            council=self.checkpointer.council,
-        )
+        council, metrics = self.checkpointer.council, self.metrics_processor
+        announce(self.step, self.folder, self.compared, self.canon, self._record, metrics, council)
         logger.info(
             f"{'going on' if self.step else 'starting'} at step {self.step + 1} of "
-            f"{job.training.steps}, to step {job.last_step}, in {self.folder.path}"
+            f"{job.training.steps}, to step {job.last_step}, in {self.folder.path}; attention by "
+            f"{self.model_parts[0].attend.describe(self.device.type)}"
+            f"{f', Canon by {self.canon}' if self.canon else ''}"
         )
-        logger.info(f"attention by {self.model_parts[0].attend.describe(self.device.type)}")
-        if self.canon is not None:
-            logger.info(f"Canon by {self.canon}")
-        self.metrics_processor.begin(self.step)
+        metrics.begin(self.step)
         self._validate(if_missed=True)
         stop = self._loop()
         if stop and LOST_LOCK in stop:
@@ -239,9 +304,9 @@ class CanonTrainer(torchtitan.train.Trainer):
             self.checkpointer.save(self.step, last_step=True)
             if not self.checkpointer.enable or self.checkpointer.saved_step == self.step:
                 return
-        newest = f"the newest one is of step {self.checkpointer.saved_step}"
-        text = f"the last checkpoint, of step {self.step}, could not be saved; {newest}. Make room"
-        raise UserError(f"{text} and start again", shared=True)
+        text = f"the last checkpoint, of step {self.step}, could not be saved; the newest one is of"
+        text += f" step {self.checkpointer.saved_step}. Make room and start again"
+        raise UserError(text, shared=True)
 
     def _validate(self, *, if_missed: bool = False) -> bool:
         """Score the held-out part, if that is due after this step; returns whether it was."""
@@ -255,8 +320,6 @@ class CanonTrainer(torchtitan.train.Trainer):
         fields |= {"tokens": self.tokens, HELD_OUT: self.compared.identity.get(HELD_OUT)}
         self.metrics_processor.validation(self.step, fields)
         return True
-
-    # -- the loop ----------------------------------------------------------------------------
 
     def _loop(self) -> str | None:
         """Take steps until this launch's last one; returns what asked to stop, if anything."""
@@ -320,12 +383,12 @@ class CanonTrainer(torchtitan.train.Trainer):
         if self.should_log():
             largest = own_losses[0] * dist.get_world_size()
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-            extra = {"tokens": self.tokens, "lr": rate, "skipped_steps": self.skipped_steps}
+            measured = {"loss": loss, "max_loss": largest, "grad_norm": grad_norm}
+            fields = {name: value.item() for name, value in measured.items()}
+            fields |= {"tokens": self.tokens, "lr": rate, "skipped_steps": self.skipped_steps}
             if self.job_config.loss.z_loss or self.job_config.loss.squared_loss:
-                extra["objective"] = objective.item()
-            self.metrics_processor.log(
-                self.step, loss.item(), largest.item(), grad_norm.item(), extra_metrics=extra
-            )
+                fields["objective"] = objective.item()
+            self.metrics_processor.log(self.step, fields)
 
     def forward_backward_step(
         self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
@@ -357,8 +420,8 @@ class CanonTrainer(torchtitan.train.Trainer):
             self.optimizers.step()
         elif not skip.item():  # only the fused kernels know found_inf: here the host has to wait
             self.optimizers.step()
-        report = [shared.double(), grad_norm.double()[None], skip.double()[None]]
-        self.readback.push(self.step, torch.cat([*report, self.guards.counters]))
+        verdict = torch.stack([grad_norm, skip])
+        self.readback.push(self.step, torch.cat([shared, verdict, self.guards.counters]))
         return shared[:2]
 
     def _hear(self, reports: list[tuple[int, list[float]]]) -> str | None:
@@ -371,15 +434,12 @@ class CanonTrainer(torchtitan.train.Trainer):
             if any(asked):
                 stop = describe([value > 0 for value in asked])
             if skip:
-                is_finite, in_a_row = math.isfinite(loss + grad_norm), int(counters[IN_A_ROW])
-                why = "outlier" if is_finite else "not finite"
+                why = "outlier" if math.isfinite(loss + grad_norm) else "not finite"
                 facts = {"reason": why, "loss": loss, "grad_norm": grad_norm}
-                self.metrics_processor.event("skip", step=step, **facts, in_a_row=in_a_row)
+                facts |= {"in_a_row": int(counters[IN_A_ROW])}
+                self.metrics_processor.event("skip", step=step, **facts)
                 self.session.note(skipped_steps=self.skipped_steps)
-                logger.warning(
-                    f"step {step} is skipped ({why}): loss {loss:.4g}, grad_norm {grad_norm:.4g}; "
-                    f"{in_a_row} of {self.guards.config.max_bad_steps} in a row"
-                )
+                logger.warning(f"step {step} is skipped: {facts}")
             if counters[HALTED]:
                 self._halt(step, counters)
         return stop
@@ -402,9 +462,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         kept = f"the state from before them is checkpoint/step-{good}"
         raise UserError(
             f"the loss or gradient of {in_a_row} steps in a row, the last of them step {step}, was "
-            f"not finite (guards.max_bad_steps = {self.guards.config.max_bad_steps}). None of them "
-            f"changed the weights; {kept if good else 'it was so from the first step of the run'}. "
-            "Look at their data and learning rate; the same command tries them again",
+            f"not finite; {kept if good else 'it was so from the first step'}. Look at their data "
+            "and learning rate (guards.max_bad_steps); the same command tries them again",
             shared=True,
         )
 
@@ -416,19 +475,18 @@ class CanonTrainer(torchtitan.train.Trainer):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)  # a launch that this one replaces may still have it open
-            file = open(path, "w")  # noqa: SIM115 - as long as the loop
+            file = open(path, "w")
         except OSError as error:
             logger.warning(f"stacks of a hang would not be written: {path}: {error.strerror}")
             yield lambda: None
             return
         limit_s = 0.8 * comm.train_timeout_seconds  # before the collectives' own ends the process
-        with file:
-            try:
-                yield lambda: faulthandler.dump_traceback_later(limit_s, file=file)
-            finally:
-                faulthandler.cancel_dump_traceback_later()
-                # a launch that has taken the folder has the same name: what it writes is not ours
-                with contextlib.suppress(OSError):
-                    own = os.fstat(file.fileno())
-                    if not own.st_size and os.path.samestat(own, path.stat()):
-                        path.unlink()
+        try:
+            yield lambda: faulthandler.dump_traceback_later(limit_s, file=file)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            # a launch that has taken the folder has the same name: what it writes is not ours
+            with contextlib.suppress(OSError), file:
+                own = os.fstat(file.fileno())
+                if not own.st_size and os.path.samestat(own, path.stat()):
+                    path.unlink()

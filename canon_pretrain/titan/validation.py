@@ -50,9 +50,8 @@ def num_windows(job: CanonJobConfig) -> int | None:
 
 def _limits(job: CanonJobConfig, sources: Sequence[TokenShards | None]) -> list[int | None]:
     """Return how many windows of each source that is there are scored, by the mixture's shares."""
-    weights = [exact_weight(share) for share in job.data.shares]
-    if job.validation.path:
-        weights = [Fraction(1)]
+    shares = [1.0] if job.validation.path else job.data.shares
+    weights = map(exact_weight, shares)
     found = [(s, w) for s, w in zip(sources, weights, strict=True) if s is not None]
     if (total := num_windows(job)) is None:
         return [None] * len(found)
@@ -111,10 +110,8 @@ class CanonValidator(BaseValidator):
         sums = torch.zeros(shape, dtype=torch.float64, device=device_type)  # nats, tokens
         for windows_BT, source_B in zip(self._windows, self._sources, strict=True):
             windows_BT = windows_BT.to(device_type).long()
-            labels_BT = windows_BT[:, 1:].contiguous()
-            nats_BT, _ = model(
-                windows_BT[:, :-1].clamp(min=0), labels_BT=labels_BT, loss=self._loss
-            )
+            inputs_BT, labels_BT = windows_BT[:, :-1].clamp(min=0), windows_BT[:, 1:].contiguous()
+            nats_BT, _ = model(inputs_BT, labels_BT=labels_BT, loss=self._loss)
             is_predicted_BT = labels_BT != IGNORE_INDEX
             rows_2B = torch.stack([nats_BT.double().sum(1), is_predicted_BT.double().sum(1)])
             is_of_BS = F.one_hot(source_B, shape[1]).bool().to(device_type)
@@ -144,13 +141,9 @@ class CanonValidator(BaseValidator):
             part = held_out_loss([nats], [count], [width])
             losses = {"loss": part.nats_per_token, "bits_per_byte": part.bits_per_byte}
             by_source[name] = json_value(losses) | {"tokens": count}
-        return {
-            "loss": whole.nats_per_token,
-            "bits_per_byte": whole.bits_per_byte,
-            "tokens_scored": whole.num_tokens,
-            "seconds": time.perf_counter() - begin,
-            "sources": by_source,
-        }
+        fields = {"loss": whole.nats_per_token, "bits_per_byte": whole.bits_per_byte}
+        fields |= {"tokens_scored": whole.num_tokens, "seconds": time.perf_counter() - begin}
+        return fields | {"sources": by_source}
 
 
 def stands_in_log(log_file: Path, step: int) -> bool:
@@ -159,6 +152,6 @@ def stands_in_log(log_file: Path, step: int) -> bool:
     with contextlib.suppress(UnreadableFile):  # a second one does no harm
         # of a long run 100 MB: only what counts is parsed
         events = parse_events(line for line in read_lines(log_file) if line.startswith(heads))
-        standing = [each for each in drop_superseded(events) if each["event"] == "validation"]
-        return any(each["step"] == step for each in standing)
+        found = drop_superseded(events)
+        return any((each["event"], each.get("step")) == ("validation", step) for each in found)
     return False

@@ -28,7 +28,7 @@ from canon_pretrain.model import canon as canon_module
 from canon_pretrain.model import canon_check
 from canon_pretrain.model.args import FLAVORS, ModelArgs, flops_per_token
 from canon_pretrain.model.transformer import TransformerBlock
-from canon_pretrain.titan.bare_step import BareStep, job_of, one_rank
+from canon_pretrain.titan.spec import BareStep, job_of, one_rank
 from tests.flash_packages import flash_impl
 from tests.support import ROOT
 

@@ -1,7 +1,4 @@
-"""A run folder whose file system blocks every call for a while, as Lustre does in a failover.
-
-Steps go on meanwhile, what they report is on the disk afterwards, and no launch takes over.
-"""
+"""A run folder whose file system blocks every call for a while, as Lustre does in a failover."""
 
 import logging
 import os
@@ -10,10 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -26,6 +21,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunLog, read_log
 from canon_pretrain.run.stop import STOP_FILE
 from canon_pretrain.titan.console import Printer
+from tests.fault_runs import start_torchrun, wait_for
 from tests.ranks import events, logged_step, status
 from tests.support import ROOT, debug_run
 
@@ -35,7 +31,7 @@ FIELDS = ("step", "loss", "max_loss", "grad_norm", "lr", "tokens", "data_digests
 
 
 @pytest.mark.slow
-def test_a_disk_that_blocks_stalls_and_ends_no_step(data_folder: Path, tmp_path: Path) -> None:
+def test_a_disk_that_blocks_stalls_and_ends_no_step(data_folder, tmp_path):
     train_on_a_blocked_disk(data_folder, tmp_path, block_s=25, timeout_s=10)
 
 
@@ -55,14 +51,14 @@ def train_on_a_blocked_disk(data: Path, base: Path, *, block_s: float, timeout_s
     ]
     shim = {"LD_PRELOAD": str(library), "BLOCKED_FOLDER": str(run), "BLOCKED_FLAG": str(flag)}
     with open(run / "stdout.txt", "w") as output:
-        trainer = start(*debug_run(data, run), *options, output=output, environment=shim)
+        trainer = start_torchrun(*debug_run(data, run), *options, output=output, environment=shim)
     try:
         wait_for(lambda: logged_step(run) >= 3, trainer)
         began = datetime.now(UTC)
         flag.touch()
         time.sleep(block_s / 2)
         with open(base / "second.txt", "w") as output:  # a launch that meets the blocked disk
-            second = start(*debug_run(data, run), output=output, environment=shim, ranks=1)
+            second = start_torchrun(*debug_run(data, run), output=output, environment=shim, ranks=1)
         time.sleep(block_s / 2)
         flag.unlink()
         ended = datetime.now(UTC)
@@ -100,7 +96,7 @@ def train_on_a_blocked_disk(data: Path, base: Path, *, block_s: float, timeout_s
     undisturbed = base / "undisturbed"
     with open(base / "undisturbed.txt", "w") as output:
         more = (*options, "--run.stop_at", last)
-        assert start(*debug_run(data, undisturbed), *more, output=output).wait(600) == 0
+        assert start_torchrun(*debug_run(data, undisturbed), *more, output=output).wait(600) == 0
     theirs = events(undisturbed, "step")
     assert [[e[name] for name in FIELDS] for e in steps] == [
         [e[name] for name in FIELDS] for e in theirs
@@ -110,36 +106,8 @@ def train_on_a_blocked_disk(data: Path, base: Path, *, block_s: float, timeout_s
     )
 
 
-def start(
-    *arguments: object, output: IO[str], environment: dict[str, str] | None = None, ranks: int = 2
-) -> subprocess.Popen[bytes]:
-    """The trainer, under torchrun for more than one rank."""
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    command = [sys.executable, "-m", *launcher * (ranks > 1), "canon_pretrain.train"]
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(
-        [*command, *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | own | (environment or {}),
-        stdout=output,
-        stderr=subprocess.STDOUT,
-    )
-
-
-def wait_for(
-    condition: Callable[[], bool], process: subprocess.Popen[bytes], timeout_s: float = 120
-) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-# -- the parts, in one process ----------------------------------------------------------------
-
-
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def disk(monkeypatch):
     """An event: while it is not set, writes, looks at names and prints wait."""
     is_back = threading.Event()
     is_back.set()
@@ -160,9 +128,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     is_back.set()
 
 
-def test_lines_wait_for_the_disk_and_their_writer_does_not(
-    disk: threading.Event, tmp_path: Path
-) -> None:
+def test_lines_wait_for_the_disk_and_their_writer_does_not(disk, tmp_path):
     log = RunLog(tmp_path / "log.jsonl")
     disk.clear()
     began = time.monotonic()
@@ -177,12 +143,7 @@ def test_lines_wait_for_the_disk_and_their_writer_does_not(
     assert [event["step"] for event in read_log(log.path)] == list(range(1, 1002))
 
 
-def test_what_waits_is_bounded_and_a_gap_is_counted_where_it_is(
-    disk: threading.Event,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_waits_is_bounded_and_a_gap_is_counted(disk, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(log_module, "MAX_WAITING_BYTES", 1000)
     log = RunLog(tmp_path / "log.jsonl")
     disk.clear()
@@ -203,9 +164,7 @@ def test_what_waits_is_bounded_and_a_gap_is_counted_where_it_is(
     assert caplog.text.count("lines are lost") == 1
 
 
-def test_a_log_that_cannot_be_finished_is_left_in_time(
-    disk: threading.Event, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_that_cannot_be_finished_is_left_in_time(disk, tmp_path, caplog):
     log = RunLog(tmp_path / "log.jsonl")
     disk.clear()
     for step in (1, 2):
@@ -216,7 +175,7 @@ def test_a_log_that_cannot_be_finished_is_left_in_time(
     assert "the last 2 line(s) could not be written" in caplog.text
 
 
-def test_a_log_keeps_its_lines_until_it_may_write(tmp_path: Path) -> None:
+def test_a_log_keeps_its_lines_until_it_may_write(tmp_path):
     """A lock that can't be seen just now is no lost lock: what happened meanwhile is logged."""
     may_write = [False]
     log = RunLog(tmp_path / "log.jsonl", may_write=lambda: may_write[0])
@@ -228,16 +187,13 @@ def test_a_log_keeps_its_lines_until_it_may_write(tmp_path: Path) -> None:
     assert [event["step"] for event in read_log(log.path)] == [1, 2]
 
 
-def test_a_watcher_does_not_count_the_time_that_the_disk_was_away(
-    disk: threading.Event, tmp_path: Path
-) -> None:
+def test_a_watcher_does_not_count_the_time_that_the_disk_was_away(disk, tmp_path):
     """The holder's heartbeat was blocked as well: it has to get its time again."""
     path, holder = tmp_path / "lock.json", Holder.of_this_process()
     path.write_bytes(content_of(holder))
 
     def say(text: str) -> None:
-        """The watch begins: the disk goes away for longer than the expiry; the holder, slower than
-        the watcher, then shows that it lives."""
+        """The disk goes away for longer than the expiry; then the holder shows that it lives."""
         disk.clear()
         threading.Timer(1.2, disk.set).start()
         threading.Timer(1.5, lambda: os.utime(path)).start()
@@ -246,9 +202,7 @@ def test_a_watcher_does_not_count_the_time_that_the_disk_was_away(
         LinkLock.acquire(path, heartbeat_s=0.1, expiry_s=0.6, say=say)
 
 
-def test_a_line_that_stdout_does_not_take_holds_up_the_first_caller_only(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_stdout_does_not_take_holds_up_the_first_caller_only(capsys, monkeypatch):
     is_back = threading.Event()
     write = sys.stdout.write
     monkeypatch.setattr(sys.stdout, "write", lambda text: (is_back.wait(60), write(text))[1])

@@ -1,13 +1,10 @@
-"""Checkpoints that are not what was saved: found, named, set aside, and never trained on from.
-
-Most faults meet the search of one rank in this process; one launch of two ranks meets four at once.
-"""
+"""Checkpoints that are not what was saved: found, named, set aside, and never trained on from."""
 
 import io
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,9 +28,7 @@ from tests.checkpoint_folders import contents
 from tests.fault_runs import (
     EVERY_2,
     STEPS,
-    Trial,
     a_folder,
-    assert_refused,
     checkpoint,
     copy,
     empty,
@@ -46,14 +41,14 @@ from tests.fault_runs import (
     truncate,
     zero_4k,
 )
-from tests.ranks import assert_same_run, events, status
+from tests.ranks import assert_refused, assert_same_run, events, status
 from tests.support import debug_run
 
 NEWEST = STEPS
 
 
 @pytest.fixture(scope="module")
-def council(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Council]:
+def council(tmp_path_factory):
     store = tmp_path_factory.mktemp("store") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield Council()
@@ -61,7 +56,7 @@ def council(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Council]:
 
 
 @pytest.fixture(scope="module")
-def model(base: Path) -> Transformer:
+def model(base):
     """The base run's model; each test loads other weights into it."""
     return Transformer(parse_job([str(word) for word in debug_run(base, base)]).model_args)
 
@@ -113,9 +108,7 @@ FAULTS = [flip, truncate, empty, grow, zero_4k, missing, a_folder]
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_damage_of_a_file_is_found_named_and_gone_around(
-    base: Path, council: Council, model: Transformer, tmp_path: Path, file: str
-) -> None:
+def test_damage_of_a_file_is_found_named_and_gone_around(base, council, model, tmp_path, file):
     for fault in FAULTS:
         run = two_steps(base, tmp_path / fault.__name__)
         fault(checkpoint(run, NEWEST) / file)
@@ -138,9 +131,7 @@ def test_damage_of_a_file_is_found_named_and_gone_around(
             assert steps(run) == [10]
 
 
-def test_damage_of_the_folder_is_found(
-    base: Path, council: Council, model: Transformer, tmp_path: Path
-) -> None:
+def test_damage_of_the_folder_is_found(base, council, model, tmp_path):
     def another(newest: Path, source: str) -> None:
         shutil.rmtree(newest)
         shutil.copytree(newest.with_name(source), newest)
@@ -159,9 +150,7 @@ def test_damage_of_the_folder_is_found(
         assert_holds(model, base, 10)
 
 
-def test_damage_in_a_folder_elsewhere(
-    base: Path, council: Council, model: Transformer, tmp_path: Path
-) -> None:
+def test_damage_in_a_folder_elsewhere(base, council, model, tmp_path):
     """checkpoint.folder is not in the run's folder: all is found and set aside there."""
     two_steps(base, tmp_path)
     (tmp_path / "checkpoint").rename(elsewhere := tmp_path / "elsewhere")
@@ -177,9 +166,7 @@ def test_damage_in_a_folder_elsewhere(
         take_up(run, council, model, folder="../elsewhere")
 
 
-def test_whatever_bit_of_a_manifest_flips_the_weights_are_a_saved_steps(
-    base: Path, council: Council, model: Transformer, tmp_path: Path
-) -> None:
+def test_whatever_bit_of_a_manifest_flips_weights_are_a_steps(base, council, model, tmp_path):
     """Nothing vouches for the manifest itself, so it is tried at many places."""
     run = two_steps(base, tmp_path / "run")
     path = checkpoint(run, NEWEST) / "manifest.json"
@@ -197,9 +184,6 @@ def test_whatever_bit_of_a_manifest_flips_the_weights_are_a_saved_steps(
             aside.rename(path.parent)
             shutil.rmtree(run / "checkpoint" / "quarantine")
     assert taken.count(10) > len(taken) / 2
-
-
-# ---- planted pickles, with manifests that fit
 
 
 class Plant:
@@ -241,9 +225,7 @@ def vouch(newest: Path) -> None:
     verify(newest)
 
 
-def test_a_launch_passes_damaged_checkpoints_and_ends_as_the_unharmed_run(
-    base: Path, trial: Trial
-) -> None:
+def test_a_launch_passes_damaged_checkpoints_and_ends_as_the_unharmed_run(base, trial):
     """Four faults at once, found by two ranks that share the files: back to step 4."""
     run, proof = copy(base, trial.run), trial.folder / "proof"
     flip(checkpoint(run, 12) / "__1_0.distcp")
@@ -262,9 +244,7 @@ def test_a_launch_passes_damaged_checkpoints_and_ends_as_the_unharmed_run(
     assert_same_run(run, base, step=STEPS)
 
 
-def test_a_damaged_step_asked_for_by_number_is_not_replaced_by_another(
-    base: Path, council: Council, model: Transformer, trial: Trial
-) -> None:
+def test_a_damaged_step_asked_for_by_number_is_not_replaced_by_another(base, council, model, trial):
     run = copy(base, trial.run)
     flip(checkpoint(run, 8) / "__1_0.distcp")
     before = contents(run / "checkpoint")
@@ -278,3 +258,5 @@ def test_a_damaged_step_asked_for_by_number_is_not_replaced_by_another(
     with pytest.raises(UserError, match="checkpoint.load_step = 12: .* is damaged: .*metadata"):
         missing(checkpoint(run, 12) / ".metadata")
         take_up(run, council, model, asked=12)
+    with pytest.raises(UserError, match="load_step = 99: not in .*: 2, 4, 6, 8, 10, 12"):
+        take_up(run, council, model, asked=99)

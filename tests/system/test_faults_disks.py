@@ -1,8 +1,4 @@
-"""Full and slow disks under real launches: training goes on, says so, and saves when it can.
-
-The checkpoints, or the whole run, lie on a small tmpfs; a ballast file takes away its room at the
-steps that a test chooses.
-"""
+"""Full and slow disks under real launches, on a small tmpfs whose room a ballast file takes."""
 
 import os
 import resource
@@ -18,24 +14,13 @@ from canon_pretrain.checkpoint.manifest import Manifest, verify
 from canon_pretrain.checkpoint.retention import Retention, hold
 from canon_pretrain.core.files import free_bytes
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.log import read_log
 from canon_pretrain.titan import trainer as trainer_module
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager, Staging
 from canon_pretrain.titan.resume import IO_TIMEOUT
 from canon_pretrain.titan.trainer import CanonTrainer
 from tests.checkpoint_folders import small_disk
-from tests.fault_runs import (
-    EVERY_2,
-    STEPS,
-    Trial,
-    assert_refused,
-    checkpoint,
-    copy,
-    resumed_from,
-    steps,
-    wrap,
-)
-from tests.ranks import assert_same_run, differences, events, status, whole_state
+from tests.fault_runs import EVERY_2, STEPS, checkpoint, copy, resumed_from, steps, wrap
+from tests.ranks import assert_refused, assert_same_run, differences, events, status, whole_state
 
 NEEDED = 3 << 20
 """Bytes: about what a checkpoint of the debug model takes."""
@@ -48,15 +33,6 @@ def fill_up(folder: Path, *, leave: int, name: str = "ballast") -> None:
     (folder / name).parent.mkdir(exist_ok=True)
     with open(folder / name, "wb", buffering=0) as file:
         os.posix_fallocate(file.fileno(), 0, free_bytes(folder) - leave)
-
-
-def log_lines(run: Path, *names: str) -> list[tuple[str, int]]:
-    """(event, step) of the events of these kinds, in the order of the log."""
-    found = [event for event in read_log(RunFolder(run).log_file) if event["event"] in names]
-    return [(event["event"], event["step"]) for event in found]
-
-
-# ---- full
 
 
 def full_at_steps(rank: int, disk: Path) -> None:
@@ -81,10 +57,10 @@ def full_at_steps(rank: int, disk: Path) -> None:
     wrap(Staging, "copy", before=at_stage)
 
 
-def test_a_full_disk_costs_checkpoints_and_not_the_run(base: Path, trial: Trial) -> None:
+def test_a_full_disk_costs_checkpoints_and_not_the_run(base, trial):
     run, command = trial.run, (*EVERY_STEP, *KEEP_ALL)
     with small_disk(run / "checkpoint", "size=48m") as disk:
-        ended = trial.launch(*command, check=False, before=full_at_steps, before_args=(disk,))
+        ended = trial.launch(*command, check=False, before=(full_at_steps, disk))
         assert steps(run) == [1, 5, 7, 8, 9, 10, 11]
         for step in steps(run):
             verify(checkpoint(run, step))
@@ -138,9 +114,8 @@ def full_in_the_background(rank: int, disk: Path) -> None:
     wrap(CanonTrainer, "train_step", before=at_step, after=after_step)
 
 
-def test_no_room_before_training_and_a_failed_async_save(base: Path, trial: Trial) -> None:
-    """The start is refused; it works once an interrupted save is all that fills the disk; and
-    what fails in the background is told at the next step, not at the next interval."""
+def test_no_room_before_training_and_a_failed_async_save(base, trial):
+    """Works once an interrupted save is all that fills the disk; told at the next step."""
     run, command = trial.run, ("--checkpoint.interval", 4)
     with small_disk(run / "checkpoint", "size=16m") as disk:
         fill_up(disk, leave=NEEDED // 3)
@@ -152,10 +127,10 @@ def test_no_room_before_training_and_a_failed_async_save(base: Path, trial: Tria
         assert events(run, "start") == events(run, "step") == []
         (disk / "ballast").unlink()
         fill_up(disk, leave=NEEDED // 3, name=".saving-step-4/__0_0.distcp")
-        ended = trial.launch(*command, before=full_in_the_background, before_args=(disk,))
+        ended = trial.launch(*command, before=(full_in_the_background, disk))
         assert ".saving-step-4 is a save that was interrupted" in ended.output
         assert "of interrupted saves to make room" in ended.output
-        said = log_lines(run, "step", "checkpoint_failed")
+        said = [(e["event"], e["step"]) for e in events(run, "step", "checkpoint_failed")]
         assert said[4:7] == [("step", 5), ("checkpoint_failed", 4), ("step", 6)]
         assert "No space left" in events(run, "checkpoint_failed")[0]["reason"]
         assert len(events(run, "checkpoint_failed")) == 1
@@ -177,12 +152,10 @@ def nothing_left(rank: int, disk: Path) -> None:
     wrap(CanonTrainer, "train_step", before=at_step)
 
 
-def test_a_disk_that_takes_no_byte_of_the_log_does_not_end_the_run(
-    base: Path, trial: Trial
-) -> None:
+def test_a_disk_that_takes_no_byte_of_the_log_does_not_end_the_run(base, trial):
     with small_disk(trial.run, "size=24m") as disk:
         run = trial.run
-        trial.launch(*EVERY_2, before=nothing_left, before_args=(disk,))
+        trial.launch(*EVERY_2, before=(nothing_left, disk))
         assert [event["step"] for event in events(run, "checkpoint_failed")] == [4, 6, 8]
         assert steps(run) == [2, 10, 12]
         assert status(run).state == "done"
@@ -203,13 +176,13 @@ def full_for(rank: int, disk: Path, method: str) -> None:
     setattr(RunFolder, method, write)
 
 
-def test_a_disk_too_full_for_config_or_done(base: Path, trial: Trial) -> None:
+def test_a_disk_too_full_for_config_or_done(base, trial):
     """Issue 17, item 25: without config.json no step is trained; without DONE a run is done."""
     with small_disk(trial.run, "size=24m") as disk:
         run = trial.run
 
         def with_no_room_for(method: str | None, **options: Any) -> Any:
-            before = {"before": full_for, "before_args": (disk, method)} if method else {}
+            before = {"before": (full_for, disk, method)} if method else {}
             return trial.launch("--checkpoint.interval", 12, **before, **options)
 
         assert_refused(with_no_room_for("write_config", check=False))
@@ -222,10 +195,7 @@ def test_a_disk_too_full_for_config_or_done(base: Path, trial: Trial) -> None:
         assert_same_run(run, base, step=STEPS)
 
 
-# ---- a folder that can't be written
-
-
-def test_an_unusable_checkpoint_folder_is_found_before_the_first_step(trial: Trial) -> None:
+def test_an_unusable_checkpoint_folder_is_found_before_the_first_step(trial):
     """Issue 17, item 16: RUN/checkpoint is a link to nowhere; no step is taken on any rank."""
     run = trial.run
     run.mkdir()
@@ -242,7 +212,7 @@ def no_large_files(rank: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1))
 
 
-def test_each_rank_tries_a_file_of_the_size_that_it_will_write(trial: Trial) -> None:
+def test_each_rank_tries_a_file_of_the_size_that_it_will_write(trial):
     """Issue 17, item 16: what another rank than the first can't write is found as early."""
     ended = trial.launch(*EVERY_2, check=False, before=no_large_files)
     assert_refused(ended)
@@ -250,12 +220,8 @@ def test_each_rank_tries_a_file_of_the_size_that_it_will_write(trial: Trial) -> 
     assert list((trial.run / "checkpoint").iterdir()) == []
 
 
-# ---- slow
-
-
 def slow_write(rank: int, step: int, until: int, made: Path) -> None:
-    """The background write of `step` takes until the trainer has come to step `until`; a line in
-    `made` for each process group that waits for disks."""
+    """The write of `step` takes until step `until`; a line in `made` for each group for disks."""
     reached = [0]
     original = dist.new_group
 
@@ -280,13 +246,10 @@ def slow_write(rank: int, step: int, until: int, made: Path) -> None:
     wrap(CanonTrainer, "train_step", before=at_step)
 
 
-def test_a_disk_slower_than_the_interval_does_not_hold_up_training(
-    base: Path, trial: Trial
-) -> None:
-    """One gloo group is enough for it: each takes a socket per other rank, and by two of them 1,024
-    open files were passed near 440 ranks."""
+def test_a_disk_slower_than_the_interval_does_not_hold_up_training(base, trial):
+    """One gloo group is enough: by two of them 1,024 open files were passed near 440 ranks."""
     run, made = trial.run, trial.folder / "made"
-    ended = trial.launch("--checkpoint.interval", 2, before=slow_write, before_args=(2, 7, made))
+    ended = trial.launch("--checkpoint.interval", 2, before=(slow_write, 2, 7, made))
     assert sorted(made.read_text().splitlines()) == ["0 gloo", "1 gloo"]
     slow = events(run, "checkpoint_slow")
     assert [(e["step"], e["saving"]) for e in slow[:2]] == [(4, 2), (6, 2)]
@@ -299,29 +262,19 @@ def test_a_disk_slower_than_the_interval_does_not_hold_up_training(
     assert_same_run(run, base, step=STEPS)
 
 
-# ---- what an evaluation waits for
-
-
 def slow_retention(rank: int) -> None:
     wrap(Retention, "apply", before=lambda retention: time.sleep(0.5))
 
 
-@pytest.fixture(scope="module")
-def held(base: Path, data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Step 9 was saved with keep_latest_k = 2 while an evaluation waited for step 2; retention was
-    still at work when the launch came to its end."""
-    trial = Trial(data_folder, tmp_path_factory.mktemp("held"))
-    hold(copy(base, trial.run, last=8), 2, "validation")
-    keep_2 = (*EVERY_2, "--checkpoint.keep_latest_k", 2)
-    trial.launch(*keep_2, "--run.stop_at", 9, before=slow_retention)
-    return trial.run
-
-
-def test_a_held_step_keeps_its_weights_alone(held: Path, base: Path) -> None:
-    assert steps(held) == [2, 8, 9]
-    assert verify(checkpoint(held, 2)).kind == "weights"
-    assert [Manifest.read(checkpoint(held, step)).kind for step in (8, 9)] == ["full"] * 2
-    weights, whole = whole_state(checkpoint(held, 2)), whole_state(checkpoint(base, 2))
+def test_a_held_step_keeps_its_weights_alone(base, trial):
+    """Retention is still at work when the launch comes to its end."""
+    hold(run := copy(base, trial.run, last=8), 2, "validation")
+    keep_2 = ("--checkpoint.keep_latest_k", 2, "--run.stop_at", 9)
+    trial.launch(*EVERY_2, *keep_2, before=slow_retention)
+    assert steps(run) == [2, 8, 9]
+    assert verify(checkpoint(run, 2)).kind == "weights"
+    assert [Manifest.read(checkpoint(run, step)).kind for step in (8, 9)] == ["full"] * 2
+    weights, whole = whole_state(checkpoint(run, 2)), whole_state(checkpoint(base, 2))
     assert weights and not any(name.startswith("optimizer.") for name in weights)
     assert differences(weights, {name: whole[name] for name in weights}) == []
-    assert events(held, "retention")[-1]["weights_only"] == status(held).weights_only == [2]
+    assert events(run, "retention")[-1]["weights_only"] == status(run).weights_only == [2]

@@ -1,7 +1,4 @@
-"""kill -9 in the middle of a save, at every moment of it: nothing that was saved is lost.
-
-Each harmed run must come to what an unharmed one did, bitwise, and says what it set aside.
-"""
+"""kill -9 in the middle of a save, at every moment of it: nothing that was saved is lost."""
 
 import os
 import signal
@@ -16,17 +13,7 @@ from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest, verify
 from canon_pretrain.checkpoint.writer import VerifiedWriter, _HashedFile
 from canon_pretrain.titan.trainer import CanonTrainer
-from tests.fault_runs import (
-    EVERY_2,
-    STEPS,
-    Trial,
-    checkpoint,
-    copy,
-    quarantine,
-    resumed_from,
-    steps,
-    wrap,
-)
+from tests.fault_runs import EVERY_2, STEPS, checkpoint, copy, quarantine, resumed_from, steps, wrap
 from tests.ranks import Ended, assert_same_run, events, status
 
 ALL = (0, 1)
@@ -73,32 +60,24 @@ def die_while_saving(
         kill(os, "rename", lambda _, target: Path(target).name == final, after=after)
 
 
-ALL_AT_ONCE = [
-    ("the folder is made", ALL),
-    ("a file is half written", ALL),
-    ("the data is written", ALL),
-    ("the manifest is next", ALL),
-    ("the rename is next", ALL),
-    ("it is renamed", ALL),
-]
 ONE_RANK = [("the folder is made", (1,)), ("the data is written", (0,)), ("it is renamed", (1,))]
+DATA = {"__0_0.distcp", "__1_0.distcp"}
 LEFT_BEHIND: dict[str, set[str]] = {
     "the folder is made": set(),
     "a file is half written": set(),
-    "the data is written": {"__0_0.distcp", "__1_0.distcp"},
-    "the manifest is next": {"__0_0.distcp", "__1_0.distcp", ".metadata"},
-    "the rename is next": {"__0_0.distcp", "__1_0.distcp", ".metadata", "manifest.json"},
+    "the data is written": DATA,
+    "the manifest is next": DATA | {".metadata"},
+    "the rename is next": DATA | {".metadata", "manifest.json"},
 }
 """By moment: what must lie in the temporary folder when rank 0 was killed in it."""
+ALL_AT_ONCE = [(moment, ALL) for moment in (*LEFT_BEHIND, "it is renamed")]
 
 
 @pytest.mark.parametrize(
     "kills",
     [pytest.param(ALL_AT_ONCE, id="all"), pytest.param(ONE_RANK, id="one", marks=pytest.mark.slow)],
 )
-def test_killed_at_any_moment_of_a_save_the_next_launch_goes_on(
-    base: Path, trial: Trial, kills: list[tuple[str, tuple[int, ...]]]
-) -> None:
+def test_killed_at_any_moment_of_a_save_the_next_launch_goes_on(base, trial, kills):
     """One run, killed in the second save of launch after launch, ends as if nothing had been."""
     run, step, expected = trial.run, 0, ""
     every_step = (*EVERY_2, "--checkpoint.interval", 1)
@@ -107,8 +86,7 @@ def test_killed_at_any_moment_of_a_save_the_next_launch_goes_on(
         ended = trial.launch(
             *every_step,
             check=False,
-            before=die_while_saving,
-            before_args=(moment, target, victims, trial.folder / "pids"),
+            before=(die_while_saving, moment, target, victims, trial.folder / "pids"),
         )
         assert all(ended.codes[victim] == -signal.SIGKILL for victim in victims), ended
         assert not ended.succeeded and expected in ended.output, (moment, ended)
@@ -163,14 +141,11 @@ def die_in_the_background(rank: int, step: int, steps_later: int, pids: Path) ->
     die_while_saving(rank, "a file is half written", step, ALL, pids)
 
 
-def test_killed_in_the_background_write_of_an_async_save(base: Path, trial: Trial) -> None:
+def test_killed_in_the_background_write_of_an_async_save(base, trial):
     run = copy(base, trial.run, last=2)
     command = ("--checkpoint.interval", 3)
     ended = trial.launch(
-        *command,
-        check=False,
-        before=die_in_the_background,
-        before_args=(3, 2, trial.folder / "pids"),
+        *command, check=False, before=(die_in_the_background, 3, 2, trial.folder / "pids")
     )
     assert ended.codes == [-signal.SIGKILL] * 2, ended
     assert events(run, "step")[-1]["step"] >= 4, "the write is not in the background"

@@ -1,15 +1,9 @@
-"""Ends that nobody planned: signals, STOP, two launches on one folder, a rank that hangs.
-
-Each is done to real ranks. The proof is what the run folder says, and that the next launch goes on
-from there as if nothing had been.
-"""
+"""Ends that nobody planned: signals, STOP, two launches on one folder, a rank that hangs."""
 
 import functools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -26,36 +20,27 @@ from canon_pretrain.checkpoint.writer import VerifiedWriter
 from canon_pretrain.core.link_lock import LinkLock
 from canon_pretrain.run import status as run_status
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.log import RunLog, read_log
+from canon_pretrain.run.log import RunLog
 from canon_pretrain.run.status import StatusWriter, health
 from canon_pretrain.titan.checkpoint import CLOSE_TIMEOUT_S
 from canon_pretrain.titan.trainer import CanonTrainer
-from tests.fault_runs import EVERY_2, Trial, steps, wrap
-from tests.ranks import Launch, assert_failed, assert_same_run, events, logged_step, status
-from tests.support import ROOT
+from tests.fault_runs import EVERY_2, Trial, start_torchrun, steps, wait_for, wrap
+from tests.ranks import Launch, assert_refused, assert_same_run, events, logged_step, status
 
 LONG = ("--training.steps", 400, "--checkpoint.interval", 1000, "--run.heartbeat_s", 0.2)
 """More steps than any launch here takes; the only checkpoint is the one left at the end."""
 
 
-def all_events(folder: Path) -> list[dict[str, Any]]:
-    return read_log(RunFolder(folder).log_file)
-
-
 def check_stopped(folder: Path, reason: str, before: list[int]) -> int:
     """That the last launch stopped cleanly by `reason`; the step of its one checkpoint."""
     (step,) = set(steps(folder)) - set(before)
-    said, last, run = status(folder), all_events(folder)[-1], RunFolder(folder)
+    said, run = status(folder), RunFolder(folder)
+    last = events(folder)[-1]
     assert (said.state, said.reason, said.step) == ("stopped", reason, step)
     assert (last["event"], last["reason"], last["step"]) == ("stop", reason, step)
     assert logged_step(folder) == step
-    assert not run.done_file.exists()
-    assert not run.lock_file.exists()
-    assert not run.stop_file.exists()
+    assert not any(path.exists() for path in (run.done_file, run.lock_file, run.stop_file))
     return step
-
-
-# -- faults, put in by a rank before it starts ------------------------------------------------
 
 
 def slow_steps(rank: int, seconds: float, marker: Path | None = None) -> None:
@@ -88,26 +73,20 @@ def keep_a_journal(rank: int, journal: Path, seconds: float) -> None:
     """Slow steps, and a line in `journal` for the loss of the lock and each write to the run."""
     slow_steps(rank, seconds)
 
-    def noted(owner: type, name: str) -> None:
-        def note(*arguments: object) -> None:
-            with open(journal, "a") as file:
-                file.write(json.dumps([owner.__name__, name, str(arguments[1:2])]) + "\n")
+    def note(line: str) -> None:
+        with open(journal, "a") as file:
+            file.write(line)
 
-        wrap(owner, name, before=note)
+    writers = ((LinkLock, "_lose"), (RunLog, "_append"), (StatusWriter, "write"))
+    for owner, name in (*writers, (VerifiedWriter, "__init__")) if rank == 0 else ():
+        line = f"{owner.__name__} {name}\n"
+        wrap(owner, name, before=lambda *_, line=line: note(line))
 
-    if rank == 0:
-        noted(LinkLock, "_lose")
-        noted(RunLog, "_append")
-        noted(StatusWriter, "write")
-        noted(VerifiedWriter, "__init__")
-
-
-# -- signals ----------------------------------------------------------------------------------
 
 SIGNALS = [(signal.SIGTERM, 1), (signal.SIGINT, 0), (signal.SIGUSR1, 1), (signal.SIGUSR2, 0)]
 
 
-def test_a_signal_to_one_rank_stops_all_after_one_step_and_nothing_is_lost(trial: Trial) -> None:
+def test_a_signal_to_one_rank_stops_all_after_one_step_and_nothing_is_lost(trial):
     """Four launches, each ended by another signal; the fifth stands where a straight run does."""
     run, straight = trial.run, Trial(trial.data, trial.folder / "straight")
     step = 0
@@ -127,9 +106,7 @@ def test_a_signal_to_one_rank_stops_all_after_one_step_and_nothing_is_lost(trial
     assert_same_run(run, straight.run, step=step + 2)
 
 
-def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(
-    trial: Trial,
-) -> None:
+def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(trial):
     run = trial.run
     stop = RunFolder(run).stop_file
     first = trial.start(*LONG)
@@ -140,7 +117,7 @@ def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(
 
     stop.touch()  # by somebody who thought that the run was still on
     marker = trial.folder / "in a step"
-    second = trial.start(*LONG, before=slow_steps, before_args=(0.7, marker))
+    second = trial.start(*LONG, before=(slow_steps, 0.7, marker))
     second.wait_for(lambda: logged_step(run) > step)
     marker.unlink(missing_ok=True)
     assert not stop.exists()
@@ -162,18 +139,18 @@ def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(
     assert steps(run) == [step]
 
 
-def test_sigterm_ends_a_rank_that_waits_for_the_others_at_once(trial: Trial) -> None:
+def test_sigterm_ends_a_rank_that_waits_for_the_others_at_once(trial):
     """torchrun sends it when rank 0 was refused; caught, it would take effect 30 seconds later."""
     marker = trial.folder / "starting"
-    started = trial.start(before=slow_start, before_args=(marker,))
+    started = trial.start(before=(slow_start, marker))
     started.wait_for(lambda: marker.with_suffix(".1").exists())
     started.send(signal.SIGTERM, [1])
     assert started.wait().codes[1] == -signal.SIGTERM
 
 
-def test_a_signal_before_the_first_step_stops_soon_after_it(trial: Trial) -> None:
+def test_a_signal_before_the_first_step_stops_soon_after_it(trial):
     marker = trial.folder / "starting"
-    started = trial.start(*LONG, before=slow_start, before_args=(marker,))
+    started = trial.start(*LONG, before=(slow_start, marker))
     for number, rank in ((signal.SIGUSR1, 1), (signal.SIGUSR2, 0)):
         started.wait_for(marker.with_suffix(f".{rank}").exists)
         started.send(number, [rank])
@@ -187,18 +164,12 @@ def children_of(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_under_torchrun_a_workers_signal_ends_the_job_with_code_0(trial: Trial) -> None:
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words += ["-m", "canon_pretrain.train", *map(str, trial.command(*LONG))]
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+def test_under_torchrun_a_workers_signal_ends_the_job_with_code_0(trial):
     with open(trial.folder / "output.txt", "w") as output:
-        agent = subprocess.Popen(words, env=os.environ | own, stdout=output, stderr=output)
+        agent = start_torchrun(*trial.command(*LONG), output=output)
     workers: list[int] = []
     try:
-        deadline = time.monotonic() + 90
-        while logged_step(trial.run) < 2 and time.monotonic() < deadline and agent.poll() is None:
-            time.sleep(0.05)
-        assert logged_step(trial.run) >= 2, (trial.folder / "output.txt").read_text()
+        wait_for(lambda: logged_step(trial.run) >= 2, agent)
         workers = children_of(agent.pid)
         (other,) = {*workers} - {status(trial.run).pid}
         os.kill(other, signal.SIGTERM)
@@ -211,12 +182,7 @@ def test_under_torchrun_a_workers_signal_ends_the_job_with_code_0(trial: Trial) 
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
-# -- two launches on one folder ---------------------------------------------------------------
-
-
-def test_a_second_launch_is_refused_and_kill_9_leaves_a_folder_that_can_be_taken_at_once(
-    trial: Trial,
-) -> None:
+def test_a_second_launch_is_refused_and_kill_9_leaves_a_folder_that_can_be_taken_at_once(trial):
     run, command = trial.run, (*LONG, "--checkpoint.interval", 3)
     first = trial.start(*command)
     first.wait_for(lambda: bool(steps(run)))
@@ -242,50 +208,35 @@ def test_a_second_launch_is_refused_and_kill_9_leaves_a_folder_that_can_be_taken
     again = trial.launch(*command, "--run.stop_at", newest + 1)
     assert "took over from" in again.output
     assert "its process is gone" in again.output
-    assert all_events(run)[-1]["event"] == "stop"
+    assert events(run)[-1]["event"] == "stop"
     assert [e["from_step"] for e in events(run, "resume")] == [newest]
     assert status(run).launches == 2, "the refused one is none"
 
 
-@pytest.fixture(scope="module")
-def takeover(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """A launch of Slurm job 7, with a checkpoint at each slow step, and its restart on one rank.
-
-    `journal`: (class, method, argument) of what the old launch's rank 0 wrote; `seconds`: that the
-    old launch lived on after the new one had begun to train.
-    """
-    trial = Trial(data_folder, tmp_path_factory.mktemp("takeover"))
-    run, journal = trial.run, trial.folder / "journal.jsonl"
-    job = {"SLURM_JOB_ID": "7"}
+def test_a_restart_of_the_same_slurm_job_takes_over_a_live_launch(trial):
+    """A launch with a checkpoint at each slow step, and its restart on one rank."""
+    run, journal, job = trial.run, trial.folder / "journal.jsonl", {"SLURM_JOB_ID": "7"}
     command = (*LONG, "--checkpoint.interval", 1)
-    old = trial.start(*command, environment=job, before=keep_a_journal, before_args=(journal, 0.15))
+    old = trial.start(*command, environment=job, before=(keep_a_journal, journal, 0.15))
     old.wait_for(lambda: len(steps(run)) >= 2)
     new = trial.start(*command, ranks=1, environment=job | {"SLURM_RESTART_COUNT": "1"})
     new.wait_for(lambda: bool(events(run, "resume")))
     new.send(signal.SIGTERM)
     began = time.monotonic()
     ended = old.wait()
-    seconds = time.monotonic() - began
-    lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    return SimpleNamespace(run=run, old=ended, new=new.wait(), journal=lines, seconds=seconds)
-
-
-def test_a_restart_of_the_same_slurm_job_takes_over_a_live_launch(
-    takeover: SimpleNamespace,
-) -> None:
-    assert_failed(takeover.old, 2)
-    assert takeover.seconds < 30
-    assert "without saving: another launch took the run folder over" in takeover.old.output
-    assert takeover.new.codes == [0], takeover.new.output
-    assert "restart 1 of the same Slurm job" in takeover.new.output
-    said = status(takeover.run)
+    assert time.monotonic() - began < 30
+    assert_refused(ended)
+    assert "without saving: another launch took the run folder over" in ended.output
+    ended = new.wait()
+    assert ended.codes == [0] and "restart 1 of the same Slurm job" in ended.output
+    said = status(run)
     assert (said.state, said.restart_count, said.launches) == ("stopped", 1, 2)
-    assert not RunFolder(takeover.run).lock_file.exists()
-    assert [e["world_size"] for e in events(takeover.run, "resume")] == [1]
+    assert not RunFolder(run).lock_file.exists()
+    assert [e["world_size"] for e in events(run, "resume")] == [1]
     # what has lost its lock writes nothing any more
-    names = [tuple(entry[:2]) for entry in takeover.journal]
-    after = names[names.index(("LinkLock", "_lose")) :]
-    assert set(after) == {("LinkLock", "_lose")}, takeover.journal
+    names = [line.split()[:2] for line in journal.read_text().splitlines()]
+    lost = ["LinkLock", "_lose"]
+    assert all(name == lost for name in names[names.index(lost) :]), names
 
 
 def commit_after_sleep(rank: int, step: int) -> None:
@@ -303,13 +254,10 @@ def stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def test_a_launch_that_was_taken_over_writes_nothing_and_its_save_is_set_aside(
-    trial: Trial,
-) -> None:
-    """Issue 17, item 13: the first launch sleeps in its commit of step 6; the second takes over at
-    step 4 with another learning rate and ends at step 5; the first wakes up; the third resumes."""
+def test_a_launch_that_was_taken_over_writes_nothing_and_its_save_is_set_aside(trial):
+    """Issue 17, item 13: the first sleeps in its commit of step 6, a second takes over."""
     run, command = trial.run, (*EVERY_2, "--run.heartbeat_s", 0.2)
-    first = trial.start(*command, before=commit_after_sleep, before_args=(6,), ranks=1)
+    first = trial.start(*command, before=(commit_after_sleep, 6), ranks=1)
     first.wait_for(lambda: stopped(first.pids[0]))
     changed = ("--optimizer.lr", 5e-4, "--run.allow_changes", "optimizer.lr")
     trial.launch(*command, *changed, "--run.stop_at", 5, ranks=1)
@@ -335,11 +283,11 @@ def test_a_launch_that_was_taken_over_writes_nothing_and_its_save_is_set_aside(
     assert [e["step"] for e in events(run, "step")] == list(range(1, 13))
 
 
-def test_a_finished_run_started_again_changes_nothing(trial: Trial) -> None:
+def test_a_finished_run_started_again_changes_nothing(trial):
     run, command = trial.run, ("--training.steps", 3, "--lr_scheduler.warmup_steps", 1)
     trial.launch(*command, ranks=1)
     assert RunFolder(run).done_file.read_text() == "3\n"
-    assert [e["event"] for e in all_events(run)][-3:] == ["checkpoint", "validation", "done"]
+    assert [e["event"] for e in events(run)][-3:] == ["checkpoint", "validation", "done"]
     said = status(run)
     assert (said.state, said.step) == ("done", 3)
 
@@ -361,15 +309,11 @@ def test_a_finished_run_started_again_changes_nothing(trial: Trial) -> None:
     assert (again.state, again.step, again.launches) == ("done", 3, 2)
 
 
-# -- hangs ------------------------------------------------------------------------------------
-
-
 TIMEOUT_S = 3
 
 
 def hang(started: Launch, folder: Path, ready: Callable[[], bool]) -> tuple[float, bool]:
-    """Stop rank 1 with SIGSTOP in a step; seconds until rank 0 gives up, and whether a reader of
-    status.json could see that it hung."""
+    """Stop rank 1 in a step: seconds until rank 0 gives up; whether status.json showed a hang."""
     started.wait_for(ready)
     started.send(signal.SIGSTOP, [1])
     began = time.monotonic()
@@ -387,9 +331,7 @@ def hang(started: Launch, folder: Path, ready: Callable[[], bool]) -> tuple[floa
 
 
 @pytest.mark.slow
-def test_a_hang_ends_after_the_same_time_on_a_fresh_and_on_a_resumed_run(
-    trial: Trial, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hang_ends_after_the_same_time_on_a_fresh_and_on_a_resumed_run(trial, monkeypatch):
     monkeypatch.setattr(run_status, "HUNG_AFTER_S", 1.0)
     monkeypatch.setattr(run_status, "HUNG_AFTER_STEPS", 1)
     run = trial.run
@@ -418,9 +360,8 @@ def test_a_hang_ends_after_the_same_time_on_a_fresh_and_on_a_resumed_run(
 
 
 @pytest.mark.slow
-def test_a_hang_while_a_checkpoint_is_written_ends_as_well(trial: Trial) -> None:
-    """The save can't end without rank 1: it is given a few seconds, not the hours that a slow disk
-    may have."""
+def test_a_hang_while_a_checkpoint_is_written_ends_as_well(trial):
+    """It is given a few seconds, not the hours that a slow disk may have."""
     run = trial.run
     limits = ("--comm.train_timeout_seconds", TIMEOUT_S, "--checkpoint.interval", 5)
     saving = run / "checkpoint" / ".saving-step-5"
@@ -430,9 +371,7 @@ def test_a_hang_while_a_checkpoint_is_written_ends_as_well(trial: Trial) -> None
     assert status(run).state == "failed"
 
 
-def test_two_launches_each_have_a_file_for_their_stacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_launches_each_have_a_file_for_their_stacks(tmp_path, monkeypatch):
     """The one that lost the folder ends while the one that took it watches for hangs."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     comm = SimpleNamespace(save_traces_folder="comm_traces", train_timeout_seconds=100)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,26 +17,11 @@ import rich.console
 from canon_pretrain.titan.console import _NOISE, Console
 from tests.support import ROOT
 
-FIELDS: dict[str, Any] = {
-    "step": 240,
-    "loss": 3.25,
-    "grad_norm": 0.837,
-    "lr": 2.52e-3,
-    "tokens_per_second": 5047.4,
-    "seconds_per_step": 15.0,
-    "data_wait": 0.0123,
-    "memory_gib": 54.2,
-    "tokens": 512_000,
-    "skipped_steps": 2,
-    "restarts": 1,
-}
-HELD_OUT = {
-    "step": 200,
-    "loss": 3.5,
-    "bits_per_byte": 1.75,
-    "tokens_scored": 131072,
-    "seconds": 1.25,
-}
+FIELDS: dict[str, Any] = {"step": 240, "loss": 3.25, "grad_norm": 0.837, "lr": 2.52e-3}
+FIELDS |= {"tokens_per_second": 5047.4, "seconds_per_step": 15.0, "data_wait": 0.0123}
+FIELDS |= {"memory_gib": 54.2, "tokens": 512_000, "skipped_steps": 2, "restarts": 1}
+HELD_OUT: dict[str, Any] = {"step": 200, "loss": 3.5, "bits_per_byte": 1.75}
+HELD_OUT |= {"tokens_scored": 131072, "seconds": 1.25}
 
 
 def a_view() -> Console:
@@ -57,7 +41,7 @@ def lines_of(view: Console, width: int) -> list[str]:
     return ["".join(segment.text for segment in line).rstrip() for line in lines]
 
 
-def test_plain_lines_are_those_that_scripts_know(caplog: pytest.LogCaptureFixture) -> None:
+def test_plain_lines_are_those_that_scripts_know(caplog):
     """Where stdout is no terminal: one line per report."""
     console = Console(500, 255)
     with caplog.at_level(logging.INFO, logger="root"):
@@ -75,9 +59,7 @@ def test_plain_lines_are_those_that_scripts_know(caplog: pytest.LogCaptureFixtur
     ]
 
 
-def test_a_view_that_fails_is_one_line_and_plain_lines_go_on(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_view_that_fails_is_one_line_and_plain_lines_go_on(caplog, monkeypatch):
     console = Console(500, 500)
     monkeypatch.setattr("canon_pretrain.titan.console.is_terminal", lambda: True)
     console.begin(3, [{"event": "step", "step": 2, "loss": None}])  # a past that is damaged
@@ -87,7 +69,7 @@ def test_a_view_that_fails_is_one_line_and_plain_lines_go_on(
 
 
 @pytest.mark.parametrize("width", [1, 20, 40, 60, 80, 200])
-def test_the_view_fits_any_width(width: int) -> None:
+def test_the_view_fits_any_width(width):
     lines = lines_of(a_view(), width)
     assert all(len(line) <= width for line in lines)
     if width < 60:
@@ -103,9 +85,7 @@ def test_the_view_fits_any_width(width: int) -> None:
     assert len(lines) <= 11
 
 
-def test_a_view_that_begins_on_a_resumed_run_knows_its_past(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_view_that_begins_on_a_resumed_run_knows_its_past(monkeypatch):
     monkeypatch.setattr("canon_pretrain.titan.console.is_terminal", lambda: True)
     view = Console(500, 500)
     past: list[dict[str, Any]] = [
@@ -121,8 +101,6 @@ def test_a_view_that_begins_on_a_resumed_run_knows_its_past(
     assert "loss 4.0000 █x▁" in text and "checkpoint of step 30" in text
     assert "validation loss inf (1.7500 bits/byte) at step 30" in text
 
-
-# -- in a terminal ------------------------------------------------------------------------------
 
 SCRIPT = textwrap.dedent(
     """
@@ -149,13 +127,9 @@ def in_a_terminal(end: str) -> tuple[int, str]:
     """Exit code and all that a script which shows a view and then does `end` sends a terminal."""
     parent, child = pty.openpty()
     script = SCRIPT.format(root=str(ROOT), fields=FIELDS, sleep=0.6, end=end)
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdin=child,
-        stdout=child,
-        stderr=child,
-        env=os.environ | {"TERM": "xterm-256color"},
-    )
+    ends: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), child)
+    environment = os.environ | {"TERM": "xterm-256color"}
+    process = subprocess.Popen([sys.executable, "-c", script], env=environment, **ends)
     os.close(child)
     output = b""
     while True:
@@ -176,7 +150,7 @@ def in_a_terminal(end: str) -> tuple[int, str]:
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9),
     ],
 )
-def test_a_terminal_is_left_as_it_was(end: str, code: int) -> None:
+def test_a_terminal_is_left_as_it_was(end, code):
     exit_code, output = in_a_terminal(end)
     assert exit_code == code, output
     # no hidden cursor, no other screen, no mode: a killed process could not put them back
@@ -191,7 +165,7 @@ def test_a_terminal_is_left_as_it_was(end: str, code: int) -> None:
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
-def test_the_view_stands_once_on_a_terminal_that_is_made_narrower(tmp_path: Path) -> None:
+def test_the_view_stands_once_on_a_terminal_that_is_made_narrower(tmp_path):
     """A real terminal of 100 columns, then 60, then 90: each picture shows one view."""
     (tmp_path / "script.py").write_text(
         SCRIPT.format(root=str(ROOT), fields=FIELDS, sleep=0, end="time.sleep(60)")
@@ -230,9 +204,6 @@ def test_the_view_stands_once_on_a_terminal_that_is_made_narrower(tmp_path: Path
         tmux("kill-server")
 
 
-# -- torchtitan's log ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("redirection", "said"),
     [
@@ -240,7 +211,7 @@ def test_the_view_stands_once_on_a_terminal_that_is_made_narrower(tmp_path: Path
         (">&-", None),
     ],
 )
-def test_a_stdout_that_takes_nothing_ends_no_run(redirection: str, said: str | None) -> None:
+def test_a_stdout_that_takes_nothing_ends_no_run(redirection, said):
     script = textwrap.dedent(
         """
         import logging, sys

@@ -28,13 +28,12 @@ from canon_pretrain.titan.data import (
     IN_THE_IDENTITY,
     CanonDataLoader,
     ReadAhead,
-    absolute_folders,
     build_dataloader,
     open_shards,
 )
 from canon_pretrain.titan.job_config import CanonJobConfig
-from canon_pretrain.titan.launch import check_identity, run_identity
-from tests.ranks import Ended, assert_failed, events, launch
+from canon_pretrain.titan.launch import check_identity, resolved, run_identity
+from tests.ranks import Ended, assert_refused, events, launch
 from tests.support import EOS_ID, ROOT, VOCAB_SIZE, debug_run, token_documents, write_data
 
 BATCH, SEQ_LEN = 12, 64
@@ -47,13 +46,13 @@ def threads() -> list[threading.Thread]:
 
 
 @pytest.fixture(autouse=True)
-def _no_thread_is_left() -> Iterator[None]:
+def _no_thread_is_left():
     yield
     assert not threads()
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def folders(tmp_path_factory):
     base = tmp_path_factory.mktemp("sources")
     for k, name in enumerate(("web", "books")):
         documents = token_documents(7 + k, 40, length=200)
@@ -74,10 +73,7 @@ def loader_of(job: CanonJobConfig, **options: Any) -> CanonDataLoader:
     return build_dataloader(1, 0, None, job, data=open_shards(job), **options)
 
 
-# -- of a job ------------------------------------------------------------------------------------
-
-
-def test_the_order_is_part_of_the_run(folders: list[Path], tmp_path: Path) -> None:
+def test_the_order_is_part_of_the_run(folders, tmp_path):
     permuted = parse_job(experiment(tmp_path, path=str(folders[1]), order="permute"))
     drawn = parse_job(experiment(tmp_path, path=str(folders[1])))
     run = RunFolder(tmp_path / "run")
@@ -95,35 +91,17 @@ def test_the_order_is_part_of_the_run(folders: list[Path], tmp_path: Path) -> No
     assert other.source_tokens == {"books": permuted.training.local_batch_size * SEQ_LEN}
 
 
-def test_what_a_run_records_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_a_run_records_is_absolute(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert absolute_folders(Data(path="a")) == {"path": f"{tmp_path}/a", "paths": []}
-    both = Data(paths=["a", "/b"], weights=[1, 1])
-    assert absolute_folders(both) == {"path": "", "paths": [f"{tmp_path}/a", "/b"]}
+    job = CanonJobConfig(data=Data(path="a"))
+    assert resolved(job)["data"]["path"] == f"{tmp_path}/a"
+    job.data, job.validation.path = Data(paths=["a", "/b"], weights=[1, 1]), "c"
+    config = resolved(job)
+    assert config["data"]["paths"] == [f"{tmp_path}/a", "/b"] and config["data"]["path"] == ""
+    assert config["validation"]["path"] == f"{tmp_path}/c"
 
 
-@pytest.mark.parametrize(
-    ("data", "given"),
-    [
-        ({"path": "a", "paths": ["b"], "weights": [1]}, "data.path = 'a' and data.paths"),
-        ({"paths": ["a", "b"]}, "data.weights has 0"),
-        ({"path": "a", "weights": [1.0]}, "data.weights has 1"),
-        ({"paths": ["a", "b"], "weights": [1, 0]}, "data.weights has 0"),
-        ({"paths": ["a", "b"], "weights": [1, 2], "order": "permute"}, "'permute' takes one"),
-        ({"path": "a", "order": "shuffled"}, "'data.order' = 'shuffled'"),
-        ({"path": "a", "read_ahead": -1}, "data.read_ahead = -1"),
-    ],
-)
-def test_data_that_contradicts_itself_is_refused(
-    tmp_path: Path, data: dict[str, Any], given: str
-) -> None:
-    with pytest.raises(UserError, match=given):
-        parse_job(experiment(tmp_path, **data))
-
-
-def test_a_source_too_short_or_of_another_vocabulary_is_named(
-    folders: list[Path], tmp_path: Path
-) -> None:
+def test_a_source_too_short_or_of_another_vocabulary_is_named(folders, tmp_path):
     write_shards(tmp_path / "short" / "train", [np.arange(30)], vocab_size=512, eos_id=EOS_ID)
     write_shards(tmp_path / "other" / "train", [np.arange(300)], vocab_size=600, eos_id=EOS_ID)
     for name, given in (
@@ -144,9 +122,7 @@ def test_a_source_too_short_or_of_another_vocabulary_is_named(
 
 
 @pytest.mark.slow
-def test_a_mixture_trains_and_goes_on_at_another_world_size(
-    folders: list[Path], tmp_path: Path
-) -> None:
+def test_a_mixture_trains_and_goes_on_at_another_world_size(folders, tmp_path):
     """Each line has the tokens of each source so far, by the specification's own random numbers."""
     argv = experiment(tmp_path, paths=[str(folder) for folder in folders], weights=WEIGHTS)
     for ranks, stop_at in ((2, 2), (1, 4)):
@@ -164,11 +140,8 @@ def test_a_mixture_trains_and_goes_on_at_another_world_size(
     assert refused.codes == [2] and "data_fingerprint: " in refused.output
 
 
-# -- read ahead ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
+def data(tmp_path):
     """More than one 64-KiB block, so that damage can be behind what is whole."""
     folder = tmp_path / "data" / "train"
     write_shards(folder, token_documents(3, 200, length=400), vocab_size=VOCAB_SIZE, eos_id=EOS_ID)
@@ -195,7 +168,7 @@ def take(iterator: Iterator[Any]) -> torch.Tensor:
     return torch.cat([inputs["input"], labels], dim=1)
 
 
-def test_items_are_in_order_at_most_so_many_ahead_and_an_error_is_in_its_place() -> None:
+def test_items_are_in_order_at_most_so_many_ahead_and_an_error_is_in_its_place():
     seen: list[int] = []
 
     def read() -> int:
@@ -218,7 +191,7 @@ def test_items_are_in_order_at_most_so_many_ahead_and_an_error_is_in_its_place()
     assert ahead.close()
 
 
-def test_a_state_is_gone_on_from_exactly(data: Path) -> None:
+def test_a_state_is_gone_on_from_exactly(data):
     ahead = loader(data, 4)
     batches = iter(ahead)
     first = take(batches)
@@ -253,9 +226,7 @@ def test_a_state_is_gone_on_from_exactly(data: Path) -> None:
     ahead.close()
 
 
-def test_a_read_that_hangs_holds_up_neither_the_last_checkpoint_nor_the_end_twice(
-    data: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_read_that_hangs_holds_up_no_checkpoint_and_the_end_once(data, monkeypatch, caplog):
     batches = loader(data, 3)
     free, read = threading.Event(), batches.loader.next_batch
     calls = iter(range(100))
@@ -282,12 +253,8 @@ def test_a_read_that_hangs_holds_up_neither_the_last_checkpoint_nor_the_end_twic
     assert batches.loader.state_dict() == state
 
 
-# -- what ranks read at their start --------------------------------------------------------------
-
-
 def on_nodes(rank: int, ranks_per_node: int, folder: Path, log: Path | None = None) -> None:
-    """Put in by a rank before it starts: it is of node K, in whose `folder`/K it is, and writes
-    down what it opens, if anything is to be."""
+    """Rank is of node K, in `folder`/K, and writes down what it opens, if anything is to be."""
     node, local_rank = divmod(rank, ranks_per_node)
     os.environ |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(ranks_per_node)}
     os.chdir(folder / str(node))
@@ -303,7 +270,7 @@ def on_nodes(rank: int, ranks_per_node: int, folder: Path, log: Path | None = No
     sys.addaudithook(hook)
 
 
-def test_small_files_are_read_once_a_node_or_once(data_folder: Path, tmp_path: Path) -> None:
+def test_small_files_are_read_once_a_node_or_once(data_folder, tmp_path):
     """Two nodes of two ranks, each node a replica: a start, and a resume."""
     run, log = tmp_path / "run", tmp_path / "opened"
     for node in "01":
@@ -319,8 +286,7 @@ def test_small_files_are_read_once_a_node_or_once(data_folder: Path, tmp_path: P
             *(*debug_run(data_folder, run), *words, *more),
             ranks=4,
             output=tmp_path / "out",
-            before=on_nodes,
-            before_args=(2, tmp_path, log),
+            before=(on_nodes, 2, tmp_path, log),
         )
         found = [Counter(Path(f"{log}-{rank}").read_text().splitlines()) for rank in range(4)]
         for path in marks | manifests:
@@ -343,12 +309,11 @@ def start_on_two_nodes(tmp_path: Path) -> Ended:
         ranks=2,
         output=tmp_path / "out",
         check=False,
-        before=on_nodes,
-        before_args=(1, tmp_path),
+        before=(on_nodes, 1, tmp_path),
     )
 
 
-def test_a_node_with_other_data_is_named(tmp_path: Path) -> None:
+def test_a_node_with_other_data_is_named(tmp_path):
     write_data(tmp_path / "0" / "data")
     shutil.copytree(tmp_path / "0" / "data", tmp_path / "1" / "data")
     shutil.rmtree(tmp_path / "1" / "data" / "validation")
@@ -356,6 +321,6 @@ def test_a_node_with_other_data_is_named(tmp_path: Path) -> None:
     options: dict[str, Any] = {"vocab_size": 512, "eos_id": 2, "num_bytes": [600] * 8}
     write_shards(tmp_path / "1" / "data" / "validation", documents, **options)
     ended = start_on_two_nodes(tmp_path)
-    assert_failed(ended, 2)
+    assert_refused(ended)
     assert ended.output.count("does not hold the same data on all nodes") == 1
     assert not (tmp_path / "run" / "checkpoint").exists()

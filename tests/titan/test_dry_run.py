@@ -1,7 +1,6 @@
 """The plan of a run: its figures against a real tiny model's, and what it tells a person."""
 
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -44,7 +43,7 @@ def job_of(name: str, *words: str) -> CanonJobConfig:
     return parse_job(["--config", str(CONFIGS / f"{name}.toml"), *words])
 
 
-def test_the_1b3_figures_of_the_specification() -> None:
+def test_the_1b3_figures_of_the_specification():
     plan = plan_of(job_of("nope_canon"), "h100", 8, 0.5)
     assert plan.parameters == 1_347_463_168
     assert plan.tokens == pytest.approx(100.2e9, rel=1e-3)
@@ -75,7 +74,7 @@ def variant_of(words: str) -> CanonJobConfig:
 
 
 @pytest.mark.parametrize("words", VARIANTS)
-def test_memory_equals_what_a_real_tiny_model_holds(words: str) -> None:
+def test_memory_equals_what_a_real_tiny_model_holds(words):
     job, batch = variant_of(words), 3
     job.training.global_batch_size = job.training.local_batch_size = batch
     args = job.model_args
@@ -106,7 +105,7 @@ def test_memory_equals_what_a_real_tiny_model_holds(words: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("chunk_tokens", [0, 4096, 128])
 @pytest.mark.parametrize("z_loss", [0, 0.1])
-def test_the_peak_of_the_loss_is_the_real_one(dtype: str, chunk_tokens: int, z_loss: float) -> None:
+def test_the_peak_of_the_loss_is_the_real_one(dtype, chunk_tokens, z_loss):
     words = f"--model.vocab_size 32000 --training.mixed_precision_param {dtype} --loss.chunk_tokens"
     job = job_of("debug", *f"{words} {chunk_tokens} --loss.z_loss {z_loss}".split())
     with torch.device("meta"):
@@ -127,9 +126,8 @@ def test_the_peak_of_the_loss_is_the_real_one(dtype: str, chunk_tokens: int, z_l
     assert memory.most / 1.1 < expected < most * memory.most
 
 
-def test_parts_of_the_plan_by_hand() -> None:
-    """Full checkpointing keeps the blocks' inputs and one block; cst-Canon has weights alone; FSDP2
-    gathers two blocks, both ends, and reduces one block's gradient."""
+def test_parts_of_the_plan_by_hand():
+    """Full checkpointing: the blocks' inputs and one block; cst-Canon: weights; FSDP2's share."""
     words = ("--activation_checkpoint.mode", "full"), ("--model.canon_trainable", "False")
     plain, full, fixed = (plan_of(job_of("nope_canon", *w), "h100", 1, 0.4) for w in ((), *words))
     inputs = 24 * plain.micro_batch * 4096 * 2048 * 2
@@ -152,7 +150,7 @@ def test_parts_of_the_plan_by_hand() -> None:
     assert kept == 2 * sum(sizes.values()) + 4 * block
 
 
-def test_the_data_that_is_there_is_measured_or_refused_as_by_the_run(data_folder: Path) -> None:
+def test_the_data_that_is_there_is_measured_or_refused_as_by_the_run(data_folder):
     plan = plan_of(job_of("debug", "--data.path", str(data_folder)), "h200", 2, 0.4)
     with TokenShards.open(data_folder / "train") as shards:
         assert plan.data_fingerprint == shards.fingerprint
@@ -171,7 +169,7 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, name: str, count: int, gib: float
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: memory)
 
 
-def test_this_machine_is_planned_beside_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_is_planned_beside_the_reference(monkeypatch):
     """Issue 17, item 11: CPUs, and any GPU by its name; the reference where it is needed."""
     small, big = job_of("quickstart"), job_of("nope_canon")
     monkeypatch.setattr(dry_run, "has_accelerator", lambda: False)
@@ -193,7 +191,7 @@ def test_this_machine_is_planned_beside_the_reference(monkeypatch: pytest.Monkey
     assert "an A100" in make_plans(big, None, None, None, ranks=1)["this machine"].device.assumed
 
 
-def test_a_long_run_and_idle_gpus_are_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_and_idle_gpus_are_pointed_out(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with_gpus(monkeypatch, "NVIDIA H100 80GB HBM3", 8, 79.6)
     idle, long = first_notes(job_of("nope_canon"), this_machine(1), 1)
@@ -211,12 +209,12 @@ def test_a_long_run_and_idle_gpus_are_pointed_out(monkeypatch: pytest.MonkeyPatc
         ("h100", 8, 1.5, "--mfu 1.5: expected a fraction"),
     ],
 )
-def test_what_cannot_be_planned(gpu: str, world: int, mfu: float, message: str) -> None:
+def test_what_cannot_be_planned(gpu, world, mfu, message):
     with pytest.raises(UserError, match=message):
         make_plans(job_of("nope_canon"), gpu, world, mfu, ranks=1)
 
 
-def test_replicas_hold_all_states_each_and_share_the_batch() -> None:
+def test_replicas_hold_all_states_each_and_share_the_batch():
     replicas = ("--parallelism.data_parallel_replicate_degree", "2")
     hsdp = plan_of(job_of("nope_canon", *replicas), "h100", 16, 0.4)
     node, two = (plan_of(job_of("nope_canon"), "h100", world, 0.4) for world in (8, 16))
@@ -224,15 +222,11 @@ def test_replicas_hold_all_states_each_and_share_the_batch() -> None:
         assert hsdp.memory[part] == node.memory[part] == pytest.approx(2 * two.memory[part])
     assert (hsdp.micro_batch, hsdp.seconds) == (two.micro_batch, two.seconds)
     assert world_sizes(job_of("nope_canon", *replicas)) == [2, 4, 6, 8, 12, 16, 24, 48]
-    with pytest.raises(UserError, match="3 ranks can't be that many"):
-        plan_of(job_of("nope_canon", *replicas), "h100", 3, 0.4)
     with pytest.raises(UserError, match="48 can't be shared by 5 ranks"):
         world_sizes(job_of("nope_canon", replicas[0], "5"))
 
 
-def test_the_command_prints_the_plan_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_the_plan_and_writes_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
 
@@ -260,13 +254,13 @@ def test_the_command_prints_the_plan_and_writes_nothing(
 @pytest.mark.parametrize(
     "words", ["--gpu h100", "--dry_run --world many", "--dry_run --model.canon_set X"]
 )
-def test_words_that_cannot_be_obeyed_leave_with_2(words: str) -> None:
+def test_words_that_cannot_be_obeyed_leave_with_2(words):
     with pytest.raises(SystemExit) as left:
         main(["--config", str(CONFIGS / "nope_canon.toml"), *words.split()])
     assert left.value.code == 2
 
 
-def test_a_job_is_refused_by_the_least_that_it_needs() -> None:
+def test_a_job_is_refused_by_the_least_that_it_needs():
     """base/1b3.toml: 6 sequences on one GPU are 86 GiB eager and 72 compiled, of 79.6."""
     compiled = job_of("nope_canon")
     check_memory(compiled, reference("h100"), 1)
@@ -285,9 +279,7 @@ def test_a_job_is_refused_by_the_least_that_it_needs() -> None:
 HUGE = [f"--model.{name}={2**17}" for name in ("dim", "ffn_dim")]
 
 
-def test_a_job_that_cannot_fit_is_refused_before_a_weight_is_made(
-    data_folder: Path, tmp_path: Path
-) -> None:
+def test_a_job_that_cannot_fit_is_refused_before_a_weight_is_made(data_folder, tmp_path):
     done = train(*debug_run(data_folder, tmp_path / "run"), *HUGE, ranks=2, check=False)
     assert done.returncode == 1
     assert done.stderr.count("error: this job can't fit") == 1
@@ -295,12 +287,7 @@ def test_a_job_that_cannot_fit_is_refused_before_a_weight_is_made(
     assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
 
 
-def test_force_starts_it_all_the_same(
-    data_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_force_starts_it_all_the_same(data_folder, tmp_path, monkeypatch, capsys):
     class Begun(Exception):
         pass
 

@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from canon_pretrain.run.config import Guards
-from canon_pretrain.titan import guards as titan_guards
-from canon_pretrain.titan.guards import HALTED, IN_A_ROW, SKIPPED, Readback, StepGuards
+from canon_pretrain.titan import trainer
+from canon_pretrain.titan.trainer import HALTED, IN_A_ROW, SKIPPED, Readback, StepGuards
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
@@ -37,7 +37,7 @@ def judge(guards: StepGuards, loss: float, norm: float) -> float:
         (1.0, 1e30, 0.0),  # large, but no outlier unless that is asked for
     ],
 )
-def test_what_is_not_finite_is_skipped(loss: float, norm: float, skip: float) -> None:
+def test_what_is_not_finite_is_skipped(loss, norm, skip):
     guards = StepGuards(Guards(), CPU)
     assert judge(guards, loss, norm) == skip
     assert guards.counters.tolist() == [skip, 0, skip, 0, 0]
@@ -45,7 +45,7 @@ def test_what_is_not_finite_is_skipped(loss: float, norm: float, skip: float) ->
     assert guards.counters.tolist() == [skip, 0, 0, 0, 0], "the row is broken, the count stays"
 
 
-def test_after_enough_bad_steps_in_a_row_the_verdict_stays() -> None:
+def test_after_enough_bad_steps_in_a_row_the_verdict_stays():
     guards = StepGuards(Guards(max_bad_steps=3), CPU)
     losses = [1.0, NAN, NAN, 1.0, NAN, INF, NAN, 1.0, 1.0]
     skips = [judge(guards, loss, 1.0) for loss in losses]
@@ -62,17 +62,8 @@ def test_after_enough_bad_steps_in_a_row_the_verdict_stays() -> None:
     window=st.integers(1, 9),
     max_bad=st.integers(1, 4),
 )
-def test_outliers_are_those_of_a_plain_window(
-    norms: list[float], sigma: float | None, window: int, max_bad: int
-) -> None:
-    """Its ring is as long as the longest window here, so that it wraps."""
-    with patch.object(titan_guards, "MAX_WINDOW", 9):
-        _compare_with_a_plain_window(norms, sigma, window, max_bad)
-
-
-def _compare_with_a_plain_window(
-    norms: list[float], sigma: float | None, window: int, max_bad: int
-) -> None:
+@patch.object(trainer, "MAX_WINDOW", 9)  # a ring that wraps
+def test_outliers_are_those_of_a_plain_window(norms, sigma, window, max_bad):
     guards = StepGuards(Guards(max_bad, sigma, window), CPU)
     last: list[float] = []
     seen = skipped = outliers = in_a_row = 0
@@ -105,11 +96,7 @@ def _compare_with_a_plain_window(
     streak=st.lists(st.sampled_from([(NAN, 1.0), (INF, 2.0), (1.0, NAN)]), min_size=3, max_size=3),
     after=st.lists(st.sampled_from([(1.0, 3.0), (NAN, NAN)]), max_size=Readback.LAG),
 )
-def test_the_state_from_before_the_streak_is_exactly_that(
-    before: list[tuple[float, float]],
-    streak: list[tuple[float, float]],
-    after: list[tuple[float, float]],
-) -> None:
+def test_the_state_from_before_the_streak_is_exactly_that(before, streak, after):
     """Also for the steps that follow until the host hears of it."""
     guards = StepGuards(Guards(3, 6.0, 4), CPU)
     for loss, norm in [*before, (1.0, 5)]:
@@ -123,7 +110,7 @@ def test_the_state_from_before_the_streak_is_exactly_that(
     assert torch.equal(guards.norms, norms)
 
 
-def test_the_state_comes_back_and_does_not_depend_on_the_window() -> None:
+def test_the_state_comes_back_and_does_not_depend_on_the_window():
     """A run may change it (`--run.allow_changes guards.outlier_window`)."""
     first, same, other = (
         StepGuards(Guards(outlier_sigma=1.0, outlier_window=n), CPU) for n in (2, 2, 6)
@@ -137,7 +124,7 @@ def test_the_state_comes_back_and_does_not_depend_on_the_window() -> None:
     assert torch.equal(first.counters, same.counters) and torch.equal(first.norms, same.norms)
 
 
-def test_the_readback_gives_each_step_two_pushes_later_in_order() -> None:
+def test_the_readback_gives_each_step_two_pushes_later_in_order():
     readback = Readback(CPU)
     values = torch.zeros(3, dtype=torch.float64)
     heard: list[tuple[int, list[float]]] = []

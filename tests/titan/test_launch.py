@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,16 +33,15 @@ def recorded(folder: Path, *more: object, config: str = DEBUG) -> RunFolder:
 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "train_configs").glob("*.toml")))
-def test_the_same_experiment_again_is_the_same_run(config: Path, tmp_path: Path) -> None:
+def test_the_same_experiment_again_is_the_same_run(config, tmp_path):
     run = recorded(tmp_path, config=str(config))
     again = job(config=str(config))
     assert check_identity(run, run_identity(again, "shards"), []) == {}
     assert config_changes(run, again.to_dict()) == {}
 
 
-def test_code_is_compared_by_its_files(tmp_path: Path) -> None:
-    """Issue 17, item 26: the loss multiplied by 1.7 between two launches, in a copy of the package
-    as an installation makes it, without git."""
+def test_code_is_compared_by_its_files(tmp_path):
+    """Issue 17, item 26: a loss times 1.7, in a copy of the package as an installation makes it."""
     package = Path(canon_pretrain.__file__).parent
     copied = tmp_path / "site-packages" / "canon_pretrain"
     shutil.copytree(package, copied, ignore=shutil.ignore_patterns("__pycache__"))
@@ -65,7 +63,7 @@ def test_code_is_compared_by_its_files(tmp_path: Path) -> None:
         code_changes(run, code_hashes(copied), refuse=True)
 
 
-def test_the_code_that_is_hashed_is_what_the_trainer_imports() -> None:
+def test_the_code_that_is_hashed_is_what_the_trainer_imports():
     """Issue 17, item 26."""
     words = "from canon_pretrain.titan.device import prepare_device as prepare; prepare(); "
     words += "import sys, canon_pretrain.train, canon_pretrain.titan.trainer; "
@@ -98,9 +96,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("name", "old", "new"), CHANGES)
-def test_what_would_change_the_run_is_refused_until_it_is_named(
-    name: str, old: Any, new: Any, tmp_path: Path
-) -> None:
+def test_what_would_change_the_run_is_refused_until_it_is_named(name, old, new, tmp_path):
     run = recorded(tmp_path)
     identity = run_identity(job(f"--{name}", new), "others")
     with pytest.raises(UserError) as refused:
@@ -112,7 +108,7 @@ def test_what_would_change_the_run_is_refused_until_it_is_named(
     assert check_identity(run, identity, [",".join(changes)]) == changes
 
 
-def test_a_name_that_no_run_has_is_refused_even_in_a_new_folder(tmp_path: Path) -> None:
+def test_a_name_that_no_run_has_is_refused_even_in_a_new_folder(tmp_path):
     identity = run_identity(job(), "shards")
     run = RunFolder(tmp_path / "new")
     assert check_identity(run, identity, ["optimizer.lr"]) == {}
@@ -121,7 +117,7 @@ def test_a_name_that_no_run_has_is_refused_even_in_a_new_folder(tmp_path: Path) 
             check_identity(run, identity, [name])
 
 
-def test_all_else_is_only_noted(tmp_path: Path) -> None:
+def test_all_else_is_only_noted(tmp_path):
     run = recorded(tmp_path, "--run.stop_at", 5)
     words = ("--metrics.log_freq", 3, "--checkpoint.interval", 2, "--loss.chunk_tokens", 0)
     now = job(*words, "--checkpoint.fresh")
@@ -133,7 +129,7 @@ def test_all_else_is_only_noted(tmp_path: Path) -> None:
     }
 
 
-def test_a_key_that_an_earlier_version_did_not_have_was_at_its_default(tmp_path: Path) -> None:
+def test_a_key_that_an_earlier_version_did_not_have_was_at_its_default(tmp_path):
     run = recorded(tmp_path)
     stored = run.read_config()
     del stored["identity"]["model.ffn"], stored["config"]["validation"]["windows"]

@@ -1,43 +1,236 @@
-"""Sharding: a seed's weights and a batch's gradients, the same on any number of ranks."""
+"""Who computes Canon layers; a seed's weights and a batch's gradients, on any number of ranks."""
 
 import contextlib
+import importlib
 import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed import ParallelDims
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.kernels.backends import compile_options
+from canon_pretrain.model import canon_check
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.config import Loss
+from canon_pretrain.titan import parallelize as canon_choice
+from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig
-from canon_pretrain.titan.parallelize import shard
+from canon_pretrain.titan.parallelize import CanonChoice, choose_canon, shard
 from tests.flash_packages import flash_attn_package, flash_impl
+from tests.ranks import events, launch
 from tests.sharded import Steps, assert_equal_steps, on_ranks, sharded_steps, whole_steps
+from tests.support import ROOT, debug_run
 from tests.variants import variant
+
+CPU = torch.device("cpu")
+CODE = {"kernels/triton/rows.py": "1", "model/canon.py": "2", "titan/trainer.py": "3"}
+
+
+FOUND = {
+    "none": None,
+    "wrong tap": "D + activation: output 0 is",
+    "wrong tap in the gradient": "norm + A: gradient of input 0 is",
+    "no halo": "norm + A: output 1 is",
+    "first tokens": "D + activation: output 0 is",
+    "document border": "B + heads: gradient of canon_b.weight is",
+    "no gradient": "norm + C: there is no gradient of canon.weight",
+    "not a number": "norm + A: output 1 is nan",
+    "does not compile": "B + rotation: InterpreterError: AttributeError",
+}
+
+
+def test_faults_in_the_kernels_source_are_found_and_named():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "default"}
+    command = [sys.executable, "-m", "tests.canon_check_faults"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = {name: problem for name, (problem, _) in json.loads(done.stdout).items()}
+    assert results.keys() == FOUND.keys()
+    assert results.pop("none") is None
+    for name, problem in results.items():
+        assert (problem or "").startswith(FOUND[name] or "?"), (name, problem)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"canon_set": "ABCD", "position": "nope"},
+        {"canon_set": "ABCD", "norm": "layernorm", "qk_norm": "full", "document_mask": True},
+        {"canon_set": "BD", "ffn": "standard", "canon_activation": True, "canon_kernel": 2},
+        {"canon_set": "C", "canon_trainable": False, "canon_residual": False},
+    ],
+)
+def test_a_right_backend_passes_and_leaves_the_random_state(options, dtype):
+    args = ModelArgs(dim=24, num_heads=2, num_kv_heads=1, ffn_dim=40, max_seq_len=50, **options)
+    before = torch.get_rng_state()
+    assert canon_check.training_problem(args, "compiled", (3, 50), dtype, CPU) is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_kernels_would_leave_to_compiled_is_no_pass(monkeypatch):
+    monkeypatch.setattr(canon_check, "backend_problem", lambda *where: None)
+    args = ModelArgs(dim=8, num_heads=2, canon_set="A", canon_kernel=5, document_mask=True)
+    for backend, key in (("triton", "canon_kernel = 5"), ("fla", "document_mask")):
+        problem = canon_check.training_problem(args, backend, (1, 8), torch.float32, CPU)
+        assert key in (problem or "")
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """A process group of one rank; `auto` decides on this CPU as on a GPU; a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(canon_choice, "DEVICE_TYPES", ("cpu",))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield tmp_path / "cache"
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """What each check finds, last first; it ends with the list empty."""
+    found: list[str | None] = []
+    monkeypatch.setattr(canon_check, "training_problem", lambda *what: found.pop())
+    return found
+
+
+def gpu_job(data_folder: Path, *words: str):
+    return parse_job([*map(str, debug_run(data_folder, Path("run"))), *words])
+
+
+def test_without_a_gpu_nothing_is_checked(data_folder, checks):
+    assert choose_canon(gpu_job(data_folder), CPU, CODE) == CanonChoice("compiled", "auto")
+    named = gpu_job(data_folder, "--model.canon_backend", "reference")
+    assert choose_canon(named, torch.device("cuda"), CODE) == CanonChoice("reference")
+    none = gpu_job(data_folder, "--model.canon_set", "")
+    assert choose_canon(none, torch.device("cuda"), CODE) is None
+
+
+def test_a_pass_is_kept_until_what_it_depends_on_changes(alone, checks, data_folder, monkeypatch):
+    def choose(*words: str, code: dict[str, str] = CODE) -> str:
+        choice = choose_canon(gpu_job(data_folder, *words), CPU, code)
+        assert choice is not None and choice.refused is None
+        return choice.backend
+
+    checks += [None]
+    assert choose() == "triton"
+    assert choose() == "triton" and choose(code=CODE | {"titan/trainer.py": "4"}) == "triton"
+    assert checks == []
+    (kept,) = alone.rglob("*.json")
+    for damage in (b"", b"{", b"[]", b'{"problem": 3}', b"\xff"):
+        kept.write_bytes(damage)
+        checks += [None]
+        assert choose() == "triton" and checks == []
+    for words, code in (
+        (("--training.local_batch_size", "2"), CODE),
+        (("--training.seq_len", "32"), CODE),
+        (("--training.mixed_precision_param", "bfloat16"), CODE),
+        (("--model.canon_set", "AC"), CODE),
+        ((), CODE | {"kernels/triton/rows.py": "4"}),
+    ):
+        checks += [None]
+        assert choose(*words, code=code) == "triton" and checks == []
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    checks += [None]
+    assert choose() == "triton" and checks == []
+
+
+def test_a_failure_is_not_kept(alone, checks, data_folder):
+    checks += [None, "a planted fault"]
+    choice = choose_canon(gpu_job(data_folder), CPU, CODE)
+    assert (choice.backend, choice.refused) == ("compiled", "a planted fault")
+    assert choose_canon(gpu_job(data_folder), CPU, CODE).backend == "triton"
+
+
+def test_after_a_lost_device_the_next_launch_takes_compiled(
+    alone, checks, data_folder, monkeypatch
+):
+    monkeypatch.setattr(canon_choice, "_is_lost", lambda device: True)
+    checks += ["an illegal memory access"]
+    with pytest.raises(UserError, match="illegal memory access"):
+        choose_canon(gpu_job(data_folder), CPU, CODE)
+    choice = choose_canon(gpu_job(data_folder), CPU, CODE)
+    assert choice.backend == "compiled" and "illegal memory access" in choice.refused
+
+
+@pytest.mark.parametrize("name", ["triton", "fla"])
+def test_a_named_backend_that_fails_is_refused(alone, checks, data_folder, name):
+    checks += ["a planted fault"]
+    with pytest.raises(UserError, match=f'canon_backend = "{name}".*a planted fault'):
+        choose_canon(gpu_job(data_folder, "--model.canon_backend", name), CPU, CODE)
+
+
+def on_a_gpu(rank: int, problem: str | None, notes: Path) -> None:
+    """Before a rank runs: it decides as on a GPU, where rank 0's check finds `problem`."""
+
+    def check(*what: object) -> str | None:
+        assert rank == 0, "the other ranks check nothing"
+        return problem
+
+    canon_choice.DEVICE_TYPES = ("cpu",)
+    canon_check.training_problem = check
+    decide = canon_choice.choose_canon
+    trainer = importlib.import_module("canon_pretrain.titan.trainer")
+    transformer = importlib.import_module("canon_pretrain.model.transformer")
+
+    def choose(*what):
+        choice = decide(*what)
+        (notes / f"{rank}.txt").write_text(choice.backend)
+        return choice
+
+    trainer.choose_canon = choose
+    transformer.check_canon_backend = lambda backend: None  # on this CPU compiled stands in
+
+
+def test_all_ranks_take_what_rank_0_found_and_the_log_says_so(data_folder, tmp_path):
+    run = tmp_path / "run"
+    options = {"output": tmp_path / "output", "environment": {"XDG_CACHE_HOME": str(tmp_path)}}
+
+    def start(problem: str | None, *more: object) -> tuple[str, list[str]]:
+        ended = launch(
+            *debug_run(data_folder, run), *more,
+            before=(on_a_gpu, problem, tmp_path), **options,
+        )  # fmt: skip
+        return ended.output, [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)]
+
+    output, taken = start(None, "--run.stop_at", 2)
+    assert taken == ["triton", "triton"] and "Canon by triton" in output
+    assert [event["canon_backend"] for event in events(run, "start")] == ["triton"]
+    assert events(run, "canon_fallback") == [] and len(list(tmp_path.rglob("canon_check/*"))) == 1
+    for kept in tmp_path.rglob("canon_check/*"):
+        kept.unlink()
+    output, taken = start("a planted fault", "--run.stop_at", 4)
+    assert taken == ["compiled", "compiled"] and output.count("a planted fault") == 1
+    (fallback,) = events(run, "canon_fallback")
+    assert (fallback["step"], fallback["reason"]) == (2, "a planted fault")
+    assert events(run, "changed")[0]["config"] == {"canon_backend": ["triton", "compiled"]}
+    (resume,) = events(run, "resume")
+    assert resume["canon_backend"] == "compiled"
+    record = json.loads((run / "launches" / "002" / "launch.json").read_text())
+    assert record["canon_backend"] == "compiled"
+    assert json.loads((run / "config.json").read_text())["config"]["model"]["canon_backend"] == (
+        "auto"
+    )
+
 
 WORLD_SIZES = (1, 2, 3, 4)
 LAYOUTS = ((2, 2), (4, 1))
 """Replicas and the ranks of each, of 4."""
 # widths that 2, 3 and 4 ranks cannot share evenly, and a norm with fewer rows than ranks would like
-UNEVEN = ModelArgs(
-    vocab_size=37,
-    num_layers=2,
-    dim=24,
-    num_heads=2,
-    ffn_dim=40,
-    max_seq_len=24,
-    position="partial_rope_a",
-    canon_set="ABCD",
-    qk_norm="full",
-)
+SIZES = {"vocab_size": 37, "num_layers": 2, "dim": 24, "num_heads": 2, "ffn_dim": 40}
+SIZES |= {"max_seq_len": 24}
+UNEVEN = ModelArgs(**SIZES, position="partial_rope_a", canon_set="ABCD", qk_norm="full")
 ARGS = [
     UNEVEN,
     replace(UNEVEN, init="lingua", init_seed=5, tie_embeddings=True, canon_trainable=False),
@@ -54,11 +247,9 @@ PLANS: dict[str, dict[str, dict[str, object]]] = {
     "always": {"parallelism": {"fsdp_reshard_after_forward": "always"}},
     "full": {"activation_checkpoint": {"mode": "full"}},
     "selective": {"activation_checkpoint": SELECTIVE},
-    "compiled, selective": {
-        "compile": {"enable": True, "backend": "aot_eager"},
-        "activation_checkpoint": SELECTIVE,
-    },
 }
+COMPILED: dict[str, object] = {"enable": True, "backend": "aot_eager"}
+PLANS["compiled, selective"] = PLANS["selective"] | {"compile": COMPILED}
 PLANNED = variant("h_alibi ABCD tied cst documents")
 TRAINED = replace(PLANNED, canon_trainable=True)
 
@@ -147,7 +338,7 @@ def _on_rank(rank: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     on_ranks(_on_rank, 4, folder)
     return folder
@@ -155,7 +346,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("n", WORLD_SIZES)
 @pytest.mark.parametrize("k", range(len(ARGS)))
-def test_initial_weights_are_the_same_at_every_world_size(results: Path, n: int, k: int) -> None:
+def test_initial_weights_are_the_same_at_every_world_size(results, n, k):
     whole, local, buffers = torch.load(results / f"{n}-{k}.pt")
     alone = Transformer(ARGS[k])
     alone.init_weights()
@@ -170,7 +361,7 @@ def test_initial_weights_are_the_same_at_every_world_size(results: Path, n: int,
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_tied_embedding_gets_both_of_its_gradients(results: Path, n: int) -> None:
+def test_a_tied_embedding_gets_both_of_its_gradients(results, n):
     parts = [torch.load(results / f"tied-{n}-{rank}.pt", weights_only=False) for rank in range(n)]
     whole = whole_steps(TIED, Z_LOSS)
     assert_equal_steps(parts, whole)
@@ -182,9 +373,7 @@ def test_a_tied_embedding_gets_both_of_its_gradients(results: Path, n: int) -> N
 
 
 @pytest.mark.parametrize(("replicas", "shards"), LAYOUTS)
-def test_replicas_are_equal_and_take_the_steps_of_one_process(
-    results: Path, replicas: int, shards: int
-) -> None:
+def test_replicas_are_equal_and_take_the_steps_of_one_process(results, replicas, shards):
     """Rank r holds shard r % shards of its replica: neighbors share the weights."""
     parts = [torch.load(results / f"hsdp-{replicas}-{r}.pt", weights_only=False) for r in range(4)]
     alone, whole = Transformer(TIED), whole_steps(TIED, Z_LOSS)
@@ -211,16 +400,15 @@ def test_replicas_are_equal_and_take_the_steps_of_one_process(
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_how_memory_is_saved_changes_no_number(results: Path, plan: str) -> None:
+def test_how_memory_is_saved_changes_no_number(results, plan):
     parts: list[Steps] = [
         torch.load(results / f"plans-{rank}.pt", weights_only=False)[plan] for rank in range(2)
     ]
     assert_equal_steps(parts, whole_steps(_planned(plan), Loss()))
 
 
-def test_activation_checkpointing_computes_again_what_it_says(results: Path) -> None:
-    """q, k, v, wo, w1, w3, w2 a block and twice as many for backward; "full" takes each block's
-    once more, "op" keeps every second product."""
+def test_activation_checkpointing_computes_again_what_it_says(results):
+    """q, k, v, wo, w1, w3, w2 a block, twice for backward; "op" keeps every second product."""
     counts = json.loads((results / "matmuls.json").read_text())
     steps, blocks = 2, PLANNED.num_layers * 7
     plain = steps * 3 * (blocks + 1)  # the last product of a block is no input of its backward
@@ -228,7 +416,7 @@ def test_activation_checkpointing_computes_again_what_it_says(results: Path) -> 
     assert plain < counts["selective"] < counts["full"] <= plain + steps * blocks
 
 
-def test_an_attention_without_a_training_step_is_refused() -> None:
+def test_an_attention_without_a_training_step_is_refused():
     from canon_pretrain.titan.parallelize import check_attention
 
     def check(words: str, name: str, device: str, dtype: str = "bfloat16") -> None:
@@ -252,7 +440,7 @@ def test_an_attention_without_a_training_step_is_refused() -> None:
                     check("rope", name, device, dtype)
 
 
-def test_only_compiled_canon_on_a_gpu_changes_inductors_limits() -> None:
+def test_only_compiled_canon_on_a_gpu_changes_inductors_limits():
     assert compile_options("cuda", "compiled")
     for where in (("cuda", "triton"), ("cpu", "compiled")):
         assert not compile_options(*where)

@@ -9,59 +9,40 @@ from typing import Any
 import pytest
 import torch
 
-from canon_pretrain.checkpoint.weights import load_alone, tensor_shapes
+from canon_pretrain.checkpoint.weights import tensor_shapes
 from canon_pretrain.data.sampler import window_offset
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.log import read_log
 from canon_pretrain.train import main
-from tests.ranks import events, launch
-from tests.support import ROOT, Runs, debug_run, train
+from tests.ranks import assert_same_run, events, launch
+from tests.support import ROOT, debug_run, train
 
 GOLDEN = ROOT / "tests" / "golden" / "debug_losses.json"
 STEPS = 12
 
 
-def step_events(folder: Path) -> list[dict[str, Any]]:
-    return [event for event in read_log(RunFolder(folder).log_file) if event["event"] == "step"]
-
-
 def curve(folder: Path, name: str) -> list[Any]:
-    events = step_events(folder)
-    assert [event["step"] for event in events] == list(range(1, STEPS + 1))
-    return [event[name] for event in events]
+    found = events(folder, "step")
+    assert [event["step"] for event in found] == list(range(1, STEPS + 1))
+    return [event[name] for event in found]
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the last checkpoint: weights and optimizer moments, whole."""
-    checkpoint = folder / "checkpoint" / f"step-{STEPS}"
-    state = {name: torch.empty(shape) for name, shape in tensor_shapes(checkpoint).items()}
-    assert any(name.startswith("optimizer.") for name in state)
-    load_alone(state, checkpoint)
-    return state
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(runs):
+    assert_same_run(runs.resumed, runs.straight, step=STEPS)
 
 
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(runs: Runs) -> None:
-    for name in ("loss", "max_loss", "grad_norm", "lr", "tokens"):
-        assert curve(runs.resumed, name) == curve(runs.straight, name), name
-    straight, resumed = tensors(runs.straight), tensors(runs.resumed)
-    assert straight.keys() == resumed.keys()
-    for name, tensor in straight.items():
-        assert torch.equal(tensor, resumed[name]), name
-
-
-def test_another_world_size_takes_up_the_same_run(runs: Runs) -> None:
+def test_another_world_size_takes_up_the_same_run(runs):
     """Stopped on 3 ranks, finished on 1: the same samples, token counts, schedule and losses."""
     for name in ("lr", "tokens"):
         assert curve(runs.elastic, name) == curve(runs.straight, name), name
     for name in ("loss", "grad_norm"):
         expected = pytest.approx(curve(runs.straight, name), rel=1e-5)
         assert curve(runs.elastic, name) == expected, name
-    worlds = [e["world_size"] for e in read_log(RunFolder(runs.elastic).log_file) if "torch" in e]
+    worlds = [e["world_size"] for e in events(runs.elastic) if "torch" in e]
     assert worlds == [3, 1]
 
 
-def test_replicas_take_up_a_sharded_run(runs: Runs, data_folder: Path, tmp_path: Path) -> None:
+def test_replicas_take_up_a_sharded_run(runs, data_folder, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(runs.straight, run)
     shutil.rmtree(run / "checkpoint" / "step-12")
@@ -75,7 +56,7 @@ def test_replicas_take_up_a_sharded_run(runs: Runs, data_folder: Path, tmp_path:
         assert curve(run, name) == pytest.approx(curve(runs.straight, name), rel=1e-5), name
 
 
-def test_every_step_saw_the_same_token_ids_in_every_run(runs: Runs, data_folder: Path) -> None:
+def test_every_step_saw_the_same_token_ids_in_every_run(runs, data_folder):
     """The digests in the log, against the samples as the shards themselves hold them."""
     digests = [digest for (digest,) in curve(runs.straight, "data_digests")]
     assert curve(runs.resumed, "data_digests") == [[digest] for digest in digests]
@@ -91,19 +72,11 @@ def test_every_step_saw_the_same_token_ids_in_every_run(runs: Runs, data_folder:
             assert digest == f"{total % 2**64:016x}"
 
 
-def test_losses_are_the_golden_ones(runs: Runs) -> None:
+def test_losses_are_the_golden_ones(runs):
     """Written by `python -m tests.golden.write`; equal across machines to 1e-4 (style.md)."""
     golden = json.loads(GOLDEN.read_text())
     assert curve(runs.straight, "loss") == pytest.approx(golden["loss"], rel=1e-4)
     assert curve(runs.straight, "grad_norm") == pytest.approx(golden["grad_norm"], rel=1e-3)
-
-
-def test_a_step_that_is_not_there_is_named(runs: Runs, data_folder: Path) -> None:
-    argv = [*debug_run(data_folder, runs.straight), "--checkpoint.load_step", 99]
-    done = train(*argv, check=False)
-    assert done.returncode == 2
-    assert "load_step = 99: not in" in done.stderr
-    assert "steps that are there: 6, 12" in done.stderr
 
 
 ON_A_GPU = [
@@ -115,33 +88,27 @@ ON_A_GPU = [
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=ON_A_GPU)]
 )
-def test_compiled_bfloat16_resumes_bitwise_on(
-    device: str, data_folder: Path, tmp_path: Path
-) -> None:
+def test_compiled_bfloat16_resumes_bitwise_on(device, data_folder, tmp_path):
     """12 steps, against 6 and a resume; kernels that sum in no fixed order are not allowed."""
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     options = ("--compile.enable", "--debug.deterministic")
     options += ("--training.mixed_precision_param", "bfloat16")
     for folder, *stop in ((straight,), (resumed, "--run.stop_at", 6), (resumed,)):
         train(*debug_run(data_folder, folder), *options, *stop, on_gpu=device == "cuda")
-    names = [event["event"] for event in read_log(RunFolder(resumed).log_file)]
+    names = [event["event"] for event in events(resumed)]
     assert names.count("resume") == 1
     for record in RunFolder(resumed).launches.glob("*/launch.json"):
         assert json.loads(record.read_text())["devices"]["type"] == device
-    for name in ("loss", "max_loss", "grad_norm", "lr", "tokens", "data_digests"):
-        assert curve(resumed, name) == curve(straight, name), name
-    finished = tensors(straight)
-    for name, tensor in tensors(resumed).items():
-        assert torch.equal(tensor, finished[name]), name
+    assert_same_run(resumed, straight, step=STEPS)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_compiled_blocks_train_as_eager_ones(runs: Runs, data_folder: Path, tmp_path: Path) -> None:
+def test_compiled_blocks_train_as_eager_ones(runs, data_folder, tmp_path):
     train(
         *debug_run(data_folder, tmp_path / "run"),
         *("--compile.enable", "--run.stop_at", 3, "--checkpoint.interval", 3),
     )
-    losses = [event["loss"] for event in step_events(tmp_path / "run")]
+    losses = [event["loss"] for event in events(tmp_path / "run", "step")]
     assert losses == pytest.approx(curve(runs.straight, "loss")[:3], rel=1e-5)
     # the checkpoint does not show that blocks were compiled: an eager run takes it up
     assert tensor_shapes(tmp_path / "run" / "checkpoint" / "step-3") == tensor_shapes(
@@ -150,7 +117,7 @@ def test_compiled_blocks_train_as_eager_ones(runs: Runs, data_folder: Path, tmp_
 
 
 @pytest.mark.slow
-def test_bfloat16_trains_alike_on_one_rank_and_two(data_folder: Path, tmp_path: Path) -> None:
+def test_bfloat16_trains_alike_on_one_rank_and_two(data_folder, tmp_path):
     """The default precision: FSDP2 casts at every world size, autocast at none."""
     words = ("--model.position", "partial_rope_a", "--model.qk_norm", "full")
     words += ("--training.mixed_precision_param", "bfloat16", "--run.stop_at", 6)
@@ -158,7 +125,7 @@ def test_bfloat16_trains_alike_on_one_rank_and_two(data_folder: Path, tmp_path: 
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
         launch(*debug_run(data_folder, folder), *words, ranks=ranks, output=tmp_path / "out")
-        curves.append([event["loss"] for event in step_events(folder)])
+        curves.append([event["loss"] for event in events(folder, "step")])
     assert curves[1] == pytest.approx(curves[0], rel=2e-3)  # bf16 rounds at 4e-3
     assert curves[1][0] == pytest.approx(curves[0][0], rel=1e-5)  # before any rounding differs
     assert curves[1][-1] < curves[1][0] - 0.05
@@ -176,9 +143,7 @@ def exits_with_2(argv: list[object], capsys: pytest.CaptureFixture[str]) -> str:
     return message
 
 
-def test_data_that_cannot_be_taken_leave_no_run_folder(
-    data_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_that_cannot_be_taken_leave_no_run_folder(data_folder, tmp_path, capsys):
     run, broken = tmp_path / "run", tmp_path / "broken"
     shutil.copytree(data_folder, broken)
     (broken / "train" / "part-00000-0.bin").write_bytes(b"short")
@@ -193,9 +158,7 @@ def test_data_that_cannot_be_taken_leave_no_run_folder(
 
 
 @pytest.mark.parametrize("ranks", [None, 2])
-def test_a_byte_flipped_in_a_shard_stops_the_run(
-    data_folder: Path, tmp_path: Path, ranks: int | None
-) -> None:
+def test_a_byte_flipped_in_a_shard_stops_the_run(data_folder, tmp_path, ranks):
     """Nothing is trained on damaged data: the CRC is checked at the read itself."""
     shutil.copytree(data_folder, tmp_path / "data")
     path = tmp_path / "data" / "train" / "part-00000-0.bin"
@@ -209,15 +172,10 @@ def test_a_byte_flipped_in_a_shard_stops_the_run(
         assert "Traceback" not in done.stderr
     else:  # torchrun's own stack is there; a worker's would name our files
         assert "canon_pretrain/" not in done.stderr
-    assert step_events(tmp_path / "run") == []
+    assert events(tmp_path / "run", "step") == []
 
 
-def test_a_launch_that_does_not_fit_exits_with_2(
-    data_folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_launch_that_does_not_fit_exits_with_2(data_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     argv = debug_run(data_folder, tmp_path / "run")
     assert "LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE" in exits_with_2(argv, capsys)
@@ -235,7 +193,7 @@ def test_a_launch_that_does_not_fit_exits_with_2(
     monkeypatch.setattr("canon_pretrain.titan.device.device_count", lambda: 4)
     assert "5 ranks on this node, but 4 GPU(s)" in exits_with_2(argv, capsys)
     monkeypatch.setattr("canon_pretrain.titan.device.device_count", lambda: 8)
-    monkeypatch.setattr("canon_pretrain.train.take_device", lambda: None)
+    monkeypatch.setattr("canon_pretrain.titan.device.take_device", lambda: None)
     message = exits_with_2(argv, capsys)
     assert "World sizes that divide it: 1, 2, 3, 4, 6, 12" in message
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):

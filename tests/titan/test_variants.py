@@ -15,7 +15,7 @@ from canon_pretrain.run.config import Data, Loss
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import build_dataloader, open_shards
 from tests.ranks import assert_same_run, events, launch, whole_state
-from tests.sharded import Steps, assert_equal_steps, on_ranks, sharded_steps, whole_steps
+from tests.sharded import assert_equal_steps, on_ranks, sharded_steps, whole_steps
 from tests.support import EOS_ID, ROOT, VOCAB_SIZE, debug_run, token_documents
 from tests.variants import VARIANTS
 
@@ -50,7 +50,7 @@ def _train_on_rank(rank: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Steps]]:
+def trained(tmp_path_factory):
     """What each rank has of each variant's steps."""
     folder = tmp_path_factory.mktemp("variants")
     on_ranks(_train_on_rank, RANKS, folder)
@@ -58,13 +58,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Steps]]:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_it_takes_the_steps_of_the_whole_model(trained: list[dict[str, Steps]], name: str) -> None:
+def test_it_takes_the_steps_of_the_whole_model(trained, name):
     whole = whole_steps(VARIANTS[name], loss_of(name))
     assert_equal_steps([part[name] for part in trained], whole)
     assert whole.losses[0] != whole.losses[1]
 
 
-def test_documents_must_end_with_the_token_that_the_model_looks_for(tmp_path: Path) -> None:
+def test_documents_must_end_with_the_token_that_the_model_looks_for(tmp_path):
     folders = [tmp_path / "one", tmp_path / "two"]
     for seed, folder in enumerate(folders):
         documents = [np.where(ids == EOS_ID, 5, ids) for ids in token_documents(seed, 3, 200)]
@@ -89,7 +89,7 @@ TOGETHER = (
 )
 
 
-def test_many_of_them_together_resume_bitwise(data_folder: Path, tmp_path: Path) -> None:
+def test_many_of_them_together_resume_bitwise(data_folder, tmp_path):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     for run, stop_at in ((straight, 4), (resumed, 2), (resumed, 4)):
         words = (*debug_run(data_folder, run), *TOGETHER, "--run.stop_at", stop_at)
@@ -120,9 +120,7 @@ def test_many_of_them_together_resume_bitwise(data_folder: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_stable_rate_can_be_held_longer_or_decayed_from(
-    data_folder: Path, tmp_path: Path
-) -> None:
+def test_a_stable_rate_can_be_held_longer_or_decayed_from(data_folder, tmp_path):
     """WSD: the README's two commands, from a checkpoint before the decay."""
     run, branch, long = (tmp_path / name for name in ("run", "branch", "long"))
 
