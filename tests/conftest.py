@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from canon_pretrain.titan.device import prepare_device
+from tests.browser import Browser, chromium
 from tests.ranks import launch
 from tests.slurm_cluster import SlurmCluster, missing, slurm_cluster
 from tests.support import Runs, debug_run, train, write_data
@@ -52,3 +53,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         pytest.skip(f"no Slurm cluster: {why}")
     with slurm_cluster(tmp_path_factory.mktemp("slurm"), kill_wait=25, grace=60) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with chromium(tmp_path_factory.mktemp("chromium")) as started:
+        yield started
