@@ -31,6 +31,7 @@ from canon_pretrain.run.folder import named_runs
 VERSION = 5
 TEMPLATES = Path(__file__).parent / "templates"
 SHOWN_BY: dict[str, Any] = {"tables": sections, "figures": figures}
+LAUNCHED = ("world_size", "torch", "torchtitan")
 MAX_DIFFERENCES = 5
 """Sentences at most on how the questions of one suite differ."""
 
@@ -58,8 +59,8 @@ def execute(arguments: argparse.Namespace) -> None:
     options = comparisons.noise_options(arguments, runs)
     compared = comparisons.comparison_content(runs, arguments.baseline, options)
     content = report_content(runs, compared)
-    default = arguments.runs[0] / "report" if len(arguments.runs) == 1 else Path("report")
-    folder = arguments.out or default
+    first, *more = arguments.runs
+    folder = arguments.out or Path("report" if more else first / "report")
     folder.mkdir(parents=True, exist_ok=True)
     stored = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(folder / "report.json", stored.encode())
@@ -89,9 +90,7 @@ def escape_markdown(text: object) -> str:
 
 def _print(content: Content, path: Path) -> None:
     console = Console(highlight=False)
-    for sentence in sections.failures(content):
-        console.print(Text(sentence, style="bold red"), soft_wrap=True)
-    for sentence in content["comparison"]["held_out"]:
+    for sentence in (*sections.failures(content), *content["comparison"]["held_out"]):
         console.print(Text(sentence, style="bold"), soft_wrap=True)
     table = Table("task", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("run", "score", "items"):
@@ -112,9 +111,6 @@ def _print(content: Content, path: Path) -> None:
     console.print(Text(f"report: {path.resolve()}"), soft_wrap=True)
 
 
-# -- content --------------------------------------------------------------------------------------
-
-
 def report_content(runs: Sequence[RunRecord], comparison: Content) -> dict[str, Any]:
     """Return everything that the report shows of `runs`, JSON values only, numbers unrounded.
 
@@ -132,13 +128,10 @@ def report_content(runs: Sequence[RunRecord], comparison: Content) -> dict[str, 
     baseline = lines[comparison["baseline"]] if len(lines) > 1 else ()
     warnings = [line for run in runs for line in run.left_out]
     data = {str(run.identity.get("data_fingerprint"))[:12]: run.label for run in runs}
+    each = "; ".join(f"{label}: {fingerprint}" for fingerprint, label in data.items())
     if len(data) > 1:
-        each = "; ".join(f"{label}: {fingerprint}" for fingerprint, label in data.items())
         warnings.insert(0, f"These runs were trained on different data ({each}).")
-    settings = differing(runs)
-    if len(runs) == 1:
-        identity = runs[0].identity.items()
-        settings = [{"setting": name, "values": [value]} for name, value in identity]
+    own = [{"setting": name, "values": [x]} for name, x in runs[0].identity.items()]
     return {
         "version": VERSION,
         "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
@@ -151,7 +144,7 @@ def report_content(runs: Sequence[RunRecord], comparison: Content) -> dict[str, 
         "score_curves": figures.score_curves(runs),
         "lengths": figures.length_figures(runs, lines, comparison["steps"]),
         "runs": [_run(run) for run in runs],
-        "differing_settings": settings,
+        "differing_settings": differing(runs) if len(runs) > 1 else own,
         "curves": [figures.training_curve(runs, chart) for chart in figures.SHOWN],
         "late_loss": figures.late_loss(runs, baseline, comparison["baseline"]),
         "suites": suites,
@@ -183,10 +176,7 @@ def _run(run: RunRecord) -> dict[str, Any]:
             "description": printable(str(run.config.get("job", {}).get("description") or "")),
             "flavor": run.config.get("model", {}).get("flavor"),
             "parameters": parameters,
-            **{
-                name: in_turn(event.get(name) for event in run.heads)
-                for name in ("world_size", "torch", "torchtitan")
-            },
+            **{name: in_turn(event.get(name) for event in run.heads) for name in LAUNCHED},
             "first event": run.events[0].get("time") if run.events else None,
             "last event": run.events[-1].get("time") if run.events else None,
             "folder": printable(str(run.folder.path)),
@@ -198,13 +188,10 @@ def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str,
     found = {run: [e for e in evaluations_of(run) if e.suite == suite] for run in runs}
     latest = {run: each[-1] for run, each in found.items() if each}
     columns = list(latest.values())
-    names = dict.fromkeys(
-        (task, metric)
-        for each in columns
-        for task, metrics in each.results.scores.items()
-        for metric in metrics
-    )
-    tasks = list(dict.fromkeys(task for task, _ in names))
+    tasks: dict[str, dict[str, Any]] = {}
+    for each in columns:
+        for task, metrics in each.results.scores.items():
+            tasks.setdefault(task, {}).update(metrics)
     rows = [
         {
             "task": printable(task),
@@ -212,7 +199,8 @@ def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str,
             "primary": any(metric in each.primary_metrics(task) for each in columns),
             "cells": [figures.score_cell(each.results, task, metric) for each in columns],
         }
-        for task, metric in sorted(names, key=lambda name: tasks.index(name[0]))
+        for task, metrics in tasks.items()
+        for metric in metrics
     ]
     warnings = [
         f"{each.run}: the first {each.limit} items only: not a result."

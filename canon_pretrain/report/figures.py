@@ -52,9 +52,6 @@ Plot = tuple[str, str, Json]
 """Title, small print and figure."""
 
 
-# -- content --------------------------------------------------------------------------------------
-
-
 def _logged(run: RunRecord, field: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return [n] int64 steps and tokens, and float64 values, also such that are not finite."""
     empty = Curve(np.zeros(0, np.int64), np.zeros(0))
@@ -86,9 +83,9 @@ def _nulls(values: np.ndarray) -> list[float | None]:
 def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> list[Json]:
     """Return the last half of the training losses, smoothed, and less the baseline's, as curves.
 
-    Half of the most tokens of any run is cut into equally long stretches: values are a run's means
-    over them (None without a finite loss), and those less the mean of the `baseline` runs. Empty
-    without enough steps; without the second one without a baseline.
+    Values are a run's means over equal stretches of half of the most tokens of any run (None
+    without a finite loss), and those less the mean of the `baseline` runs. Empty without enough
+    steps.
     """
     logged = {run.label: np.stack(_logged(run, "loss")[1:]) for run in runs}
     half = max((rows[0].max() for rows in logged.values() if rows.size), default=0) / 2
@@ -157,11 +154,10 @@ def score_curves(runs: Sequence[RunRecord]) -> list[Json]:
 
 
 def held_out_curves(runs: Sequence[RunRecord], architectures: Lines) -> Json | None:
-    """Return held-out loss of one text over tokens, a line per architecture; None without any.
+    """Return held-out loss over tokens, a line per architecture; None without any.
 
-    From the suite `validation` or the training logs, and of the text, that have most points. A
-    value is the mean over the runs at a step that all of them have; `low` and `high` are the lowest
-    and highest, `n` their number.
+    Of the source and the text that have most points. A value is the mean over the runs at a step
+    that all of them have; `low` and `high` are the lowest and highest, `n` their number.
     """
     found: list[Json] = []
     readers = {"the suite validation": suite_losses, "training logs": logged_losses}
@@ -182,8 +178,8 @@ def held_out_curves(runs: Sequence[RunRecord], architectures: Lines) -> Json | N
 
 
 def _mean_line(losses: Mapping[RunRecord, Mapping[int, float]]) -> Json:
-    common = set.intersection(*map(set, losses.values())) if losses else set()
-    rows = {step: [by_step[step] for by_step in losses.values()] for step in sorted(common)}
+    common = sorted(set.intersection(*map(set, losses.values()))) if losses else []
+    rows = {step: [by_step[step] for by_step in losses.values()] for step in common}
     rows = {step: row for step, row in rows.items() if all(map(math.isfinite, row))}
     tokens = [tokens_at(next(iter(losses)), step) for step in rows]
     return {"steps": list(rows), "tokens": tokens, **_spread(list(rows.values()))}
@@ -216,8 +212,8 @@ def length_figures(
 ) -> list[Json]:
     """Return the birth-year probes over L (the paper's Figure 17, right) and Babilong over length.
 
-    A line per architecture in each panel (series and metric), as in held_out_curves; `steps`:
-    suite -> architecture -> the step to show. `step` is that of the line if others have another.
+    A line per architecture in each panel, as in held_out_curves, with its step if others have
+    another; `steps`: suite -> architecture -> the step to show.
     """
     owners = {name: label for label, names in architectures.items() for name in names}
     drawn = [(run, owners[run.label]) for run in runs if run.label in owners]
@@ -283,9 +279,6 @@ def _panels(points: Sequence[_Point], labels: Sequence[str]) -> list[Json]:
         names = {"series": series, "metric": metric, "lengths": lengths}
         panels.append({**names, "chance": chance, "lines": lines})
     return panels
-
-
-# -- plotly ---------------------------------------------------------------------------------------
 
 
 def _trace(of: str, labels: Sequence[str], label: str, x: Any, y: Any, **more: Any) -> Json:

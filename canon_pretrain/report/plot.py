@@ -68,9 +68,6 @@ def html_page(content: Json) -> str:
     return page.html_page(TEMPLATES, "plot", plotted, dark=False, content=content)
 
 
-# -- what the page shows
-
-
 def page_content(runs: Sequence[RunRecord]) -> Json:
     """Return all that the page says and draws of `runs`, JSON values only."""
     most = min(MAX_STRETCHES, TOTAL_STRETCHES // len(runs))
@@ -253,9 +250,6 @@ def _notes(run: RunRecord, most: int) -> Iterator[str]:
     if run.clock.training_hours is None:
         yield f"{run.label}: its log's times cannot be read: no place over hours"
     yield from (f"{run.label}: {sentence}" for sentence in run.notices)
-
-
-# -- the command
 
 
 def add_parser(subparsers: Any) -> None:

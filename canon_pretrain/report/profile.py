@@ -196,9 +196,6 @@ class _Host:
         return outer
 
 
-# -- the command
-
-
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "profile",

@@ -26,9 +26,6 @@ Content = Mapping[str, Any]
 Cell = str | dict[str, str]
 
 
-# -- numbers in words -----------------------------------------------------------------------------
-
-
 def number(value: float | None, decimals: int = 4) -> str:
     return NONE if value is None else f"{value:,.{decimals}f}"
 
@@ -71,7 +68,7 @@ def score(cell: Content | None) -> tuple[str, str, str]:
 def state_words(run: Content) -> str:
     words = {"stopped": "stopped on request", "unfinished": "not done"}
     of = "" if run["total_steps"] is None else f" of {run['total_steps']:,}"
-    why = f": {run['failure']}" if run["state"] == "failed" else ""
+    why = f": {run['failure']}" if run["failure"] else ""
     return f"{words.get(run['state'], run['state'])} at step {run['step']:,}{of}{why}"
 
 
@@ -109,13 +106,8 @@ def _value(value: Any) -> str:
     """A fact or setting; lists in a row, and fingerprints cut."""
     if isinstance(value, list):
         return ", ".join(map(_value, value)) or NONE
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    text = NONE if value in (None, "") else str(value)
+    text = NONE if value in (None, "") else f"{value:,}" if type(value) is int else str(value)
     return text[:12] + "…" if len(text) == 64 else text
-
-
-# -- tables ---------------------------------------------------------------------------------------
 
 
 def _cell(text: str, *small: object, error: str = "", chip: str = "") -> Cell:
@@ -133,10 +125,9 @@ def _table(
     more: str = "",
     filters: Sequence[Mapping[str, str]] = (),
 ) -> Table:
-    """A table of (name, small print) columns; with a `name` it is sorted by a click.
+    """A table of (name, small print) columns, the first `text` of them words; sorted if named.
 
-    The first `text` columns are words, the others numbers; those after the first `shown` are there
-    when asked for by `more`. `filters`: of each row the data to filter by.
+    Columns after the first `shown` are there when asked for by `more`; `filters` are of each row.
     """
     heads = []
     for k, column in enumerate(columns):
