@@ -102,15 +102,12 @@ def summarize(curve: Curve, bounds: np.ndarray) -> np.ndarray:
 
     NaN for a stretch without a finite value; each has a point at least.
     """
-    finite, at = np.isfinite(curve.values), bounds[:-1]
+    (steps, values), finite, at = curve, np.isfinite(curve.values), bounds[:-1]
     count = np.add.reduceat(finite, at, dtype=np.float64)
-    rows = [
-        np.add.reduceat(np.where(finite, curve.steps, 0.0), at) / np.maximum(count, 1),
-        np.add.reduceat(np.where(finite, curve.values, 0.0), at) / np.maximum(count, 1),
-        np.minimum.reduceat(np.where(finite, curve.values, np.inf), at),
-        np.maximum.reduceat(np.where(finite, curve.values, -np.inf), at),
-    ]
-    return np.where(count > 0, np.stack(rows), np.nan)
+    means = np.add.reduceat(np.where(finite, np.stack([steps, values]), 0.0), at, axis=1)
+    low = np.minimum.reduceat(np.where(finite, values, np.inf), at)
+    high = np.maximum.reduceat(np.where(finite, values, -np.inf), at)
+    return np.where(count > 0, np.stack([*means / np.maximum(count, 1), low, high]), np.nan)
 
 
 class Band(NamedTuple):

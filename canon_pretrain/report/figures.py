@@ -14,15 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from canon_pretrain.core.text import printable
-from canon_pretrain.report.curves import CHARTS, Chart, stretches, thin
-from canon_pretrain.report.evaluations import (
-    Evaluation,
-    evaluations_of,
-    logged_losses,
-    suite_losses,
-    suite_order,
-    tokens_at,
-)
+from canon_pretrain.report import evaluations
+from canon_pretrain.report.curves import CHARTS, Chart, rounded, stretches, thin
+from canon_pretrain.report.evaluations import Evaluation, evaluations_of, tokens_at
 from canon_pretrain.report.record import Curve, RunRecord
 from canon_pretrain.report.verdicts import BABILONG
 from canon_pretrain.run.log import json_value
@@ -66,13 +60,12 @@ def training_curve(runs: Sequence[RunRecord], chart: Chart) -> Json:
     lines = []
     for run in runs:
         steps, tokens, values = _logged(run, chart.id)
-        finite = values[np.isfinite(values)]
-        median = float(np.median(finite)) if len(finite) else None
-        counts = {"logged": len(values), "not_finite": len(values) - len(finite)}
-        kept = thin(values, stretches(len(values), most))
-        points = {"steps": steps[kept].tolist(), "tokens": tokens[kept].tolist()}
-        points["values"] = _nulls(values[kept])
-        lines.append({"run": run.label, **counts, "median": median, **points})
+        finite, kept = values[np.isfinite(values)], thin(values, stretches(len(values), most))
+        line: Json = {"run": run.label, "logged": len(values)}
+        line["not_finite"] = len(values) - len(finite)
+        line["median"] = float(np.median(finite)) if len(finite) else None
+        line |= {"steps": steps[kept].tolist(), "tokens": tokens[kept].tolist()}
+        lines.append({**line, "values": _nulls(values[kept])})
     return {**asdict(chart), "lines": lines}
 
 
@@ -142,7 +135,7 @@ def score_curves(runs: Sequence[RunRecord]) -> list[Json]:
                     points = texts.setdefault(each.text, {}).setdefault(run.label, [])
                     points.append(about | (score_cell(each.results, task, metric) or {}))
     curves = []
-    for suite, task, metric in sorted(found, key=lambda key: suite_order(key[0])):
+    for suite, task, metric in sorted(found, key=lambda key: evaluations.suite_order(key[0])):
         texts = found[suite, task, metric]
         for text, by_run in texts.items():
             if any(len(points) > 1 for points in by_run.values()):
@@ -160,7 +153,8 @@ def held_out_curves(runs: Sequence[RunRecord], architectures: Lines) -> Json | N
     that all of them have; `low` and `high` are the lowest and highest, `n` their number.
     """
     found: list[Json] = []
-    readers = {"the suite validation": suite_losses, "training logs": logged_losses}
+    readers = {"the suite validation": evaluations.suite_losses}
+    readers["training logs"] = evaluations.logged_losses
     for source, losses_of in readers.items():
         losses = {run: losses_of(run) for run in runs}
         for text in sorted({text for each in losses.values() for _, text in each}):
@@ -200,11 +194,11 @@ class _Point(NamedTuple):
 
     label: str
     each: Evaluation
+    chance: float | None
+    value: float
     series: str
     metric: str
     length: int
-    value: float
-    chance: float | None
 
 
 def length_figures(
@@ -247,7 +241,7 @@ def _points(
             for metric, score in metrics.items():
                 key = (match[1], metric, int(match[2]))
                 if math.isfinite(score.value):
-                    points[key] = _Point(label, each, *key, score.value, each.chance(task, metric))
+                    points[key] = _Point(label, each, each.chance(task, metric), score.value, *key)
     found = list(points.values())
     for metric, length in {key[1:] for key in points if pattern is BABILONG}:
         parts = [points[key] for k in range(1, 6) if (key := (f"qa{k}", metric, length)) in points]
@@ -258,26 +252,23 @@ def _points(
 
 
 def _panels(points: Sequence[_Point], labels: Sequence[str]) -> list[Json]:
-    steps = {x: [p.each.step for p in points if p.label == x] for x in labels}
-    at = {label: max(found) for label, found in steps.items() if found}
+    at = {x: max(p.each.step for p in points if p.label == x) for x in {p.label for p in points}}
+    first = next(at[label] for label in labels if label in at)
+    names = {(point.series, point.metric) for point in points}
     panels = []
     # exact scores before ranks, the mean before its parts
-    for series, metric in sorted(
-        {(p.series, p.metric) for p in points},
-        key=lambda x: (x[1] == "rank", "" if x[0] == MEAN else x[0], x[1]),
-    ):
+    for series, metric in sorted(names, key=lambda x: (x[1] == "rank", x[0] != MEAN, x)):
         shown = [p for p in points if (p.series, p.metric) == (series, metric)]
         lengths = sorted({p.length for p in shown})
         lines: list[Json] = []
         for label in labels:
             own = [p for p in shown if p.label == label]
             values = [[p.value for p in own if p.length == length] for length in lengths]
-            step = None if at.get(label) == next(iter(at.values())) else at.get(label)
+            step = None if at.get(label) == first else at.get(label)
             lines += [{"label": label, "step": step, **_spread(values)}] if own else []
-        chances = {p.chance for p in shown} - {None}
-        chance = chances.pop() if len(chances) == 1 else None
-        names = {"series": series, "metric": metric, "lengths": lengths}
-        panels.append({**names, "chance": chance, "lines": lines})
+        chance, *others = {p.chance for p in shown}
+        about = {"series": series, "metric": metric, "lengths": lengths}
+        panels.append({**about, "chance": None if others else chance, "lines": lines})
     return panels
 
 
@@ -360,10 +351,9 @@ def draw_means(
     """
     traces = []
     for line in lines:
-        low, mean, high = ([y or 0 for y in line[name]] for name in ("low", "values", "high"))
-        bars = {"symmetric": False, "visible": max(line["n"]) > 1}
-        bars["array"] = _short(np.subtract(high, mean).tolist())
-        bars["arrayminus"] = _short(np.subtract(mean, low).tolist())
+        low, mean, high = (np.array(line[x], float) for x in ("low", "values", "high"))
+        bars: Json = {"symmetric": False, "visible": max(line["n"]) > 1}
+        bars |= {"array": rounded(high - mean), "arrayminus": rounded(mean - low)}
         more, places = {"text": line["n"], "error_y": bars}, x or line["tokens"]
         traces.append(_trace("entry", labels, line["label"], places, line["values"], **more))
     return _figure(traces, over, "<b>%{y:.4f}</b>, %{text} run(s)")

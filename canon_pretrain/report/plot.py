@@ -48,10 +48,7 @@ Styled = tuple[Curve | None, Json]
 
 
 def plot(paths: list[Path], out: Path) -> Json:
-    """Write the page of the runs that `paths` name to `out`; returns its content.
-
-    Raises UserError.
-    """
+    """Write the page of the runs that `paths` name to `out`; returns its content."""
     if out.suffix.lower() not in PAGE_ENDINGS or out.is_dir():
         raise UserError(f"--out {out}: expected the name of a page, such as curves.html")
     content = page_content(RunRecord.of_all(named_runs(paths)))
@@ -105,10 +102,8 @@ def _scores(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[Styled]]]:
         for (suite, step), results in sorted(run.latest.items()):
             for task, metrics in results.scores.items() if results.asked["limit"] is None else ():
                 for metric, score in metrics.items():
-                    by_run = points.setdefault(suite, {}).setdefault(
-                        printable(f"{task}, {metric}"), [{} for _ in runs]
-                    )
-                    by_run[k][step] = score
+                    variants, name = points.setdefault(suite, {}), printable(f"{task}, {metric}")
+                    variants.setdefault(name, [{} for _ in runs])[k][step] = score
     return {
         suite: {name: list(map(_scored, by_run)) for name, by_run in variants.items()}
         for suite, variants in points.items()

@@ -75,10 +75,9 @@ class _Span:
 def summarize(trace: Trace) -> Facts:
     """Add up a trace; times in us, shares of the window. ValueError if there is nothing in it.
 
-    With device work in the trace that is counted, else the host's operators by the time that is not
-    in an operator they called. `purposes` are sums of own times: where device streams overlap they
-    exceed `busy_share`. `exposed` communication is that during which nothing else ran. `rows`: by
-    kernel or operator, the longest first.
+    Counts device work if there is any, else operators by the time that is not in one they called.
+    `purposes` are sums of own times: where device streams overlap they exceed `busy_share`.
+    `exposed` communication is that during which nothing else ran.
     """
     host = _Host(trace.threads.values())
     steps = [x.event for x in host.spans if x.event.name.startswith(STEP)]
@@ -104,12 +103,13 @@ def summarize(trace: Trace) -> Facts:
     for span in spans:
         own_us = sum(until - since for since, until in span.own)
         times[span.event.name, span.purpose or OTHER].append(own_us)
-    purposes = dict.fromkeys(PURPOSES, 0.0)
     rows: list[Facts] = []
     for (name, purpose), each in times.items():
         facts = {"count": len(each), "self_us": sum(each), "share": sum(each) / (end - begin)}
         rows.append({"name": name, "purpose": purpose, **facts})
-        purposes[purpose] += facts["share"]
+    purposes = {
+        x: sum((row["share"] for row in rows if row["purpose"] == x), 0.0) for x in PURPOSES
+    }
     scopes = [x.event for x in host.spans if (x.event.kind, x.event.name) == (SCOPE, DATA)]
     waits = [_Span(each, DATA, [(each.begin, each.end)]) for each in scopes]
     purposes[DATA] = share(waits)  # all of it, beside what a device did meanwhile

@@ -60,8 +60,7 @@ def score(cell: Content | None) -> tuple[str, str, str]:
     if cell["bound"] is not None:
         error = bound_words(value, cell["bound"])
     elif stderr is not None and not isinstance(value, str):
-        is_known = isinstance(stderr, float | int)
-        error = f"± {number(stderr, _decimals(value)) if is_known else stderr}"
+        error = f"± {stderr if isinstance(stderr, str) else number(stderr, _decimals(value))}"
     return figure(value), error, "" if count is None else f"n = {count:,}"
 
 
@@ -103,7 +102,7 @@ def _joined(*parts: object) -> str:
 
 
 def _value(value: Any) -> str:
-    """A fact or setting; lists in a row, and fingerprints cut."""
+    """Return a fact or setting; lists in a row, and fingerprints cut."""
     if isinstance(value, list):
         return ", ".join(map(_value, value)) or NONE
     text = NONE if value in (None, "") else f"{value:,}" if type(value) is int else str(value)
