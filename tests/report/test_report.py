@@ -225,7 +225,7 @@ def test_several_runs_are_side_by_side(run: RunFolder, tmp_path: Path) -> None:
     parsed, text = Page(page), markdown(page)
     assert ["model.position", "nope", "rope"] in parsed.rows
     # Wilson's bound of a score of 0
-    assert ["a acc", "0.0000 ≤ 0.0038 n = 1,000", "0.2500 n = 1,000 step 20"] in parsed.rows
+    assert ["a acc", "0.0000 ≤ 0.0038 n = 1,000", "0.2500 n = 1,000, step 20"] in parsed.rows
     assert "rope step 20, first 100 items only: not a result" in sum(parsed.rows, [])
     assert "| lambada (perplexity) | 1,234.57 ± 60.25 (n = 1,000) | – |" in text
     words = f"trained on different data (canon: {FINGERPRINT[:12]}; rope: b)"
