@@ -222,7 +222,6 @@ def html_page(content: dict[str, Any]) -> str:
         TEMPLATES,
         "stats",
         plotted,
-        filters={},
         content=content,
         tables=tables(content),
         notes=notes(content),

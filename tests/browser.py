@@ -14,22 +14,17 @@ from typing import Any
 
 import pytest
 
+DESKTOP, PHONE = (1280, 900), (390, 844)
+EVIL = '"><img src=x onerror=alert(1)>%{y}'
+"""A name that no page may read as markup."""
 FLAGS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--disable-dev-shm-usage",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
+    "headless=new no-sandbox disable-gpu disable-quic disable-dev-shm-usage no-first-run "
+    "disable-background-networking disable-component-update disable-sync hide-scrollbars"
 )
 
 
 class Browser:
-    """One Chromium; every page it opens is held to have neither errors nor requests."""
+    """One Chromium."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -37,19 +32,26 @@ class Browser:
     def open(self, page: Path, width: int, height: int, *, dark: bool = False) -> None:
         """Open a local page in a window of that inner size, and wait until its curves stand."""
         self.resize(width, height)
-        self.driver.execute_cdp_cmd(
-            "Emulation.setEmulatedMedia",
-            {"features": [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]},
-        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        self.requests()
         self.driver.get(page.resolve().as_uri())
         self.wait_for("return document.documentElement.dataset.drawn")
 
     def resize(self, width: int, height: int) -> None:
         """Give the window that inner size; under 600 px it is a phone's."""
-        self.driver.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride",
-            {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600},
-        )
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    def assert_fits(self, page: Path, width: int) -> None:
+        """The page asked for nothing, said nothing, and it and its plots are not too wide."""
+        assert self.console() == []
+        assert self.requests() == [page.resolve().as_uri()]
+        needed, inner = self.run("return [document.documentElement.scrollWidth, innerWidth]")
+        assert needed <= inner == width
+        svgs = "return [...document.querySelectorAll('.main-svg')].map((s) => s.clientWidth)"
+        assert all(0 < svg <= inner for svg in self.run(svgs))
+        assert self.run("return document.querySelectorAll('img').length") == 0
 
     def wait_for(self, script: str, *arguments: Any) -> Any:
         """The first value of `script` that is true; fails after 20 s."""
@@ -57,12 +59,6 @@ class Browser:
 
         return WebDriverWait(self.driver, 20, poll_frequency=0.05).until(
             lambda driver: driver.execute_script(script, *arguments)
-        )
-
-    def move_to(self, x: float, y: float) -> None:
-        """Move the mouse to a point of the window."""
-        self.driver.execute_cdp_cmd(
-            "Input.dispatchMouseEvent", {"type": "mouseMoved", "x": x, "y": y}
         )
 
     def hover(self, plot: str, x: object, y: float | None = None) -> str:
@@ -83,14 +79,13 @@ class Browser:
             const up = arguments[2] === null ? yaxis._length / 2 : yaxis.d2p(arguments[2]);
             const across = xaxis._offset + xaxis.d2p(arguments[1]);
             return [box.left + across, box.top + yaxis._offset + up]""",
-            plot,
-            x,
-            y,
+            *(plot, x, y),
         )
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:  # a busy page may miss a move
             for dx in (-1, 0):
-                self.move_to(left + dx, top)
+                moved = {"type": "mouseMoved", "x": left + dx, "y": top}
+                self.driver.execute_cdp_cmd("Input.dispatchMouseEvent", moved)
             if text := self.run(
                 """const layer = document.querySelector(`${arguments[0]} .hoverlayer`);
                 const box = layer.querySelector(".legend") ?? layer.querySelector(".hovertext");
@@ -109,34 +104,28 @@ class Browser:
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def requests(self) -> list[str]:
-        """The addresses asked for since the last call."""
+        """The addresses asked for since the last call, or since the page was opened."""
         messages = [json.loads(e["message"])["message"] for e in self.driver.get_log("performance")]
-        return [
-            message["params"]["request"]["url"]
-            for message in messages
-            if message["method"] == "Network.requestWillBeSent"
-        ]
+        sent = [x["params"] for x in messages if x["method"] == "Network.requestWillBeSent"]
+        return [each["request"]["url"] for each in sent]
 
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Browser]:
     """A browser with its own `profile` folder; skips where there is none to start."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
-    binaries = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
-    for name, path in binaries.items():
-        if path is None:
+    for name in ("chromium", "chromedriver"):
+        if shutil.which(name) is None:
             pytest.skip(f"needs {name}: apt-get install chromium chromium-driver")
     options = webdriver.ChromeOptions()
-    options.binary_location = binaries["chromium"]
-    for flag in (*FLAGS, f"--user-data-dir={profile}"):
-        options.add_argument(flag)
+    options.binary_location = shutil.which("chromium")
+    for flag in (*FLAGS.split(), f"user-data-dir={profile}"):
+        options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(
-        options=options, service=webdriver.ChromeService(binaries["chromedriver"])
-    )
+    service = webdriver.ChromeService(shutil.which("chromedriver"))
+    driver = webdriver.Chrome(options=options, service=service)
     try:
-        driver.get("about:blank")  # leave Chromium's own first page, and forget what it did
-        driver.get_log("performance")
+        driver.get("about:blank")  # leave Chromium's own first page
         yield Browser(driver)
     finally:
         driver.quit()

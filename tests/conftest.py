@@ -46,12 +46,6 @@ def runs(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return folders
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with chromium(tmp_path_factory.mktemp("profile")) as started:
-        yield started
-
-
 @pytest.fixture
 def no_gradients() -> Iterator[None]:
     with torch.no_grad():
@@ -65,3 +59,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         pytest.skip(f"no Slurm cluster: {why}")
     with slurm_cluster(tmp_path_factory.mktemp("slurm"), kill_wait=25, grace=60) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with chromium(tmp_path_factory.mktemp("chromium")) as started:
+        yield started

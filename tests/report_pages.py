@@ -41,12 +41,12 @@ class Page(HTMLParser):
             self.rows[-1][-1] = " ".join(f"{self.rows[-1][-1]} {data}".split())
 
 
-def report(runs: Sequence[Path], out: Path | None, *words: str) -> Path:
+def report(runs: Sequence[Path], out: Path | None) -> Path:
     """Run the command; the page that it wrote."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    given = [*map(str, runs), *words, *([] if out is None else ["--out", str(out)])]
-    execute(parser.parse_args(given))
+    where = [] if out is None else ["--out", str(out)]
+    execute(parser.parse_args([*map(str, runs), *where]))
     return (out or runs[0] / "report") / "index.html"
 
 

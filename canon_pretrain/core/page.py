@@ -6,7 +6,7 @@ any script but those whose hashes it names.
 
 import base64
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,44 +17,35 @@ from plotly.offline import get_plotlyjs
 COMMON = Path(__file__).parent / "templates"
 
 
-def environment(
-    templates: Path, filters: Mapping[str, Callable[..., Any]], *, autoescape: bool = True
-) -> Environment:
+def environment(templates: Path, *, autoescape: bool, **filters: Callable[..., Any]) -> Environment:
     """Return templates of `templates`, or common ones; a name that is not given is an error."""
-    loader = FileSystemLoader([templates, COMMON])
-    blocks: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
-    made = Environment(loader=loader, autoescape=autoescape, undefined=StrictUndefined, **blocks)
+    made = Environment(
+        loader=FileSystemLoader([templates, COMMON]),
+        autoescape=autoescape,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     compact = {"allow_nan": False, "ensure_ascii": False, "separators": (",", ":")}
     made.policies["json.dumps_kwargs"] = compact
     made.filters |= filters
     return made
 
 
-def html_page(
-    templates: Path,
-    name: str,
-    plotted: Any,
-    *,
-    filters: Mapping[str, Callable[..., Any]],
-    dark: bool = True,
-    **values: Any,
-) -> str:
+def html_page(templates: Path, name: str, plotted: Any, *, dark: bool = True, **values: Any) -> str:
     """Return the page `name`: `values` fill its template, its script draws `plotted` (JSON)."""
     # autoescape covers every value; only files of ours and plotly's are marked as safe
-    looks = ["page.css", *(["dark.css"] if dark else [])]
-    sheets = [*(COMMON / look for look in looks), templates / f"{name}.css"]
-    ours = [COMMON / "page.js", templates / f"{name}.js"]
-    run = [get_plotlyjs(), *(path.read_text("utf-8") for path in ours)]
-    hashes = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in run]
-    return (
-        environment(templates, filters)
-        .get_template(f"{name}.html")
-        .render(
-            **values,
-            plotted=plotted,
-            color_scheme="light dark" if dark else "light",
-            style=Markup("".join(path.read_text("utf-8") for path in sheets)),
-            scripts=[Markup(script) for script in run],
-            script_hashes=Markup(" ".join(f"'sha256-{digest}'" for digest in hashes)),
-        )
+    sheets = [COMMON / "page.css", *[COMMON / "dark.css"] * dark, templates / f"{name}.css"]
+    scripts = [path.read_text("utf-8") for path in (COMMON / "page.js", templates / f"{name}.js")]
+    scripts.insert(0, get_plotlyjs())
+    digests = [base64.b64encode(hashlib.sha256(x.encode()).digest()).decode() for x in scripts]
+    template = environment(templates, autoescape=True).get_template(f"{name}.html")
+    return template.render(
+        **values,
+        plotted=plotted,
+        color_scheme="light dark" if dark else "light",
+        style=Markup("".join(path.read_text("utf-8") for path in sheets)),
+        scripts=[Markup(script) for script in scripts],
+        script_hashes=Markup(" ".join(f"'sha256-{digest}'" for digest in digests)),
     )

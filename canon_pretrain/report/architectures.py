@@ -56,16 +56,16 @@ class Choice(NamedTuple):
 
 @cache
 def _defaults() -> dict[str, Any]:
+    """The settings of a run whose version did not have them."""
     return {f"model.{field.name}": field.default for field in fields(ModelArgs)}
 
 
 def _setting(run: RunRecord, name: str) -> Any:
-    """A field of the run's identity; one that its version did not have was at its default."""
     return run.identity.get(name, _defaults().get(name))
 
 
 def _grouped(runs: Sequence[RunRecord], names: Sequence[str]) -> list[list[RunRecord]]:
-    """The runs with equal settings `names` together."""
+    """Return the runs with equal settings `names` together."""
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
         key = json.dumps([_setting(run, name) for name in names], sort_keys=True)
@@ -80,12 +80,14 @@ def architectures(runs: Sequence[RunRecord]) -> list[Architecture]:
     groups = _grouped(runs, names)
     firsts = [group[0] for group in groups]
     differing = [name for name in names if len(_grouped(firsts, [name])) > 1]
-    found = []
-    for label, group in zip(_labels(firsts, differing), groups, strict=True):
-        settings = {name: _setting(group[0], name) for name in differing}
-        recipes = [recipe_of(alike) for alike in _grouped(group, [LEARNING_RATE])]
-        found.append(Architecture(label, settings, recipes))
-    return found
+    return [
+        Architecture(
+            label,
+            {name: _setting(group[0], name) for name in differing},
+            [recipe_of(alike) for alike in _grouped(group, [LEARNING_RATE])],
+        )
+        for label, group in zip(_labels(firsts, differing), groups, strict=True)
+    ]
 
 
 def recipe_of(runs: Sequence[RunRecord]) -> Recipe:
@@ -100,7 +102,7 @@ def recipe_of(runs: Sequence[RunRecord]) -> Recipe:
 
 
 def _labels(runs: Sequence[RunRecord], differing: Sequence[str]) -> list[str]:
-    """The fewest telling words for each, by one run of each architecture."""
+    """Return the fewest telling words for each, by one run of each architecture."""
     if len(runs) == 1:
         return [printable(str(runs[0].config.get("model", {}).get("flavor") or runs[0].label))]
     chosen: list[str] = []
@@ -111,16 +113,14 @@ def _labels(runs: Sequence[RunRecord], differing: Sequence[str]) -> list[str]:
         if len(set(words)) > len(set(labels)) or not chosen:
             chosen, labels = names, words
     # values that differ in more characters than a word shows
-    return [
-        label if labels.count(label) == 1 else f"{label} ({run.label})"
-        for label, run in zip(labels, runs, strict=True)
-    ]
+    named = zip(labels, runs, strict=True)
+    return [x if labels.count(x) == 1 else f"{x} ({run.label})" for x, run in named]
 
 
 def _word(name: str, value: Any) -> str:
-    text = str(value)
     if name == "model.canon_set":
-        return f"Canon-{text}" if value else "no Canon"
+        return f"Canon-{value}" if value else "no Canon"
+    text = str(value)
     short = text if len(text) <= 16 else text[:12]
     return text if name == "model.position" else f"{name.rpartition('.')[2]} {short}"
 

@@ -8,6 +8,7 @@ import functools
 import math
 import os.path
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,33 @@ MAX_KNOTS = 1000
 """Points of the table of a step's tokens and hours; between two it is a straight line."""
 DIGITS = 7
 """Significant digits of a value in a page."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """How one quantity is shown; `form` is of a value, in d3 as in Python."""
+
+    id: str
+    title: str
+    unit: str
+    form: str
+    log_scale: bool = False
+    smooth: bool = True
+    restarts: bool = False
+    skips: bool = False
+    same_as: str | None = None
+    """The chart whose lines these are, over hours: the page holds them once."""
+
+
+CHARTS = (
+    Chart("loss", "Loss", "nats per token", ",.4f", skips=True),
+    Chart("hours", "Loss over time", "nats per token", ",.4f", restarts=True, same_as="loss"),
+    Chart("grad_norm", "Gradient norm", "L2, before clipping", ",.4g", log_scale=True, skips=True),
+    Chart("tokens_per_second", "Throughput", "tokens per second", ",.0f", restarts=True),
+    Chart("mfu", "MFU", "share of the devices' peak", ".1%", restarts=True),
+    Chart("lr", "Learning rate", "", ".3e", smooth=False),
+)
+"""Fields of `step` events by id, but for `hours`."""
 
 
 class Entry(NamedTuple):
@@ -74,15 +102,12 @@ def summarize(curve: Curve, bounds: np.ndarray) -> np.ndarray:
 
     NaN for a stretch without a finite value; each has a point at least.
     """
-    finite, at = np.isfinite(curve.values), bounds[:-1]
+    (steps, values), finite, at = curve, np.isfinite(curve.values), bounds[:-1]
     count = np.add.reduceat(finite, at, dtype=np.float64)
-    rows = [
-        np.add.reduceat(np.where(finite, curve.steps, 0.0), at) / np.maximum(count, 1),
-        np.add.reduceat(np.where(finite, curve.values, 0.0), at) / np.maximum(count, 1),
-        np.minimum.reduceat(np.where(finite, curve.values, np.inf), at),
-        np.maximum.reduceat(np.where(finite, curve.values, -np.inf), at),
-    ]
-    return np.where(count > 0, np.stack(rows), np.nan)
+    means = np.add.reduceat(np.where(finite, np.stack([steps, values]), 0.0), at, axis=1)
+    low = np.minimum.reduceat(np.where(finite, values, np.inf), at)
+    high = np.maximum.reduceat(np.where(finite, values, -np.inf), at)
+    return np.where(count > 0, np.stack([*means / np.maximum(count, 1), low, high]), np.nan)
 
 
 class Band(NamedTuple):
@@ -117,12 +142,13 @@ class Band(NamedTuple):
 
 def axis(run: RunRecord) -> dict[str, Any]:
     """Return a table of steps with their tokens and hours; a page interpolates between its rows."""
-    last = len(run.clock.steps) - 1
-    even = np.linspace(0, last, min(last + 1, MAX_KNOTS)).round()
-    begun = [launch.from_step for launch in run.clock.launches]
-    after = np.searchsorted(run.clock.steps, begun, side="right")  # both sides of a jump in time
-    rows = np.unique(np.concatenate([even, after - 1, np.minimum(after, last)])).astype(np.int64)
-    columns = zip(run.clock._fields[:4], run.clock[:4], strict=True)
+    clock = run.clock
+    begun = [launch.from_step for launch in clock.launches]
+    after = np.searchsorted(clock.steps, begun, side="right")  # both sides of a jump in time
+    last = len(clock.steps) - 1
+    kept = [stretches(last, MAX_KNOTS), after - 1, np.minimum(after, last)]
+    rows = np.unique(np.concatenate(kept)).astype(np.int64)
+    columns = zip(clock._fields[:4], clock[:4], strict=True)
     return {name: None if x is None else rounded(x[rows]) for name, x in columns}
 
 
@@ -130,8 +156,5 @@ def rounded(values: np.ndarray) -> list[float | int | None]:
     """Return JSON numbers: integers as they are, others of DIGITS digits, None if not finite."""
     if values.dtype.kind == "i":
         return values.tolist()
-    found: list[float | int | None] = []
-    for value in values.tolist():
-        short = float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
-        found.append(int(short) if short is not None and short.is_integer() else short)
-    return found
+    short = [float(f"{x:.{DIGITS}g}") if math.isfinite(x) else None for x in values.tolist()]
+    return [int(x) if x is not None and x.is_integer() else x for x in short]

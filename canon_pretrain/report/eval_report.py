@@ -1,14 +1,13 @@
 """`eval report RUN... [--baseline LABEL] [--out DIR]`: what runs learned and scored, as one page.
 
 Reads run folders and writes index.html (works offline), report.md and report.json, which hold the
-same: page and Markdown show the blocks of sections.py, report.json is `report_content`. No torch.
+same: report.json is `report_content`, page and Markdown show the tables of sections.py. No torch.
 """
 
 import argparse
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,13 @@ from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.report import comparison as comparisons
 from canon_pretrain.report import evaluations, figures, sections
 from canon_pretrain.report.record import RunRecord, differing, in_turn, is_outdated
-from canon_pretrain.report.sections import Block, Content
+from canon_pretrain.report.sections import Content
 from canon_pretrain.run.folder import named_runs
-from canon_pretrain.run.log import json_value
-from canon_pretrain.run.results import Results
 
-VERSION = 4
+VERSION = 5
 TEMPLATES = Path(__file__).parent / "templates"
+SHOWN_BY: dict[str, Any] = {"tables": sections, "figures": figures}
+LAUNCHED = ("world_size", "torch", "torchtitan")
 MAX_DIFFERENCES = 5
 """Sentences at most on how the questions of one suite differ."""
 
@@ -53,45 +52,32 @@ def execute(arguments: argparse.Namespace) -> None:
     """Write the report of `arguments.runs` into `arguments.out`, and its scores to the terminal.
 
     Without `out`: RUN/report for one run or sweep, ./report for several. Raises UserError for what
-    is no run, a run without a log, an unknown baseline, and an `out` that can't be a folder.
+    is no run, a run without a log, and an unknown baseline; OSError.
     """
     runs = evaluations.read_runs(named_runs(arguments.runs))
     options = comparisons.noise_options(arguments, runs)
     compared = comparisons.comparison_content(runs, arguments.baseline, options)
     content = report_content(runs, compared)
-    default = arguments.runs[0] / "report" if len(arguments.runs) == 1 else Path("report")
-    folder = arguments.out or default
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"{folder} can't be the report's folder ({error.strerror}): name another with --out"
-        ) from None
-    blocks = sections.report_blocks(content)
+    first, *more = arguments.runs
+    folder = arguments.out or Path("report" if more else first / "report")
+    folder.mkdir(parents=True, exist_ok=True)
     stored = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(folder / "report.json", stored.encode())
-    write_atomic(folder / "report.md", markdown_page(content["title"], blocks).encode())
-    write_atomic(folder / "index.html", html_page(content["title"], blocks).encode())
+    write_atomic(folder / "report.md", markdown_page(content).encode())
+    write_atomic(folder / "index.html", html_page(content).encode())
     _print(content, folder / "index.html")
 
 
-def html_page(title: str, blocks: Sequence[Block]) -> str:
-    """Return the self-contained page of `report_blocks`."""
-    drawn = list(_drawn(blocks))
-    return page.html_page(TEMPLATES, "report", drawn, filters={}, title=title, blocks=blocks)
+def html_page(content: Content) -> str:
+    """Return the self-contained page of `report_content`."""
+    return page.html_page(TEMPLATES, "report", {}, content=content, **SHOWN_BY)
 
 
-def _drawn(blocks: Sequence[Block]) -> Iterator[Any]:
-    """Figures in the order of the page, whose script draws each when it is seen."""
-    for block in blocks:
-        yield from (figure for *_, figure in block.get("plots", ()))
-        yield from _drawn(block.get("blocks", ()))
-
-
-def markdown_page(title: str, blocks: Sequence[Block]) -> str:
+def markdown_page(content: Content) -> str:
     """Return the same as Markdown; curves are there as their key figures."""
-    environment = page.environment(TEMPLATES, {"md": escape_markdown}, autoescape=False)
-    return environment.get_template("report.md.jinja").render(title=title, blocks=blocks)
+    environment = page.environment(TEMPLATES, autoescape=False, md=escape_markdown)
+    text = environment.get_template("report.md.jinja").render(content=content, **SHOWN_BY)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
 def escape_markdown(text: object) -> str:
@@ -102,11 +88,9 @@ def escape_markdown(text: object) -> str:
 
 
 def _print(content: Content, path: Path) -> None:
-    console = Console()
-    first = [Text(sentence, style="bold red") for sentence in sections.failures(content)]
-    first += [Text(sentence, style="bold") for sentence in content["comparison"]["held_out"]]
-    for text in first:
-        console.print(text, soft_wrap=True)
+    console = Console(highlight=False)
+    for sentence in (*sections.failures(content), *content["comparison"]["held_out"]):
+        console.print(Text(sentence, style="bold"), soft_wrap=True)
     table = Table("task", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("run", "score", "items"):
         table.add_column(name, no_wrap=True)  # the first alone may wrap
@@ -126,9 +110,6 @@ def _print(content: Content, path: Path) -> None:
     console.print(Text(f"report: {path.resolve()}"), soft_wrap=True)
 
 
-# -- content --------------------------------------------------------------------------------------
-
-
 def report_content(runs: Sequence[RunRecord], comparison: Content) -> dict[str, Any]:
     """Return everything that the report shows of `runs`, JSON values only, numbers unrounded.
 
@@ -136,9 +117,8 @@ def report_content(runs: Sequence[RunRecord], comparison: Content) -> dict[str, 
     """
     steps = {suite: comparisons.suite_step(shown) for suite, shown in comparison["steps"].items()}
     names = {each.suite for run in runs for each in run.evaluations}
-    suites = [
-        _suite(name, runs, steps.get(name)) for name in sorted(names, key=evaluations.suite_order)
-    ]
+    ordered = sorted(names, key=evaluations.suite_order)
+    suites = [_suite(name, runs, steps.get(name)) for name in ordered]
     # an architecture is drawn by the runs of its chosen learning rate; else by all
     lines: dict[str, tuple[str, ...]] = {}
     for each in comparison["architectures"]:
@@ -147,13 +127,10 @@ def report_content(runs: Sequence[RunRecord], comparison: Content) -> dict[str, 
     baseline = lines[comparison["baseline"]] if len(lines) > 1 else ()
     warnings = [line for run in runs for line in run.left_out]
     data = {str(run.identity.get("data_fingerprint"))[:12]: run.label for run in runs}
+    each = "; ".join(f"{label}: {fingerprint}" for fingerprint, label in data.items())
     if len(data) > 1:
-        each = "; ".join(f"{label}: {fingerprint}" for fingerprint, label in data.items())
         warnings.insert(0, f"These runs were trained on different data ({each}).")
-    settings = differing(runs)
-    if len(runs) == 1:
-        identity = runs[0].identity.items()
-        settings = [{"setting": name, "values": [value]} for name, value in identity]
+    own = [{"setting": name, "values": [x]} for name, x in runs[0].identity.items()]
     return {
         "version": VERSION,
         "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
@@ -166,9 +143,9 @@ def report_content(runs: Sequence[RunRecord], comparison: Content) -> dict[str, 
         "score_curves": figures.score_curves(runs),
         "lengths": figures.length_figures(runs, lines, comparison["steps"]),
         "runs": [_run(run) for run in runs],
-        "differing_settings": settings,
-        "curves": [figures.training_curve(runs, curve) for curve in figures.CURVES],
-        "late_loss": figures.late_loss(runs, baseline),
+        "differing_settings": differing(runs) if len(runs) > 1 else own,
+        "curves": [figures.training_curve(runs, chart) for chart in figures.SHOWN],
+        "late_loss": figures.late_loss(runs, baseline, comparison["baseline"]),
         "suites": suites,
         "without_evaluations": [run.label for run in runs if not run.evaluations],
     }
@@ -183,10 +160,8 @@ def _run(run: RunRecord) -> dict[str, Any]:
         parameters = None
     step = 0  # a resume goes back to its checkpoint
     for event in run.events:
-        if event["event"] in ("step", "stop", "done"):
-            step = event.get("step", step)
-        elif event["event"] in ("start", "resume"):
-            step = event.get("from_step", 0)
+        if event["event"] in ("start", "resume", "step", "stop", "done"):
+            step = event.get("step", event.get("from_step", 0))
     ended = "stopped" if run.events and run.events[-1]["event"] == "stop" else "unfinished"
     return {
         "label": run.label,
@@ -194,37 +169,34 @@ def _run(run: RunRecord) -> dict[str, Any]:
         "failure": failure[1] if failure else None,
         "step": failure[0] if failure else step,
         "total_steps": identity.get("training.steps"),
-        "tokens": run.steps[-1]["tokens"] if run.steps else 0,
         "facts": {
+            "tokens": run.steps[-1]["tokens"] if run.steps else 0,
+            "resumed at": [event["from_step"] for event in run.heads if event["event"] == "resume"],
             "description": printable(str(run.config.get("job", {}).get("description") or "")),
             "flavor": run.config.get("model", {}).get("flavor"),
             "parameters": parameters,
-            **{
-                name: in_turn(event.get(name) for event in run.heads)
-                for name in ("world_size", "torch", "torchtitan")
-            },
+            **{name: in_turn(event.get(name) for event in run.heads) for name in LAUNCHED},
             "first event": run.events[0].get("time") if run.events else None,
             "last event": run.events[-1].get("time") if run.events else None,
             "folder": printable(str(run.folder.path)),
         },
-        "restarts": [event["from_step"] for event in run.heads if event["event"] == "resume"],
     }
 
 
 def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str, Any]:
-    found = [(run, [e for e in run.evaluations if e.suite == suite]) for run in runs]
-    latest = [(run, each[-1]) for run, each in found if each]
-    columns = [each for _, each in latest]
-    tasks: dict[str, dict[str, None]] = {}
+    found = {run: [e for e in run.evaluations if e.suite == suite] for run in runs}
+    latest = {run: each[-1] for run, each in found.items() if each}
+    columns = list(latest.values())
+    tasks: dict[str, dict[str, Any]] = {}
     for each in columns:
         for task, metrics in each.results.scores.items():
-            tasks.setdefault(task, {}).update(dict.fromkeys(metrics))
+            tasks.setdefault(task, {}).update(metrics)
     rows = [
         {
             "task": printable(task),
             "metric": printable(metric),
             "primary": any(metric in each.primary_metrics(task) for each in columns),
-            "cells": [_cell(each.results, task, metric) for each in columns],
+            "cells": [figures.score_cell(each.results, task, metric) for each in columns],
         }
         for task, metrics in tasks.items()
         for metric in metrics
@@ -236,10 +208,9 @@ def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str,
     ]
     warnings += [
         f"{each.run}: its checkpoint is no longer what was evaluated; evaluate it again."
-        for run, each in latest
+        for run, each in latest.items()
         if is_outdated(run.folder, each.results)
     ]
-    warnings += ["The columns are at different steps."] * (len({e.step for e in columns}) > 1)
     unlike = evaluations.asked_differently(columns)
     warnings += [printable(f"Not the same question: {x}.") for x in unlike[:MAX_DIFFERENCES]]
     if len(unlike) > MAX_DIFFERENCES:
@@ -251,11 +222,3 @@ def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str,
         "columns": [{"run": e.run, "step": e.step, "limit": e.limit} for e in columns],
         "rows": rows,
     }
-
-
-def _cell(results: Results, task: str, metric: str) -> dict[str, Any] | None:
-    score = results.scores.get(task, {}).get(metric)
-    if score is None:
-        return None
-    numbers = {name: None if x is None else json_value(x) for name, x in asdict(score).items()}
-    return {**numbers, "num_samples": results.num_samples.get(task)}

@@ -1,228 +1,180 @@
-"""The figures of a report: training curves, scores over training, accuracy over length. No torch.
+"""The figures of a report: their content (JSON, numbers unrounded), and how plotly draws it.
 
-Parts of the report's content (content.py): JSON values, numbers unrounded.
+`meta` of a trace is the run ("run 3") or architecture ("entry 0") that it is of: the page adds its
+color. No torch.
 """
 
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from canon_pretrain.core.text import printable
-from canon_pretrain.report.curves import stretches, thin
-from canon_pretrain.report.evaluations import (
-    logged_losses,
-    suite_losses,
-    suite_order,
-    tokens_at,
-)
+from canon_pretrain.report import evaluations
+from canon_pretrain.report.curves import CHARTS, Chart, rounded, stretches, thin
+from canon_pretrain.report.evaluations import tokens_at
 from canon_pretrain.report.items import Evaluation
-from canon_pretrain.report.record import RunRecord
+from canon_pretrain.report.record import Curve, RunRecord
 from canon_pretrain.report.verdicts import BABILONG
 from canon_pretrain.run.log import json_value
+from canon_pretrain.run.results import Results
 
-MAX_POINTS, ALL_POINTS, FEWEST_POINTS = 4000, 40_000, 300
+MAX_STRETCHES, ALL_STRETCHES, FEWEST_STRETCHES = 1333, 13_333, 100
 """Of one line; of all lines together, so that the page opens at once; of one of very many lines."""
-MOST_STRETCHES, FEWEST_STRETCHES, FEWEST_PER_STRETCH = 100, 8, 5
+LATE_STRETCHES, FEWEST_LATE, FEWEST_PER_STRETCH = 100, 8, 5
 """Points of a smoothed line, and logged steps that each is a mean of."""
+MAX_BARS = 8
+"""Standard errors of more runs would hide each other."""
+FEW_POINTS = 40
 
+SHOWN = [chart for chart in CHARTS if chart.id in ("loss", "grad_norm", "tokens_per_second")]
 PROBES = re.compile(r"(1-hop|1-hop-random|2-hop)-(\d+)")
+LENGTHS = (
+    ("probes", "1-hop and 2-hop over L", "tokens of junk text (L)", PROBES),
+    ("babilong", "Babilong over context length", "thousand tokens of context", BABILONG),
+)
 MEAN = "mean of qa1 to qa5"
-CHANCE = {("1-hop", "rank"): 1 / 5, ("1-hop-random", "rank"): 1 / 5, ("2-hop", "rank"): 1 / 3}
-"""Of ranking the years that are in the context, see eval/tasks/birth_year/probes.py."""
 
 Lines = Mapping[str, Sequence[str]]
 """Label of an architecture -> the labels of the runs that it is drawn by."""
 Json = dict[str, Any]
+Content = Mapping[str, Any]
+Plot = tuple[str, str, Json]
+"""Title, small print and figure."""
 
 
-class Curve(NamedTuple):
-    """A field of the step events, and how it is shown."""
-
-    field: str
-    title: str
-    unit: str
-    about: str
-    decimals: int
-    log_scale: bool = False
+def _logged(run: RunRecord, field: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return [n] int64 steps and tokens, and float64 values, also such that are not finite."""
+    empty = Curve(np.zeros(0, np.int64), np.zeros(0))
+    steps, values = run.curve(field) or empty
+    return steps, run.clock.tokens[np.searchsorted(run.clock.steps, steps)], values
 
 
-CURVES = (
-    Curve("loss", "Loss", "nats a token", "training loss, mean over the global batch", 4),
-    Curve("grad_norm", "Gradient norm", "L2 norm", "before clipping", 4, True),
-    Curve("tokens_per_second", "Throughput", "tokens a second", "of all ranks", 0),
-)
-
-
-def points_per_line(num_lines: int) -> int:
-    """Return how many points each of `num_lines` lines may have."""
-    return max(FEWEST_POINTS, min(MAX_POINTS, ALL_POINTS // num_lines))
-
-
-def _logged(run: RunRecord, field: str) -> np.ndarray:
-    """Return float64 [3, n]: step, tokens and value, NaN for one that is absent or not finite."""
-    rows = []
-    for event in run.steps:
-        value = event.get(field)
-        is_number = isinstance(value, int | float) and math.isfinite(value)
-        rows.append((event["step"], event["tokens"], value if is_number else math.nan))
-    return np.array(rows, dtype=np.float64).reshape(-1, 3).T
+def training_curve(runs: Sequence[RunRecord], chart: Chart) -> Json:
+    """Return one field over tokens: a line per run with thinned points, None for a gap."""
+    most = ALL_STRETCHES // (len(runs) * len(SHOWN))
+    most = max(FEWEST_STRETCHES, min(MAX_STRETCHES, most))
+    lines = []
+    for run in runs:
+        steps, tokens, values = _logged(run, chart.id)
+        finite, kept = values[np.isfinite(values)], thin(values, stretches(len(values), most))
+        line: Json = {"run": run.label, "logged": len(values)}
+        line["not_finite"] = len(values) - len(finite)
+        line["median"] = float(np.median(finite)) if len(finite) else None
+        line |= {"steps": steps[kept].tolist(), "tokens": tokens[kept].tolist()}
+        lines.append({**line, "values": _nulls(values[kept])})
+    return {**asdict(chart), "lines": lines}
 
 
 def _nulls(values: np.ndarray) -> list[float | None]:
-    return [None if math.isnan(value) else value for value in values.tolist()]
+    return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
-def training_curve(runs: Sequence[RunRecord], curve: Curve) -> Json:
-    """Return one field over tokens: a line per run with thinned points and key figures."""
-    most = points_per_line(len(runs) * len(CURVES))
-    lines = [{"run": run.label, **_line(_logged(run, curve.field), most)} for run in runs]
-    return {**curve._asdict(), "lines": lines}
+def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> list[Json]:
+    """Return the last half of the training losses, smoothed, and less the baseline's, as curves.
 
-
-def _line(logged: np.ndarray, most: int) -> Json:
-    """Return thinned points, None for a gap, with counts and key figures."""
-    (steps, tokens), values = logged[:2].astype(np.int64), logged[2]
-    gaps = np.isnan(values)
-    figures: Json | None = None
-    if not gaps.all():
-        places = (np.flatnonzero(~gaps)[-1], np.nanargmin(values), np.nanargmax(values))
-        figures = {
-            name: {"value": float(values[k]), "step": int(steps[k])}
-            for name, k in zip(("last", "lowest", "highest"), places, strict=True)
-        }
-        figures["median"] = float(np.nanmedian(values))
-    kept = np.arange(len(values))
-    if len(values) > most:
-        kept = thin(values, stretches(len(values), (most - 2) // 3))
-    return {
-        "logged": len(values),
-        "not_finite": int(gaps.sum()),
-        "first_not_finite_step": int(steps[gaps.argmax()]) if gaps.any() else None,
-        "figures": figures,
-        "steps": steps[kept].tolist(),
-        "tokens": tokens[kept].tolist(),
-        "values": _nulls(values[kept]),
-    }
-
-
-def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str]) -> Json | None:
-    """Return the last half of the training losses, smoothed; None without enough steps.
-
-    Half of the most tokens of any run is cut into equally long stretches: `values` are a run's
-    means over them (None without a finite loss), `differences` those less the mean of the
-    `baseline` runs.
+    Values are a run's means over equal stretches of half of the most tokens of any run (None
+    without a finite loss), and those less the mean of the `baseline` runs. Empty without enough
+    steps.
     """
-    points = {run.label: _logged(run, "loss")[1:] for run in runs}
-    points = {label: found[:, ~np.isnan(found[1])] for label, found in points.items()}
-    most = max((found[0].max() for found in points.values() if found.size), default=0.0)
-    longest = max((int((found[0] > most / 2).sum()) for found in points.values()), default=0)
-    count = min(MOST_STRETCHES, longest // FEWEST_PER_STRETCH)
-    if count < FEWEST_STRETCHES:
-        return None
-    edges = np.linspace(most / 2, most, count + 1)
-    means = {}
-    for label, (tokens, losses) in points.items():
-        late = tokens > most / 2
-        sums, _ = np.histogram(tokens[late], edges, weights=losses[late])
-        with np.errstate(invalid="ignore"):
-            means[label] = sums / np.histogram(tokens[late], edges)[0]
-    lines: list[Json] = [
-        {"run": label, "values": _nulls(own), "differences": []} for label, own in means.items()
-    ]
+    logged = {run.label: np.stack(_logged(run, "loss")[1:]) for run in runs}
+    half = max((rows[0].max() for rows in logged.values() if rows.size), default=0) / 2
+    points = {x: rows[:, (rows[0] > half) & np.isfinite(rows[1])] for x, rows in logged.items()}
+    longest = max(rows.shape[1] for rows in points.values())
+    count = min(LATE_STRETCHES, longest // FEWEST_PER_STRETCH)
+    if count < FEWEST_LATE:
+        return []
+    edges = np.linspace(half, 2 * half, count + 1)
+    with np.errstate(invalid="ignore"):
+        means = {
+            label: np.histogram(tokens, edges, weights=losses)[0] / np.histogram(tokens, edges)[0]
+            for label, (tokens, losses) in points.items()
+        }
+    found = [("The last half, smoothed", ",.4f", means)]
     if baseline:
-        rows = np.ma.masked_invalid([means[label] for label in baseline])
-        base = rows.mean(axis=0).filled(np.nan)
-        for line in lines:
-            line["differences"] = _nulls(means[line["run"]] - base)
-    return {"tokens": ((edges[:-1] + edges[1:]) / 2).tolist(), "lines": lines}
+        mean = np.ma.masked_invalid([means[label] for label in baseline]).mean(axis=0)
+        less = {label: own - mean.filled(np.nan) for label, own in means.items()}
+        found.append((f"Smoothed, less {name}", "+,.4f", less))
+    tokens = ((edges[:-1] + edges[1:]) / 2).tolist()
+    return [
+        {
+            **{"title": title, "form": form, "log_scale": False},
+            "lines": [{"run": x, "tokens": tokens, "values": _nulls(y)} for x, y in rows.items()],
+        }
+        for title, form, rows in found
+    ]
+
+
+def score_cell(results: Results, task: str, metric: str) -> Json | None:
+    """Return one score as JSON; None if it is not there."""
+    score = results.scores.get(task, {}).get(metric)
+    count = results.num_samples.get(task)
+    return None if score is None else {**json_value(asdict(score)), "num_samples": count}
 
 
 def score_curves(runs: Sequence[RunRecord]) -> list[Json]:
     """Return a curve per (suite, task, primary metric) that some run was asked at several steps.
 
-    A line per run: `steps`, `tokens` (None if the log does not tell), `values`, `stderrs`, `bounds`
-    (see Score), `counts` (items) and `limits` (None unless cut short), equally long.
+    Losses of different texts are not comparable. A line per run: `points` with step, tokens (None
+    if the log does not tell), limit (None unless cut short) and score. Without what a suite scores
+    beside its tasks: the count models of `validation`.
     """
+    found: dict[tuple[str, str, str], dict[str, dict[str, list[Json]]]] = {}
+    for run in runs:
+        # in order: a whole result takes the place of a trial, the newest that of all
+        by_step = {(each.step, each.suite): each for each in run.evaluations}
+        for (step, suite), each in sorted(by_step.items()):
+            about = {"step": step, "tokens": tokens_at(run, step), "limit": each.limit}
+            for task in each.results.scores:
+                is_task = not each.results.asked.get("tasks") or each.described(task)
+                for metric in each.primary_metrics(task) if is_task else ():
+                    texts = found.setdefault((suite, task, metric), {})
+                    points = texts.setdefault(each.text, {}).setdefault(run.label, [])
+                    points.append(about | (score_cell(each.results, task, metric) or {}))
     curves = []
-    for suite, task, metric in _primaries(runs):
-        texts: dict[str, list[Json]] = {}  # losses of different texts are not comparable
-        for run in runs:
-            # in order: a whole result takes the place of a trial, the newest that of all
-            by_step = {e.step: e for e in run.evaluations if e.suite == suite}
-            scored = [e for e in by_step.values() if metric in e.results.scores.get(task, {})]
-            scored.sort(key=lambda each: each.step)
-            for text in dict.fromkeys(each.text for each in scored):
-                of_text = [each for each in scored if each.text == text]
-                texts.setdefault(text, []).append(_score_line(run, of_text, task, metric))
-        for text, lines in texts.items():
-            if any(len(each["steps"]) > 1 for each in lines):
+    for suite, task, metric in sorted(found, key=lambda key: evaluations.suite_order(key[0])):
+        texts = found[suite, task, metric]
+        for text, by_run in texts.items():
+            if any(len(points) > 1 for points in by_run.values()):
                 label = f"{task} of text {text[:8]}" if len(texts) > 1 else task
                 names = {"suite": suite, "task": printable(label), "metric": printable(metric)}
+                lines = [{"run": run, "points": points} for run, points in by_run.items()]
                 curves.append({**names, "lines": lines})
     return curves
 
 
-def _primaries(runs: Sequence[RunRecord]) -> list[tuple[str, str, str]]:
-    """(suite, task, metric) of all that was asked, in the order of the newest results.
-
-    Without what a suite scores beside its tasks: the count models of `validation`.
-    """
-    found: dict[tuple[str, str, str], None] = {}
-    for run in runs:
-        for each in reversed(run.evaluations):
-            for task in each.results.scores:
-                if not each.results.asked.get("tasks") or each.described(task):
-                    names = each.primary_metrics(task)
-                    found |= dict.fromkeys((each.suite, task, name) for name in names)
-    return sorted(found, key=lambda key: suite_order(key[0]))
-
-
-def _score_line(run: RunRecord, points: Sequence[Evaluation], task: str, metric: str) -> Json:
-    scores = [each.results.scores[task][metric] for each in points]
-    return {
-        "run": run.label,
-        "steps": [each.step for each in points],
-        "tokens": [tokens_at(run, each.step) for each in points],
-        "values": [json_value(score.value) for score in scores],
-        "stderrs": [None if s.stderr is None else json_value(s.stderr) for s in scores],
-        "bounds": [score.bound for score in scores],
-        "counts": [each.results.num_samples.get(task) for each in points],
-        "limits": [each.limit for each in points],
-    }
-
-
 def held_out_curves(runs: Sequence[RunRecord], architectures: Lines) -> Json | None:
-    """Return held-out loss of one text over tokens, a line per architecture; None without any.
+    """Return held-out loss over tokens, a line per architecture; None without any.
 
-    From the suite `validation` or the training logs, and of the text, that have most points. A
-    value is the mean over the runs at a step that all of them have; `low` and `high` are the lowest
-    and highest, `n` their number.
+    Of the source and the text that have most points. A value is the mean over the runs at a step
+    that all of them have; `low` and `high` are the lowest and highest, `n` their number.
     """
     found: list[Json] = []
-    readers = {"the suite validation": suite_losses, "training logs": logged_losses}
+    readers = {"the suite validation": evaluations.suite_losses}
+    readers["training logs"] = evaluations.logged_losses
     for source, losses_of in readers.items():
         losses = {run: losses_of(run) for run in runs}
         for text in sorted({text for each in losses.values() for _, text in each}):
+            of_text = {
+                run: {step: loss for (step, of), loss in each.items() if of == text}
+                for run, each in losses.items()
+            }
             lines = []
             for label, labels in architectures.items():
-                by_run = {
-                    run: {step: loss for (step, of), loss in losses[run].items() if of == text}
-                    for run in runs
-                    if run.label in labels
-                }
-                lines.append({"label": label} | _mean_line({k: v for k, v in by_run.items() if v}))
+                own = {run: x for run, x in of_text.items() if x and run.label in labels}
+                lines.append({"label": label, **_mean_line(own)})
             found.append({"source": source, "lines": [x for x in lines if x["steps"]]})
     best = max(found, key=lambda x: sum(len(each["steps"]) for each in x["lines"]), default=None)
     return best if best and best["lines"] else None
 
 
 def _mean_line(losses: Mapping[RunRecord, Mapping[int, float]]) -> Json:
-    common = set.intersection(*map(set, losses.values())) if losses else set()
-    rows = {step: [by_step[step] for by_step in losses.values()] for step in sorted(common)}
+    common = sorted(set.intersection(*map(set, losses.values()))) if losses else []
+    rows = {step: [by_step[step] for by_step in losses.values()] for step in common}
     rows = {step: row for step, row in rows.items() if all(map(math.isfinite, row))}
     tokens = [tokens_at(next(iter(losses)), step) for step in rows]
     return {"steps": list(rows), "tokens": tokens, **_spread(list(rows.values()))}
@@ -239,15 +191,15 @@ def _spread(at: Sequence[Sequence[float]]) -> dict[str, list[Any]]:
 
 
 class _Point(NamedTuple):
-    """What a run scored at one length."""
+    """What a run scored at one length; `label` is its architecture's."""
 
-    run: str
+    label: str
     each: Evaluation
+    chance: float | None
+    value: float
     series: str
     metric: str
     length: int
-    value: float
-    chance: float | None
 
 
 def length_figures(
@@ -255,39 +207,32 @@ def length_figures(
 ) -> list[Json]:
     """Return the birth-year probes over L (the paper's Figure 17, right) and Babilong over length.
 
-    A line per architecture in each panel (series and metric), as in held_out_curves; `steps`:
-    suite -> architecture -> the step to show. `step` is that of the line if others have another.
+    A line per architecture in each panel, as in held_out_curves, with its step if others have
+    another; `steps`: suite -> architecture -> the step to show.
     """
+    owners = {name: label for label, names in architectures.items() for name in names}
+    drawn = [(run, owners[run.label]) for run in runs if run.label in owners]
     figures = []
-    for name, title, unit, pattern in (
-        ("probes", "1-hop and 2-hop over L", "tokens of junk text (L)", PROBES),
-        ("babilong", "Babilong over context length", "thousand tokens of context", BABILONG),
-    ):
-        points: list[_Point] = []
-        for run in runs:
-            owners = [label for label, labels in architectures.items() if run.label in labels]
-            own = {
-                suite: at[owners[0]] for suite, at in steps.items() if owners and owners[0] in at
-            }
-            points += _points(run, pattern, own)
-        panels = _panels(points, architectures)
-        limited = sorted({point.run for point in points if point.each.limit is not None})
-        if panels:
-            about = {"name": name, "title": title, "unit": unit}
-            figures.append({**about, "limited": limited, "panels": panels})
+    for name, title, unit, pattern in LENGTHS:
+        points = [point for pair in drawn for point in _points(*pair, pattern, steps)]
+        if points:
+            limited = sorted({point.each.run for point in points if point.each.limit is not None})
+            about = {"name": name, "title": title, "unit": unit, "limited": limited}
+            figures.append({**about, "panels": _panels(points, list(architectures))})
     return figures
 
 
-def _points(run: RunRecord, pattern: re.Pattern[str], steps: Mapping[str, int]) -> list[_Point]:
-    """Return what a run scored in each suite with such tasks, in a trial or at the step to show.
+def _points(
+    run: RunRecord, label: str, pattern: re.Pattern[str], steps: Mapping[str, Mapping[str, int]]
+) -> list[_Point]:
+    """Return what a run scored in each suite, in a trial or at the step to show.
 
     Babilong has the mean of its five tasks where all of them are there.
     """
     shown = {
         each.suite: each
         for each in run.evaluations
-        if each.limit or steps.get(each.suite, each.step) == each.step
-        if any(pattern.fullmatch(task) for task in each.results.scores)
+        if each.limit or steps.get(each.suite, {}).get(label, each.step) == each.step
     }
     points: dict[tuple[str, str, int], _Point] = {}
     for each in shown.values():
@@ -295,12 +240,11 @@ def _points(run: RunRecord, pattern: re.Pattern[str], steps: Mapping[str, int]) 
             if (match := pattern.fullmatch(task)) is None:
                 continue
             for metric, score in metrics.items():
-                chance, key = each.chance(task, metric), (match[1], metric, int(match[2]))
-                chance = CHANCE.get(key[:2]) if chance is None else chance
+                key = (match[1], metric, int(match[2]))
                 if math.isfinite(score.value):
-                    points[key] = _Point(run.label, each, *key, score.value, chance)
+                    points[key] = _Point(label, each, each.chance(task, metric), score.value, *key)
     found = list(points.values())
-    for metric, length in {(p.metric, p.length) for p in found if pattern is BABILONG}:
+    for metric, length in {key[1:] for key in points if pattern is BABILONG}:
         parts = [points[key] for k in range(1, 6) if (key := (f"qa{k}", metric, length)) in points]
         if len(parts) == 5:
             value = statistics.fmean(part.value for part in parts)
@@ -308,28 +252,126 @@ def _points(run: RunRecord, pattern: re.Pattern[str], steps: Mapping[str, int]) 
     return found
 
 
-def _panels(points: Sequence[_Point], architectures: Lines) -> list[Json]:
-    at = {
-        label: max((p.each.step for p in points if p.run in labels), default=None)
-        for label, labels in architectures.items()
-    }
-    first = next((step for step in at.values() if step is not None), None)
+def _panels(points: Sequence[_Point], labels: Sequence[str]) -> list[Json]:
+    at = {x: max(p.each.step for p in points if p.label == x) for x in {p.label for p in points}}
+    first = next(at[label] for label in labels if label in at)
+    names = {(point.series, point.metric) for point in points}
     panels = []
     # exact scores before ranks, the mean before its parts
-    for series, metric in sorted(
-        {(p.series, p.metric) for p in points},
-        key=lambda x: (x[1] == "rank", "" if x[0] == MEAN else x[0], x[1]),
-    ):
+    for series, metric in sorted(names, key=lambda x: (x[1] == "rank", x[0] != MEAN, x)):
         shown = [p for p in points if (p.series, p.metric) == (series, metric)]
         lengths = sorted({p.length for p in shown})
         lines: list[Json] = []
-        for label, labels in architectures.items():
-            own = [p for p in shown if p.run in labels]
+        for label in labels:
+            own = [p for p in shown if p.label == label]
             values = [[p.value for p in own if p.length == length] for length in lengths]
-            step = None if at[label] == first else at[label]
+            step = None if at.get(label) == first else at.get(label)
             lines += [{"label": label, "step": step, **_spread(values)}] if own else []
-        chances = {p.chance for p in shown} - {None}
-        chance = chances.pop() if len(chances) == 1 else None
-        names = {"series": series, "metric": metric, "lengths": lengths}
-        panels.append({**names, "chance": chance, "lines": lines})
+        chance, *others = {p.chance for p in shown}
+        about = {"series": series, "metric": metric, "lengths": lengths}
+        panels.append({**about, "chance": None if others else chance, "lines": lines})
     return panels
+
+
+def _trace(of: str, labels: Sequence[str], label: str, x: Any, y: Any, **more: Any) -> Json:
+    few = len(y) <= FEW_POINTS or None in y  # a value between two gaps has no line to be seen by
+    mode, meta = "lines+markers" if few else "lines", f"{of} {labels.index(label)}"
+    return {"mode": mode, "name": label, "meta": meta, "x": x, "y": _short(y), **more}
+
+
+def _short(values: Iterable[Any]) -> list[Any]:
+    """Numbers of 7 digits, which is all that a page can show."""
+    return [float(f"{x:.7g}") if isinstance(x, float) else x for x in values]
+
+
+def _figure(traces: Sequence[Json], over: str, hover: str, *, log_scale: bool = False) -> Json:
+    template = f"%{{fullData.name}}: {hover}<extra></extra>"  # of all traces, once
+    layout = {
+        "xaxis": {"title": {"text": over, "standoff": 4}, "exponentformat": "B"},
+        "yaxis": {"type": "log" if log_scale else "linear", "exponentformat": "B"},
+        "template": {"data": {"scatter": [{"hovertemplate": template}]}},
+    }
+    return {"data": traces, "layout": layout}
+
+
+def draw_curves(curves: Sequence[Content], labels: Sequence[str]) -> list[Plot]:
+    """Draw curves over tokens, each in a plot."""
+    drawn: list[Plot] = []
+    for curve in curves:
+        traces, words = [], ""
+        for line in curve["lines"]:
+            more: Json = {}
+            if "steps" in line:
+                more, words = {"customdata": line["steps"]}, ", step %{customdata:,d}"
+            x, y = line["tokens"], line["values"]
+            traces.append(_trace("run", labels, line["run"], x, y, **more))
+        hover = f"<b>%{{y:{curve['form']}}}</b>{words}"
+        figure = _figure(traces, "tokens", hover, log_scale=curve["log_scale"])
+        drawn.append((curve["title"], "", figure))
+    return drawn
+
+
+def draw_scores(
+    curves: Sequence[Content], labels: Sequence[str], words: Callable[[Content], Sequence[str]]
+) -> dict[str, list[Plot]]:
+    """Draw score curves, by suite; a score that was cut short is an open circle.
+
+    `words`: a score, its error and its items.
+    """
+    drawn: dict[str, list[Plot]] = {}
+    for curve in curves:
+        points = [point for line in curve["lines"] for point in line["points"]]
+        over = "step" if any(point["tokens"] is None for point in points) else "tokens"
+        traces = []
+        for line in curve["lines"]:
+            points = line["points"]
+            numbers = [[point[x] for point in points] for x in ("value", "stderr")]
+            values, bars = ([None if isinstance(x, str) else x for x in each] for each in numbers)
+            text = []
+            for point in points:
+                _, error, items = words(point)
+                cut = "" if point["limit"] is None else "<br>first items only: not a result"
+                text.append(f"{error}<br>step {point['step']:,}, {items}{cut}")
+            symbols = ["circle" if point["limit"] is None else "circle-open" for point in points]
+            more: Json = {"text": text, "mode": "lines+markers", "marker": {"symbol": symbols}}
+            if len(labels) <= MAX_BARS:
+                more["error_y"] = {"array": _short(x or 0 for x in bars), "visible": True}
+            x = [point[over] for point in points]
+            traces.append(_trace("run", labels, line["run"], x, values, **more))
+        plot = (curve["task"], curve["metric"], _figure(traces, over, "<b>%{y:,.4f}</b> %{text}"))
+        drawn.setdefault(curve["suite"], []).append(plot)
+    return drawn
+
+
+def draw_means(
+    lines: Sequence[Content], labels: Sequence[str], over: str, x: Sequence[str] | None = None
+) -> Json:
+    """Draw the mean over the runs of each architecture, with a bar over all of them.
+
+    Over the lines' tokens, or `x`.
+    """
+    traces = []
+    for line in lines:
+        low, mean, high = (np.array(line[x], float) for x in ("low", "values", "high"))
+        bars: Json = {"symmetric": False, "visible": max(line["n"]) > 1}
+        bars |= {"array": rounded(high - mean), "arrayminus": rounded(mean - low)}
+        more, places = {"text": line["n"], "error_y": bars}, x or line["tokens"]
+        traces.append(_trace("entry", labels, line["label"], places, line["values"], **more))
+    return _figure(traces, over, "<b>%{y:.4f}</b>, %{text} run(s)")
+
+
+def draw_lengths(shown: Content, labels: Sequence[str]) -> list[Plot]:
+    """Draw accuracy over length by architecture, with chance, panel by panel."""
+    drawn: list[Plot] = []
+    for panel in shown["panels"]:
+        names, chance = [str(length) for length in panel["lengths"]], panel["chance"]
+        figure = draw_means(panel["lines"], labels, shown["unit"], names)
+        figure["layout"]["xaxis"] |= {"type": "category", "categoryarray": names}
+        figure["layout"]["yaxis"] |= {"range": [-0.03, 1.03]}
+        if chance is not None:
+            line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": chance, "y1": chance}
+            label = {"text": f"chance {chance:.3f}", "textposition": "end"}
+            line |= {"line": {"dash": "dash", "width": 1.2}, "label": label}
+            figure["layout"]["shapes"] = [line]
+        drawn.append((panel["series"], panel["metric"], figure))
+    return drawn

@@ -6,8 +6,8 @@ hours, smooths them and shows what the reader chooses. No torch.
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,9 @@ import numpy as np
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.text import printable, size
-from canon_pretrain.report.curves import (
-    Band,
-    Entry,
-    axis,
-    join_seeds,
-    rounded,
-    stretches,
-    summarize,
-    thin,
-)
-from canon_pretrain.report.record import Curve, Launch, RunRecord
+from canon_pretrain.report import curves
+from canon_pretrain.report.curves import CHARTS, Band, Chart, Entry, rounded
+from canon_pretrain.report.record import Curve, RunRecord
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.results import Score
@@ -39,6 +31,10 @@ MAX_STRETCHES, TOTAL_STRETCHES = 2000, 16_000
 MARKED_POINTS = 60
 """A line of at most so many points shows each of them."""
 
+VALIDATION = Chart(
+    "validation", "Validation", "bits per byte of held-out text", ",.4f", smooth=False
+)
+SCORES = "score ± standard error over items"
 MARKS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "gap": ([0.02], {"mode": "markers", "marker": {"symbol": "x", "size": 8}}),
     "skip": ([0.06], {"mode": "markers", "marker": {"symbol": "triangle-up", "size": 8}}),
@@ -47,51 +43,17 @@ MARKS: dict[str, tuple[list[Any], dict[str, Any]]] = {
 """By role, the heights of a mark between bottom and top, and its look."""
 
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """How one quantity is shown; `form` is d3's, for a value on hover."""
-
-    id: str
-    title: str
-    unit: str
-    form: str
-    log_scale: bool = False
-    smooth: bool = True
-    restarts: bool = False
-    skips: bool = False
-    same_as: str | None = None
-    """The chart whose lines these are, over hours: the page holds them once."""
-
-
-CHARTS = (
-    Chart("loss", "Loss", "nats per token", ",.4f", skips=True),
-    Chart("hours", "Loss over time", "nats per token", ",.4f", restarts=True, same_as="loss"),
-    Chart("grad_norm", "Gradient norm", "L2", ",.4~g", log_scale=True, skips=True),
-    Chart("tokens_per_second", "Throughput", "tokens per second", ",.0f", restarts=True),
-    Chart("mfu", "MFU", "share of the devices' peak", ".1%", restarts=True),
-    Chart("lr", "Learning rate", "", ".3~e", smooth=False),
-)
-"""Fields of `step` events by id, but for `hours`."""
-VALIDATION = Chart(
-    "validation", "Validation", "bits per byte of held-out text", ",.4f", smooth=False
-)
+Styled = tuple[Curve | None, Json]
+"""A curve, and what plotly is told of its line beside the points."""
 
 
 def plot(paths: list[Path], out: Path) -> Json:
-    """Write the page of the runs that `paths` name to `out`; returns its content.
-
-    Raises UserError.
-    """
+    """Write the page of the runs that `paths` name to `out`; returns its content."""
     if out.suffix.lower() not in PAGE_ENDINGS or out.is_dir():
         raise UserError(f"--out {out}: expected the name of a page, such as curves.html")
     content = page_content(RunRecord.of_all(named_runs(paths)))
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, html_page(content).encode())
-    except OSError as error:
-        raise UserError(f"--out {out}: {error.strerror}; choose another place") from None
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, html_page(content).encode())
     return content
 
 
@@ -100,39 +62,60 @@ def html_page(content: Json) -> str:
     from canon_pretrain.core import page  # plotly takes a while to import
 
     plotted = {name: content[name] for name in ("runs", "entries", "sections")}
-    return page.html_page(TEMPLATES, "plot", plotted, filters={}, dark=False, content=content)
-
-
-# -- what the page shows
+    return page.html_page(TEMPLATES, "plot", plotted, dark=False, content=content)
 
 
 def page_content(runs: Sequence[RunRecord]) -> Json:
     """Return all that the page says and draws of `runs`, JSON values only."""
     most = min(MAX_STRETCHES, TOTAL_STRETCHES // len(runs))
-    drawing = _Drawing(runs, join_seeds(runs), most)
+    drawing = _Drawing(runs, curves.join_seeds(runs), most)
     training = [
-        made
+        drawing.chart(chart, {"": [(run.curve(chart.same_as or chart.id), {}) for run in runs]})
         for chart in CHARTS
-        for made in drawing.chart(
-            chart, {"": [run.curve(chart.same_as or chart.id) for run in runs]}
-        )
     ]
     names = dict.fromkeys(name for run in runs for name in run.validation)
-    by_source = {
-        f"source {name}" if name else "all sources": [run.validation.get(name) for run in runs]
+    by_source: dict[str, list[Styled]] = {
+        f"source {name}" if name else "all sources": [(x.validation.get(name), {}) for x in runs]
         for name in names
     }
-    evaluations = drawing.chart(VALIDATION, by_source) + drawing.evaluations()
+    evaluations = [drawing.chart(VALIDATION, by_source)]
+    for k, (suite, variants) in enumerate(sorted(_scores(runs).items())):
+        chart = Chart(f"eval_{k}", printable(suite), SCORES, ",.4f", smooth=False)
+        evaluations.append(drawing.chart(chart, variants))
+    sections = {"Training": training, "Evaluation": evaluations}
     return {
         "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
-        "runs": [{"label": run.label, "axis": axis(run)} for run in runs],
+        "runs": [{"label": run.label, "axis": curves.axis(run)} for run in runs],
         "entries": [entry._asdict() for entry in drawing.entries],
         "sections": [
-            {"title": "Training", "charts": training},
-            {"title": "Evaluation", "charts": evaluations},
+            {"title": title, "charts": [chart for chart in charts if chart["variants"]]}
+            for title, charts in sections.items()
         ],
         "notes": [sentence for run in runs for sentence in _notes(run, most)],
     }
+
+
+def _scores(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[Styled]]]:
+    """Return suite -> task and metric -> the whole results of each run."""
+    points: dict[str, dict[str, list[dict[int, Score]]]] = {}
+    for k, run in enumerate(runs):
+        for (suite, step), results in sorted(run.latest.items()):
+            for task, metrics in results.scores.items() if results.asked["limit"] is None else ():
+                for metric, score in metrics.items():
+                    variants, name = points.setdefault(suite, {}), printable(f"{task}, {metric}")
+                    variants.setdefault(name, [{} for _ in runs])[k][step] = score
+    return {
+        suite: {name: list(map(_scored, by_run)) for name, by_run in variants.items()}
+        for suite, variants in points.items()
+    }
+
+
+def _scored(scores: Mapping[int, Score]) -> Styled:
+    errors = [score.stderr for score in scores.values()]
+    known = [e if e is not None and math.isfinite(e) else None for e in errors]
+    style = {"mode": "lines+markers", "error_y": {"array": [e or 0 for e in known]}}
+    words = ["" if e is None else f" ± {e:.2g}" for e in known]
+    return Curve.of((step, score.value) for step, score in scores.items()), style | {"text": words}
 
 
 @dataclass(frozen=True)
@@ -148,85 +131,50 @@ class _Drawing:
     most: int
     """Stretches of a line."""
 
-    def chart(self, chart: Chart, variants: dict[str, list[Curve | None]]) -> list[Json]:
-        """Return the chart in a list; empty if no run has a value. `variants` take turns."""
-        there = {name: curves for name, curves in variants.items() if any(curves)}
+    def chart(self, chart: Chart, variants: Mapping[str, Sequence[Styled]]) -> Json:
+        """Return the chart with those `variants`, which take turns, that have a value."""
         drawn = [
-            {"name": name, "traces": self.traces(chart, curves)}
-            for name, curves in there.items()
-            if not chart.same_as
+            {"name": name, "traces": [] if chart.same_as else self._traces(chart, styled)}
+            for name, styled in variants.items()
+            if any(curve for curve, _ in styled)
         ]
-        return [vars(chart) | {"variants": drawn}] if there else []
+        return asdict(chart) | {"variants": drawn}
 
-    def evaluations(self) -> list[Json]:
-        """Return a chart per suite; its variants are tasks' metrics, a trial's apart."""
-        suites: dict[str, dict[str, list[dict[int, Score]]]] = {}
-        for k, run in enumerate(self.runs):
-            for (suite, step), results in run.latest.items():
-                limit, variants = results.asked["limit"], suites.setdefault(suite, {})
-                trial = "" if limit is None else f", the first {limit:,} items only"
-                for task, metrics in results.scores.items():
-                    for metric, score in metrics.items():
-                        name = printable(f"{task}, {metric}{trial}")
-                        variants.setdefault(name, [{} for _ in self.runs])[k][step] = score
-        unit = "score ± standard error over items"
-        charts: list[Json] = []
-        for number, (suite, variants) in enumerate(sorted(suites.items())):
-            chart = Chart(f"eval_{number}", printable(suite), unit, ",.4f", smooth=False)
-            drawn = []
-            for name, by_run in variants.items():
-                scores = [sorted(by_step.items()) for by_step in by_run]
-                curves = [Curve.of((step, one.value) for step, one in each) for each in scores]
-                styles = [_error_bars([one.stderr for _, one in each]) for each in scores]
-                drawn.append({"name": name, "traces": self.traces(chart, curves, styles)})
-            charts.append(vars(chart) | {"variants": drawn})
-        return charts
-
-    def traces(
-        self,
-        chart: Chart,
-        curves: Sequence[Curve | None],
-        styles: Sequence[Json] = (),
-    ) -> list[Json]:
-        """Return a line per run, and a band per entry; `styles` of lines, by run."""
+    def _traces(self, chart: Chart, styled: Sequence[Styled]) -> list[Json]:
+        """Return a line per run, and a band per entry."""
         found: list[Json] = []
         for number, entry in enumerate(self.entries):
-            band = Band.of([curves[k] for k in entry.runs], self.most)
-            found += [] if band is None else self._band(chart, number, band)
+            band = Band.of([styled[k][0] for k in entry.runs], self.most)
+            found += [] if band is None else _band(chart, number, entry, band)
             for k in entry.runs:
-                if (curve := curves[k]) is None:
+                (curve, style), run = styled[k], self.runs[k]
+                if curve is None:
                     continue
-                label, bounds = self.runs[k].label, stretches(len(curve.steps), self.most)
+                bounds = curves.stretches(len(curve.steps), self.most)
                 meta = {"entry": None if band else number, "run": k, "runs": [k], "role": "raw"}
-                kept = thin(curve.values, bounds)
+                kept = curves.thin(curve.values, bounds)
                 drawn = Curve(curve.steps[kept], curve.values[kept])
-                found.append(_line(chart, label, drawn, meta, styles[k] if styles else {}))
+                found.append(_line(chart, run.label, drawn, meta, style))
                 if chart.smooth:
-                    steps, means, _, _ = summarize(curve, bounds)
+                    steps, means, _, _ = curves.summarize(curve, bounds)
                     there = np.isfinite(means)
                     smooth = Curve(steps[there], means[there])
-                    found.append(_line(chart, label, smooth, meta | {"role": "smooth"}))
-                found += _marks(chart, self.runs[k], curve, bounds, meta | {"entry": number})
+                    found.append(_line(chart, run.label, smooth, meta | {"role": "smooth"}))
+                found += _marks(chart, run, drawn, meta | {"entry": number})
         return found
 
-    def _band(self, chart: Chart, number: int, band: Band) -> list[Json]:
-        entry = self.entries[number]
-        meta = {"entry": number, "run": None, "runs": entry.runs}
-        low, high, *members = (rounded(row) for row in (band.low, band.high, *band.members))
-        mean = Curve(band.steps, band.mean)
-        ends = zip(low, high, strict=True)
-        words = [f"<br>{_short(a)} to {_short(b)}, n = {len(members)}" for a, b in ends]
-        area = {"role": "band", "low": low, "high": high, "members": members}
-        return [
-            _line(chart, entry.label, mean, meta | area, {"fill": "toself", "hoverinfo": "skip"}),
-            _line(chart, entry.label, mean, meta | {"role": "mean"}, {"text": words}),
-        ]
 
-
-def _error_bars(errors: Sequence[float | None]) -> Json:
-    known = [e if e is not None and math.isfinite(e) else None for e in errors]
-    words = ["" if e is None else f" ± {e:.2g}" for e in known]
-    return {"mode": "lines+markers", "error_y": {"array": [e or 0 for e in known]}, "text": words}
+def _band(chart: Chart, number: int, entry: Entry, band: Band) -> list[Json]:
+    meta = {"entry": number, "run": None, "runs": entry.runs}
+    low, high, *members = (rounded(row) for row in (band.low, band.high, *band.members))
+    mean = Curve(band.steps, band.mean)
+    ends = zip(low, high, strict=True)
+    words = [f"<br>{_plain(a)} to {_plain(b)}, n = {len(members)}" for a, b in ends]
+    area = {"role": "band", "low": low, "high": high, "members": members}
+    return [
+        _line(chart, entry.label, mean, meta | area, {"fill": "toself", "hoverinfo": "skip"}),
+        _line(chart, entry.label, mean, meta | {"role": "mean"}, {"text": words}),
+    ]
 
 
 def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json | None = None) -> Json:
@@ -244,31 +192,32 @@ def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json | None
     }
 
 
-def _marks(
-    chart: Chart, run: RunRecord, curve: Curve, bounds: np.ndarray, meta: Json
-) -> list[Json]:
+def _marks(chart: Chart, run: RunRecord, drawn: Curve, meta: Json) -> list[Json]:
     """Return symbols at values that are not finite and at skipped steps, and lines at restarts."""
-    bad = np.flatnonzero(~np.isfinite(curve.values))
-    _, first = np.unique(np.searchsorted(bounds, bad, side="right"), return_index=True)
-    values = json_value(curve.values[bad[first]].tolist())
-    gaps = zip(curve.steps[bad[first]].tolist(), values, strict=True)
-    found = {"gap": [(step, f"<b>{value}</b>, step {step:,}") for step, value in gaps]}
-    if chart.skips:
-        found["skip"] = [(skip["step"], _skipped(skip)) for skip in run.skips]
-    restarts = run.clock.launches[1:]
-    if chart.restarts or chart.id == "loss":  # `hours` shows those of `loss`
-        found["restart"] = [(launch.from_step, _restarted(launch)) for launch in restarts]
+    found: dict[str, list[tuple[int, str]]] = {role: [] for role in MARKS}
+    for step, value in zip(*map(np.ndarray.tolist, drawn), strict=True):
+        if not math.isfinite(value):
+            found["gap"].append((step, f"<b>{json_value(value)}</b>, step {step:,}"))
+    for skip in run.skips if chart.skips else ():
+        loss, norm, why = (_plain(skip.get(name)) for name in ("loss", "grad_norm", "reason"))
+        words = f"<b>skipped</b> step {skip['step']:,}<br>{why}<br>loss {loss}, norm {norm}"
+        found["skip"].append((skip["step"], words))
+    # `hours` shows the restarts of `loss`
+    restarts = run.clock.launches[1:] if chart.restarts or chart.id == "loss" else []
+    for launch in restarts:
+        when = _plain((launch.time or "")[:16].replace("T", " "))
+        words = f"from step {launch.from_step:,}<br>on {launch.world_size or '?'} devices, {when}"
+        found["restart"].append((launch.from_step, f"<b>restart</b> {words}"))
+    hours = {
+        name: [getattr(launch, name) for launch in restarts for _ in range(3)]
+        for name in ("training_hours", "wall_hours")
+    }
     traces = []
     for role, marks in found.items():
         heights, style = MARKS[role]
-        own = meta | {"role": role}
-        if role == "restart":
-            own["at"] = {
-                name: [getattr(launch, name) for launch in restarts for _ in heights]
-                for name in ("training_hours", "wall_hours")
-            }
         trace = {
-            **{"type": "scatter", "name": run.label, "yaxis": "y2", "meta": own, **style},
+            **{"type": "scatter", "name": run.label, "yaxis": "y2", **style},
+            "meta": meta | {"role": role} | ({"at": hours} if role == "restart" else {}),
             "x": [step for step, _ in marks for _ in heights],
             "y": heights * len(marks),
             "text": [words for _, words in marks for _ in heights],
@@ -278,25 +227,11 @@ def _marks(
     return traces
 
 
-def _skipped(skip: Json) -> str:
-    loss, norm = (_short(skip.get(name)) for name in ("loss", "grad_norm"))
-    words = f"<b>skipped</b> step {skip['step']:,}<br>{_plain(skip.get('reason', ''))}"
-    return f"{words}<br>loss {loss}, norm {norm}"
-
-
-def _restarted(launch: Launch) -> str:
-    time = _plain((launch.time or "")[:16].replace("T", " "))
-    words = f"<b>restart</b> from step {launch.from_step:,}<br>on {launch.world_size or '?'}"
-    return f"{words} devices, {time}"
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else _plain(value or "–")
-
-
-def _plain(text: object) -> str:
-    """Return a text of a log for plotly, which reads a kind of HTML."""
-    return escape(str(text), quote=False)
+def _plain(value: object) -> str:
+    """Return a number in short, or a text of a log for plotly, which reads a kind of HTML."""
+    if isinstance(value, int | float):
+        return f"{value:.4g}"
+    return escape(str(value or "–"), quote=False)
 
 
 def _notes(run: RunRecord, most: int) -> Iterator[str]:
@@ -310,9 +245,6 @@ def _notes(run: RunRecord, most: int) -> Iterator[str]:
     if run.clock.training_hours is None:
         yield f"{run.label}: its log's times cannot be read: no place over hours"
     yield from (f"{run.label}: {sentence}" for sentence in run.notices)
-
-
-# -- the command
 
 
 def add_parser(subparsers: Any) -> None:

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -27,70 +27,67 @@ from canon_pretrain.run.trace import LAUNCH, OPERATOR, SCOPE, STEP, Event, Trace
 
 TRACES = "profile_traces"
 
-COMMUNICATION, SHARDING, OTHER = "communication", "sharding", "other"
-ATTENTION, MATMUL, OPTIMIZER = "attention", "matmul", "optimizer"
+COMMUNICATION, OTHER = "communication", "other"
+ATTENTION, MATMUL = "attention", "matmul"
 PURPOSES = {
-    MATMUL: "matrix products outside attention",
-    ATTENTION: "attention",
-    CANON: "Canon, and what torch.compile fused with it",
-    OPTIMIZER: "the optimizer's step",
-    SHARDING: "FSDP2's copies and casts around communication",
-    COMMUNICATION: "collectives",
-    VALIDATION: "held-out loss",
-    DATA: "waiting for a batch",
-    OTHER: "norms, activations, loss, clipping, the rest",
-}
-"""What time can be for, in the order of the table."""
-
-_RULES = {
-    COMMUNICATION: re.compile(r"nccl|gloo:|c10d::", re.I),
-    SHARDING: re.compile(r"^fsdp::", re.I),
-    OPTIMIZER: re.compile(r"^Optimizer\.(step|zero_grad)#"),
-    DATA: re.compile(rf"^{DATA}$"),
-    VALIDATION: re.compile(rf"^{VALIDATION}$"),
-    # a pad is Canon's alone in this model, and inductor names a kernel by what it fused
-    CANON: re.compile(r"canon|causal_?conv1d|constant_pad_nd", re.I),
-    ATTENTION: re.compile(r"attention|flash_?(fwd|bwd|attn)|fmha|sdpa|scaled_?dot", re.I),
-    MATMUL: re.compile(
-        r"^aten::(mm|bmm|addmm|baddbmm|matmul|linear)$|gemm|cutlass|nvjet|cublas|_fused_(add)?mm"
+    MATMUL: (
+        "matrix products outside attention",
+        r"^aten::(mm|bmm|addmm|baddbmm|matmul|linear)$|gemm|cutlass|nvjet|cublas|_fused_(add)?mm",
     ),
+    ATTENTION: ("attention", r"(?i)attention|flash_?(fwd|bwd|attn)|fmha|sdpa|scaled_?dot"),
+    # a pad is Canon's alone in this model, and inductor names a kernel by what it fused
+    CANON: (
+        "Canon, and what torch.compile fused with it",
+        r"(?i)canon|causal_?conv1d|constant_pad_nd",
+    ),
+    "optimizer": ("the optimizer's step", r"^Optimizer\.(step|zero_grad)#"),
+    "sharding": ("FSDP2's copies and casts around communication", r"(?i)^fsdp::"),
+    COMMUNICATION: ("collectives", r"(?i)nccl|gloo:|c10d::"),
+    VALIDATION: ("held-out loss", rf"^{VALIDATION}$"),
+    DATA: ("waiting for a batch", rf"^{DATA}$"),
+    OTHER: ("norms, activations, loss, clipping, the rest", r"(?!)"),
 }
-"""The purpose of a name; the first that fits."""
+"""What time can be for, in words, and by which names; of several that fit the last."""
 
 _BACKWARD = re.compile(r"^autograd::engine::evaluate_function: \w+Backward\d+$")
 """The backward of one operator; that of a Python function (a compiled graph) ends in no digit, and
 shares its number with what ran before it."""
 
-Interval = tuple[float, float]
 Facts = dict[str, Any]
 
 
 @cache
 def purpose_of(name: str) -> str | None:
     """Return the purpose of a kernel, operator or scope, if its name tells."""
-    return next((purpose for purpose, pattern in _RULES.items() if pattern.search(name)), None)
+    found = (x for x, (_, names) in reversed(PURPOSES.items()) if re.search(names, name))
+    return next(found, None)
+
+
+@dataclass(slots=True)
+class _Span:
+    """An event, its purpose, and when it ran itself, not in an event within it."""
+
+    event: Event
+    purpose: str | None
+    own: list[tuple[float, float]] = field(default_factory=list)
 
 
 def summarize(trace: Trace) -> Facts:
     """Add up a trace; times in us, shares of the window. ValueError if there is nothing in it.
 
-    With device work in the trace that is counted, else the host's operators by the time that is not
-    in an operator they called. `purposes` are sums of own times: where device streams overlap they
-    exceed `busy_share`. `exposed` communication is that during which nothing else ran. `rows`: by
-    kernel or operator, the longest first.
+    Counts device work if there is any, else operators by the time that is not in one they called.
+    `purposes` are sums of own times: where device streams overlap they exceed `busy_share`.
+    `exposed` communication is that during which nothing else ran.
     """
-    host = _Host()
-    # sequence numbers are counted by thread: forward passes first
-    for events in sorted(trace.threads.values(), key=_is_autograds_own):
-        host.add(events, has_forward=not _is_autograds_own(events))
-    events = [event for events in trace.threads.values() for event in events]
-    steps = [event for event in events if event.name.startswith(STEP)]
-    spans = [span for span in host.spans if span.is_work]
+    host = _Host(trace.threads.values())
+    steps = [x.event for x in host.spans if x.event.name.startswith(STEP)]
     if trace.work:
         spans = [_Span(x, host.purpose_of_work(x), [(x.begin, x.end)]) for x in trace.work]
+    else:  # of scopes those by which gloo marks its threads' work
+        spans = [x for x in host.spans if x.event.kind == OPERATOR or _is_talk(x.event.name)]
     if not spans:
         raise ValueError("it holds neither operators nor kernels")
-    window = [*steps, *trace.work] or events
+    window = [*steps, *trace.work] or [span.event for span in host.spans]
     begin, end = min(event.begin for event in window), max(event.end for event in window)
     if end <= begin:
         raise ValueError("its events take no time")
@@ -102,16 +99,18 @@ def summarize(trace: Trace) -> Facts:
         done = np.maximum.accumulate(np.append(begin, ends))[:-1]
         return float(np.maximum(ends - np.maximum(begins, done), 0).sum()) / (end - begin)
 
-    own_times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for span in spans:
-        own_times[span.event.name, span.purpose or OTHER].append(span.own_us)
-    purposes = dict.fromkeys(PURPOSES, 0.0)
+        own_us = sum(until - since for since, until in span.own)
+        times[span.event.name, span.purpose or OTHER].append(own_us)
     rows: list[Facts] = []
-    for (name, purpose), times in own_times.items():
-        facts = {"count": len(times), "self_us": sum(times), "share": sum(times) / (end - begin)}
+    for (name, purpose), each in times.items():
+        facts = {"count": len(each), "self_us": sum(each), "share": sum(each) / (end - begin)}
         rows.append({"name": name, "purpose": purpose, **facts})
-        purposes[purpose] += facts["share"]
-    scopes = [event for event in events if event.kind == SCOPE and event.name == DATA]
+    purposes = {
+        x: sum((row["share"] for row in rows if row["purpose"] == x), 0.0) for x in PURPOSES
+    }
+    scopes = [x.event for x in host.spans if (x.event.kind, x.event.name) == (SCOPE, DATA)]
     waits = [_Span(each, DATA, [(each.begin, each.end)]) for each in scopes]
     purposes[DATA] = share(waits)  # all of it, beside what a device did meanwhile
     talks = [span for span in spans if span.purpose == COMMUNICATION]
@@ -134,6 +133,10 @@ def summarize(trace: Trace) -> Facts:
     }
 
 
+def _is_talk(name: str) -> bool:
+    return purpose_of(name) == COMMUNICATION
+
+
 def _is_autograds_own(events: Sequence[Event]) -> bool:
     """Return whether a thread runs backward passes only: one per device but the CPU."""
     names = {event.name for event in events}
@@ -141,41 +144,24 @@ def _is_autograds_own(events: Sequence[Event]) -> bool:
     return backward and not any(name.startswith(STEP) for name in names)
 
 
-@dataclass(slots=True)
-class _Span:
-    """An event, its purpose, and when it ran itself, not in an event within it."""
-
-    event: Event
-    purpose: str | None
-    own: list[Interval] = field(default_factory=list)
-
-    @property
-    def own_us(self) -> float:
-        return sum(end - begin for begin, end in self.own)
-
-    @property
-    def is_work(self) -> bool:
-        """Operators are; of scopes those by which gloo marks its threads' work."""
-        return self.event.kind == OPERATOR or purpose_of(self.event.name) == COMMUNICATION
-
-
 class _Host:
     """What ran on the host's threads, and its purpose."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: Iterable[list[Event]]) -> None:
         self.spans: list[_Span] = []
         self._of_sequence: dict[int, str | None] = {}
         self._of_launch: dict[int, str | None] = {}
+        # sequence numbers are counted by thread: forward passes first
+        for events in sorted(threads, key=_is_autograds_own):
+            self._add(events, has_forward=not _is_autograds_own(events))
 
     def purpose_of_work(self, work: Event) -> str:
         """Return a kernel's purpose: its launch's, but for communication, which its name tells."""
-        own = purpose_of(work.name)
-        if own == COMMUNICATION:
-            return own
-        return self._of_launch.get(work.link) or own or OTHER
+        if _is_talk(work.name):
+            return COMMUNICATION
+        return self._of_launch.get(work.link) or purpose_of(work.name) or OTHER
 
-    def add(self, events: list[Event], *, has_forward: bool) -> None:
-        """Add one thread."""
+    def _add(self, events: list[Event], *, has_forward: bool) -> None:
         stack: list[_Span] = []
         now = -math.inf
         # outer events first if two begin at once; one after all others closes them
@@ -203,17 +189,11 @@ class _Host:
     def _purpose(self, event: Event, outer: str | None) -> str | None:
         """Return an event's purpose; a backward's is that of its forward, by sequence number."""
         own = purpose_of(event.name)
-        if own == COMMUNICATION:
-            return own
-        if outer is not None:
-            return outer
-        if own is None and _BACKWARD.search(event.name):
+        if own == COMMUNICATION or outer is None:
             of_forward = self._of_sequence.get(event.link)
-            return of_forward if of_forward in (CANON, ATTENTION, MATMUL) else None
-        return own
-
-
-# -- the command
+            is_known = own is None and of_forward in (CANON, ATTENTION, MATMUL)
+            return of_forward if is_known and _BACKWARD.search(event.name) else own
+        return outer
 
 
 def add_parser(subparsers: Any) -> None:
@@ -281,19 +261,16 @@ def print_summary(console: Console, summary: Facts) -> None:
     exposed, overlapped = (shares[f"communication_{how}"] for how in ("exposed", "overlapped"))
     more = {COMMUNICATION: f"; {exposed} exposed, {overlapped} overlapped"}
     table = Table("purpose", "share", "what it is", box=None, pad_edge=False)
-    for name, words in PURPOSES.items():
+    for name, (words, _) in PURPOSES.items():
         table.add_row(name, f"{summary['purposes'][name]:.1%}", words + more.get(name, ""))
     table.add_row("idle", shares["idle_share"], f"no {work} runs")
-    console.print(table)
-    if not summary["rows"]:
-        return
-    table = Table(box=None, pad_edge=False)
+    console.print(table, "")
     # the other columns take 47 characters: a kernel's name has what is left
+    table = Table(box=None, pad_edge=False)
     table.add_column(work, no_wrap=True, max_width=max(20, console.width - 47))
     for name in ("purpose", "calls", "self ms", "share"):
         table.add_column(name, no_wrap=True, justify="left" if name == "purpose" else "right")
     for row in summary["rows"]:
         numbers = f"{row['count']:,}", f"{row['self_us'] / 1000:,.3f}", f"{row['share']:.1%}"
         table.add_row(Text(row["name"], overflow="ellipsis"), row["purpose"], *numbers)
-    console.print()
     console.print(table)

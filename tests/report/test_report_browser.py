@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from canon_pretrain.run.results import Score
-from tests.browser import Browser
+from tests.browser import DESKTOP, EVIL, PHONE, Browser
 from tests.report_pages import content, report
 from tests.report_runs import (
     TOKENS_A_STEP,
@@ -19,9 +19,7 @@ from tests.report_runs import (
     step,
 )
 
-EVIL = '"><img src=x onerror=alert(1)>%{y}'
 LONG = "nope_canon_abcd_1b3_fineweb_edu_seed_0_lr_4e-3"
-DESKTOP, PHONE = (1280, 900), (390, 844)
 TASKS = ("piqa", "boolq", "task_2", "task_10", EVIL)
 
 
@@ -80,29 +78,32 @@ def column(browser: Browser, table: str, at: int) -> list[str]:
 
 
 def test_plots_draw_hover_and_hide(browser: Browser, page: Path) -> None:
-    browser.requests()
     browser.open(page, *DESKTOP)
     assert browser.run("return document.querySelectorAll('.plot .main-svg').length") == 0
     folded = "return document.querySelectorAll('details:not([open]) .plot').length"
     assert browser.run(folded) > 0  # small plots, which printing opens
     draw_all(browser)
     assert browser.run(folded) == 0
-    plots = browser.run("return [...document.querySelectorAll('.plot')].map((p) => p.ariaLabel)")
-    found = [f"[data-figure='{k}']" for k in range(len(plots))]
+    plots = browser.run(
+        """return [...document.querySelectorAll('.plot')].map((plot, k) => {
+        plot.dataset.place = k; return plot.ariaLabel; })"""
+    )
+    found = [f"[data-place='{k}']" for k in range(len(plots))]
     length, piqa = (found[plots.index(name)] for name in ("1-hop exact", "piqa acc"))
-    curves = [found[k] for k, name in enumerate(plots) if not name.strip()]
-    loss, norm, _ = curves
+    loss, norm = (found[plots.index(f"{name} ")] for name in ("Loss", "Gradient norm"))
     text = browser.hover(loss, 100 * TOKENS_A_STEP)
     assert EVIL in text  # as text
     for top in (8, 8.25, 8.5):
         assert f"{top - math.log(101) / 2:.4f}, step 100" in text
-    line = content(page)["score_curves"][0]["lines"][1]
-    text = browser.hover(piqa, 500 * TOKENS_A_STEP, line["values"][1])
-    assert f"{line['values'][1]:.4f} ± {line['stderrs'][1]:.4f}step 500, n = 300" in text
-    assert browser.hover(length, 1, 0.6) == "nope: 256: 0.6000, 1 run(s)"
+    point = content(page)["score_curves"][0]["lines"][1]["points"][1]
+    text = browser.hover(piqa, 500 * TOKENS_A_STEP)
+    assert f"{point['value']:.4f} ± {point['stderr']:.4f}step 500, n = 300" in text
+    assert "nope: 0.6000, 1 run(s)" in browser.hover(length, 1)
     late = f'return document.querySelector("{found[plots.index("The last half, smoothed ")]}")'
     drawn = browser.run(f"{late}.data[1].y")
-    assert drawn == pytest.approx(content(page)["late_loss"]["lines"][1]["values"], rel=1e-6)
+    smooth, less = content(page)["late_loss"]
+    assert drawn == pytest.approx(smooth["lines"][1]["values"], rel=1e-6)
+    assert less["lines"][1]["values"] == pytest.approx([0.25] * len(drawn))
 
     visible = "return document.querySelector(arguments[0]).data.map((trace) => trace.visible)"
     browser.run("document.querySelector('[data-of=\"entry 1\"]').click()")
@@ -113,9 +114,7 @@ def test_plots_draw_hover_and_hide(browser: Browser, page: Path) -> None:
         assert browser.run(visible, loss)[-1] is is_shown
     scale = "return document.querySelector(arguments[0])._fullLayout.yaxis.type"
     assert browser.run(scale, norm) == "log"
-    assert browser.run("return document.querySelectorAll('img').length") == 0
-    assert browser.requests() == [page.resolve().as_uri()]
-    assert browser.console() == []
+    browser.assert_fits(page, DESKTOP[0])
 
 
 def test_tables_sort_filter_and_show_more(browser: Browser, page: Path) -> None:
@@ -160,7 +159,6 @@ def test_tables_sort_filter_and_show_more(browser: Browser, page: Path) -> None:
     for is_shown in (False, True):
         assert ("McNemar" in browser.run(visible, "pairs")) == is_shown
         browser.run("document.querySelector('input.more').click()")
-    assert browser.console() == []
 
 
 @pytest.mark.parametrize(("size", "dark"), [(DESKTOP, True), (PHONE, False)])
@@ -169,10 +167,7 @@ def test_the_page_fits_its_window(
 ) -> None:
     browser.open(page, *size, dark=dark)
     draw_all(browser)
-    width, inner = browser.run("return [document.documentElement.scrollWidth, innerWidth]")
-    assert inner == size[0] and width <= inner
-    plots = "return [...document.querySelectorAll('.main-svg')].map((s) => s.clientWidth)"
-    assert all(0 < svg <= inner for svg in browser.run(plots))
+    browser.assert_fits(page, size[0])
     wide, pinned = browser.run(
         "const table = document.getElementById('pairs'), box = table.parentElement;"
         "box.scrollLeft = 300; const cell = table.tBodies[0].rows[0].cells[0];"

@@ -4,7 +4,7 @@
   const hidden = new Set(), drawn = new Set();
 
   function draw(plot) {
-    const { data, layout } = page.content[plot.dataset.figure], common = page.layout();
+    const { data, layout } = JSON.parse(plot.dataset.figure);
     const traces = data.map((trace) => {
       const k = Number(trace.meta.split(" ")[1]), color = page.runColor(k);
       return {
@@ -16,12 +16,13 @@
         error_y: { visible: false, ...trace.error_y, color, thickness: 1, width: 3 },
       };
     });
-    const axes = Object.keys(layout).filter((name) => name.includes("axis"))
-      .map((name) => [name, { ...page.axis(), ...layout[name] }]);
+    const ticks = { x: Math.round(plot.clientWidth / 90), y: Math.round(plot.clientHeight / 50) };
+    const axis = (name) => ({ ...page.axis(), nticks: ticks[name], ...layout[`${name}axis`] });
     drawn.add(plot);
     watcher.unobserve(plot);
     return Plotly.react(plot, traces, {
-      ...common, ...layout, showlegend: false, ...Object.fromEntries(axes),
+      ...page.layout(), hovermode: "x unified", showlegend: false, ...layout,
+      xaxis: axis("x"), yaxis: axis("y"),
     }, page.config());
   }
   const redraw = () => Promise.all([...drawn].map(draw));
