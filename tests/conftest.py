@@ -10,6 +10,7 @@ import torch
 from canon_pretrain.titan.device import prepare_device
 from tests.ranks import launch
 from tests.slurm_cluster import SlurmCluster, missing, slurm_cluster
+from tests.slurm_jobs import Jobs
 from tests.support import Runs, debug_run, train, write_data
 
 # tensors here are small: threads that wait for each other on a busy machine cost twenty times as
@@ -52,3 +53,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         pytest.skip(f"no Slurm cluster: {why}")
     with slurm_cluster(tmp_path_factory.mktemp("slurm"), kill_wait=25, grace=60) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def jobs(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Jobs]:
+    jobs = Jobs(slurm, tmp_path)
+    yield jobs
+    jobs.clear()

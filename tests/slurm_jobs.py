@@ -5,6 +5,8 @@ the faults that its sitecustomize.py knows are asked for by variables.
 """
 
 import os
+import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +20,8 @@ from tests.support import ROOT
 
 TIMEOUT_S = 400.0
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL")
+SITE = ROOT / "tests" / "slurm_site"
+CPUS = "--gpus-per-node=0"
 
 
 class Job:
@@ -39,6 +43,9 @@ class Job:
     @property
     def restarts(self) -> int:
         return int(self.field("Restarts"))
+
+    def update(self, *fields: str) -> None:
+        self.cluster.run("scontrol", "update", f"JobId={self.id}", *fields)
 
     def until(
         self, happened: Callable[[], object], what: str, timeout_s: float = TIMEOUT_S
@@ -104,10 +111,16 @@ class Jobs:
         return self.cluster.environ | {
             "CANON_CLUSTER_ENV": str(self.settings),
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-            "PYTHONPATH": str(ROOT / "tests" / "slurm_site"),
+            "PYTHONPATH": str(SITE),
             "OMP_NUM_THREADS": "1",
             **{name: str(value) for name, value in variables.items()},
         }
+
+    def script(
+        self, name: str, *words: object, cwd: Path = ROOT, **variables: object
+    ) -> subprocess.CompletedProcess[str]:
+        """`bash slurm/NAME WORDS`, as on a login node."""
+        return script(name, *words, environ=self.environ(variables), cwd=cwd)
 
     def submit(
         self,
@@ -127,12 +140,26 @@ class Jobs:
         self.submitted.append(Job(self.cluster, number, self.folder / f"sbatch-{number}.out"))
         return self.submitted[-1]
 
+    def array(self, done: subprocess.CompletedProcess[str], *elements: int) -> list[Job]:
+        """The elements of the array that a script has submitted."""
+        assert done.returncode == 0, done
+        (array,) = re.findall(r"^Submitted batch job (\d+)$", done.stdout, re.M)
+        return [Job(self.cluster, f"{array}_{i}", self.folder) for i in elements]
+
     def clear(self) -> None:
         """End what is left: a test that failed must not keep the nodes from the next one."""
         for job in self.submitted:
             if job.state not in ENDED:
                 job.cancel()
                 job.until(lambda job=job: job.state in ENDED, "its end after scancel")  # type: ignore[misc]
+
+
+def script(
+    name: str, *words: object, environ: Mapping[str, str], cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(ROOT / "slurm" / name), *map(str, words)]
+    options = {"capture_output": True, "text": True, "timeout": 600}
+    return subprocess.run(command, cwd=cwd, env=environ, **options)  # type: ignore[call-overload, no-any-return]
 
 
 def log_of(run: Path) -> str:

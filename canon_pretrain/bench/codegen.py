@@ -1,36 +1,63 @@
 """What a 1.3B block would launch and move on an H100, counted in Inductor's code without a GPU.
 
-A `TransformerBlock` is compiled as the trainer compiles it, for a fake GPU (fake_gpu.py). Launches
-are counted in the generated code, bytes by Inductor's own count of what each kernel reads and
-writes. Nothing is executed: spills and what caches save are not in it.
+A `TransformerBlock` is compiled as the trainer compiles it, for an H100 that exists only for
+Inductor's code generator. Launches are counted in the generated code, bytes by Inductor's own count
+of what each kernel reads and writes. Nothing is executed: spills and what caches save are not in
+it. What the generator asks of a GPU is patched for the whole process, and it remembers some
+answers: use a process that does nothing else.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, is_tensor
+from torch._dynamo.device_interface import CudaInterface
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.tensor import TensorVariable
 
 from canon_pretrain import kernels
-from canon_pretrain.bench.fake_gpu import ATTENTION, NAME, OpaqueAttend, fake_gpu, lower
-from canon_pretrain.bench.limits import RATES, Rates, block_traffic, step_seconds
-from canon_pretrain.bench.machine import Machine
-from canon_pretrain.bench.tables import print_lines
-from canon_pretrain.bench.variants import canon_sets_of, with_canon
+from canon_pretrain.bench.limits import RATES, Machine, Rates, block_traffic, step_seconds
+from canon_pretrain.bench.tables import Columns, print_lines
+from canon_pretrain.bench.variants import Bench, canon_sets_of, with_canon
 from canon_pretrain.core.errors import check_choice
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.model.args import ModelArgs, flavor, flops_per_token
+from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.transformer import TransformerBlock
+
+GPU = torch.device("cuda", 0)
+ATTENTION = "torch.ops.canon_pretrain_bench.attention"
+NAME = "NVIDIA H100 80GB HBM3"
+PROPERTIES = SimpleNamespace(
+    name=NAME,
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=80 * 2**30,
+    warp_size=32,
+    max_threads_per_multi_processor=2048,
+    regs_per_multiprocessor=65536,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
+    L2_cache_size=50 * 2**20,
+    gcnArchName="",
+)
 
 Row = dict[str, Any]
 KIB = 1024
@@ -85,7 +112,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(
     arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Return the counts as JSON can hold them. Raises UserError."""
     rows: list[Row] = []
     head: Row = {"counted_for": NAME, "micro_batch": MICRO_BATCH, "num_tokens": NUM_TOKENS}
     for case in cases(arguments.models, arguments.sets, arguments.backends):
@@ -105,8 +131,9 @@ def record(head: Row, counted: list[Row]) -> None:
     found = json.loads(RECORD.read_text())
     same = all(found.get(name) == value for name, value in head.items())
     rows = {_case(row): row for row in [*(found["rows"] if same else ()), *counted]}
-    order = {case: i for i, case in enumerate(cases(list(MODELS), None, BACKENDS))}
-    ordered = sorted(rows.values(), key=lambda row: order.get(_case(row), len(order)))
+    order = cases(list(MODELS), None, BACKENDS)
+    places = {case: order.index(case) if case in order else len(order) for case in rows}
+    ordered = [rows[case] for case in sorted(rows, key=places.__getitem__)]
     lines = ",\n".join(json.dumps(row) for row in ordered)
     write_atomic(RECORD, f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n'.encode())
     write_atomic(PAGE, page(head | {"rows": ordered}).encode())
@@ -127,6 +154,133 @@ def cases(models: Sequence[str], sets: Sequence[str] | None, backends: Sequence[
         found.append(Case(model, "", "compiled"))
         found += [Case(model, canon_set, backend) for canon_set in own for backend in backends]
     return found
+
+
+# -- the GPU that is not there
+
+
+@contextlib.contextmanager
+def fake_gpu() -> Iterator[None]:
+    """Let Inductor believe in the GPU, and code that is traced that its tensors are there.
+
+    Tensors are traced on the CPU, since a build of torch without CUDA has no fake ones on a GPU;
+    what a traced function reads of their device is the GPU's.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    driver = SimpleNamespace(  # what Triton asks; no kernel is compiled or launched
+        get_current_target=lambda: GPUTarget("cuda", 90, PROPERTIES.warp_size),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=None: 0,
+        get_active_torch_device=lambda: GPU,
+    )
+    answers: dict[str, Any] = {
+        "get_device_properties": lambda device=None: PROPERTIES,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
+    }
+    there = {"is_available": lambda: True, "is_bf16_supported": lambda *_, **__: True}
+    for_dynamo = {name: staticmethod(answer) for name, answer in (answers | there).items()}
+    device: Any = contextlib.nullcontext
+
+    def traced(answer: Any) -> Any:
+        return lambda variable, tx: VariableTracker.build(tx, answer)
+
+    # a pass over slices of fake tensors copies them to learn a shape: no such copy without CUDA
+    scatter = "torch._inductor.fx_passes.reinplace._inplace_generalized_scatter"
+    patch: Any = mock.patch.multiple
+    with (
+        patch(torch.cuda, device=device, get_device_capability=lambda *_: (9, 0), **answers),
+        patch(CudaInterface, device=device, **for_dynamo),
+        patch(TensorVariable, method_attr_device=traced(GPU), method_attr_is_cuda=traced(True)),
+        mock.patch(scatter, lambda out, source, views: out),
+        mock.patch.object(triton.runtime.driver, "_active", driver),
+    ):
+        yield
+
+
+def lower(gm: torch.fx.GraphModule, is_backward: bool) -> tuple[str, list[tuple[str, int]]]:
+    """Move a graph of CPU fakes to the GPU; the code that launches its kernels, and their bytes.
+
+    The steps of torch._inductor.compile_fx between AOT autograd and the compilation of kernels.
+    """
+    from torch._inductor import compile_fx
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    mode = next(node.meta["val"].fake_mode for node in gm.graph.nodes if node.op == "placeholder")
+    inputs = []
+    for node in gm.graph.nodes:
+        if "device" in node.kwargs:
+            node.update_kwarg("device", GPU)
+        if node.op == "placeholder":
+            like = node.meta["val"]
+            stride, dtype = like.stride(), like.dtype
+            with mode:
+                inputs.append(torch.empty_strided(like.shape, stride, dtype=dtype, device=GPU))
+    view_to_reshape(gm)
+    with torch.no_grad():
+        FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*inputs)
+    compile_fx._recursive_record_original_output_strides(gm)
+    with V.set_fake_mode(mode), DebugContext(), V.set_real_inputs(inputs):
+        compile_fx._recursive_post_grad_passes(gm, is_inference=False)
+        graph = GraphLowering(
+            gm, example_inputs=inputs, shape_env=mode.shape_env, is_backward=is_backward
+        )
+        with V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
+            graph.run(*inputs)
+            code, _ = graph.codegen()
+            nodes = graph.scheduler.nodes
+            names = [str(getattr(node.node, "python_kernel_name", None) or "") for node in nodes]
+            sizes = [node.get_read_write_buffers_sizes() for node in nodes]
+    return code.value, list(zip(names, sizes, strict=True))
+
+
+@torch.library.custom_op("canon_pretrain_bench::attention", mutates_args=())
+def _attention(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
+    return torch.empty_like(q_BTHK)
+
+
+@torch.library.custom_op("canon_pretrain_bench::attention_backward", mutates_args=())
+def _attention_backward(
+    dy_BTHK: Tensor, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, y_BTHK: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q_BTHK), torch.empty_like(k_BTGK), torch.empty_like(v_BTGK)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs, output)
+
+
+def _attention_gradients(ctx: Any, dy_BTHK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    found: tuple[Tensor, Tensor, Tensor] = _attention_backward(
+        dy_BTHK.contiguous(), *ctx.saved_tensors
+    )
+    return found
+
+
+_attention.register_fake(lambda q, k, v: q.new_empty(q.shape))
+_attention_backward.register_fake(
+    lambda dy, q, k, v, y: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+)
+_attention.register_autograd(_attention_gradients, setup_context=_keep)
+
+
+class OpaqueAttend(Attend):
+    """Any of the ways of attention: what stands before and after it is the same for all."""
+
+    def forward(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Mask) -> Tensor:
+        y_BTHK: Tensor = _attention(q_BTHK.contiguous(), k_BSGK.contiguous(), v_BSGK.contiguous())
+        return y_BTHK
+
+
+# -- what is counted
 
 
 def count(case: Case) -> Row:
@@ -240,48 +394,36 @@ def computed(row: Row, rows: Sequence[Row]) -> Row:
     return found | {"total_kib": total, "extra_kib": total - base}
 
 
-RATE_WORDS = {
-    "gemm_flops": ("products (TFLOP/s)", 1e12),
-    "attention_flops": ("attention (TFLOP/s of the causal half)", 1e12),
-    "memory_bytes": ("memory (TB/s)", 1e12),
-    "launch_gap_s": ("gap between kernels (us)", 1e-6),
-    "network_bytes": ("NVLink (GB/s)", 1e9),
-    "exposed_network": ("share of it exposed", 1),
+def _bars(row: Row, *, gpu: str, name: str, scale: float, form: str) -> str:
+    low, middle, high = (f"{scale * value:{form}}" for value in row["steps"][gpu][name])
+    return f"{middle} ({low}, {high})" if row["canon_set"] or name != "over_none" else ""
+
+
+COLUMNS: Columns = {
+    "model": lambda row: row["model"],
+    "Canon": lambda row: row["canon_set"] or "none",
+    "backend": lambda row: row["backend"] if row["canon_set"] else "",
+    "launches": lambda row: " + ".join(str(one["launches"]) for one in _both(row)),
+    "operators": lambda row: " + ".join(str(one["operators"]) for one in _both(row)),
+    "KiB": lambda row: f"{row['total_kib']:,.1f}",
+    "extra": lambda row: f"{row['extra_kib']:+,.1f}" if row["canon_set"] else "",
+    "saved B": lambda row: f"{row['saved_bytes']:,.0f}",
+    "least": lambda row: f"{row['least_kib']:.1f}",
+    "ratio": lambda row: f"{row['ratio']:.2f}",
+    **{
+        f"{gpu.upper()} {title}": partial(_bars, gpu=gpu, name=name, scale=scale, form=form)
+        for gpu in RATES
+        for title, name, scale, form in (
+            ("ms", "seconds", 1e3, ".0f"),
+            ("MFU %", "mfu", 100, ".0f"),
+            ("over none %", "over_none", 100, "+.1f"),
+        )
+    },
 }
-"""Field of Rates -> what it is, and its unit."""
-COLUMNS = (
-    "model", "Canon", "backend", "launches", "operators", "KiB", "extra", "saved B", "least",
-    "ratio", "H100 ms", "MFU %", "over none %", "H200 ms", "MFU %", "over none %",
-)  # fmt: skip
 
 
-def cells(row: Row, rows: Sequence[Row]) -> list[str]:
-    """Return a row of the table, in the order of COLUMNS."""
-    found, has_canon = computed(row, rows), bool(row["canon_set"])
-    words = [
-        row["model"],
-        row["canon_set"] or "none",
-        row["backend"] if has_canon else "",
-        " + ".join(str(one["launches"]) for one in _both(row)),
-        " + ".join(str(one["operators"]) for one in _both(row)),
-        f"{found['total_kib']:,.1f}",
-        f"{found['extra_kib']:+,.1f}" if has_canon else "",
-        f"{row['saved_bytes']:,.0f}",
-        f"{found['least_kib']:.1f}",
-        f"{found['ratio']:.2f}",
-    ]
-    for step in found["steps"].values():
-        low, middle, high = (f"{1e3 * value:.0f}" for value in step["seconds"])
-        words.append(f"{middle} ({high}-{low})")
-        low, middle, high = (f"{100 * value:.0f}" for value in step["mfu"])
-        words.append(f"{middle} ({low}-{high})")
-        low, middle, high = (f"{100 * value:+.1f}" for value in step["over_none"])
-        words.append(f"{middle} ({high}, {low})" if has_canon else "")
-    return words
-
-
-def legend(result: Row) -> list[str]:
-    """Return what the columns are, and which rates the times are computed from."""
+def table(result: Row) -> list[str]:
+    """Return what the columns are, the rates that times are computed from, and a Markdown table."""
     lines = [
         f"Counted for {result['counted_for']}: one block of 1.3B, {result['micro_batch']} x "
         f"{result['num_tokens']:,} tokens, bfloat16; nothing was run.",
@@ -290,54 +432,31 @@ def legend(result: Row) -> list[str]:
         "kept for backward per token, without the block's input. least: the KiB around products "
         "and attention that must move (limits.py); ratio: counted over least.",
         f"Computed, not measured: a training step of the whole model on {GPUS_OF_A_NODE} GPUs, one "
-        "micro-batch each; in brackets with the best and the worst rates.",
+        "micro-batch each; in brackets with the worst and the best rates (limits.py).",
     ]
     for gpu, rates in RATES.items():
-        words = []
-        for name, (what, unit) in RATE_WORDS.items():
-            low, middle, high = (value / unit for value in getattr(rates, name))
-            words.append(f"{what} {middle:g} ({low:g}, {high:g})")
-        peak = f"MFU is of {rates.peak_flops / 1e12:.0f} TFLOP/s."
-        lines.append(f"{gpu.upper()}: {'; '.join(words)}. {peak}")
-    return lines
-
-
-def print_result(result: Row, console: Console) -> None:
-    print_lines(console, *legend(result), *_table(result["rows"]))
+        bars = zip(rates._fields[1:], rates[1:], strict=True)
+        words = [f"{name} {low:.3g}, {mid:.3g}, {high:.3g}" for name, (low, mid, high) in bars]
+        lines.append(f"{gpu.upper()}, low, middle and high rates: {'; '.join(words)}.")
+    rows = [row | computed(row, result["rows"]) for row in result["rows"]]
+    cells = [[cell(row) for cell in COLUMNS.values()] for row in rows]
+    words = [f"| {' | '.join(each)} |" for each in (COLUMNS, ["---"] * len(COLUMNS), *cells)]
+    return [*(f"{line}\n" for line in lines), *words]
 
 
 def page(result: Row) -> str:
-    """Return PAGE: the same in Markdown, and the least bytes site by site."""
+    """Return PAGE: the same in Markdown."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    sites = []
-    for model in ("nope", "rope"):
-        every, none = (block_traffic(Case(model, s, "").args, itemsize=2) for s in ("ABCD", ""))
-        for site, traffic in every.items():
-            pairs = [
-                (getattr(traffic, name), getattr(none[site], name))
-                for name in ("forward", "backward")
-            ]
-            figures = [value / KIB for least, base in pairs for value in (least, least - base)]
-            sites.append([model, site, *(f"{value:.1f}" for value in figures)])
     lines = [
-        "# What a block launches and moves on an H100, counted without one",
-        "",
-        f"Written by `python -m canon_pretrain.bench codegen --record` ({versions}).",
-        "",
-        *(f"{line}\n" for line in legend(result)),
-        *_table(result["rows"]),
-        "",
-        "## The least KiB per token and layer, site by site (`block_traffic` in bench/limits.py)",
-        "",
-        *_markdown(("model", "site", "forward", "Canon's", "backward", "Canon's"), sites),
+        "# What a block launches and moves on an H100, counted without one\n",
+        f"Written by `python -m canon_pretrain.bench codegen --record` ({versions}).\n",
+        *table(result),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
-    return _markdown(COLUMNS, [cells(row, rows) for row in rows])
+def print_result(result: Row, console: Console) -> None:
+    print_lines(console, *table(result))
 
 
-def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    table = [columns, ["---"] * len(columns), *rows]
-    return [f"| {' | '.join(words)} |" for words in table]
+BENCHES = {"codegen": Bench(add_arguments, measure, print_result)}

@@ -18,10 +18,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from canon_pretrain.bench import __main__ as bench_main
-from canon_pretrain.bench import canon, step
+from canon_pretrain.bench import kernels, step
 from canon_pretrain.bench.__main__ import main
-from canon_pretrain.bench.attention import use_flash
-from canon_pretrain.bench.machine import Machine
+from canon_pretrain.bench.kernels import use_flash
+from canon_pretrain.bench.limits import Machine
 from canon_pretrain.bench.variants import Variant, Workload
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model import canon as canon_module
@@ -350,7 +350,7 @@ def test_a_kernel_that_fails_leaves_the_others(run: Run, monkeypatch: pytest.Mon
         return y
 
     change_kernels(monkeypatch, failing)
-    monkeypatch.setattr(canon.variants, "available", lambda asked, work: (asked, {}))
+    monkeypatch.setattr(kernels.variants, "available", lambda asked, work: (asked, {}))
     monkeypatch.setattr(canon_check, "check_canon_backend", lambda *backend: None)
     options = ("--backends", "causal_conv1d", "compiled", "--micro-batch", 2)
     result, _ = run("canon", *SMALL, *QUICK, *options)

@@ -115,7 +115,7 @@ def test_a_step_takes_what_its_parts_take() -> None:
         }
         return step_seconds(
             args,
-            replace(RATES["h100"], **bars),
+            RATES["h100"]._replace(**bars),
             1,
             num_tokens=1000,
             seq_len=4096,

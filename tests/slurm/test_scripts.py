@@ -235,15 +235,6 @@ def test_modules_and_a_container_stand_before_each_command(programs: Path) -> No
     assert (programs / "words").read_text() == "<--bind></a b><python><-m><m>", "no job, no srun"
 
 
-def test_cluster_envs_flags_come_before_the_users(programs: Path) -> None:
-    (programs / "cluster.env").write_text("SBATCH_FLAGS=(--hold '--comment=a b; $(c)')\n")
-    stand_in(programs, "sbatch", f'printf "<%s>" "$@" >"{programs}/words"')
-    done = bash(programs, ROOT / "slurm/submit.sh", "-J", "mine", ROOT / "slurm/eval_report.sh", 1)
-    assert done.returncode == 0, done
-    words = (programs / "words").read_text()
-    assert words.startswith("<--hold><--comment=a b; $(c)><-J><mine><") and words.endswith("<1>")
-
-
 def test_a_link_runs_the_code_and_config_that_its_chain_has(programs: Path, tmp_path: Path) -> None:
     """And the job script's functions of that code; nothing of it where the code is damaged."""
     snapshot = tmp_path / "a run" / "code" / "001"

@@ -1,14 +1,17 @@
-"""The ways of causal attention one against another, so that the choice is made by measurement.
+"""Canon's kernels and the ways of attention by themselves, forward and backward.
 
-Every kernel of scaled_dot_product_attention, the packages of FlashAttention 2 to 4 and flex
-attention, where they can be had, forward and backward, on the shapes of a training step.
-`model.attention_backend` takes what is the fastest on this machine.
+`canon`: every form of model/canon_check.py by every backend, compiled as a block is, over the
+reference; seconds, and bytes against the copy bandwidth. `attention`: every kernel of
+scaled_dot_product_attention, the packages of FlashAttention 2 to 4 and flex attention, where they
+can be had, on the shapes of a training step; `model.attention_backend` takes what is the fastest.
+Before anything is timed its values (Canon: gradients too) are compared with the formula in float64.
 """
 
 import argparse
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +22,121 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import create_block_mask
 
 from canon_pretrain.bench import tables, variants
-from canon_pretrain.bench.machine import Machine
+from canon_pretrain.bench.limits import Machine
 from canon_pretrain.bench.timing import NotMeasured, Step, compare_steps
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.terminal import Console
+from canon_pretrain.kernels.backends import compile_options
+from canon_pretrain.model import canon_check
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import FLASH_IMPLS, Attend, activate_flash
+from canon_pretrain.model.canon_check import Form
+
+PASS: tables.Columns = {
+    "pass": lambda row: row["direction"],
+    "ms": lambda row: tables.ms(row["other_s"], 3),
+    **tables.FACTOR,
+    "max error": lambda row: f"{row['max_error']:.0e}",
+}
+SHAPE_AND_TIMING = (*variants.SHAPE, *variants.TIMING)
+
+
+def passes(
+    call: Callable[[], Sequence[Tensor]],
+    wanted: Sequence[Tensor],
+    prepare: Callable[[], object] = lambda: None,
+) -> dict[str, Callable[[], Step]]:
+    """Return makers of steps: forward, and backward from what one forward pass has kept."""
+
+    def backward() -> Step:
+        outputs = call()
+        grads = [torch.randn_like(y) for y in outputs]
+
+        def step() -> Any:
+            prepare()
+            return torch.autograd.grad(outputs, wanted, grads, retain_graph=True)
+
+        return step
+
+    return {"forward": lambda: call, "backward": backward}
+
+
+# -- canon
+
+
+def add_canon_arguments(parser: argparse.ArgumentParser) -> None:
+    shapes = {"cuda": (16, 4096), "cpu": (4, 1024)}
+    names = ("backends", *SHAPE_AND_TIMING)
+    variants.add_options(parser, *names, shapes=shapes, pairs=11, block_seconds=0.05)
+    parser.set_defaults(position="rope")  # B's neighbor is the rotation
+
+
+def measure_canon(
+    arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
+) -> dict[str, Any]:
+    work = variants.workload(arguments, machine)
+    backends, missing = variants.available(arguments.backends, work)
+    rows: list[dict[str, Any]] = []
+
+    def measure_form(form: Form, base: Timed, timed: Timed) -> None:
+        error = canon_check.compare(form, timed.module, timed.compiled, timed.inputs)
+        for direction, moved in zip(("forward", "backward"), form.moved, strict=True):
+            steps = (one.passes[direction]() for one in (base, timed))
+            found = compare_steps(*steps, pairs=arguments.pairs, block_s=arguments.block_seconds)
+            least = moved * work.micro_batch * work.num_tokens * work.dtype.itemsize
+            bandwidth = least / found["other_s"]
+            row = {"form": form.name, "backend": timed.backend, "direction": direction, **found}
+            row |= {"least_bytes": least, "bandwidth": bandwidth, "max_error": error}
+            rows.append(row | {"of_copy": bandwidth / machine.copy_bandwidth})
+            say(f"{form.name} {direction} by {timed.backend}: {found['ratio']:.2f}")
+
+    # a backward pass is timed again and again on what one forward pass has kept
+    with torch._functorch.config.patch(donated_buffer=False):
+        for form in canon_check.forms(work.args):
+            shape = (work.micro_batch, work.num_tokens)
+            inputs = canon_check.make_inputs(form, shape, work.dtype, work.device)
+            base = Timed(form, "reference", inputs)
+            for backend in backends:
+                try:
+                    with variants.failing(backend):
+                        same = backend == base.backend
+                        measure_form(form, base, base if same else Timed(form, backend, inputs))
+                except (NotMeasured, canon_check.WrongCanon) as why:
+                    missing[f"{form.name} by {backend}"] = str(why)
+    peaks = machine.peaks(work.dtype)
+    return {**work.facts(), "peaks": peaks, "unavailable": missing, "rows": rows}
+
+
+class Timed:
+    """A form's module, compiled, its inputs, and the two passes."""
+
+    def __init__(self, form: Form, backend: str, inputs: Sequence[Tensor]) -> None:
+        self.backend, self.inputs = backend, inputs
+        self.module = canon_check.make_module(form, backend, inputs[0].dtype, inputs[0].device)
+        options = compile_options(inputs[0].device.type, backend)
+        self.compiled = torch.compile(self.module, fullgraph=True, dynamic=False, options=options)
+        wanted = (*inputs, *self.module.parameters())
+        self.passes = passes(lambda: self.compiled(*inputs), wanted)
+
+
+def print_canon(result: dict[str, Any], console: Console) -> None:
+    columns: tables.Columns = {
+        "kernel": lambda row: row["form"],
+        "backend": lambda row: row["backend"],
+        **PASS,
+        "MB at least": lambda row: f"{row['least_bytes'] / 1e6:,.2f}",
+        "GB/s": lambda row: f"{row['bandwidth'] / 1e9:,.1f}",
+        "of copy": lambda row: f"{row['of_copy']:.0%}",
+    }
+    line = (
+        f"{result['work']}, each compiled; factor over the reference; "
+        f"{tables.peaks_line(result['peaks'])}; the limit is that every operand is read or written "
+        "once, at the copy bandwidth: 100 % of copy"
+    )
+    tables.print_table(console, result["rows"], columns, line)
+
+
+# -- attention
 
 Way = Callable[..., Tensor]
 KERNELS = {
@@ -35,31 +147,30 @@ KERNELS = {
 }
 WAYS = (*KERNELS, "flex", "flash_attn", *FLASH_IMPLS)
 DIRECTIONS = {"forward": 1.0, "backward": 2.5}
-"""The passes, and the FLOPs of each as a multiple of forward's: five products instead of two."""
+"""The passes, and their FLOPs over forward's: five products instead of two."""
 WORST_ERROR = 3e-2
 """Of the largest value; bfloat16 products, summed in float32."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
     about = f"of {', '.join(WAYS)} (default: all here)"
     parser.add_argument("--ways", nargs="+", metavar="WAY", help=about)
-    names = (*variants.SHAPE, *variants.TIMING)
     shapes = {"cuda": (6, 4096), "cpu": (2, 1024)}
-    variants.add_options(parser, *names, shapes=shapes, pairs=11, block_seconds=0.1)
+    variants.add_options(parser, *SHAPE_AND_TIMING, shapes=shapes, pairs=11, block_seconds=0.1)
 
 
-def measure(
+def measure_attention(
     arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Return the figures as JSON can hold them; seconds, FLOPs. Raises UserError."""
     work = variants.workload(arguments, machine)
     args, shape, device = work.args, (work.micro_batch, work.num_tokens), work.device
     tensors = [  # q, k and v, [B, T, heads, K], laid out as the block's projections leave them
         torch.randn(*shape, heads, args.head_dim, device=device).to(work.dtype).requires_grad_()
         for heads in (args.num_heads, args.kv_heads, args.kv_heads)
     ]
-    usable: dict[str, Way] = {}
-    errors, missing, both, rows = {}, {}, {}, []
+    usable: dict[str, dict[str, Any]] = {}
+    errors: dict[str, float] = {}
+    missing: dict[str, str] = {}
     # math makes all scores, which at 4,096 tokens are more than most GPUs hold
     for name in arguments.ways or [n for n in WAYS if n != "math" or not machine.on_gpu]:
         check_choice("--ways", name, WAYS)
@@ -68,25 +179,24 @@ def measure(
                 warnings.simplefilter("ignore")  # torch tells there why it refuses a kernel
                 way = make_way(name, args, tensors)
                 errors[name] = check(way, tensors)
-            usable[name] = way
+            call = partial(lambda way: [way(*tensors)], way)
+            usable[name] = passes(call, tensors, partial(use_flash, name))
         except (UserError, RuntimeError) as why:
             missing[name] = (str(why).strip() or type(why).__name__).splitlines()[0]
-    if not usable:
-        reasons = "; ".join(f"{name}: {why}" for name, why in missing.items())
-        raise UserError(f"--ways {' '.join(missing)}: none can be had here. {reasons}")
-    base = next(iter(usable))
+    variants.check_any("--ways", usable, missing)
+    base, both, rows = next(iter(usable)), dict.fromkeys(usable, 0.0), []
     # two products, of the half of the scores that causality leaves
     forward_flops = 2 * shape[0] * args.num_heads * shape[1] ** 2 * args.head_dim
     for name in usable:
         for direction, times in DIRECTIONS.items():
-            steps = (make_step(one, usable[one], tensors, direction) for one in (base, name))
+            steps = (usable[one][direction]() for one in (base, name))
             found = compare_steps(*steps, pairs=arguments.pairs, block_s=arguments.block_seconds)
             flops = round(forward_flops * times)
             per_second = flops / found["other_s"]
             row = {"way": name, "direction": direction, **found, "max_error": errors[name]}
             row |= {"flops": flops, "flops_per_second": per_second}
             rows.append(row | {"of_matmul": per_second / machine.matmul_flops(work.dtype)})
-            both[name] = both.get(name, 0.0) + found["other_s"]
+            both[name] += found["other_s"]
         say(f"{name}: {tables.ms(both[name], 3)} ms forward and backward")
     use_flash("flash")
     return {
@@ -155,25 +265,11 @@ def check(way: Way, tensors: list[Tensor]) -> float:
     return error
 
 
-def make_step(name: str, way: Way, tensors: list[Tensor], direction: str) -> Step:
-    """Return forward, or backward from what one forward pass has kept, as a step."""
-    if direction == "forward":
-        return lambda: way(*tensors)
-    y_BTHK = way(*tensors)
-    grad_BTHK = torch.randn_like(y_BTHK)
-
-    def backward() -> Any:
-        use_flash(name)
-        return torch.autograd.grad(y_BTHK, tensors, grad_BTHK, retain_graph=True)
-
-    return backward
-
-
-def print_result(result: dict[str, Any], console: Console) -> None:
+def print_attention(result: dict[str, Any], console: Console) -> None:
     heads, kv_heads, head_dim = result["heads"]
     columns: tables.Columns = {
         "way": lambda row: row["way"],
-        **tables.PASS,
+        **PASS,
         "TFLOP/s": lambda row: f"{row['flops_per_second'] / 1e12:,.2f}",
         "of matmul": lambda row: f"{row['of_matmul']:.0%}",
     }
@@ -184,3 +280,9 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         f"{result['fastest']}"
     )
     tables.print_table(console, result["rows"], columns, line)
+
+
+BENCHES = {
+    "canon": variants.Bench(add_canon_arguments, measure_canon, print_canon),
+    "attention": variants.Bench(add_attention_arguments, measure_attention, print_attention),
+}
