@@ -105,42 +105,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--models", nargs="+", default=list(MODELS), metavar="M", help=f"of {', '.join(MODELS)}")
     add("--sets", nargs="+", metavar="SET", help="Canon sets (default: more for nope)")
     add("--backends", nargs="+", default=list(BACKENDS), metavar="B", help=", ".join(BACKENDS))
-    about = f"write the counted rows to {RECORD.name} and {PAGE.name} in {RECORD.parent}"
+    about = f"count all, and write it to {RECORD.name} and {PAGE.name} in {RECORD.parent}"
     add("--record", action="store_true", help=about)
 
 
 def measure(
     arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    rows: list[Row] = []
-    head: Row = {"counted_for": NAME, "micro_batch": MICRO_BATCH, "num_tokens": NUM_TOKENS}
-    for case in cases(arguments.models, arguments.sets, arguments.backends):
-        rows.append(case._asdict() | count(case))
+    versions = {name: machine.facts()["versions"][name] for name in ("torch", "triton")}
+    result: Row = {"counted_for": NAME, "micro_batch": MICRO_BATCH, "num_tokens": NUM_TOKENS}
+    result |= {"versions": versions, "rows": []}
+    chosen = arguments.models, arguments.sets, arguments.backends
+    for case in cases(*((list(MODELS), None, BACKENDS) if arguments.record else chosen)):
+        result["rows"].append(case._asdict() | count(case))
         say(f"{case.model}: {case.canon_set or 'no Canon'} {case.backend}")
+    rows = result["rows"]
     if arguments.record:
-        versions = machine.facts()["versions"]
-        record(head | {"versions": {name: versions[name] for name in ("torch", "triton")}}, rows)
-    return head | {"rows": rows, "computed": [computed(row, rows) for row in rows]}
-
-
-def record(head: Row, counted: list[Row]) -> None:
-    """Replace these rows in RECORD, and write PAGE of all of its rows.
-
-    Rows of other versions of torch and Triton are dropped.
-    """
-    found = json.loads(RECORD.read_text())
-    same = all(found.get(name) == value for name, value in head.items())
-    rows = {_case(row): row for row in [*(found["rows"] if same else ()), *counted]}
-    order = cases(list(MODELS), None, BACKENDS)
-    places = {case: order.index(case) if case in order else len(order) for case in rows}
-    ordered = [rows[case] for case in sorted(rows, key=places.__getitem__)]
-    lines = ",\n".join(json.dumps(row) for row in ordered)
-    write_atomic(RECORD, f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n'.encode())
-    write_atomic(PAGE, page(head | {"rows": ordered}).encode())
-
-
-def _case(row: Row) -> Case:
-    return Case(row["model"], row["canon_set"], row["backend"])
+        lines = ",\n".join(map(json.dumps, rows))
+        head = json.dumps(result | {"rows": []}).removesuffix("]}")
+        write_atomic(RECORD, f"{head}\n{lines}\n]}}\n".encode())
+        write_atomic(PAGE, page(result).encode())
+    return result | {"computed": [computed(row, rows) for row in rows]}
 
 
 def cases(models: Sequence[str], sets: Sequence[str] | None, backends: Sequence[str]) -> list[Case]:
@@ -355,6 +340,10 @@ def _both(row: Row) -> tuple[Row, Row]:
     return row["forward"], row["backward"]
 
 
+def _args(row: Row) -> ModelArgs:
+    return Case(row["model"], row["canon_set"], row["backend"]).args
+
+
 def computed(row: Row, rows: Sequence[Row]) -> Row:
     """Return what follows from a row: the least KiB, the ratio to them, and a training step's time.
 
@@ -366,7 +355,7 @@ def computed(row: Row, rows: Sequence[Row]) -> Row:
     def step_s(row: Row, rates: Rates, bar: int) -> float:
         launches = sum(one["launches"] + one["operators"] + one["gemms"] for one in _both(row))
         return step_seconds(
-            _case(row).args,
+            _args(row),
             rates,
             bar,
             num_tokens=MICRO_BATCH * NUM_TOKENS,
@@ -378,7 +367,7 @@ def computed(row: Row, rows: Sequence[Row]) -> Row:
         )
 
     none = next(one for one in rows if one["model"] == row["model"] and not one["canon_set"])
-    args = _case(row).args
+    args = _args(row)
     least = sum(map(sum, block_traffic(args, itemsize=2).values())) / KIB
     counted = sum(one["kib"]["other"] for one in _both(row))
     total, base = (sum(sum(one["kib"].values()) for one in _both(each)) for each in (row, none))

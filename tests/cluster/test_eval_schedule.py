@@ -17,7 +17,7 @@ from rich.console import Console
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import FileEntry, Manifest
 from canon_pretrain.checkpoint.retention import Retention, held_steps
-from canon_pretrain.cluster.leases import LOCAL, Leases, NoAnswer, NoQueue, Slurm, new_lease
+from canon_pretrain.cluster.leases import LOCAL, Lease, Leases, NoAnswer, NoQueue, Slurm, new_lease
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import sha256_file
 from canon_pretrain.data.shards import TokenShards
@@ -36,12 +36,11 @@ from tests.support import ROOT, write_data
 
 def save(run: Path, step: int, kind: Any = "full") -> None:
     """A checkpoint as far as anybody looks who loads none."""
-    folder = run / "checkpoint" / f"step-{step}"
+    fill(run / "checkpoint" / f"step-{step}", step, kind)
+
+
+def fill(folder: Path, step: int, kind: Any) -> None:
     folder.mkdir(parents=True)
-    _fill(folder, step, kind)
-
-
-def _fill(folder: Path, step: int, kind: Any) -> None:
     (folder / "data").write_text(f"{kind} {step}")
     entry = FileEntry((folder / "data").stat().st_size, sha256_file(folder / "data"))
     Manifest(step, kind, 1, "2", {"data": entry}, "2026-01-01T00:00:00+00:00").write(folder)
@@ -103,6 +102,20 @@ def watcher(*runs: Path, expiry_s: float = 600, cap: int = 8, **request: Any) ->
     )
 
 
+def current(run: Path, step: int, suite: str = "jrt") -> Lease:
+    lease = leases_of(run, step, suite).current()
+    assert lease is not None
+    return lease
+
+
+def finish(run: Path, *steps: int, suites: tuple[str, ...] = ("jrt",)) -> None:
+    """The run is DONE, and these steps have results."""
+    for step in steps:
+        for suite in suites:
+            answer(run, step, suite)
+    RunFolder(run).write_done(40)
+
+
 def states(watcher: Watcher) -> dict[tuple[int, str], str]:
     watcher.queue.look()
     found = [entry for _, entries in watcher.look() for entry in entries]
@@ -119,8 +132,8 @@ def test_from_the_first_checkpoint_to_the_report(slurm: FakeSlurm, run: Path) ->
     words = slurm.words("1")
     log = f"--output={run}/evals/step-10/jrt/slurm-%j.log"
     assert log in words and "--partition=short" in words and "--parsable" in words
-    lease = leases_of(run, 10, "jrt").current()
-    assert lease is not None and lease.job == "1" and lease.cluster == "fake"
+    lease = current(run, 10)
+    assert (lease.job, lease.cluster) == ("1", "fake")
     assert words[words.index("--lease") :] == [
         "--lease", lease.id, f"{run}/checkpoint/step-10", "jrt", "--max_length", "64",
     ]  # fmt: skip
@@ -137,7 +150,7 @@ def test_from_the_first_checkpoint_to_the_report(slurm: FakeSlurm, run: Path) ->
 
     for step in (30, 40):
         save(run, step)
-    RunFolder(run).write_done(40)
+    finish(run)
     for step in (20, 30, 40):
         for suite in SUITES:
             assert not watch.is_finished(watch.one_pass())
@@ -183,28 +196,29 @@ def test_watchers_that_race_give_out_each_piece_once(slurm: FakeSlurm, tmp_path:
         assert jobs[lease.job] == ("PENDING", lease.name)
 
 
-@pytest.mark.parametrize("state", ["FAILED", "COMPLETED", None])
+@pytest.mark.parametrize(
+    ("state", "is_gone"),
+    [
+        ("FAILED", True),
+        ("COMPLETED", True),  # without results: a failure too
+        ("FORGOTTEN", True),  # nobody knows the job any more
+        ("PENDING", False),
+        ("COMPLETING", False),
+    ],
+)
 def test_a_job_that_is_gone_is_submitted_again_some_times(
-    slurm: FakeSlurm, run: Path, state: str | None
+    slurm: FakeSlurm, run: Path, state: str, is_gone: bool
 ) -> None:
-    """COMPLETED without results is a failure too; None: nobody knows the job any more."""
-    watch = watcher(run, suites=["jrt"], every=20, retries=1)
-    for number in ("1", "2"):
-        watch.one_pass()
-        slurm.set(number, state or "FORGOTTEN")
-    watch.one_pass()
-    assert len(slurm.jobs()) == 2
-    assert states(watch) == {(20, "jrt"): "failed"}
-    assert 20 not in held_steps(run), "nothing waits for it any more"
-
-
-@pytest.mark.parametrize("state", ["PENDING", "COMPLETING"])
-def test_a_job_that_may_still_run_is_left_alone(slurm: FakeSlurm, run: Path, state: str) -> None:
-    watch = watcher(run, suites=["jrt"], every=20, expiry_s=0)
+    watch = watcher(run, suites=["jrt"], every=20, retries=1, expiry_s=600 if is_gone else 0)
     watch.one_pass()
     slurm.set("1", state)
     watch.one_pass()
-    assert len(slurm.jobs()) == 1
+    assert len(slurm.jobs()) == 1 + is_gone
+    if is_gone:
+        slurm.set("2", state)
+        watch.one_pass()
+        assert len(slurm.jobs()) == 2 and states(watch) == {(20, "jrt"): "failed"}
+        assert 20 not in held_steps(run), "nothing waits for it any more"
 
 
 def test_in_doubt_nothing_is_submitted(slurm: FakeSlurm, run: Path) -> None:
@@ -219,9 +233,7 @@ def test_in_doubt_nothing_is_submitted(slurm: FakeSlurm, run: Path) -> None:
     watch.one_pass()
     assert slurm.jobs() == {}, "the controller did not say that it is gone"
     slurm.break_down("scontrol", "")
-    lease = leases_of(run, 20, "jrt").current()
-    assert lease is not None
-    leases_of(run, 20, "jrt").record(lease, cluster="elsewhere")
+    leases_of(run, 20, "jrt").record(current(run, 20), cluster="elsewhere")
     watch.one_pass()
     assert slurm.jobs() == {}, "this cluster can't know a job of another one"
 
@@ -251,25 +263,22 @@ def test_a_watcher_that_slept_through_a_takeover_cancels_its_job(
 
     monkeypatch.setattr(Slurm, "submit", slow)
     watch.one_pass()
-    assert slurm.jobs()["1"][0] == "CANCELLED"
-    current = leases.current()
-    assert current is not None and current.job == "77"
-    lease = leases.all()[0]
-    assert begin(leases, "1", lease.id, 3)[0] == 3, "and if it runs after all, it does nothing"
+    assert slurm.jobs()["1"][0] == "CANCELLED" and current(run, 20).job == "77"
+    late = leases.all()[0].id
+    assert begin(leases, "1", late, 3)[0] == 3, "and if it runs after all, it does nothing"
 
 
-@pytest.mark.parametrize("happens", ["another claims the rest", "it is answered"])
+@pytest.mark.parametrize("why", ["1 are in flight", "it is done"])
 def test_what_happens_between_a_look_and_a_claim(
-    slurm: FakeSlurm, run: Path, monkeypatch: pytest.MonkeyPatch, happens: str
+    slurm: FakeSlurm, run: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    watch = watcher(run, suites=["jrt"], cap=1)
-
-    claim = Leases.claim
+    """Another watcher claims the rest, or the work is answered."""
+    watch, claim = watcher(run, suites=["jrt"], cap=1), Leases.claim
 
     def late(*words: Any) -> Any:
         monkeypatch.undo()
         monkeypatch.setenv("PATH", slurm.environ["PATH"])
-        if happens == "it is answered":
+        if why == "it is done":
             answer(run, 10, "jrt")
         else:
             assert leases_of(run, 20, "jrt").claim(new_lease(1))
@@ -277,12 +286,9 @@ def test_what_happens_between_a_look_and_a_claim(
 
     monkeypatch.setattr(Leases, "claim", late)
     watch.one_pass()
-    lease = leases_of(run, 10, "jrt").current()
-    assert lease is not None and lease.job is None and lease.ended is not None
-    why = {"it is answered": "it is done"}.get(happens, "1 are in flight")
-    assert lease.ended == f"given back: {why}"
-    names = ["eval-run-step-20-jrt"] if happens == "it is answered" else []
-    assert slurm.names == names
+    lease = current(run, 10)
+    assert (lease.job, lease.ended) == (None, f"given back: {why}")
+    assert slurm.names == ["eval-run-step-20-jrt"] * (why == "it is done")
 
 
 def test_what_sbatch_refuses_is_no_attempt(slurm: FakeSlurm, run: Path) -> None:
@@ -323,8 +329,7 @@ def test_nothing_that_waits_is_pruned(slurm: FakeSlurm, tmp_path: Path) -> None:
     folder = CheckpointFolder(run / "checkpoint")
 
     def strip(full: Path, temporary: Path) -> None:
-        temporary.mkdir()
-        _fill(temporary, int(full.name.partition("-")[2]), "weights")
+        fill(temporary, int(full.name.partition("-")[2]), "weights")
 
     retention = Retention(folder, 1, holds=lambda: held_steps(run), strip=strip)
     watch = watcher(run)
@@ -355,9 +360,7 @@ def test_steps_that_are_gone_or_damaged_hold_up_nothing(slurm: FakeSlurm, run: P
     (run / "checkpoint/step-10").rename(run / "checkpoint/.replaced-step-10")
     watch = watcher(run, suites=["jrt"])
     assert states(watch) == {(20, "jrt"): "damaged", (30, "jrt"): "waiting", (40, "jrt"): "waiting"}
-    for step in (30, 40):
-        answer(run, step, "jrt")
-    RunFolder(run).write_done(40)
+    finish(run, 30, 40)
     assert not watch.schedules[0].is_finished(watch.look()[0][1]), "step 10 is on its way"
     (run / "checkpoint/.replaced-step-10").rename(run.parent / "gone")
     assert states(watch)[10, "jrt"] == "missing"
@@ -368,8 +371,7 @@ def test_steps_that_are_gone_or_damaged_hold_up_nothing(slurm: FakeSlurm, run: P
 def test_a_branch_that_is_left_takes_its_leases_along(slurm: FakeSlurm, run: Path) -> None:
     watch = watcher(run, suites=["jrt"])
     watch.one_pass()
-    lease = leases_of(run, 20, "jrt").current()
-    assert lease is not None
+    lease = current(run, 20)
     CheckpointFolder(run / "checkpoint").archive_after(15, run, "a test")
     assert begin(leases_of(run, 20, "jrt"), "2", lease.id, 3)[0] == 3
     save(run, 20)
@@ -452,8 +454,7 @@ def test_a_job_asks_whether_the_work_is_its_own(run: Path, capsys: Any) -> None:
     assert leases.claim(lease)
     words = ["begin", "--job", "5", "--lease", lease.id, "--", f"{run}/checkpoint/step-10", "jrt"]
     schedule_main(words)
-    current = leases.current()
-    assert current is not None and current.job == "5", "its watcher had not written that down"
+    assert current(run, 10).job == "5", "its watcher had not written that down"
     assert leases.claim(new_lease(2))
     with pytest.raises(SystemExit) as left:
         schedule_main(words)
@@ -504,7 +505,7 @@ def test_without_slurm_the_work_is_done_here(here: Path, run: Path, capsys: Any)
     """A script that leaves no results has failed, whatever its exit code; then it is reported."""
     for step in (30, 40):
         save(run, step)
-    RunFolder(run).write_done(40)
+    finish(run)
     answer(run, 20, "validation")
     words = ["--suites", "jrt,validation", "--every", 20, "--local", "--interval_s", 1]
     assert submit(run, *words) == 1
@@ -533,10 +534,8 @@ def test_a_process_that_died_here_leaves_its_work_to_others(run: Path) -> None:
     assert state() == "waiting"
     assert leases.claim(new_lease(2, job=LOCAL))
     assert state() == "running", "we live"
-    current = leases.current()
-    assert current is not None
-    away = dataclasses.replace(current.holder, host="elsewhere")
-    leases.record(current, holder=away)
+    lease = current(run, 20)
+    leases.record(lease, holder=dataclasses.replace(lease.holder, host="elsewhere"))
     assert state() == "running", "it showed life just now"
     os.utime(leases.folder / "2.json", (0, 0))
     assert state() == "waiting"
@@ -568,44 +567,34 @@ def test_runs_that_begin_later_keep_no_other_waiting(
     slurm: FakeSlurm, run: Path, tmp_path: Path, capsys: Any
 ) -> None:
     """A sweep with a throttle: the first runs would be pruned before the last ones begin."""
-    later = tmp_path / "later"
-
-    def look() -> None:
-        words = ["--suites", "jrt", "--every", 20, "--once", "--report", tmp_path / "report"]
-        assert submit(run, later, *words) == 0
-
-    look()
-    assert slurm.names == ["eval-run-step-20-jrt"]
+    later, report = tmp_path / "later", ("--report", tmp_path / "report")
+    words = ("--suites", "jrt", "--every", 20, "--once", *report)
+    assert submit(run, later, *words) == 0
+    assert slurm.names == ["eval-run-step-20-jrt"] and held_steps(run) == {20, 40}
     assert f"{later}: it has not begun" in capsys.readouterr().out.replace("\n", "")
-    assert held_steps(run) == {20, 40}
     save(run, 40)
-    for step in (20, 40):
-        answer(run, step, "jrt")
-    RunFolder(run).done_file.touch()
+    finish(run, 20, 40)
     assert submit(run, later, "--is_finished") == 1, "the other run is still to come"
-    look()
+    assert submit(run, later, *words) == 0
     assert not any("report" in name for name in slurm.names)
     write_run(later, 20)
-    look()
+    assert submit(run, later, *words) == 0
     assert slurm.names[-1] == "eval-later-step-20-jrt"
     assert submit(tmp_path / "a", tmp_path / "b", "--once") == 2
     assert "is not a run folder" in capsys.readouterr().err
 
 
 def test_a_sweep_means_all_of_its_runs(slurm: FakeSlurm, run: Path, capsys: Any) -> None:
-    """Issue 17, item 10: those that have not begun are waited for; its report is in its folder."""
+    """Those that have not begun are waited for; the report is in the sweep's folder."""
     sweep = run.parent / "sweep"
     plan = {"runs": [{"name": name} for name in ("lr2", "lr10", "later")]}
-    for name in ("lr10", "lr2"):
-        write_run(sweep / name, 20)
+    started = [write_run(sweep / name, 20) for name in ("lr2", "lr10")]
     (sweep / "sweep.json").write_text(json.dumps(plan))
     submit(sweep, "--suites", "jrt", "--every", 20, "--once")
     assert slurm.names == ["eval-lr2-step-20-jrt", "eval-lr10-step-20-jrt"]
     assert f"{sweep / 'later'}: it has not begun" in capsys.readouterr().out.replace("\n", "")
-    for name in ("lr2", "lr10"):
-        for step in (20, 40):
-            answer(sweep / name, step, "jrt")
-        RunFolder(sweep / name).done_file.touch()
+    for each in started:
+        finish(each, 20, 40)
     (sweep / "sweep.json").unlink()
     submit(sweep, "--once")
     assert (sweep / "report" / "leases").is_dir()
@@ -614,7 +603,7 @@ def test_a_sweep_means_all_of_its_runs(slurm: FakeSlurm, run: Path, capsys: Any)
 def test_a_task_file_of_ones_own_is_used_only_if_trusted(
     slurm: FakeSlurm, run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Issue 17, item 26: its templates can run commands; the schedule that names it is no leave."""
+    """Its templates can run commands; the schedule that names it is no leave."""
     mine = run.parent / "mine.yaml"
     mine.write_text("task: mine\n")
     asked: list[str] = []
@@ -635,7 +624,7 @@ def test_a_task_file_of_ones_own_is_used_only_if_trusted(
 
 
 def test_a_text_given_on_purpose_is_answered_by_results_of_it_alone(tmp_path: Path) -> None:
-    """Issue 17, item 17: else the results of the run's own held-out text would do."""
+    """Else the results of the run's own held-out text would do."""
     write_data(tmp_path)
     parser = argparse.ArgumentParser()
     add_how(parser)

@@ -15,26 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canon_pretrain.cluster import node_report
-from canon_pretrain.cluster.node_report import (
-    IN_NODE,
-    MATMUL,
-    MEMORY,
-    TWO_NODES,
-    Report,
-    rank_groups,
-    report_node,
-)
+from canon_pretrain import preflight
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.preflight import (
-    EXIT_BROKEN_NODES,
-    check_nodes,
-    judge,
-    main,
-    plan_job,
-    read_reports,
-    slow_save,
-)
+from canon_pretrain.preflight import IN_NODE, MATMUL, MEMORY, TWO_NODES, Report, judge, main
 from canon_pretrain.run.folder import RunFolder
 from tests.fault_runs import checkpoint, unharmed_run
 from tests.ranks import _context as rank_context
@@ -52,22 +35,22 @@ def good(**other: Any) -> Report:
 @given(st.integers(1, 500), st.integers(-1, 40), st.integers(-1, 20))
 def test_nodes_fit_whose_ranks_divide_the_batch(batch: int, nodes: int, ranks: int) -> None:
     if nodes > 0 < ranks and batch % (nodes * ranks) == 0:
-        check_nodes(batch, nodes, ranks)
+        preflight.check_nodes(batch, nodes, ranks)
     else:
         with pytest.raises(UserError):
-            check_nodes(batch, nodes, ranks)
+            preflight.check_nodes(batch, nodes, ranks)
 
 
 def test_the_papers_batch_on_nodes_of_eight() -> None:
     config = ["--config", str(ROOT / "train_configs" / "nope_canon.toml")]
     with pytest.raises(UserError, match=r"5 node\(s\) of 8 can't share .* = 48. .*: 1, 2, 3, 6 "):
-        plan_job(config, 5, 8)
+        preflight.plan_job(config, 5, 8)
     with pytest.raises(UserError, match=r"on 1 node: 1, 2, 3, 4, 6, 8, 12, 16, 24, 48 "):
-        plan_job(config, 1, 7)
+        preflight.plan_job(config, 1, 7)
     replicas = [*config, "--parallelism.data_parallel_replicate_degree", "2"]
-    plan_job(replicas, 2, 8)
+    preflight.plan_job(replicas, 2, 8)
     with pytest.raises(UserError, match="= 2: 3 ranks can't"):
-        plan_job(replicas, 1, 3)
+        preflight.plan_job(replicas, 1, 3)
 
 
 def test_the_plan_is_the_run_folder_and_a_checkpoints_size(
@@ -86,21 +69,21 @@ def test_the_plan_is_the_run_folder_and_a_checkpoints_size(
 
 def test_data_that_is_not_there_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
     arguments = list(map(str, debug_run(tmp_path / "nothing", tmp_path / "run")))
-    plan_job(arguments, 1, 2)
+    preflight.plan_job(arguments, 1, 2)
     with pytest.raises(UserError, match="nothing"):
-        plan_job(arguments, 1, 2, data=True)
+        preflight.plan_job(arguments, 1, 2, data=True)
 
 
 def test_a_nodes_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = report_node(tmp_path, 1000, 0)
+    report = preflight.report_node(tmp_path, 1000, 0)
     assert report.faults == report.disk == []
     assert report.versions["torch"] and len(report.versions) == 5
     assert not [*tmp_path.iterdir()], "the write test leaves nothing"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10, 1, 9))
-    assert "9 bytes are free" in report_node(tmp_path, 1000, 0).disk[0]
-    assert "cannot be written to" in report_node(Path("/proc/1"), 0, 0).disk[0]
+    assert "9 bytes are free" in preflight.report_node(tmp_path, 1000, 0).disk[0]
+    assert "cannot be written to" in preflight.report_node(Path("/proc/1"), 0, 0).disk[0]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 7)
-    assert report_node(tmp_path, 0, 8).faults == ["7 of 8 GPUs can be used"]
+    assert preflight.report_node(tmp_path, 0, 8).faults == ["7 of 8 GPUs can be used"]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +141,7 @@ def test_the_verdict_names_nodes_for_the_script(
     assert verdict()[:2] == (0, "")
     (tmp_path / "n2.json").write_text('{"faults": ')  # cut short
     code, out, error = verdict()
-    assert (code, out) == (EXIT_BROKEN_NODES, "n2\n")
+    assert (code, out) == (preflight.EXIT_BROKEN_NODES, "n2\n")
     assert "node n2 is not fit: no report" in error
     assert verdict("--ranks")[:2] == (1, "")
 
@@ -172,7 +155,7 @@ def test_two_ranks_meet_and_report(tmp_path: Path) -> None:
     each = [json.loads((tmp_path / f"n1.rank{rank}.json").read_text()) for rank in (0, 1)]
     assert all(report["faults"] == [] for report in each)
     assert abs(each[0]["clock_s"] - each[1]["clock_s"]) < 2
-    merged = read_reports(tmp_path, ["n1", "n2"], ranks=True)
+    merged = preflight.read_reports(tmp_path, ["n1", "n2"], ranks=True)
     n1 = merged["n1"]
     assert n1 is not None and n1.faults == [] and merged["n2"] is None
     for rank, speeds in n1.speeds.items():
@@ -216,7 +199,7 @@ def test_a_nodes_network_is_judged_by_the_better_of_its_two_neighbors() -> None:
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12))
 def test_all_reduces_are_of_each_node_of_neighbors_and_of_all(numbers: list[int]) -> None:
     nodes = [f"n{number}" for number in numbers]
-    groups = rank_groups(nodes)
+    groups = preflight.rank_groups(nodes)
     names = set(nodes)
     alone = [ranks for name, ranks in groups if name == IN_NODE]
     assert sorted(map(sorted, alone)) == sorted(
@@ -233,7 +216,7 @@ def test_all_reduces_are_of_each_node_of_neighbors_and_of_all(numbers: list[int]
 def preflight_rank(environment: dict[str, str], folder: Path, fault: str) -> None:
     os.environ.update(environment)
     if fault == "no room":
-        node_report.CPU_BYTES = 1 << 60
+        preflight.CPU_BYTES = 1 << 60
     main(["ranks", "--report", str(folder)])
 
 
@@ -253,7 +236,7 @@ def test_a_rank_whose_device_fails_is_named_and_the_others_do_not_wait(tmp_path:
     for each in ranks:
         each.join(100)
         assert each.exitcode == 0
-    verdict = judge(read_reports(tmp_path, ["n0", "n1"], ranks=True))
+    verdict = judge(preflight.read_reports(tmp_path, ["n0", "n1"], ranks=True))
     assert list(verdict.nodes) == ["n1"] and not verdict.common
 
 
@@ -266,7 +249,7 @@ def test_saves_that_take_longer_than_slurm_waits_are_warned_of(
         "partition low": "   GraceTime=120 x",
     }
     run = RunFolder(tmp_path)
-    assert slow_save(run, answers.__getitem__) is None, "no run, no warning"
+    assert preflight.slow_save(run, answers.__getitem__) is None, "no run, no warning"
 
     def saved(seconds: float) -> None:
         event = {"event": "checkpoint", "step": 1, "seconds": seconds}
@@ -274,9 +257,9 @@ def test_saves_that_take_longer_than_slurm_waits_are_warned_of(
             log.write(json.dumps(event) + "\n")
 
     saved(45)
-    text = slow_save(run, answers.__getitem__)
+    text = preflight.slow_save(run, answers.__getitem__)
     assert text is not None and "45 s" in text and "kills 30 s after" in text and "120 s" in text
     saved(12)
-    assert slow_save(run, answers.__getitem__) is None, "the last one counts"
+    assert preflight.slow_save(run, answers.__getitem__) is None, "the last one counts"
     saved(45)
-    assert slow_save(run, lambda what: "") is None, "no Slurm, no warning"
+    assert preflight.slow_save(run, lambda what: "") is None, "no Slurm, no warning"
