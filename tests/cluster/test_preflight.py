@@ -24,7 +24,6 @@ from tests.ranks import _context as rank_context
 from tests.ranks import whole_state
 from tests.support import ROOT, debug_run
 
-NODES = ("n1", "n2", "n3")
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -86,45 +85,41 @@ def test_a_nodes_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert preflight.report_node(tmp_path, 0, 8).faults == ["7 of 8 GPUs can be used"]
 
 
-@pytest.mark.parametrize(
-    ("n2", "fault"),
-    [
-        (None, "no report"),
-        (good(disk=["full"]), "full"),
-        (good(versions={"torch": "2.11"}), "torch is 2.11, elsewhere 2.13"),
-        (good(versions={}), "torch is unknown, elsewhere 2.13"),
-    ],
-)
-def test_a_node_that_differs_is_at_fault(n2: Report | None, fault: str) -> None:
-    verdict = judge({"n1": good(), "n2": n2, "n3": good()})
-    assert verdict.nodes == {"n2": [fault]} and not verdict.common
+def at(seconds: float) -> Report:
+    return Report(clock_s=1e9 + seconds)
 
 
-def test_a_disk_that_is_full_for_all_is_no_nodes_fault() -> None:
-    verdict = judge(dict.fromkeys(NODES, good(disk=["full"])))
-    assert verdict.common == ["full"] and not verdict.nodes
-    assert judge({"n1": good(disk=["full"])}).common == ["full"], "one node can't tell"
-    assert judge({"n1": None}).nodes == {"n1": ["no report"]}
+FULL, LOST = good(disk=["full"]), Report(left_alone="timeout")
+FOUND: list[tuple[list[Report | None], dict[str, list[str]], list[str], list[str]]] = [
+    ([good(), None, good()], {"n2": ["no report"]}, [], []),
+    ([good(), FULL, good()], {"n2": ["full"]}, [], []),
+    ([good(), good(versions={"torch": "2.11"}), good()],
+     {"n2": ["torch is 2.11, elsewhere 2.13"]}, [], []),
+    ([good(), good(versions={}), good()], {"n2": ["torch is unknown, elsewhere 2.13"]}, [], []),
+    # full for all, or for the only one, which can't tell: no node's fault
+    ([FULL, FULL, FULL], {}, ["full"], []),
+    ([FULL], {}, ["full"], []),
+    ([None], {"n1": ["no report"]}, [], []),
+    # clocks are compared with the middle one
+    ([at(0), at(1), at(-1)], {}, [], []),
+    ([at(0), at(-5), at(1)], {}, [], ["n2: its clock is 5.0 s off the others'"]),
+    ([at(0), at(40), at(1)], {"n2": ["its clock is 39.0 s off the others'"]}, [], []),
+    # a rank that was left alone is at fault only where no other is
+    ([LOST, Report(["other sums"])], {"n2": ["other sums"]}, [], []),
+    ([LOST, None], {"n2": ["no report"]}, [], []),
+    ([LOST, LOST], {}, ["n1: timeout", "n2: timeout"], []),
+]  # fmt: skip
 
 
-def test_clocks_are_compared_with_the_middle_one() -> None:
-    def at(seconds: float) -> Report:
-        return Report(clock_s=1e9 + seconds)
-
-    verdict = judge({"n1": at(0), "n2": at(1), "n3": at(-1)})
-    assert verdict == ({}, [], [])
-    verdict = judge({"n1": at(0), "n2": at(-5), "n3": at(1)})
-    assert verdict.warnings == ["n2: its clock is 5.0 s off the others'"] and not verdict.nodes
-    verdict = judge({"n1": at(0), "n2": at(40), "n3": at(1)})
-    assert verdict.nodes == {"n2": ["its clock is 39.0 s off the others'"]}
-
-
-def test_a_rank_that_was_left_alone_is_at_fault_only_where_no_other_is() -> None:
-    alone, broken = Report(left_alone="timeout"), Report(["other sums"])
-    assert judge({"n1": alone, "n2": broken}).nodes == {"n2": ["other sums"]}
-    assert judge({"n1": alone, "n2": None}).nodes == {"n2": ["no report"]}
-    verdict = judge({"n1": alone, "n2": alone})
-    assert verdict.common == ["n1: timeout", "n2: timeout"] and not verdict.nodes
+@pytest.mark.parametrize(("reports", "nodes", "common", "warnings"), FOUND)
+def test_the_node_at_fault_is_named(
+    reports: list[Report | None],
+    nodes: dict[str, list[str]],
+    common: list[str],
+    warnings: list[str],
+) -> None:
+    there = {f"n{i}": report for i, report in enumerate(reports, 1)}
+    assert judge(there) == (nodes, common, warnings)
 
 
 def test_the_verdict_names_nodes_for_the_script(
@@ -170,30 +165,32 @@ def measured(*matmul: float, device: str = "cuda", network: float = 2e11) -> Rep
     return Report(speeds=speeds)
 
 
-def test_a_slow_gpu_is_warned_of_and_a_very_slow_ones_node_is_at_fault() -> None:
-    usual = measured(600e12, 610e12)
-    verdict = judge({"n1": usual, "n2": measured(590e12, 430e12), "n3": usual})
-    assert not verdict.nodes and not verdict.common
-    (text,) = verdict.warnings
-    assert "n2: cuda:1 " in text and "430 TFLOP/s, 70% of" in text and "610 TFLOP/s" in text
-    verdict = judge({"n1": usual, "n2": usual, "n3": measured(100e12, 600e12)})
-    assert list(verdict.nodes) == ["n3"] and not verdict.warnings
-    verdict = judge({"n1": measured(300e12, 300e12), "n2": usual})
-    assert list(verdict.nodes) == ["n1"], "of two nodes the better one is the measure"
-    verdict = judge({"n1": measured(600e12, 100e12, 600e12)})
-    assert list(verdict.nodes) == ["n1"], "a single node, by its other GPUs"
-    assert judge({"n1": usual, "n2": measured(500e12, 490e12)}) == ({}, [], [])
+USUAL = measured(600e12, 610e12)
+SPEEDS: list[tuple[list[Report], dict[str, str], dict[str, str]]] = [
+    (
+        [USUAL, measured(590e12, 430e12), USUAL],
+        {},
+        {"n2": "cuda:1 is slow: matmul 430 TFLOP/s, 70% of the usual 610 TFLOP/s"},
+    ),
+    ([USUAL, USUAL, measured(100e12, 600e12)], {"n3": "cuda:0 is slow"}, {}),
+    ([measured(300e12, 300e12), USUAL], {"n1": "slow"}, {}),  # of two nodes the better one's
+    ([measured(600e12, 100e12, 600e12)], {"n1": "cuda:1"}, {}),  # a single node: its other GPUs
+    ([USUAL, measured(500e12, 490e12)], {}, {}),
+    ([measured(5e10, device="cpu"), measured(1e10, device="cpu")], {}, {"n2": "cpu:0 is slow"}),
+    # of a node's two neighbors on the network, the better one counts
+    ([measured(6e14), measured(6e14, network=3e10), measured(6e14)], {"n2": "30 GB/s"}, {}),
+]
 
 
-def test_a_slow_cpu_is_only_warned_of() -> None:
-    verdict = judge({"n1": measured(5e10, device="cpu"), "n2": measured(1e10, device="cpu")})
-    assert not verdict.nodes and "n2" in verdict.warnings[0]
-
-
-def test_a_nodes_network_is_judged_by_the_better_of_its_two_neighbors() -> None:
-    fast, slow = measured(6e14), measured(6e14, network=3e10)
-    verdict = judge({"n1": fast, "n2": slow, "n3": fast})
-    assert list(verdict.nodes) == ["n2"] and "30 GB/s" in verdict.nodes["n2"][0]
+@pytest.mark.parametrize(("reports", "faults", "warnings"), SPEEDS)
+def test_a_slow_gpu_is_warned_of_and_a_very_slow_ones_node_is_at_fault(
+    reports: list[Report], faults: dict[str, str], warnings: dict[str, str]
+) -> None:
+    verdict = judge({f"n{i}": report for i, report in enumerate(reports, 1)})
+    assert verdict.nodes.keys() == faults.keys() and not verdict.common
+    assert all(text in verdict.nodes[node][0] for node, text in faults.items())
+    for (node, text), warning in zip(warnings.items(), verdict.warnings, strict=True):
+        assert warning.startswith(f"{node}: ") and text in warning
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12))
