@@ -45,10 +45,10 @@ TIMEOUT_S = 600
 WRITE_BYTES = 1 << 20
 LEAST_FREE = 0.9
 """The share of a GPU's memory that must be free; a process of a former job may hold the rest."""
-GPU_SIZE, CPU_SIZE = 8192, 512
-GPU_SECONDS, CPU_SECONDS = 1.0, 0.1
+MATMUL_SIZE = {"cuda": 8192, "cpu": 512}
+SECONDS = {"cuda": 1.0, "cpu": 0.1}
 CPU_BYTES = 1 << 25
-GPU_ELEMENTS, CPU_ELEMENTS = 1 << 26, 1 << 20
+ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 20}
 ALL_REDUCES = 5
 MATMUL, MEMORY = "matmul", "memory"
 IN_NODE, TWO_NODES, ALL_NODES = "all-reduce in the node", "all-reduce of two nodes", "all-reduce"
@@ -116,14 +116,14 @@ def slow_save(run: RunFolder, show: Callable[[str], str]) -> str | None:
         tail = read_tail(run.log_file, until="checkpoint")
     except UnreadableFile:
         return None
-    save_s = [e["seconds"] for e in tail if e["event"] == "checkpoint"][-1:] or [0.0]
+    save_s = next((e["seconds"] for e in reversed(tail) if e["event"] == "checkpoint"), 0.0)
     partition = os.environ.get("SLURM_JOB_PARTITION", "")
     kill = re.search(r"KillWait\s*=\s*(\d+)", show("config"))
     grace = re.search(r"GraceTime=(\d+)", show(f"partition {partition}")) if partition else None
-    if kill is None or save_s[0] <= int(kill[1]):
+    if kill is None or save_s <= int(kill[1]):
         return None
     return (
-        f"the last checkpoint took {save_s[0]:.0f} s, and Slurm kills {kill[1]} s after SIGTERM "
+        f"the last checkpoint took {save_s:.0f} s, and Slurm kills {kill[1]} s after SIGTERM "
         f"(KillWait), {grace[1] if grace else 0} s later where it preempts (GraceTime): steps "
         "since the last checkpoint may be lost. Lower checkpoint.interval, and let the time "
         "limit's signal come earlier (sbatch --signal=B:USR1@SECONDS)"
@@ -242,16 +242,16 @@ def try_device(device: "torch.device") -> tuple[list[str], dict[str, float]]:
     """Allocate and multiply on a device; return its faults, and FLOP/s and bytes per second."""
     import torch
 
-    on_gpu = device.type == "cuda"
-    size, num_bytes, seconds, dtype = CPU_SIZE, CPU_BYTES, CPU_SECONDS, torch.float32
+    size, seconds = MATMUL_SIZE[device.type], SECONDS[device.type]
+    num_bytes, dtype = CPU_BYTES, torch.float32
     try:
-        if on_gpu:
+        if device.type == "cuda":
             torch.cuda.set_device(device)
             free, total = torch.cuda.mem_get_info()
             if free < LEAST_FREE * total:
                 held = (total - free) / 2**30
                 return [f"{device}: {held:.1f} of {total / 2**30:.1f} GiB are in use already"], {}
-            size, num_bytes, seconds, dtype = GPU_SIZE, free // 4, GPU_SECONDS, torch.bfloat16
+            num_bytes, dtype = free // 4, torch.bfloat16
         ones = torch.ones(size, size, device=device, dtype=dtype)
         source = torch.full((num_bytes,), 90, device=device, dtype=torch.uint8)
         target = torch.zeros_like(source)
@@ -291,8 +291,7 @@ def all_reduce_bandwidth(group: Any, count: int, device: "torch.device") -> floa
     import torch
     import torch.distributed as dist
 
-    elements = GPU_ELEMENTS if device.type == "cuda" else CPU_ELEMENTS
-    ones = torch.ones(elements, device=device)
+    ones = torch.ones(ELEMENTS[device.type], device=device)
     dist.all_reduce(ones, group=group)  # connects, and lets all begin the next ones together
     begin = time.perf_counter()
     for _ in range(ALL_REDUCES):
