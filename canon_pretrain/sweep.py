@@ -114,8 +114,7 @@ def run(given: argparse.Namespace) -> None:
         )
     words = [planned.config, *sweep.options(planned, folder)]
     if given.print0:
-        sys.stdout.write("".join(f"{word}\0" for word in words))
-        return
+        return print(*words, sep="\0", end="\0")
     if given.ranks < 1:
         raise UserError(f"--ranks {given.ranks}: expected at least 1")
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={given.ranks}"]
@@ -126,14 +125,14 @@ def run(given: argparse.Namespace) -> None:
 
 def print_todo(given: argparse.Namespace) -> None:
     """Print the runs that are not DONE, and one of them per config: for slurm/sweep.sh."""
-    besides = {int(n) for n in given.besides.split(",") if n}
-    left: list[str] = []
-    first: dict[str, str] = {}
-    for k, planned in enumerate(read_sweep(given.sweep).runs, 1):
-        if k not in besides and not RunFolder(given.sweep / planned.name).done_file.exists():
-            left.append(str(k))
-            first.setdefault(planned.config, str(k))
-    print(",".join(left), " ".join(first.values()), sep="\n")
+    left = {
+        str(k): planned.config
+        for k, planned in enumerate(read_sweep(given.sweep).runs, 1)
+        if not RunFolder(given.sweep / planned.name).done_file.exists()
+        and str(k) not in given.besides.split(",")
+    }
+    first = {config: k for k, config in reversed(left.items())}
+    print(",".join(left), " ".join(k for k in left if k in first.values()), sep="\n")
 
 
 # -- the table: a line per run, and a verdict on their held-out losses

@@ -14,7 +14,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 
 from canon_pretrain import kernels
-from canon_pretrain.bench.limits import RATES, Machine, Rates, block_traffic, step_seconds
+from canon_pretrain.bench.limits import PEAK_FLOPS, Machine, Rates, block_traffic, step_seconds
 from canon_pretrain.bench.tables import Columns, print_lines
 from canon_pretrain.bench.variants import Bench, canon_sets_of, with_canon
 from canon_pretrain.core.errors import check_choice
@@ -348,16 +347,16 @@ def computed(row: Row, rows: Sequence[Row]) -> Row:
     """Return what follows from a row: the least KiB, the ratio to them, and a training step's time.
 
     `total_kib`: per token, forward and backward, products and attention included; `extra_kib`: over
-    no Canon. `steps`: GPU of RATES -> seconds, MFU and the price over no Canon, each with low
-    rates, middle and high ones. Computed, not measured.
+    no Canon. `seconds`, `mfu`, `over_none` (the price over no Canon): each with low rates, middle
+    and high ones. Computed, not measured.
     """
 
-    def step_s(row: Row, rates: Rates, bar: int) -> float:
+    def step_s(row: Row, bar: int) -> float:
         launches = sum(one["launches"] + one["operators"] + one["gemms"] for one in _both(row))
         return step_seconds(
             _args(row),
-            rates,
             bar,
+            Rates(),
             num_tokens=MICRO_BATCH * NUM_TOKENS,
             seq_len=NUM_TOKENS,
             world_size=GPUS_OF_A_NODE,
@@ -367,25 +366,22 @@ def computed(row: Row, rows: Sequence[Row]) -> Row:
         )
 
     none = next(one for one in rows if one["model"] == row["model"] and not one["canon_set"])
-    args = _args(row)
-    least = sum(map(sum, block_traffic(args, itemsize=2).values())) / KIB
+    least = sum(map(sum, block_traffic(_args(row), itemsize=2).values())) / KIB
     counted = sum(one["kib"]["other"] for one in _both(row))
     total, base = (sum(sum(one["kib"].values()) for one in _both(each)) for each in (row, none))
-    flops = flops_per_token(args, NUM_TOKENS) * MICRO_BATCH * NUM_TOKENS
-    found = {"least_kib": least, "counted_kib": counted, "ratio": counted / least, "steps": {}}
-    for gpu, rates in RATES.items():
-        own, others = ([step_s(one, rates, bar) for bar in range(3)] for one in (row, none))
-        found["steps"][gpu] = {
-            "seconds": own,
-            "mfu": [flops / seconds / rates.peak_flops for seconds in own],
-            "over_none": [one / other - 1 for one, other in zip(own, others, strict=True)],
-        }
-    return found | {"total_kib": total, "extra_kib": total - base}
+    flops = flops_per_token(_args(row), NUM_TOKENS) * MICRO_BATCH * NUM_TOKENS
+    own, others = ([step_s(one, bar) for bar in range(3)] for one in (row, none))
+    return {
+        **{"least_kib": least, "counted_kib": counted, "ratio": counted / least},
+        **{"total_kib": total, "extra_kib": total - base, "seconds": own},
+        "mfu": [flops / seconds / PEAK_FLOPS for seconds in own],
+        "over_none": [one / other - 1 for one, other in zip(own, others, strict=True)],
+    }
 
 
-def _bars(row: Row, *, gpu: str, name: str, scale: float, form: str) -> str:
-    low, middle, high = (f"{scale * value:{form}}" for value in row["steps"][gpu][name])
-    return f"{middle} ({low}, {high})" if row["canon_set"] or name != "over_none" else ""
+def _bars(values: Sequence[float], form: str) -> str:
+    low, middle, high = (format(value, form) for value in values)
+    return f"{middle} ({low}, {high})"
 
 
 COLUMNS: Columns = {
@@ -399,15 +395,9 @@ COLUMNS: Columns = {
     "saved B": lambda row: f"{row['saved_bytes']:,.0f}",
     "least": lambda row: f"{row['least_kib']:.1f}",
     "ratio": lambda row: f"{row['ratio']:.2f}",
-    **{
-        f"{gpu.upper()} {title}": partial(_bars, gpu=gpu, name=name, scale=scale, form=form)
-        for gpu in RATES
-        for title, name, scale, form in (
-            ("ms", "seconds", 1e3, ".0f"),
-            ("MFU %", "mfu", 100, ".0f"),
-            ("over none %", "over_none", 100, "+.1f"),
-        )
-    },
+    "step s": lambda row: _bars(row["seconds"], ".3f"),
+    "MFU": lambda row: _bars(row["mfu"], ".0%"),
+    "over none": lambda row: _bars(row["over_none"], "+.1%") if row["canon_set"] else "",
 }
 
 
@@ -421,12 +411,10 @@ def table(result: Row) -> list[str]:
         "kept for backward per token, without the block's input. least: the KiB around products "
         "and attention that must move (limits.py); ratio: counted over least.",
         f"Computed, not measured: a training step of the whole model on {GPUS_OF_A_NODE} GPUs, one "
-        "micro-batch each; in brackets with the worst and the best rates (limits.py).",
+        "micro-batch each; in brackets with the worst and the best rates.",
     ]
-    for gpu, rates in RATES.items():
-        bars = zip(rates._fields[1:], rates[1:], strict=True)
-        words = [f"{name} {low:.3g}, {mid:.3g}, {high:.3g}" for name, (low, mid, high) in bars]
-        lines.append(f"{gpu.upper()}, low, middle and high rates: {'; '.join(words)}.")
+    words = [f"{name} {_bars(bars, '.3g')}" for name, bars in Rates()._asdict().items()]
+    lines.append(f"Rates: {'; '.join(words)}; MFU is of {PEAK_FLOPS / 1e12:.0f} TFLOP/s.")
     rows = [row | computed(row, result["rows"]) for row in result["rows"]]
     cells = [[cell(row) for cell in COLUMNS.values()] for row in rows]
     words = [f"| {' | '.join(each)} |" for each in (COLUMNS, ["---"] * len(COLUMNS), *cells)]

@@ -171,36 +171,28 @@ Bars = tuple[float, float, float]
 
 
 class Rates(NamedTuple):
-    """What a GPU is assumed to sustain in a training step; nothing here was measured by us.
+    """What an H100 is assumed to sustain in a training step; nothing here was measured by us.
 
     Dense bfloat16; attention of head dim 64, of the causal half's FLOPs. `launch_gap_s`: from the
     end of a kernel to the start of the next. `network_bytes`: a GPU's over NVLink, of which
     `exposed_network` is not hidden behind compute.
     """
 
-    peak_flops: float
-    gemm_flops: Bars
-    attention_flops: Bars
-    memory_bytes: Bars
+    gemm_flops: Bars = (560e12, 630e12, 700e12)
+    attention_flops: Bars = (270e12, 340e12, 410e12)
+    memory_bytes: Bars = (2.5e12, 2.8e12, 3.05e12)  # 3.35 TB/s are stated
     launch_gap_s: Bars = (3e-6, 2e-6, 1e-6)
     network_bytes: Bars = (250e9, 320e9, 370e9)
     exposed_network: Bars = (0.3, 0.15, 0.05)
 
 
-RATES = {  # memory: 3.35 and 4.8 TB/s are stated
-    "h100": Rates(
-        989e12, (560e12, 630e12, 700e12), (270e12, 340e12, 410e12), (2.5e12, 2.8e12, 3.05e12)
-    ),
-    "h200": Rates(
-        989e12, (580e12, 650e12, 720e12), (280e12, 350e12, 420e12), (3.6e12, 4.0e12, 4.4e12)
-    ),
-}
+PEAK_FLOPS = 989e12
 
 
 def step_seconds(
     args: ModelArgs,
-    rates: Rates,
     bar: int,
+    rates: Rates,
     *,
     num_tokens: int,
     seq_len: int,

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from canon_pretrain.bench import tables, timing, variants
+from canon_pretrain.bench import tables, variants
 from canon_pretrain.bench.limits import Machine, block_flops_per_token, least_extra
 from canon_pretrain.bench.timing import BASE, STEP, Subject, block_of, seconds_of, steps_for
 from canon_pretrain.bench.variants import NONE, Variant, Workload
@@ -107,9 +107,7 @@ def measure_step(
 
     with one_rank() if is_model else nullcontext():
         parts, facts, failed = variants.compare_variants(make, chosen, arguments, machine)
-        if not parts:
-            reasons = "; ".join(f"{name}: {why}" for name, why in failed.items())
-            raise timing.NotMeasured(f"no variant could be measured: {reasons}")
+        variants.check_any("--sets", parts, failed)
         whole = None
         if is_model and plain:
             machine.free_memory()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from canon_pretrain.bench.codegen import PAGE, RECORD, page
-from canon_pretrain.bench.limits import RATES, block_traffic, step_seconds
+from canon_pretrain.bench.limits import Rates, block_traffic, step_seconds
 from canon_pretrain.model.args import flavor
 from tests.support import ROOT
 
@@ -106,8 +106,8 @@ def test_a_step_takes_what_its_parts_take() -> None:
 
     def seconds(**rates: float) -> float:
         bars: dict[str, Any] = {name: (0, rate, 0) for name, rate in (limitless | rates).items()}
-        rated = RATES["h100"]._replace(**bars)
-        return step_seconds(args, rated, 1, layer_bytes=1e5, layer_launches=50, **job)
+        rated = Rates(**bars)
+        return step_seconds(args, 1, rated, layer_bytes=1e5, layer_launches=50, **job)
 
     assert seconds() == 0
     matrices = 24 * (4 * 2048**2 + 3 * 2048 * 5504) + 32000 * 2048

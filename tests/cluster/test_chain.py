@@ -128,8 +128,10 @@ def test_links_that_died_with_their_scripts_count_too(run: RunFolder) -> None:
 def test_a_checkpoint_folder_of_another_name_is_found(run: RunFolder) -> None:
     run.write_config({"checkpoint": {"folder": "saves"}}, {})
     for step in (0, 5):
+        begin(run, "7", restarts=1)
+        launch(run, "running", 9)
         (run.path / "saves" / f"step-{step}").mkdir(parents=True)
-        assert attempt(run, "running", 9, restarts=1).next == "requeue"
+        assert end(run, "7", "none", restarts=1).next == "requeue"
 
 
 def test_damaged_files_stop_nothing_but_end_needs_begin(run: RunFolder) -> None:
