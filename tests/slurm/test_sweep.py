@@ -20,7 +20,7 @@ from tests.slurm_jobs import SITE, Job, Jobs, log_of, script
 from tests.support import ROOT, debug_run
 
 SCRIPT = str(ROOT / "slurm" / "sweep.sh")
-PACED = '{"training": 0.5}'
+PACED = '{"training": 2}'
 CONFIG = ROOT / "train_configs" / "debug.toml"
 STEPS = 12
 RUNS = ["debug-lr3e-3-seed0", "debug-lr3e-3-seed1", "debug-lr1e-3-seed0", "debug-lr1e-3-seed1"]
