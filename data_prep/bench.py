@@ -20,7 +20,7 @@ import sysconfig
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
@@ -157,15 +157,15 @@ def measure_encoding(model: Tokenizer, texts: list[str], repeats: int) -> Rows:
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.model)
     plain = tokenizers.Tokenizer.from_str(as_tokenizer_json(model))
     plain.encode_special_tokens = True
-    encode_batch = partial(plain.encode_batch_fast, add_special_tokens=False)
     own, others = ("empty word cache", "the same text again"), ("sp.encode", "tokenizers")
     seconds: dict[str, list[float]] = {name: [] for name in (*own, *others)}
     for _ in range(repeats):
         ours = Tokenizer(model.model, "bench", eos=model.eos_id)
-        one_by_one = [
-            partial(map, encode) for encode in (ours.encode, ours.encode, processor.encode)
+        encoders: list[Callable[[list[str]], Iterable[Any]]] = [
+            *(partial(map, encode) for encode in (ours.encode, ours.encode, processor.encode)),
+            partial(plain.encode_batch_fast, add_special_tokens=False),
         ]
-        for taken, encode in zip(seconds.values(), [*one_by_one, encode_batch], strict=True):
+        for taken, encode in zip(seconds.values(), encoders, strict=True):
             started = time.process_time()
             deque(encode(texts), maxlen=0)
             taken.append(time.process_time() - started)
