@@ -255,11 +255,7 @@ def _write_link(run: RunFolder, link: Link) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the next step and its reason, a line each; `begin` prints nothing to go ahead.
-
-    `code` prints the snapshot's folder, what this program differs in and the config, or nothing;
-    `begin --take_code` prints the folder behind the word code.
-    """
+    """Print the next step and its reason, a line each; `begin` prints nothing to go ahead."""
     parser = argparse.ArgumentParser(prog="python -m canon_pretrain.chain")
     parser.add_argument("command", choices=("code", "begin", "end"))
     parser.add_argument("run", type=Path, metavar="RUN", nargs="?", default=Path())

@@ -194,8 +194,7 @@ def report_node(run: Path, checkpoint_bytes: int, gpus: int) -> Report:
 def report_ranks(gpus: int) -> Report:
     """Use this rank's device by itself, all ranks at once, then all-reduce in growing groups.
 
-    Those of a node, of two nodes, and all: a GPU or a link that does not work, or is slow, is found
-    before the model is built, and a node's own fault on that node.
+    A device or link that fails, or is slow, is found before the model is built, on its own node.
     """
     import torch
     import torch.distributed as dist

@@ -94,10 +94,7 @@ def table(given: argparse.Namespace) -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Replace this process by the run's trainer under torchrun; with --print0 name it instead.
-
-    Printed: the config and the options, each ended by a NUL byte; nothing if the run is DONE.
-    """
+    """Replace this process by the run's trainer under torchrun; with --print0 print its words."""
     folder: Path = given.sweep
     sweep = read_sweep(folder)
     planned = sweep.run(given.number)
@@ -139,10 +136,7 @@ def print_todo(given: argparse.Namespace) -> None:
 
 
 class Row(NamedTuple):
-    """A run of the sweep; None: not known.
-
-    `held_out_loss`: nats per token at `held_out_step`, which is the same for all runs.
-    """
+    """A run of the sweep; its `held_out_loss` is in nats per token, at one step for all runs."""
 
     number: int
     name: str

@@ -1,9 +1,8 @@
 """What data preparation and reading cost on this machine, beside what else there is, as ratios.
 
-Encoding and reading are counted in CPU time of one process; they take turns with what they are
-compared with. Whole builds are processes, compared by CPU time with datatrove (where it is
-installed) and by the clock with themselves at two workers. The text is the library and the
-installed packages of the running Python.
+Encoding and reading are counted in CPU time of one process, in turns with what they are compared
+with. Whole builds are processes, compared by CPU time with datatrove (where it is installed) and by
+the clock with themselves at two workers. The text is that of the running Python's packages.
 """
 
 import argparse
@@ -269,10 +268,7 @@ def _loader(shards: TokenShards) -> BatchLoader:
 
 
 def measure_start(folder: Path, repeats: int, *, parts: int = PARTS, tokens: int = TOKENS) -> Rows:
-    """Seconds and memory to open a split of `parts` parts and to read a batch.
-
-    The least of `repeats` fresh processes: of the one that others disturbed least.
-    """
+    """Least seconds and memory of `repeats` fresh processes to open a split and read a batch."""
     write_sparse(folder, parts, tokens)
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
         runs = list(pool.map(open_once, [folder] * repeats))
@@ -298,10 +294,7 @@ def open_once(folder: Path) -> tuple[float, int]:
 
 
 def write_sparse(folder: Path, parts: int, tokens: int) -> None:
-    """A split of `tokens` tokens, all 0, in `parts` parts of equal length: its files are sparse.
-
-    No disk holds the zeros, and their CRCs are true.
-    """
+    """A split of `tokens` tokens, all 0, in `parts` equal sparse parts; their CRCs are true."""
     write_shards(folder, [np.array([EOS_ID])], vocab_size=VOCAB_SIZE, eos_id=EOS_ID)
     like, count = read_json(folder / f"{part_name(0, 0)}.json"), tokens // parts
     whole, rest = divmod(2 * count, BLOCK_BYTES)

@@ -171,18 +171,14 @@ def parse_model(text: str) -> ModelArgs:
 
 
 def write_random_export(args: ModelArgs, folder: Path, dtype: str) -> None:
-    """Write to `folder`/out the export of an untrained model, with a tokenizer of its size.
-
-    Its likeliest token is never EOS, a newline or another byte: answers are of full length, and
-    text.
-    """
+    """Write to `folder`/out the export of an untrained model, with a tokenizer of its size."""
     tokenizer = folder / SENTENCEPIECE_FILE
     tokenizer.write_bytes(trained_tokenizer(args.vocab_size))
     model = Transformer(replace(args, tie_embeddings=False))
     model.init_weights()
     assert model.output is not None
-    with torch.no_grad():
-        model.output.weight[:NO_TEXT] = 0.0  # a logit of 0: many others are above it
+    with torch.no_grad():  # a logit of 0, below many others: answers are of full length, and text
+        model.output.weight[:NO_TEXT] = 0.0
     run = RunFolder(folder / "run")
     run.write_config({"data": {}}, {f"model.{k}": v for k, v in asdict(model.args).items()})
     checkpoint = run.path / "checkpoint" / "step-1"

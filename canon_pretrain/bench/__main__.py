@@ -1,8 +1,4 @@
-"""Two things side by side in one run, as ratios.
-
-On a GPU where there is one, else on the CPU with smaller sizes. --json FILE keeps the figures. Exit
-code 2 with one message for bad input.
-"""
+"""Two things side by side in one run, as ratios: on a GPU where there is one, else on the CPU."""
 
 import argparse
 import sys

@@ -145,11 +145,7 @@ def cases(models: Sequence[str], sets: Sequence[str] | None, backends: Sequence[
 
 @contextlib.contextmanager
 def fake_gpu() -> Iterator[None]:
-    """Let Inductor believe in the GPU, and code that is traced that its tensors are there.
-
-    Tensors are traced on the CPU, since a build of torch without CUDA has no fake ones on a GPU;
-    what a traced function reads of their device is the GPU's.
-    """
+    """Let Inductor believe in the GPU, and traced code that its tensors, on the CPU, are there."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -187,10 +183,8 @@ def fake_gpu() -> Iterator[None]:
 
 
 def lower(gm: torch.fx.GraphModule, is_backward: bool) -> tuple[str, list[tuple[str, int]]]:
-    """Move a graph of CPU fakes to the GPU; the code that launches its kernels, and their bytes.
-
-    The steps of torch._inductor.compile_fx between AOT autograd and the compilation of kernels.
-    """
+    """Move a graph of CPU fakes to the GPU; return the code of its launches, and kernels' bytes."""
+    # the steps of compile_fx between AOT autograd and the compilation of kernels
     from torch._inductor import compile_fx
     from torch._inductor.debug import DebugContext
     from torch._inductor.fx_passes.post_grad import view_to_reshape
@@ -268,10 +262,7 @@ class OpaqueAttend(Attend):
 
 
 def count(case: Case) -> Row:
-    """Compile a block for the fake GPU, forward and backward; return what `_count` finds of both.
-
-    `saved_bytes`: what is kept per token between them.
-    """
+    """Compile a block for the fake GPU; return `_count` of both passes, and `saved_bytes` a token."""
     from torch._inductor.compile_fx import compile_fx
 
     if case.backend == "triton":  # a traced function can't import

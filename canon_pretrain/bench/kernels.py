@@ -252,7 +252,7 @@ def use_flash(name: str) -> None:
 
 
 def check(way: Way, tensors: list[Tensor]) -> float:
-    """Return the first head's largest error against float64, as a share of its largest value.
+    """Return the first head's largest error against float64, of its largest value.
 
     Raises NotMeasured if it is more than rounding.
     """

@@ -116,10 +116,7 @@ def with_canon(args: ModelArgs, canon_set: str) -> ModelArgs:
 
 
 def available(asked: Sequence[str] | None, work: Workload) -> tuple[list[str], dict[str, str]]:
-    """Return the backends of `asked` (or all) to measure, and why others can't be.
-
-    Raises UserError.
-    """
+    """Return the backends of `asked` (or all) to measure, and why others can't be."""
     missing: dict[str, str] = {}
     for name in asked or MEASURED:
         check_choice("--backends", name, MEASURED)
