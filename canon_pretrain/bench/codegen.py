@@ -262,7 +262,7 @@ class OpaqueAttend(Attend):
 
 
 def count(case: Case) -> Row:
-    """Compile a block for the fake GPU; return `_count` of both passes, and `saved_bytes` a token."""
+    """Compile a block for the fake GPU; return `_count` of each pass, and `saved_bytes` a token."""
     from torch._inductor.compile_fx import compile_fx
 
     if case.backend == "triton":  # a traced function can't import
