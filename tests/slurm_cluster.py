@@ -64,8 +64,6 @@ def missing() -> str | None:
 
 
 class SlurmCluster:
-    """A running cluster: `environ` is what its commands need."""
-
     def __init__(self, state: Path, *, kill_wait: int = 30, grace: int = 30) -> None:
         self.state = state
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
@@ -74,7 +72,6 @@ class SlurmCluster:
         self._kill_wait, self._grace = kill_wait, grace
 
     def start(self) -> None:
-        """Returns when both nodes are idle."""
         _name_nodes()
         host, port = socket.gethostname().split(".")[0], _free_ports()
         self.state.mkdir(parents=True, exist_ok=True)
@@ -126,7 +123,6 @@ class SlurmCluster:
         environ: dict[str, str] | None = None,
         cwd: Path | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """A command of Slurm's; raises with its words where it fails."""
         options = {"capture_output": True, "text": True, "timeout": 60}
         found = subprocess.run(command, env=environ or self.environ, cwd=cwd, **options)
         if check and found.returncode:
@@ -149,7 +145,6 @@ class SlurmCluster:
         return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-800:]}" for log in logs)
 
     def stop(self) -> None:
-        """Cancels every job, then ends what was started, last first."""
         self.run("scancel", "--signal=KILL", "--full", "--state=RUNNING", check=False)
         self.run("scancel", "--user=root", check=False)
         for daemon in reversed(self._daemons):
@@ -186,7 +181,6 @@ def _free_ports() -> int:
 
 @contextmanager
 def slurm_cluster(state: Path, **settings: int) -> Iterator[SlurmCluster]:
-    """A cluster for as long as one is inside."""
     cluster = SlurmCluster(state, **settings)
     try:
         cluster.start()

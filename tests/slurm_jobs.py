@@ -25,14 +25,11 @@ CPUS = "--gpus-per-node=0"
 
 
 class Job:
-    """A submitted job."""
-
     def __init__(self, cluster: SlurmCluster, number: str, output: Path) -> None:
         self.cluster, self.id, self.output = cluster, number, output
         self._hurried = 0
 
     def field(self, name: str) -> str:
-        """A value of `scontrol show job`."""
         shown = self.cluster.run("scontrol", "show", "job", "-o", self.id).stdout.split()
         return next(word.split("=", 1)[1] for word in shown if word.startswith(f"{name}="))
 
@@ -81,7 +78,6 @@ class Job:
         self.until(lambda: self.restarts >= restarts, f"restart {restarts}")
 
     def until_ended(self) -> str:
-        """The job's last state."""
         self.until(lambda: self.state in ENDED, "its end")
         return self.state
 
@@ -119,7 +115,6 @@ class Jobs:
     def script(
         self, name: str, *words: object, cwd: Path = ROOT, **variables: object
     ) -> subprocess.CompletedProcess[str]:
-        """`bash slurm/NAME WORDS`, as on a login node."""
         return script(name, *words, environ=self.environ(variables), cwd=cwd)
 
     def submit(
@@ -130,7 +125,6 @@ class Jobs:
         cwd: Path = ROOT,
         **variables: object,
     ) -> Job:
-        """`sbatch FLAGS SCRIPT ARGUMENTS` with `variables` in its environment."""
         output = self.folder / "sbatch-%j.out"
         command = ("sbatch", "--parsable", f"--output={output}", *flags, script)
         found = self.cluster.run(
@@ -163,13 +157,11 @@ def script(
 
 
 def log_of(run: Path) -> str:
-    """What the launches of a run have written, scripts and trainers."""
     path = run / "slurm.log"
     return path.read_text(errors="replace") if path.exists() else ""
 
 
 def processes_of(text: str) -> list[str]:
-    """Command lines of the processes on this machine that have `text` in them."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

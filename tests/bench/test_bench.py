@@ -194,7 +194,6 @@ def test_what_does_not_fit_in_memory_is_left_out_and_said(
 
 
 def counted_blocks(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[TransformerBlock]:
-    """All blocks that are made from now on and still there."""
     blocks: weakref.WeakSet[TransformerBlock] = weakref.WeakSet()
     make_block = TransformerBlock.__init__
 
@@ -226,7 +225,6 @@ def test_on_a_gpu_the_trainer_and_the_bare_loop_are_not_there_together(
 
 
 def test_a_gpu_holds_one_model_at_a_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of a GPU, on a CPU: what it builds is gone before the next."""
     build, built, blocks = step.build, [], counted_blocks(monkeypatch)
 
     def watched(work: Workload, variant: Variant, *how: Any, plain: bool) -> Any:
@@ -294,8 +292,6 @@ def test_all_keeps_what_is_there_where_one_fails(
 
 
 def change_kernels(monkeypatch: pytest.MonkeyPatch, change: Callable[..., torch.Tensor]) -> None:
-    """Hand what the Canon kernels return, and the backend's name, to `change`."""
-
     def changed(right: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *tensors, **options: change(right(*tensors, **options), options["backend"])
 

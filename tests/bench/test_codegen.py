@@ -40,7 +40,6 @@ def brief(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Every figure of rows by its name, and what Canon adds to the KiB."""
     found: dict[str, float] = {}
     base: dict[str, float] = {}
     for row in rows:
@@ -57,7 +56,6 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def risen(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """The figures that rose to more than 1.02 times what was recorded."""
     most = {n: value + 0.02 * abs(value) + 0.01 for n, value in figures(RECORDED["rows"]).items()}
     return {name: value for name, value in figures(rows).items() if value > most[name]}
 

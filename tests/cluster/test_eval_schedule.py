@@ -58,7 +58,6 @@ def write_run(run: Path, *steps: int, last: int = 40, keep: int = 0) -> Path:
 
 
 def answer(run: Path, step: int, suite: str, **asked: Any) -> None:
-    """Results as `eval run` leaves them."""
     question = {
         "checkpoint": "", "step": step, "suite": suite, "limit": None, "train_fingerprint": "",
         "add_bos": False, "max_length": 64, "dtype": "float32", **asked,
@@ -85,7 +84,6 @@ SUITES = ["jrt", "validation"]
 
 
 def submit(*words: object) -> int:
-    """The exit code of `eval submit`."""
     try:
         main(["submit", *map(str, words)])
     except SystemExit as left:
@@ -109,7 +107,6 @@ def current(run: Path, step: int, suite: str = "jrt") -> Lease:
 
 
 def finish(run: Path, *steps: int, suites: tuple[str, ...] = ("jrt",)) -> None:
-    """The run is DONE, and these steps have results."""
     for step in steps:
         for suite in suites:
             answer(run, step, suite)
@@ -172,7 +169,6 @@ def test_from_the_first_checkpoint_to_the_report(slurm: FakeSlurm, run: Path) ->
 
 
 def test_watchers_that_race_give_out_each_piece_once(slurm: FakeSlurm, tmp_path: Path) -> None:
-    """Six processes, three times each, 12 pieces of work of two runs."""
     runs = [write_run(tmp_path / f"run-{k}", 20, 40) for k in range(2)]
     command = [sys.executable, "-m", "eval", "submit", *map(str, runs), "--suites"]
     command += ["jrt,babilong,validation", "--every", "20", "--once", "--max_in_flight"]
@@ -272,7 +268,6 @@ def test_a_watcher_that_slept_through_a_takeover_cancels_its_job(
 def test_what_happens_between_a_look_and_a_claim(
     slurm: FakeSlurm, run: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """Another watcher claims the rest, or the work is answered."""
     watch, claim = watcher(run, suites=["jrt"], cap=1), Leases.claim
 
     def late(*words: Any) -> Any:
@@ -465,7 +460,6 @@ def test_a_job_asks_whether_the_work_is_its_own(run: Path, capsys: Any) -> None:
 
 
 def test_a_job_that_gets_nowhere_ends(run: Path) -> None:
-    """Three restarts without a task more; one more task, and it may again."""
     leases = leases_of(run, 10, "jrt")
 
     def codes(count: int, job: str = "5") -> list[int]:

@@ -218,7 +218,6 @@ def preflight_rank(environment: dict[str, str], folder: Path, fault: str) -> Non
 
 
 def test_a_rank_whose_device_fails_is_named_and_the_others_do_not_wait(tmp_path: Path) -> None:
-    """A rank on each of the nodes n0 and n1, both on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

@@ -36,14 +36,12 @@ def plan(folder: Path, *words: object) -> None:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """What a command prints."""
     capsys.readouterr()
     main([*map(str, words)])
     return capsys.readouterr().out
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """What a command that must be refused says."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as left:
         main([*map(str, words)])
@@ -58,7 +56,6 @@ def config(path: Path, text: str = "") -> str:
 
 
 def launch_of(folder: Path, number: int, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The config and the options that `run --print0` gives."""
     out = printed(capsys, "run", folder, number, "--print0")
     assert out.endswith("\0")
     return out.split("\0")[:-1]
@@ -284,7 +281,6 @@ def test_the_table_has_each_run_with_its_state(
 def test_the_table_begins_with_the_verdict_on_held_out_loss(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the training logs, then from evaluations, at one step for all."""
     other = config(tmp_path / "b.toml")
     plan(tmp_path, "--configs", DEBUG, other, "--lr", "1e-3", "2e-3", "--seeds", "0", "1", "2")
     sweep = read_sweep(tmp_path)

@@ -29,7 +29,6 @@ def model() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def rows(model: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What is measured, of small parts."""
     folder = tmp_path_factory.mktemp("bench")
     return [
         *bench.measure_encoding(model, TEXTS, 2),

@@ -27,7 +27,6 @@ from tests.variants import build, variant
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    """The arguments of a small measurement."""
     modules = str(tmp_path / "modules")
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
     monkeypatch.syspath_prepend(modules)

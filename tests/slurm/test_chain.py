@@ -26,7 +26,6 @@ STEPS, SUITES = (6, 12), ("validation", "zen_of_python")
 
 
 def all_jobs(cluster: SlurmCluster) -> dict[str, tuple[str, str]]:
-    """Name and state of every job that the cluster knows, by id."""
     shown = cluster.run("squeue", "--noheader", "--states=all", "--format=%i|%j|%T").stdout
     rows = [line.split("|") for line in shown.splitlines()]
     return {number: (name, state) for number, name, state in rows}

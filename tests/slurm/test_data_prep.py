@@ -22,7 +22,6 @@ FILES = 9
 
 
 def corpus_in(folder: Path) -> tuple[Path, Path]:
-    """A corpus and a tokenizer."""
     write_corpus(folder / f"text {ODD}", files=FILES)
     return folder / f"text {ODD}", write_tokenizer(folder / "tokenizer.model")
 
@@ -51,7 +50,6 @@ def build_processes(shard: str, folder: Path) -> list[int]:
 
 
 def submitted(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    """Job ids by what `submit` says that they do."""
     assert done.returncode == 0, done
     return {what: number for number, what in re.findall(r"^job (\d+): (\w+)", done.stdout, re.M)}
 
@@ -150,7 +148,6 @@ def test_nothing_is_submitted_of_a_wrong_build(
 
 
 def test_locally_it_is_the_same_build(tmp_path: Path) -> None:
-    """Without Slurm, in one go and shard by shard, and again."""
     corpus, tokenizer = corpus_in(tmp_path)
     environ = os.environ | {"CANON_CLUSTER_ENV": str(tmp_path / "cluster.env")}
     (tmp_path / "cluster.env").write_text(f"VENV='{sys.prefix}'\n")

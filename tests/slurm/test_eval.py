@@ -21,7 +21,6 @@ SCRIPT = "slurm/eval.sh"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 12 steps that is DONE."""
     base = tmp_path_factory.mktemp("trained")
     write_text_data(base / "data")
     launch("--config", TRAIN, *text_run(base / "data", base / "run"), output=base / "out")
@@ -37,7 +36,6 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 def submit(jobs: Jobs, run: Path, *more: object, **variables: object) -> None:
-    """`python -m eval submit RUN`, as on a login node."""
     environ = jobs.environ({"PYTHONPATH": f"{SITE}:{ROOT}", **variables})
     command = [sys.executable, "-m", "eval", "submit", run, f"--sbatch={CPUS}", *more]
     done = subprocess.run(
@@ -47,7 +45,6 @@ def submit(jobs: Jobs, run: Path, *more: object, **variables: object) -> None:
 
 
 def only_job(jobs: Jobs, run: Path, step: int, suite: str) -> Job:
-    """The job that the work's lease names."""
     lease = leases_of(run, step, suite).current()
     assert lease is not None and lease.number == 1 and lease.job is not None
     log = run / "evals" / f"step-{step}" / suite / f"slurm-{lease.job}.log"
@@ -55,7 +52,6 @@ def only_job(jobs: Jobs, run: Path, step: int, suite: str) -> Job:
 
 
 def write_pair(folder: Path) -> Path:
-    """A group of two tasks of the user's own."""
     zen = ROOT / "eval" / "tasks" / "zen_of_python"
     shutil.copy(zen / "utils.py", folder)
     for name in ("zen_one", "zen_two"):

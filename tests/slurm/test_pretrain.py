@@ -43,7 +43,6 @@ def reference(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def train(data: Path, run: Path, *more: object) -> list[object]:
-    """The script's arguments: CONFIG and the rest."""
     return [*debug_run(data, run)[1:], *more]
 
 

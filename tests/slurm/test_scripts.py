@@ -25,7 +25,6 @@ def programs(tmp_path: Path) -> Path:
 
 
 def stand_in(folder: Path, name: str, body: str = "") -> None:
-    """A program that notes its call, then does `body`."""
     path = folder / name
     path.write_text(f'#!/bin/bash\necho "{name} $*" >>"{folder}/calls"\n{body}\n')
     path.chmod(0o755)
@@ -37,7 +36,6 @@ def calls(folder: Path, start: str) -> list[str]:
 
 
 def library(programs: Path, body: str, *words: object, **variables: object) -> Any:
-    """slurm/lib.sh, sourced; then `body`, whose arguments are `words`."""
     return bash(programs, "-c", f"{LIBRARY} {body}", "bash", ROOT, *words, **variables)
 
 

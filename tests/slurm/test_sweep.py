@@ -41,7 +41,6 @@ def states(sweep: Path) -> list[str]:
 
 
 def alone(data: Path, folder: Path, rate: str, seed: int) -> Path:
-    """The run of a grid's point by itself, without sweep or Slurm."""
     launch(
         *debug_run(data, folder / "run"), "--optimizer.lr", rate, "--model.init_seed", seed,
         "--data.data_seed", seed, "--checkpoint.interval", 1000, ranks=1, output=folder / "out",
@@ -132,7 +131,6 @@ def test_runs_of_one_gpu_share_a_node(
 
 
 def local(folder: Path, **variables: object) -> dict[str, str]:
-    """The environment of a machine without Slurm, with a cluster.env in `folder`."""
     settings = {"VENV": sys.prefix, "CANON_CPU": 1, "RANKS_PER_NODE": 1} | variables
     lines = [f"export {name}='{value}'\n" for name, value in settings.items()]
     (folder / "cluster.env").write_text("".join(lines))
