@@ -318,7 +318,7 @@ def test_a_kernel_that_is_wrong_or_fails_leaves_the_others(
     options = ("--backends", "causal_conv1d", "compiled", "--micro-batch", 2)
     result, page = run("canon", *SMALL, *QUICK, *options)
     assert {row["backend"] for row in result["rows"]} == {"compiled"}
-    words = {"wrong": "output 0 is 0.000", "fails": "RuntimeError: no kernel image"}[fault]
+    words = {"wrong": "WrongCanon: output 0 is 0.000", "fails": "RuntimeError: no kernel image"}[fault]
     assert f"not measured: A, C by causal_conv1d: {words}" in page
     assert len(result["unavailable"]) == 6
 
