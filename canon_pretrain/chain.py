@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.core.cli import command
@@ -36,13 +36,11 @@ WAIT_S = 30.0
 """Three heartbeats, and Slurm's default KillWait: a launch that is cancelled has ended by then."""
 
 Asked = Literal["none", "limit", "preempted", "term"]
-"""Who asked the launch to stop: nobody; the job script, near its time limit; Slurm, which lets a
-preempted job run for its grace time; SIGTERM, which ends a job that is cancelled or requeued."""
+"""Who asked the launch to stop: nobody; the job script, near its time limit; Slurm, which preempts;
+SIGTERM, which ends a job that is cancelled or requeued."""
 Next = Literal["done", "requeue", "stop", "failed", "leave"]
 """What the job script does: end well; requeue; end, since a user said so; end as failed; nothing,
 since Slurm has put the job back into the queue or not."""
-
-
 IN_USE = (
     "the run folder is in use by another launch ({}). Wait for its end, scancel one of the two, or "
     "choose another folder with --job.dump_folder"
@@ -70,12 +68,8 @@ class Decision(NamedTuple):
     why: str
 
 
-def restarts_file(run: RunFolder) -> Path:
-    return run.path / "restarts.json"
-
-
-def config_file(run: RunFolder) -> Path:
-    return run.path / "restarts.toml"
+def restarts_file(run: RunFolder, suffix: str = ".json") -> Path:
+    return run.path / f"restarts{suffix}"
 
 
 def newest_checkpoint(run: RunFolder) -> int:
@@ -96,15 +90,12 @@ def parse_launch(arguments: Sequence[str]) -> argparse.Namespace:
     add("--checkpoint.fresh", dest="fresh", nargs="?", const="true")
     launch = parser.parse_known_args(arguments)[0]
     values = read_experiment(launch.config) if launch.config is not None else {}
-
-    def own(section: str, key: str, default: Any) -> Any:
-        found = values.get(section)
-        return found.get(key, default) if isinstance(found, dict) else default
-
-    launch.folder = launch.folder or own("job", "dump_folder", "./outputs")
-    allowed = own("run", "allow_changes", []) if launch.allowed is None else launch.allowed
+    sections = (values.get(name) for name in ("job", "run", "checkpoint"))
+    own, more, saving = (each if isinstance(each, dict) else {} for each in sections)
+    launch.folder = launch.folder or own.get("dump_folder", "./outputs")
+    allowed = more.get("allow_changes", []) if launch.allowed is None else launch.allowed
     launch.allowed = ",".join(map(str, allowed)).split(",")
-    fresh = own("checkpoint", "fresh", False) if launch.fresh is None else launch.fresh
+    fresh = saving.get("fresh") if launch.fresh is None else launch.fresh
     launch.fresh = str(fresh).lower() == "true"
     return launch
 
@@ -121,7 +112,7 @@ def code_of(job: str, arguments: Sequence[str]) -> tuple[Path | None, Path | Non
     except UserError:
         return None, None  # the check of the job comes next, and says it better
     run = RunFolder(Path(launch.folder).absolute())
-    snapshot, (link, _), config = newest_snapshot(run), _read_both(run), config_file(run)
+    snapshot, (link, _), config = newest_snapshot(run), _read_both(run), restarts_file(run, ".toml")
     is_restart = link is not None and link.job == job
     takes_new = "code" in launch.allowed or launch.fresh or not newest_checkpoint(run)
     if snapshot is None or (takes_new and not is_restart):
@@ -141,9 +132,9 @@ def begin(
 ) -> Decision | None:
     """Record a start of `job`, or return the Decision that forbids it.
 
-    Forbidden if a launch of another job is alive in the folder after `wait_s` (a cancelled one may
-    still save), or if starts that were killed with their scripts used up `restarts`. `take_code`
-    snapshots the program as it is; the first start keeps its `config` for the restarts.
+    Forbidden if a launch of another job is alive after `wait_s` (a cancelled one may still save),
+    or if starts that were killed with their scripts used up `restarts`. `take_code` snapshots the
+    program as it is; the first start keeps its `config` for the restarts.
     """
     end_s = time.monotonic() + wait_s
     # one on another node that is silent for as long counts as dead; the trainer watches it longer
@@ -154,17 +145,16 @@ def begin(
     (before, status), newest = _read_both(run), newest_checkpoint(run)
     link = Link(job, status.launches if status else 0, newest)
     if before is not None and before.job == job:
-        futile = before.futile
-        if before.ended is None:  # its script was killed too: a node that is gone, kill -9
-            futile = before.failed_restarts(newest)
-            if futile >= restarts:
-                _write_link(run, replace(before, futile=futile, ended="failed"))
-                return _out_of_restarts(futile, newest, "its job script was killed")
+        is_killed = before.ended is None  # with its script: a node that is gone, kill -9
+        futile = before.failed_restarts(newest) if is_killed else before.futile
+        if is_killed and futile >= restarts:
+            _write_link(run, replace(before, futile=futile, ended="failed"))
+            return _out_of_restarts(futile, newest, "its job script was killed")
         link = replace(link, is_restart=True, futile=futile)
     if take_code:  # before the link is known: a restart of it looks for its code
         take_snapshot(run)
     if config is not None and not link.is_restart:
-        write_atomic(config_file(run), to_toml(read_experiment(config)).encode())
+        write_atomic(restarts_file(run, ".toml"), to_toml(read_experiment(config)).encode())
     _write_link(run, link)
     return None
 
@@ -182,9 +172,8 @@ def end(run: RunFolder, job: str, asked: Asked, *, restarts: int = RESTARTS) -> 
         if link is not None and is_own and (decision := _asked_for(status, asked)) is not None:
             return decision
         raise UserError(f"{restarts_file(run)} knows no start of job {job}: call `begin` before")
-    own = status if status is not None and status.launches > link.launches else None
-    if own is not None and own.job_id not in (None, job):
-        own = None
+    is_own = status is not None and status.launches > link.launches
+    own = status if is_own and status and status.job_id in (None, job) else None
     other = live_holder(run.lock_file) if own is None and asked == "none" else None
     if other is not None and other.job_id not in (None, job):
         _write_link(run, replace(link, ended="failed"))
@@ -208,19 +197,16 @@ def end(run: RunFolder, job: str, asked: Asked, *, restarts: int = RESTARTS) -> 
 
 
 def _out_of_restarts(futile: int, newest: int, last: str) -> Decision:
-    where = f"step {newest}" if newest else "the start"
-    why = (
-        f"{futile} restart(s) in a row from {where} failed and left no newer checkpoint; the last "
-        f"one: {last}. Look at slurm.log, then submit the same command again"
+    return Decision(
+        "failed",
+        f"{futile} restart(s) in a row from {f'step {newest}' if newest else 'the start'} failed "
+        f"and left no newer checkpoint; the last one: {last}. Look at slurm.log, then submit the "
+        "same command again",
     )
-    return Decision("failed", why)
 
 
 def _asked_for(own: Status | None, asked: Asked) -> Decision | None:
-    """Return the decision on a launch that did what it was asked to; None if it failed.
-
-    `own` is the launch's status, None if it never had one.
-    """
+    """Return the decision on a launch of status `own` that did as asked; None if it failed."""
     if own is not None and own.state == "done":
         return Decision("done", f"step {own.step} of {own.steps} is reached")
     where = f"at step {own.step} of {own.steps}" if own is not None else "before its first step"
@@ -269,11 +255,7 @@ def _write_link(run: RunFolder, link: Link) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the next step and its reason, a line each; `begin` prints nothing to go ahead.
-
-    `code` prints the snapshot's folder, what this program differs in and the config, or nothing;
-    `begin --take_code` prints the folder behind the word code.
-    """
+    """Print the next step and its reason, a line each; `begin` prints nothing to go ahead."""
     parser = argparse.ArgumentParser(prog="python -m canon_pretrain.chain")
     parser.add_argument("command", choices=("code", "begin", "end"))
     parser.add_argument("run", type=Path, metavar="RUN", nargs="?", default=Path())
@@ -285,7 +267,6 @@ def main(argv: list[str] | None = None) -> None:
     place = own.index("--") if "--" in own else len(own)
     given, launch = parser.parse_args(own[:place]), own[place + 1 :]
     run, job, restarts = RunFolder(given.run), given.job, given.restarts
-    lines: list[object] = []
     with command(prints=True):
         if restarts < 1:
             raise UserError(f"--restarts {restarts}: expected at least 1")
@@ -293,17 +274,16 @@ def main(argv: list[str] | None = None) -> None:
             snapshot, config = code_of(job, launch)
             if snapshot is not None:
                 others = ", ".join(differences(snapshot)[:10])
-                lines = [snapshot, others and f"not this repository's: {others}", config or ""]
+                others = others and f"not this repository's: {others}"
+                print(snapshot, others, config or "", sep="\n")
         elif given.command == "end":
-            lines = [*end(run, job, given.asked, restarts=restarts)]
+            print(*end(run, job, given.asked, restarts=restarts), sep="\n")
         else:
             more = {"take_code": given.take_code, "config": parse_launch(launch).config}
             if (decision := begin(run, job, restarts=restarts, **more)) is not None:
-                lines = [*decision]
+                print(*decision, sep="\n")
             elif given.take_code:
-                lines = ["code", newest_snapshot(run)]
-        for line in lines:
-            print(line)
+                print("code", newest_snapshot(run), sep="\n")
 
 
 if __name__ == "__main__":

@@ -6,29 +6,54 @@
     python -m canon_pretrain.preflight verdict --report DIR --nodes n1,n2 [--ranks]
 
 slurm/lib.sh calls them in this order before each launch; `job` reads the job as the trainer will.
-Nodes and ranks leave reports in DIR (cluster/node_report.py), `verdict` names those at fault.
+Nodes and ranks leave reports in DIR, `verdict` names those at fault.
 """
 
 import argparse
+import hashlib
+import json
 import os
+import platform
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from canon_pretrain.cluster.node_report import MATMUL, Report, report_node, report_ranks
 from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import UnreadableFile, read_record, write_json
+from canon_pretrain.core.files import UnreadableFile, free_bytes, read_record, write_json
 from canon_pretrain.core.holder import host_name
+from canon_pretrain.kernels.hardware import check_cuda, copy_bandwidth, matmul_flops
 from canon_pretrain.run.config import valid_world_sizes
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_tail
+from canon_pretrain.run.source import code_hashes
+
+if TYPE_CHECKING:
+    import torch
+
+TIMEOUT_S = 600
+WRITE_BYTES = 1 << 20
+LEAST_FREE = 0.9
+"""The share of a GPU's memory that must be free; a process of a former job may hold the rest."""
+MATMUL_SIZE = {"cuda": 8192, "cpu": 512}
+SECONDS = {"cuda": 1.0, "cpu": 0.1}
+CPU_BYTES = 1 << 25
+ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 20}
+ALL_REDUCES = 5
+MATMUL, MEMORY = "matmul", "memory"
+IN_NODE, TWO_NODES, ALL_NODES = "all-reduce in the node", "all-reduce of two nodes", "all-reduce"
+PACKAGES = ("torch", "torchtitan", "numpy")
+
 
 CLOCK_WARNING_S, CLOCK_FAULT_S = 2.0, 30.0
 """Half of the minute after which a silent run counts as dead, by another node's clock."""
@@ -37,10 +62,8 @@ SLOW_WARNING, SLOW_FAULT = 0.8, 0.5
 EXIT_COMMON, EXIT_BROKEN_NODES = 1, 3
 """Exit codes of `verdict`; after the second, leaving out the nodes that it names may help."""
 
-Reports = Mapping[str, Report | None]
-"""By node; None without one."""
-Finding = tuple[str, str, bool]
-"""A node, what is odd about it, and whether that is a fault."""
+
+# -- the job
 
 
 def check_nodes(global_batch_size: int, nodes: int, ranks_per_node: int) -> None:
@@ -93,14 +116,14 @@ def slow_save(run: RunFolder, show: Callable[[str], str]) -> str | None:
         tail = read_tail(run.log_file, until="checkpoint")
     except UnreadableFile:
         return None
-    save_s = [e["seconds"] for e in tail if e["event"] == "checkpoint"][-1:] or [0.0]
+    save_s = next((e["seconds"] for e in reversed(tail) if e["event"] == "checkpoint"), 0.0)
     partition = os.environ.get("SLURM_JOB_PARTITION", "")
     kill = re.search(r"KillWait\s*=\s*(\d+)", show("config"))
     grace = re.search(r"GraceTime=(\d+)", show(f"partition {partition}")) if partition else None
-    if kill is None or save_s[0] <= int(kill[1]):
+    if kill is None or save_s <= int(kill[1]):
         return None
     return (
-        f"the last checkpoint took {save_s[0]:.0f} s, and Slurm kills {kill[1]} s after SIGTERM "
+        f"the last checkpoint took {save_s:.0f} s, and Slurm kills {kill[1]} s after SIGTERM "
         f"(KillWait), {grace[1] if grace else 0} s later where it preempts (GraceTime): steps "
         "since the last checkpoint may be lost. Lower checkpoint.interval, and let the time "
         "limit's signal come earlier (sbatch --signal=B:USR1@SECONDS)"
@@ -116,7 +139,174 @@ def scontrol(what: str) -> str:
         return ""
 
 
-# -- the verdict --------------------------------------------------------------------------------
+# -- what a node finds out about itself, and a rank when it meets the others
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a node or a rank found, as a JSON file.
+
+    `disk`: faults of the run folder, which all nodes may share. `versions` all nodes must have
+    alike. `left_alone`: a collective that failed, perhaps by another rank's fault. `clock_s`: after
+    a barrier. `speeds`: FLOP/s and bytes per second, by device and measure.
+    """
+
+    faults: list[str] = field(default_factory=list)
+    disk: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    left_alone: str | None = None
+    clock_s: float | None = None
+    speeds: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def report_node(run: Path, checkpoint_bytes: int, gpus: int) -> Report:
+    """Check this node's GPUs and what it can write to `run`."""
+    faults: list[str] = []
+    disk: list[str] = []
+    try:
+        if (free := free_bytes(run)) < checkpoint_bytes:
+            disk.append(
+                f"{free:,} bytes are free in {run}, a checkpoint takes about {checkpoint_bytes:,}"
+            )
+        with tempfile.NamedTemporaryFile(dir=run, prefix=f".preflight-{host_name()}-") as file:
+            file.write(content := os.urandom(WRITE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            if Path(file.name).read_bytes() != content:
+                disk.append(f"{run}: what was written is not what is read")
+    except OSError as error:
+        disk.append(f"{run} cannot be written to: {error.strerror}")
+    if gpus:
+        import torch
+
+        if (found := torch.cuda.device_count()) < gpus:
+            faults.append(f"{found} of {gpus} GPUs can be used")
+            try:
+                check_cuda()
+            except UserError as error:
+                faults.append(str(error))
+    code = hashlib.sha256(json.dumps(code_hashes()).encode()).hexdigest()[:12]
+    versions = {name: metadata.version(name) for name in PACKAGES}
+    versions |= {"python": platform.python_version(), "canon_pretrain (its source's SHA-256)": code}
+    return Report(faults, disk, versions)
+
+
+def report_ranks(gpus: int) -> Report:
+    """Use this rank's device by itself, all ranks at once, then all-reduce in growing groups.
+
+    A device or link that fails, or is slow, is found before the model is built, on its own node.
+    """
+    import torch
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", timeout=timeout)
+    try:
+        world, node = dist.get_world_size(), host_name()
+        everyone: list[str] = [""] * world
+        dist.all_gather_object(everyone, node)
+        dist.barrier()
+        clock_s = time.time()
+        device = torch.device("cpu")
+        if gpus:
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        faults, speeds = try_device(device)
+        if gpus and not faults:
+            torch.cuda.empty_cache()  # what was tried with; NCCL allocates by itself
+        found: list[list[str]] = [[]] * world
+        dist.all_gather_object(found, faults)
+        if any(found):
+            return Report(faults)
+        for name, ranks in rank_groups(everyone):
+            group = dist.new_group(ranks, backend="nccl" if gpus else "gloo", timeout=timeout)
+            if dist.get_rank() not in ranks:
+                continue
+            rate = all_reduce_bandwidth(group, len(ranks), device)
+            if rate is None:
+                there = f"{len(ranks)} of {world} ranks, with those of {node},"
+                return Report([f"an all-reduce of ones over {there} gave other sums"])
+            if len(ranks) > 1:  # of a node's two neighbors, one may be slow
+                speeds[name] = max(rate, speeds.get(name, 0.0))
+        dist.barrier()
+        label = f"{device.type}:{os.environ['LOCAL_RANK']}"
+        return Report(clock_s=clock_s, speeds={label: speeds})
+    except RuntimeError as error:
+        # another rank's fault may be the reason: this one counts where no rank has one of its own
+        return Report(left_alone=f"a collective failed: {str(error).splitlines()[0]}")
+    finally:
+        dist.destroy_process_group()
+
+
+def try_device(device: "torch.device") -> tuple[list[str], dict[str, float]]:
+    """Allocate and multiply on a device; return its faults, and FLOP/s and bytes per second."""
+    import torch
+
+    size, seconds = MATMUL_SIZE[device.type], SECONDS[device.type]
+    num_bytes, dtype = CPU_BYTES, torch.float32
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            free, total = torch.cuda.mem_get_info()
+            if free < LEAST_FREE * total:
+                held = (total - free) / 2**30
+                return [f"{device}: {held:.1f} of {total / 2**30:.1f} GiB are in use already"], {}
+            num_bytes, dtype = free // 4, torch.bfloat16
+        ones = torch.ones(size, size, device=device, dtype=dtype)
+        source = torch.full((num_bytes,), 90, device=device, dtype=torch.uint8)
+        target = torch.zeros_like(source)
+        speeds = {
+            MATMUL: matmul_flops(device, dtype, size=size, seconds=seconds),
+            MEMORY: copy_bandwidth(source, target, seconds=seconds / 2),
+        }
+        if not bool((ones @ ones == size).all()):
+            return [f"{device}: a product of ones is wrong"], {}
+        if not torch.equal(source, target):
+            return [f"{device}: a copy of {num_bytes:,} bytes is not what was copied"], {}
+        return [], speeds
+    except RuntimeError as error:
+        return [f"{device}: {str(error).splitlines()[0]}"], {}
+
+
+def rank_groups(nodes: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """Return the groups that all-reduce in turn, with names of their bandwidths; `nodes` by rank.
+
+    Each node, each two neighbors on a ring of the nodes, and all. Ranks take them in one order, so
+    none waits for a rank that waits for it.
+    """
+    names = list(dict.fromkeys(nodes))
+    own = {name: [rank for rank, node in enumerate(nodes) if node == name] for name in names}
+    groups = [(IN_NODE, own[name]) for name in names]
+    if len(names) == 1:
+        return groups
+    if len(names) > 2:
+        ring = [(i, (i + 1) % len(names)) for i in range(len(names))]
+        for i, j in ring[::2] + ring[1::2]:  # neighbors of neighbors do not wait for each other
+            groups.append((TWO_NODES, sorted(own[names[i]] + own[names[j]])))
+    return [*groups, (ALL_NODES, list(range(len(nodes))))]
+
+
+def all_reduce_bandwidth(group: Any, count: int, device: "torch.device") -> float | None:
+    """Return bus bandwidth in bytes/s, as nccl-tests define it; None if the sums are wrong."""
+    import torch
+    import torch.distributed as dist
+
+    ones = torch.ones(ELEMENTS[device.type], device=device)
+    dist.all_reduce(ones, group=group)  # connects, and lets all begin the next ones together
+    begin = time.perf_counter()
+    for _ in range(ALL_REDUCES):
+        dist.all_reduce(ones.fill_(1), group=group)
+    if not bool((ones == count).all()):  # waits for the GPU
+        return None
+    seconds = (time.perf_counter() - begin) / ALL_REDUCES
+    return 2 * (count - 1) / count * ones.nbytes / seconds
+
+
+# -- the verdict
+
+Reports = Mapping[str, Report | None]
+"""By node; None without one."""
+Finding = tuple[str, str, bool]
+"""A node, what is odd about it, and whether that is a fault."""
 
 
 class Verdict(NamedTuple):
@@ -220,7 +410,7 @@ def print_verdict(folder: Path, names: str, *, ranks: bool) -> int:
     return EXIT_BROKEN_NODES if nodes else 0
 
 
-# -- the command --------------------------------------------------------------------------------
+# -- the command
 
 
 def main(argv: list[str] | None = None) -> None:

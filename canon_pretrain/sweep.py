@@ -20,43 +20,33 @@ import shlex
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
 
-from canon_pretrain.cluster.sweep import (
-    SEED_KEYS,
-    Sweep,
-    config_hash,
-    data_differences,
-    make_sweep,
-    read_sweep,
-    write_plan,
-)
+from canon_pretrain.cluster import sweep as sweeps
+from canon_pretrain.cluster.sweep import Sweep, read_sweep
 from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.core.holder import read_count
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.core.text import printable
+from canon_pretrain.report.evaluations import logged_losses, suite_losses
+from canon_pretrain.report.record import RunRecord
 from canon_pretrain.report.status import summarize_run
 from canon_pretrain.run.folder import PLAN, RunFolder, is_run
-from canon_pretrain.run.log import number, read_tail
-from canon_pretrain.run.results import RESULTS, read_results
 
 _OPTION = re.compile(r"--[A-Za-z_][\w-]*\.[\w.-]+(=.*)?", re.DOTALL)
 WAITING = "waiting"
 """The state of a run whose trainer has never started."""
 ALPHA = 0.05
 COLUMNS = ("#", "run", "state", "step", "held-out", "training loss", "job", "why")
-NUMBERS = ("#", "step", "held-out", "training loss")
-_PIPED_WIDTH = 100_000
-_OWN = {"--configs", "--lr", "--seeds", "--seed_of", "--extend"}
+OWN = {"--configs", "--lr", "--seeds", "--seed_of", "--extend"}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -79,11 +69,13 @@ def plan(given: argparse.Namespace, passed_on: list[str]) -> None:
     """Write the plan, or add to it, and print what it holds."""
     if given.seed_of and not given.seeds:
         raise UserError(f"--seed_of {given.seed_of} needs --seeds, such as --seeds 0 1 2")
-    if misplaced := _OWN.intersection(passed_on):
+    if misplaced := OWN.intersection(passed_on):
         raise UserError(f"{', '.join(misplaced)}: write it before {passed_on[0]}")
-    new = make_sweep(given.configs, given.lr, given.seeds, given.seed_of or "both", passed_on)
-    sweep, num_new = write_plan(given.sweep, new, extend=given.extend)
-    for key in data_differences(sweep):
+    new = sweeps.make_sweep(
+        given.configs, given.lr, given.seeds, given.seed_of or "both", passed_on
+    )
+    sweep, num_new = sweeps.write_plan(given.sweep, new, extend=given.extend)
+    for key in sweeps.data_differences(sweep):
         print(f"NOTE: the configs differ in {key}: runs of one seed do not see the same data")
     print(f"{given.sweep}: {len(sweep.runs)} runs, {num_new} of them new")
     show_table(look_at_sweep(sweep, given.sweep, datetime.now(UTC)))
@@ -102,10 +94,7 @@ def table(given: argparse.Namespace) -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Replace this process by the run's trainer under torchrun; with --print0 name it instead.
-
-    Printed: the config and the options, each ended by a NUL byte; nothing if the run is DONE.
-    """
+    """Replace this process by the run's trainer under torchrun; with --print0 print its words."""
     folder: Path = given.sweep
     sweep = read_sweep(folder)
     planned = sweep.run(given.number)
@@ -114,7 +103,7 @@ def run(given: argparse.Namespace) -> None:
         return
     # a requeued job reads the config that it began with
     is_restart = read_count(os.environ, "SLURM_RESTART_COUNT") > 0
-    if not is_restart and config_hash(planned.config) != sweep.configs[planned.config]:
+    if not is_restart and sweeps.config_hash(planned.config) != sweep.configs[planned.config]:
         raise UserError(
             f"{planned.config} (or what it extends) has changed since {folder / PLAN} was written, "
             "and the runs of a sweep must differ in its grid alone. Put it back, or plan a sweep "
@@ -122,8 +111,7 @@ def run(given: argparse.Namespace) -> None:
         )
     words = [planned.config, *sweep.options(planned, folder)]
     if given.print0:
-        sys.stdout.write("".join(f"{word}\0" for word in words))
-        return
+        return print(*words, sep="\0", end="\0")
     if given.ranks < 1:
         raise UserError(f"--ranks {given.ranks}: expected at least 1")
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={given.ranks}"]
@@ -134,24 +122,21 @@ def run(given: argparse.Namespace) -> None:
 
 def print_todo(given: argparse.Namespace) -> None:
     """Print the runs that are not DONE, and one of them per config: for slurm/sweep.sh."""
-    besides = {int(n) for n in given.besides.split(",") if n}
-    left: list[str] = []
-    first: dict[str, str] = {}
-    for k, planned in enumerate(read_sweep(given.sweep).runs, 1):
-        if k not in besides and not RunFolder(given.sweep / planned.name).done_file.exists():
-            left.append(str(k))
-            first.setdefault(planned.config, str(k))
-    print(",".join(left), " ".join(first.values()), sep="\n")
+    left = {
+        str(k): planned.config
+        for k, planned in enumerate(read_sweep(given.sweep).runs, 1)
+        if not RunFolder(given.sweep / planned.name).done_file.exists()
+        and str(k) not in given.besides.split(",")
+    }
+    first = {config: k for k, config in reversed(left.items())}
+    print(",".join(left), " ".join(k for k in left if k in first.values()), sep="\n")
 
 
 # -- the table: a line per run, and a verdict on their held-out losses
 
 
 class Row(NamedTuple):
-    """A run of the sweep; None: not known.
-
-    `held_out_loss`: nats per token at `held_out_step`, which is the same for all runs.
-    """
+    """A run of the sweep; its `held_out_loss` is in nats per token, at one step for all runs."""
 
     number: int
     name: str
@@ -171,16 +156,14 @@ def look_at_sweep(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
     rows = []
     source, step, losses = _held_out_losses(sweep, folder)
     for place, run in enumerate(sweep.runs, 1):
-        row = Row(place, run.name)
+        found: dict[str, Any] = {}
         if is_run(folder / run.name):
             seen = summarize_run(folder / run.name, now)
             names = ("state", "step", "steps", "loss", "job_id", "reason")
-            row = Row(place, run.name, *(seen[name] for name in names))
-        if run.name in losses:
-            row = row._replace(
-                held_out_loss=losses[run.name], held_out_step=step, held_out_source=source
-            )
-        rows.append(row)
+            found |= {name: seen[name] for name in names}
+        if (loss := losses.get(run.name)) is not None:
+            found |= {"held_out_loss": loss, "held_out_step": step, "held_out_source": source}
+        rows.append(Row(place, run.name, **found))
     return rows
 
 
@@ -190,38 +173,17 @@ def _held_out_losses(sweep: Sweep, folder: Path) -> tuple[str, int, dict[str, fl
     From the evaluations if there are any, else from the logs; at the step and of the held-out text
     that most runs have, the last step of those.
     """
-    for source, losses_of in (("suite validation", _evaluated), ("training logs", _logged)):
-        by_run = {run.name: losses_of(folder / run.name) for run in sweep.runs}
+    for source, losses_of in (("suite validation", suite_losses), ("training logs", logged_losses)):
+        by_run = {}
+        for run in sweep.runs:
+            with suppress(UserError):  # damaged: `run status` and `eval report` say so
+                losses = losses_of(RunRecord(folder / run.name))
+                by_run[run.name] = {at: x for at, x in losses.items() if math.isfinite(x)}
         known = Counter(scored for losses in by_run.values() for scored in losses)
         if known:
             at = max(known, key=lambda scored: (known[scored], scored))
             return source, at[0], {name: x[at] for name, x in by_run.items() if at in x}
     return "", 0, {}
-
-
-def _evaluated(run: Path) -> Mapping[tuple[int, str], float]:
-    """Return losses of the suite `validation`, without a limit, by step and text."""
-    found = {}
-    for path in sorted((run / "evals").glob(f"step-*/validation/*/{RESULTS}")):
-        try:
-            results = read_results(path)
-        except UserError:
-            continue  # a file of another version, or damaged: `eval report` says so
-        asked, score = results.asked, results.scores.get("validation", {}).get("nats_per_token")
-        if score is not None and asked["limit"] is None and math.isfinite(score.value):
-            found[asked["step"], str(asked.get("held_out_fingerprint"))] = score.value
-    return found
-
-
-def _logged(run: Path) -> Mapping[tuple[int, str], float]:
-    found = {}
-    with suppress(UnreadableFile):
-        for event in read_tail(RunFolder(run).log_file, until="validation"):
-            if event["event"] == "validation":
-                with suppress(KeyError, TypeError, ValueError):
-                    at = int(event["step"]), str(event.get("held_out_fingerprint"))
-                    found[at] = number(event["loss"])
-    return {at: loss for at, loss in found.items() if math.isfinite(loss)}
 
 
 def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
@@ -273,13 +235,10 @@ def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
     """Print the verdicts, the rows, and how many are in each state."""
     console = Console()
     if not console.is_terminal:
-        console = Console(width=_PIPED_WIDTH, color_system=None)
+        console = Console(width=100_000, color_system=None)
     for words in verdicts:
         console.print(Text(words, style="bold"), soft_wrap=True)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in COLUMNS:
-        justify = "right" if title in NUMBERS else "left"
-        table.add_column(title, justify=justify, no_wrap=title != "why")  # type: ignore[arg-type]
+    table = Table(*COLUMNS, box=None, pad_edge=False, header_style="bold")
     for row in rows:
         loss = f"{row.loss:.4f}" if isinstance(row.loss, float | int) else row.loss
         step = "" if row.step is None else f"{row.step:,}/{row.steps or '?'}"
@@ -307,7 +266,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--configs", nargs="+", required=True, metavar="FILE.toml")
     add("--lr", nargs="+", default=[], metavar="RATE", help="default: the configs' own")
     add("--seeds", nargs="+", default=[], metavar="SEED", help="default: the configs' own")
-    add("--seed_of", choices=SEED_KEYS, help="what the seeds are of (default: both)")
+    add("--seed_of", choices=sweeps.SEED_KEYS, help="what the seeds are of (default: both)")
     add("--extend", action="store_true", help="add runs to the plan that is there")
     shown = new("table", help="how the runs stand")
     shown.add_argument("--json", action="store_true", help="one document, for scripts")

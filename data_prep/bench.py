@@ -1,29 +1,28 @@
 """What data preparation and reading cost on this machine, beside what else there is, as ratios.
 
-Encoding and reading are counted in CPU time of one process; they take turns with what they are
-compared with. Whole builds are processes, compared by CPU time with datatrove (where it is
-installed) and by the clock with themselves at two workers. The text is the library and the
-installed packages of the running Python.
+Encoding and reading are counted in CPU time of one process, in turns with what they are compared
+with. Whole builds are processes, compared by CPU time with datatrove (where it is installed) and by
+the clock with themselves at two workers. The text is that of the running Python's packages.
 """
 
 import argparse
-import contextlib
 import hashlib
 import importlib.util
 import itertools
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -131,8 +130,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def row(what: str, value: float | None, unit: str) -> dict[str, Any]:
-    has_target = what in TARGETS and value is not None
-    target = TARGETS[what].verdict(value) if has_target else ""
+    target = TARGETS[what].verdict(value) if what in TARGETS and value is not None else ""
     return {"what": what, "value": value, "unit": unit, "target": target}
 
 
@@ -144,12 +142,11 @@ def collect(limit: int) -> list[str]:
             is_own = "site-packages" not in path.relative_to(place).parts
             if path.suffix in TEXT_FILES and is_own and path.is_file():
                 # a package's test may be no UTF-8: any other text serves as well
-                with contextlib.suppress(OSError, UnicodeDecodeError):
-                    content = path.read_bytes()
-                    limit -= len(content)
-                    if limit < 0 and len(texts) > 1:
-                        return texts
-                    texts += [content.decode()] if content else []
+                text = path.read_bytes().decode(errors="ignore")
+                limit -= len(text.encode())
+                if limit < 0 and len(texts) > 1:
+                    return texts
+                texts += [text] if text else []
     return texts
 
 
@@ -163,14 +160,14 @@ def measure_encoding(model: Tokenizer, texts: list[str], repeats: int) -> Rows:
     seconds: dict[str, list[float]] = {name: [] for name in (*own, *others)}
     for _ in range(repeats):
         ours = Tokenizer(model.model, "bench", eos=model.eos_id)
-        for name, encode in zip(seconds, (*[ours.encode] * 2, processor.encode, None), strict=True):
+        encoders: list[Callable[[list[str]], Iterable[Any]]] = [
+            *(partial(map, encode) for encode in (ours.encode, ours.encode, processor.encode)),
+            partial(plain.encode_batch_fast, add_special_tokens=False),
+        ]
+        for taken, encode in zip(seconds.values(), encoders, strict=True):
             started = time.process_time()
-            if encode is None:
-                plain.encode_batch_fast(texts, add_special_tokens=False)
-            else:
-                for text in texts:
-                    encode(text)
-            seconds[name].append(time.process_time() - started)
+            deque(encode(texts), maxlen=0)
+            taken.append(time.process_time() - started)
     tokens = sum(len(model.encode(text)) for text in texts)
     rows = [
         row(f"encoding, {name}", tokens / statistics.median(taken) / 1e6, "Mtok/s")
@@ -213,12 +210,11 @@ def measure_builds(model: Tokenizer, texts: Sequence[str], folder: Path, repeats
     for turn in range(repeats):
         for number, (name, command) in enumerate(commands.items()):
             out = folder / f"out-{turn}-{number}"
-            before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+            before = os.times()
             run_python(*command, "--out", str(out))
-            clock_s[name] = min(clock_s[name], time.perf_counter() - started)
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            used = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-            cpu_s[name] = min(cpu_s[name], used)
+            used = [now - then for now, then in zip(os.times(), before, strict=True)]
+            cpu_s[name] = min(cpu_s[name], used[2] + used[3])  # of the children
+            clock_s[name] = min(clock_s[name], used[4])
             tokens[name] = count_tokens(out)
     rows = [
         row(f"text to shards: {name}", tokens[name] / cpu_s[name] / 1e6, "Mtok/s")
@@ -272,10 +268,7 @@ def _loader(shards: TokenShards) -> BatchLoader:
 
 
 def measure_start(folder: Path, repeats: int, *, parts: int = PARTS, tokens: int = TOKENS) -> Rows:
-    """Seconds and memory to open a split of `parts` parts and to read a batch.
-
-    The least of `repeats` fresh processes: of the one that others disturbed least.
-    """
+    """Least seconds and memory of `repeats` fresh processes to open a split and read a batch."""
     write_sparse(folder, parts, tokens)
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
         runs = list(pool.map(open_once, [folder] * repeats))
@@ -301,10 +294,7 @@ def open_once(folder: Path) -> tuple[float, int]:
 
 
 def write_sparse(folder: Path, parts: int, tokens: int) -> None:
-    """A split of `tokens` tokens, all 0, in `parts` parts of equal length: its files are sparse.
-
-    No disk holds the zeros, and their CRCs are true.
-    """
+    """A split of `tokens` tokens, all 0, in `parts` equal sparse parts; their CRCs are true."""
     write_shards(folder, [np.array([EOS_ID])], vocab_size=VOCAB_SIZE, eos_id=EOS_ID)
     like, count = read_json(folder / f"{part_name(0, 0)}.json"), tokens // parts
     whole, rest = divmod(2 * count, BLOCK_BYTES)

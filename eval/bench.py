@@ -28,15 +28,7 @@ import torch
 from lm_eval.api.instance import Instance
 from pydantic import TypeAdapter, ValidationError
 
-from canon_pretrain.bench.tables import (
-    FACTOR,
-    Columns,
-    Target,
-    make_console,
-    print_lines,
-    print_table,
-)
-from canon_pretrain.bench.timing import STEP, clock_name, paired, seconds_of
+from canon_pretrain.bench import tables, timing
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.files import write_json
@@ -63,7 +55,10 @@ NO_TEXT = 3 + 256
 CHOICE, ROLLING, GENERATION = "multiple choice", "perplexity", "generation"
 KINDS = {CHOICE: "loglikelihood", ROLLING: "loglikelihood_rolling", GENERATION: "generate_until"}
 """lm_eval's requests by group."""
-TARGETS = {CHOICE: Target((1.2,), True, "x"), GENERATION: Target((1.5,), True, "x")}
+TARGETS = {
+    CHOICE: tables.Target((1.2,), True, "x"),
+    GENERATION: tables.Target((1.5,), True, "x"),
+}
 """How many times as fast ours should be on a CPU."""
 
 
@@ -109,10 +104,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Measure and print. Raises UserError, also if the two sides answer differently."""
-    repeats, scale, console = arguments.repeats, arguments.scale, make_console()
+    repeats, scale, console = arguments.repeats, arguments.scale, tables.make_console()
     if repeats < 1 or (scale is not None and scale <= 0):
         raise UserError(f"--repeats {repeats} --scale {scale}: expected at least 1, and above 0")
-    result = measure(arguments, partial(print_lines, console))
+    result = measure(arguments, partial(tables.print_lines, console))
     print_result(result, console)
     if arguments.json:
         write_json(arguments.json, result)
@@ -143,7 +138,7 @@ def make_requests(
     fill = partial(re.sub, r"\{(\d+)-(\d+)\}", some)
     for name in names:
         form = CASES[name]
-        head, asked = fill(form.head), []
+        head, asked = fill(form.head), list[Any]()
         options = {"until": list(form.until), "max_gen_toks": form.new_tokens, "do_sample": False}
         for _ in range(max(1, round(form.items * scale))):
             prompt = head + fill(form.prompt)
@@ -161,33 +156,28 @@ def make_requests(
 def parse_model(text: str) -> ModelArgs:
     """Return the args that FLAVOR[,FIELD=VALUE...] names; Canon ABCD and NoPE by default."""
     name, *settings = text.split(",")
+    given = {field: value for field, _, value in (each.partition("=") for each in settings)}
     fields = asdict(flavor(name)) | {"position": "nope", "canon_set": "ABCD"}
-    for setting in settings:
-        field, _, value = setting.partition("=")
+    for field in given:
         check_choice("--model: field", field, fields)
-        fields[field] = value
     try:
-        args = TypeAdapter(ModelArgs).validate_python(fields)
+        args = TypeAdapter(ModelArgs).validate_python(fields | given)
     except ValidationError as error:
-        first = error.errors()[0]
-        given = f'{first["loc"][0]} = "{first["input"]}"'
-        raise UserError(f"--model {text}: {given}: {first['msg']}") from None
+        (first, *_) = error.errors()
+        what = f'{first["loc"][0]} = "{first["input"]}": {first["msg"]}'
+        raise UserError(f"--model {text}: {what}") from None
     return replace(args, max_seq_len=max(args.max_seq_len, MAX_LENGTH))
 
 
 def write_random_export(args: ModelArgs, folder: Path, dtype: str) -> None:
-    """Write to `folder`/out the export of an untrained model, with a tokenizer of its size.
-
-    Its likeliest token is never EOS, a newline or another byte: answers are of full length, and
-    text.
-    """
+    """Write to `folder`/out the export of an untrained model, with a tokenizer of its size."""
     tokenizer = folder / SENTENCEPIECE_FILE
     tokenizer.write_bytes(trained_tokenizer(args.vocab_size))
     model = Transformer(replace(args, tie_embeddings=False))
     model.init_weights()
     assert model.output is not None
-    with torch.no_grad():
-        model.output.weight[:NO_TEXT] = 0.0  # a logit of 0: many others are above it
+    with torch.no_grad():  # a logit of 0, below many others: answers are of full length, and text
+        model.output.weight[:NO_TEXT] = 0.0
     run = RunFolder(folder / "run")
     run.write_config({"data": {}}, {f"model.{k}": v for k, v in asdict(model.args).items()})
     checkpoint = run.path / "checkpoint" / "step-1"
@@ -206,7 +196,6 @@ def trained_tokenizer(vocab_size: int) -> bytes:
         byte_fallback=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
-        num_threads=2,
         minloglevel=2,
     )
     return model.getvalue()
@@ -214,7 +203,7 @@ def trained_tokenizer(vocab_size: int) -> bytes:
 
 def load_theirs(folder: Path, device: torch.device, dtype: str, scratch: Path) -> Any:
     """Return what `lm_eval --model hf --model_args pretrained=FOLDER,...` makes, without BOS."""
-    # where transformers copies the export's code to, by default below the home folder
+    # for the export's code, by default below the home folder
     os.environ.setdefault("HF_MODULES_CACHE", str(scratch / "modules"))
     import transformers
     from lm_eval.models.huggingface import HFLM
@@ -264,7 +253,8 @@ def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
     means = []
     for group in dict.fromkeys(row["group"] for row in rows):
         mean = statistics.geometric_mean(row["ratio"] for row in rows if row["group"] == group)
-        means.append({"group": group, "ratio": mean, "target": target(group, mean)})
+        verdict = TARGETS[group].verdict(mean) if group in TARGETS and not on_gpu else ""
+        means.append({"group": group, "ratio": mean, "target": verdict})
     args = transformer.args
     title = f"{args.num_layers}L{args.dim}D, {args.position}, Canon {args.canon_set or 'none'}"
     cpu = f"{cpu_info('model name') or platform.machine()}, {torch.get_num_threads()} threads"
@@ -278,40 +268,33 @@ def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
         "num_parameters": num_parameters(args),
         "dtype": dtype,
         "batch_tokens": ours.batch_tokens,
-        "seconds_are": clock_name(),
+        "seconds_are": timing.clock_name(),
         "cases": rows,
         "groups": means,
     }
-
-
-def target(group: str, ratio: float) -> str:
-    """Return what a ratio should be on a CPU, and whether it is; empty without a target."""
-    has_target = group in TARGETS and not torch.cuda.is_available()
-    return TARGETS[group].verdict(ratio) if has_target else ""
 
 
 def measure_case(
     ours: Any, theirs: Any, name: str, requests: list[Instance], repeats: int
 ) -> dict[str, Any]:
     """Measure both sides in turn; raises UserError if they do not agree in float32."""
-    batch_size, group = best_batch_size(theirs, requests), CASES[name].group
+    batch_size = best_batch_size(theirs, requests)
     theirs.batch_size_per_gpu = batch_size
     answer(ours, requests[:1])  # the first call warms up
     answers: dict[Any, list[Any]] = {}
 
     def block(side: Any) -> dict[str, float]:
         answers[side], seconds = answer(side, requests)
-        return {STEP: seconds}
+        return {timing.STEP: seconds}
 
-    found = paired(partial(block, ours), partial(block, theirs), repeats)[STEP]
+    found = timing.paired(partial(block, ours), partial(block, theirs), repeats)[timing.STEP]
     dtype = ours.model.tok_embeddings.weight.dtype
     return {
         "case": name,
-        "group": group,
+        "group": CASES[name].group,
         "requests": len(requests),
         "batch_size": batch_size,
         **found,
-        "target": target(group, found["ratio"]),
         "agreement": agreement(name, answers[ours], answers[theirs], dtype),
     }
 
@@ -321,7 +304,7 @@ def answer(side: Any, requests: list[Instance]) -> tuple[list[Any], float]:
     answers: list[Any] = []
     ask = getattr(side, requests[0].request_type)
     with contextlib.redirect_stderr(io.StringIO()):  # their bars
-        seconds = seconds_of(lambda: answers.extend(ask(requests, disable_tqdm=True)))
+        seconds = timing.seconds_of(lambda: answers.extend(ask(requests, disable_tqdm=True)))
     return answers, seconds
 
 
@@ -371,14 +354,13 @@ def agreement(case: str, ours: list[Any], theirs: list[Any], dtype: torch.dtype)
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    columns: Columns = {
+    columns: tables.Columns = {
         "case": lambda case: case["case"],
         "requests": lambda case: str(case["requests"]),
         "ours s": lambda case: f"{case['base_s']:.2f}",
         "hf s": lambda case: f"{case['other_s']:.2f}",
         "batch": lambda case: str(case["batch_size"]),
-        **FACTOR,
-        "target": lambda case: case["target"],
+        **tables.FACTOR,
         "answers": lambda case: case["agreement"],
     }
     versions = ", ".join(f"{name} {found}" for name, found in result["versions"].items())
@@ -392,4 +374,4 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         f"{result['num_parameters']:,} parameters in {result['dtype']}; ours with batch_tokens "
         f"{result['batch_tokens']:,}, hf with the best batch size; {result['seconds_are']} time"
     )
-    print_table(console, result["cases"], columns, *means, facts)
+    tables.print_table(console, result["cases"], columns, *means, facts)

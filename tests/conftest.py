@@ -11,6 +11,7 @@ from canon_pretrain.titan.device import prepare_device
 from tests.browser import Browser, chromium
 from tests.ranks import launch
 from tests.slurm_cluster import SlurmCluster, missing, slurm_cluster
+from tests.slurm_jobs import Jobs
 from tests.support import Runs, debug_run, train, write_data
 
 # tensors here are small: threads that wait for each other on a busy machine cost twenty times as
@@ -65,3 +66,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     with chromium(tmp_path_factory.mktemp("chromium")) as started:
         yield started
+
+
+@pytest.fixture
+def jobs(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Jobs]:
+    jobs = Jobs(slurm, tmp_path)
+    yield jobs
+    jobs.clear()

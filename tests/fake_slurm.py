@@ -67,7 +67,6 @@ class FakeSlurm:
         self.environ = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
 
     def jobs(self) -> dict[str, tuple[str, str]]:
-        """State and name of each job, by id."""
         found = {}
         for path in sorted(self.folder.glob("*.job"), key=lambda path: int(path.stem)):
             state, name = path.read_text().split("|")
@@ -80,7 +79,6 @@ class FakeSlurm:
         return [name.rpartition("-")[0] for _, name in self.jobs().values()]
 
     def words(self, job: str) -> list[str]:
-        """How sbatch was called."""
         return (self.folder / f"{job}.words").read_text().split("\0")
 
     def set(self, job: str, state: str) -> None:

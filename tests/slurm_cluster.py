@@ -16,6 +16,7 @@ from pathlib import Path
 
 NODES = ("n1", "n2")
 GPUS = 8
+PATH = f"{os.environ['PATH']}:/usr/sbin"
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "sacct", "mknod")
 
 CONF = """
@@ -24,9 +25,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 AuthType=auth/munge
 AuthInfo=socket={state}/munge.socket
-CryptoType=crypto/munge
 SlurmUser=root
-SlurmdUser=root
 StateSaveLocation={state}/ctld
 SlurmdSpoolDir={state}/%n
 SlurmctldPidFile={state}/slurmctld.pid
@@ -34,25 +33,19 @@ SlurmdPidFile={state}/%n.pid
 SlurmctldLogFile={state}/slurmctld.log
 SlurmdLogFile={state}/%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-MpiDefault=none
 SlurmdParameters=config_overrides
 ReturnToService=2
-SwitchType=switch/none
 JobCompType=jobcomp/filetxt
 JobCompLoc={state}/jobcomp.log
-AccountingStorageType=accounting_storage/none
 GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=100000,batch_sched_delay=0
 KillWait={kill_wait}
-OverTimeLimit=0
 MinJobAge=3600
 SlurmdTimeout=30
-InactiveLimit=0
 PropagateResourceLimits=NONE
 NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{node_port}-{last_port}] CPUs=16 \
 Boards=1 SocketsPerBoard=1 CoresPerSocket=16 ThreadsPerCore=1 RealMemory=10000 Gres=gpu:{gpus}
@@ -64,30 +57,21 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PreemptMode=OFF PriorityT
 
 def missing() -> str | None:
     """Why no cluster can be started here; None where one can."""
-    absent = [name for name in NEEDED if shutil.which(name) is None and not _sbin(name).exists()]
+    absent = [name for name in NEEDED if shutil.which(name, path=PATH) is None]
     if absent:
         return f"not installed: {', '.join(absent)}"
     return None if os.geteuid() == 0 else "needs root, for munge and for devices"
 
 
-def _sbin(name: str) -> Path:
-    return Path("/usr/sbin") / name
-
-
 class SlurmCluster:
-    """A running cluster: `environ` is what its commands need."""
-
     def __init__(self, state: Path, *, kill_wait: int = 30, grace: int = 30) -> None:
         self.state = state
-        self.environ = dict(os.environ) | {"SLURM_CONF": str(state / "slurm.conf")}
-        for name in [*self.environ]:
-            if name.startswith(("SLURM_", "SBATCH_")) and name != "SLURM_CONF":
-                del self.environ[name]
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
+        self.environ = kept | {"SLURM_CONF": str(state / "slurm.conf")}
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._kill_wait, self._grace = kill_wait, grace
 
     def start(self) -> None:
-        """Returns when both nodes are idle."""
         _name_nodes()
         host, port = socket.gethostname().split(".")[0], _free_ports()
         self.state.mkdir(parents=True, exist_ok=True)
@@ -127,13 +111,10 @@ class SlurmCluster:
         self.until(socket_path.exists, "munged")
 
     def _daemon(self, name: str, *arguments: str) -> None:
-        log = open(self.state / f"{name}.out", "ab")
-        command = [shutil.which(name) or str(_sbin(name)), *arguments]
-        daemon = subprocess.Popen(
-            command, env=self.environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL
-        )
-        self._daemons.append(daemon)
-        log.close()
+        command = [str(shutil.which(name, path=PATH)), *arguments]
+        with open(self.state / f"{name}.out", "ab") as log:
+            pipes = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
+            self._daemons.append(subprocess.Popen(command, env=self.environ, **pipes))
 
     def run(
         self,
@@ -142,15 +123,8 @@ class SlurmCluster:
         environ: dict[str, str] | None = None,
         cwd: Path | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """A command of Slurm's; raises with its words where it fails."""
-        found = subprocess.run(
-            command,
-            env=environ or self.environ,
-            cwd=cwd,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        options = {"capture_output": True, "text": True, "timeout": 60}
+        found = subprocess.run(command, env=environ or self.environ, cwd=cwd, **options)
         if check and found.returncode:
             raise AssertionError(f"{command}: {found.returncode}: {found.stdout}{found.stderr}")
         return found
@@ -171,7 +145,6 @@ class SlurmCluster:
         return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-800:]}" for log in logs)
 
     def stop(self) -> None:
-        """Cancels every job, then ends what was started, last first."""
         self.run("scancel", "--signal=KILL", "--full", "--state=RUNNING", check=False)
         self.run("scancel", "--user=root", check=False)
         for daemon in reversed(self._daemons):
@@ -208,7 +181,6 @@ def _free_ports() -> int:
 
 @contextmanager
 def slurm_cluster(state: Path, **settings: int) -> Iterator[SlurmCluster]:
-    """A cluster for as long as one is inside."""
     cluster = SlurmCluster(state, **settings)
     try:
         cluster.start()

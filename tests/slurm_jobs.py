@@ -5,6 +5,7 @@ the faults that its sitecustomize.py knows are asked for by variables.
 """
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,27 +20,16 @@ from tests.support import ROOT
 
 TIMEOUT_S = 400.0
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL")
-
-
-def run_script(
-    script: str, *words: object, environ: dict[str, str], cwd: Path = ROOT
-) -> subprocess.CompletedProcess[str]:
-    """Run a job script by hand, as a user does who is on no node."""
-    return subprocess.run(
-        ["bash", script, *map(str, words)],
-        cwd=cwd, env=environ, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+SITE = ROOT / "tests" / "slurm_site"
+CPUS = "--gpus-per-node=0"
 
 
 class Job:
-    """A submitted job."""
-
     def __init__(self, cluster: SlurmCluster, number: str, output: Path) -> None:
         self.cluster, self.id, self.output = cluster, number, output
         self._hurried = 0
 
     def field(self, name: str) -> str:
-        """A value of `scontrol show job`."""
         shown = self.cluster.run("scontrol", "show", "job", "-o", self.id).stdout.split()
         return next(word.split("=", 1)[1] for word in shown if word.startswith(f"{name}="))
 
@@ -50,6 +40,9 @@ class Job:
     @property
     def restarts(self) -> int:
         return int(self.field("Restarts"))
+
+    def update(self, *fields: str) -> None:
+        self.cluster.run("scontrol", "update", f"JobId={self.id}", *fields)
 
     def until(
         self, happened: Callable[[], object], what: str, timeout_s: float = TIMEOUT_S
@@ -85,7 +78,6 @@ class Job:
         self.until(lambda: self.restarts >= restarts, f"restart {restarts}")
 
     def until_ended(self) -> str:
-        """The job's last state."""
         self.until(lambda: self.state in ENDED, "its end")
         return self.state
 
@@ -115,10 +107,15 @@ class Jobs:
         return self.cluster.environ | {
             "CANON_CLUSTER_ENV": str(self.settings),
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-            "PYTHONPATH": str(ROOT / "tests" / "slurm_site"),
+            "PYTHONPATH": str(SITE),
             "OMP_NUM_THREADS": "1",
             **{name: str(value) for name, value in variables.items()},
         }
+
+    def script(
+        self, name: str, *words: object, cwd: Path = ROOT, **variables: object
+    ) -> subprocess.CompletedProcess[str]:
+        return script(name, *words, environ=self.environ(variables), cwd=cwd)
 
     def submit(
         self,
@@ -128,7 +125,6 @@ class Jobs:
         cwd: Path = ROOT,
         **variables: object,
     ) -> Job:
-        """`sbatch FLAGS SCRIPT ARGUMENTS` with `variables` in its environment."""
         output = self.folder / "sbatch-%j.out"
         command = ("sbatch", "--parsable", f"--output={output}", *flags, script)
         found = self.cluster.run(
@@ -138,6 +134,12 @@ class Jobs:
         self.submitted.append(Job(self.cluster, number, self.folder / f"sbatch-{number}.out"))
         return self.submitted[-1]
 
+    def array(self, done: subprocess.CompletedProcess[str], *elements: int) -> list[Job]:
+        """The elements of the array that a script has submitted."""
+        assert done.returncode == 0, done
+        (array,) = re.findall(r"^Submitted batch job (\d+)$", done.stdout, re.M)
+        return [Job(self.cluster, f"{array}_{i}", self.folder) for i in elements]
+
     def clear(self) -> None:
         """End what is left: a test that failed must not keep the nodes from the next one."""
         for job in self.submitted:
@@ -146,14 +148,20 @@ class Jobs:
                 job.until(lambda job=job: job.state in ENDED, "its end after scancel")  # type: ignore[misc]
 
 
+def script(
+    name: str, *words: object, environ: Mapping[str, str], cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(ROOT / "slurm" / name), *map(str, words)]
+    options = {"capture_output": True, "text": True, "timeout": 600}
+    return subprocess.run(command, cwd=cwd, env=environ, **options)  # type: ignore[call-overload, no-any-return]
+
+
 def log_of(run: Path) -> str:
-    """What the launches of a run have written, scripts and trainers."""
     path = run / "slurm.log"
     return path.read_text(errors="replace") if path.exists() else ""
 
 
 def processes_of(text: str) -> list[str]:
-    """Command lines of the processes on this machine that have `text` in them."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -1,8 +1,4 @@
-"""Two things side by side in one run, as ratios.
-
-On a GPU where there is one, else on the CPU with smaller sizes. --json FILE keeps the figures. Exit
-code 2 with one message for bad input.
-"""
+"""Two things side by side in one run, as ratios: on a GPU where there is one, else on the CPU."""
 
 import argparse
 import sys
@@ -20,14 +16,15 @@ from canon_pretrain.titan.console import init_logging
 from canon_pretrain.titan.device import prepare_device
 
 COMMANDS = {
-    "step": "Canon's price in a training step, by set and backend",
-    "canon": "each kernel alone, and the bytes that it must move",
-    "generate": "Canon's price in generation",
-    "memory": "what is kept for backward, and what fits on a GPU",
-    "attention": "the ways of attention, one against another",
-    "trainer": "the trainer's step over a bare loop; what a save costs",
-    "codegen": "launches and bytes of a block on an H100, counted without one",
+    "step": ("step", "Canon's price in a training step, by set and backend"),
+    "canon": ("kernels", "each kernel alone, and the bytes that it must move"),
+    "generate": ("generate", "Canon's price in generation"),
+    "memory": ("step", "what is kept for backward, and what fits on a GPU"),
+    "attention": ("kernels", "the ways of attention, one against another"),
+    "trainer": ("trainer", "the trainer's step over a bare loop; what a save costs"),
+    "codegen": ("codegen", "launches and bytes of a block on an H100, counted without one"),
 }
+"""Name -> the module of this package that has it in its BENCHES, and what it is."""
 ALL = "all"
 BRIEFLY = {
     "step": ["--sets", "AC", "ABCD", "--pairs", "7"],
@@ -45,7 +42,7 @@ LEAST = {"block_seconds": 0, "new_tokens": 2}
 def main(argv: list[str] | None = None) -> None:
     """Run one bench, or all, and print the tables; exits with code 2 on bad input."""
     prepare_device()  # torchtitan reads the device at import time
-    from canon_pretrain.bench.machine import Machine
+    from canon_pretrain.bench.limits import Machine
 
     with command():
         arguments = _parse(sys.argv[1:] if argv is None else argv)
@@ -67,7 +64,7 @@ def _all(file: Path | None, machine: Any, console: Console) -> None:
     results: dict[str, Any] = {}
     exit_code = 0
     for name, options in BRIEFLY.items():
-        console.rule(f"{' '.join([name, *options])}: {COMMANDS[name]}")
+        console.rule(f"{' '.join([name, *options])}: {COMMANDS[name][1]}")
         try:
             results[name] = _one(_parse([name, *options]), machine, console)
         except UserError as error:
@@ -82,24 +79,27 @@ def _all(file: Path | None, machine: Any, console: Console) -> None:
         raise SystemExit(exit_code)
 
 
+def _bench(name: str) -> Any:
+    return import_module(f"canon_pretrain.bench.{COMMANDS[name][0]}").BENCHES[name]
+
+
 def _one(arguments: argparse.Namespace, machine: Any, console: Console) -> dict[str, Any]:
     import torch
 
     from canon_pretrain.bench.variants import failing
 
-    bench = import_module(f"canon_pretrain.bench.{arguments.command}")
+    bench, say = _bench(arguments.command), partial(tables.print_lines, console)
     # the variants of a block share their code, and each is compiled for its own shapes
-    limits = {"recompile_limit": 256, "accumulated_recompile_limit": 256}
+    limits: Any = {"recompile_limit": 256, "accumulated_recompile_limit": 256}
     with torch._dynamo.config.patch(**limits), failing():
-        found = bench.measure(arguments, machine, partial(tables.print_lines, console))
+        found = bench.measure(arguments, machine, say)
     result: dict[str, Any] = {"bench": arguments.command, **machine.facts(), **found}
-    with_what = ", ".join(f"{what} {v}" for what, v in result["versions"].items() if v)
-    where = f"{result['device']}; {with_what}; {result['time']}; {result['seconds_are']} time"
-    gpu = [f"{fact} {value}" for fact, value in (result["gpu"] or {}).items()]
-    tables.print_lines(console, "; ".join([where, *gpu]))
+    facts = [result["device"], *(f"{what} {v}" for what, v in result["versions"].items() if v)]
+    facts += [result["time"], f"{result['seconds_are']} time"]
+    say("; ".join([*facts, *(f"{fact} {v}" for fact, v in (result["gpu"] or {}).items())]))
     bench.print_result(result, console)
-    reasons = result.get("unavailable", {}).items()
-    tables.print_lines(console, *(f"not measured: {what}: {why}" for what, why in reasons))
+    for what, why in result.get("unavailable", {}).items():
+        say(f"not measured: {what}: {why}")
     # the next bench finds no shapes that were seen and no memory that is held
     torch._dynamo.reset()
     machine.free_memory()
@@ -110,20 +110,22 @@ def _parse(words: list[str]) -> argparse.Namespace:
     """Return the arguments of the one command among `words`; only its module is imported."""
     parser = argparse.ArgumentParser(prog="python -m canon_pretrain.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, about in (COMMANDS | {ALL: "all of them but codegen, in brief"}).items():
-        bench = commands.add_parser(name, help=about, description=about + ".")
+    abouts = {name: about for name, (_, about) in COMMANDS.items()}
+    for name, about in (abouts | {ALL: "all of them but codegen, in brief"}).items():
+        sub = commands.add_parser(name, help=about, description=about + ".")
         if name in COMMANDS and name in words:
-            import_module(f"canon_pretrain.bench.{name}").add_arguments(bench)
-        bench.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    arguments, arguments.overrides = parser.parse_known_args(words)
-    if arguments.overrides and arguments.command != "trainer":
-        parser.error(f"unrecognized arguments: {' '.join(arguments.overrides)}")
-    for name, given in vars(arguments).items():
+            _bench(name).add_arguments(sub)
+        sub.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    parsed, overrides = parser.parse_known_args(words)
+    if overrides and parsed.command != "trainer":
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    for name, given in vars(parsed).items():
         for value in given if isinstance(given, list) else [given]:
             if type(value) in (int, float) and value < LEAST.get(name, 1):
                 option = "--" + name.replace("_", "-")
                 raise UserError(f"{option} {value:g}: expected at least {LEAST.get(name, 1)}")
-    return arguments
+    parsed.overrides = overrides
+    return parsed
 
 
 if __name__ == "__main__":

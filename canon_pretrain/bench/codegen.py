@@ -1,36 +1,62 @@
 """What a 1.3B block would launch and move on an H100, counted in Inductor's code without a GPU.
 
-A `TransformerBlock` is compiled as the trainer compiles it, for a fake GPU (fake_gpu.py). Launches
-are counted in the generated code, bytes by Inductor's own count of what each kernel reads and
-writes. Nothing is executed: spills and what caches save are not in it.
+A `TransformerBlock` is compiled as the trainer compiles it, for an H100 that exists only for
+Inductor's code generator. Launches are counted in the generated code, bytes by Inductor's own count
+of what each kernel reads and writes. Nothing is executed: spills and what caches save are not in
+it. What the generator asks of a GPU is patched for the whole process, and it remembers some
+answers: use a process that does nothing else.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, is_tensor
+from torch._dynamo.device_interface import CudaInterface
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.tensor import TensorVariable
 
 from canon_pretrain import kernels
-from canon_pretrain.bench.fake_gpu import ATTENTION, NAME, OpaqueAttend, fake_gpu, lower
-from canon_pretrain.bench.limits import RATES, Rates, block_traffic, step_seconds
-from canon_pretrain.bench.machine import Machine
-from canon_pretrain.bench.tables import print_lines
-from canon_pretrain.bench.variants import canon_sets_of, with_canon
+from canon_pretrain.bench.limits import PEAK_FLOPS, Machine, Rates, block_traffic, step_seconds
+from canon_pretrain.bench.tables import Columns, print_lines
+from canon_pretrain.bench.variants import Bench, canon_sets_of, with_canon
 from canon_pretrain.core.errors import check_choice
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.model.args import ModelArgs, flavor, flops_per_token
+from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.transformer import TransformerBlock
+
+GPU = torch.device("cuda", 0)
+ATTENTION = "torch.ops.canon_pretrain_bench.attention"
+NAME = "NVIDIA H100 80GB HBM3"
+PROPERTIES = SimpleNamespace(
+    name=NAME,
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=80 * 2**30,
+    warp_size=32,
+    max_threads_per_multi_processor=2048,
+    regs_per_multiprocessor=65536,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
+    L2_cache_size=50 * 2**20,
+    gcnArchName="",
+)
 
 Row = dict[str, Any]
 KIB = 1024
@@ -78,42 +104,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--models", nargs="+", default=list(MODELS), metavar="M", help=f"of {', '.join(MODELS)}")
     add("--sets", nargs="+", metavar="SET", help="Canon sets (default: more for nope)")
     add("--backends", nargs="+", default=list(BACKENDS), metavar="B", help=", ".join(BACKENDS))
-    about = f"write the counted rows to {RECORD.name} and {PAGE.name} in {RECORD.parent}"
+    about = f"count all, and write it to {RECORD.name} and {PAGE.name} in {RECORD.parent}"
     add("--record", action="store_true", help=about)
 
 
 def measure(
     arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Return the counts as JSON can hold them. Raises UserError."""
-    rows: list[Row] = []
-    head: Row = {"counted_for": NAME, "micro_batch": MICRO_BATCH, "num_tokens": NUM_TOKENS}
-    for case in cases(arguments.models, arguments.sets, arguments.backends):
-        rows.append(case._asdict() | count(case))
+    versions = {name: machine.facts()["versions"][name] for name in ("torch", "triton")}
+    result: Row = {"counted_for": NAME, "micro_batch": MICRO_BATCH, "num_tokens": NUM_TOKENS}
+    result |= {"versions": versions, "rows": []}
+    chosen = arguments.models, arguments.sets, arguments.backends
+    for case in cases(*((list(MODELS), None, BACKENDS) if arguments.record else chosen)):
+        result["rows"].append(case._asdict() | count(case))
         say(f"{case.model}: {case.canon_set or 'no Canon'} {case.backend}")
+    rows = result["rows"]
     if arguments.record:
-        versions = machine.facts()["versions"]
-        record(head | {"versions": {name: versions[name] for name in ("torch", "triton")}}, rows)
-    return head | {"rows": rows, "computed": [computed(row, rows) for row in rows]}
-
-
-def record(head: Row, counted: list[Row]) -> None:
-    """Replace these rows in RECORD, and write PAGE of all of its rows.
-
-    Rows of other versions of torch and Triton are dropped.
-    """
-    found = json.loads(RECORD.read_text())
-    same = all(found.get(name) == value for name, value in head.items())
-    rows = {_case(row): row for row in [*(found["rows"] if same else ()), *counted]}
-    order = {case: i for i, case in enumerate(cases(list(MODELS), None, BACKENDS))}
-    ordered = sorted(rows.values(), key=lambda row: order.get(_case(row), len(order)))
-    lines = ",\n".join(json.dumps(row) for row in ordered)
-    write_atomic(RECORD, f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n'.encode())
-    write_atomic(PAGE, page(head | {"rows": ordered}).encode())
-
-
-def _case(row: Row) -> Case:
-    return Case(row["model"], row["canon_set"], row["backend"])
+        lines = ",\n".join(map(json.dumps, rows))
+        head = json.dumps(result | {"rows": []}).removesuffix("]}")
+        write_atomic(RECORD, f"{head}\n{lines}\n]}}\n".encode())
+        write_atomic(PAGE, page(result).encode())
+    return result | {"computed": [computed(row, rows) for row in rows]}
 
 
 def cases(models: Sequence[str], sets: Sequence[str] | None, backends: Sequence[str]) -> list[Case]:
@@ -129,11 +140,129 @@ def cases(models: Sequence[str], sets: Sequence[str] | None, backends: Sequence[
     return found
 
 
-def count(case: Case) -> Row:
-    """Compile a block for the fake GPU, forward and backward; return what `_count` finds of both.
+# -- the GPU that is not there
 
-    `saved_bytes`: what is kept per token between them.
-    """
+
+@contextlib.contextmanager
+def fake_gpu() -> Iterator[None]:
+    """Let Inductor believe in the GPU, and traced code that its tensors, on the CPU, are there."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    driver = SimpleNamespace(  # what Triton asks; no kernel is compiled or launched
+        get_current_target=lambda: GPUTarget("cuda", 90, PROPERTIES.warp_size),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=None: 0,
+        get_active_torch_device=lambda: GPU,
+    )
+    answers: dict[str, Any] = {
+        "get_device_properties": lambda device=None: PROPERTIES,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
+    }
+    there = {"is_available": lambda: True, "is_bf16_supported": lambda *_, **__: True}
+    for_dynamo = {name: staticmethod(answer) for name, answer in (answers | there).items()}
+    device: Any = contextlib.nullcontext
+
+    def traced(answer: Any) -> Any:
+        return lambda variable, tx: VariableTracker.build(tx, answer)
+
+    # a pass over slices of fake tensors copies them to learn a shape: no such copy without CUDA
+    scatter = "torch._inductor.fx_passes.reinplace._inplace_generalized_scatter"
+    patch: Any = mock.patch.multiple
+    with (
+        patch(torch.cuda, device=device, get_device_capability=lambda *_: (9, 0), **answers),
+        patch(CudaInterface, device=device, **for_dynamo),
+        patch(TensorVariable, method_attr_device=traced(GPU), method_attr_is_cuda=traced(True)),
+        mock.patch(scatter, lambda out, source, views: out),
+        mock.patch.object(triton.runtime.driver, "_active", driver),
+    ):
+        yield
+
+
+def lower(gm: torch.fx.GraphModule, is_backward: bool) -> tuple[str, list[tuple[str, int]]]:
+    """Move a graph of CPU fakes to the GPU; return the code of its launches, and kernels' bytes."""
+    # the steps of compile_fx between AOT autograd and the compilation of kernels
+    from torch._inductor import compile_fx
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    mode = next(node.meta["val"].fake_mode for node in gm.graph.nodes if node.op == "placeholder")
+    inputs = []
+    for node in gm.graph.nodes:
+        if "device" in node.kwargs:
+            node.update_kwarg("device", GPU)
+        if node.op == "placeholder":
+            like = node.meta["val"]
+            stride, dtype = like.stride(), like.dtype
+            with mode:
+                inputs.append(torch.empty_strided(like.shape, stride, dtype=dtype, device=GPU))
+    view_to_reshape(gm)
+    with torch.no_grad():
+        FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*inputs)
+    compile_fx._recursive_record_original_output_strides(gm)
+    with V.set_fake_mode(mode), DebugContext(), V.set_real_inputs(inputs):
+        compile_fx._recursive_post_grad_passes(gm, is_inference=False)
+        graph = GraphLowering(
+            gm, example_inputs=inputs, shape_env=mode.shape_env, is_backward=is_backward
+        )
+        with V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
+            graph.run(*inputs)
+            code, _ = graph.codegen()
+            nodes = graph.scheduler.nodes
+            names = [str(getattr(node.node, "python_kernel_name", None) or "") for node in nodes]
+            sizes = [node.get_read_write_buffers_sizes() for node in nodes]
+    return code.value, list(zip(names, sizes, strict=True))
+
+
+@torch.library.custom_op("canon_pretrain_bench::attention", mutates_args=())
+def _attention(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
+    return torch.empty_like(q_BTHK)
+
+
+@torch.library.custom_op("canon_pretrain_bench::attention_backward", mutates_args=())
+def _attention_backward(
+    dy_BTHK: Tensor, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, y_BTHK: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q_BTHK), torch.empty_like(k_BTGK), torch.empty_like(v_BTGK)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs, output)
+
+
+def _attention_gradients(ctx: Any, dy_BTHK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    found: tuple[Tensor, Tensor, Tensor] = _attention_backward(
+        dy_BTHK.contiguous(), *ctx.saved_tensors
+    )
+    return found
+
+
+_attention.register_fake(lambda q, k, v: q.new_empty(q.shape))
+_attention_backward.register_fake(
+    lambda dy, q, k, v, y: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+)
+_attention.register_autograd(_attention_gradients, setup_context=_keep)
+
+
+class OpaqueAttend(Attend):
+    """Any of the ways of attention: what stands before and after it is the same for all."""
+
+    def forward(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Mask) -> Tensor:
+        y_BTHK: Tensor = _attention(q_BTHK.contiguous(), k_BSGK.contiguous(), v_BSGK.contiguous())
+        return y_BTHK
+
+
+# -- what is counted
+
+
+def count(case: Case) -> Row:
+    """Compile a block for the fake GPU; return `_count` of each pass, and `saved_bytes` a token."""
     from torch._inductor.compile_fx import compile_fx
 
     if case.backend == "triton":  # a traced function can't import
@@ -201,20 +330,24 @@ def _both(row: Row) -> tuple[Row, Row]:
     return row["forward"], row["backward"]
 
 
+def _args(row: Row) -> ModelArgs:
+    return Case(row["model"], row["canon_set"], row["backend"]).args
+
+
 def computed(row: Row, rows: Sequence[Row]) -> Row:
     """Return what follows from a row: the least KiB, the ratio to them, and a training step's time.
 
     `total_kib`: per token, forward and backward, products and attention included; `extra_kib`: over
-    no Canon. `steps`: GPU of RATES -> seconds, MFU and the price over no Canon, each with low
-    rates, middle and high ones. Computed, not measured.
+    no Canon. `seconds`, `mfu`, `over_none` (the price over no Canon): each with low rates, middle
+    and high ones. Computed, not measured.
     """
 
-    def step_s(row: Row, rates: Rates, bar: int) -> float:
+    def step_s(row: Row, bar: int) -> float:
         launches = sum(one["launches"] + one["operators"] + one["gemms"] for one in _both(row))
         return step_seconds(
-            _case(row).args,
-            rates,
+            _args(row),
             bar,
+            Rates(),
             num_tokens=MICRO_BATCH * NUM_TOKENS,
             seq_len=NUM_TOKENS,
             world_size=GPUS_OF_A_NODE,
@@ -224,64 +357,43 @@ def computed(row: Row, rows: Sequence[Row]) -> Row:
         )
 
     none = next(one for one in rows if one["model"] == row["model"] and not one["canon_set"])
-    args = _case(row).args
-    least = sum(map(sum, block_traffic(args, itemsize=2).values())) / KIB
+    least = sum(map(sum, block_traffic(_args(row), itemsize=2).values())) / KIB
     counted = sum(one["kib"]["other"] for one in _both(row))
     total, base = (sum(sum(one["kib"].values()) for one in _both(each)) for each in (row, none))
-    flops = flops_per_token(args, NUM_TOKENS) * MICRO_BATCH * NUM_TOKENS
-    found = {"least_kib": least, "counted_kib": counted, "ratio": counted / least, "steps": {}}
-    for gpu, rates in RATES.items():
-        own, others = ([step_s(one, rates, bar) for bar in range(3)] for one in (row, none))
-        found["steps"][gpu] = {
-            "seconds": own,
-            "mfu": [flops / seconds / rates.peak_flops for seconds in own],
-            "over_none": [one / other - 1 for one, other in zip(own, others, strict=True)],
-        }
-    return found | {"total_kib": total, "extra_kib": total - base}
+    flops = flops_per_token(_args(row), NUM_TOKENS) * MICRO_BATCH * NUM_TOKENS
+    own, others = ([step_s(one, bar) for bar in range(3)] for one in (row, none))
+    return {
+        **{"least_kib": least, "counted_kib": counted, "ratio": counted / least},
+        **{"total_kib": total, "extra_kib": total - base, "seconds": own},
+        "mfu": [flops / seconds / PEAK_FLOPS for seconds in own],
+        "over_none": [one / other - 1 for one, other in zip(own, others, strict=True)],
+    }
 
 
-RATE_WORDS = {
-    "gemm_flops": ("products (TFLOP/s)", 1e12),
-    "attention_flops": ("attention (TFLOP/s of the causal half)", 1e12),
-    "memory_bytes": ("memory (TB/s)", 1e12),
-    "launch_gap_s": ("gap between kernels (us)", 1e-6),
-    "network_bytes": ("NVLink (GB/s)", 1e9),
-    "exposed_network": ("share of it exposed", 1),
+def _bars(values: Sequence[float], form: str) -> str:
+    low, middle, high = (format(value, form) for value in values)
+    return f"{middle} ({low}, {high})"
+
+
+COLUMNS: Columns = {
+    "model": lambda row: row["model"],
+    "Canon": lambda row: row["canon_set"] or "none",
+    "backend": lambda row: row["backend"] if row["canon_set"] else "",
+    "launches": lambda row: " + ".join(str(one["launches"]) for one in _both(row)),
+    "operators": lambda row: " + ".join(str(one["operators"]) for one in _both(row)),
+    "KiB": lambda row: f"{row['total_kib']:,.1f}",
+    "extra": lambda row: f"{row['extra_kib']:+,.1f}" if row["canon_set"] else "",
+    "saved B": lambda row: f"{row['saved_bytes']:,.0f}",
+    "least": lambda row: f"{row['least_kib']:.1f}",
+    "ratio": lambda row: f"{row['ratio']:.2f}",
+    "step s": lambda row: _bars(row["seconds"], ".3f"),
+    "MFU": lambda row: _bars(row["mfu"], ".0%"),
+    "over none": lambda row: _bars(row["over_none"], "+.1%") if row["canon_set"] else "",
 }
-"""Field of Rates -> what it is, and its unit."""
-COLUMNS = (
-    "model", "Canon", "backend", "launches", "operators", "KiB", "extra", "saved B", "least",
-    "ratio", "H100 ms", "MFU %", "over none %", "H200 ms", "MFU %", "over none %",
-)  # fmt: skip
 
 
-def cells(row: Row, rows: Sequence[Row]) -> list[str]:
-    """Return a row of the table, in the order of COLUMNS."""
-    found, has_canon = computed(row, rows), bool(row["canon_set"])
-    words = [
-        row["model"],
-        row["canon_set"] or "none",
-        row["backend"] if has_canon else "",
-        " + ".join(str(one["launches"]) for one in _both(row)),
-        " + ".join(str(one["operators"]) for one in _both(row)),
-        f"{found['total_kib']:,.1f}",
-        f"{found['extra_kib']:+,.1f}" if has_canon else "",
-        f"{row['saved_bytes']:,.0f}",
-        f"{found['least_kib']:.1f}",
-        f"{found['ratio']:.2f}",
-    ]
-    for step in found["steps"].values():
-        low, middle, high = (f"{1e3 * value:.0f}" for value in step["seconds"])
-        words.append(f"{middle} ({high}-{low})")
-        low, middle, high = (f"{100 * value:.0f}" for value in step["mfu"])
-        words.append(f"{middle} ({low}-{high})")
-        low, middle, high = (f"{100 * value:+.1f}" for value in step["over_none"])
-        words.append(f"{middle} ({high}, {low})" if has_canon else "")
-    return words
-
-
-def legend(result: Row) -> list[str]:
-    """Return what the columns are, and which rates the times are computed from."""
+def table(result: Row) -> list[str]:
+    """Return what the columns are, the rates that times are computed from, and a Markdown table."""
     lines = [
         f"Counted for {result['counted_for']}: one block of 1.3B, {result['micro_batch']} x "
         f"{result['num_tokens']:,} tokens, bfloat16; nothing was run.",
@@ -290,54 +402,29 @@ def legend(result: Row) -> list[str]:
         "kept for backward per token, without the block's input. least: the KiB around products "
         "and attention that must move (limits.py); ratio: counted over least.",
         f"Computed, not measured: a training step of the whole model on {GPUS_OF_A_NODE} GPUs, one "
-        "micro-batch each; in brackets with the best and the worst rates.",
+        "micro-batch each; in brackets with the worst and the best rates.",
     ]
-    for gpu, rates in RATES.items():
-        words = []
-        for name, (what, unit) in RATE_WORDS.items():
-            low, middle, high = (value / unit for value in getattr(rates, name))
-            words.append(f"{what} {middle:g} ({low:g}, {high:g})")
-        peak = f"MFU is of {rates.peak_flops / 1e12:.0f} TFLOP/s."
-        lines.append(f"{gpu.upper()}: {'; '.join(words)}. {peak}")
-    return lines
-
-
-def print_result(result: Row, console: Console) -> None:
-    print_lines(console, *legend(result), *_table(result["rows"]))
+    words = [f"{name} {_bars(bars, '.3g')}" for name, bars in Rates()._asdict().items()]
+    lines.append(f"Rates: {'; '.join(words)}; MFU is of {PEAK_FLOPS / 1e12:.0f} TFLOP/s.")
+    rows = [row | computed(row, result["rows"]) for row in result["rows"]]
+    cells = [[cell(row) for cell in COLUMNS.values()] for row in rows]
+    words = [f"| {' | '.join(each)} |" for each in (COLUMNS, ["---"] * len(COLUMNS), *cells)]
+    return [*(f"{line}\n" for line in lines), *words]
 
 
 def page(result: Row) -> str:
-    """Return PAGE: the same in Markdown, and the least bytes site by site."""
+    """Return PAGE: the same in Markdown."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    sites = []
-    for model in ("nope", "rope"):
-        every, none = (block_traffic(Case(model, s, "").args, itemsize=2) for s in ("ABCD", ""))
-        for site, traffic in every.items():
-            pairs = [
-                (getattr(traffic, name), getattr(none[site], name))
-                for name in ("forward", "backward")
-            ]
-            figures = [value / KIB for least, base in pairs for value in (least, least - base)]
-            sites.append([model, site, *(f"{value:.1f}" for value in figures)])
     lines = [
-        "# What a block launches and moves on an H100, counted without one",
-        "",
-        f"Written by `python -m canon_pretrain.bench codegen --record` ({versions}).",
-        "",
-        *(f"{line}\n" for line in legend(result)),
-        *_table(result["rows"]),
-        "",
-        "## The least KiB per token and layer, site by site (`block_traffic` in bench/limits.py)",
-        "",
-        *_markdown(("model", "site", "forward", "Canon's", "backward", "Canon's"), sites),
+        "# What a block launches and moves on an H100, counted without one\n",
+        f"Written by `python -m canon_pretrain.bench codegen --record` ({versions}).\n",
+        *table(result),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
-    return _markdown(COLUMNS, [cells(row, rows) for row in rows])
+def print_result(result: Row, console: Console) -> None:
+    print_lines(console, *table(result))
 
 
-def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    table = [columns, ["---"] * len(columns), *rows]
-    return [f"| {' | '.join(words)} |" for words in table]
+BENCHES = {"codegen": Bench(add_arguments, measure, print_result)}

@@ -7,7 +7,6 @@ turns, on a GPU each is in memory alone, the one without Canon first and last.
 
 import argparse
 import gc
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,15 +14,8 @@ from typing import Any
 import torch
 
 from canon_pretrain.bench import tables, variants
-from canon_pretrain.bench.machine import Machine
-from canon_pretrain.bench.timing import (
-    BASE,
-    Seconds,
-    Subject,
-    no_garbage,
-    now,
-    synchronize,
-)
+from canon_pretrain.bench.limits import Machine
+from canon_pretrain.bench.timing import BASE, Seconds, Subject, no_garbage, now, synchronize
 from canon_pretrain.bench.variants import Variant
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.model.args import num_parameters
@@ -46,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(
     arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Return the figures as JSON can hold them; seconds. Raises UserError."""
     num_prompt, num_new = arguments.prompt_tokens, arguments.new_tokens
     arguments.tokens = num_prompt + num_new
     work = variants.workload(arguments, machine)
@@ -86,8 +77,8 @@ def measure(
             "base_operators": facts[BASE]["operators"][batch],
             **{part: parts[variant.name][f"{part} {batch}"] for part in (PREFILL, DECODE)},
         }
-        for variant in chosen
         for batch in prompts
+        for variant in chosen
     ]
     weights = (num_parameters(work.args) - vocab_size * work.args.dim) * work.dtype.itemsize
     return {
@@ -130,23 +121,18 @@ def operators_per_token(
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    rows = []
-    for batch in dict.fromkeys(row["batch"] for row in result["rows"]):
-        own = [row for row in result["rows"] if row["batch"] == batch]
-        none = {"batch": batch, "canon_set": "", "operators": own[0]["base_operators"]}
-        for part in (PREFILL, DECODE):
-            none[part] = {"other_s": statistics.median(row[part]["base_s"] for row in own)}
-        rows += [none, *own]
     columns: tables.Columns = {
         "batch": lambda row: str(row["batch"]),
-        "Canon": lambda row: row["canon_set"] or "none",
+        "Canon": lambda row: row["canon_set"],
         "prefill ms": lambda row: tables.ms(row[PREFILL]["other_s"]),
         "over none": lambda row: tables.extra(row[PREFILL]),
         "decode ms": lambda row: tables.ms(row[DECODE]["other_s"], 3),
+        "none ms": lambda row: tables.ms(row[DECODE]["base_s"], 3),
         "decode over none": lambda row: tables.extra(row[DECODE]),
         "spread": lambda row: tables.spread(row[DECODE]),
         "target": lambda row: tables.verdict(tables.GENERATION, row | row[DECODE]),
         f"{result['operators_are']} per step": lambda row: f"{row['operators']:.0f}",
+        "none's": lambda row: f"{row['base_operators']:.0f}",
     }
     line = (
         f"{result['model']}, {result['dtype']}, prompts of {result['prompt_tokens']:,} tokens, "
@@ -155,4 +141,7 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         f"reads the weights once, {1000 * result['weights_read_s']:.3f} ms at the measured copy "
         f"bandwidth of {result['copy_bandwidth'] / 1e9:,.1f} GB/s"
     )
-    tables.print_table(console, rows, columns, line)
+    tables.print_table(console, result["rows"], columns, line)
+
+
+BENCHES = {"generate": variants.Bench(add_arguments, measure, print_result)}

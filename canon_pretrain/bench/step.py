@@ -1,43 +1,69 @@
-"""Canon's price in a training step: each set and backend beside the same model without Canon.
+"""Canon's price in a training step and in memory: each set and backend beside no Canon.
 
-`--unit block` is forward and backward of one compiled block. `--unit model` is on a CPU the whole
-step (titan/spec.py), and on a GPU the model's forward and backward, of which MFU is a share;
-what FSDP2 and AdamW take on top is measured apart, of the model without Canon.
+`step --unit block` is forward and backward of one compiled block. `--unit model` is on a CPU the
+whole step (titan/spec.py), and on a GPU the model's forward and backward, of which MFU is a
+share; what FSDP2 and AdamW take on top is measured apart, of the model without Canon. On a CPU the
+two models of a comparison take turns. A GPU holds one at a time, with all of its memory, as in a
+run: each is built, measured and freed, the one without Canon first and last.
 
-On a CPU the two models of a comparison take turns. A GPU holds one at a time, with all of its
-memory, as in a run: each is built, measured and freed, the one without Canon first and last.
+`memory` counts what a compiled block keeps for backward by saved_tensors_hooks, whole storages,
+parameters left out: exact, on a CPU as on a GPU, where the peak of training steps is measured too.
+What fits on a GPU is computed by `canon_pretrain.train --dry_run --gpu`.
 """
 
 import argparse
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from canon_pretrain.bench import tables, variants
-from canon_pretrain.bench.limits import block_flops_per_token, least_extra
-from canon_pretrain.bench.machine import Machine
-from canon_pretrain.bench.timing import (
-    BASE,
-    STEP,
-    NotMeasured,
-    Step,
-    Subject,
-    block_of,
-    seconds_of,
-    steps_for,
-)
+from canon_pretrain.bench.limits import Machine, block_flops_per_token, least_extra
+from canon_pretrain.bench.timing import BASE, STEP, Subject, block_of, seconds_of, steps_for
 from canon_pretrain.bench.variants import NONE, Variant, Workload
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.model.args import FLOPS_FORMULA, ModelArgs, flops_per_token
+from canon_pretrain.model.args import CANON_SITES, FLOPS_FORMULA, ModelArgs, flops_per_token
 from canon_pretrain.model.attend import Attend
-from canon_pretrain.titan.dry_run import GIB
+from canon_pretrain.titan.dry_run import GIB, count_saved
 from canon_pretrain.titan.spec import BareStep, job_of, one_rank
 
+SET_COLUMNS: tables.Columns = {
+    "Canon": lambda row: row["canon_set"] or "none",
+    "backend": lambda row: row["backend"],
+}
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+
+def build(work: Workload, variant: Variant, is_model: bool, *, plain: bool) -> Any:
+    """Return a step of `variant`, whose first call compiles it."""
+    if is_model:
+        job = job_of(
+            variants.with_canon(work.args, variant.canon_set),
+            num_tokens=work.num_tokens,
+            micro_batch=work.micro_batch,
+            dtype=work.dtype,
+            canon_backend=variant.backend,
+        )
+        return BareStep(job, work.device, plain=plain)
+    block, compiled = variants.compiled_block(work, variant)
+    shape = (work.micro_batch, work.num_tokens, work.args.dim)
+    h_BTD = torch.randn(shape, device=work.device).to(work.dtype).requires_grad_()
+    grad_BTD = torch.randn_like(h_BTD)
+
+    def step() -> None:
+        block.zero_grad()
+        h_BTD.grad = None
+        compiled(h_BTD).backward(grad_BTD)
+
+    return step
+
+
+# -- step
+
+
+def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     about = "(default: model on a GPU, block on a CPU)"
     parser.add_argument("--unit", choices=("block", "model"), help=about)
     names = (*variants.SHAPE, "sets", "backends", *variants.TIMING)
@@ -45,10 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     variants.add_options(parser, *names, shapes=shapes, pairs=15, block_seconds=0.5)
 
 
-def measure(
+def measure_step(
     arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Return the figures as JSON can hold them; seconds, bytes, FLOPs. Raises UserError."""
     work = variants.workload(arguments, machine)
     unit = arguments.unit or ("model" if machine.on_gpu else "block")
     is_model, plain = unit == "model", machine.alone
@@ -64,8 +89,9 @@ def measure(
         before = torch.cuda.memory_allocated()
         with variants.failing(variant.backend):
             step = build(work, variant, is_model, plain=plain)
-            facts = {"compile_s": seconds_of(step)}
-        facts["peak_bytes"] = torch.cuda.max_memory_allocated() - before or None
+            compile_s = seconds_of(step)
+        peak = torch.cuda.max_memory_allocated() - before or None
+        facts = {"compile_s": compile_s, "peak_bytes": peak}
         return Subject(block_of(step, steps_for(step, block_s)), lambda: facts)
 
     def speed(canon_set: str, seconds: float) -> dict[str, Any]:
@@ -81,9 +107,7 @@ def measure(
 
     with one_rank() if is_model else nullcontext():
         parts, facts, failed = variants.compare_variants(make, chosen, arguments, machine)
-        if not parts:
-            reasons = "; ".join(f"{name}: {why}" for name, why in failed.items())
-            raise NotMeasured(f"no variant could be measured: {reasons}")
+        variants.check_any("--sets", parts, failed)
         whole = None
         if is_model and plain:
             machine.free_memory()
@@ -113,43 +137,16 @@ def measure(
     }
 
 
-def build(work: Workload, variant: Variant, is_model: bool, *, plain: bool) -> Any:
-    """Return a step of `variant`, whose first call compiles it."""
-    if is_model:
-        job = job_of(
-            variants.with_canon(work.args, variant.canon_set),
-            num_tokens=work.num_tokens,
-            micro_batch=work.micro_batch,
-            dtype=work.dtype,
-            canon_backend=variant.backend,
-        )
-        return BareStep(job, work.device, plain=plain)
-    block, compiled = variants.compiled_block(work, variant)
-    shape = (work.micro_batch, work.num_tokens, work.args.dim)
-    h_BTD = torch.randn(shape, device=work.device).to(work.dtype).requires_grad_()
-    grad_BTD = torch.randn_like(h_BTD)
-
-    def step() -> None:
-        block.zero_grad()
-        h_BTD.grad = None
-        compiled(h_BTD).backward(grad_BTD)
-
-    return step
-
-
 def measure_whole(work: Workload, pairs: int, block_s: float) -> dict[str, float]:
     """Return seconds of the step without Canon: forward and backward under FSDP2, the update."""
     step = build(work, NONE, True, plain=False)
     step()
-
-    def seconds(part: Step) -> float:
-        block = block_of(part, steps_for(part, block_s))
-        return statistics.median(block()[STEP] for _ in range(pairs))
-
-    return {"forward_backward_s": seconds(step.forward_backward), "update_s": seconds(step.update)}
+    parts = {"forward_backward_s": step.forward_backward, "update_s": step.update}
+    blocks = {name: block_of(part, steps_for(part, block_s)) for name, part in parts.items()}
+    return {n: statistics.median(b()[STEP] for _ in range(pairs)) for n, b in blocks.items()}
 
 
-def print_result(result: dict[str, Any], console: Console) -> None:
+def print_step(result: dict[str, Any], console: Console) -> None:
     base, rows, unit = result["base"], result["rows"], result["unit"]
     args = ModelArgs(**result["args"])
     targets = {}
@@ -158,8 +155,7 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     elif (unit, result["dtype"], args.dim, args.ffn_dim) == ("block", "float32", 512, 1368):
         targets = tables.CPU_BLOCK
     columns: tables.Columns = {
-        "Canon": lambda row: row["canon_set"] or "none",
-        "backend": lambda row: row["backend"],
+        **SET_COLUMNS,
         "ms": lambda row: tables.ms(row["other_s"]),
         "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
         "of matmul": lambda row: f"{row['mfu_of_measured']:.1%}",
@@ -196,3 +192,68 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         share = best["mfu_of_stated"]
         lines.append(f"MFU of {best['variant']}: {share:.1%}; target {tables.MFU.verdict(share)}")
     tables.print_table(console, [base, *rows], columns, *lines)
+
+
+# -- memory
+
+
+def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
+    about = "no training steps on a GPU"
+    parser.add_argument("--counted-only", action="store_true", help=about)
+    names = (*variants.SHAPE, "sets", "backends")
+    variants.add_options(parser, *names, shapes={"cuda": (3, 4096), "cpu": (1, 512)})
+    parser.set_defaults(flavor="1b3", dtype="bfloat16", sets=[*CANON_SITES, "AC", "ABCD"])
+
+
+def measure_memory(
+    arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
+) -> dict[str, Any]:
+    work = variants.workload(arguments, machine)
+    backends, missing = variants.available(arguments.backends, work)
+    rows: list[dict[str, Any]] = []
+    for variant in [NONE, *variants.variants(arguments.sets, arguments.backends, backends)]:
+        block, compiled = variants.compiled_block(work, variant)
+        h_BTD = torch.randn(1, work.num_tokens, work.args.dim, device=work.device).to(work.dtype)
+        h_BTD.requires_grad_()
+        saved = count_saved(partial(compiled, h_BTD), block) / work.num_tokens
+        say(f"{variant.name}: {saved:,.1f} bytes per token")
+        row = {**variant.row(), "bytes_per_token": saved}
+        if rows:
+            extra = saved - rows[0]["bytes_per_token"]
+            channels = variants.with_canon(work.args, variant.canon_set).canon_channels
+            row |= {"extra_per_token": extra, "extra_per_channel": extra / sum(channels.values())}
+        rows.append(row)
+    peaks = {}
+    if machine.on_gpu and not arguments.counted_only:
+        with one_rank():
+            for canon_set in ("", "ABCD"):  # two training steps of each
+                machine.free_memory()
+                torch.cuda.reset_peak_memory_stats()
+                step = build(work, Variant(canon_set, "auto"), True, plain=False)
+                seconds_of(step, 2)
+                peaks[canon_set or "none"] = torch.cuda.max_memory_allocated()
+                del step
+    return {**work.facts(), "unavailable": missing, "rows": rows, "peaks": peaks}
+
+
+def print_memory(result: dict[str, Any], console: Console) -> None:
+    targets = tables.SAVED_BYTES if result["dtype"] == "bfloat16" else {}
+    columns: tables.Columns = {
+        **SET_COLUMNS,
+        "bytes/token": lambda row: f"{row['bytes_per_token']:,.0f}",
+        "Canon's": lambda row: f"{row['extra_per_token']:+,.0f}" if row["canon_set"] else "",
+        "per channel": lambda row: f"{row['extra_per_channel']:.3f}" if row["canon_set"] else "",
+        "target": lambda row: tables.verdict(
+            targets, row, round(row.get("extra_per_channel", 0.0), 2)
+        ),
+    }
+    lines = [f"kept for backward by one compiled block: {result['work']}"]
+    for canon_set, peak in result["peaks"].items():
+        lines.append(f"measured on one rank: peak {peak / GIB:.1f} GiB with Canon {canon_set}")
+    tables.print_table(console, result["rows"], columns, *lines)
+
+
+BENCHES = {
+    "step": variants.Bench(add_step_arguments, measure_step, print_step),
+    "memory": variants.Bench(add_memory_arguments, measure_memory, print_memory),
+}

@@ -8,8 +8,6 @@ from rich.table import Table
 
 from canon_pretrain.core.terminal import Console
 
-NO_TERMINAL_WIDTH = 140
-
 Row = Mapping[str, Any]
 Columns = Mapping[str, Callable[[Any], str]]
 """Title -> the cell of a row."""
@@ -51,7 +49,7 @@ def verdict(targets: Mapping[str, Target], row: Row, value: float | None = None)
 
 def make_console() -> Console:
     console = Console()
-    return console if console.is_terminal else Console(width=NO_TERMINAL_WIDTH)
+    return console if console.is_terminal else Console(width=140)
 
 
 def print_table(console: Console, rows: Iterable[Any], columns: Columns, *lines: str) -> None:
@@ -91,13 +89,6 @@ FACTOR: Columns = {
     "spread": lambda row: f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}",
 }
 """A comparison as a factor over the base."""
-PASS: Columns = {
-    "pass": lambda row: row["direction"],
-    "ms": lambda row: ms(row["other_s"], 3),
-    **FACTOR,
-    "max error": lambda row: f"{row['max_error']:.0e}",
-}
-"""A kernel's forward or backward pass."""
 
 
 def peaks_line(peaks: Row) -> str:

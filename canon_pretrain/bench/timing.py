@@ -50,6 +50,11 @@ def summarise(base_s: Sequence[float], other_s: Sequence[float]) -> Comparison:
     }
 
 
+def by_part(base: Sequence[Seconds], other: Sequence[Seconds]) -> Parts:
+    """Compare blocks part by part."""
+    return {p: summarise([t[p] for t in base], [t[p] for t in other]) for p in base[0]}
+
+
 def paired(base: Block, other: Block, pairs: int) -> Parts:
     """Run blocks of the two in turn, `pairs` times; return a comparison per part."""
     taken: tuple[list[Seconds], list[Seconds]] = ([], [])
@@ -59,11 +64,6 @@ def paired(base: Block, other: Block, pairs: int) -> Parts:
         for block, times in turn if number % 2 == 0 else reversed(turn):
             times.append(block())
     return by_part(*taken)
-
-
-def by_part(base: Sequence[Seconds], other: Sequence[Seconds]) -> Parts:
-    """Compare blocks part by part."""
-    return {p: summarise([t[p] for t in base], [t[p] for t in other]) for p in base[0]}
 
 
 class Subject(NamedTuple):
@@ -88,41 +88,35 @@ def compare_subjects(
     its number, so that a drift of the clocks falls on both. It is the `drift` among the facts of
     BASE, else None. `free` is called before each is built. Raises NotMeasured if the base fails.
     """
-    parts: dict[str, Parts] = {}
-    facts, failed, first, drift = {}, {}, None, None
-    blocks: dict[str, list[Seconds]] = {}
+    first: Subject | None = None
 
-    def measure(name: str, make: Make) -> None:
+    def measure(make: Make) -> tuple[Any, dict[str, Any]]:
         free()
         subject = make()
-        if first is not None:
-            parts[name] = paired(first.block, subject.block, pairs)
-        else:
-            blocks[name] = [subject.block() for _ in range(pairs)]
-        facts[name] = subject.facts()
+        if first is None:
+            return [subject.block() for _ in range(pairs)], subject.facts()
+        return paired(first.block, subject.block, pairs), subject.facts()
 
+    taken: dict[str, Any] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
     if alone:
-        measure(BASE, base)
+        before, _ = measure(base)
     else:
         free()
         first = base()
     for name, make in others.items():
         try:
-            measure(name, make)
+            taken[name], facts[name] = measure(make)
         except NotMeasured as why:
             failed[name] = str(why)
     if first is not None:
-        facts[BASE] = first.facts()
-    else:
-        before = blocks.pop(BASE)
-        measure(BASE, base)
-        after = blocks.pop(BASE)
-        means = [{p: (a[p] + b[p]) / 2 for p in a} for a, b in zip(before, after, strict=True)]
-        parts = {name: by_part(means, taken) for name, taken in blocks.items()}
-        (*_, last) = by_part(before, after).values()
-        drift = last["other_s"] / last["base_s"]
-    facts[BASE]["drift"] = drift
-    return parts, facts, failed
+        return taken, facts | {BASE: first.facts() | {"drift": None}}, failed
+    after, facts[BASE] = measure(base)
+    means = [{p: (a[p] + b[p]) / 2 for p in a} for a, b in zip(before, after, strict=True)]
+    (*_, last) = by_part(before, after).values()
+    facts[BASE]["drift"] = last["other_s"] / last["base_s"]
+    return {name: by_part(means, blocks) for name, blocks in taken.items()}, facts, failed
 
 
 def block_of(step: Step, count: int) -> Block:
@@ -153,9 +147,9 @@ def no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def steps_for(step: Step, block_s: float, *, warm_up: int = 4) -> int:
-    """Return the steps of a block of about `block_s` seconds, by the fastest of `warm_up`."""
-    fastest = min(seconds_of(step) for _ in range(warm_up))
+def steps_for(step: Step, block_s: float) -> int:
+    """Return the steps of a block of about `block_s` seconds, by the fastest of four."""
+    fastest = min(seconds_of(step) for _ in range(4))
     return min(MAX_STEPS, max(1, math.ceil(block_s / max(fastest, 1e-9))))
 
 

@@ -17,19 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from canon_pretrain.bench import tables
-from canon_pretrain.bench.machine import Machine
-from canon_pretrain.bench.timing import (
-    BASE,
-    STEP,
-    Step,
-    Subject,
-    block_of,
-    compare_subjects,
-    no_garbage,
-    seconds_of,
-    synchronize,
-)
+from canon_pretrain.bench import tables, timing, variants
+from canon_pretrain.bench.limits import Machine
+from canon_pretrain.bench.timing import BASE, STEP, Step, Subject
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.data.shard_writer import write_shards
@@ -63,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(
     arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Return the figures as JSON can hold them; seconds and bytes. Raises UserError."""
     repeats, steps = arguments.repeats, arguments.steps
     config, overrides = arguments.config or CONFIG, arguments.overrides
     if arguments.config is None and machine.on_gpu:
@@ -78,8 +67,8 @@ def measure(
             machine.free_memory()
 
         def warm(step: Step, facts: Callable[[], dict[str, Any]] = dict) -> Subject:
-            seconds_of(step, WARM_UP)
-            return Subject(block_of(step, steps), facts)
+            timing.seconds_of(step, WARM_UP)
+            return Subject(timing.block_of(step, steps), facts)
 
         def bare() -> Subject:
             if machine.alone:
@@ -92,9 +81,8 @@ def measure(
             saves = lambda: {"saves": [_save(trainer, data) for _ in range(SAVES)]}  # noqa: E731
             return warm(partial(trainer.advance, data), saves)
 
-        parts, facts, _ = compare_subjects(
-            bare, {"ours": ours}, pairs=repeats, alone=machine.alone, free=free
-        )
+        options: dict[str, Any] = {"pairs": repeats, "alone": machine.alone, "free": free}
+        parts, facts, _ = timing.compare_subjects(bare, {"ours": ours}, **options)
     return {
         "config": str(config),
         "overrides": overrides,
@@ -124,12 +112,12 @@ def _job(config: Path, overrides: list[str], folder: Path, total: int) -> CanonJ
 
 @contextmanager
 def _trainer(job: CanonJobConfig, folder: Path) -> Iterator[tuple[CanonTrainer, Any]]:
-    run, steps = RunFolder(folder / "run"), job.training.steps
+    run = RunFolder(folder / "run")
     # torchtitan's Trainer turns the collection of garbage off, and leaves it so
     with (
-        no_garbage(),
+        timing.no_garbage(),
         one_rank(start=False),
-        Session(run, rank=0, world_size=1, steps=steps) as session,
+        Session(run, rank=0, world_size=1, steps=job.training.steps) as session,
     ):
         # a run saves and stops at these; a bench has nothing to save
         session.stop.let_through([signal.SIGINT, signal.SIGTERM])
@@ -144,7 +132,7 @@ def _trainer(job: CanonJobConfig, folder: Path) -> Iterator[tuple[CanonTrainer, 
 def _save(trainer: CanonTrainer, data: Any) -> dict[str, float]:
     """Make a step and save its state; return how long it stalled, and until it was whole."""
     trainer.advance(data)
-    synchronize()
+    timing.synchronize()
     manager, begin = trainer.checkpointer, time.perf_counter()
     manager.begin_save(trainer.step)
     stall = time.perf_counter() - begin
@@ -155,8 +143,7 @@ def _save(trainer: CanonTrainer, data: Any) -> dict[str, float]:
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    tokens, saves = result["tokens_per_step"], result["saves"]
-    drift = ""
+    tokens, drift = result["tokens_per_step"], ""
     if result["drift"] is not None:
         drift = f", the bare loop's before and after ours: {result['drift'] - 1:+.1%}"
     columns: tables.Columns = {
@@ -164,18 +151,18 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         "ms": lambda row: tables.ms(row[1]),
         "tokens/s": lambda row: f"{tokens / row[1]:,.0f}",
     }
-    tables.print_table(
-        console,
-        [("ours", result["other_s"]), ("bare PyTorch loop", result["base_s"])],
-        columns,
+    lines = [
         f"{result['config']} {' '.join(result['overrides'])}, {tokens:,} tokens per step",
         f"ours takes {tables.extra(result)} ({tables.spread(result)}, {result['pairs']} pairs of "
         f"blocks of {result['steps_a_block']} steps{drift}); target "
         f"{tables.TRAINER.verdict(result['ratio'] - 1)}",
-        *(
-            f"a save of {save['bytes'] / 1e6:,.1f} MB: the step waits "
-            f"{tables.ms(save['stall_s'], 1)} ms, whole on disk after "
-            f"{tables.ms(save['whole_s'], 1)} ms"
-            for save in saves
-        ),
-    )
+    ]
+    for save in result["saves"]:
+        wait, whole = (tables.ms(save[name], 1) for name in ("stall_s", "whole_s"))
+        size = f"{save['bytes'] / 1e6:,.1f} MB"
+        lines.append(f"a save of {size}: the step waits {wait} ms, whole on disk after {whole} ms")
+    rows = [("ours", result["other_s"]), ("bare PyTorch loop", result["base_s"])]
+    tables.print_table(console, rows, columns, *lines)
+
+
+BENCHES = {"trainer": variants.Bench(add_arguments, measure, print_result)}

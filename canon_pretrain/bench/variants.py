@@ -2,16 +2,17 @@
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from canon_pretrain.bench.machine import Machine
+from canon_pretrain.bench.limits import Machine
 from canon_pretrain.bench.timing import Compared, NotMeasured, Subject, compare_subjects
 from canon_pretrain.core.errors import UserError, check_choice
+from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels import backends
 from canon_pretrain.kernels.backends import BACKENDS, OPTIONAL, compile_options
 from canon_pretrain.model.args import POSITIONS, ModelArgs, flavor
@@ -21,6 +22,17 @@ from canon_pretrain.model.transformer import TransformerBlock
 
 MEASURED = tuple(name for name in BACKENDS if name != "auto")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Bench(NamedTuple):
+    """A bench: adds its options, measures (`say` is called with each step), and prints.
+
+    The figures are returned as JSON can hold them: seconds, bytes, FLOPs. Raises UserError.
+    """
+
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    measure: Callable[[argparse.Namespace, Machine, Callable[[str], None]], dict[str, Any]]
+    print_result: Callable[[dict[str, Any], Console], None]
 
 
 class Variant(NamedTuple):
@@ -104,22 +116,24 @@ def with_canon(args: ModelArgs, canon_set: str) -> ModelArgs:
 
 
 def available(asked: Sequence[str] | None, work: Workload) -> tuple[list[str], dict[str, str]]:
-    """Return the backends of `asked` (or all) to measure, and why others can't be.
-
-    Raises UserError.
-    """
-    missing = {}
+    """Return the backends of `asked` (or all) to measure, and why others can't be."""
+    missing: dict[str, str] = {}
     for name in asked or MEASURED:
         check_choice("--backends", name, MEASURED)
         problem = backends.backend_problem(name, work.device.type, work.dtype)
         if name in OPTIONAL and work.device.type == "cpu":
             problem = "needs a GPU"  # an interpreter says nothing about speed
-        if problem is not None:
-            missing[name] = problem
-    if found := [name for name in asked or MEASURED if name not in missing]:
-        return found, missing
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
-    raise UserError(f"--backends {' '.join(asked or ())}: none can be had here. {reasons}")
+        missing |= {name: problem} if problem else {}
+    found = [name for name in asked or MEASURED if name not in missing]
+    check_any("--backends", found, missing)
+    return found, missing
+
+
+def check_any(option: str, usable: Collection[str], missing: Mapping[str, str]) -> None:
+    """Raise UserError, with the reasons, if nothing is usable."""
+    if not usable:
+        reasons = "; ".join(f"{name}: {why}" for name, why in missing.items())
+        raise NotMeasured(f"{option} {' '.join(missing)}: none can be had here. {reasons}")
 
 
 @contextmanager

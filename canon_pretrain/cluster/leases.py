@@ -3,10 +3,10 @@
     FOLDER/K.json    the K-th claim of that work, and its job
 
 A watcher claims work and records the Slurm job that it then submits; the job asks, before it
-begins, whether the work is still its own. A claim is a name of its own, made once, by a link, which
-NFS and Lustre keep atomic: of many that claim only one wins. The highest number counts. A claim is
-never deleted: whoever finds its job gone makes the next number. In doubt a job lives: its work is
-given out again only when Slurm says that the job is gone.
+begins, whether the work is still its own. A claim is made by a link, which NFS and Lustre keep
+atomic: of many that claim only one wins. The highest number counts, and none is ever deleted:
+whoever finds its job gone makes the next one. In doubt a job lives: its work is given out again
+only when Slurm says that the job is gone.
 """
 
 import os
@@ -28,9 +28,9 @@ from canon_pretrain.core.holder import Holder, link, process_lives, remove
 
 DEAD = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
-    "PREEMPTED", "REVOKED", "TIMEOUT",
+    "PREEMPTED", "REVOKED", "TIMEOUT", "GONE",
 )  # fmt: skip
-"""States from which a job does not come back; one that is requeued is PENDING."""
+"""States from which a job does not come back; GONE is our word for one that nobody knows."""
 TIMEOUT_S = 120.0
 SCRIPTS = Path(__file__).resolve().parents[2] / "slurm"
 
@@ -58,7 +58,7 @@ class Slurm:
             k: v for k, v in environ.items() if not k.startswith("SLURM_") or k in kept
         }
         self._states: dict[str, str] = {}
-        self._names: dict[str, str] = {}
+        self._jobs: dict[str, str] = {}
         self._name: str | None = None
 
     @staticmethod
@@ -80,23 +80,17 @@ class Slurm:
             raise UserError(f"squeue failed, nothing was submitted: {found.stderr.strip()}")
         lines = [line.split("|", 2) for line in found.stdout.splitlines()]
         self._states = {job: state for job, state, _ in lines}
-        self._names = {name: job for job, _, name in lines}
+        self._jobs = {name: job for job, _, name in lines}
 
     def find(self, name: str) -> str | None:
-        return self._names.get(name)
+        return self._jobs.get(name)
 
     def verdict(self, job: str) -> tuple[bool, str]:
-        """Return whether `job` may still run or come to run, and its state in lower case.
-
-        One that nobody knows is gone.
-        """
-        state = self._states.get(job) or self._state_of(job)
-        if state is None:
-            return False, "gone"
-        self._states[job] = state
+        """Return whether `job` may still run or come to run, and its state in lower case."""
+        self._states[job] = state = self._states.get(job) or self._state_of(job)
         return state not in DEAD, state.lower()
 
-    def _state_of(self, job: str) -> str | None:
+    def _state_of(self, job: str) -> str:
         shown = self._ask("scontrol", "show", "job", "-o", job)
         if found := re.search(r"\bJobState=(\S+)", shown.stdout):
             return found[1]
@@ -106,16 +100,17 @@ class Slurm:
             kept = self._ask("sacct", *more, "-n", "-P", "-o", "State", "-j", job)
             if kept.returncode == 0 and kept.stdout.strip():
                 return kept.stdout.split()[0].split("|")[0]
-        return None
+        return "GONE"
 
     def submit(self, script: str, arguments: Sequence[str], flags: Sequence[str]) -> str:
         """Submit slurm/`script` with the settings of cluster.env; return the job's id.
 
         Raises UserError with sbatch's words if it is refused, NoAnswer if that is not known.
         """
-        command = ["bash", str(SCRIPTS / "submit.sh"), "--parsable", *flags]
-        command += [str(SCRIPTS / script), *arguments]
-        done = self._ask(*command, CANON_REPO=str(SCRIPTS.parent))
+        command = ("bash", str(SCRIPTS / "submit.sh"), "--parsable", *flags)
+        done = self._ask(
+            *command, str(SCRIPTS / script), *arguments, CANON_REPO=str(SCRIPTS.parent)
+        )
         words = done.stdout.split()
         if done.returncode or not words:
             raise UserError(f"sbatch refused {script}: {(done.stderr or done.stdout).strip()}")
@@ -126,15 +121,9 @@ class Slurm:
 
     def _ask(self, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
         try:
-            return subprocess.run(
-                command,
-                env=self._environ | more,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=TIMEOUT_S,
-                stdin=subprocess.DEVNULL,
-            )
+            options: Any = {"env": self._environ | more, "capture_output": True, "text": True}
+            options |= {"errors": "replace", "stdin": subprocess.DEVNULL, "timeout": TIMEOUT_S}
+            return subprocess.run(command, **options)
         except FileNotFoundError:
             return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: not found")
         except subprocess.TimeoutExpired:

@@ -90,8 +90,8 @@ def make_sweep(
 
     Raises UserError for bad values, two runs of one name, and an argument that the sweep sets.
     """
-    rates: list[float | None] = [_value("--lr", word, Rate) for word in learning_rates] or [None]
-    numbers: list[int | None] = [_value("--seeds", word, Seed) for word in seeds] or [None]
+    rates = [_value("--lr", word, Rate) for word in learning_rates] or [None]
+    numbers = [_value("--seeds", word, Seed) for word in seeds] or [None]
     own = {FOLDER_KEY: "its folder in the sweep's", "job.config_file": "--configs"}
     own |= {RATE_KEY: "--lr"} if learning_rates else {}
     own |= dict.fromkeys(SEED_KEYS[seed_of] if seeds else (), "--seeds")
@@ -159,14 +159,10 @@ def read_sweep(folder: Path) -> Sweep:
     try:
         return read_record(folder / PLAN, Sweep)
     except UnreadableFile as error:
+        why = f"{error}: remove it, and plan with the same arguments again; no run is lost"
         if error.is_missing:
-            raise UserError(
-                f"{folder} is not a sweep: it has no {PLAN}. Make one: python -m "
-                "canon_pretrain.sweep plan SWEEP --configs A.toml B.toml --lr 1e-3 2e-3 --seeds 0 1"
-            ) from None
-        raise UserError(
-            f"{error}: remove it, and plan with the same arguments again; no run is lost"
-        ) from None
+            why = f"{folder} is not a sweep: it has no {PLAN}. `canon_pretrain.sweep plan` makes it"
+        raise UserError(why) from None
 
 
 def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep, int]:
@@ -181,8 +177,7 @@ def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep
         write_json(path, asdict(new))
         return new, len(new.runs)
     old = read_sweep(folder)
-    known = {run.name for run in old.runs}
-    wanted = {run.name: run.config for run in new.runs}
+    known, wanted = ({run.name: run.config for run in each.runs} for each in (old, new))
     added = [run for run in new.runs if run.name not in known]
     faults = []
     if old.seed_of != new.seed_of and old.runs[0].seed is not None:
@@ -190,14 +185,14 @@ def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep
     if old.arguments != new.arguments:
         before, now = (" ".join(each.arguments) or "none" for each in (old, new))
         faults.append(f"its options are {before}, not {now}")
-    for run in old.runs:
-        if (other := wanted.get(run.name, run.config)) != run.config:
-            faults.append(f"its {run.name} is of {run.config}, not {other}")
+    for name, config in known.items():
+        if wanted.get(name, config) != config:
+            faults.append(f"its {name} is of {config}, not {wanted[name]}")
     for config, digest in old.configs.items():
         if new.configs.get(config, digest) != digest:
             faults.append(f"{config} (or what it extends) has changed")
-    if missing := [run.name for run in old.runs if run.name not in wanted]:
-        faults.append(f"it has {', '.join(missing)}, which this grid has not")
+    if missing := ", ".join(name for name in known if name not in wanted):
+        faults.append(f"it has {missing}, which this grid has not")
     if added and not extend:
         faults.append(f"this grid has {len(added)} run(s) more, such as {added[0].name}")
     if faults:

@@ -18,10 +18,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from canon_pretrain.bench import __main__ as bench_main
-from canon_pretrain.bench import canon, step
+from canon_pretrain.bench import kernels, step
 from canon_pretrain.bench.__main__ import main
-from canon_pretrain.bench.attention import use_flash
-from canon_pretrain.bench.machine import Machine
+from canon_pretrain.bench.kernels import use_flash
+from canon_pretrain.bench.limits import Machine
 from canon_pretrain.bench.variants import Variant, Workload
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model import canon as canon_module
@@ -35,6 +35,9 @@ from tests.support import ROOT
 SMALL = ("--flavor", "debug", "--tokens", 32)
 QUICK = ("--pairs", 2, "--block-seconds", 0)
 BENCHES = ("step", "canon", "generate", "memory", "attention", "trainer")
+DEBUG = str(ROOT / "train_configs" / "debug.toml")
+# torchtitan's, in this process: stderr has no file, autocast is off
+TORCHTITANS = ("ignore:Unable to enable fault handler", "ignore:In CPU autocast")
 
 
 def command(*arguments: object, temporary: Path) -> dict[str, Any]:
@@ -43,24 +46,15 @@ def command(*arguments: object, temporary: Path) -> dict[str, Any]:
     return {"args": words, "cwd": ROOT, "env": environment, "text": True}
 
 
-def measured(*arguments: object, temporary: Path) -> tuple[dict[str, Any], str]:
-    """What the JSON of a run holds, and what it printed; nothing of it is left."""
-    scratch, file = temporary / "scratch", temporary / "result.json"
-    scratch.mkdir(exist_ok=True)
-    options = command(*arguments, "--json", file, temporary=scratch)
-    done = subprocess.run(**options, capture_output=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert not [path for path in scratch.iterdir() if path.name.startswith("canon-bench-")]
-    result = json.loads(file.read_text())
-    for part in result["results"].values() if result["bench"] == "all" else (result,):
-        assert {"bench", "time", "device", "threads", "versions"} <= set(part), part
-    return result, done.stdout
-
-
 @pytest.mark.slow
 def test_memory_counts_what_a_compiled_block_keeps(tmp_path: Path) -> None:
     options = ("--sets", "ABCD", "--backends", "reference", "compiled")
-    result, page = measured("memory", *SMALL, *options, temporary=tmp_path)
+    file = tmp_path / "result.json"
+    words = command("memory", *SMALL, *options, "--json", file, temporary=tmp_path)
+    done = subprocess.run(**words, capture_output=True, timeout=600)
+    assert done.returncode == 0 and "bytes/token" in done.stdout, done
+    result = json.loads(file.read_text())
+    assert {"bench", "time", "device", "threads", "versions"} <= set(result)
     rows = {row["variant"]: row for row in result["rows"]}
     none = rows.pop("no Canon")["bytes_per_token"]
     # at least the block's input, q, k and v, what attention gave, and the feed-forward's three
@@ -71,39 +65,6 @@ def test_memory_counts_what_a_compiled_block_keeps(tmp_path: Path) -> None:
         channels = {"A": 64, "B": 192, "C": 64, "D": 352, "ABCD": 672}[name.split()[0]]
         assert row["extra_per_token"] == row["bytes_per_token"] - none
         assert row["extra_per_channel"] == pytest.approx(row["extra_per_token"] / channels)
-    assert "bytes/token" in page
-
-
-@pytest.mark.slow
-def test_all_is_one_page_and_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = (
-        "import sys, canon_pretrain.bench.__main__ as bench\n"
-        "small = {'trainer': ['--repeats', '2', '--steps', '1'], 'memory': [],\n"
-        "         'generate': ['--prompt-tokens', '8', '--new-tokens', '4', '--pairs', '1']}\n"
-        "short = ['--pairs', '1', '--block-seconds', '0']\n"
-        "parse = bench._parse\n"
-        "def smaller(words):\n"
-        "    name = words[0]\n"
-        "    if name == 'all': return parse(words)\n"
-        "    more = [] if name == 'trainer' else ['--flavor', 'debug']\n"
-        "    if name not in ('trainer', 'generate'): more += ['--tokens', '32']\n"
-        "    return parse([*words, *more, *small.get(name, short)])\n"
-        "bench._parse = smaller\n"
-        "bench.main(sys.argv[1:])\n"
-    )
-    scratch, file = tmp_path / "scratch", tmp_path / "all.json"
-    scratch.mkdir()
-    options = command("all", "--json", file, temporary=scratch)
-    options["args"] = [sys.executable, "-c", program, *options["args"][3:]]
-    done = subprocess.run(**options, capture_output=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(file.read_text())
-    assert tuple(result["results"]) == BENCHES
-    for name, part in result["results"].items():
-        assert part["bench"] == name
-        assert "error" not in part, part
-        assert bench_main.COMMANDS[name] in done.stdout
-    assert not [path for path in scratch.iterdir() if path.name.startswith("canon-bench-")]
 
 
 def on_cpu(monkeypatch: pytest.MonkeyPatch, alone: bool = False) -> None:
@@ -134,12 +95,28 @@ def run(
 Run = Callable[..., tuple[dict[str, Any], str]]
 
 
+@pytest.mark.filterwarnings(*TORCHTITANS)
+def test_all_is_one_page_and_one_file(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    small: dict[str, list[str]] = {
+        name: [*map(str, SMALL), *map(str, QUICK)] for name in ("step", "canon", "attention")
+    }
+    small["memory"] = [*map(str, SMALL)]
+    new = ["--prompt-tokens", "8", "--new-tokens", "4", "--pairs", "1"]
+    small["generate"] = ["--flavor", "debug", *new]
+    small["trainer"] = ["--config", DEBUG, "--repeats", "2", "--steps", "1"]
+    monkeypatch.setattr(bench_main, "BRIEFLY", {name: small[name] for name in BENCHES})
+    result, page = run("all")
+    assert tuple(result["results"]) == BENCHES
+    for name, part in result["results"].items():
+        assert part["bench"] == name and "error" not in part, part
+        assert bench_main.COMMANDS[name][1][:20] in page
+
+
 def test_attention_tells_the_fastest_way(run: Run) -> None:
     result, page = run("attention", *SMALL, *QUICK)
     assert {row["way"] for row in result["rows"]} == {"flash", "math"}
     assert result["unavailable"]["cudnn"] == "needs a GPU"
-    for package in ("flash_attn", "fa3", "fa4"):
-        assert "not installed" in result["unavailable"][package]
+    assert all("not installed" in result["unavailable"][x] for x in ("flash_attn", "fa3", "fa4"))
     assert f"both passes: {result['fastest']}" in page
     forward, backward = result["rows"][:2]
     assert backward["flops"] == 2.5 * forward["flops"] == 2.5 * 2 * 2 * 32**2 * 64
@@ -155,12 +132,11 @@ def test_attention_times_each_package_with_its_own_kernel_in_place() -> None:
     assert active() is None
 
 
-@pytest.mark.slow
 def test_generate_compares_prompts_and_answers(run: Run) -> None:
     tokens = ("--prompt-tokens", 8, "--new-tokens", 4, "--pairs", 2, "--batches", 1, 2)
     result, _ = run("generate", "--flavor", "debug", "--sets", "AC", "ABCD", *tokens)
     rows = [(row["batch"], row["canon_set"]) for row in result["rows"]]
-    assert rows == [(1, "AC"), (2, "AC"), (1, "ABCD"), (2, "ABCD")]
+    assert rows == [(1, "AC"), (1, "ABCD"), (2, "AC"), (2, "ABCD")]
     for row in result["rows"]:
         assert row["operators"] > row["base_operators"] > 0
         assert row["decode"]["pairs"] == 2
@@ -218,7 +194,6 @@ def test_what_does_not_fit_in_memory_is_left_out_and_said(
 
 
 def counted_blocks(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[TransformerBlock]:
-    """All blocks that are made from now on and still there."""
     blocks: weakref.WeakSet[TransformerBlock] = weakref.WeakSet()
     make_block = TransformerBlock.__init__
 
@@ -230,9 +205,7 @@ def counted_blocks(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[Transform
     return blocks
 
 
-@pytest.mark.filterwarnings(  # torchtitan's, in this process: stderr has no file, autocast is off
-    "ignore:Unable to enable fault handler", "ignore:In CPU autocast"
-)
+@pytest.mark.filterwarnings(*TORCHTITANS)
 def test_on_a_gpu_the_trainer_and_the_bare_loop_are_not_there_together(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,8 +217,7 @@ def test_on_a_gpu_the_trainer_and_the_bare_loop_are_not_there_together(
 
     monkeypatch.setattr(Machine, "free_memory", freed)
     on_cpu(monkeypatch, alone=True)
-    config = ROOT / "train_configs" / "debug.toml"
-    result, page = run("trainer", "--config", config, "--repeats", 3, "--steps", 1)
+    result, page = run("trainer", "--config", DEBUG, "--repeats", 3, "--steps", 1)
     assert left == [0] * 4 and result["drift"] > 0
     assert result["pairs"] == 3 and len(result["saves"]) == 3
     assert result["tokens_per_step"] == 12 * 64
@@ -253,7 +225,6 @@ def test_on_a_gpu_the_trainer_and_the_bare_loop_are_not_there_together(
 
 
 def test_a_gpu_holds_one_model_at_a_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of a GPU, on a CPU: what it builds is gone before the next."""
     build, built, blocks = step.build, [], counted_blocks(monkeypatch)
 
     def watched(work: Workload, variant: Variant, *how: Any, plain: bool) -> Any:
@@ -321,8 +292,6 @@ def test_all_keeps_what_is_there_where_one_fails(
 
 
 def change_kernels(monkeypatch: pytest.MonkeyPatch, change: Callable[..., torch.Tensor]) -> None:
-    """Hand what the Canon kernels return, and the backend's name, to `change`."""
-
     def changed(right: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *tensors, **options: change(right(*tensors, **options), options["backend"])
 
@@ -330,68 +299,55 @@ def change_kernels(monkeypatch: pytest.MonkeyPatch, change: Callable[..., torch.
         monkeypatch.setattr(canon_module, name, changed(getattr(canon_module, name)))
 
 
-def test_a_kernel_that_is_wrong_is_not_timed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(y: torch.Tensor, backend: str) -> torch.Tensor:
-        return y if backend == "reference" else y * 1.001
-
-    change_kernels(monkeypatch, wrong)
-    result, page = run("canon", *SMALL, *QUICK, "--micro-batch", 2)
-    assert {row["backend"] for row in result["rows"]} == {"reference"}
-    assert "not measured: A, C by compiled: output 0 is 0.000" in page
-    assert len(result["unavailable"]) == 3 + 6
-
-
-def test_a_kernel_that_fails_leaves_the_others(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that was never run on a GPU of this kind may."""
-
-    def failing(y: torch.Tensor, backend: str) -> torch.Tensor:
-        if backend == "causal_conv1d":
+@pytest.mark.parametrize(
+    ("bad", "good", "words"),
+    [
+        ("compiled", "reference", "output 0 is 0.000"),  # wrong
+        ("causal_conv1d", "compiled", "RuntimeError: no kernel image"),  # on a GPU of this kind
+    ],
+)
+def test_a_kernel_that_is_wrong_or_fails_leaves_the_others(
+    run: Run, monkeypatch: pytest.MonkeyPatch, bad: str, good: str, words: str
+) -> None:
+    def change(y: torch.Tensor, backend: str) -> torch.Tensor:
+        if backend == bad == "causal_conv1d":
             raise RuntimeError("no kernel image\nis available")
-        return y
+        return y * 1.001 if backend == bad else y
 
-    change_kernels(monkeypatch, failing)
-    monkeypatch.setattr(canon.variants, "available", lambda asked, work: (asked, {}))
+    change_kernels(monkeypatch, change)
+    monkeypatch.setattr(kernels.variants, "available", lambda asked, work: (asked, {}))
     monkeypatch.setattr(canon_check, "check_canon_backend", lambda *backend: None)
-    options = ("--backends", "causal_conv1d", "compiled", "--micro-batch", 2)
-    result, _ = run("canon", *SMALL, *QUICK, *options)
-    assert {row["backend"] for row in result["rows"]} == {"compiled"}
-    assert result["unavailable"]["B by causal_conv1d"] == "RuntimeError: no kernel image"
+    result, page = run("canon", *SMALL, *QUICK, "--backends", bad, good, "--micro-batch", 2)
+    assert {row["backend"] for row in result["rows"]} == {good}
+    assert f"not measured: A, C by {bad}: {words}" in page
+    assert len(result["unavailable"]) == 6
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "message"),
     [
-        (("trainer", "--repeats", 0), "--repeats 0: expected at least 1"),
-        (("step", "--block-seconds", -1), "--block-seconds -1: expected at least 0"),
-        (("step", "--flavor", "1b4"), 'model flavor "1b4" is not known; expected one of debug,'),
-        (("step", "--sets", "AE"), 'canon_set = "AE"'),
-        (("step", "--backends", "tritn"), '--backends = "tritn" is not known; expected one of'),
-        (("step", "--backends", "triton"), "--backends triton: none can be had here. triton: n"),
-        (("attention", "--ways", "cudnn"), "--ways cudnn: none can be had here. cudnn: needs a "),
-        (("canon", "--json", "/nowhere/x"), "--json /nowhere/x: the folder /nowhere does not ex"),
+        ("trainer --repeats 0", "--repeats 0: expected at least 1"),
+        ("step --block-seconds -1", "--block-seconds -1: expected at least 0"),
+        ("step --flavor 1b4", 'model flavor "1b4" is not known; expected one of debug,'),
+        ("step --sets AE", 'canon_set = "AE"'),
+        ("step --backends tritn", '--backends = "tritn" is not known; expected one of'),
+        ("step --backends triton", "--backends triton: none can be had here. triton: n"),
+        ("attention --ways cudnn", "--ways cudnn: none can be had here. cudnn: needs a "),
+        ("canon --json /nowhere/x", "--json /nowhere/x: the folder /nowhere does not ex"),
     ],
 )
 def test_bad_input_is_one_message(
-    arguments: tuple[str, ...],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    words: str, message: str, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench_main, "init_logging", lambda rank: None)
-    on_cpu(monkeypatch)
-    monkeypatch.setattr(Machine, "peaks", lambda self, dtype: {})
     with pytest.raises(SystemExit) as end:
-        main([*map(str, arguments)])
-    assert end.value.code == 2
+        main(words.split())
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {message}")
-    assert error.count("\n") == 1
+    assert end.value.code == 2 and error.startswith(f"error: {message}") and error.count("\n") == 1
 
 
 @pytest.mark.slow
 def test_an_interrupted_bench_leaves_no_folder(tmp_path: Path) -> None:
-    config = ("--config", ROOT / "train_configs" / "debug.toml", "--repeats", 10_000)
-    options = command("trainer", *config, temporary=tmp_path)
+    options = command("trainer", "--config", DEBUG, "--repeats", 10_000, temporary=tmp_path)
     # a shell's background job, as this suite may be, hands an ignored SIGINT on
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(**options, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -3,6 +3,8 @@
 import dataclasses
 import time
 from collections.abc import Mapping
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,17 +14,13 @@ from canon_pretrain.bench import limits, tables, timing, variants
 from canon_pretrain.model.args import FLAVORS, flops_per_token
 
 
-def test_the_ratio_is_of_neighbours_and_not_of_medians() -> None:
+def test_the_ratio_is_of_neighbours_and_its_spread_of_the_middle_eight_tenths() -> None:
     # the machine gets slower and slower: the medians of each alone say nothing
     base = [1.0, 2.0, 4.0, 8.0, 16.0]
     found = timing.summarise(base, [1.1 * s for s in base])
     assert found["ratio"] == pytest.approx(1.1)
     assert (found["base_s"], found["pairs"]) == (4.0, 5)
-
-
-def test_the_spread_is_of_the_middle_eight_tenths() -> None:
-    ratios = [1.0 + n / 100 for n in range(20)]
-    found = timing.summarise([1.0] * 20, list(reversed(ratios)))
+    found = timing.summarise([1.0] * 20, [1.0 + n / 100 for n in reversed(range(20))])
     assert (found["ratio_low"], found["ratio_high"]) == (1.02, 1.17)
     assert tables.spread(found) == "+2.0% to +17.0%"
     one = timing.summarise([2.0], [3.0])
@@ -44,32 +42,14 @@ def test_blocks_take_turns_and_change_their_order() -> None:
     assert {part: each["ratio"] for part, each in found.items()} == {"read": 3.0, "write": 0.5}
 
 
-class Clock:
-    """A clock that stands still but for what the step under test adds."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    process_time = perf_counter
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(timing, "time", clock)
-    return clock
-
-
-def test_a_block_is_as_long_as_asked_and_in_seconds_of_a_step(clock: Clock) -> None:
+def test_a_block_is_as_long_as_asked_and_in_seconds_of_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a clock that stands still but for what the step adds."""
     took: list[float] = []
-
-    def step() -> None:
-        took.append(0.25)
-        clock.now += 0.25
-
+    step = partial(took.append, 0.25)
+    clock = SimpleNamespace(perf_counter=lambda: sum(took), process_time=lambda: sum(took))
+    monkeypatch.setattr(timing, "time", clock)
     assert timing.steps_for(step, 0.9) == 4
     assert timing.steps_for(step, 0.0) == 1
     took.clear()
@@ -101,13 +81,12 @@ def test_verdicts(target: tables.Target, values: dict[str, float]) -> None:
 
 
 def subject(name: str, seconds: float, log: list[str]) -> timing.Make:
+    def block() -> Mapping[str, float]:
+        log.append(name)
+        return {"step": seconds}
+
     def make() -> timing.Subject:
         log.append(f"make {name}")
-
-        def block() -> Mapping[str, float]:
-            log.append(name)
-            return {"step": seconds}
-
         return timing.Subject(block, lambda: {"name": name, "blocks": log.count(name)})
 
     return make
@@ -140,19 +119,16 @@ def test_subjects_take_turns_or_are_alone_with_the_base_around_them(
         timing.compare_subjects(too_large, others, **options)
 
 
-def test_without_rotation_all_of_b_is_extra() -> None:
+def test_limits_are_those_counted_by_hand() -> None:
+    """Without rotation all of B is extra; blocks and ends make the FLOPs of the whole."""
     nope = dataclasses.replace(FLAVORS["1b3"], canon_set="ABCD", position="nope")
     assert limits.least_extra(nope, 2) == 5 * 6144 * 2
     assert limits.least_extra(dataclasses.replace(nope, canon_set="ACD"), 2) == 0
     rope = dataclasses.replace(nope, position="rope")
     assert limits.least_extra(rope, 2) == 2 * (2 + 3) * 2048 + 2 * 4096
-
-
-def test_blocks_and_ends_make_the_flops_of_the_whole() -> None:
-    args = dataclasses.replace(FLAVORS["1b3"], canon_set="ABCD", position="nope")
-    block = limits.block_flops_per_token(args, 4096)
-    head_and_norm = 6 * (args.vocab_size * args.dim + args.dim)
-    assert args.num_layers * block + head_and_norm == flops_per_token(args, 4096)
+    block = limits.block_flops_per_token(nope, 4096)
+    head_and_norm = 6 * (nope.vocab_size * nope.dim + nope.dim)
+    assert nope.num_layers * block + head_and_norm == flops_per_token(nope, 4096)
 
 
 def test_every_set_by_what_auto_takes_and_the_last_set_by_all() -> None:

@@ -15,33 +15,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canon_pretrain.cluster import node_report
-from canon_pretrain.cluster.node_report import (
-    IN_NODE,
-    MATMUL,
-    MEMORY,
-    TWO_NODES,
-    Report,
-    rank_groups,
-    report_node,
-)
+from canon_pretrain import preflight
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.preflight import (
-    EXIT_BROKEN_NODES,
-    check_nodes,
-    judge,
-    main,
-    plan_job,
-    read_reports,
-    slow_save,
-)
+from canon_pretrain.preflight import IN_NODE, MATMUL, MEMORY, TWO_NODES, Report, judge, main
 from canon_pretrain.run.folder import RunFolder
 from tests.fault_runs import checkpoint, unharmed_run
 from tests.ranks import _context as rank_context
 from tests.ranks import whole_state
 from tests.support import ROOT, debug_run
 
-NODES = ("n1", "n2", "n3")
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -52,22 +34,22 @@ def good(**other: Any) -> Report:
 @given(st.integers(1, 500), st.integers(-1, 40), st.integers(-1, 20))
 def test_nodes_fit_whose_ranks_divide_the_batch(batch: int, nodes: int, ranks: int) -> None:
     if nodes > 0 < ranks and batch % (nodes * ranks) == 0:
-        check_nodes(batch, nodes, ranks)
+        preflight.check_nodes(batch, nodes, ranks)
     else:
         with pytest.raises(UserError):
-            check_nodes(batch, nodes, ranks)
+            preflight.check_nodes(batch, nodes, ranks)
 
 
 def test_the_papers_batch_on_nodes_of_eight() -> None:
     config = ["--config", str(ROOT / "train_configs" / "nope_canon.toml")]
     with pytest.raises(UserError, match=r"5 node\(s\) of 8 can't share .* = 48. .*: 1, 2, 3, 6 "):
-        plan_job(config, 5, 8)
+        preflight.plan_job(config, 5, 8)
     with pytest.raises(UserError, match=r"on 1 node: 1, 2, 3, 4, 6, 8, 12, 16, 24, 48 "):
-        plan_job(config, 1, 7)
+        preflight.plan_job(config, 1, 7)
     replicas = [*config, "--parallelism.data_parallel_replicate_degree", "2"]
-    plan_job(replicas, 2, 8)
+    preflight.plan_job(replicas, 2, 8)
     with pytest.raises(UserError, match="= 2: 3 ranks can't"):
-        plan_job(replicas, 1, 3)
+        preflight.plan_job(replicas, 1, 3)
 
 
 def test_the_plan_is_the_run_folder_and_a_checkpoints_size(
@@ -86,62 +68,58 @@ def test_the_plan_is_the_run_folder_and_a_checkpoints_size(
 
 def test_data_that_is_not_there_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
     arguments = list(map(str, debug_run(tmp_path / "nothing", tmp_path / "run")))
-    plan_job(arguments, 1, 2)
+    preflight.plan_job(arguments, 1, 2)
     with pytest.raises(UserError, match="nothing"):
-        plan_job(arguments, 1, 2, data=True)
+        preflight.plan_job(arguments, 1, 2, data=True)
 
 
 def test_a_nodes_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = report_node(tmp_path, 1000, 0)
+    report = preflight.report_node(tmp_path, 1000, 0)
     assert report.faults == report.disk == []
     assert report.versions["torch"] and len(report.versions) == 5
     assert not [*tmp_path.iterdir()], "the write test leaves nothing"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10, 1, 9))
-    assert "9 bytes are free" in report_node(tmp_path, 1000, 0).disk[0]
-    assert "cannot be written to" in report_node(Path("/proc/1"), 0, 0).disk[0]
+    assert "9 bytes are free" in preflight.report_node(tmp_path, 1000, 0).disk[0]
+    assert "cannot be written to" in preflight.report_node(Path("/proc/1"), 0, 0).disk[0]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 7)
-    assert report_node(tmp_path, 0, 8).faults == ["7 of 8 GPUs can be used"]
+    assert preflight.report_node(tmp_path, 0, 8).faults == ["7 of 8 GPUs can be used"]
 
 
-@pytest.mark.parametrize(
-    ("n2", "fault"),
-    [
-        (None, "no report"),
-        (good(disk=["full"]), "full"),
-        (good(versions={"torch": "2.11"}), "torch is 2.11, elsewhere 2.13"),
-        (good(versions={}), "torch is unknown, elsewhere 2.13"),
-    ],
-)
-def test_a_node_that_differs_is_at_fault(n2: Report | None, fault: str) -> None:
-    verdict = judge({"n1": good(), "n2": n2, "n3": good()})
-    assert verdict.nodes == {"n2": [fault]} and not verdict.common
+def at(seconds: float) -> Report:
+    return Report(clock_s=1e9 + seconds)
 
 
-def test_a_disk_that_is_full_for_all_is_no_nodes_fault() -> None:
-    verdict = judge(dict.fromkeys(NODES, good(disk=["full"])))
-    assert verdict.common == ["full"] and not verdict.nodes
-    assert judge({"n1": good(disk=["full"])}).common == ["full"], "one node can't tell"
-    assert judge({"n1": None}).nodes == {"n1": ["no report"]}
+FULL, LOST = good(disk=["full"]), Report(left_alone="timeout")
+FOUND: list[tuple[list[Report | None], dict[str, list[str]], list[str], list[str]]] = [
+    ([good(), None, good()], {"n2": ["no report"]}, [], []),
+    ([good(), FULL, good()], {"n2": ["full"]}, [], []),
+    ([good(), good(versions={"torch": "2.11"}), good()],
+     {"n2": ["torch is 2.11, elsewhere 2.13"]}, [], []),
+    ([good(), good(versions={}), good()], {"n2": ["torch is unknown, elsewhere 2.13"]}, [], []),
+    # full for all, or for the only one, which can't tell: no node's fault
+    ([FULL, FULL, FULL], {}, ["full"], []),
+    ([FULL], {}, ["full"], []),
+    ([None], {"n1": ["no report"]}, [], []),
+    # clocks are compared with the middle one
+    ([at(0), at(1), at(-1)], {}, [], []),
+    ([at(0), at(-5), at(1)], {}, [], ["n2: its clock is 5.0 s off the others'"]),
+    ([at(0), at(40), at(1)], {"n2": ["its clock is 39.0 s off the others'"]}, [], []),
+    # a rank that was left alone is at fault only where no other is
+    ([LOST, Report(["other sums"])], {"n2": ["other sums"]}, [], []),
+    ([LOST, None], {"n2": ["no report"]}, [], []),
+    ([LOST, LOST], {}, ["n1: timeout", "n2: timeout"], []),
+]  # fmt: skip
 
 
-def test_clocks_are_compared_with_the_middle_one() -> None:
-    def at(seconds: float) -> Report:
-        return Report(clock_s=1e9 + seconds)
-
-    verdict = judge({"n1": at(0), "n2": at(1), "n3": at(-1)})
-    assert verdict == ({}, [], [])
-    verdict = judge({"n1": at(0), "n2": at(-5), "n3": at(1)})
-    assert verdict.warnings == ["n2: its clock is 5.0 s off the others'"] and not verdict.nodes
-    verdict = judge({"n1": at(0), "n2": at(40), "n3": at(1)})
-    assert verdict.nodes == {"n2": ["its clock is 39.0 s off the others'"]}
-
-
-def test_a_rank_that_was_left_alone_is_at_fault_only_where_no_other_is() -> None:
-    alone, broken = Report(left_alone="timeout"), Report(["other sums"])
-    assert judge({"n1": alone, "n2": broken}).nodes == {"n2": ["other sums"]}
-    assert judge({"n1": alone, "n2": None}).nodes == {"n2": ["no report"]}
-    verdict = judge({"n1": alone, "n2": alone})
-    assert verdict.common == ["n1: timeout", "n2: timeout"] and not verdict.nodes
+@pytest.mark.parametrize(("reports", "nodes", "common", "warnings"), FOUND)
+def test_the_node_at_fault_is_named(
+    reports: list[Report | None],
+    nodes: dict[str, list[str]],
+    common: list[str],
+    warnings: list[str],
+) -> None:
+    there = {f"n{i}": report for i, report in enumerate(reports, 1)}
+    assert judge(there) == (nodes, common, warnings)
 
 
 def test_the_verdict_names_nodes_for_the_script(
@@ -158,7 +136,7 @@ def test_the_verdict_names_nodes_for_the_script(
     assert verdict()[:2] == (0, "")
     (tmp_path / "n2.json").write_text('{"faults": ')  # cut short
     code, out, error = verdict()
-    assert (code, out) == (EXIT_BROKEN_NODES, "n2\n")
+    assert (code, out) == (preflight.EXIT_BROKEN_NODES, "n2\n")
     assert "node n2 is not fit: no report" in error
     assert verdict("--ranks")[:2] == (1, "")
 
@@ -172,7 +150,7 @@ def test_two_ranks_meet_and_report(tmp_path: Path) -> None:
     each = [json.loads((tmp_path / f"n1.rank{rank}.json").read_text()) for rank in (0, 1)]
     assert all(report["faults"] == [] for report in each)
     assert abs(each[0]["clock_s"] - each[1]["clock_s"]) < 2
-    merged = read_reports(tmp_path, ["n1", "n2"], ranks=True)
+    merged = preflight.read_reports(tmp_path, ["n1", "n2"], ranks=True)
     n1 = merged["n1"]
     assert n1 is not None and n1.faults == [] and merged["n2"] is None
     for rank, speeds in n1.speeds.items():
@@ -187,36 +165,38 @@ def measured(*matmul: float, device: str = "cuda", network: float = 2e11) -> Rep
     return Report(speeds=speeds)
 
 
-def test_a_slow_gpu_is_warned_of_and_a_very_slow_ones_node_is_at_fault() -> None:
-    usual = measured(600e12, 610e12)
-    verdict = judge({"n1": usual, "n2": measured(590e12, 430e12), "n3": usual})
-    assert not verdict.nodes and not verdict.common
-    (text,) = verdict.warnings
-    assert "n2: cuda:1 " in text and "430 TFLOP/s, 70% of" in text and "610 TFLOP/s" in text
-    verdict = judge({"n1": usual, "n2": usual, "n3": measured(100e12, 600e12)})
-    assert list(verdict.nodes) == ["n3"] and not verdict.warnings
-    verdict = judge({"n1": measured(300e12, 300e12), "n2": usual})
-    assert list(verdict.nodes) == ["n1"], "of two nodes the better one is the measure"
-    verdict = judge({"n1": measured(600e12, 100e12, 600e12)})
-    assert list(verdict.nodes) == ["n1"], "a single node, by its other GPUs"
-    assert judge({"n1": usual, "n2": measured(500e12, 490e12)}) == ({}, [], [])
+USUAL = measured(600e12, 610e12)
+SPEEDS: list[tuple[list[Report], dict[str, str], dict[str, str]]] = [
+    (
+        [USUAL, measured(590e12, 430e12), USUAL],
+        {},
+        {"n2": "cuda:1 is slow: matmul 430 TFLOP/s, 70% of the usual 610 TFLOP/s"},
+    ),
+    ([USUAL, USUAL, measured(100e12, 600e12)], {"n3": "cuda:0 is slow"}, {}),
+    ([measured(300e12, 300e12), USUAL], {"n1": "slow"}, {}),  # of two nodes the better one's
+    ([measured(600e12, 100e12, 600e12)], {"n1": "cuda:1"}, {}),  # a single node: its other GPUs
+    ([USUAL, measured(500e12, 490e12)], {}, {}),
+    ([measured(5e10, device="cpu"), measured(1e10, device="cpu")], {}, {"n2": "cpu:0 is slow"}),
+    # of a node's two neighbors on the network, the better one counts
+    ([measured(6e14), measured(6e14, network=3e10), measured(6e14)], {"n2": "30 GB/s"}, {}),
+]
 
 
-def test_a_slow_cpu_is_only_warned_of() -> None:
-    verdict = judge({"n1": measured(5e10, device="cpu"), "n2": measured(1e10, device="cpu")})
-    assert not verdict.nodes and "n2" in verdict.warnings[0]
-
-
-def test_a_nodes_network_is_judged_by_the_better_of_its_two_neighbors() -> None:
-    fast, slow = measured(6e14), measured(6e14, network=3e10)
-    verdict = judge({"n1": fast, "n2": slow, "n3": fast})
-    assert list(verdict.nodes) == ["n2"] and "30 GB/s" in verdict.nodes["n2"][0]
+@pytest.mark.parametrize(("reports", "faults", "warnings"), SPEEDS)
+def test_a_slow_gpu_is_warned_of_and_a_very_slow_ones_node_is_at_fault(
+    reports: list[Report], faults: dict[str, str], warnings: dict[str, str]
+) -> None:
+    verdict = judge({f"n{i}": report for i, report in enumerate(reports, 1)})
+    assert verdict.nodes.keys() == faults.keys() and not verdict.common
+    assert all(text in verdict.nodes[node][0] for node, text in faults.items())
+    for (node, text), warning in zip(warnings.items(), verdict.warnings, strict=True):
+        assert warning.startswith(f"{node}: ") and text in warning
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12))
 def test_all_reduces_are_of_each_node_of_neighbors_and_of_all(numbers: list[int]) -> None:
     nodes = [f"n{number}" for number in numbers]
-    groups = rank_groups(nodes)
+    groups = preflight.rank_groups(nodes)
     names = set(nodes)
     alone = [ranks for name, ranks in groups if name == IN_NODE]
     assert sorted(map(sorted, alone)) == sorted(
@@ -233,12 +213,11 @@ def test_all_reduces_are_of_each_node_of_neighbors_and_of_all(numbers: list[int]
 def preflight_rank(environment: dict[str, str], folder: Path, fault: str) -> None:
     os.environ.update(environment)
     if fault == "no room":
-        node_report.CPU_BYTES = 1 << 60
+        preflight.CPU_BYTES = 1 << 60
     main(["ranks", "--report", str(folder)])
 
 
 def test_a_rank_whose_device_fails_is_named_and_the_others_do_not_wait(tmp_path: Path) -> None:
-    """A rank on each of the nodes n0 and n1, both on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -253,7 +232,7 @@ def test_a_rank_whose_device_fails_is_named_and_the_others_do_not_wait(tmp_path:
     for each in ranks:
         each.join(100)
         assert each.exitcode == 0
-    verdict = judge(read_reports(tmp_path, ["n0", "n1"], ranks=True))
+    verdict = judge(preflight.read_reports(tmp_path, ["n0", "n1"], ranks=True))
     assert list(verdict.nodes) == ["n1"] and not verdict.common
 
 
@@ -266,7 +245,7 @@ def test_saves_that_take_longer_than_slurm_waits_are_warned_of(
         "partition low": "   GraceTime=120 x",
     }
     run = RunFolder(tmp_path)
-    assert slow_save(run, answers.__getitem__) is None, "no run, no warning"
+    assert preflight.slow_save(run, answers.__getitem__) is None, "no run, no warning"
 
     def saved(seconds: float) -> None:
         event = {"event": "checkpoint", "step": 1, "seconds": seconds}
@@ -274,9 +253,9 @@ def test_saves_that_take_longer_than_slurm_waits_are_warned_of(
             log.write(json.dumps(event) + "\n")
 
     saved(45)
-    text = slow_save(run, answers.__getitem__)
+    text = preflight.slow_save(run, answers.__getitem__)
     assert text is not None and "45 s" in text and "kills 30 s after" in text and "120 s" in text
     saved(12)
-    assert slow_save(run, answers.__getitem__) is None, "the last one counts"
+    assert preflight.slow_save(run, answers.__getitem__) is None, "the last one counts"
     saved(45)
-    assert slow_save(run, lambda what: "") is None, "no Slurm, no warning"
+    assert preflight.slow_save(run, lambda what: "") is None, "no Slurm, no warning"

@@ -36,14 +36,12 @@ def plan(folder: Path, *words: object) -> None:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """What a command prints."""
     capsys.readouterr()
     main([*map(str, words)])
     return capsys.readouterr().out
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """What a command that must be refused says."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as left:
         main([*map(str, words)])
@@ -58,7 +56,6 @@ def config(path: Path, text: str = "") -> str:
 
 
 def launch_of(folder: Path, number: int, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The config and the options that `run --print0` gives."""
     out = printed(capsys, "run", folder, number, "--print0")
     assert out.endswith("\0")
     return out.split("\0")[:-1]
@@ -93,11 +90,12 @@ def test_names_tell_runs_apart_and_say_the_rate(runs: list[tuple[float, int]]) -
 def test_a_run_is_trained_with_its_own_values(
     seed_of: str, init: int, data: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the trainer itself reads the command line; the data are the same for equal data seeds."""
+    """As the trainer itself reads the command line; a sweep that was moved trains where it is."""
     odd = 'it\'s "a" $(b); c'
     seeded = config(tmp_path / "seeded.toml", "[model]\ninit_seed = 3\n[data]\ndata_seed = 5\n")
-    plan(tmp_path / "s", "--configs", DEBUG, seeded, "--lr", "2.5e-4", "--seeds", "0", "7",
+    plan(tmp_path / "old", "--configs", DEBUG, seeded, "--lr", "2.5e-4", "--seeds", "0", "7",
          "--seed_of", seed_of, "--data.path", "/d", "--job.description", odd)  # fmt: skip
+    (tmp_path / "old").rename(tmp_path / "s")
     words = launch_of(tmp_path / "s", 4, capsys)
     assert words[0] == seeded
     job = parse_job(["--config", *words])
@@ -106,21 +104,15 @@ def test_a_run_is_trained_with_its_own_values(
     assert (job.job.description, job.data.path) == (odd, "/d")
 
 
-def test_without_rates_and_seeds_the_configs_own_count(
+def test_what_the_sweep_does_not_set_is_the_configs_or_may_be_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan(tmp_path, "--configs", DEBUG)
-    job = parse_job(["--config", *launch_of(tmp_path, 1, capsys)])
+    plan(tmp_path / "a", "--configs", DEBUG)
+    job = parse_job(["--config", *launch_of(tmp_path / "a", 1, capsys)])
     assert (job.optimizer.lr, job.model.init_seed, job.data.data_seed) == (3e-3, None, 0)
-
-
-def test_a_moved_sweep_trains_where_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan(tmp_path / "a", *GRID)
-    (tmp_path / "a").rename(tmp_path / "b")
-    words = launch_of(tmp_path / "b", 1, capsys)
-    assert words[1:3] == ["--job.dump_folder", str(tmp_path / "b" / "debug-lr3e-3-seed0")]
+    given = ["--optimizer.lr", "1", "--data.data_seed", "4"]
+    plan(tmp_path / "b", "--configs", DEBUG, "--seeds", "1", "--seed_of", "init", *given)
+    assert read_sweep(tmp_path / "b").arguments == given
 
 
 @pytest.mark.parametrize(
@@ -144,12 +136,6 @@ def test_bad_grids_are_refused(
 ) -> None:
     assert says in refused(capsys, "plan", tmp_path / "s", *words)
     assert not (tmp_path / "s").exists()
-
-
-def test_what_the_sweep_does_not_set_may_be_given(tmp_path: Path) -> None:
-    plan(tmp_path, "--configs", DEBUG, "--seeds", "1", "--seed_of", "init", "--optimizer.lr", "1",
-         "--data.data_seed", "4")  # fmt: skip
-    assert read_sweep(tmp_path).arguments == ["--optimizer.lr", "1", "--data.data_seed", "4"]
 
 
 @pytest.mark.parametrize(
@@ -179,15 +165,6 @@ def test_configs_that_would_see_other_data_are_told(
 # -- a plan stays what it is
 
 
-def test_the_same_plan_again_changes_nothing(tmp_path: Path) -> None:
-    plan(tmp_path, *GRID)
-    before = (tmp_path / PLAN).read_bytes()
-    plan(tmp_path, *GRID)
-    plan(tmp_path, *GRID, "--extend")
-    plan(tmp_path, "--configs", DEBUG, "--lr", "2.5e-4", "3e-3", "--seeds", "7", "0")
-    assert (tmp_path / PLAN).read_bytes() == before
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -196,11 +173,14 @@ def test_the_same_plan_again_changes_nothing(tmp_path: Path) -> None:
         ((*GRID, "--training.steps", "9"), "its options are none, not --training.steps 9"),
     ],
 )
-def test_another_grid_is_refused(
+def test_the_same_plan_again_changes_nothing_and_another_grid_is_refused(
     words: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan(tmp_path, *GRID)
     before = (tmp_path / PLAN).read_bytes()
+    plan(tmp_path, *GRID)
+    plan(tmp_path, *GRID, "--extend")
+    plan(tmp_path, "--configs", DEBUG, "--lr", "2.5e-4", "3e-3", "--seeds", "7", "0")
     for extend in ((), ("--extend",)):
         said = refused(capsys, "plan", tmp_path, *words[:2], *extend, *words[2:])
         assert "is another sweep" in said and says in said
@@ -242,30 +222,23 @@ def test_a_config_that_changed_is_refused(
     assert launch_of(tmp_path / "s", 1, capsys)
 
 
-def test_a_damaged_or_missing_plan_is_named(
+def test_what_is_no_plan_and_numbers_of_no_run_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "is not a sweep: it has no sweep.json" in refused(capsys, "table", tmp_path)
+    (tmp_path / "file").touch()
+    for command, *grid in (("plan", *GRID), ("table",)):
+        assert str(tmp_path / "file") in refused(capsys, command, tmp_path / "file", *grid)
     plan(tmp_path, *GRID)
+    for number in (0, 5):
+        assert "has the runs 1 to 4" in refused(capsys, "run", tmp_path, number)
+    assert "belong to `plan`" in refused(capsys, "run", tmp_path, 1, "--training.steps", 3)
     whole = json.loads((tmp_path / PLAN).read_text())
     for damaged in ({**whole, "version": 2}, {**whole, "seed_of": "x"}, [1], {"version": 1}):
         (tmp_path / PLAN).write_text(json.dumps(damaged))
         assert "is damaged" in refused(capsys, "table", tmp_path)
     (tmp_path / PLAN).write_text("{")
     assert "plan with the same arguments again" in refused(capsys, "run", tmp_path, 1)
-
-
-def test_a_file_where_the_sweep_should_be_and_numbers_of_no_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    for command in ("plan", "table"):
-        grid = GRID if command == "plan" else ()
-        assert str(tmp_path / "file") in refused(capsys, command, tmp_path / "file", *grid)
-    plan(tmp_path, *GRID)
-    for number in (0, 5):
-        assert "has the runs 1 to 4" in refused(capsys, "run", tmp_path, number)
-    assert "belong to `plan`" in refused(capsys, "run", tmp_path, 1, "--training.steps", 3)
 
 
 def test_planning_needs_no_torch() -> None:
@@ -281,41 +254,33 @@ def test_the_table_has_each_run_with_its_state(
 ) -> None:
     plan(tmp_path, "--configs", DEBUG, "--lr", "3e-3", "0.00025", "--seeds", "0", "7")
     sweep = read_sweep(tmp_path)
-    trains, failed, done, _ = (tmp_path / run.name for run in sweep.runs)
     then = (NOW - timedelta(seconds=1)).isoformat()
     running = Status("running", 20, 500, then, then, phase="training", seconds_per_step=2.0,
                      job_id="41")  # fmt: skip
-    for folder, found in (
-        (trains, running),
-        (
-            failed,
-            replace(running, state="failed", phase="ended", reason="UserError: no", job_id="42"),
-        ),
-        (done, replace(running, state="done", phase="ended", step=500)),
-    ):
-        run = plant_run(folder, [launch_event("start"), step(20, 5.25)])
+    failed = replace(running, state="failed", phase="ended", reason="UserError: no", job_id="42")
+    done = replace(running, state="done", phase="ended", step=500)
+    for planned, found in zip(sweep.runs, (running, failed, done), strict=False):
+        run = plant_run(tmp_path / planned.name, [launch_event("start"), step(20, 5.25)])
         write_json(run.status_file, asdict(found))
-    RunFolder(done).write_done(500)
+    RunFolder(tmp_path / sweep.runs[2].name).write_done(500)
     rows = look_at_sweep(sweep, tmp_path, NOW)
-    assert [(row.number, row.state, row.step, row.steps, row.job_id) for row in rows] == [
-        (1, "training", 20, 500, "41"), (2, "failed", 20, 500, "42"), (3, "done", 500, 500, "41"),
-        (4, "waiting", None, None, None),
-    ]  # fmt: skip
-    assert [row.loss for row in rows] == [5.25, 5.25, 5.25, None]
-    assert rows[1].reason == "UserError: no"
+    assert [(r.number, r.state, r.step, r.steps, r.loss, r.job_id, r.reason) for r in rows] == [
+        (1, "training", 20, 500, 5.25, "41", rows[0].reason),
+        (2, "failed", 20, 500, 5.25, "42", "UserError: no"),
+        (3, "done", 500, 500, 5.25, "41", rows[2].reason),
+        (4, "waiting", None, None, None, None, None),
+    ]
     lines = printed(capsys, "table", tmp_path).splitlines()
     assert len(lines) == 7 and lines[-1].startswith("4 runs: ") and "1 waiting" in lines[-1]
-    assert lines[3].split() == [
-        "2", sweep.runs[1].name, "failed", "20/500", "5.2500", "42", "UserError:", "no",
-    ]  # fmt: skip
-    found = json.loads(printed(capsys, "table", tmp_path, "--json"))
-    assert [row["name"] for row in found] == [run.name for run in sweep.runs]
+    expected = f"2 {sweep.runs[1].name} failed 20/500 5.2500 42 UserError: no"
+    assert lines[3].split() == expected.split()
+    found_json = json.loads(printed(capsys, "table", tmp_path, "--json"))
+    assert [row["name"] for row in found_json] == [run.name for run in sweep.runs]
 
 
 def test_the_table_begins_with_the_verdict_on_held_out_loss(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Issue 17, item 1: from the training logs, then from evaluations, at one step for all."""
     other = config(tmp_path / "b.toml")
     plan(tmp_path, "--configs", DEBUG, other, "--lr", "1e-3", "2e-3", "--seeds", "0", "1", "2")
     sweep = read_sweep(tmp_path)

@@ -18,27 +18,15 @@ from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.model.args import flavor
 from eval import bench
 from eval.__main__ import main
-from eval.bench import (
-    CASES,
-    agreement,
-    best_batch_size,
-    make_requests,
-    measure,
-    parse_model,
-    print_result,
-    trained_tokenizer,
-)
+from eval.bench import CASES, agreement, best_batch_size, make_requests, measure, parse_model
 from eval.model.lm import CanonLM
 from tests.data_folders import plant_data, sentence
 from tests.hf_exports import plant_run
 from tests.variants import build, variant
 
-TINY = "debug,vocab_size=400"
-
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    """The arguments of a small measurement."""
     modules = str(tmp_path / "modules")
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
     monkeypatch.syspath_prepend(modules)
@@ -46,7 +34,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
-    return parser.parse_args(["--model", TINY, "--repeats", "2", "--scale", "0.1"])
+    return parser.parse_args("--model debug,vocab_size=400 --repeats 2 --scale 0.1".split())
 
 
 @pytest.mark.slow
@@ -62,7 +50,7 @@ def test_every_case_is_measured_and_agrees(tiny: argparse.Namespace, tmp_path: P
     assert [g["target"].split(":")[0] for g in result["groups"]] == ["1.2 x", "", "1.5 x"]
     assert result["dtype"] == "float32" and result["args"]["canon_set"] == "ABCD"
     console = Console(width=100, record=True, file=io.StringIO())
-    print_result(result, console)
+    bench.print_result(result, console)
     text = console.export_text()
     assert "generation: " in text and "; target 1.5 x: " in text
     assert not list(tmp_path.glob("canon-eval-bench-*"))
@@ -100,12 +88,12 @@ SAME = [(-1.0, True), (-2.0, False)]
 def test_what_counts_as_the_same_answer(
     name: str, ours: list[Any], theirs: list[Any], found: str | None
 ) -> None:
-    if found is not None:
+    if found is None:
+        agreement(name, ours, theirs, torch.bfloat16)
+        with pytest.raises(UserError, match=name):
+            agreement(name, ours, theirs, torch.float32)
+    else:
         assert agreement(name, ours, theirs, torch.float32) == found
-        return
-    with pytest.raises(UserError, match=name):
-        agreement(name, ours, theirs, torch.float32)
-    agreement(name, ours, theirs, torch.bfloat16)
 
 
 class Theirs:
@@ -144,7 +132,7 @@ def test_theirs_get_their_best_batch_size(
 
 
 def test_requests_are_of_the_lengths_of_the_suites() -> None:
-    tokenizer = Tokenizer(trained_tokenizer(32000), "test")
+    tokenizer = Tokenizer(bench.trained_tokenizer(32000), "test")
     asked, again = (
         {name: [request.args for request in requests] for name, requests in made.items()}
         for made in (make_requests(tokenizer, list(CASES), 1.0) for _ in range(2))
@@ -163,9 +151,8 @@ def test_requests_are_of_the_lengths_of_the_suites() -> None:
 
 
 def test_the_model_that_is_asked_for() -> None:
-    found = parse_model("8L512D")
-    wanted = (found.num_layers, found.dim, found.position, found.canon_set)
-    assert wanted == (8, 512, "nope", "ABCD")
+    expected = replace(flavor("8L512D"), position="nope", canon_set="ABCD")
+    assert parse_model("8L512D") == expected
     found = parse_model("debug,position=rope,canon_set=,tie_embeddings=true,rope_theta=500")
     assert found == replace(
         flavor("debug"), position="rope", tie_embeddings=True, rope_theta=500.0, max_seq_len=2048

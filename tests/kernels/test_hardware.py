@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from canon_pretrain import train
-from canon_pretrain.bench.machine import Machine
+from canon_pretrain.bench.limits import Machine
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.kernels import hardware
 from canon_pretrain.kernels.hardware import (

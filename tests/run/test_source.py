@@ -180,7 +180,7 @@ def test_a_chain_stays_with_its_config(run: RunFolder, tmp_path: Path) -> None:
     edited = read_experiment(own)
     chain.begin(run, "1", config=own)
     snapshot, config = chain.code_of("1", ["--config", str(own)])
-    assert snapshot == run.code / "001" and config == chain.config_file(run)
+    assert snapshot == run.code / "001" and config == chain.restarts_file(run, ".toml")
     assert read_experiment(config) == begun != edited
     assert chain.code_of("2", ["--config", str(own)]) == (snapshot, None)
     chain.begin(run, "2", config=own)

@@ -18,7 +18,7 @@ from canon_pretrain.run.results import read_results
 from eval.schedule import leases_of
 from tests.eval_text_runs import TRAIN, text_run, write_text_data
 from tests.slurm_cluster import SlurmCluster
-from tests.slurm_jobs import ENDED, Jobs, processes_of
+from tests.slurm_jobs import CPUS, ENDED, SITE, Jobs, processes_of
 from tests.support import ROOT
 
 pytestmark = pytest.mark.slurm
@@ -26,24 +26,23 @@ STEPS, SUITES = (6, 12), ("validation", "zen_of_python")
 
 
 def all_jobs(cluster: SlurmCluster) -> dict[str, tuple[str, str]]:
-    """Name and state of every job that the cluster knows, by id."""
     shown = cluster.run("squeue", "--noheader", "--states=all", "--format=%i|%j|%T").stdout
     rows = [line.split("|") for line in shown.splitlines()]
     return {number: (name, state) for number, name, state in rows}
 
 
-def test_a_run_is_trained_watched_and_reported(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_a_run_is_trained_watched_and_reported(
+    slurm: SlurmCluster, jobs: Jobs, tmp_path: Path
+) -> None:
     write_text_data(tmp_path / "data")
     run, pace = tmp_path / "chain's run", tmp_path / "pace"
-    pace.write_text("2")
-    jobs = Jobs(slurm, tmp_path)
-    site = f"{ROOT / 'tests' / 'slurm_eval_site'}:{ROOT}"
-    cpus = ("--gpus-per-node=0",)
+    pace.write_text('{"training": 2}')
+    site = f"{SITE}:{ROOT}"
     before = {*all_jobs(slurm)}
 
     watched = (
         run, "--suites", ",".join(SUITES), "--every", 6, "--max_in_flight", 2,
-        "--sbatch=--gpus-per-node=0",
+        f"--sbatch={CPUS}",
     )  # fmt: skip
     environment = {"WATCH_MINUTES": 0.05, "PYTHONPATH": site}
     # before there is a run: it looks again
@@ -51,7 +50,7 @@ def test_a_run_is_trained_watched_and_reported(slurm: SlurmCluster, tmp_path: Pa
     assert first.until_ended() == "COMPLETED", first.text()
     training = jobs.submit(
         "slurm/pretrain_1b3.sh", TRAIN, *text_run(tmp_path / "data", run),
-        "--checkpoint.keep_latest_k", 2, flags=cpus, TEST_PACE=pace, PYTHONPATH=site,
+        "--checkpoint.keep_latest_k", 2, flags=(CPUS,), TEST_PACE=pace, PYTHONPATH=site,
     )  # fmt: skip
     training.until(lambda: (run / "config.json").exists(), "the run's begin")
     jobs.submit("slurm/eval_watch.sh", *watched, **environment)
@@ -67,7 +66,7 @@ def test_a_run_is_trained_watched_and_reported(slurm: SlurmCluster, tmp_path: Pa
         # as soon as somebody has looked, step 6 is held; now let training run ahead
         slurm.until((run / "evals/holds/step-6.submit").exists, "a hold", 240)
         assert not (run / "checkpoint/step-9").exists()
-        pace.write_text("0")
+        pace.write_text("{}")
         _kill_one(jobs, run)
         codes = [person.wait(400) for person in people]
     said = [(tmp_path / f"person-{k}.txt").read_text() for k in range(2)]

@@ -1,6 +1,5 @@
 """slurm/data_prep.sh: a sharded build by an array job, whatever happens to its elements."""
 
-import functools
 import os
 import re
 import signal
@@ -14,20 +13,15 @@ from data_prep.jobs import main, unbuilt_shards
 from data_prep.plan import Limits
 from tests.corpora import build_corpus, snapshot, write_corpus, write_tokenizer
 from tests.slurm_cluster import SlurmCluster
-from tests.slurm_jobs import Job, Jobs, run_script
+from tests.slurm_jobs import Job, Jobs, script
 from tests.support import ROOT
 
-SCRIPT = str(ROOT / "slurm" / "data_prep.sh")
 ODD = 'it\'s "a"; $(touch HIT) 100%d'
 SHARDS = 3
 FILES = 9
 
 
-script = functools.partial(run_script, SCRIPT)
-
-
 def corpus_in(folder: Path) -> tuple[Path, Path]:
-    """A corpus and a tokenizer."""
     write_corpus(folder / f"text {ODD}", files=FILES)
     return folder / f"text {ODD}", write_tokenizer(folder / "tokenizer.model")
 
@@ -56,14 +50,13 @@ def build_processes(shard: str, folder: Path) -> list[int]:
 
 
 def submitted(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
-    """Job ids by what `submit` says that they do."""
     assert done.returncode == 0, done
     return {what: number for number, what in re.findall(r"^job (\d+): (\w+)", done.stdout, re.M)}
 
 
 @pytest.mark.slurm
 def test_a_sharded_build_survives_its_jobs_and_is_the_unsharded_one(
-    slurm: SlurmCluster, tmp_path: Path
+    slurm: SlurmCluster, jobs: Jobs, tmp_path: Path
 ) -> None:
     """All three shards wait in their second unit. One meets its time limit, and is requeued alone,
     then meets it without progress; one is killed. A second submission does what is missing."""
@@ -72,14 +65,14 @@ def test_a_sharded_build_survives_its_jobs_and_is_the_unsharded_one(
     held.mkdir()
     for number in (4, 5, 6):
         (held / f"part{number}.jsonl").touch()
-    jobs = Jobs(slurm, tmp_path)
-    environ = jobs.environ(
-        {"PYTHONPATH": ROOT / "tests" / "slurm_data_site", "TEST_UNIT_BYTES": 1, "TEST_HELD": held}
-    )
+    environ = jobs.environ({"TEST_UNIT_BYTES": 1, "TEST_HELD": held})
     words = ("submit", f"--shards={SHARDS}", "--cpus-per-task=1", "--mem=100", "--", *options(
         corpus, tokenizer, ODD))  # fmt: skip
 
-    first = submitted(script(*words, environ=environ, cwd=tmp_path))
+    def submit() -> subprocess.CompletedProcess[str]:
+        return script("data_prep.sh", *words, environ=environ, cwd=tmp_path)
+
+    first = submitted(submit())
     array = first["shards"]
     finish = Job(slurm, first["finish"], tmp_path)
     shards = [Job(slurm, f"{array}_{i}", tmp_path) for i in range(1, SHARDS + 1)]
@@ -92,18 +85,18 @@ def test_a_sharded_build_survives_its_jobs_and_is_the_unsharded_one(
         return {int(path.name[5:10]) for path in (out / "train").glob("part-*.json")}
 
     shards[2].until(lambda: built() == {0, 1, 2}, "the first unit of each")
-    twice = script(*words, environ=environ, cwd=tmp_path)
+    twice = submit()
     assert twice.returncode == 2 and "jobs are at work on" in twice.stderr
 
     # the last element has the array's own number, by which scontrol would requeue them all
     assert shards[2].field("JobId") == array
-    slurm.run("scontrol", "update", f"JobId={array}_3", "TimeLimit=1")
+    shards[2].update("TimeLimit=1")
     shards[2].until_requeued(1)
-    slurm.run("scontrol", "update", f"JobId={array}_3", "TimeLimit=UNLIMITED")
+    shards[2].update("TimeLimit=UNLIMITED")
     assert [job.restarts for job in shards] == [0, 0, 1]
     assert "requeued, to go on with the next unit" in log(3)
     shards[2].until(lambda: "restart 1" in log(3) and "resuming: 1 of 3" in log(3), "its restart")
-    slurm.run("scontrol", "update", f"JobId={array}_3", "TimeLimit=1")
+    shards[2].update("TimeLimit=1")
     assert shards[2].until_ended() == "FAILED" and shards[2].restarts == 1
     assert "no shard has finished a unit since this job began" in log(3)
 
@@ -118,7 +111,7 @@ def test_a_sharded_build_survives_its_jobs_and_is_the_unsharded_one(
     assert finish.field("Reason") == "DependencyNeverSatisfied"
     assert not (out / "train" / "manifest.json").exists()
 
-    again = script(*words, environ=environ, cwd=tmp_path)
+    again = submit()
     assert "shards 2,3 of 3\n" in again.stdout
     finish = Job(slurm, submitted(again)["finish"], tmp_path)
     assert finish.until_ended() == "COMPLETED"
@@ -130,7 +123,7 @@ def test_a_sharded_build_survives_its_jobs_and_is_the_unsharded_one(
     subprocess.run([*map(str, whole)], cwd=tmp_path, env=environ | {"PYTHONPATH": path}, check=True)
     assert snapshot(out) == snapshot(tmp_path / "whole")
 
-    last = script(*words, environ=environ, cwd=tmp_path)
+    last = submit()
     assert "all units are built" in last.stdout and [*submitted(last)] == ["finish"]
     finish = Job(slurm, submitted(last)["finish"], tmp_path)
     assert finish.until_ended() == "COMPLETED"
@@ -139,8 +132,9 @@ def test_a_sharded_build_survives_its_jobs_and_is_the_unsharded_one(
 
 
 @pytest.mark.slurm
-def test_nothing_is_submitted_of_a_wrong_build(slurm: SlurmCluster, tmp_path: Path) -> None:
-    environ = Jobs(slurm, tmp_path).environ({})
+def test_nothing_is_submitted_of_a_wrong_build(
+    slurm: SlurmCluster, jobs: Jobs, tmp_path: Path
+) -> None:
     before = slurm.run("squeue", "-h").stdout
     for words, says in (
         (("--shards", 2, "--", "--source", "local", "--out", "x"), "--tokenizer"),
@@ -148,23 +142,20 @@ def test_nothing_is_submitted_of_a_wrong_build(slurm: SlurmCluster, tmp_path: Pa
         (("--shards", 2, "--", *options(tmp_path, tmp_path, "x"), "--shard", "1/2"), "its own"),
         (("--", *options(tmp_path, tmp_path, "x")), "--shards N is missing"),
     ):
-        done = script("submit", *words, environ=environ, cwd=tmp_path)
+        done = jobs.script("data_prep.sh", "submit", *words, cwd=tmp_path)
         assert done.returncode == 2 and says in done.stderr, done
     assert slurm.run("squeue", "-h").stdout == before and not (tmp_path / "x.logs").exists()
 
 
 def test_locally_it_is_the_same_build(tmp_path: Path) -> None:
-    """Without Slurm, in one go and shard by shard, and again."""
     corpus, tokenizer = corpus_in(tmp_path)
     environ = os.environ | {"CANON_CLUSTER_ENV": str(tmp_path / "cluster.env")}
     (tmp_path / "cluster.env").write_text(f"VENV='{sys.prefix}'\n")
-    plain = script("--local", *options(corpus, tokenizer, "one"), environ=environ, cwd=tmp_path)
-    assert plain.returncode == 0 and "one: ok (everything was read)" in plain.stdout, plain
-    words = ("--local", "--shards", 2, "--", *options(corpus, tokenizer, ODD))
-    for _ in range(2):
-        split = script(*words, environ=environ, cwd=tmp_path)
-        assert split.returncode == 0 and f"{ODD}: ok (everything was read)" in split.stdout, split
-    assert "finished before" in split.stdout
+    split = ("--shards", 2, "--", *options(corpus, tokenizer, ODD))
+    for words, out in ((options(corpus, tokenizer, "one"), "one"), (split, ODD), (split, ODD)):
+        done = script("data_prep.sh", "--local", *words, environ=environ, cwd=tmp_path)
+        assert done.returncode == 0 and f"{out}: ok (everything was read)" in done.stdout, done
+    assert "finished before" in done.stdout
     assert snapshot(tmp_path / ODD) == snapshot(tmp_path / "one")
     assert not [*tmp_path.rglob("HIT")]
 

@@ -12,22 +12,15 @@ from canon_pretrain.run.results import Unfinished, read_results
 from eval.schedule import leases_of
 from tests.eval_text_runs import TRAIN, text_run, write_text_data
 from tests.ranks import launch
-from tests.slurm_cluster import SlurmCluster
-from tests.slurm_jobs import Job, Jobs, processes_of
+from tests.slurm_jobs import CPUS, SITE, Job, Jobs, processes_of
 from tests.support import ROOT
 
 pytestmark = pytest.mark.slurm
 SCRIPT = "slurm/eval.sh"
 
 
-@pytest.fixture
-def jobs(slurm: SlurmCluster, tmp_path: Path) -> Jobs:
-    return Jobs(slurm, tmp_path)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 12 steps that is DONE."""
     base = tmp_path_factory.mktemp("trained")
     write_text_data(base / "data")
     launch("--config", TRAIN, *text_run(base / "data", base / "run"), output=base / "out")
@@ -43,10 +36,8 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 def submit(jobs: Jobs, run: Path, *more: object, **variables: object) -> None:
-    """`python -m eval submit RUN`, as on a login node."""
-    site = f"{ROOT / 'tests' / 'slurm_eval_site'}:{ROOT}"
-    environ = jobs.environ({"PYTHONPATH": site, **variables})
-    command = [sys.executable, "-m", "eval", "submit", run, "--sbatch=--gpus-per-node=0", *more]
+    environ = jobs.environ({"PYTHONPATH": f"{SITE}:{ROOT}", **variables})
+    command = [sys.executable, "-m", "eval", "submit", run, f"--sbatch={CPUS}", *more]
     done = subprocess.run(
         [*map(str, command)], cwd=jobs.folder, env=environ, capture_output=True, text=True
     )
@@ -54,7 +45,6 @@ def submit(jobs: Jobs, run: Path, *more: object, **variables: object) -> None:
 
 
 def only_job(jobs: Jobs, run: Path, step: int, suite: str) -> Job:
-    """The job that the work's lease names."""
     lease = leases_of(run, step, suite).current()
     assert lease is not None and lease.number == 1 and lease.job is not None
     log = run / "evals" / f"step-{step}" / suite / f"slurm-{lease.job}.log"
@@ -62,7 +52,6 @@ def only_job(jobs: Jobs, run: Path, step: int, suite: str) -> Job:
 
 
 def write_pair(folder: Path) -> Path:
-    """A group of two tasks of the user's own."""
     zen = ROOT / "eval" / "tasks" / "zen_of_python"
     shutil.copy(zen / "utils.py", folder)
     for name in ("zen_one", "zen_two"):
@@ -103,7 +92,7 @@ def test_a_job_that_another_has_overtaken_does_nothing(jobs: Jobs, run: Path) ->
     """What a watcher submits that slept between its claim and sbatch."""
     checkpoint = run / "checkpoint/step-12"
     script = (SCRIPT, "--lease", "0123456789abcdef", checkpoint, "validation")
-    job = jobs.submit(*script, flags=("--gpus-per-node=0",))
+    job = jobs.submit(*script, flags=(CPUS,))
     assert job.until_ended() == "COMPLETED"
     assert "another job has this work" in job.text()
     assert not (run / "evals/step-12/validation").exists()
@@ -112,16 +101,16 @@ def test_a_job_that_another_has_overtaken_does_nothing(jobs: Jobs, run: Path) ->
 def test_by_hand_and_scancel(jobs: Jobs, run: Path, tmp_path: Path) -> None:
     """A job that a person submits, from elsewhere; and one that is cancelled leaves no process."""
     work = (SCRIPT, run / "checkpoint/step-3", "validation", "--batch_tokens", 4096)
-    job = jobs.submit(*work, flags=("--gpus-per-node=0",))
+    job = jobs.submit(*work, flags=(CPUS,))
     assert job.until_ended() == "COMPLETED", job.text()
     (path,) = (run / "evals/step-3/validation").glob("*/results.json")
     assert read_results(path).asked["step"] == 3
 
-    job = jobs.submit(*work[:2], "no-such-suite", flags=("--gpus-per-node=0",))
+    job = jobs.submit(*work[:2], "no-such-suite", flags=(CPUS,))
     assert job.until_ended() == "FAILED" and job.restarts == 0
     assert "unknown suite 'no-such-suite'" in job.text()
 
-    job = jobs.submit(SCRIPT, run / "checkpoint/step-6", "validation", flags=("--gpus-per-node=0",))
+    job = jobs.submit(SCRIPT, run / "checkpoint/step-6", "validation", flags=(CPUS,))
     job.until(
         lambda: [p for p in processes_of(f"{run}/checkpoint/step-6") if "eval run" in p], "it"
     )

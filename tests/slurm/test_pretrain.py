@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,7 @@ import pytest
 from canon_pretrain.run.folder import RunFolder
 from tests.fault_runs import resumed_from, steps
 from tests.ranks import assert_same_run, events, launch, logged_step, status
-from tests.slurm_cluster import SlurmCluster
-from tests.slurm_jobs import ENDED, Job, Jobs, log_of, processes_of
+from tests.slurm_jobs import ENDED, SITE, Job, Jobs, log_of, processes_of
 from tests.support import ROOT, debug_run
 
 pytestmark = pytest.mark.slurm
@@ -36,13 +34,6 @@ SLOW = {"training": 1.0}
 """Slurm looks at time limits each 30 seconds."""
 
 
-@pytest.fixture
-def jobs(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Jobs]:
-    jobs = Jobs(slurm, tmp_path)
-    yield jobs
-    jobs.clear()
-
-
 @pytest.fixture(scope="module")
 def reference(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of STEPS steps that met nothing: two ranks on one machine, without Slurm."""
@@ -52,7 +43,6 @@ def reference(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def train(data: Path, run: Path, *more: object) -> list[object]:
-    """The script's arguments: CONFIG and the rest."""
     return [*debug_run(data, run)[1:], *more]
 
 
@@ -100,10 +90,10 @@ def test_a_run_that_meets_everything_is_the_run_that_met_nothing(
 
     # the time limit comes near: Slurm's own signal, to the script alone. Trap 1: it is heard now
     hours, minutes, _ = map(int, job.field("RunTime").split(":"))
-    cluster.run("scontrol", "update", f"JobId={job.id}", f"TimeLimit={60 * hours + minutes + 5}")
+    job.update(f"TimeLimit={60 * hours + minutes + 5}")
     first = assert_stopped_and_requeued(job, run, restarts=1, reason="the file STOP")
     assert "requeue: stopped at step" in log_of(run) and "before the time limit" in log_of(run)
-    cluster.run("scontrol", "update", f"JobId={job.id}", "TimeLimit=60")
+    job.update("TimeLimit=60")
     (run / "STOP").touch()  # a leftover of whatever kind must not end the next launch
 
     # preemption, with a grace time; trap 6: the workers get SIGTERM from Slurm, and save for longer
@@ -239,10 +229,8 @@ def test_a_persons_stop_ends_the_job(jobs: Jobs, data_folder: Path, tmp_path: Pa
     # the same submitted again, by mistake: it ends, and neither stops nor spoils the first one
     twin = jobs.submit(SCRIPT, *train(data_folder, run, *LONG))
     assert twin.until_ended() == "FAILED" and twin.restarts == 0
-    assert (
-        f"in use by another launch (host n1, pid {status(run).pid}, Slurm job {job.id}"
-        in log_of(run)
-    )
+    said = f"in use by another launch (host n1, pid {status(run).pid}, Slurm job {job.id}"
+    assert said in log_of(run)
     assert job.state == "RUNNING" and not (run / "STOP").exists()
     assert json.loads((run / "restarts.json").read_text())["job"] == job.id
     (run / "STOP").touch()
@@ -267,8 +255,7 @@ def test_a_refused_run_is_not_requeued(
 ) -> None:
     """The same folder with another learning rate: the trainer refuses it, and always would."""
     run = tmp_path / "run"
-    shutil.copytree(reference, run)
-    (run / "DONE").unlink()
+    shutil.copytree(reference, run, ignore=shutil.ignore_patterns("DONE"))
     job = jobs.submit(SCRIPT, *train(data_folder, run, *LONG, "--optimizer.lr", 1e-4))
     assert job.until_ended() == "FAILED" and job.restarts == 0
     assert "slurm: failed: UserError" in log_of(run) and "optimizer.lr" in log_of(run)
@@ -277,34 +264,23 @@ def test_a_refused_run_is_not_requeued(
 def test_a_node_that_is_not_fit_is_named_and_left_out(
     jobs: Jobs, data_folder: Path, tmp_path: Path
 ) -> None:
-    """n1 does not report: the job goes on on n2, to DONE. It knows its repository by CANON_REPO."""
-    run = tmp_path / "run"
+    """n1 does not report: the job goes on on n2, to DONE. It knows its repository by CANON_REPO.
+    Of two nodes n2 alone has a full disk: nothing is trained on it."""
     jobs.set(PREFLIGHT=1)
-    job = jobs.submit(
-        str(ROOT / SCRIPT),
-        *train(data_folder, run),
-        cwd=tmp_path,
-        CANON_REPO=ROOT,
-        TEST_DEAD_NODE="n1",
-    )
-    job.until_requeued(1)
-    job.until(lambda: job.field("ExcNodeList") == "n1", "the exclusion")
-    assert "node n1 is not fit: no report" in log_of(run)
-    assert job.until_ended() == "COMPLETED", log_of(run)
-    assert status(run).host == "n2" and status(run).state == "done"
-
-
-def test_a_full_disk_on_one_node_of_two_is_that_nodes(
-    jobs: Jobs, data_folder: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    jobs.set(PREFLIGHT=1)
-    job = jobs.submit(SCRIPT, *train(data_folder, run), flags=("--nodes=2",), TEST_FULL_NODE="n2")
-    job.until_requeued(1)
-    job.until(lambda: job.field("ExcNodeList") == "n2", "the exclusion")
-    job.cancel()
-    assert "node n2 is not fit: 0 bytes are free" in log_of(run)
-    assert not RunFolder(run).log_file.exists(), "nothing was trained"
+    faults = (("dead", "n1", "no report", ()), ("full", "n2", "0 bytes are free", ("--nodes=2",)))
+    for fault, node, why, flags in faults:
+        run, where = tmp_path / fault, {"CANON_REPO": ROOT, f"TEST_{fault.upper()}_NODE": node}
+        script = (str(ROOT / SCRIPT), *train(data_folder, run))
+        job = jobs.submit(*script, flags=flags, cwd=tmp_path, **where)
+        job.until_requeued(1)
+        job.until(lambda job=job, node=node: job.field("ExcNodeList") == node, "the exclusion")  # type: ignore[misc]
+        assert f"node {node} is not fit: {why}" in log_of(run)
+        if fault == "dead":
+            assert job.until_ended() == "COMPLETED", log_of(run)
+            assert status(run).host == "n2" and status(run).state == "done"
+        else:
+            job.cancel()
+            assert not RunFolder(run).log_file.exists(), "nothing was trained"
 
 
 def test_nodes_that_do_not_divide_the_batch_are_refused(jobs: Jobs, tmp_path: Path) -> None:
@@ -314,10 +290,7 @@ def test_nodes_that_do_not_divide_the_batch_are_refused(jobs: Jobs, tmp_path: Pa
     began = time.monotonic()
     jobs.set(RANKS_PER_NODE=8)
     job = jobs.submit(SCRIPT, *folder, flags=("--nodes=2",), RDZV_TIMEOUT_S=1, CANON_CPU=1)
-    submitted = subprocess.run(
-        ["bash", "slurm/submit.sh", "--nodes", "5", SCRIPT, *map(str, folder)],
-        cwd=ROOT, env=jobs.environ({}), capture_output=True, text=True,
-    )  # fmt: skip
+    submitted = jobs.script("submit.sh", "--nodes", 5, SCRIPT, *folder)
     assert submitted.returncode == 2 and words in submitted.stderr, submitted
     assert "5 node(s) of 8 can't share training.global_batch_size = 48" in submitted.stderr
     # two nodes can: what this job is refused for is the data, which is not there
@@ -335,11 +308,8 @@ def test_submit_passes_settings_and_flags_on(jobs: Jobs, data_folder: Path, tmp_
         + "export SBATCH_PARTITION=high\nSBATCH_FLAGS=(--hold '--comment=a b; $(c)')\n"
     )
     run = tmp_path / "run"
-    command = ["bash", "slurm/submit.sh", "--parsable", "--nodes=2", "-J", "mine", SCRIPT]
-    done = subprocess.run(
-        [*command, *map(str, train(data_folder, run))],
-        cwd=ROOT, env=jobs.environ({}), capture_output=True, text=True,
-    )  # fmt: skip
+    flags = ("--parsable", "--nodes=2", "-J", "mine")
+    done = jobs.script("submit.sh", *flags, SCRIPT, *train(data_folder, run))
     assert done.returncode == 0, done
     job = Job(jobs.cluster, done.stdout.strip(), tmp_path)
     assert job.field("Partition") == "high" and job.field("JobName") == "mine"
@@ -356,7 +326,7 @@ def test_local_is_the_same_without_slurm(
     run, pace = tmp_path / "a run", tmp_path / "pace"
     set_pace(pace, **SLOW)
     environ = os.environ | {
-        "CANON_CPU": "1", "TEST_PACE": str(pace), "PYTHONPATH": str(ROOT / "tests" / "slurm_site"),
+        "CANON_CPU": "1", "TEST_PACE": str(pace), "PYTHONPATH": str(SITE),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }  # fmt: skip
     command = ["bash", str(ROOT / SCRIPT), "--local", *map(str, train(data_folder, run, *LONG))]

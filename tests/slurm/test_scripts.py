@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,6 @@ def programs(tmp_path: Path) -> Path:
 
 
 def stand_in(folder: Path, name: str, body: str = "") -> None:
-    """A program that notes its call, then does `body`."""
     path = folder / name
     path.write_text(f'#!/bin/bash\necho "{name} $*" >>"{folder}/calls"\n{body}\n')
     path.chmod(0o755)
@@ -33,6 +33,10 @@ def stand_in(folder: Path, name: str, body: str = "") -> None:
 def calls(folder: Path, start: str) -> list[str]:
     lines = (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
     return [line for line in lines if line.startswith(start)]
+
+
+def library(programs: Path, body: str, *words: object, **variables: object) -> Any:
+    return bash(programs, "-c", f"{LIBRARY} {body}", "bash", ROOT, *words, **variables)
 
 
 def bash(programs: Path, *words: object, **variables: object) -> subprocess.CompletedProcess[str]:
@@ -59,9 +63,7 @@ def test_a_controller_that_restarts_ends_no_chain(
 ) -> None:
     count = f'(($(grep -c . "{programs}/calls") > 2)) || {{ echo "{words}" >&2; exit 1; }}'
     stand_in(programs, "scontrol", count)
-    done = bash(
-        programs, "-c", f"{LIBRARY} requeue", "bash", ROOT, SLURM_JOB_ID=7, REQUEUE_PAUSE_S=0
-    )
+    done = library(programs, "requeue", SLURM_JOB_ID=7, REQUEUE_PAUSE_S=0)
     assert done.returncode == code and words in done.stderr
     assert calls(programs, "scontrol") == ["scontrol requeue 7"] * tries
 
@@ -69,9 +71,7 @@ def test_a_controller_that_restarts_ends_no_chain(
 def test_a_job_that_has_not_begun_stops_nobody(programs: Path, tmp_path: Path) -> None:
     """Cancelled in its first seconds, a job must not stop the one that has its run folder."""
     for ours in (0, 1):
-        done = bash(
-            programs, "-c", f"{LIBRARY} RUN=$1 OURS={ours}; on_term", "bash", ROOT, tmp_path
-        )
+        done = library(programs, f"RUN=$1 OURS={ours}; on_term", tmp_path)
         assert done.returncode == 0 and (tmp_path / "STOP").exists() == bool(ours)
 
 
@@ -163,32 +163,32 @@ def test_cluster_env_says_which_part_of_a_node_a_job_takes(
     assert not any(name in done.stdout for name in ("gpus", "exclusive", "mem", "cpus"))
 
 
-@pytest.mark.parametrize("name", ["GPUS_PER_NODE", "CPUS_PER_GPU", "MEM_PER_GPU"])
-def test_a_part_of_a_node_that_is_no_number_is_refused(programs: Path, name: str) -> None:
+def test_a_part_of_a_node_that_is_no_number_is_refused(programs: Path) -> None:
     stand_in(programs, "sbatch")
-    settings = {"CANON_CPU": 0, "SHARED_NODES": 1, name: "many"}
-    done = bash(programs, ROOT / "slurm/submit.sh", ROOT / "slurm/sweep.sh", **settings)
-    assert done.returncode == 2 and name in done.stderr and not calls(programs, "sbatch"), done
+    for name in ("GPUS_PER_NODE", "CPUS_PER_GPU", "MEM_PER_GPU"):
+        settings = {"CANON_CPU": 0, "SHARED_NODES": 1, name: "many"}
+        done = bash(programs, ROOT / "slurm/submit.sh", ROOT / "slurm/sweep.sh", **settings)
+        assert done.returncode == 2 and name in done.stderr and not calls(programs, "sbatch"), done
 
 
 def test_a_job_has_as_many_ranks_as_slurm_gave_it_gpus(programs: Path) -> None:
-    show = f'{LIBRARY} set_ranks "$1"; echo "$GPUS $RANKS"'
     for given, ranks in (({"SLURM_GPUS_PER_NODE": "a:2"}, 2), ({}, 8)):
         job = {"CANON_CPU": 0, "SLURM_JOB_ID": 7, **given}
-        assert bash(programs, "-c", show, "bash", ROOT, 8, **job).stdout == f"{ranks} {ranks}\n"
+        done = library(programs, 'set_ranks "$1"; echo "$GPUS $RANKS"', 8, **job)
+        assert done.stdout == f"{ranks} {ranks}\n"
 
 
 def test_what_a_node_compiles_stays_on_it_and_is_the_users_own(
     programs: Path, tmp_path: Path
 ) -> None:
-    show = f'{LIBRARY} prepare_node; echo "$TORCHINDUCTOR_CACHE_DIR $TRITON_CACHE_DIR"; ulimit -n'
+    show = 'prepare_node; echo "$TORCHINDUCTOR_CACHE_DIR $TRITON_CACHE_DIR"; ulimit -n'
     own = tmp_path / f"canon_pretrain-{os.getuid()}"
     # each is unset, empty or set in what runs this test
     unset = {"TMPDIR": tmp_path, "TORCHINDUCTOR_CACHE_DIR": "", "TRITON_CACHE_DIR": ""}
 
     def folders(**variables: object) -> list[str]:
-        words = ["-c", f"ulimit -Sn 256; {show}", "bash", ROOT]
-        *found, limit = bash(programs, *words, **(unset | variables)).stdout.split()
+        done = library(programs, f"ulimit -Sn 256; {show}", **(unset | variables))
+        *found, limit = done.stdout.split()
         assert int(limit) == resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         return found
 
@@ -210,7 +210,7 @@ def test_each_node_has_the_settings_and_slurms_name_of_itself(programs: Path) ->
     start = "NODES=1 RANKS=1 HOSTS=(n1) CONTAINER=() SRUN_FLAGS=(); start_ranks 0 m; wait"
     job = {"SLURM_JOB_ID": 7, "SLURM_NODEID": 0, "SLURMD_NODENAME": "n1"}
     job |= {"SLURM_EXPORT_ENV": "NONE", "TRITON_CACHE_DIR": "/t"}
-    done = bash(programs, "-c", f"{LIBRARY} {start}", "bash", ROOT, **job)
+    done = library(programs, start, **job)
     assert done.stdout == "n1 /t all\n", done
 
 
@@ -224,24 +224,14 @@ def test_modules_and_a_container_stand_before_each_command(programs: Path) -> No
         stand_in(programs, name, f'printf "<%s>" "$@" >>"{programs}/words"')
     for command in ("on_head python -m m", "NODES=1 RANKS=1 HOSTS=(n1); start_ranks 0 m; wait"):
         (programs / "words").unlink(missing_ok=True)
-        start = f"{LIBRARY} load_cluster; {command}"
-        done = bash(programs, "-c", start, "bash", ROOT, SLURM_JOB_ID=7)
+        done = library(programs, f"load_cluster; {command}", SLURM_JOB_ID=7)
         assert done.returncode == 0 and done.stdout == "module load cuda/12 gcc\n", done
         words = (programs / "words").read_text()
         assert "<--container-image=my image>" in words
         assert "<box><--bind></a b><python><-m>" in words
     (programs / "words").unlink()
-    bash(programs, "-c", f"{LIBRARY} load_cluster; on_head python -m m", "bash", ROOT)
+    library(programs, "load_cluster; on_head python -m m")
     assert (programs / "words").read_text() == "<--bind></a b><python><-m><m>", "no job, no srun"
-
-
-def test_cluster_envs_flags_come_before_the_users(programs: Path) -> None:
-    (programs / "cluster.env").write_text("SBATCH_FLAGS=(--hold '--comment=a b; $(c)')\n")
-    stand_in(programs, "sbatch", f'printf "<%s>" "$@" >"{programs}/words"')
-    done = bash(programs, ROOT / "slurm/submit.sh", "-J", "mine", ROOT / "slurm/eval_report.sh", 1)
-    assert done.returncode == 0, done
-    words = (programs / "words").read_text()
-    assert words.startswith("<--hold><--comment=a b; $(c)><-J><mine><") and words.endswith("<1>")
 
 
 def test_a_link_runs_the_code_and_config_that_its_chain_has(programs: Path, tmp_path: Path) -> None:
@@ -251,12 +241,12 @@ def test_a_link_runs_the_code_and_config_that_its_chain_has(programs: Path, tmp_
     show = "$CONFIG|${ARGUMENTS[*]}|$CODE|$PYTHONPATH|${PYTHONSAFEPATH-}"
     for path, when in ((snapshot / "slurm/lib.sh", "then"), (programs / "now.sh", "now")):
         path.write_text(f'pretrain_link() {{ echo "{when}: {show}"; }}\n')
-    job = f'{LIBRARY} CONTAINER=() SRUN_FLAGS=(); source "{programs}/now.sh"; pretrain_job "$@"'
-    given = ("bash", ROOT, "own.toml", "--run.code", "note")
+    job = f'CONTAINER=() SRUN_FLAGS=(); source "{programs}/now.sh"; pretrain_job "$@"'
+    given = ("own.toml", "--run.code", "note")
 
     def link(answer: str) -> subprocess.CompletedProcess[str]:
         stand_in(programs, "python", answer)
-        return bash(programs, "-c", job, *given, SLURM_JOB_ID=7, PYTHONPATH="/mine")
+        return library(programs, job, *given, SLURM_JOB_ID=7, PYTHONPATH="/mine")
 
     assert link("true").stdout == f"now: own.toml|--run.code note||{ROOT}:/mine|\n"
     (call,) = calls(programs, "python")

@@ -1,6 +1,5 @@
 """slurm/sweep.sh: a sweep as an array job, whatever happens to its elements, and without Slurm."""
 
-import functools
 import os
 import re
 import signal
@@ -17,16 +16,14 @@ from canon_pretrain.sweep import look_at_sweep, main
 from tests.fault_runs import steps
 from tests.ranks import assert_same_run, launch, logged_step, status
 from tests.slurm_cluster import SlurmCluster
-from tests.slurm_jobs import Job, Jobs, log_of, run_script
+from tests.slurm_jobs import SITE, Job, Jobs, log_of, script
 from tests.support import ROOT, debug_run
 
 SCRIPT = str(ROOT / "slurm" / "sweep.sh")
+PACED = '{"training": 2}'
 CONFIG = ROOT / "train_configs" / "debug.toml"
 STEPS = 12
 RUNS = ["debug-lr3e-3-seed0", "debug-lr3e-3-seed1", "debug-lr1e-3-seed0", "debug-lr1e-3-seed1"]
-
-
-script = functools.partial(run_script, SCRIPT)
 
 
 def plan(
@@ -44,7 +41,6 @@ def states(sweep: Path) -> list[str]:
 
 
 def alone(data: Path, folder: Path, rate: str, seed: int) -> Path:
-    """The run of a grid's point by itself, without sweep or Slurm."""
     launch(
         *debug_run(data, folder / "run"), "--optimizer.lr", rate, "--model.init_seed", seed,
         "--data.data_seed", seed, "--checkpoint.interval", 1000, ranks=1, output=folder / "out",
@@ -54,47 +50,44 @@ def alone(data: Path, folder: Path, rate: str, seed: int) -> Path:
 
 @pytest.mark.slurm
 def test_a_sweep_of_four_two_at_a_time_one_killed_one_cancelled(
-    slurm: SlurmCluster, data_folder: Path, tmp_path: Path
+    slurm: SlurmCluster, jobs: Jobs, data_folder: Path, tmp_path: Path
 ) -> None:
     """What is cancelled waits for the next submission, what is killed comes back by itself, alone;
     each run is bitwise the one that was trained by itself."""
     sweep, pace = tmp_path / 'it\'s "a sweep"; $(touch HIT) 100%d', tmp_path / "pace"
-    pace.write_text('{"training": 0.5}')
-    odd = 'it\'s "one"; $(touch HIT)'
-    plan(sweep, data_folder, "--job.description", odd)
-    environ = Jobs(slurm, tmp_path).environ({"TEST_PACE": pace})
+    pace.write_text(PACED)
+    plan(sweep, data_folder, "--job.description", 'it\'s "one"; $(touch HIT)')
+    paced = {"TEST_PACE": pace}
 
-    wrong = script("submit", sweep, "--nodes=5", environ=environ)
+    wrong = jobs.script("sweep.sh", "submit", sweep, "--nodes=5", **paced)
     assert wrong.returncode == 2 and "Numbers of nodes that can: 1, 2, 3, 4, 6" in wrong.stderr
-    first = script("submit", sweep, "--throttle", 2, environ=environ)
-    assert first.returncode == 0, first
-    array = re.findall(r"^Submitted batch job (\d+)$", first.stdout, re.M)[0]
-    jobs = [Job(slurm, f"{array}_{i}", tmp_path) for i in range(1, 5)]
+    first = jobs.script("sweep.sh", "submit", sweep, "--throttle", 2, **paced)
+    elements = jobs.array(first, 1, 2, 3, 4)
     runs = [sweep / name for name in RUNS]
-    jobs[0].until_step(runs[0], 2)
-    assert [job.state for job in jobs] == ["RUNNING", "RUNNING", "PENDING", "PENDING"]
-    twice = script("submit", sweep, environ=environ)
+    elements[0].until_step(runs[0], 2)
+    assert [job.state for job in elements] == ["RUNNING", "RUNNING", "PENDING", "PENDING"]
+    twice = jobs.script("sweep.sh", "submit", sweep, **paced)
     assert twice.returncode == 0 and "nothing to submit" in twice.stdout, twice
-    jobs[0].cancel()
-    jobs[0].until(lambda: "slurm: leave" in log_of(runs[0]), "the script's end")
+    elements[0].cancel()
+    elements[0].until(lambda: "slurm: leave" in log_of(runs[0]), "the script's end")
     saved = steps(runs[0])[-1]
 
     # the element that starts last has the array's own number, by which scontrol would requeue all
-    jobs[3].until_step(runs[3], 2)
-    assert jobs[3].field("JobId") == array == status(runs[3]).job_id
+    elements[3].until_step(runs[3], 2)
+    array = elements[3].id.partition("_")[0]
+    assert elements[3].field("JobId") == array == status(runs[3]).job_id
     os.kill(status(runs[3]).pid, signal.SIGKILL)
-    jobs[3].until_requeued(1)
+    elements[3].until_requeued(1)
     assert "requeue: the launch failed: it was killed" in log_of(runs[3])
     pace.write_text("{}")
-    assert [job.until_ended() for job in jobs] == ["CANCELLED", *["COMPLETED"] * 3]
-    assert [job.restarts for job in jobs] == [0, 0, 0, 1]
+    assert [job.until_ended() for job in elements] == ["CANCELLED", *["COMPLETED"] * 3]
+    assert [job.restarts for job in elements] == [0, 0, 0, 1]
     assert states(sweep) == ["stopped", "done", "done", "done"]
 
-    again = script("submit", sweep, environ=environ)
-    array = re.findall(r"^Submitted batch job (\d+)$", again.stdout, re.M)[0]
-    shown = slurm.run("scontrol", "show", "job", "-o", array).stdout
+    (again,) = jobs.array(jobs.script("sweep.sh", "submit", sweep, **paced), 1)
+    shown = slurm.run("scontrol", "show", "job", "-o", again.id.partition("_")[0]).stdout
     assert len(shown.splitlines()) == 1 and "ArrayTaskId=1 " in shown
-    assert Job(slurm, f"{array}_1", tmp_path).until_ended() == "COMPLETED"
+    assert again.until_ended() == "COMPLETED"
     assert states(sweep) == ["done"] * 4
     assert status(runs[0]).launches == 2 and logged_step(runs[0]) == STEPS > saved
     assert [status(run).launches for run in runs[1:]] == [1, 1, 2]
@@ -102,30 +95,25 @@ def test_a_sweep_of_four_two_at_a_time_one_killed_one_cancelled(
     assert_same_run(runs[3], alone(data_folder, tmp_path / "four", "1e-3", 1), step=STEPS)
 
     # an array of one's own making, over all of them: nothing is trained, since all are DONE
-    own = Jobs(slurm, tmp_path).submit(SCRIPT, sweep, flags=("--array=2-3",))
+    own = jobs.submit(SCRIPT, sweep, flags=("--array=2-3",))
     for number in (2, 3):
         assert Job(slurm, f"{own.id}_{number}", tmp_path).until_ended() == "COMPLETED"
     assert [status(run).launches for run in runs] == [2, 1, 1, 2]
-    assert "nothing to submit" in script("submit", sweep, environ=environ).stdout
+    assert "nothing to submit" in jobs.script("sweep.sh", "submit", sweep, **paced).stdout
     assert not [*tmp_path.rglob("HIT")] and not (ROOT / "HIT").exists()
 
 
 @pytest.mark.slurm
 def test_runs_of_one_gpu_share_a_node(
-    slurm: SlurmCluster, data_folder: Path, tmp_path: Path
+    slurm: SlurmCluster, jobs: Jobs, data_folder: Path, tmp_path: Path
 ) -> None:
     """Two elements train at once on n1, each with a GPU of its own, as Slurm sees it."""
     sweep, pace = tmp_path / "sweep", tmp_path / "pace"
-    pace.write_text('{"training": 0.5}')
+    pace.write_text(PACED)
     plan(sweep, data_folder, rates=("3e-3",))
-    jobs = Jobs(slurm, tmp_path)
     jobs.set(SHARED_NODES=1, CPUS_PER_GPU=2, GPUS_PER_NODE=1)
-    environ = jobs.environ({"TEST_PACE": pace})
     flags = ("--gpus-per-node=1", "--nodelist=n1")  # of CANON_CPU no GPU would be asked for
-    done = script("submit", sweep, *flags, environ=environ)
-    assert done.returncode == 0, done
-    array = re.findall(r"^Submitted batch job (\d+)$", done.stdout, re.M)[0]
-    elements = [Job(slurm, f"{array}_{i}", tmp_path) for i in (1, 2)]
+    elements = jobs.array(jobs.script("sweep.sh", "submit", sweep, *flags, TEST_PACE=pace), 1, 2)
     runs = [sweep / name for name in RUNS[:2]]
     for element, run in zip(elements, runs, strict=True):
         element.until_step(run, 2)
@@ -142,6 +130,14 @@ def test_runs_of_one_gpu_share_a_node(
     assert states(sweep) == ["done"] * 2
 
 
+def local(folder: Path, **variables: object) -> dict[str, str]:
+    settings = {"VENV": sys.prefix, "CANON_CPU": 1, "RANKS_PER_NODE": 1} | variables
+    lines = [f"export {name}='{value}'\n" for name, value in settings.items()]
+    (folder / "cluster.env").write_text("".join(lines))
+    kept = {name: value for name, value in os.environ.items() if "SLURM" not in name}
+    return kept | {"CANON_CLUSTER_ENV": str(folder / "cluster.env"), "PYTHONPATH": str(SITE)}
+
+
 @pytest.mark.slow
 def test_locally_one_after_the_other_and_stopped_in_between(
     data_folder: Path, tmp_path: Path
@@ -149,16 +145,8 @@ def test_locally_one_after_the_other_and_stopped_in_between(
     """SIGTERM to the script: the run that trains saves, the next one does not begin."""
     sweep, pace = tmp_path / "a sweep", tmp_path / "pace"
     plan(sweep, data_folder, rates=("3e-3",))
-    settings = {"VENV": sys.prefix, "CANON_CPU": 1, "RANKS_PER_NODE": 1}
-    (tmp_path / "cluster.env").write_text(
-        "".join(f"export {name}='{value}'\n" for name, value in settings.items())
-    )
-    pace.write_text('{"training": 0.5}')
-    environ = os.environ | {
-        "CANON_CLUSTER_ENV": str(tmp_path / "cluster.env"),
-        "PYTHONPATH": str(ROOT / "tests" / "slurm_site"),
-        "TEST_PACE": str(pace),
-    }
+    pace.write_text(PACED)
+    environ = local(tmp_path) | {"TEST_PACE": str(pace)}
     with open(tmp_path / "out", "wb") as out:
         command = ["bash", SCRIPT, "--local", str(sweep)]
         process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=out, stderr=out)
@@ -169,16 +157,15 @@ def test_locally_one_after_the_other_and_stopped_in_between(
             time.sleep(0.1)
         process.terminate()
         process.wait(300)
-    said = (tmp_path / "out").read_text()
-    assert "asked to stop: the same command goes on" in said
+    assert "asked to stop: the same command goes on" in (tmp_path / "out").read_text()
     assert states(sweep) == ["stopped", "waiting"] and not two.exists()
     assert steps(one)[-1] == logged_step(one) < STEPS
 
     pace.write_text("{}")
-    done = script("--local", sweep, environ=environ)
+    done = script("sweep.sh", "--local", sweep, environ=environ)
     assert done.returncode == 0 and "2 runs: 2 done" in done.stdout, done
     assert_same_run(one, alone(data_folder, tmp_path / "alone", "3e-3", 0), step=STEPS)
-    assert "run 1" not in script("--local", sweep, environ=environ).stdout
+    assert "run 1" not in script("sweep.sh", "--local", sweep, environ=environ).stdout
 
 
 @pytest.mark.slow
@@ -187,12 +174,8 @@ def test_locally_a_run_that_fails_does_not_stop_the_rest(data_folder: Path, tmp_
     plan(sweep, data_folder, rates=("3e-3",))
     (sweep / RUNS[0]).mkdir(parents=True)
     (sweep / RUNS[0] / "checkpoint").write_text("a file where checkpoints go")
-    (tmp_path / "cluster.env").write_text(
-        f"VENV='{sys.prefix}'\n"
-        "export CANON_CPU=1 RANKS_PER_NODE=1 MAX_RESTARTS_WITHOUT_PROGRESS=1\n"
-    )
-    environ = os.environ | {"CANON_CLUSTER_ENV": str(tmp_path / "cluster.env")}
-    done = script("--local", sweep, environ=environ)
+    environ = local(tmp_path, MAX_RESTARTS_WITHOUT_PROGRESS=1)
+    done = script("sweep.sh", "--local", sweep, environ=environ)
     assert done.returncode == 2 and "1 run(s) failed" in done.stderr, done
     assert states(sweep)[1] == "done" and not (sweep / RUNS[0] / "DONE").exists()
 
@@ -209,14 +192,10 @@ def test_locally_a_run_that_fails_does_not_stop_the_rest(data_folder: Path, tmp_
     ],
 )
 def test_wrong_words_are_refused(words: tuple[str, ...], says: str, tmp_path: Path) -> None:
-    (tmp_path / "cluster.env").write_text(f"VENV='{sys.prefix}'\n")
     squeue = tmp_path / "bin" / "squeue"
     squeue.parent.mkdir()
     squeue.write_text("#!/bin/sh\n")
     squeue.chmod(0o755)
-    environ = {name: value for name, value in os.environ.items() if "SLURM" not in name} | {
-        "CANON_CLUSTER_ENV": str(tmp_path / "cluster.env"),
-        "PATH": f"{squeue.parent}:{os.environ['PATH']}",
-    }
-    done = script(*words, environ=environ, cwd=tmp_path)
+    environ = local(tmp_path) | {"PATH": f"{squeue.parent}:{os.environ['PATH']}"}
+    done = script("sweep.sh", *words, environ=environ, cwd=tmp_path)
     assert done.returncode == 2 and says in done.stderr, done

@@ -1,11 +1,14 @@
 """Faults for jobs of the Slurm tests: Python imports this at its start where PYTHONPATH says so.
 
-TEST_PACE       a file with what a phase takes longer at each of its signs of life: JSON, seconds by
-                phase ("training": each step); read each time
-TEST_CRASH_AT   kill -9 of rank 0 after this step, in every launch
-TEST_RANK_0_ON  the node whose agent comes first in the rendezvous
-TEST_FULL_NODE  a node where no byte is free, as shutil.disk_usage has it
-TEST_DEAD_NODE  a node that does not report to the preflight
+TEST_PACE        a file with what a phase takes longer at each of its signs of life: JSON, seconds
+                 by phase ("training": each step); read each time
+TEST_CRASH_AT    kill -9 of rank 0 after this step, in every launch
+TEST_RANK_0_ON   the node whose agent comes first in the rendezvous
+TEST_FULL_NODE   a node where no byte is free, as shutil.disk_usage has it
+TEST_DEAD_NODE   a node that does not report to the preflight
+TEST_EVAL_GATE   a file: while it exists, an evaluation waits after each answered task
+TEST_UNIT_BYTES  the bytes of inputs that end a unit of data_prep
+TEST_HELD        a folder: a unit is not built while it has a file named as one of its inputs
 """
 
 import json
@@ -17,9 +20,9 @@ import time
 from collections import namedtuple
 from pathlib import Path
 
-_node = os.environ.get("SLURMD_NODENAME", "")
+_asked, _node = os.environ.keys(), os.environ.get("SLURMD_NODENAME", "")
 
-if "RANK" in os.environ and ("TEST_PACE" in os.environ or "TEST_CRASH_AT" in os.environ):
+if "RANK" in _asked and _asked & {"TEST_PACE", "TEST_CRASH_AT"}:
     from canon_pretrain.run.session import Session
 
     _progress = Session.progress
@@ -34,7 +37,32 @@ if "RANK" in os.environ and ("TEST_PACE" in os.environ or "TEST_CRASH_AT" in os.
 
     Session.progress = progress
 
-if "TEST_RANK_0_ON" in os.environ and _node:
+if "RANK" in _asked and "TEST_EVAL_GATE" in _asked:
+    from canon_pretrain.run.results import Unfinished
+
+    _gate, _add = Path(os.environ["TEST_EVAL_GATE"]), Unfinished.add
+
+    def add(self, task, answers):  # type: ignore[no-untyped-def]
+        _add(self, task, answers)
+        while _gate.exists():
+            time.sleep(0.1)
+
+    Unfinished.add = add  # type: ignore[method-assign]
+
+if "TEST_UNIT_BYTES" in _asked:
+    from data_prep import sources
+
+    _fetch = sources.fetch
+
+    def fetch(source, version, root, inputs, *more):  # type: ignore[no-untyped-def]
+        while any(Path(os.environ["TEST_HELD"], Path(each.path).name).exists() for each in inputs):
+            time.sleep(0.05)
+        _fetch(source, version, root, inputs, *more)
+
+    sources.UNIT_BYTES = int(os.environ["TEST_UNIT_BYTES"])
+    sources.fetch = fetch
+
+if "TEST_RANK_0_ON" in _asked and _node:
     # agents are numbered in the order of their addresses
     _is_first = _node == os.environ["TEST_RANK_0_ON"]
     os.environ["PET_LOCAL_ADDR"] = "127.0.0.1" if _is_first else "127.0.0.2"

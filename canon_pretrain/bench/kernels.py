@@ -1,0 +1,288 @@
+"""Canon's kernels and the ways of attention by themselves, forward and backward.
+
+`canon`: every form of model/canon_check.py by every backend, compiled as a block is, over the
+reference; seconds, and bytes against the copy bandwidth. `attention`: every kernel of
+scaled_dot_product_attention, the packages of FlashAttention 2 to 4 and flex attention, where they
+can be had, on the shapes of a training step; `model.attention_backend` takes what is the fastest.
+Before anything is timed its values (Canon: gradients too) are compared with the formula in float64.
+"""
+
+import argparse
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import attention
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import create_block_mask
+
+from canon_pretrain.bench import tables, variants
+from canon_pretrain.bench.limits import Machine
+from canon_pretrain.bench.timing import NotMeasured, Step, compare_steps
+from canon_pretrain.core.errors import UserError, check_choice
+from canon_pretrain.core.terminal import Console
+from canon_pretrain.kernels.backends import compile_options
+from canon_pretrain.model import canon_check
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.attend import FLASH_IMPLS, Attend, activate_flash
+from canon_pretrain.model.canon_check import Form
+
+PASS: tables.Columns = {
+    "pass": lambda row: row["direction"],
+    "ms": lambda row: tables.ms(row["other_s"], 3),
+    **tables.FACTOR,
+    "max error": lambda row: f"{row['max_error']:.0e}",
+}
+SHAPE_AND_TIMING = (*variants.SHAPE, *variants.TIMING)
+
+
+def passes(
+    call: Callable[[], Sequence[Tensor]],
+    wanted: Sequence[Tensor],
+    prepare: Callable[[], object] = lambda: None,
+) -> dict[str, Callable[[], Step]]:
+    """Return makers of steps: forward, and backward from what one forward pass has kept."""
+
+    def backward() -> Step:
+        outputs = call()
+        grads = [torch.randn_like(y) for y in outputs]
+
+        def step() -> Any:
+            prepare()
+            return torch.autograd.grad(outputs, wanted, grads, retain_graph=True)
+
+        return step
+
+    return {"forward": lambda: call, "backward": backward}
+
+
+# -- canon
+
+
+def add_canon_arguments(parser: argparse.ArgumentParser) -> None:
+    shapes = {"cuda": (16, 4096), "cpu": (4, 1024)}
+    names = ("backends", *SHAPE_AND_TIMING)
+    variants.add_options(parser, *names, shapes=shapes, pairs=11, block_seconds=0.05)
+    parser.set_defaults(position="rope")  # B's neighbor is the rotation
+
+
+def measure_canon(
+    arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
+) -> dict[str, Any]:
+    work = variants.workload(arguments, machine)
+    backends, missing = variants.available(arguments.backends, work)
+    rows: list[dict[str, Any]] = []
+
+    def measure_form(form: Form, base: Timed, timed: Timed) -> None:
+        error = canon_check.compare(form, timed.module, timed.compiled, timed.inputs)
+        for direction, moved in zip(("forward", "backward"), form.moved, strict=True):
+            steps = (one.passes[direction]() for one in (base, timed))
+            found = compare_steps(*steps, pairs=arguments.pairs, block_s=arguments.block_seconds)
+            least = moved * work.micro_batch * work.num_tokens * work.dtype.itemsize
+            bandwidth = least / found["other_s"]
+            row = {"form": form.name, "backend": timed.backend, "direction": direction, **found}
+            row |= {"least_bytes": least, "bandwidth": bandwidth, "max_error": error}
+            rows.append(row | {"of_copy": bandwidth / machine.copy_bandwidth})
+            say(f"{form.name} {direction} by {timed.backend}: {found['ratio']:.2f}")
+
+    # a backward pass is timed again and again on what one forward pass has kept
+    with torch._functorch.config.patch(donated_buffer=False):
+        for form in canon_check.forms(work.args):
+            shape = (work.micro_batch, work.num_tokens)
+            inputs = canon_check.make_inputs(form, shape, work.dtype, work.device)
+            base = Timed(form, "reference", inputs)
+            for backend in backends:
+                try:
+                    with variants.failing(backend):
+                        same = backend == base.backend
+                        measure_form(form, base, base if same else Timed(form, backend, inputs))
+                except (NotMeasured, canon_check.WrongCanon) as why:
+                    missing[f"{form.name} by {backend}"] = str(why)
+    peaks = machine.peaks(work.dtype)
+    return {**work.facts(), "peaks": peaks, "unavailable": missing, "rows": rows}
+
+
+class Timed:
+    """A form's module, compiled, its inputs, and the two passes."""
+
+    def __init__(self, form: Form, backend: str, inputs: Sequence[Tensor]) -> None:
+        self.backend, self.inputs = backend, inputs
+        self.module = canon_check.make_module(form, backend, inputs[0].dtype, inputs[0].device)
+        options = compile_options(inputs[0].device.type, backend)
+        self.compiled = torch.compile(self.module, fullgraph=True, dynamic=False, options=options)
+        wanted = (*inputs, *self.module.parameters())
+        self.passes = passes(lambda: self.compiled(*inputs), wanted)
+
+
+def print_canon(result: dict[str, Any], console: Console) -> None:
+    columns: tables.Columns = {
+        "kernel": lambda row: row["form"],
+        "backend": lambda row: row["backend"],
+        **PASS,
+        "MB at least": lambda row: f"{row['least_bytes'] / 1e6:,.2f}",
+        "GB/s": lambda row: f"{row['bandwidth'] / 1e9:,.1f}",
+        "of copy": lambda row: f"{row['of_copy']:.0%}",
+    }
+    line = (
+        f"{result['work']}, each compiled; factor over the reference; "
+        f"{tables.peaks_line(result['peaks'])}; the limit is that every operand is read or written "
+        "once, at the copy bandwidth: 100 % of copy"
+    )
+    tables.print_table(console, result["rows"], columns, line)
+
+
+# -- attention
+
+Way = Callable[..., Tensor]
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+WAYS = (*KERNELS, "flex", "flash_attn", *FLASH_IMPLS)
+DIRECTIONS = {"forward": 1.0, "backward": 2.5}
+"""The passes, and their FLOPs over forward's: five products instead of two."""
+WORST_ERROR = 3e-2
+"""Of the largest value; bfloat16 products, summed in float32."""
+
+
+def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
+    about = f"of {', '.join(WAYS)} (default: all here)"
+    parser.add_argument("--ways", nargs="+", metavar="WAY", help=about)
+    shapes = {"cuda": (6, 4096), "cpu": (2, 1024)}
+    variants.add_options(parser, *SHAPE_AND_TIMING, shapes=shapes, pairs=11, block_seconds=0.1)
+
+
+def measure_attention(
+    arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
+) -> dict[str, Any]:
+    work = variants.workload(arguments, machine)
+    args, shape, device = work.args, (work.micro_batch, work.num_tokens), work.device
+    tensors = [  # q, k and v, [B, T, heads, K], laid out as the block's projections leave them
+        torch.randn(*shape, heads, args.head_dim, device=device).to(work.dtype).requires_grad_()
+        for heads in (args.num_heads, args.kv_heads, args.kv_heads)
+    ]
+    usable: dict[str, dict[str, Any]] = {}
+    errors: dict[str, float] = {}
+    missing: dict[str, str] = {}
+    # math makes all scores, which at 4,096 tokens are more than most GPUs hold
+    for name in arguments.ways or [n for n in WAYS if n != "math" or not machine.on_gpu]:
+        check_choice("--ways", name, WAYS)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch tells there why it refuses a kernel
+                way = make_way(name, args, tensors)
+                errors[name] = check(way, tensors)
+            call = partial(lambda way: [way(*tensors)], way)
+            usable[name] = passes(call, tensors, partial(use_flash, name))
+        except (UserError, RuntimeError) as why:
+            missing[name] = (str(why).strip() or type(why).__name__).splitlines()[0]
+    variants.check_any("--ways", usable, missing)
+    base, both, rows = next(iter(usable)), dict.fromkeys(usable, 0.0), []
+    # two products, of the half of the scores that causality leaves
+    forward_flops = 2 * shape[0] * args.num_heads * shape[1] ** 2 * args.head_dim
+    for name in usable:
+        for direction, times in DIRECTIONS.items():
+            steps = (usable[one][direction]() for one in (base, name))
+            found = compare_steps(*steps, pairs=arguments.pairs, block_s=arguments.block_seconds)
+            flops = round(forward_flops * times)
+            per_second = flops / found["other_s"]
+            row = {"way": name, "direction": direction, **found, "max_error": errors[name]}
+            row |= {"flops": flops, "flops_per_second": per_second}
+            rows.append(row | {"of_matmul": per_second / machine.matmul_flops(work.dtype)})
+            both[name] += found["other_s"]
+        say(f"{name}: {tables.ms(both[name], 3)} ms forward and backward")
+    use_flash("flash")
+    return {
+        **work.facts(),
+        "heads": [args.num_heads, args.kv_heads, args.head_dim],
+        "peaks": machine.peaks(work.dtype),
+        "base": base,
+        "unavailable": missing,
+        "rows": rows,
+        "fastest": min(both, key=both.__getitem__),
+    }
+
+
+def make_way(name: str, args: ModelArgs, tensors: list[Tensor]) -> Way:
+    """Return the function of q_BTHK, k_BTGK and v_BTGK called `name`; it returns y_BTHK.
+
+    Raises UserError, or RuntimeError when it is first called, if it can't be had.
+    """
+    on_gpu, num_tokens = tensors[0].is_cuda, tensors[0].shape[1]
+    if name in ("cudnn", "efficient", "flex") and not on_gpu:
+        raise NotMeasured("needs a GPU")
+    if name in FLASH_IMPLS and (why := activate_flash(name)):
+        raise NotMeasured(why)
+    if name in ("flash_attn", "flex"):
+        attend, mask = Attend(dataclasses.replace(args, position="nope"), name), None
+        if name == "flex":
+            causal = lambda b, h, q, s: q >= s  # noqa: E731
+            mask = create_block_mask(causal, None, None, num_tokens, num_tokens, device="cuda")
+        return lambda q, k, v: attend(q, k, v, mask)
+    kernel = KERNELS.get(name, SDPBackend.FLASH_ATTENTION)
+    grouped: dict[str, Any] = {"enable_gqa": True} if args.kv_heads != args.num_heads else {}
+
+    def sdpa(*tensors: Tensor) -> Tensor:
+        use_flash(name)
+        q, k, v = (part.transpose(1, 2) for part in tensors)
+        with attention.sdpa_kernel(kernel):
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, **grouped)
+        return y.transpose(1, 2)
+
+    return sdpa
+
+
+def use_flash(name: str) -> None:
+    """Make SDPA's flash kernel the one that `name` is; 0.2 ms if it was another (CPU, measured).
+
+    It is the process's, and forward and backward of several ways take turns here.
+    """
+    wanted = FLASH_IMPLS[name].name if name in FLASH_IMPLS else None
+    if (wanted or name == "flash") and attention.current_flash_attention_impl() != wanted:
+        attention.restore_flash_attention_impl(_raise_warn=False)
+        if wanted:
+            attention.activate_flash_attention_impl(wanted)
+
+
+def check(way: Way, tensors: list[Tensor]) -> float:
+    """Return the first head's largest error against float64, of its largest value.
+
+    Raises NotMeasured if it is more than rounding.
+    """
+    with torch.no_grad(), attention.sdpa_kernel(SDPBackend.MATH):
+        q, k, v = (part[:1, :, :1].double().transpose(1, 2) for part in tensors)
+        true_TK = F.scaled_dot_product_attention(q, k, v, is_causal=True)[0, 0]
+        error = ((way(*tensors)[0, :, 0] - true_TK).abs().max() / true_TK.abs().max()).item()
+    if not error <= WORST_ERROR:
+        raise NotMeasured(f"it is {error:.2g} away from softmax(q k^T) v")
+    return error
+
+
+def print_attention(result: dict[str, Any], console: Console) -> None:
+    heads, kv_heads, head_dim = result["heads"]
+    columns: tables.Columns = {
+        "way": lambda row: row["way"],
+        **PASS,
+        "TFLOP/s": lambda row: f"{row['flops_per_second'] / 1e12:,.2f}",
+        "of matmul": lambda row: f"{row['of_matmul']:.0%}",
+    }
+    line = (
+        f"{result['work']}, {heads} heads (k and v: {kv_heads}) of {head_dim}, causal; factor over "
+        f"{result['base']}; {tables.peaks_line(result['peaks'])}; FLOPs of the half of the scores "
+        "that causality leaves, backward 2.5 times forward's. The fastest for both passes: "
+        f"{result['fastest']}"
+    )
+    tables.print_table(console, result["rows"], columns, line)
+
+
+BENCHES = {
+    "canon": variants.Bench(add_canon_arguments, measure_canon, print_canon),
+    "attention": variants.Bench(add_attention_arguments, measure_attention, print_attention),
+}
