@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             module.add_arguments(chosen)
             chosen.set_defaults(run=module.run)
     words = "interrupted; run the same command again to continue"
-    with command(prints=argv[:1] == ["show"], interrupted=words):
+    prints = argv[:1] == ["show"] or "--unbuilt-of" in argv
+    with command(prints=prints, interrupted=words):
         arguments = parser.parse_args(argv)
         arguments.run(arguments)
 

@@ -9,6 +9,7 @@ same plan skips what is committed, builds the rest, and ends with the same bytes
 
 import argparse
 import re
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,26 +19,15 @@ from pathlib import Path
 import numpy as np
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import free_bytes
 from canon_pretrain.core.terminal import Progress
 from canon_pretrain.core.text import duration, size
 from canon_pretrain.data.hub import COMMIT
 from canon_pretrain.data.shard_writer import drop_changed_marks, unit_marks
-from canon_pretrain.data.shards import MANIFEST, dtype_for
+from canon_pretrain.data.shards import MANIFEST
+from data_prep import folder as folders
 from data_prep import sources
 from data_prep.finish import is_finished, write_manifests
-from data_prep.folder import (
-    LOCK,
-    SPLITS,
-    TRAIN,
-    add_limits,
-    add_workers,
-    disk_errors,
-    is_complete,
-    positive,
-    say,
-    settling,
-)
+from data_prep.folder import SPLITS, TRAIN, is_complete, positive, say, settling
 from data_prep.plan import (
     MAX_LINE_BYTES,
     NO_LIMITS,
@@ -50,7 +40,7 @@ from data_prep.plan import (
 )
 from data_prep.readers import SUFFIXES
 from data_prep.settle import TokenizerRequest, settle_plan
-from data_prep.units import Counts, UnitJob, run_jobs
+from data_prep.units import UnitJob, run_jobs
 
 
 @dataclass(frozen=True)
@@ -88,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, type=Path, metavar="DIR", help="a new folder, or one to continue")
     held_out = "share of the documents for validation, chosen by hash (default: %(default)s)"
     add("--holdout", type=float, default=0.02, metavar="FRACTION", help=held_out)
-    add_workers(parser, "processes; the result is the same for any number")
+    folders.add_workers(parser, "processes; the result is the same for any number")
     add("--shard", metavar="I/N", help="build every N-th unit from the I-th on; then run `finish`")
     line = "refuse an input with a longer line of JSON (default: %(default)s)"
     add("--max-line-bytes", type=positive, default=MAX_LINE_BYTES, metavar="N", help=line)
@@ -96,19 +86,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--text-field", metavar="F", help="the field with the text, in files of rows")
     add("--eos", metavar="TOKEN", help="the token that ends documents, where PATH leaves it open")
     add("--bos", action="store_true", help="put the BOS token before every document")
-    add_limits(parser)
+    folders.add_limits(parser)
+    # of slurm/data_prep.sh, which so refuses a wrong option before it has waited in a queue
+    add("--unbuilt-of", type=positive, metavar="N", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> None:
+    limits = Limits(arguments.max_documents, arguments.max_tokens)
+    if arguments.unbuilt_of:
+        print_unbuilt(arguments, limits)
+        return
     names = ("out", "source", "tokenizer", "workers", "files", "revision", "text_field", "eos")
+    decisive = ("holdout", "bos", "max_line_bytes")
     build(
         **{name: getattr(arguments, name) for name in names},
-        options=Options(
-            holdout=arguments.holdout, bos=arguments.bos, max_line_bytes=arguments.max_line_bytes
-        ),
-        limits=Limits(arguments.max_documents, arguments.max_tokens),
+        options=Options(**{name: getattr(arguments, name) for name in decisive}),
+        limits=limits,
         shard=Shard.parse(arguments.shard) if arguments.shard else None,
     )
+
+
+def print_unbuilt(arguments: argparse.Namespace, limits: Limits) -> None:
+    """Print, each ended by a NUL byte: unbuilt shards as i,j,...; DATA; the arguments of finish."""
+    if arguments.shard:
+        raise UserError(f"--shard {arguments.shard}: each job is given its own; see --shards")
+    left = unbuilt_shards(arguments.out, arguments.unbuilt_of, limits)
+    words = [",".join(map(str, left)), str(arguments.out), str(arguments.out)]
+    for name, limit in vars(limits).items():
+        words += [f"--{name.replace('_', '-')}", str(limit)] if limit is not None else []
+    sys.stdout.write("".join(f"{word}\0" for word in words))
+
+
+def unbuilt_shards(out: Path, shards: int, limits: Limits = NO_LIMITS) -> list[int]:
+    """Return the i of --shard i/`shards` that still have a unit to build; all without a plan."""
+    if not (out / PLAN).exists():
+        return list(range(1, shards + 1))
+    stream = TrainingStream(out, load_plan(out), limits)
+    return sorted({unit % shards + 1 for unit in stream.unbuilt()})
 
 
 def build(
@@ -125,10 +139,7 @@ def build(
     limits: Limits = NO_LIMITS,
     shard: Shard | None = None,
 ) -> None:
-    """Build (or finish building) the folder `out`, saying what happens on stdout.
-
-    `tokenizer` is "train:N" or a path, `files` a mirror on disk. Raises UserError.
-    """
+    """Build (or finish building) the folder `out`, saying what happens. Raises UserError."""
     started = time.monotonic()
     _check_folder(out)
     request = TokenizerRequest.parse(tokenizer, eos)
@@ -139,7 +150,7 @@ def build(
     selection = sources.select(source, files, revision=revision, text_field=text_field)
     if files or source not in sources.HUB_SOURCES:  # else files come later, with the hub's hashes
         selection = replace(selection, inputs=hash_small(selection.root, selection.inputs))
-    with disk_errors(out):
+    with folders.disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         with settling(out):
             plan, loaded = settle_plan(out, selection, request, options)
@@ -165,7 +176,7 @@ def _check_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file, expected a folder; give a new one")
     if out.is_dir() and not (out / PLAN).exists():
-        ours = (f"{LOCK}*", f"{PLAN}.*tmp")
+        ours = (f"{folders.LOCK}*", f"{PLAN}.*tmp")
         for name in sorted(path.name for path in out.iterdir()):
             if not any(fnmatch(name, known) for known in ours):
                 raise UserError(
@@ -194,16 +205,11 @@ class TrainingStream:
                 counts += self._count(unit)
         return missing
 
-    def before(self, unit: int) -> tuple[int, int]:
-        """The training documents and tokens of the built units before `unit`; 0 without a limit."""
-        if self.limits == NO_LIMITS:
-            return 0, 0
-        documents, tokens = sum((self._count(earlier) for earlier in range(unit)), np.zeros(2, int))
-        return int(documents), int(tokens)
-
     def needs(self, unit: int) -> bool:
         """Whether the units before `unit` that are built by now may be too few."""
-        return not self.limits.reached(*self.before(unit))
+        earlier = range(unit if self.limits != NO_LIMITS else 0)
+        counts = sum((self._count(one) for one in earlier), np.zeros(2, dtype=np.int64))
+        return not self.limits.reached(*counts)
 
     def _count(self, unit: int) -> np.ndarray:
         if unit not in self._counts:
@@ -229,46 +235,21 @@ def _jobs(stream: TrainingStream, root: Path, shard: Shard) -> list[UnitJob]:
 
 
 def _encode(stream: TrainingStream, jobs: list[UnitJob], workers: int, shard: Shard) -> None:
-    """Run the jobs, saying how far they are and, once, that the disk will not hold the rest."""
-    out, plan, limits = stream.out, stream.plan, stream.limits
+    """Run the jobs, saying how far they are."""
+    plan = stream.plan
     num_units = len(shard.units(len(plan.units)))
     say(
         f"{plan.source}: {len(plan.inputs):,} inputs, {size(sum(i.size for i in plan.inputs))}, "
         f"{num_units:,} of {len(plan.units):,} units (shard {shard}); {workers} worker(s); "
         f"plan {plan.sha256[:12]}"
     )
-    finished = num_units - len(jobs)
-    if finished:
-        say(f"resuming: {finished:,} of {num_units:,} units are finished or not needed")
-    # what the limits still leave for this run's share
-    documents, tokens = stream.before(len(plan.units))
-    goal = Counts(
-        documents=max(0, (limits.max_documents or 0) - documents) // shard.count,
-        tokens=max(0, (limits.max_tokens or 0) - tokens) // shard.count,
-        read=sum(job.size for job in jobs),
-    )
-    width = dtype_for(plan.tokenizer.vocab_size).itemsize
-    started, warned = time.monotonic(), False
-
-    def tick(counts: Counts) -> None:
-        """Show how far this run is: the limit that ends it first counts."""
-        nonlocal warned
-        pairs = zip(counts, goal, strict=True)
-        share = min(1.0, max((done / total for done, total in pairs if total), default=0.0))
-        documents_s, tokens_s, read_s = (n / (time.monotonic() - started + 1e-9) for n in counts)
-        progress.update(
-            share,
-            f"{finished}/{num_units} units, {size(counts.read)} of {size(goal.read)} read; "
-            f"{documents_s:,.0f} documents/s, {tokens_s:,.0f} tokens/s, {size(read_s)}/s",
-        )
-        still = counts.tokens * width * (1 / share - 1) if share else 0
-        if not warned and still > (free := free_bytes(out)):
-            warned = True
-            say(
-                f"warning: {out} will need about {size(still)} more, {size(free)} are free; a run "
-                f"that fills the disk can be continued"
-            )
-
+    if before := num_units - len(jobs):
+        say(f"resuming: {before:,} of {num_units:,} units are finished or not needed")
+    started, tokens = time.monotonic(), 0
     with Progress() as progress:
-        for _ in run_jobs(jobs, workers, tick, stream.needs):
-            finished += 1
+        progress.update(0.0, f"{before}/{num_units} units")
+        for done, new_tokens in enumerate(run_jobs(jobs, workers, stream.needs), 1):
+            tokens += new_tokens
+            speed = tokens / (time.monotonic() - started)
+            words = f"{before + done}/{num_units} units, {tokens:,} tokens, {speed:,.0f} tokens/s"
+            progress.update(done / len(jobs), words)

@@ -15,35 +15,18 @@ import numpy as np
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import remove_leftovers, write_json
 from canon_pretrain.core.lock import remove_locks
+from canon_pretrain.data import shards
+from canon_pretrain.data.blocks import ShardError, read_checked
 from canon_pretrain.data.shard_writer import drop_changed_marks, read_marks
-from canon_pretrain.data.shards import (
-    MANIFEST,
-    WITHOUT_BYTE_ENDS,
-    Cut,
-    NamedMark,
-    ShardError,
-    TokenShards,
-    make_manifest,
-    read_checked,
-    read_manifest,
-)
-from data_prep.folder import (
-    SPLITS,
-    TRAIN,
-    UNIT_LOCKS,
-    VALIDATION,
-    add_limits,
-    disk_errors,
-    is_complete,
-    say,
-    settling,
-)
+from canon_pretrain.data.shards import MANIFEST, WITHOUT_BYTE_ENDS, Cut, NamedMark
+from data_prep import folder as folders
+from data_prep.folder import SPLITS, TRAIN, UNIT_LOCKS, VALIDATION, is_complete, say
 from data_prep.plan import Limits, Plan, load_plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="the --out of the builds")
-    add_limits(parser)
+    folders.add_limits(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -53,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
 def finish(folder: Path, limits: Limits) -> None:
     """Write the manifests of a folder whose units are built. Raises UserError."""
     plan = load_plan(folder)
-    with disk_errors(folder), settling(folder):
+    with folders.disk_errors(folder), folders.settling(folder):
         if is_finished(folder, plan, limits):
             return
         for split in SPLITS:
@@ -68,11 +51,11 @@ def is_finished(out: Path, plan: Plan, limits: Limits) -> bool:
     tokens = []
     try:
         for split in SPLITS:
-            with TokenShards.open(out / split) as shards:
-                tokens.append(shards.num_tokens)
-            manifest = read_manifest(out / split)
+            shards.TokenShards.open(out / split)
+            manifest = shards.read_manifest(out / split)
             if (manifest.plan_sha256, manifest.limits) != (plan.sha256, asdict(limits)):
                 return False
+            tokens.append(manifest.num_tokens)
     except ShardError as error:
         say(f"damaged since it was finished, rebuilding: {str(error).partition('; ')[0]}")
         return False
@@ -89,16 +72,7 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
     train, units, cut = _training_stream(out, plan, limits)
     held_out = read_marks(out / VALIDATION, range(units))
     manifests = {
-        split: make_manifest(
-            marks,
-            vocab_size=plan.tokenizer.vocab_size,
-            eos_id=plan.tokenizer.eos_id,
-            tokenizer_sha256=plan.tokenizer.sha256,
-            plan_sha256=plan.sha256,
-            version=plan.version,
-            limits=asdict(limits),
-            cut=own_cut,
-        )
+        split: shards.make_manifest(marks, **plan.header(), limits=asdict(limits), cut=own_cut)
         for split, marks, own_cut in ((TRAIN, train, cut), (VALIDATION, held_out, None))
     }
     # never the one split's new manifest beside the other's old one
@@ -120,12 +94,9 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
     # of whole units: rows without a document are counted in a unit's last mark
     whole = [*held_out, *read_marks(out / TRAIN, range(units))]
     for what in ("repaired", "skipped"):
-        counts: Counter[str] = Counter()
-        for named in whole:
-            counts.update(getattr(named.mark, what))
+        counts = sum((Counter(getattr(named.mark, what)) for named in whole), Counter[str]())
         if counts:
-            listed = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()))
-            say(f"{what}: {listed}")
+            say(f"{what}: " + ", ".join(f"{n:,} {reason}" for reason, n in sorted(counts.items())))
     remove_locks(out / UNIT_LOCKS)
     if not (out / UNIT_LOCKS).exists():  # no other process builds units here
         for folder in (out, *(out / split for split in SPLITS)):
@@ -153,8 +124,7 @@ def _training_stream(
             room_documents = (limits.max_documents or 1 << 62) - documents
             room_tokens = (limits.max_tokens or 1 << 62) - tokens
             if named.mark.documents > room_documents or named.mark.tokens > room_tokens:
-                cut = _cut_part(out / TRAIN, named, room_documents, room_tokens)
-                if cut.documents:
+                if cut := _cut_part(out / TRAIN, named, room_documents, room_tokens):
                     return [*marks, named], unit + 1, cut
                 if not documents:
                     raise UserError(f"--max-tokens {limits.max_tokens}: below the first document")
@@ -166,8 +136,8 @@ def _training_stream(
     return marks, len(plan.units), None
 
 
-def _cut_part(folder: Path, named: NamedMark, documents: int, tokens: int) -> Cut:
-    """Return what of the part fits into so many documents and tokens. Raises UserError."""
+def _cut_part(folder: Path, named: NamedMark, documents: int, tokens: int) -> Cut | None:
+    """Return what of the part fits into so many documents and tokens, if any. Raises UserError."""
     path = folder / f"{named.name}.docs"
     if named.mark.version == WITHOUT_BYTE_ENDS:
         raise UserError(
@@ -177,6 +147,4 @@ def _cut_part(folder: Path, named: NamedMark, documents: int, tokens: int) -> Cu
     ends = np.frombuffer(read_checked(path, named.mark.files.docs.sha256), dtype="<u8")
     token_ends, byte_ends = np.split(ends, 2)
     kept = min(documents, int(np.searchsorted(token_ends, tokens, side="right")))
-    if not kept:
-        return Cut(0, 0, 0)
-    return Cut(int(token_ends[kept - 1]), kept, int(byte_ends[kept - 1]))
+    return Cut(int(token_ends[kept - 1]), kept, int(byte_ends[kept - 1])) if kept else None

@@ -98,9 +98,8 @@ def disk_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            quota = "the quota is used up" if error.errno == errno.EDQUOT else "the disk is full"
-            fault = f"{quota}{where}, {size(free_bytes(folder))} are free; make room"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # also where the quota is used up
+            fault = f"the disk is full{where}, {size(free_bytes(folder))} are free; make room"
         elif error.errno in refused:
             fault = f"cannot be written: {error.strerror}{where}; check disk and permissions"
         else:

@@ -9,12 +9,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_record, sha256_file, write_json
-from canon_pretrain.data.shards import MAX_PART_TOKENS, VERSION, WITHOUT_BYTE_ENDS
+from canon_pretrain.data.shards import MAX_PART_TOKENS, VERSION
 
 PLAN = "plan.json"
 MAX_PLAN_BYTES = 1 << 32
@@ -27,10 +28,7 @@ MAX_DIFFERENCES = 8
 
 @dataclass(frozen=True)
 class Input:
-    """One input file: its path below the source's root, its size in bytes and its content.
-
-    `sha256` is "" if the inputs are too large to read twice: the commit marks have what was read.
-    """
+    """An input's path below the source's root, bytes, and SHA-256; "" where only marks know it."""
 
     path: str
     size: int
@@ -51,11 +49,7 @@ class TokenizerRecord:
 
 @dataclass(frozen=True)
 class Options:
-    """What else decides the bytes of the parts.
-
-    A unit is `unit_files` consecutive inputs, or inputs of about `unit_bytes` together; both None:
-    the source's own rule. `bos` puts the BOS id before every document.
-    """
+    """What else decides the bytes; a unit is `unit_files` inputs, or about `unit_bytes` of them."""
 
     holdout: float
     bos: bool = False
@@ -118,16 +112,19 @@ class Plan:
             del fields["options"]["max_line_bytes"]
         return fields
 
-    def unit_inputs(self, unit: int) -> tuple[Input, ...]:
-        first, end = self.units[unit]
-        return self.inputs[first:end]
+    def header(self) -> dict[str, Any]:
+        """Return what the manifests of both splits take from the plan."""
+        return {
+            "vocab_size": self.tokenizer.vocab_size,
+            "eos_id": self.tokenizer.eos_id,
+            "tokenizer_sha256": self.tokenizer.sha256,
+            "plan_sha256": self.sha256,
+            "version": self.version,
+        }
 
 
 def hash_small(root: Path, inputs: Sequence[Input]) -> tuple[Input, ...]:
-    """Return the inputs with their hashes, if all are small together and on disk.
-
-    So an input that was changed is refused before anything is written. Raises UserError.
-    """
+    """Return the inputs with their hashes, if all are small together and on disk."""
     if sum(known.size for known in inputs) > HASH_AHEAD_BYTES:
         return tuple(inputs)
     try:
@@ -143,20 +140,17 @@ def hash_small(root: Path, inputs: Sequence[Input]) -> tuple[Input, ...]:
 
 def cut_units(inputs: Sequence[Input], options: Options) -> tuple[tuple[int, int], ...]:
     """Return ranges [first, end) of consecutive inputs, at least one each, as the options say."""
-    if options.unit_files is not None:
-        step = options.unit_files
-        return tuple((at, min(at + step, len(inputs))) for at in range(0, len(inputs), step))
-    assert options.unit_bytes is not None
-    units = []
-    first = size = 0
-    for index, known in enumerate(inputs):
-        size += known.size
-        if size >= options.unit_bytes:
-            units.append((first, index + 1))
-            first, size = index + 1, 0
-    if first < len(inputs):
-        units.append((first, len(inputs)))
-    return tuple(units)
+    ends = []
+    files = size = 0
+    for index, known in enumerate(inputs, 1):
+        files, size = files + 1, size + known.size
+        is_full = size >= (options.unit_bytes or 0)
+        if options.unit_files is not None:
+            is_full = files == options.unit_files
+        if is_full or index == len(inputs):
+            ends.append(index)
+            files = size = 0
+    return tuple(pairwise([0, *ends]))
 
 
 def save_plan(folder: Path, plan: Plan) -> None:
@@ -165,7 +159,7 @@ def save_plan(folder: Path, plan: Plan) -> None:
 
 @dataclass(frozen=True)
 class _Header:
-    version: int
+    version: Literal[2, 3]
     sha256: str
 
 
@@ -176,10 +170,6 @@ def load_plan(folder: Path) -> Plan:
         raise UserError(f"{folder}: no {PLAN}, so not a folder of `python -m data_prep build`")
     try:
         header = read_record(path, _Header, max_bytes=MAX_PLAN_BYTES)
-        if header.version not in (WITHOUT_BYTE_ENDS, VERSION):
-            raise UserError(
-                f"version {header.version}, this program reads {WITHOUT_BYTE_ENDS} and {VERSION}"
-            )
         plan = read_record(path, Plan, max_bytes=MAX_PLAN_BYTES)
         if plan.sha256 != header.sha256:
             raise UserError("its content does not fit its hash")
@@ -192,8 +182,7 @@ def load_plan(folder: Path) -> Plan:
 
 def refuse_changes(folder: Path, old: Plan, new: Plan) -> None:
     """Raise UserError naming each field old -> new where `new` is not the plan of `folder`."""
-    lines = differences(old, new)
-    if lines:
+    if lines := differences(old, new):
         more = len(lines) - MAX_DIFFERENCES
         shown = lines[:MAX_DIFFERENCES] + ([f"and {more} more"] if more > 0 else [])
         raise UserError(
@@ -208,20 +197,16 @@ def differences(old: Plan, new: Plan) -> list[str]:
 
     def fields(plan: Plan) -> dict[str, Any]:
         names = ("source", "source_version", "text_field", "group_field")
-        tokenizer = {f"tokenizer {key}": value for key, value in asdict(plan.tokenizer).items()}
-        inputs = {
-            f"input {known.path}": f"{known.size} bytes, sha256 {known.sha256[:12] or 'unknown'}"
-            for known in plan.inputs
-        }
-        named = {name: getattr(plan, name) for name in names}
-        return named | asdict(plan.options) | tokenizer | inputs
+        named = {name: getattr(plan, name) for name in names} | asdict(plan.options)
+        named |= {f"tokenizer {key}": value for key, value in asdict(plan.tokenizer).items()}
+        for known in plan.inputs:
+            sha256 = known.sha256[:12] or "unknown"
+            named[f"input {known.path}"] = f"{known.size} bytes, sha256 {sha256}"
+        return named
 
     before, after = fields(old), fields(new)
-    lines = [
-        f"{name}: {before.get(name)} -> {after.get(name)}"
-        for name in dict.fromkeys([*before, *after])
-        if before.get(name) != after.get(name)
-    ]
+    both = [(name, before.get(name), after.get(name)) for name in before | after]
+    lines = [f"{name}: {was} -> {now}" for name, was, now in both if was != now]
     if not lines and old != new:
         lines.append("inputs: other content, in another order or in other units")
     return lines

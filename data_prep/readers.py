@@ -4,15 +4,22 @@ A file that is cut short, damaged or not the one that the plan knows ends in an 
 and the row, never in fewer documents; that error may come after its last good row, so what was read
 counts once `rows()` has ended. What no reader can see without a known size or hash: whole frames or
 lines missing at the end, and a flipped bit where the format has no checksum.
+
+A model sees valid Unicode only, and no document is lost for a broken character: bytes that are no
+UTF-8 and lone surrogates become U+FFFD, and the document is counted as repaired, by reason.
 """
 
+import ast
 import hashlib
+import io
 import json
 import os
 import re
 import stat
+import tokenize
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -20,8 +27,10 @@ from typing import IO, Any, NoReturn
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import open_at_once
 from data_prep.plan import MAX_LINE_BYTES, Input
-from data_prep.rows import Document, Skipped, clean, from_text, from_utf8, stdlib_rows
 
+INVALID_UTF8 = "invalid UTF-8"
+TOPICS = "pydoc_data/topics.py"
+"""The input of the source stdlib that holds the help topics."""
 READ_BYTES = 1 << 20
 PACKED_READ_BYTES = 1 << 16
 STEP_BYTES = 1 << 10
@@ -29,22 +38,90 @@ STEP_BYTES = 1 << 10
 # of a parquet file's rows, as its footer counts bytes: large documents come in small batches
 BATCH_BYTES = 8 << 20
 MAX_BATCH_ROWS = 1024
-MAX_FIELDS = 12
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # by suffix, longest first; .py is the source stdlib's alone
 SUFFIXES = (".jsonl.zst", ".jsonl.gz", ".jsonl", ".parquet", ".txt")
 
-Rows = Iterator[Document | Skipped]
 _MISSING = object()
 _NEWLINES = re.compile(rb"\n*")
+_SURROGATES = re.compile("[\ud800-\udfff]")
+# what the handler "surrogateescape" never makes of a byte
+_NO_ESCAPED_BYTES = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, the same as UTF-8, what it is counted under, and why it was changed, if it was."""
+
+    text: str
+    utf8: bytes
+    group: str = ""
+    repaired: str = ""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that makes no document, and why; rows are counted by reason in the commit marks."""
+
+    reason: str
+
+
+Rows = Iterator[Document | Skipped]
+
+
+def from_text(text: str, group: str = "", *, escaped_bytes: bool = False) -> Document | Skipped:
+    """Return the row of a decoded text (with `escaped_bytes`: by "surrogateescape"), repaired."""
+    if not text:
+        return Skipped("empty")
+    try:
+        return Document(text, text.encode(), group)
+    except UnicodeEncodeError:
+        if not escaped_bytes:
+            text = clean(text)
+            return Document(text, text.encode(), group, "lone surrogate")
+    raw = _NO_ESCAPED_BYTES.sub("\ufffd", text).encode(errors="surrogateescape")
+    text = raw.decode(errors="replace")
+    return Document(text, text.encode(), group, INVALID_UTF8)
+
+
+def from_utf8(utf8: bytes, group: str = "") -> Document | Skipped:
+    """Return the row of a text's bytes: each ill-formed sequence becomes U+FFFD."""
+    if not utf8:
+        return Skipped("empty")
+    try:
+        return Document(utf8.decode(), utf8, group)
+    except UnicodeDecodeError:
+        text = utf8.decode(errors="replace")
+        return Document(text, text.encode(), group, INVALID_UTF8)
+
+
+def clean(text: str) -> str:
+    """Return the text with U+FFFD for every lone surrogate, so that it can be encoded."""
+    return _SURROGATES.sub("\ufffd", text)
+
+
+def stdlib_rows(path: str, content: bytes) -> Rows:
+    """Yield the rows of stdlib's input `path`, decoded as its PEP 263 line says, else skipped."""
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+        text = content.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError, LookupError):
+        yield Skipped("undecodable")
+        return
+    if path != TOPICS:
+        yield from_text(text)
+        return
+    # read from the file rather than imported: so they are the input that was hashed
+    for statement in ast.parse(text).body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
+            topics = ast.literal_eval(statement.value)
+            yield from (from_text(topics[key]) for key in sorted(topics))
+            return
+    raise UserError(f"{TOPICS}: no dict of topics in it, as this Python's pydoc_data should have")
 
 
 class InputReader:
-    """The input `known` below `root`, read by `rows()`.
-
-    `bytes_read` moves to the file's size while rows are made, and `sha256` is "" until all bytes
-    are read. Raises UserError where the file is not the `known` one, or is damaged.
-    """
+    """The input `known` below `root`; `sha256` is "" until it is read. Raises UserError."""
 
     def __init__(
         self,
@@ -57,13 +134,13 @@ class InputReader:
         self.path, self.known = root / known.path, known
         self.text_field, self.group_field = text_field, group_field
         self.max_line_bytes = max_line_bytes
-        self.sha256, self.bytes_read, self._row = "", 0, 0
+        self.sha256, self._row = "", 0
 
     def rows(self) -> Rows:
         """The rows in the file's order. Closing the generator closes the file."""
         read, damage = self._format()
         faults: tuple[type[Exception], ...] = (OSError, *damage)
-        self.sha256, self.bytes_read, self._row = "", 0, 0
+        self.sha256, self._row = "", 0
         self._digest, self._hashed_bytes = hashlib.sha256(), 0
         try:
             with open(self.path, "rb", buffering=0, opener=open_at_once) as file:
@@ -92,15 +169,13 @@ class InputReader:
             unpacker = ZstdDecompressor(max_window_size=1 << 31)
             return partial(self._read_json, new_frame=unpacker.decompressobj), (EOFError, ZstdError)
         if name.endswith(".jsonl.gz"):
-            # 31: with gzip's header and checksum
-            new_frame = partial(zlib.decompressobj, 31)
+            new_frame = partial(zlib.decompressobj, 31)  # with gzip's header and checksum
             read = partial(self._read_json, new_frame=new_frame, padding=b"\0")
             return read, (EOFError, zlib.error)
         if name.endswith(".jsonl"):
             return self._read_json, ()
         if name.endswith(".parquet"):
-            # pyarrow takes 0.3 s to import, and the other formats need none
-            from pyarrow import ArrowException
+            from pyarrow import ArrowException  # takes 0.3 s, and the other formats need none
 
             return self._read_parquet, (EOFError, ArrowException, ValueError, OverflowError)
         if name.endswith((".txt", ".py")):
@@ -120,13 +195,11 @@ class InputReader:
     def _read_json(
         self, file: IO[bytes], new_frame: Callable[[], Any] | None = None, padding: bytes = b""
     ) -> Rows:
-        if new_frame is None:
-            pieces = self._chunks(file, READ_BYTES)
-        else:
-            pieces = _unpack(self._chunks(file, PACKED_READ_BYTES), new_frame, padding)
+        pieces = self._chunks(file, PACKED_READ_BYTES if new_frame else READ_BYTES)
+        if new_frame:
+            pieces = _unpack(pieces, new_frame, padding)
         for number, line in enumerate(self._lines(pieces)):
-            if number == 0:
-                line = line.removeprefix(BYTE_ORDER_MARK)
+            line = line if number else line.removeprefix(BYTE_ORDER_MARK)
             # blank lines hold no row; `datasets` and pandas leave them out as well
             if line.strip():
                 yield self._parse(line)
@@ -150,11 +223,8 @@ class InputReader:
             yield b"".join(pending)
 
     def _check_line(self, length: int) -> None:
-        if length > self.max_line_bytes:
-            self._fail(
-                f"a line of more than {self.max_line_bytes:,} bytes; split this document, or give "
-                "--max-line-bytes"
-            )
+        if length > (most := self.max_line_bytes):
+            self._fail(f"a line of more than {most:,} bytes; split it, or give --max-line-bytes")
 
     def _parse(self, line: bytes) -> Document | Skipped:
         escaped_bytes = False
@@ -174,11 +244,8 @@ class InputReader:
         if not isinstance(text, str | None):
             self._fail(f"the field {self.text_field!r} is a {type(text).__name__}, no string")
         group = _look_up(row, self.group_field) if self.group_field else ""
-        return from_text(
-            text or "",
-            clean(group) if isinstance(group, str) else "",
-            escaped_bytes=escaped_bytes,
-        )
+        named = clean(group) if isinstance(group, str) else ""
+        return from_text(text or "", named, escaped_bytes=escaped_bytes)
 
     # Parquet
 
@@ -189,14 +256,10 @@ class InputReader:
         for _ in self._chunks(file, READ_BYTES):
             pass
         self._check_end()
-        self.bytes_read = 0
         file.seek(0)
+        # one row group may hold the whole file: it is read through a small buffer
         with pyarrow.parquet.ParquetFile(
-            file,
-            # one row group may hold the whole file: it is read through a small buffer
-            buffer_size=READ_BYTES,
-            pre_buffer=False,
-            page_checksum_verification=True,
+            file, buffer_size=READ_BYTES, pre_buffer=False, page_checksum_verification=True
         ) as parquet:
             columns = self._columns(parquet.schema_arrow)
             total = parquet.metadata.num_rows
@@ -210,10 +273,8 @@ class InputReader:
                 for index, text in enumerate(texts):
                     group = (groups[index] or b"") if groups else b""
                     yield from_utf8(text or b"", group.decode(errors="replace"))
-                self.bytes_read = self.known.size * self._row // max(total, 1)
             if self._row != total:
                 raise EOFError(f"{self._row:,} rows in it, its footer says {total:,}")
-        self.bytes_read = self.known.size
 
     def _columns(self, schema: Any) -> list[str]:
         """The text's column, and the group's where there is one. Raises UserError."""
@@ -235,11 +296,10 @@ class InputReader:
     # Bytes, checks and errors
 
     def _chunks(self, file: IO[bytes], size: int) -> Iterator[bytes]:
-        """The file's bytes, hashed, and counted as the rows' progress."""
+        """The file's bytes, hashed."""
         while chunk := file.read(size):
             self._digest.update(chunk)
             self._hashed_bytes += len(chunk)
-            self.bytes_read += len(chunk)
             yield chunk
 
     def _check_size(self, size: int) -> None:
@@ -262,11 +322,9 @@ class InputReader:
         self.sha256 = sha256
 
     def _fail_field(self, fields: list[str]) -> NoReturn:
-        shown = ", ".join(repr(field[:40]) for field in fields[:MAX_FIELDS])
-        more = f" and {len(fields) - MAX_FIELDS} more" if len(fields) > MAX_FIELDS else ""
         self._fail(
-            f"no field {self.text_field!r} for the text; there are {shown}{more}; the source local "
-            f"takes its name with --text-field"
+            f"no field {self.text_field!r} for the text; there are {str(fields)[1:-1]:.500}; the "
+            f"source local takes its name with --text-field"
         )
 
     def _fail(self, what: str) -> NoReturn:
@@ -276,10 +334,7 @@ class InputReader:
 def _unpack(
     chunks: Iterator[bytes], new_frame: Callable[[], Any], padding: bytes
 ) -> Iterator[bytes]:
-    """Decompress frame after frame (gzip's members), with `padding` allowed between them.
-
-    Raises EOFError where the last one is cut short, which zstandard's stream readers don't report.
-    """
+    """Decompress frame after frame, `padding` between them; EOFError for one that is cut short."""
     frame = None
     steps = (c[at : at + STEP_BYTES] for c in chunks for at in range(0, len(c), STEP_BYTES))
     for chunk in steps:

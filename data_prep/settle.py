@@ -17,21 +17,11 @@ from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.text import duration
 from canon_pretrain.data.shards import VERSION
 from canon_pretrain.data.tokenizer import FILE_NAMES, Tokenizer
+from data_prep import plan as plans
 from data_prep import sources
 from data_prep.folder import load_tokenizer, say
-from data_prep.plan import (
-    PLAN,
-    Options,
-    Plan,
-    TokenizerRecord,
-    cut_units,
-    is_held_out,
-    load_plan,
-    refuse_changes,
-    save_plan,
-)
-from data_prep.readers import InputReader
-from data_prep.rows import Document
+from data_prep.plan import Options, Plan, TokenizerRecord, is_held_out
+from data_prep.readers import Document, InputReader
 
 # SentencePiece holds what it learns from in memory, several times; more text changes few pieces.
 TRAIN_BYTES = 100_000_000
@@ -71,8 +61,8 @@ class TokenizerRequest:
 def settle_plan(
     out: Path, selection: sources.Selection, request: TokenizerRequest, options: Options
 ) -> tuple[Plan, Tokenizer]:
-    """The plan of `out`, made or compared with the one there, and its tokenizer, put in place."""
-    old = load_plan(out) if (out / PLAN).exists() else None
+    """Return the plan of `out`, made or compared with the one there, and its tokenizer."""
+    old = plans.load_plan(out) if (out / plans.PLAN).exists() else None
     tokenizer = request.given
     if old and not tokenizer:
         # trained once: what was asked for is compared, the result is the plan's
@@ -91,15 +81,15 @@ def settle_plan(
         group_field=selection.group_field,
         options=options,
         tokenizer=record,
-        units=cut_units(selection.inputs, options),
+        units=plans.cut_units(selection.inputs, options),
         inputs=selection.inputs,
         root=str(selection.root),
         version=old.version if old else VERSION,
     )
     if old:
-        refuse_changes(out, old, plan)
+        plans.refuse_changes(out, old, plan)
     else:
-        save_plan(out, plan)
+        plans.save_plan(out, plan)
     if not any((out / name).exists() for name in FILE_NAMES):
         tokenizer = tokenizer or _train(selection, plan.options, request)
         path = out / tokenizer.file_name
@@ -113,15 +103,10 @@ def settle_plan(
 
 
 def record_of(tokenizer: Tokenizer, requested: str) -> TokenizerRecord:
-    """What a plan knows of its tokenizer."""
-    return TokenizerRecord(
-        requested=requested,
-        sha256=tokenizer.sha256,
-        vocab_size=tokenizer.vocab_size,
-        bos_id=tokenizer.bos_id,
-        eos_id=tokenizer.eos_id,
-        probe_ids=tokenizer.probe_ids(),
-    )
+    """Return what a plan knows of its tokenizer."""
+    same = ("sha256", "vocab_size", "bos_id", "eos_id")
+    known = {name: getattr(tokenizer, name) for name in same}
+    return TokenizerRecord(requested, **known, probe_ids=tokenizer.probe_ids())
 
 
 def _train(selection: sources.Selection, options: Options, request: TokenizerRequest) -> Tokenizer:
@@ -133,10 +118,7 @@ def _train(selection: sources.Selection, options: Options, request: TokenizerReq
 
 
 def training_texts(selection: sources.Selection, options: Options) -> Iterator[str]:
-    """About TRAIN_BYTES of texts that a tokenizer is trained on, from all over the source.
-
-    Held-out documents are left out: validation must not shape the vocabulary.
-    """
+    """Yield about TRAIN_BYTES of texts from all over the source, held-out documents left out."""
     inputs = selection.inputs
     if sum(known.size for known in inputs) > TRAIN_BYTES:
         count = min(TRAIN_INPUTS, len(inputs))
@@ -144,13 +126,8 @@ def training_texts(selection: sources.Selection, options: Options) -> Iterator[s
     total = sum(known.size for known in inputs)
     for known in inputs:
         sources.fetch(selection.source, selection.version, selection.root, [known])
-        reader = InputReader(
-            selection.root,
-            known,
-            selection.text_field,
-            selection.group_field,
-            options.max_line_bytes,
-        )
+        fields = selection.text_field, selection.group_field
+        reader = InputReader(selection.root, known, *fields, options.max_line_bytes)
         left = TRAIN_BYTES * known.size // max(total, 1)
         for row in reader.rows():
             if isinstance(row, Document) and not is_held_out(row.utf8, options.holdout):
@@ -161,10 +138,9 @@ def training_texts(selection: sources.Selection, options: Options) -> Iterator[s
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Return the .model of a SentencePiece BPE with byte fallback, with Llama-2's settings.
+    """Return the .model of a SentencePiece BPE, with Llama-2's settings; equal for equal texts.
 
-    Trained on lines (a line end itself becomes the byte piece <0x0A>, as in Llama-2); the same for
-    the same texts. Raises UserError for a vocabulary that these texts cannot give.
+    Raises UserError for a vocabulary that these texts cannot give.
     """
     asked = f"--tokenizer train:{vocab_size}"
     if vocab_size < MIN_VOCAB_SIZE:

@@ -29,7 +29,7 @@ DEFAULT_SEQ_LEN = 4096
 
 
 def show_document(folder: Path, number: int, *, split: str = TRAIN, ids: bool = False) -> str:
-    """Document `number` of a split, from 0, with its ids on request. Raises UserError."""
+    """Return document `number` of a split, from 0, with its ids on request. Raises UserError."""
     tokenizer = load_tokenizer(folder, load_plan(folder).tokenizer)
     with TokenShards.open(folder / split) as shards:
         if not 0 <= number < shards.num_documents:
@@ -37,14 +37,14 @@ def show_document(folder: Path, number: int, *, split: str = TRAIN, ids: bool = 
                 f"--document {number}: {folder / split} has {shards.num_documents} documents, "
                 f"numbered from 0"
             )
-        firsts = [part.entry.first_document for part in shards.parts]
-        part = shards.parts[int(np.searchsorted(firsts, number, side="right")) - 1]
-        at = number - part.entry.first_document
-        start, end = np.append(0, part.document_ends())[at : at + 2].tolist()
-        first = part.entry.first_token + start
+        parts = [part for part in shards.parts if part.entry.first_document <= number]
+        entry = parts[-1].entry
+        at = number - entry.first_document
+        start, end = np.append(0, parts[-1].document_ends())[at : at + 2].tolist()
+        first = entry.first_token + start
         tokens = shards.read(first, end - start)
-    name = part.entry.name
-    head = f"== {split}, document {number}: {len(tokens):,} tokens from {first:,}, in {name}"
+    where = f"{len(tokens):,} tokens from {first:,}, in {entry.name}"
+    head = f"== {split}, document {number}: {where}"
     return "\n".join([head, *_lines(tokenizer, tokens, ids), "== end of the document"])
 
 
@@ -58,7 +58,7 @@ def show_window(
     split: str = TRAIN,
     ids: bool = False,
 ) -> str:
-    """Sample `sample` of a run with that data_seed, cut at its documents. Raises UserError."""
+    """Return sample `sample` of a run with that data_seed by documents. Raises UserError."""
     for name, value in (("--window", sample), ("--seed", seed)):
         if not 0 <= value < 1 << 64:
             raise UserError(f"{name} is {value}, expected 0 to 2**64 - 1")
@@ -68,10 +68,8 @@ def show_window(
         offset = place(seed, sample, shards.num_tokens, seq_len)
         tokens = shards.read(offset, seq_len + 1)
         documents = list(_documents(shards, offset, seq_len + 1))
-    lines = [
-        f"== {split}, window {sample} of seed {seed}: tokens {offset:,} to "
-        f"{offset + seq_len:,} (seq_len {seq_len:,} and the last target)"
-    ]
+    where = f"tokens {offset:,} to {offset + seq_len:,} (seq_len {seq_len:,} and the last target)"
+    lines = [f"== {split}, window {sample} of seed {seed}: {where}"]
     begin = offset
     for number, start, end in documents:
         stop = min(end, offset + seq_len + 1)

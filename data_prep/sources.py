@@ -3,19 +3,12 @@
 A source of the hub is downloaded at a pinned commit, file by file when a unit needs it, or read
 from a copy on disk. Paths of inputs are relative to one root and their order is never the disk's,
 so that a folder may move, and a mirror makes the same plan as a download.
-
-| source | what it is | a unit |
-|---|---|---|
-| stdlib | the running Python's help topics and library sources; no network | 2 MB |
-| fineweb-edu | HuggingFaceFW/fineweb-edu, sample-100BT: 140 parquet files, 286 GB | a file |
-| slimpajama | cerebras/SlimPajama-627B, train: 59,166 .jsonl.zst files | 24 files |
-| local | any .jsonl, .jsonl.zst, .jsonl.gz, .parquet and .txt files | 2 MB |
 """
 
 import os
 import platform
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +17,7 @@ from canon_pretrain.core.text import size
 from canon_pretrain.data import hub
 from data_prep.folder import say
 from data_prep.plan import Input
-from data_prep.readers import SUFFIXES
-from data_prep.rows import TOPICS
+from data_prep.readers import SUFFIXES, TOPICS
 
 STDLIB = "stdlib"
 LOCAL = "local"
@@ -37,9 +29,7 @@ WAYS_OUT = hub.WaysOut(
 )
 ON_DISK = "files"
 """The version of inputs whose commit is not known."""
-EXCLUDED_FOLDERS = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-)
+EXCLUDED_FOLDERS = "site-packages dist-packages test tests idle_test __pycache__".split()
 MAX_NAMED = 3
 
 
@@ -81,10 +71,7 @@ SOURCES = (STDLIB, *HUB_SOURCES, LOCAL)
 
 @dataclass(frozen=True)
 class Selection:
-    """The inputs of a build in the stream's order, and how they are read and cut into units.
-
-    `version` is a commit, a Python, or "files". A hub's file need not be there yet (`fetch`).
-    """
+    """A build's inputs in order, which may be yet to fetch, and how they are read and cut."""
 
     source: str
     version: str
@@ -103,10 +90,7 @@ def select(
     revision: str | None = None,
     text_field: str | None = None,
 ) -> Selection:
-    """Return what `--source`, `--files`, `--revision` and `--text-field` name.
-
-    Without `files` a source of the hub is listed there. Raises UserError.
-    """
+    """Return what --source, --files, --revision and --text-field name. Raises UserError."""
     check_choice("--source", source, SOURCES)
     for option, value, takers in (
         ("--text-field", text_field, (LOCAL,)),
@@ -120,8 +104,10 @@ def select(
     if source == LOCAL:
         return _select_local(files, text_field or TEXT_FIELD)
     known = HUB_SOURCES[source]
-    list_files = _list_mirror if files else _list_hub
-    version, root, inputs = list_files(source, known, files, revision)
+    if files:
+        version, root, inputs = _list_mirror(source, known, files, revision)
+    else:
+        version, root, inputs = _list_hub(source, known, revision or known.commit)
     if len(inputs) != known.num_files:
         say(f"{source}: {len(inputs):,} files, the whole dataset has {known.num_files:,}")
     group, unit_files = known.group_field, known.unit_files
@@ -138,7 +124,7 @@ def _select_stdlib() -> Selection:
             found[path.relative_to(root).as_posix()] = path
     if not found:
         raise UserError(f"{root}: no .py sources here; use a Python that has its library as files")
-    inputs = sorted(to_inputs(root, found, {}), key=lambda known: known.path != TOPICS)
+    inputs = sorted(to_inputs(found, {}), key=lambda known: known.path != TOPICS)
     version = f"python {platform.python_version()}"
     return Selection(STDLIB, version, root, tuple(inputs), unit_bytes=UNIT_BYTES)
 
@@ -157,23 +143,24 @@ def _select_local(files: Sequence[Path], text_field: str) -> Selection:
     if others:
         say(f"{LOCAL}: {len(others):,} files of other formats are left out: {name_some(others)}")
     root = Path(os.path.commonpath([path.parent for path in readable]))
-    inputs = to_inputs(root, {path.relative_to(root).as_posix(): path for path in readable}, {})
+    inputs = to_inputs({path.relative_to(root).as_posix(): path for path in readable}, {})
     return Selection(LOCAL, ON_DISK, root, inputs, text_field, unit_bytes=UNIT_BYTES)
 
 
-def _list_hub(
-    source: str, known: HubSource, _: Sequence[Path], revision: str | None
-) -> tuple[str, Path, tuple[Input, ...]]:
-    commit = revision or known.commit
+Listing = tuple[str, Path, tuple[Input, ...]]
+"""Version, root and inputs."""
+
+
+def _list_hub(source: str, known: HubSource, commit: str) -> Listing:
     if not hub.COMMIT.fullmatch(commit):
         commit = hub.find_commit(known.repo, commit, WAYS_OUT)
     root = hub.snapshot(known.repo, commit)
     pattern = re.compile("/".join(known.tail))
-    inputs = tuple(
+    inputs = [
         Input(*file)
         for file in hub.list_files(known.repo, commit, known.folder, WAYS_OUT)
         if pattern.fullmatch(file.path)
-    )
+    ]
     if not inputs:
         raise UserError(
             f"{known.repo}@{commit[:12]}: no files {'/'.join(known.tail)} in it; give the "
@@ -188,16 +175,15 @@ def _list_hub(
 
 def _list_mirror(
     source: str, known: HubSource, files: Sequence[Path], revision: str | None
-) -> tuple[str, Path, tuple[Input, ...]]:
+) -> Listing:
     if revision is not None and not hub.COMMIT.fullmatch(revision):
         raise UserError(
             f"--revision {revision} with --files: a copy on disk has no branches or tags; give the "
             f"40-digit commit that it was made from, or leave --revision out"
         )
     found, named = find_files(files)
-    root, paths = match_tails(found, known.tail) or (Path(), {})
-    wrong = named - set(paths.values()) if paths else files
-    if wrong:
+    root, paths = match_tails(found, known.tail)
+    if wrong := named - set(paths.values()) if paths else files:
         raise UserError(
             f"--files {name_some(wrong)}: no files {'/'.join(known.tail)} of {source}; give "
             f"--source {LOCAL} for other files"
@@ -216,7 +202,7 @@ def _list_mirror(
             f"--revision {revision}: the files below {root} were fetched at commit {commit}; leave "
             f"--revision out, or fetch the other one"
         )
-    return revision or commit or ON_DISK, root, to_inputs(root, paths, hashes)
+    return revision or commit or ON_DISK, root, to_inputs(paths, hashes)
 
 
 def fetch(source: str, version: str, root: Path, inputs: Sequence[Input]) -> None:
@@ -273,8 +259,7 @@ def _walk(root: Path) -> Iterator[Path]:
         raise UserError(f"{error.filename}: cannot be listed: {error.strerror}")
 
     for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
-        identity = os.path.realpath(folder)
-        if identity in seen:
+        if (identity := os.path.realpath(folder)) in seen:
             raise UserError(
                 f"--files {root}: {folder} is a link to a folder that was reached before; name the "
                 f"folders that are meant"
@@ -284,35 +269,32 @@ def _walk(root: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in names if not name.startswith("."))
 
 
-def match_tails(files: Sequence[Path], tail: Sequence[str]) -> tuple[Path, dict[str, Path]] | None:
+def match_tails(files: Sequence[Path], tail: Sequence[str]) -> tuple[Path, dict[str, Path]]:
     """Return the one root of the files that end as `tail` does, and {path below it: file}.
 
-    Shorter tails are tried where no file matches the whole; None without a match. Raises UserError
-    where the matches have several roots: which of two copies is meant?
+    Shorter tails are tried where none matches the whole. Raises UserError for several roots.
     """
     for first in range(len(tail)):
-        pattern = re.compile("(.*/)" + f"({'/'.join(tail[first:])})")
+        shape = "/".join(tail[first:])
         matches: dict[Path, dict[str, Path]] = {}
         for file in files:
-            if match := pattern.fullmatch(str(file)):
+            if match := re.fullmatch(f"(.*/)({shape})", str(file)):
                 matches.setdefault(Path(match[1]), {})[match[2]] = file
         if len(matches) > 1:
             raise UserError(
-                f"--files: several folders hold {'/'.join(tail[first:])}: {name_some(matches)}; "
-                f"name the one that is meant"
+                f"--files: several folders hold {shape}: {name_some(matches)}; name the one that "
+                f"is meant"
             )
         if matches:
             return matches.popitem()
-    return None
+    return Path(), {}
 
 
-def to_inputs(root: Path, files: dict[str, Path], hashes: dict[str, str]) -> tuple[Input, ...]:
+def to_inputs(files: Mapping[str, Path], hashes: Mapping[str, str]) -> tuple[Input, ...]:
     """Return inputs in natural order, with the sizes that the files have. Raises UserError."""
+    paths = sorted(files, key=natural_order)
     try:
-        return tuple(
-            Input(path, files[path].stat().st_size, hashes.get(path, ""))
-            for path in sorted(files, key=natural_order)
-        )
+        return tuple(Input(p, files[p].stat().st_size, hashes.get(p, "")) for p in paths)
     except OSError as error:
         raise UserError(
             f"{error.filename}: cannot be read: {error.strerror}; every input is needed"

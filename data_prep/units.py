@@ -1,8 +1,7 @@
 """Build units, in this process or in several: read inputs, encode them, write both splits' parts.
 
 A unit is a range of the plan's inputs, and its parts depend on the plan alone, not on who builds it
-or when. Worker processes are spawned and end with their parent; each writes its unit's counts into
-slots of its own in a shared array, so that no kill can leave a lock held.
+or when. Worker processes are spawned and end with their parent.
 """
 
 import multiprocessing
@@ -14,13 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
-from ctypes import Array, c_longlong
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 
@@ -30,24 +27,7 @@ from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep import sources
 from data_prep.folder import SPLITS, TRAIN, VALIDATION, is_complete, load_tokenizer, say, unit_lock
 from data_prep.plan import Plan, is_held_out
-from data_prep.readers import InputReader
-from data_prep.rows import Skipped
-
-REPORT_DOCUMENTS = 64
-"""Progress is reported after so many."""
-TICK_S = 0.5
-
-
-class Counts(NamedTuple):
-    """How far a unit is, or a run: documents, tokens, bytes of inputs read."""
-
-    documents: int = 0
-    tokens: int = 0
-    read: int = 0
-
-
-WIDTH = len(Counts())
-Report = Callable[[Counts], None]
+from data_prep.readers import InputReader, Skipped
 
 
 @dataclass(frozen=True)
@@ -63,12 +43,8 @@ class UnitJob:
     @classmethod
     def of(cls, folder: Path, root: Path, plan: Plan, unit: int) -> Self:
         """The job that builds `unit` below `folder` from the inputs below `root`."""
-        own = replace(plan, inputs=plan.unit_inputs(unit), units=())
+        own = replace(plan, inputs=plan.inputs[slice(*plan.units[unit])], units=())
         return cls(folder, root, unit, own, plan.sha256)
-
-    @property
-    def size(self) -> int:
-        return sum(known.size for known in self.plan.inputs)
 
     def writer(self, split: str) -> UnitWriter:
         return UnitWriter(
@@ -86,15 +62,12 @@ class UnitJob:
 _kept_tokenizer = lru_cache(maxsize=1)(load_tokenizer)
 
 
-def build_unit(job: UnitJob, report: Report = lambda counts: None) -> None:
-    """Write one unit's parts in both splits; if that fails, leave none of them.
-
-    `report` is called now and then with how far it is. Raises UserError, OSError.
-    """
+def build_unit(job: UnitJob) -> int:
+    """Write one unit's parts in both splits, or none of them; return how many tokens are new."""
     with unit_lock(job.folder, job.unit):
         # a killed run's worker may have committed it, or may come here after another run did
         if is_complete(job.folder, job.unit, job.plan_sha256):
-            return
+            return 0
         tokenizer = _kept_tokenizer(job.folder, job.plan.tokenizer)
         # before anything that the inputs made is removed
         sources.fetch(job.plan.source, job.plan.source_version, job.root, job.plan.inputs)
@@ -102,7 +75,7 @@ def build_unit(job: UnitJob, report: Report = lambda counts: None) -> None:
             (job.folder / split).mkdir(exist_ok=True)
             remove_unit(job.folder / split, job.unit)
         try:
-            _write_unit(job, tokenizer, report)
+            return _write_unit(job, tokenizer)
         except BaseException:
             # half a unit is of no use to the next run, and may be what fills the disk
             for split in SPLITS:
@@ -111,26 +84,24 @@ def build_unit(job: UnitJob, report: Report = lambda counts: None) -> None:
             raise
 
 
-def _write_unit(job: UnitJob, tokenizer: Tokenizer, report: Report) -> None:
-    plan = job.plan
-    bos = np.array([plan.tokenizer.bos_id] if plan.options.bos else [], dtype=np.int64)
+def _write_unit(job: UnitJob, tokenizer: Tokenizer) -> int:
+    plan, options = job.plan, job.plan.options
+    bos = np.array([plan.tokenizer.bos_id] if options.bos else [], dtype=np.int64)
     eos = np.array([plan.tokenizer.eos_id], dtype=np.int64)
     skipped: Counter[str] = Counter()
     hashes: dict[str, str] = {}
-    row = -1
-    documents = tokens = finished = 0
+    row, tokens = -1, 0
     with job.writer(TRAIN) as train, job.writer(VALIDATION) as validation:
         for known in plan.inputs:
-            reader = InputReader(
-                job.root, known, plan.text_field, plan.group_field, plan.options.max_line_bytes
-            )
+            fields = plan.text_field, plan.group_field
+            reader = InputReader(job.root, known, *fields, options.max_line_bytes)
             for document in reader.rows():
                 row += 1
                 if isinstance(document, Skipped):
                     skipped[document.reason] += 1
                     continue
                 ids = np.concatenate([bos, tokenizer.encode(document.text), eos])
-                held_out = is_held_out(document.utf8, plan.options.holdout)
+                held_out = is_held_out(document.utf8, options.holdout)
                 (validation if held_out else train).add(
                     ids,
                     num_bytes=len(document.utf8),
@@ -138,16 +109,12 @@ def _write_unit(job: UnitJob, tokenizer: Tokenizer, report: Report) -> None:
                     group=document.group,
                     repaired=document.repaired,
                 )
-                documents += 1
                 tokens += len(ids)
-                if documents % REPORT_DOCUMENTS == 0:
-                    report(Counts(documents, tokens, finished + reader.bytes_read))
-            finished += known.size
             hashes[known.path] = reader.sha256
         validation.finish()
         # rows that made no document belong to no split: counted once, in train's last mark
         train.finish(skipped, hashes)
-    report(Counts(documents, tokens, job.size))
+    return tokens
 
 
 # ---- processes
@@ -166,84 +133,45 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def worker_killed() -> UserError:
-    """The error for a BrokenProcessPool."""
-    return UserError(
-        "a worker process was killed (out of memory?); run the same command again, which "
-        "continues, perhaps with fewer --workers"
-    )
-
-
-# Shared memory can only be handed over to a worker at its start.
-_counts: "Array[c_longlong]"
-
-
-def _start_worker(counts: "Array[c_longlong]") -> None:
-    global _counts
-    _counts = counts
-    end_with_parent()
-
-
-def _run(job: UnitJob, slot: int, after: Callable[[], None] = lambda: None) -> None:
-    """Build a unit, its counts in `slot` of the shared memory."""
-
-    def report(so_far: Counts) -> None:
-        _counts[WIDTH * slot : WIDTH * (slot + 1)] = list(so_far)
-        after()
-
-    build_unit(job, report)
+@contextmanager
+def worker_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Start processes that end with this one; a killed one is a UserError in the block."""
+    # spawn: a fork would copy SentencePiece's and rich's threads in an unknown state
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent) as pool:
+        try:
+            yield pool
+        except BrokenProcessPool:
+            raise UserError(
+                "a worker process was killed (out of memory?); run the same command again, which "
+                "continues, perhaps with fewer --workers"
+            ) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def run_jobs(
-    jobs: Sequence[UnitJob],
-    workers: int,
-    tick: Report,
-    wanted: Callable[[int], bool] = lambda unit: True,
+    jobs: Sequence[UnitJob], workers: int, wanted: Callable[[int], bool] = lambda unit: True
 ) -> Iterator[int]:
-    """Run the jobs in order, here or in `workers` processes; yield each unit once it is committed.
-
-    `tick` is called now and then with how far the run is, `wanted(unit)` right before a job starts.
-    """
-    global _counts
-    counts = _counts = RawArray(c_longlong, WIDTH * len(jobs))
-
-    def show() -> None:
-        tick(Counts(*(sum(counts[at::WIDTH]) for at in range(WIDTH))))
-
+    """Run the `wanted` jobs in order, here or in `workers` processes; yield each unit's tokens."""
     if workers == 1 or len(jobs) < 2:
-        for slot, job in enumerate(jobs):
-            if wanted(job.unit):
-                _run(job, slot, show)
-                yield job.unit
+        yield from (build_unit(job) for job in jobs if wanted(job.unit))
         return
-    with ProcessPoolExecutor(
-        min(workers, len(jobs)),
-        # spawn: a fork would copy SentencePiece's and rich's threads in an unknown state
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(counts,),
-    ) as pool:
-        waiting = iter(enumerate(jobs))
-        running: dict[Future[None], int] = {}
+    waiting, running = iter(jobs), set[Future[int]]()
+    with worker_pool(min(workers, len(jobs))) as pool:
         try:
             while True:
-                while len(running) < workers and (next_job := next(waiting, None)):
-                    slot, job = next_job
+                while len(running) < workers and (job := next(waiting, None)):
                     if wanted(job.unit):
-                        running[pool.submit(_run, job, slot)] = job.unit
+                        running.add(pool.submit(build_unit, job))
                 if not running:
                     return
-                done = wait(running, TICK_S, FIRST_COMPLETED).done
-                show()
-                for future in done:
-                    future.result()
-                    yield running.pop(future)
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    tokens = future.result()
+                    running.remove(future)
+                    yield tokens
         except (UserError, OSError) as error:
             if others := len(running) - 1:
                 say(f"failed: {error}\nending once {others} other unit(s) in work are built")
             wait(running)  # shutdown does not, once it was told not to
             raise
-        except BrokenProcessPool:
-            raise worker_killed() from None
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)

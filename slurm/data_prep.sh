@@ -63,7 +63,7 @@ take_options() {
 
 # plan_build: LEFT, the shards with work; OUT; FINISH, the arguments of finish
 plan_build() {
-    words_of python -m data_prep.jobs --shards "$SHARDS" -- "${BUILD[@]}"
+    words_of python -m data_prep build --unbuilt-of "$SHARDS" "${BUILD[@]}"
     LEFT=${WORDS[0]} OUT=$(realpath -m -- "${WORDS[1]}") FINISH=("${WORDS[@]:2}")
 }
 

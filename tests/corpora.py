@@ -5,6 +5,10 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.build import build
 from data_prep.plan import Options
 from tests.data_folders import sentence, tokenizer
@@ -16,8 +20,7 @@ OPTIONS = Options(holdout=0.1, unit_files=2, max_part_tokens=2500)
 def write_corpus(folder: Path, files: int = 9, rows: int = 24, words: int = 60) -> list[str]:
     """Write `files` .jsonl files of `rows` documents of about `words` words; their texts in order.
 
-    File names sort naturally, not by letters; line ends, an empty line's text and wide characters
-    are among the documents.
+    File names sort naturally, not by letters; line ends and wide characters are in the texts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     texts = []
@@ -38,13 +41,40 @@ def write_tokenizer(path: Path) -> Path:
     return path
 
 
+def corpus_folder(folder: Path, files: int) -> Path:
+    """`folder` with a corpus, its tokenizer, and `data`, built from them without disturbance."""
+    write_corpus(folder / "corpus", files=files)
+    write_tokenizer(folder / "tokenizer.model")
+    build_corpus(folder / "data", folder / "corpus")
+    return folder
+
+
 def build_corpus(out: Path, corpus: Path, *, workers: int = 1, **more: Any) -> None:
     """Build `corpus` into `out` with the tokenizer beside it, `corpus`/../tokenizer.model."""
     arguments = {"options": OPTIONS, "files": [corpus], **more}
     build(out, "local", str(corpus.parent / "tokenizer.model"), workers=workers, **arguments)
 
 
+def stored_texts(data: Path, split: str = "train") -> list[str]:
+    """A split's documents, decoded; each ends with the only EOS in it, and the sizes are right."""
+    known = Tokenizer.find(data)
+    with TokenShards.open(data / split) as shards:
+        ends, ids = shards.document_ends(), shards.read(0, shards.num_tokens)
+        assert len(ends) == shards.num_documents and ends[-1] == shards.num_tokens
+        assert np.flatnonzero(ids == known.eos_id).tolist() == (ends - 1).tolist()
+        texts = [known.decode(document) for document in np.split(ids, ends[:-1])]
+        assert shards.num_bytes == sum(len(text.encode()) for text in texts)
+    return texts
+
+
 def snapshot(folder: Path) -> dict[str, bytes]:
     """Every file below `folder` by its relative path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def flip(path: Path, at: int | None = None) -> None:
+    """Change one bit of a file, by default in its middle."""
+    content = bytearray(path.read_bytes() or b"\x00")
+    content[len(content) // 2 if at is None else at] ^= 1
+    path.write_bytes(content)

@@ -1,5 +1,6 @@
 """Small finished data folders with known documents, for the commands that look at one."""
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,12 +11,7 @@ from typing import Any
 import numpy as np
 
 from canon_pretrain.core.files import write_json
-from canon_pretrain.data.shards import (
-    MAX_PART_TOKENS,
-    make_manifest,
-    read_manifest,
-    read_mark,
-)
+from canon_pretrain.data.shards import MAX_PART_TOKENS, make_manifest, read_manifest, read_mark
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.finish import write_manifests
 from data_prep.folder import TRAIN, VALIDATION
@@ -56,7 +52,7 @@ def plant_data(
     max_part_tokens: int = MAX_PART_TOKENS,
 ) -> Plan:
     """A finished folder whose training units hold these texts; groups take turns."""
-    known = tokenizer()
+    known, units = tokenizer(), range(len(train))
     plan = Plan(
         source="local",
         source_version="planted",
@@ -64,24 +60,21 @@ def plant_data(
         group_field=None,
         options=Options(holdout=0.1, max_part_tokens=max_part_tokens),
         tokenizer=record_of(known, "train:300"),
-        units=tuple((unit, unit + 1) for unit in range(len(train))),
-        inputs=tuple(Input(f"{unit}.txt", 1, "0" * 64) for unit in range(len(train))),
+        units=tuple((unit, unit + 1) for unit in units),
+        inputs=tuple(Input(f"{unit}.txt", 1, "0" * 64) for unit in units),
         root=str(folder / "nowhere"),
     )
     folder.mkdir()
     save_plan(folder, plan)
     (folder / known.file_name).write_bytes(known.model)
-    for split, units in ((TRAIN, train), (VALIDATION, [validation, *[()] * (len(train) - 1)])):
-        (folder / split).mkdir()
-        for unit, texts in enumerate(units):
-            with UnitJob.of(folder, folder, plan, unit).writer(split) as writer:
-                for row, text in enumerate(texts):
-                    writer.add(
-                        np.append(known.encode(text), known.eos_id),
-                        num_bytes=len(text.encode()),
-                        row=row,
-                        group=groups[row % len(groups)],
-                    )
-                writer.finish({"empty": 3} if split == TRAIN and unit == 0 else {})
+    held_out = [validation, *[()] * (len(train) - 1)]
+    for split, unit in itertools.product((TRAIN, VALIDATION), units):
+        (folder / split).mkdir(exist_ok=True)
+        texts = (train if split == TRAIN else held_out)[unit]
+        with UnitJob.of(folder, folder, plan, unit).writer(split) as writer:
+            for row, text in enumerate(texts):
+                ids, size = np.append(known.encode(text), known.eos_id), len(text.encode())
+                writer.add(ids, num_bytes=size, row=row, group=groups[row % len(groups)])
+            writer.finish({"empty": 3} if split == TRAIN and unit == 0 else {})
     write_manifests(folder, plan, NO_LIMITS)
     return plan

@@ -29,19 +29,14 @@ Files = dict[str, bytes]
 def dataset_files(splits: dict[tuple[str, str], datasets.Dataset]) -> Files:
     """The files of a repository with these (configuration, split), as parquet and a data card."""
     files: Files = {}
-    card: dict[str, list[str]] = {}
+    card: dict[str, str] = {}
     for (config, split), rows in splits.items():
         buffer = io.BytesIO()
         pyarrow.parquet.write_table(rows.with_format("arrow")[:], buffer)
         files[f"{config}/{split}-00000-of-00001.parquet"] = buffer.getvalue()
-        card.setdefault(config, []).append(
-            f"  - split: {split}\n    path: {config}/{split}-*\n",
-        )
-    configs = "".join(
-        f"- config_name: {config}\n  data_files:\n{''.join(lines)}"
-        for config, lines in card.items()
-    )
-    files["README.md"] = f"---\nconfigs:\n{configs}---\n".encode()
+        start = card.get(config, f"- config_name: {config}\n  data_files:\n")
+        card[config] = f"{start}  - split: {split}\n    path: {config}/{split}-*\n"
+    files["README.md"] = f"---\nconfigs:\n{''.join(card.values())}---\n".encode()
     return files
 
 
@@ -109,13 +104,13 @@ class _Handler(BaseHTTPRequestHandler):
         for repo, commits in server.repos.items():
             main = list(commits)[-1]
             prefix = f"/api/datasets/{repo}"
-            if path == prefix:
-                return self.about(repo, main)
-            if match := re.fullmatch(f"{prefix}/revision/(.+)", path):
-                commit = main if match[1] == "main" else match[1]
-                if commit in commits:
-                    return self.about(repo, commit)
-                return self.missing("RevisionNotFound")
+            if match := re.fullmatch(f"{prefix}(?:/revision/(.+))?", path):
+                commit = main if match[1] in (None, "main") else match[1]
+                info = {"id": repo, "sha": commit, "siblings": [], "tags": []}
+                is_known = commit in commits
+                return (
+                    self.reply(json.dumps(info).encode()) if is_known else self.missing("Revision")
+                )
             if match := re.fullmatch(f"{prefix}/(tree|paths-info)/([0-9a-f]+)/?(.*)", path):
                 files = commits[match[2]]
                 if match[1] == "paths-info":
@@ -129,12 +124,8 @@ class _Handler(BaseHTTPRequestHandler):
                 commit = main if match[1] == "main" else match[1]
                 if match[2] in commits.get(commit, {}):
                     return self.file(commit, match[2], commits[commit][match[2]])
-                return self.missing("EntryNotFound")
-        return self.missing("RepoNotFound")
-
-    def about(self, repo: str, commit: str) -> None:
-        info = {"id": repo, "sha": commit, "siblings": [], "tags": []}
-        self.reply(json.dumps(info).encode())
+                return self.missing("Entry")
+        return self.missing("Repo")
 
     def listing(self, files: Files, names: Sequence[str]) -> None:
         entries: list[dict[str, Any]] = []
@@ -178,8 +169,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.reply(body, status, headers, stop=len(body) // 2)
         self.reply(body, status, headers)
 
-    def missing(self, code: str) -> None:
-        self.reply(b"{}", 404, {"X-Error-Code": code})
+    def missing(self, what: str) -> None:
+        self.reply(b"{}", 404, {"X-Error-Code": f"{what}NotFound"})
 
     def reply(
         self,

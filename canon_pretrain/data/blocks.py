@@ -4,11 +4,8 @@ The hot path of a run's data: a window of 4,096 tokens costs one preadv of one o
 """
 
 import hashlib
-import logging
 import os
-import zlib
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -19,10 +16,8 @@ from canon_pretrain.core.errors import UserError
 
 try:
     from isal.isal_zlib import crc32
-except ImportError:  # there is no wheel for every machine
+except ImportError:  # there is no wheel for every machine; this one takes ten times as long
     from zlib import crc32
-
-logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 16
 BUFFER_BYTES = 4 * BLOCK_BYTES
@@ -56,17 +51,9 @@ class PartFiles:
     crc: FileFacts
 
 
-def way_out(name: str) -> str:
-    """What to do about a damaged part; rebuilding gives the same bytes."""
-    return f"delete {name}.* in that folder and {BUILD_AGAIN}"
-
-
-@cache
-def _log_slow_crc() -> None:
-    logger.info(
-        "token shards are checked by zlib, which takes about half of the time to read them; "
-        "`pip install isal` computes the same CRC32 ten times as fast"
-    )
+def part_fault(path: Path, what: str) -> ShardError:
+    """Return the error for a part's file; rebuilding the part gives the same bytes."""
+    return ShardError(f"{path}: {what}; delete {path.stem}.* in that folder and {BUILD_AGAIN}")
 
 
 def block_crcs(content: bytes | memoryview) -> np.ndarray:
@@ -81,9 +68,7 @@ def read_small(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ShardError(
-            f"{path}: cannot be read: {error.strerror}; {way_out(path.stem)}"
-        ) from None
+        raise part_fault(path, f"cannot be read: {error.strerror}") from None
 
 
 def read_checked(path: Path, sha256: str) -> bytes:
@@ -91,10 +76,7 @@ def read_checked(path: Path, sha256: str) -> bytes:
     content = read_small(path)
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
-        raise ShardError(
-            f"{path}: damaged: sha256 {found[:16]}..., expected {sha256[:16]}...; "
-            f"{way_out(path.stem)}"
-        )
+        raise part_fault(path, f"damaged: sha256 {found[:16]}..., expected {sha256[:16]}...")
     return content
 
 
@@ -102,8 +84,6 @@ class BlockReader:
     """Reads ids, stored as `dtype`, from the .bin files of the parts in `folder`, on first use."""
 
     def __init__(self, folder: Path, dtype: np.dtype) -> None:
-        if crc32 is zlib.crc32:
-            _log_slow_crc()
         self._folder = folder
         self._width = dtype.itemsize
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
@@ -112,10 +92,7 @@ class BlockReader:
         self._descriptors: dict[str, int] = {}
 
     def read(self, name: str, files: PartFiles, start: int, out: np.ndarray) -> None:
-        """Fill `out`, int64 [count], with the ids [start, start + count) of part `name`.
-
-        Raises ShardError for a short read or a block that does not have its CRC32.
-        """
+        """Fill `out`, int64 [count], with a part's ids from `start` on. Raises ShardError."""
         path, width, size = self._folder / f"{name}.bin", self._width, files.bin.size
         if name not in self._crcs:
             known = read_checked(path.with_suffix(".crc"), files.crc.sha256)
@@ -129,22 +106,17 @@ class BlockReader:
             stop = min(whole_blocks, begin + BUFFER_BYTES, size)
             content = self._buffer[: stop - begin]
             self._fill(path, content, begin)
-            for block, place in enumerate(range(0, len(content), BLOCK_BYTES), first_block):
-                found = crc32(content[place : place + BLOCK_BYTES])
-                expected = self._crcs[name][block]
-                if found != expected:
-                    raise ShardError(
-                        f"{path}: damaged: 64-KiB block {block} (byte offset "
-                        f"{block * BLOCK_BYTES}) has CRC32 {found:08x}, expected {expected:08x}; "
-                        f"{way_out(name)}"
-                    )
+            for block, found in enumerate(block_crcs(content), first_block):
+                if found != (expected := self._crcs[name][block]):
+                    where = f"64-KiB block {block} (byte offset {block * BLOCK_BYTES})"
+                    crcs = f"has CRC32 {found:08x}, expected {expected:08x}"
+                    raise part_fault(path, f"damaged: {where} {crcs}")
             ids = self._ids[(at - begin) // width : (min(end, stop) - begin) // width]
             out[done : done + len(ids)] = ids
             done += len(ids)
             at = begin + BUFFER_BYTES
 
     def close(self) -> None:
-        """Close the files; reading opens them again."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
@@ -157,10 +129,8 @@ class BlockReader:
                 # one call may return less than asked for: only 0 is the end of the file
                 got = os.preadv(descriptor, [buffer[done:]], offset + done)
                 if got == 0:
-                    raise ShardError(
-                        f"{path}: short read: the file ends at byte {offset + done}: it was "
-                        f"truncated after it was opened; {way_out(path.stem)}"
-                    )
+                    end = f"the file ends at byte {offset + done}"
+                    raise part_fault(path, f"short read: {end}: truncated after it was opened")
                 done += got
         except OSError as error:
             raise ShardError(

@@ -49,10 +49,7 @@ def windows(num_tokens: int, seq_len: int, limit: int | None = None) -> Iterator
 
 
 def allot(total: int, shares: Sequence[Fraction], available: Sequence[int]) -> list[int]:
-    """Divide `total` windows by share: each source has at least one, and at most what it has.
-
-    `shares` add up to 1; the rest goes to the largest remainders. The sum may differ from `total`.
-    """
+    """Divide `total` windows by share (largest remainders), at least one each and what it has."""
     exact = [total * share for share in shares]
     counts = [math.floor(value) for value in exact]
     order = sorted(range(len(exact)), key=lambda k: (counts[k] - exact[k], k))
@@ -64,10 +61,8 @@ def allot(total: int, shares: Sequence[Fraction], available: Sequence[int]) -> l
 def open_held_out(data: str | Path) -> TokenShards | None:
     """Open a data folder's held-out part; None if there is no token to predict."""
     folder = Path(data) / FOLDER
-    if not folder.exists():
-        return None
-    shards = TokenShards.open(folder)
-    return shards if shards.num_tokens > 1 else None
+    shards = TokenShards.open(folder) if folder.exists() else None
+    return shards if shards and shards.num_tokens > 1 else None
 
 
 def open_apart(data: str | Path) -> TokenShards:
@@ -80,6 +75,5 @@ def open_apart(data: str | Path) -> TokenShards:
 
 def part_fingerprint(parts: Sequence[TokenShards | None]) -> str | None:
     """Return the fingerprints of a mixture's held-out texts, joined by "+"; None without any."""
-    if not any(parts):
-        return None
-    return "+".join(part.fingerprint if part else "none" for part in parts)
+    joined = "+".join(part.fingerprint if part else "none" for part in parts)
+    return joined if any(parts) else None

@@ -30,8 +30,6 @@ BOS_NAMES = (
 )  # fmt: skip
 # A character that hardly any vocabulary has: it must become bytes or the unknown token.
 _RARE = "\U0001f9ec"
-
-
 _LLAMA_NORMALIZER = {
     "type": "Sequence",
     "normalizers": [
@@ -63,24 +61,19 @@ class SplitEncoder:
         self._slice_characters = slice_characters
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, int64 [tokens]."""
+        """Return the ids of `text`, int64 [tokens]."""
         ids: list[int] = []
         start = 0
-        while len(text) - start > self._slice_characters:
-            found = _CUT.search(text, start + self._slice_characters)
-            if found is None:
-                break
+        while found := _CUT.search(text, start + self._slice_characters):
             ids += self._encode(text[start : found.end()])
             start = found.end()
         return np.array(ids + self._encode(text[start:]), dtype=np.int64)
 
 
 class HFTokenizer:
-    """The tokenizer in `model`, the bytes of a tokenizer.json; `name` is for messages.
+    """The tokenizer.json in `model`; EOS is `eos` (a text or id), else by a usual name.
 
-    EOS is `eos` (a token's text or id), else the one added token with a usual name. Raises
-    UserError where there is none or several, where a literal EOS would still be matched in a text,
-    and for a model that drops characters. `method` says how texts are encoded.
+    Raises UserError without one EOS, or where a text could hold it or loses characters.
     """
 
     def __init__(self, model: bytes, name: str, eos: str | int | None = None) -> None:
@@ -129,7 +122,6 @@ class HFTokenizer:
             )
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text` without BOS and EOS, int64 [tokens]."""
         if self._encoder is None:
             tokens = np.array(_ids(self._tokenizer, text), dtype=np.int64)
         else:
@@ -143,7 +135,6 @@ class HFTokenizer:
         return tokens
 
     def decode(self, ids: list[int]) -> str:
-        """The text of `ids`; special tokens give nothing."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
 
@@ -204,5 +195,5 @@ def is_split_first(content: dict[str, Any]) -> bool:
 
 
 def _matches_in_texts(content: dict[str, Any]) -> bool:
-    """Whether added tokens are looked for in a text: those that are not special are."""
+    """Whether added tokens are searched for in a text: those that are not special are."""
     return any(not entry["special"] for entry in content["added_tokens"])

@@ -99,10 +99,7 @@ def list_files(repo: str, commit: str, folder: str, ways_out: WaysOut) -> list[H
 
 
 def fetch(repo: str, commit: str, root: Path, files: Sequence[HubFile], ways_out: WaysOut) -> None:
-    """Make sure that `files` are in `root`, the commit's snapshot folder, with their sizes.
-
-    Processes may fetch at once. Raises UserError.
-    """
+    """Make sure that `files` are in `root`, the commit's snapshot, whole. Raises UserError."""
     from huggingface_hub import hf_hub_download
 
     for known in files:
@@ -125,11 +122,7 @@ def fetch(repo: str, commit: str, root: Path, files: Sequence[HubFile], ways_out
 
 
 def known_hashes(root: Path, paths: dict[str, Path]) -> tuple[str, dict[str, str]]:
-    """Return (commit, {path: sha256}) that huggingface_hub left beside files it fetched.
-
-    Its cache links each file to a blob named by its hash; `hf download --local-dir` writes commit
-    and hash into .cache/huggingface. The commit is "" if there is none, or there are several.
-    """
+    """Return (commit or "", {path: sha256}) that huggingface_hub left beside files it fetched."""
     commits = set()
     hashes = {}
     for path, file in paths.items():
@@ -160,8 +153,7 @@ def hub_errors(
 ) -> Iterator[None]:
     """Raise UserError for what the hub, the network or the disk does within the block.
 
-    HubUnavailable if no other download would succeed either. Exceptions of the types `unexpected`
-    mean that the data is not what was expected, unless one of the others caused them.
+    Exceptions of the types `unexpected` mean that the data is not what was expected.
     """
     from huggingface_hub import errors
 
@@ -188,29 +180,25 @@ def _problem(
     while cause is not None and cause not in causes:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
+    full = (errno.ENOSPC, errno.EDQUOT)
     # `datasets` checks the room beforehand and raises a bare OSError
-    if any(
-        getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-        or str(cause).startswith("Not enough disk space")
-        for cause in causes
-    ):
+    bare = "Not enough disk space"
+    if any(getattr(one, "errno", None) in full or str(one).startswith(bare) for one in causes):
         return HubUnavailable, (
             "the disk is full, here or under huggingface_hub's cache; make room or set HF_HOME, "
             "and run the same command again"
         )
-    is_offline = any(isinstance(cause, errors.LocalEntryNotFoundError) for cause in causes)
-    for kind, problem in (
-        (errors.GatedRepoError, f"accept its terms and log in (HF_TOKEN), {ways_out.without_hub}"),
-        (errors.RevisionNotFoundError, f"no such revision; {ways_out.revision}"),
-        (
-            errors.RepositoryNotFoundError,
-            f"no such dataset, or log in to see it (HF_TOKEN), {ways_out.without_hub}",
-        ),
-        (errors.EntryNotFoundError, f"not in this revision; {ways_out.revision}"),
-        (unexpected, f"not the expected data; {ways_out.revision}"),
-    ):
-        found = causes if kind is not unexpected else [error]
-        if not is_offline and any(isinstance(cause, kind) for cause in found):
+    login = f"log in (HF_TOKEN), {ways_out.without_hub}"
+    problems: list[tuple[Any, Sequence[BaseException], str]] = [
+        (errors.GatedRepoError, causes, f"accept its terms and {login}"),
+        (errors.RevisionNotFoundError, causes, f"no such revision; {ways_out.revision}"),
+        (errors.RepositoryNotFoundError, causes, f"no such dataset, or {login}"),
+        (errors.EntryNotFoundError, causes, f"not in this revision; {ways_out.revision}"),
+        (unexpected, [error], f"not the expected data; {ways_out.revision}"),
+    ]
+    is_offline = any(isinstance(one, errors.LocalEntryNotFoundError) for one in causes)
+    for kind, raised, problem in problems:
+        if not is_offline and any(isinstance(one, kind) for one in raised):
             return UserError, problem
     if isinstance(error, errors.HfHubHTTPError) and error.response is not None:
         status = error.response.status_code

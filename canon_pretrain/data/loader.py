@@ -29,21 +29,11 @@ from canon_pretrain.data.shards import TokenShards
 
 STATE_VERSION = 2
 
-_WAYS_OUT = {
-    "version": "resume with the program's version that wrote the checkpoint",
-    "fingerprint": "point the run at the data it started with, or start a new run",
-    "seed": "set data_seed back, or start a new run",
-    "mode": "set data.order back, or start a new run",
-    "seq_len": "set seq_len back, or start a new run",
-    "global_batch": "set the global batch size back, or start a new run",
-}
+_IDENTITY = ("version", "fingerprint", "seed", "mode", "seq_len", "global_batch")
 
 
 def samples_digest(windows: np.ndarray) -> int:
-    """The sum of the BLAKE2b digests of samples, int64 [samples, tokens], modulo 2^64.
-
-    It does not depend on their order: the ranks' digests add up to that of the global batch.
-    """
+    """Return the sum of BLAKE2b digests of samples, int64 [samples, tokens], modulo 2^64."""
     total = 0
     for window in np.ascontiguousarray(windows, dtype="<i8"):
         digest = hashlib.blake2b(window.tobytes(), digest_size=8).digest()
@@ -54,9 +44,8 @@ def samples_digest(windows: np.ndarray) -> int:
 class BatchLoader:
     """This rank's micro-batches of a run, endless; `data` is one split or several by weight.
 
-    `next_sample` is the global index of the first sample of the next round of micro-batches, and
-    `source_tokens` how many tokens each source has given to all ranks together (since the run was
-    told to change its data). Raises UserError for sizes that do not fit each other or the data.
+    `next_sample` is the index of the next round's first sample, `source_tokens` what each source
+    has given to all ranks (since its data was last changed). Raises UserError.
     """
 
     def __init__(
@@ -72,11 +61,8 @@ class BatchLoader:
         dp_world_size: int = 1,
     ) -> None:
         assert 0 <= dp_rank < dp_world_size, (dp_rank, dp_world_size)
-        for name, value in (
-            ("seq_len", seq_len),
-            ("global_batch_size", global_batch_size),
-            ("local_batch_size", local_batch_size),
-        ):
+        batch_sizes = {"global_batch_size": global_batch_size, "local_batch_size": local_batch_size}
+        for name, value in {"seq_len": seq_len, **batch_sizes}.items():
             if value < 1:
                 raise UserError(f"{name} is {value}, expected at least 1")
         if not 0 <= data_seed < 1 << 64:
@@ -95,14 +81,9 @@ class BatchLoader:
         self._mixture, self._order = mixture, order
         self._seed, self._seq_len, self._rank = data_seed, seq_len, dp_rank
         self._global_batch, self._local_batch = global_batch_size, local_batch_size
-        self.next_sample = 0
+        self.next_sample = self._origin = 0
         self.source_tokens = [0] * len(mixture.sources)
-        self._origin = 0
-
-    @property
-    def source_names(self) -> tuple[str, ...]:
-        """A name for each of `source_tokens`."""
-        return self._mixture.names
+        self.source_names = mixture.names
 
     @property
     def at_step_start(self) -> bool:
@@ -110,10 +91,7 @@ class BatchLoader:
         return (self.next_sample - self._origin) % self._global_batch == 0
 
     def next_batch(self) -> np.ndarray:
-        """This rank's next micro-batch, int64 [local_batch_size, seq_len + 1].
-
-        Raises ShardError where the data on disk is damaged; the position is then unchanged.
-        """
+        """Return the next micro-batch, int64 [local_batch_size, seq_len + 1]. Raises ShardError."""
         batch = np.empty((self._local_batch, self._seq_len + 1), dtype=np.int64)
         places, drawn = self._draw()
         for window, (source, offset) in zip(batch, places, strict=True):
@@ -125,27 +103,21 @@ class BatchLoader:
 
     def _draw(self) -> tuple[list[tuple[TokenShards, int]], list[int]]:
         """Where this rank's windows begin; how many windows each source gives to all ranks."""
-        mixture, seed, seq_len = self._mixture, self._seed, self._seq_len
-        begin, count = self._rank * self._local_batch, self._local_batch
-        first = self.next_sample + begin
-        source = mixture.sources[0]
+        sources, seed, seq_len = self._mixture.sources, self._seed, self._seq_len
+        begin = self._rank * self._local_batch
+        own = slice(begin, begin + self._local_batch)
         if self._order == "permute":
-            samples = range(first, first + count)
-            offsets = [permuted_offset(seed, i, source.num_tokens, seq_len) for i in samples]
-            return [(source, offset) for offset in offsets], [self._round]
-        drawn = [self._round]
-        if len(mixture.sources) == 1:
-            blocks = philox_blocks(seed, first, count)
-        else:
-            round_blocks = philox_blocks(seed, self.next_sample, self._round)
-            indices = mixture.draw(round_blocks[:, 1])
-            drawn = np.bincount(indices, minlength=len(mixture.sources)).tolist()
-            blocks = round_blocks[begin : begin + count]
-        chosen = [mixture.sources[index] for index in mixture.draw(blocks[:, 1])]
+            samples = range(self.next_sample, self.next_sample + self._round)[own]
+            length = sources[0].num_tokens
+            offsets = [permuted_offset(seed, i, length, seq_len) for i in samples]
+            return [(sources[0], offset) for offset in offsets], [self._round]
+        blocks = philox_blocks(seed, self.next_sample, self._round)
+        indices = self._mixture.draw(blocks[:, 1])
+        chosen = [sources[index] for index in indices[own]]
         return [
             (source, offset_of_word(word, source.num_tokens, seq_len))
-            for source, word in zip(chosen, blocks[:, 0].tolist(), strict=True)
-        ], drawn
+            for source, word in zip(chosen, blocks[own, 0].tolist(), strict=True)
+        ], np.bincount(indices, minlength=len(sources)).tolist()
 
     def state_dict(self) -> dict[str, Any]:
         """The position and what it is relative to: equal on every rank, free of the world size."""
@@ -162,24 +134,20 @@ class BatchLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any], allow: Collection[str] = frozenset()) -> None:
-        """Continue at `state`, of any world size; the loader is unchanged when it is refused.
-
-        Fields named in `allow` may differ: the order then changes from this sample on, and `origin`
-        moves here. Raises UserError naming the field that differs otherwise.
-        """
+        """Continue at any world's `state`; fields of `allow` may differ. Raises UserError."""
         current = self.state_dict()
         if missing := [field for field in current if field not in state]:
             raise UserError(
                 f"the checkpoint's data-loader state has no {missing[0]!r} (it has "
                 f"{sorted(state)}): it is not from this loader; start a new run"
             )
-        changed = [field for field in _WAYS_OUT if state[field] != current[field]]
+        changed = [field for field in _IDENTITY if state[field] != current[field]]
         for field in changed:
             if field not in allow:
                 raise UserError(
                     f"the checkpoint's data order does not fit this run: {field} is "
-                    f"{state[field]!r} in the checkpoint, {current[field]!r} now; "
-                    f"{_WAYS_OUT[field]}"
+                    f"{state[field]!r} in the checkpoint, {current[field]!r} now; set it back, or "
+                    f"start a new run"
                 )
         next_sample = state["next_sample"]
         origin = next_sample if changed else state["origin"]
@@ -189,8 +157,7 @@ class BatchLoader:
                 f"a multiple of dp_world_size * local_batch_size = {self._round}: it was written "
                 f"between two steps' micro-batches; resume at the world size that wrote it"
             )
-        if "fingerprint" in changed:
-            self.source_tokens = [0] * len(self.source_tokens)
-        else:
-            self.source_tokens = list(state["source_tokens"])
+        is_other = "fingerprint" in changed
+        counts = [0] * len(self.source_tokens) if is_other else state["source_tokens"]
+        self.source_tokens = list(counts)
         self.next_sample, self._origin = next_sample, origin

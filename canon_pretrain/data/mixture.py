@@ -11,6 +11,7 @@ import math
 import os
 import typing
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from fractions import Fraction
 from pathlib import Path
 from typing import Self
@@ -23,10 +24,7 @@ from canon_pretrain.data.shards import TokenShards
 
 
 def exact_weight(weight: float) -> Fraction:
-    """A weight as the decimal number that was written: 0.7 is 7/10, not the nearest binary one.
-
-    Raises UserError where it is not a finite number above 0.
-    """
+    """Return the decimal that was written: 0.7 is 7/10. Raises UserError unless positive."""
     if not (math.isfinite(weight) and weight > 0):
         raise UserError(
             f"data.weights has {weight!r}, expected finite numbers above 0; leave out a folder "
@@ -36,10 +34,9 @@ def exact_weight(weight: float) -> Fraction:
 
 
 def thresholds(shares: Sequence[Fraction]) -> np.ndarray:
-    """The 64-bit words at which the next source begins, uint64 [len(shares) - 1].
+    """Return the 64-bit words at which the next source begins, uint64 [len(shares) - 1].
 
-    Source k is drawn with probability share k, to within 2**-64. Shares are positive and add up to
-    1. Raises UserError for one below 2**-64.
+    Raises UserError for a share below 2**-64; shares add up to 1.
     """
     if min(shares) * (1 << 64) < 1:
         raise UserError(
@@ -55,18 +52,13 @@ def check_order(order: str, num_sources: int) -> None:
     check_choice("data.order", order, typing.get_args(Order))
     if order == "permute" and num_sources > 1:
         raise UserError(
-            "data.order = 'permute' takes one folder, not a weighted mixture: which window of its "
-            "source a sample is would depend on all samples before; use data.order = 'random', or "
-            "one folder"
+            "data.order = 'permute' takes one folder, not a weighted mixture; use data.order = "
+            "'random', or one folder"
         )
 
 
-class Mixture:
-    """Training splits and their relative shares; what a loader reads windows from.
-
-    One split by itself is a mixture with that split's fingerprint. Raises UserError for weights
-    that do not fit, and for splits that were not tokenized alike.
-    """
+class Mixture(AbstractContextManager["Mixture"]):
+    """Training splits and their shares; one by itself keeps its fingerprint. Raises UserError."""
 
     def __init__(
         self,
@@ -84,7 +76,8 @@ class Mixture:
         self.shares = tuple(weight / sum(exact) for weight in exact)
         self.names = tuple(names or short_names([str(source.folder) for source in sources]))
         self._thresholds = thresholds(self.shares)
-        _check_alike(sources)
+        for one, other in itertools.combinations(sources, 2):
+            _check_pair(one, other)
         first = self.sources[0]
         self.vocab_size, self.eos_id = first.vocab_size, first.eos_id
         self.tokenizer_sha256 = first.tokenizer_sha256
@@ -102,37 +95,31 @@ class Mixture:
         return cls(sources, weights, short_names([str(folder) for folder in folders]))
 
     def draw(self, words: np.ndarray) -> np.ndarray:
-        """The indices of the sources that `words`, uint64 [n], stand for; int64 [n]."""
+        """Return the indices of the sources that `words`, uint64 [n], stand for; int64 [n]."""
         return np.searchsorted(self._thresholds, words, side="right")
 
     def close(self) -> None:
-        """Close the open files; reading again opens them again."""
+        """Close the files; reading opens them again."""
         for source in self.sources:
             source.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
 
-def _check_alike(sources: Sequence[TokenShards]) -> None:
-    first = sources[0]
-    for source in sources[1:]:
-        for field in ("tokenizer_sha256", "vocab_size", "eos_id"):
-            mine, other = getattr(first, field), getattr(source, field)
-            if mine != other:
-                raise UserError(
-                    f"the folders of a mixture must be tokenized alike: {field} is {mine!r} in "
-                    f"{first.folder}, {other!r} in {source.folder}; build both with one tokenizer"
-                )
-    for one, other in itertools.combinations(sources, 2):
-        if one.fingerprint == other.fingerprint:
+def _check_pair(one: TokenShards, other: TokenShards) -> None:
+    for field in ("tokenizer_sha256", "vocab_size", "eos_id"):
+        first, second = getattr(one, field), getattr(other, field)
+        if first != second:
             raise UserError(
-                f"{one.folder} and {other.folder} hold the same stream; name it once, with the sum "
-                f"of the weights"
+                f"the folders of a mixture must be tokenized alike: {field} is {first!r} in "
+                f"{one.folder}, {second!r} in {other.folder}; build both with one tokenizer"
             )
+    if one.fingerprint == other.fingerprint:
+        raise UserError(
+            f"{one.folder} and {other.folder} hold the same stream; name it once, with the sum of "
+            f"the weights"
+        )
 
 
 def short_names(folders: Sequence[str]) -> list[str]:

@@ -22,7 +22,6 @@ SPACE = "\u2581"
 
 _BPE = 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
-
 # Encoders take several times as long, and GBs, for a character of a document of 30 MB.
 SLICE_CHARACTERS = 1 << 18
 # Encoded both ways when a model is loaded: what another version of a library could change.
@@ -42,6 +41,18 @@ _WORDS_AND_NEWLINES = re.compile(r" *[^ \n]+|\n+| +").findall
 _RUNS = re.compile(r" *[A-Za-z]+| *[^ A-Za-z]+| +").findall
 
 
+# message and field numbers of sentencepiece_model.proto
+_SETTINGS = {
+    (2, 3): "model_type",
+    (2, 24): "space_is_suffix",
+    (2, 35): "byte_fallback",
+    (3, 2): "normalizes",
+    (3, 3): "dummy_prefix",
+    (3, 4): "drops_spaces",
+    (3, 5): "escapes_spaces",
+}
+
+
 @dataclass
 class ModelFacts:
     """What a SentencePiece file says that decides where its texts can be cut."""
@@ -59,24 +70,14 @@ class ModelFacts:
 
     @classmethod
     def read(cls, model: bytes) -> "ModelFacts":
-        """Read them from the bytes of a sentencepiece_model.proto, which SentencePiece could load.
-
-        By hand: SentencePiece's own Python module for it wants one exact version of protobuf.
-        """
+        """Read them by hand: SentencePiece's own module wants one exact version of protobuf."""
         facts = cls()
         for number, value in _fields(model):
-            found = dict(_fields(value)) if number in (1, 2, 3) else {}
             if number == 1:
-                facts._add_piece(found)
-            elif number == 2:
-                facts.model_type = found.get(3, facts.model_type)
-                facts.space_is_suffix = bool(found.get(24, facts.space_is_suffix))
-                facts.byte_fallback = bool(found.get(35, facts.byte_fallback))
-            elif number == 3:
-                facts.normalizes = facts.normalizes or bool(found.get(2))
-                facts.dummy_prefix = bool(found.get(3, facts.dummy_prefix))
-                facts.drops_spaces = bool(found.get(4, facts.drops_spaces))
-                facts.escapes_spaces = bool(found.get(5, facts.escapes_spaces))
+                facts._add_piece(dict(_fields(value)))
+            for inner, setting in _fields(value) if number in (2, 3) else ():
+                if name := _SETTINGS.get((number, inner)):
+                    setattr(facts, name, setting if name == "model_type" else bool(setting))
         return facts
 
     def _add_piece(self, piece: dict[int, Any]) -> None:
@@ -98,7 +99,7 @@ class ModelFacts:
             "it drops repeated spaces": self.drops_spaces,
             "it does not escape spaces": not self.escapes_spaces,
             "its spaces end words": self.space_is_suffix,
-            f"it has user-defined or unused pieces {self.odd_pieces[:1]}": bool(self.odd_pieces),
+            f"it has user-defined or unused pieces {self.odd_pieces[:1]}": self.odd_pieces,
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -108,27 +109,21 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
     at = 0
     while at < len(message):
         tag, at = _varint(message, at)
-        kind = tag & 7
-        if kind == 0:
-            value, at = _varint(message, at)
-            yield tag >> 3, value
-            continue
-        size = {1: 8, 5: 4}.get(kind, 0)
-        if kind == 2:
-            size, at = _varint(message, at)
-        yield tag >> 3, message[at : at + size]
-        at += size
+        value: Any
+        value, end = _varint(message, at) if tag & 7 in (0, 2) else (0, at)
+        if tag & 7:  # the length of bytes, else a fixed size
+            size = {1: 8, 5: 4}.get(tag & 7, value)
+            value, end = message[end : end + size], end + size
+        yield tag >> 3, value
+        at = end
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
-    while True:
-        byte = message[at]
-        at += 1
+    while (byte := message[at]) & 128:
         value |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            return value, at
+        at, shift = at + 1, shift + 7
+    return value | byte << shift, at + 1
 
 
 class PieceBounds:
@@ -140,14 +135,13 @@ class PieceBounds:
         }
         spaces = {pair.replace(SPACE, " ") for pair in pairs}
         self.pairs = frozenset(pairs | spaces)
+        # whether a text can be cut before every run of spaces, before and after every run of
+        # newlines, and where ASCII letters begin (unless after a space) or end
         self.before_spaces = not any(pair[1] == " " != pair[0] for pair in spaces)
-        """Whether a text can be cut before every run of spaces."""
         self.around_newlines = not any("\n" in pair and pair != "\n\n" for pair in spaces)
-        """Whether it can be cut before and after every run of newlines."""
         self.around_letters = not any(
             _is_letter(pair[0]) != _is_letter(pair[1]) and pair[0] != " " for pair in spaces
         )
-        """Whether it can be cut where ASCII letters begin (unless after a space) or end."""
 
     def cut(self, text: str, size: int) -> Iterator[str]:
         """Yield `text` in slices of `size` characters, or more where no cut is safe before."""
@@ -169,10 +163,8 @@ def _is_letter(character: str) -> bool:
 class PieceEncoder:
     """`encode` of a text, in slices and through a word cache where `pieces` allow one.
 
-    `encode` returns the ids of a text, nothing added, in a model for which the argument above
-    holds; `pieces` are all that it can match; `prefix` goes before each text. A word of the cache
-    keeps the spaces before it, and a run of newlines is a word. A new word is put together from its
-    runs of letters and of other characters, where no piece crosses those either.
+    `pieces` are all that `encode` can match; `prefix` goes before each text. A cached word keeps
+    the spaces before it, and is put together from runs of letters and of others if none crosses.
     """
 
     def __init__(

@@ -23,10 +23,10 @@ _MASK = (1 << 64) - 1
 
 
 def philox_blocks(seed: int, first: int, count: int) -> np.ndarray:
-    """The Philox4x64-10 blocks (Salmon et al., SC 2011) of samples, uint64 [count, 4].
+    """Return the Philox4x64-10 blocks (Salmon et al., SC 2011) of samples, uint64 [count, 4].
 
-    Key is the seed, counters are [first, first + count). NumPy promises these raw bits in all its
-    versions, and not its distributions. Raises ValueError for numbers outside [0, 2**64).
+    NumPy promises these raw bits in all its versions, and not its distributions. Raises ValueError
+    for numbers outside [0, 2**64).
     """
     if not (0 <= seed <= _MASK and 0 <= first and first + count <= 1 << 64):
         raise ValueError(f"seed {seed} and samples {first} + {count} must be in [0, 2**64)")
@@ -45,30 +45,20 @@ def check_length(num_tokens: int, seq_len: int, name: str = "the data") -> None:
 
 
 def offset_of_word(word: int, num_tokens: int, seq_len: int) -> int:
-    """The offset that a uniform 64-bit `word` stands for, in [0, num_tokens - seq_len)."""
+    """Return the offset that a uniform 64-bit `word` stands for, in [0, num_tokens - seq_len)."""
     return (word * (num_tokens - seq_len)) >> 64
 
 
 def window_offset(seed: int, i: int, num_tokens: int, seq_len: int) -> int:
-    """The offset of sample `i` in order "random": read seq_len + 1 tokens from there.
-
-    Uniform on [0, num_tokens - seq_len). Raises UserError for a stream too short for one window,
-    ValueError for a seed or i outside [0, 2**64).
-    """
+    """Return the offset of sample `i` in order "random". Raises UserError for a short stream."""
     check_length(num_tokens, seq_len)
     return offset_of_word(int(philox_blocks(seed, i, 1)[0, 0]), num_tokens, seq_len)
 
 
-def num_windows(num_tokens: int, seq_len: int) -> int:
-    """The windows of an epoch of order "permute": window w predicts the seq_len tokens from
-    w * seq_len + 1 on. The last (num_tokens - 1) % seq_len tokens of the stream are in none."""
-    return (num_tokens - 1) // seq_len
-
-
 def permuted_offset(seed: int, i: int, num_tokens: int, seq_len: int) -> int:
-    """The offset of sample `i` in order "permute"; raises as `window_offset` does."""
+    """Return the offset of sample `i` in order "permute"; the last tokens may be in no window."""
     check_length(num_tokens, seq_len)
-    windows = num_windows(num_tokens, seq_len)
+    windows = (num_tokens - 1) // seq_len
     epoch, place = divmod(i, windows)
     return _permute(place, windows, _round_keys(seed, epoch)) * seq_len
 

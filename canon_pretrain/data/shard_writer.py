@@ -17,23 +17,11 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
-from canon_pretrain.core.files import create_file, publish, sha256_file, write_atomic, write_json
+from canon_pretrain.core import files
+from canon_pretrain.core.files import write_json
+from canon_pretrain.data import shards
 from canon_pretrain.data.blocks import BLOCK_BYTES, FileFacts, PartFiles, ShardError, block_crcs
-from canon_pretrain.data.shards import (
-    FORMAT,
-    MANIFEST,
-    MAX_PART_TOKENS,
-    VERSION,
-    WITHOUT_BYTE_ENDS,
-    CommitMark,
-    NamedMark,
-    dtype_for,
-    make_manifest,
-    part_name,
-    part_sizes,
-    read_manifest,
-    read_mark,
-)
+from canon_pretrain.data.shards import MANIFEST, VERSION, CommitMark, NamedMark, part_name
 
 
 class _PartFile:
@@ -43,8 +31,7 @@ class _PartFile:
         self.path = path
         self.first_row = self.last_row = first_row
         self.size = self.tokens = self.text_bytes = self.max_id = 0
-        self.ends = array("Q")
-        self.byte_ends = array("Q")
+        self.ends, self.byte_ends = array("Q"), array("Q")
         self.groups: dict[str, tuple[int, int, int]] = {}
         self.repaired: Counter[str] = Counter()
         self._crcs: list[np.ndarray] = [np.empty(0, dtype="<u4")]
@@ -52,7 +39,7 @@ class _PartFile:
         self._digest = hashlib.sha256()
         self._temporary = path.with_name(f"{path.name}.bin.tmp")
         self._temporary.unlink(missing_ok=True)  # a killed build's
-        self._file: BinaryIO = create_file(self._temporary)
+        self._file: BinaryIO = files.create_file(self._temporary)
 
     def add(self, content: bytes) -> None:
         self._pending += content
@@ -72,15 +59,15 @@ class _PartFile:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        publish(self._temporary, self.path.with_name(f"{self.path.name}.bin"))
-        ends = self.ends if version == WITHOUT_BYTE_ENDS else self.ends + self.byte_ends
-        files = {"bin": FileFacts(self.size, self._digest.hexdigest())}
+        files.publish(self._temporary, self.path.with_name(f"{self.path.name}.bin"))
+        ends = self.ends if version == shards.WITHOUT_BYTE_ENDS else self.ends + self.byte_ends
+        facts = {"bin": FileFacts(self.size, self._digest.hexdigest())}
         small = {"docs": np.array(ends, dtype="<u8"), "crc": np.concatenate(self._crcs)}
         for suffix, values in small.items():
             content = values.tobytes()
-            write_atomic(self.path.with_name(f"{self.path.name}.{suffix}"), content)
-            files[suffix] = FileFacts(len(content), hashlib.sha256(content).hexdigest())
-        return PartFiles(**files)
+            files.write_atomic(self.path.with_name(f"{self.path.name}.{suffix}"), content)
+            facts[suffix] = FileFacts(len(content), hashlib.sha256(content).hexdigest())
+        return PartFiles(**facts)
 
     def abandon(self) -> None:
         with suppress(OSError):  # on a full disk, closing tries to write once more
@@ -89,11 +76,7 @@ class _PartFile:
 
 
 class UnitWriter:
-    """Writes the documents of one unit as parts of at most `max_part_tokens` tokens.
-
-    A unit has at least one part; its last part's mark says so and thereby commits the unit. Leaving
-    the `with` block by an exception drops the part in progress.
-    """
+    """Writes a unit's documents as parts; its last mark commits it, an exception drops a part."""
 
     def __init__(
         self,
@@ -103,13 +86,13 @@ class UnitWriter:
         vocab_size: int,
         eos_id: int,
         plan_sha256: str = "",
-        max_part_tokens: int = MAX_PART_TOKENS,
+        max_part_tokens: int = shards.MAX_PART_TOKENS,
         version: int = VERSION,
     ) -> None:
         if not 0 <= eos_id < vocab_size:
             raise ShardError(f"eos id {eos_id} is outside the vocabulary of {vocab_size}")
         self._folder, self._unit = folder, unit
-        self._vocab_size, self._dtype = vocab_size, dtype_for(vocab_size)
+        self._vocab_size, self._dtype = vocab_size, shards.dtype_for(vocab_size)
         self._plan_sha256 = plan_sha256
         self._max_part_tokens = max_part_tokens
         self._version = version
@@ -121,16 +104,15 @@ class UnitWriter:
     ) -> None:
         """Append one document, stored as it is: the caller has put the EOS id at its end.
 
-        `num_bytes` is the UTF-8 size of its text, `row` its number in the unit, `group` what it
-        counts for, `repaired` why its text is not the input's. Raises ShardError for an id outside
-        the vocabulary or a document longer than a part.
+        `row` is its number in the unit, `group` what it counts for, `repaired` why its text is not
+        the input's. Raises ShardError.
         """
         count = len(ids)
-        where = f"row {row} of unit {self._unit}"
-        if not 0 < count <= self._max_part_tokens:
+        where, most = f"row {row} of unit {self._unit}", self._max_part_tokens
+        if not 0 < count <= most:
             raise ShardError(
-                f"{where}: a document of {count} tokens, expected 1 to the {self._max_part_tokens} "
-                f"of a part; split or drop this document in the source"
+                f"{where}: a document of {count} tokens, expected 1 to the {most} of a part; split "
+                f"or drop this document in the source"
             )
         low, high = int(ids.min()), int(ids.max())
         # before the cast: numpy would store 70000 as uint16 4464 without a word
@@ -139,7 +121,7 @@ class UnitWriter:
                 f"{where}: token id {low if low < 0 else high} is outside the vocabulary of "
                 f"{self._vocab_size}; the tokenizer is not the plan's"
             )
-        if self._part and self._part.tokens + count > self._max_part_tokens:
+        if self._part and self._part.tokens + count > most:
             self._commit(self._part, {}, {}, last=False)
         part = self._part = self._part or self._new_part(row)
         part.add(ids.astype(self._dtype).tobytes())
@@ -176,7 +158,7 @@ class UnitWriter:
         self, part: _PartFile, skipped: Mapping[str, int], inputs: Mapping[str, str], *, last: bool
     ) -> None:
         mark = CommitMark(
-            format=FORMAT,
+            format=shards.FORMAT,
             version=3 if self._version == VERSION else 2,
             unit=self._unit,
             part=self._num_parts,
@@ -199,18 +181,15 @@ class UnitWriter:
 
 
 def unit_marks(folder: Path, unit: int, plan_sha256: str) -> list[CommitMark] | None:
-    """Return the commit marks of a unit's parts in order; None if the unit is not complete.
-
-    Complete: marks of this plan up to the unit's last one, and files of the sizes that they name.
-    """
+    """Return the marks of a unit's parts in order; None unless it is complete and this plan's."""
     try:
-        found = read_marks(folder, [unit])
-        sizes = [size for named in found for size in part_sizes(folder, named)]
+        named = read_marks(folder, [unit])
     except ShardError:
         return None
-    marks = [named.mark for named in found]
-    is_ours = all(mark.plan_sha256 == plan_sha256 for mark in marks)
-    return marks if is_ours and all(known == size for _, known, size in sizes) else None
+    sizes = (size for one in named for size in shards.part_sizes(folder, one))
+    is_ours = all(one.mark.plan_sha256 == plan_sha256 for one in named)
+    is_whole = is_ours and all(known == size for _, known, size in sizes)
+    return [one.mark for one in named] if is_whole else None
 
 
 def read_marks(folder: Path, units: Iterable[int]) -> list[NamedMark]:
@@ -219,20 +198,17 @@ def read_marks(folder: Path, units: Iterable[int]) -> list[NamedMark]:
     for unit in units:
         part = 0
         while part == 0 or not marks[-1].mark.last_in_unit:
-            marks.append(read_mark(folder, part_name(unit, part)))
+            marks.append(shards.read_mark(folder, part_name(unit, part)))
             part += 1
     return marks
 
 
 def drop_changed_marks(folder: Path) -> None:
-    """Remove marks that are not those of the split's manifest, so that their units are rebuilt.
-
-    Otherwise writing the manifest again would take a damaged mark for the truth.
-    """
+    """Remove marks that are not the manifest's: to list them would take damage for the truth."""
     with suppress(ShardError):
-        for entry in read_manifest(folder).parts:
+        for entry in shards.read_manifest(folder).parts:
             path = folder / f"{entry.name}.json"
-            if path.exists() and sha256_file(path) != entry.mark_sha256:
+            if path.exists() and files.sha256_file(path) != entry.mark_sha256:
                 path.unlink()
 
 
@@ -244,8 +220,8 @@ def remove_unit(folder: Path, unit: int) -> None:
 
 
 def write_manifest(folder: Path, num_units: int, **header: Any) -> None:
-    """Finish the split: write the manifest over all its parts (see make_manifest)."""
-    manifest = make_manifest(read_marks(folder, range(num_units)), **header)
+    """Finish the split: write the manifest over all its parts (see shards.make_manifest)."""
+    manifest = shards.make_manifest(read_marks(folder, range(num_units)), **header)
     write_json(folder / MANIFEST, asdict(manifest))
 
 
@@ -257,17 +233,14 @@ def write_shards(
     eos_id: int,
     num_bytes: Iterable[int] | None = None,
     tokenizer_sha256: str = "",
-    max_part_tokens: int = MAX_PART_TOKENS,
+    max_part_tokens: int = shards.MAX_PART_TOKENS,
 ) -> None:
-    """Write `documents` (int arrays, each ending with its EOS id) as a finished split of one unit.
-
-    `num_bytes` are the UTF-8 sizes of their texts, 0 each where not given. Raises ShardError.
-    """
+    """Write `documents` (int arrays, each ending with EOS) as a split. Raises ShardError."""
     if (folder / MANIFEST).exists():
         raise ShardError(f"{folder}: holds a split already; give a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     documents = list(documents)
-    sizes = [0] * len(documents) if num_bytes is None else list(num_bytes)
+    sizes = [0] * len(documents) if num_bytes is None else num_bytes
     with UnitWriter(
         folder, 0, vocab_size=vocab_size, eos_id=eos_id, max_part_tokens=max_part_tokens
     ) as writer:

@@ -20,6 +20,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Self
@@ -27,18 +28,9 @@ from typing import Any, Final, Literal, Self
 import numpy as np
 
 from canon_pretrain.core.files import UnreadableFile, parse_record, read_record
-from canon_pretrain.data.blocks import BLOCK_BYTES as BLOCK_BYTES
-from canon_pretrain.data.blocks import (
-    BUILD_AGAIN,
-    BlockReader,
-    Count,
-    PartFiles,
-    ShardError,
-    read_checked,
-    read_small,
-    way_out,
-)
-from canon_pretrain.data.blocks import block_crcs as block_crcs
+from canon_pretrain.data import blocks
+from canon_pretrain.data.blocks import BUILD_AGAIN, BlockReader, Count, PartFiles
+from canon_pretrain.data.blocks import ShardError as ShardError
 
 FORMAT: Final = "canon-shards"
 VERSION: Final = 3
@@ -152,17 +144,16 @@ def make_manifest(
 ) -> Manifest:
     """Return the manifest of the parts with these commit marks, in order.
 
-    The fingerprint is that of header, cut and marks; since each mark has the hashes of its files,
-    it names the stream's content. Raises ValueError for a mark or cut that does not fit.
+    The fingerprint is of header, cut and marks. Raises ValueError for a mark or cut that misfits.
     """
     parts: list[PartEntry] = []
     tokens = documents = text_bytes = 0
-    for index, named in enumerate(marks):
+    for named in marks:
         mark = named.mark
         if mark.version != version:
             raise ValueError(f"{named.name} is of version {mark.version}, not {version}")
         kept = Cut(mark.tokens, mark.documents, mark.text_bytes)
-        if cut is not None and index == len(marks) - 1:
+        if cut is not None and named is marks[-1]:
             is_inside = 0 < cut.tokens < mark.tokens and 0 < cut.documents < mark.documents
             if not is_inside or cut.text_bytes > mark.text_bytes:
                 raise ValueError(f"{cut} in a part of {kept}")
@@ -172,7 +163,6 @@ def make_manifest(
         tokens += kept.tokens
         documents += kept.documents
         text_bytes += kept.text_bytes
-    known_limits = {key: (limits or {}).get(key) for key in ("max_documents", "max_tokens")}
     identity: dict[str, Any] = {
         "format": FORMAT,
         "version": version,
@@ -182,12 +172,12 @@ def make_manifest(
         "tokenizer_sha256": tokenizer_sha256,
         "plan_sha256": plan_sha256,
         # the parts and the cut say what the stream is: limits that cut alike name the same one
-        "limits": dict.fromkeys(known_limits),
+        "limits": {"max_documents": None, "max_tokens": None},
         "cut": None if cut is None else asdict(cut),
     }
     hashed = json.dumps([identity, [part.mark_sha256 for part in parts]])
     return Manifest(
-        **identity | {"limits": known_limits, "cut": cut},
+        **identity | {"limits": identity["limits"] | (limits or {}), "cut": cut},
         fingerprint=hashlib.sha256(hashed.encode()).hexdigest(),
         num_tokens=tokens,
         num_documents=documents,
@@ -210,22 +200,16 @@ class Part:
     def document_ends(self) -> np.ndarray:
         """Return its documents' exclusive ends, counted from its first token, int64; checked."""
         path = self.folder / f"{self.entry.name}.docs"
-        content = read_checked(path, self.files.docs.sha256)
+        content = blocks.read_checked(path, self.files.docs.sha256)
         ends = np.frombuffer(content, dtype="<u8")[: self.entry.documents].astype(np.int64)
         if ends.max(initial=0) != self.entry.tokens:
-            raise ShardError(
-                f"{path}: its last document ends at token {ends.max(initial=0)}, expected "
-                f"{self.entry.tokens} by {MANIFEST}; {way_out(path.stem)}"
-            )
+            last = f"its last document ends at token {ends.max(initial=0)}"
+            raise blocks.part_fault(path, f"{last}, expected {self.entry.tokens} by {MANIFEST}")
         return ends
 
 
-class TokenShards:
-    """A finished split, opened for reading by one thread.
-
-    `num_bytes` is the UTF-8 size of the documents' text, `fingerprint` a hex SHA-256 that two
-    folders share when they hold the same stream.
-    """
+class TokenShards(AbstractContextManager["TokenShards"]):
+    """A finished split, opened for reading by one thread; equal streams share `fingerprint`."""
 
     def __init__(self, folder: Path, manifest: Manifest, parts: tuple[Part, ...]) -> None:
         self.folder = folder
@@ -240,10 +224,7 @@ class TokenShards:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Open DATA/train or DATA/validation; every mark is hashed, other files only measured.
-
-        Raises ShardError.
-        """
+        """Open a split; every mark is hashed, other files only measured. Raises ShardError."""
         folder = Path(folder)
         manifest = read_manifest(folder)
         marks = [read_mark(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
@@ -256,10 +237,8 @@ class TokenShards:
         for entry, named in zip(manifest.parts, marks, strict=True):
             for path, known, found in part_sizes(folder, named):
                 if found != known:
-                    raise ShardError(
-                        f"{path}: {'is missing' if found is None else f'{found} bytes'}, expected "
-                        f"{known} bytes; {way_out(entry.name)}"
-                    )
+                    size = "is missing" if found is None else f"{found} bytes"
+                    raise blocks.part_fault(path, f"{size}, expected {known} bytes")
             parts.append(Part(folder, entry, named.mark.files))
         return cls(folder, manifest, tuple(parts))
 
@@ -268,10 +247,7 @@ class TokenShards:
         return type(self), (self.folder, self._manifest, self.parts)
 
     def read(self, offset: int, count: int) -> np.ndarray:
-        """Return the tokens [offset, offset + count) of the stream, int64 [count].
-
-        Raises ValueError for a range outside the stream, ShardError for a short read or damage.
-        """
+        """Return tokens [offset, offset + count), int64 [count]. Raises ValueError, ShardError."""
         tokens = np.empty(count, dtype=np.int64)
         self.read_into(tokens, offset)
         return tokens
@@ -299,11 +275,8 @@ class TokenShards:
         return np.concatenate([np.empty(0, dtype=np.int64), *ends])
 
     def close(self) -> None:
-        """Close the open files; reading again opens them again."""
+        """Close the files; reading opens them again."""
         self._blocks.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -328,19 +301,15 @@ def read_manifest(folder: Path) -> Manifest:
 def read_mark(folder: Path, name: str, sha256: str = "") -> NamedMark:
     """Return part `name`'s mark, compared with `sha256` unless that is "". Raises ShardError."""
     path = folder / f"{name}.json"
-    content = read_small(path)
+    content = blocks.read_small(path)
     found = hashlib.sha256(content).hexdigest()
     if sha256 and found != sha256:
-        raise ShardError(
-            f"{path}: this commit mark's hash does not fit the manifest's fingerprint: one of the "
-            f"two was changed; {way_out(name)}"
-        )
+        words = "this commit mark's hash does not fit the manifest's fingerprint"
+        raise blocks.part_fault(path, f"{words}: one of the two was changed")
     try:
         return NamedMark(name, found, parse_record(content, CommitMark))
     except ValueError as error:
-        raise ShardError(
-            f"{path}: no commit mark of this format ({error}); {way_out(name)}"
-        ) from None
+        raise blocks.part_fault(path, f"no commit mark of this format ({error})") from None
 
 
 def part_sizes(folder: Path, named: NamedMark) -> Iterator[tuple[Path, int, int | None]]:

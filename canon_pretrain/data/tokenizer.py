@@ -28,11 +28,7 @@ _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 
 class SentencePieceModel:
-    """The model in `model`, the bytes of a tokenizer.model; `name` is for messages.
-
-    EOS is the model's own; an `eos` (a piece or id) that is another one is refused. `method` says
-    how texts are encoded, and where they are encoded whole, why. Raises UserError.
-    """
+    """The model in the bytes `model`; an `eos` other than its own is refused. Raises UserError."""
 
     def __init__(self, model: bytes, name: str, eos: str | int | None = None) -> None:
         try:
@@ -66,13 +62,11 @@ class SentencePieceModel:
         self.method = f"sentencepiece, {how}"
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text` without BOS and EOS, int64 [tokens]."""
         if self._encoder is not None:
             return self._encoder.encode(text)
         return np.array(self._processor.encode(text), dtype=np.int64)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of `ids`; control ids give nothing."""
         return str(self._processor.decode(ids))
 
 
@@ -91,20 +85,16 @@ class Tokenizer:
     def __init__(self, model: bytes, name: str, *, eos: str | int | None = None) -> None:
         if not model:
             raise UserError(
-                f"tokenizer {name}: the file is empty; give a SentencePiece {SENTENCEPIECE_FILE} "
-                f"or an HF {HF_FILE}"
+                f"tokenizer {name}: the file is empty; give a {' or '.join(FILE_NAMES)}"
             )
         # no SentencePiece model begins so: its first byte is 10, the tag of its first piece
         is_json = model[:1] == b"{"
         self.file_name = HF_FILE if is_json else SENTENCEPIECE_FILE
-        self._reader = (HFTokenizer if is_json else SentencePieceModel)(model, name, eos)
-        self.model = model
-        self.sha256 = hashlib.sha256(model).hexdigest()
-        self.vocab_size = self._reader.vocab_size
-        self.bos_id = self._reader.bos_id
-        self.eos_id = self._reader.eos_id
-        self.eos_token = self._reader.eos_token
-        self.method = self._reader.method
+        self._reader = reader = (HFTokenizer if is_json else SentencePieceModel)(model, name, eos)
+        self.model, self.sha256 = model, hashlib.sha256(model).hexdigest()
+        self.vocab_size, self.method = reader.vocab_size, reader.method
+        self.bos_id, self.eos_id = reader.bos_id, reader.eos_id
+        self.eos_token = reader.eos_token
 
     @classmethod
     def load(cls, path: Path, *, eos: str | int | None = None) -> Self:
@@ -120,10 +110,7 @@ class Tokenizer:
 
     @classmethod
     def find(cls, folder: Path, *, eos: str | int | None = None) -> Self:
-        """Load the tokenizer of a data folder, the --out of a build. Raises UserError.
-
-        The folder's shards know their EOS: `eos=shards.eos_id` is right where they are at hand.
-        """
+        """Load the tokenizer of a data folder; its shards know their `eos`. Raises UserError."""
         there = [path for name in FILE_NAMES if (path := Path(folder) / name).is_file()]
         if len(there) != 1:
             raise UserError(
@@ -134,15 +121,15 @@ class Tokenizer:
         return cls.load(there[0], eos=eos)
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text` without BOS and EOS, int64 [tokens]."""
+        """Return the ids of `text` without BOS and EOS, int64 [tokens]."""
         return self._reader.encode(text)
 
     def decode(self, ids: np.ndarray | list[int]) -> str:
-        """The text of `ids` (int [tokens]); control ids such as EOS give nothing."""
+        """Return the text of `ids` (int [tokens]); control ids such as EOS give nothing."""
         return self._reader.decode([int(i) for i in ids])
 
     def probe_ids(self) -> dict[str, list[int]]:
-        """The ids of a few fixed strings: tells apart models that differ in nothing else."""
+        """Return the ids of a few fixed strings: tells apart models that differ in nothing else."""
         return {text: self.encode(text).tolist() for text in PROBES}
 
 

@@ -29,13 +29,6 @@ def folders(tmp_path: Path) -> list[Path]:
     return [write(tmp_path / name, k) for k, name in enumerate(("web", "books", "code"))]
 
 
-def test_a_weight_is_the_number_that_was_written() -> None:
-    assert exact_weight(0.7) == Fraction(7, 10)
-    assert exact_weight(7) == 7
-    assert exact_weight(1e-05) == Fraction(1, 100_000)
-    assert exact_weight(np.float64(0.3)) == Fraction(3, 10)
-
-
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=8), st.lists(st.integers(0, LARGEST)))
 def test_a_word_is_of_the_source_whose_exact_interval_holds_it(
@@ -53,28 +46,29 @@ def test_a_word_is_of_the_source_whose_exact_interval_holds_it(
 
 
 def test_the_fingerprint_is_of_data_shares_and_order(folders: list[Path], tmp_path: Path) -> None:
-    def fingerprint(chosen: list[Path], weights: list[float]) -> str:
-        with Mixture.open(chosen, weights) as mixture:
-            return mixture.fingerprint
-
-    first = fingerprint(folders, [0.5, 0.3, 0.2])
-    assert fingerprint(folders, [5, 3, 2]) == first  # the same order of the same samples
+    # a weight is the decimal number that was written
+    weights = {0.7: Fraction(7, 10), 7: 7, 1e-05: Fraction(1, 100_000)}
+    assert [exact_weight(weight) for weight in weights] == list(weights.values())
+    web, books, code = folders
+    other = write(tmp_path / "x" / "code", 9)
+    first = Mixture.open(folders, [0.5, 0.3, 0.2]).fingerprint
+    # the same order of the same samples
+    assert Mixture.open(folders, [5, 3, 2]).fingerprint == first
     others = [
-        fingerprint(folders, [0.5, 0.2, 0.3]),
-        fingerprint([folders[1], folders[0], folders[2]], [0.3, 0.5, 0.2]),
-        fingerprint(folders[:2], [0.5, 0.5]),
-        fingerprint([folders[0], folders[1], write(tmp_path / "x" / "code", 9)], [0.5, 0.3, 0.2]),
+        Mixture.open(folders, [0.5, 0.2, 0.3]),
+        Mixture.open([books, web, code], [0.3, 0.5, 0.2]),
+        Mixture.open([web, books], [0.5, 0.5]),
+        Mixture.open([web, books, other], [0.5, 0.3, 0.2]),
     ]
-    assert len({first, *others}) == 5
-    with TokenShards.open(folders[0] / "train") as alone:
-        assert fingerprint(folders[:1], [0.7]) == alone.fingerprint
+    assert len({first, *(mixture.fingerprint for mixture in others)}) == 5
+    alone = TokenShards.open(web / "train").fingerprint
+    assert Mixture.open([web], [0.7]).fingerprint == alone
 
 
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
         ([0.5, 0.5], "data.weights has 2 numbers for 3 folders"),
-        ([1.0], "1 numbers for 3 folders"),
         ([0.5, 0.5, 0.0], "has 0.0, expected finite numbers above 0; leave out"),
         ([0.5, -0.5, 1], "has -0.5"),
         ([1, 1, float("nan")], "has nan"),
@@ -90,22 +84,17 @@ def test_weights_that_do_not_fit_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("k", "changed", "message"),
     [
-        ({"tokenizer_sha256": "u"}, "tokenizer_sha256 is 't' in .*/web/train, 'u' in .*/odd/train"),
-        ({"vocab_size": 501}, "vocab_size is 500 in .*, 501 in"),
-        ({"eos_id": 3}, "eos_id is 2 in .*, 3 in"),
+        (7, {"tokenizer_sha256": "u"}, "tokenizer_sha256 is 't' in .*/web/train, 'u' in .*/odd/"),
+        (7, {"vocab_size": 501}, "vocab_size is 500 in .*, 501 in"),
+        (7, {"eos_id": 3}, "eos_id is 2 in .*, 3 in"),
+        (0, {}, "web/train and .*odd/train hold the same stream"),
     ],
 )
-def test_data_of_other_tokenizers_is_refused(
-    folders: list[Path], tmp_path: Path, changed: dict[str, Any], message: str
+def test_folders_that_do_not_belong_together_are_refused(
+    folders: list[Path], tmp_path: Path, k: int, changed: dict[str, Any], message: str
 ) -> None:
-    odd = write(tmp_path / "odd", 7, **changed)
+    odd = write(tmp_path / "odd", k, **changed)
     with pytest.raises(UserError, match=message):
         Mixture.open([folders[0], odd], [1, 1])
-
-
-def test_one_stream_twice_is_refused(folders: list[Path], tmp_path: Path) -> None:
-    twin = write(tmp_path / "twin", 0)
-    with pytest.raises(UserError, match="web/train and .*twin/train hold the same stream"):
-        Mixture.open([*folders, twin], [1, 1, 1, 1])

@@ -19,7 +19,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.data import hf_tokenizer
 from canon_pretrain.data.hf_tokenizer import SplitEncoder
 from canon_pretrain.data.pieces import ModelFacts, PieceBounds, PieceEncoder
-from canon_pretrain.data.tokenizer import FILE_NAMES, SentencePieceModel, Tokenizer, load_tokenizer
+from canon_pretrain.data.tokenizer import FILE_NAMES, Tokenizer, load_tokenizer
 from data_prep.settle import train_tokenizer
 
 LINES = (
@@ -54,7 +54,6 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "spaces as suffixes": ({"treat_whitespace_as_suffix": True}, WHOLE + "its spaces end"),
     "user-defined": ({"user_defined_symbols": ["the c"]}, WHOLE + "it has user-defined"),
 }  # fmt: skip
-EXACT = [name for name, (_, method) in MODELS.items() if not method.startswith(WHOLE)]
 
 # What a tokenizer may trip over, mixed with what it has pieces for.
 FRAGMENTS = [
@@ -81,7 +80,11 @@ def model(name: str) -> bytes:
     return content.getvalue()
 
 
-def reference(name: str) -> Callable[[str], list[int]]:
+_tokenizer = cache(lambda name: Tokenizer(model(name), name))
+
+
+@cache
+def _reference(name: str) -> Callable[[str], list[int]]:
     return sentencepiece.SentencePieceProcessor(model_proto=model(name)).encode
 
 
@@ -95,69 +98,39 @@ def small_encoder(name: str) -> PieceEncoder:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_way_that_is_chosen(name: str) -> None:
-    method = SentencePieceModel(model(name), "test").method
-    assert method.startswith("sentencepiece, " + MODELS[name][1])
-
-
-@pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(texts)
 def test_any_text_has_sentencepiece_s_ids(name: str, text: str) -> None:
-    assert _tokenizer(name).encode(text).tolist() == _reference(name)(text)
-
-
-@pytest.mark.parametrize("name", EXACT)
-@settings(max_examples=400, deadline=None)
-@given(texts)
-def test_so_has_any_text_in_tiny_slices_and_caches(name: str, text: str) -> None:
-    assert small_encoder(name).encode(text).tolist() == _reference(name)(text)
-
-
-_tokenizer = cache(lambda name: Tokenizer(model(name), name))
-_reference = cache(reference)
+    assert _tokenizer(name).method.startswith("sentencepiece, " + MODELS[name][1])
+    ids = _reference(name)(text)
+    assert _tokenizer(name).encode(text).tolist() == ids
+    if not MODELS[name][1].startswith(WHOLE):
+        assert small_encoder(name).encode(text).tolist() == ids
 
 
 def test_a_model_that_fails_the_check_at_load_is_encoded_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(PieceBounds, "__init__", _no_pairs)
+    def no_pairs(bounds: PieceBounds, pieces: list[str]) -> None:
+        bounds.pairs = frozenset()
+        bounds.before_spaces = bounds.around_newlines = bounds.around_letters = True
+
+    monkeypatch.setattr(PieceBounds, "__init__", no_pairs)
     tokenizer = Tokenizer(model("across spaces"), "test")
     assert tokenizer.method.startswith("sentencepiece, documents whole: this version")
     text = "\n".join(LINES)
     assert tokenizer.encode(text).tolist() == _reference("across spaces")(text)
 
 
-def _no_pairs(bounds: PieceBounds, pieces: list[str]) -> None:
-    bounds.pairs = frozenset()
-    bounds.before_spaces = bounds.around_newlines = bounds.around_letters = True
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
-    path.write_bytes(train_tokenizer(LINES, 400))
-    return path
-
-
 @pytest.mark.parametrize(
     "text", ["", "  two", "tab\tand\r\nline\n\n", "a\x00b", "h\u00e9llo \U0001f642 \u6f22\u5b57",
              "\ufeffmark", "<0x0A> 123", "a</s><s><unk></s>", *LINES[:2]],
 )  # fmt: skip
-def test_round_trip_and_control_pieces_are_text(path: Path, text: str) -> None:
-    tokenizer = Tokenizer.load(path)
+def test_round_trip_and_control_pieces_are_text(text: str) -> None:
+    tokenizer = Tokenizer(sentencepiece_model(), "test")
     ids = tokenizer.encode(text)
     assert not {0, tokenizer.bos_id, tokenizer.eos_id} & set(ids.tolist())
     assert tokenizer.decode(np.append(ids, tokenizer.eos_id)) == text
-
-
-def test_files_that_are_no_model_are_refused(tmp_path: Path) -> None:
-    for place, message in ((tmp_path / "none.model", "No such file"), (tmp_path, "Is a directory")):
-        with pytest.raises(UserError, match=f"cannot be read: {message}"):
-            Tokenizer.load(place)
-    for content, message in ((b"", "is empty"), (b"\x0a\xff", "not a readable Sentence")):
-        with pytest.raises(UserError, match=message):
-            Tokenizer(content, "bad")
 
 
 # ---- tokenizer.json
@@ -218,20 +191,19 @@ def llama_2() -> dict[str, Any]:
     return json.loads(tokenizer.to_str())
 
 
-FILES: dict[str, Callable[[], dict[str, Any]]] = {
-    "gpt-2": lambda: byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False)),
-    "gpt-2 with a prefix": lambda: byte_level(pre_tokenizers.ByteLevel(add_prefix_space=True)),
-    "llama-3": lambda: byte_level(split_by(hf_tokenizer._SPLITS[0])),
-    "qwen-2": lambda: byte_level(split_by(hf_tokenizer._SPLITS[1])),
-    "other": lambda: byte_level(split_by(r"\w+ \w+|\s|.")),
-    "llama-2": llama_2,
+FILES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "gpt-2": (lambda: byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False)), SLICES),
+    "with a prefix": (lambda: byte_level(pre_tokenizers.ByteLevel(add_prefix_space=True)), SLICES),
+    "llama-3": (lambda: byte_level(split_by(hf_tokenizer._SPLITS[0])), SLICES),
+    "qwen-2": (lambda: byte_level(split_by(hf_tokenizer._SPLITS[1])), SLICES),
+    "other": (lambda: byte_level(split_by(r"\w+ \w+|\s|.")), "documents whole"),
+    "llama-2": (llama_2, WORDS),
 }
-SLICED = [name for name in FILES if name not in ("other", "llama-2")]
 
 
 @cache
 def content(name: str) -> str:
-    return json.dumps(FILES[name]())
+    return json.dumps(FILES[name][0]())
 
 
 @cache
@@ -240,18 +212,10 @@ def ours(name: str) -> Tokenizer:
 
 
 @cache
-def package(name: str) -> tokenizers.Tokenizer:
+def package(name: str) -> Callable[[str], list[int]]:
     tokenizer = tokenizers.Tokenizer.from_str(content(name))
     tokenizer.encode_special_tokens = True
-    return tokenizer
-
-
-@cache
-def sliced(name: str) -> SplitEncoder:
-    def encode(text: str) -> list[int]:
-        return package(name).encode(text, add_special_tokens=False).ids
-
-    return SplitEncoder(encode, slice_characters=3)
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def changed(name: str = "gpt-2", **changes: Any) -> bytes:
@@ -259,38 +223,24 @@ def changed(name: str = "gpt-2", **changes: Any) -> bytes:
 
 
 @pytest.mark.parametrize("name", FILES)
-@settings(max_examples=100, deadline=None)
-@given(texts)
-def test_any_text_has_the_package_s_ids(name: str, text: str) -> None:
-    ids = ours(name).encode(text)
-    assert ids.dtype == np.int64
-    assert ids.tolist() == package(name).encode(text, add_special_tokens=False).ids
-
-
-@pytest.mark.parametrize("name", SLICED)
 @settings(max_examples=200, deadline=None)
 @given(texts)
-def test_so_has_any_text_in_tiny_slices(name: str, text: str) -> None:
-    whole = package(name).encode(text, add_special_tokens=False).ids
-    assert sliced(name).encode(text).tolist() == whole
+def test_any_text_has_the_package_s_ids(name: str, text: str) -> None:
+    """And Llama-2's two files give the same ids."""
+    assert ours(name).method == f"tokenizers, {FILES[name][1]}"
+    ids, whole = ours(name).encode(text), package(name)(text)
+    assert ids.dtype == np.int64 and ids.tolist() == whole
+    if FILES[name][1] == SLICES:
+        sliced = SplitEncoder(package(name), slice_characters=3)
+        assert sliced.encode(text).tolist() == whole
+    if name == "llama-2":
+        reference = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
+        assert reference.encode(text) == whole
 
 
-@settings(max_examples=300, deadline=None)
-@given(texts)
-def test_llama_2_s_two_files_give_the_same_ids(text: str) -> None:
-    reference = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
-    assert ours("llama-2").encode(text).tolist() == reference.encode(text)
-
-
-def test_the_way_that_a_tokenizer_json_is_encoded() -> None:
-    methods = {name: ours(name).method for name in FILES}
-    assert methods.pop("llama-2") == "tokenizers, word cache"
-    assert methods.pop("other") == "tokenizers, documents whole"
-    assert set(methods.values()) == {"tokenizers, giant documents in slices"}
-    for changes in (
-        {"normalizer": {"type": "NFC"}},
-        {"added_tokens": [*json.loads(content("gpt-2"))["added_tokens"], token(341, "the end")]},
-    ):
+def test_a_file_that_changes_a_text_before_the_split_is_encoded_whole() -> None:
+    added = [*json.loads(content("gpt-2"))["added_tokens"], token(341, "the end")]
+    for changes in ({"normalizer": {"type": "NFC"}}, {"added_tokens": added}):
         assert Tokenizer(changed(**changes), "x").method == "tokenizers, documents whole"
 
 
@@ -329,13 +279,14 @@ def test_eos_by_its_usual_name_or_as_named() -> None:
     for eos in ("<|im_end|>", 341):
         assert Tokenizer(added, "x", eos=eos).eos_id == 341
     both = changed(added_tokens=[token(1, "</s>", special=True), *ends])
-    with pytest.raises(UserError, match="2 of its added tokens.*endoftext.*--eos TOKEN"):
-        Tokenizer(both, "x")
     assert Tokenizer(both, "x", eos="</s>").eos_id == 1
-    with pytest.raises(UserError, match="0 of its added tokens.*--eos TOKEN"):
-        Tokenizer(changed(added_tokens=[token(341, "<|im_end|>")]), "x")
-    with pytest.raises(UserError, match="0 of its added tokens.* are '<end>'"):
-        Tokenizer(added, "x", eos="<end>")
+    for file, eos, message in (
+        (both, None, "2 of its added tokens.*endoftext.*--eos TOKEN"),
+        (changed(added_tokens=[token(341, "<|im_end|>")]), None, "0 of its added tokens"),
+        (added, "<end>", "0 of its added tokens.* are '<end>'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Tokenizer(file, "x", eos=eos)
 
 
 def test_an_eos_that_is_not_marked_special_stays_text_too() -> None:
@@ -344,24 +295,30 @@ def test_an_eos_that_is_not_marked_special_stays_text_too() -> None:
     assert tokenizer.decode([*tokenizer.encode("ab"), tokenizer.eos_id]) == "ab"
 
 
-def test_a_model_that_finds_eos_in_a_text_is_refused() -> None:
-    vocab = [["<unk>", 0.0], ["</s>", -1.0], ["a", -2.0], ["<", -3.0]]
-    model = {"type": "Unigram", "unk_id": 0, "vocab": vocab, "byte_fallback": False}
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            {"type": "Unigram", "unk_id": 0, "byte_fallback": False,
+             "vocab": [["<unk>", 0.0], ["</s>", -1.0], ["a", -2.0], ["<", -3.0]]},
+            "reads its own EOS or BOS",
+        ),
+        ({"type": "BPE", "vocab": {"a": 0}, "merges": []}, "drops characters"),
+    ],
+)  # fmt: skip
+def test_a_model_that_finds_eos_in_a_text_or_drops_characters_is_refused(
+    model: dict[str, Any], message: str
+) -> None:
     file = changed(model=model, pre_tokenizer=None, added_tokens=[token(1, "</s>", special=True)])
-    with pytest.raises(UserError, match="reads its own EOS or BOS .*documents could not be told"):
-        Tokenizer(file, "x")
-
-
-def test_a_model_that_drops_characters_is_refused() -> None:
-    model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
-    file = changed(model=model, pre_tokenizer=None, added_tokens=[token(1, "</s>", special=True)])
-    with pytest.raises(UserError, match="drops characters that it does not know"):
+    with pytest.raises(UserError, match=message):
         Tokenizer(file, "x")
 
 
 @pytest.mark.parametrize(
     ("file", "message"),
     [
+        (b"", "is empty"),
+        (b"\x0a\xff", "not a readable SentencePiece"),
         (b"{", "not a tokenizer.json: JSONDecodeError"),
         (b'{"model": 1}', "not a tokenizer.json: KeyError.'added_tokens'"),
         (b'{"added_tokens": [{"id": 1, "content": "</s>"}]}', "not a readable tokenizer.json"),
@@ -373,6 +330,9 @@ def test_files_that_are_no_tokenizer_are_refused(file: bytes, message: str) -> N
 
 
 def test_a_data_folder_s_tokenizer_is_found(tmp_path: Path) -> None:
+    for place, message in ((tmp_path / "none.model", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(UserError, match=f"cannot be read: {message}"):
+            Tokenizer.load(place)
     with pytest.raises(UserError, match="holds no tokenizer, expected one of"):
         Tokenizer.find(tmp_path)
     for name, model in zip(FILE_NAMES, (sentencepiece_model(), changed()), strict=True):
@@ -380,8 +340,8 @@ def test_a_data_folder_s_tokenizer_is_found(tmp_path: Path) -> None:
         for found in (Tokenizer.find(tmp_path), load_tokenizer(tmp_path)):
             assert (found.file_name, found.model) == (name, model)
         assert load_tokenizer(tmp_path / name).file_name == name
-        if name == FILE_NAMES[0]:
-            (tmp_path / name).unlink()
-    (tmp_path / FILE_NAMES[0]).write_bytes(sentencepiece_model())
+        (tmp_path / name).unlink()
+    for name in FILE_NAMES:
+        (tmp_path / name).touch()
     with pytest.raises(UserError, match="holds tokenizer.model and tokenizer.json"):
         Tokenizer.find(tmp_path)

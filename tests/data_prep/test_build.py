@@ -1,15 +1,14 @@
 """The build end to end on a small library: same bytes however it ran, nothing written over."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import sentencepiece
 import zstandard
@@ -17,20 +16,19 @@ import zstandard
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import sha256_file
 from canon_pretrain.core.lock import locked
-from canon_pretrain.data.shards import TokenShards
-from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep import settle, sources
 from data_prep.__main__ import main
 from data_prep.build import Shard, build
 from data_prep.plan import Limits, Options, is_held_out
 from data_prep.settle import train_tokenizer
-from tests.corpora import build_corpus, snapshot, write_corpus, write_tokenizer
+from tests.corpora import build_corpus, snapshot, stored_texts, write_corpus, write_tokenizer
+from tests.data_folders import tokenizer
+from tests.support import ROOT
 
 OPTIONS = Options(holdout=0.3, unit_bytes=600, max_part_tokens=700)
 TOKENIZER = "train:400"
-REPOSITORY = Path(__file__).parents[2]
 
-# argv: library, out, workers, kill at the n-th rename (0: never)
+# argv: library, out, kill at the n-th rename
 RUN = """
 import os, signal, sys
 from pathlib import Path
@@ -38,22 +36,23 @@ from data_prep import sources
 from data_prep.build import build
 from data_prep.plan import Options
 
-def rename(source, target, real=os.rename, left=[int(sys.argv[4])]):
+def rename(source, target, real=os.rename, left=[int(sys.argv[3])]):
     left[0] -= 1
     if left[0] == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     real(source, target)
 
-if __name__ == "__main__":
-    os.rename = rename
-    sources.source_root = lambda source: Path(sys.argv[1])
-    options = Options(holdout=0.3, unit_bytes=600, max_part_tokens=700)
-    build(Path(sys.argv[2]), "stdlib", "train:400", options, int(sys.argv[3]))
+os.rename = rename
+sources.source_root = lambda source: Path(sys.argv[1])
+options = Options(holdout=0.3, unit_bytes=600, max_part_tokens=700)
+build(Path(sys.argv[2]), "stdlib", "train:400", options, 1)
 """
 
 
-def write_library(root: Path) -> None:
-    (root / "pydoc_data").mkdir(parents=True)
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("library")
+    (root / "pydoc_data").mkdir()
     topics = {f"t{i}": f"Topic {i}: the quick brown fox, </s> and <s> too.\n" * 3 for i in range(9)}
     (root / "pydoc_data/topics.py").write_text(f"topics = {topics!r}\n")
     for i in range(24):
@@ -63,12 +62,6 @@ def write_library(root: Path) -> None:
     (root / "broken.py").write_bytes(b"# \xff\n")
     (root / "empty.py").write_bytes(b"")
     (root / "blank.py").write_bytes(b"  \r\n\t")
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("library")
-    write_library(root)
     return root
 
 
@@ -78,96 +71,60 @@ def small_library(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "source_root", lambda source: real(source) and library)
 
 
+def build_library(out: Path) -> None:
+    build(out, "stdlib", TOKENIZER, OPTIONS, workers=1)
+
+
 @pytest.fixture(scope="module")
 def reference(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("reference") / "data"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "source_root", lambda source: library)
-        build(out, "stdlib", TOKENIZER, OPTIONS, workers=1)
+        build_library(out)
     return out
 
 
-def texts_of(library: Path) -> list[str]:
-    """The documents in order, read without the code under test."""
-    namespace: dict = {}
+def test_every_document_is_there_in_order(library: Path, reference: Path) -> None:
+    """Read without the code under test."""
+    namespace: dict[str, Any] = {}
     exec((library / "pydoc_data/topics.py").read_text(), namespace)
     texts = [namespace["topics"][f"t{i}"] for i in range(9)]
-    names = ["blank.py", "latin.py", *(f"m{i}.py" for i in range(24))]
-    encoding = {"latin.py": "latin-1"}
-    return texts + [(library / n).read_bytes().decode(encoding.get(n, "utf-8")) for n in names]
-
-
-def stored_texts(folder: Path, tokenizer: Tokenizer) -> list[str]:
-    with TokenShards.open(folder) as shards:
-        ends = shards.document_ends()
-        starts = [0, *ends[:-1]]
-        documents = [shards.read(int(a), int(b - a)) for a, b in zip(starts, ends, strict=True)]
-        assert shards.num_bytes == sum(len(tokenizer.decode(ids).encode()) for ids in documents)
-    for ids in documents:
-        assert np.flatnonzero(ids == tokenizer.eos_id).tolist() == [len(ids) - 1]
-    return [tokenizer.decode(ids) for ids in documents]
-
-
-def test_every_document_is_there_in_order(library: Path, reference: Path) -> None:
-    tokenizer = Tokenizer.load(reference / "tokenizer.model")
-    texts = texts_of(library)
+    for name in ["blank.py", "latin.py", *(f"m{i}.py" for i in range(24))]:
+        encoding = "latin-1" if name == "latin.py" else "utf-8"
+        texts.append((library / name).read_bytes().decode(encoding))
     held_out = [text for text in texts if is_held_out(text.encode(), OPTIONS.holdout)]
     train = [text for text in texts if not is_held_out(text.encode(), OPTIONS.holdout)]
     assert held_out and train and len(list((reference / "train").glob("*.bin"))) > 5
-    assert stored_texts(reference / "train", tokenizer) == train
-    assert stored_texts(reference / "validation", tokenizer) == held_out
+    assert stored_texts(reference) == train
+    assert stored_texts(reference, "validation") == held_out
 
 
 # 1: before plan.json; 2: before the tokenizer; then within and between units; at a manifest
 @pytest.mark.parametrize("rename", [1, 2, 6, 24, -1])
 def test_killed_and_resumed_gives_the_same_bytes(
-    tmp_path: Path, library: Path, reference: Path, rename: int
+    tmp_path: Path,
+    library: Path,
+    reference: Path,
+    capsys: pytest.CaptureFixture[str],
+    rename: int,
 ) -> None:
-    # every file but the lock is one rename
-    rename = rename if rename > 0 else len(snapshot(reference)) - 1 + rename + 1
-    arguments = [str(library), str(tmp_path / "data"), "1", str(rename)]
-    killed = subprocess.run(
-        [sys.executable, "-c", RUN, *arguments], cwd=REPOSITORY, capture_output=True
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not (tmp_path / "data/validation/manifest.json").exists()
-    build(tmp_path / "data", "stdlib", TOKENIZER, OPTIONS, workers=1)
-    assert snapshot(tmp_path / "data") == snapshot(reference)
-
-
-def test_resume_keeps_finished_units_and_the_tokenizer(
-    tmp_path: Path, library: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [str(library), str(tmp_path / "data"), "1", "24"]
-    subprocess.run([sys.executable, "-c", RUN, *arguments], cwd=REPOSITORY, capture_output=True)
-    kept = tmp_path / "data/train/part-00000-0.bin"
-    before = kept.stat().st_mtime_ns, kept.stat().st_ino
-    build(tmp_path / "data", "stdlib", TOKENIZER, OPTIONS, workers=1)
-    printed = capsys.readouterr().out
-    assert "resuming: 2 of" in printed and "training" not in printed.partition("resuming")[0]
-    assert (kept.stat().st_mtime_ns, kept.stat().st_ino) == before
-
-
-def test_workers_end_with_a_killed_parent(tmp_path: Path, library: Path, reference: Path) -> None:
     out = tmp_path / "data"
-    script = tmp_path / "run.py"
-    script.write_text(RUN)
-    running = subprocess.Popen(
-        [sys.executable, str(script), str(library), str(out), "2", "0"],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 30
-    while not list(out.glob("train/part-*.json")) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    running.kill()
-    assert running.wait() == -signal.SIGKILL
-    assert list(out.glob("train/part-*.json")) and not (out / "train/manifest.json").exists()
-    build(out, "stdlib", TOKENIZER, OPTIONS, workers=2)
+    # every file but the lock is one rename
+    rename = rename if rename > 0 else len(snapshot(reference)) - 1
+    command = [sys.executable, "-c", RUN, str(library), str(out), str(rename)]
+    killed = subprocess.run(command, cwd=ROOT, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (out / "validation/manifest.json").exists()
+    kept = {path: path.stat().st_ino for path in out.glob("train/part-00000-0.bin")}
+    build_library(out)
     assert snapshot(out) == snapshot(reference)
+    if rename == 24:  # finished units and the tokenizer stay
+        said = capsys.readouterr().out
+        assert "resuming: 2 of" in said and "trained" not in said
+        assert kept and all(path.stat().st_ino == inode for path, inode in kept.items())
 
 
-def test_command_builds_says_so_and_is_quick_again(
+def test_the_command_twice_and_with_other_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "deep" / "data"
@@ -181,14 +138,13 @@ def test_command_builds_says_so_and_is_quick_again(
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1 and "nothing to do" in printed
     main(["verify", str(out)])
-    assert f"{out}: ok" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        main([*command, "--holdout", "0.1"])
-    assert "holdout: 0.2 -> 0.1" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        main([*command, "--tokenizer", "train:401"])
-    printed = capsys.readouterr()
-    assert "requested: train:400 -> train:401" in printed.err and "Traceback" not in printed.err
+    for more, words in (
+        (["--holdout", "0.1"], "holdout: 0.2 -> 0.1"),
+        (["--tokenizer", "train:401"], "requested: train:400 -> train:401"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main([*command, *more])
+        assert words in capsys.readouterr().err
     assert snapshot(out) == before
     (out / "tokenizer.model").write_bytes(before["tokenizer.model"] + b"\x00")
     with pytest.raises(SystemExit, match="2"):
@@ -202,26 +158,25 @@ def test_command_builds_says_so_and_is_quick_again(
         ({"source": "pile"}, '"pile" is not known'),
         ({"shard": "0/3"}, "expected i/n"),
         ({"shard": "4/3"}, "expected i/n"),
-        ({"tokenizer": "/no/tokenizer.model"}, "cannot be read: No such file"),
+        ({"tokenizer": "/no/tokenizer.model"}, "No such file"),
         ({"tokenizer": "train:many"}, "expected train:N"),
         ({"tokenizer": "train:10"}, "too small"),
-        ({"tokenizer": "train:99999"}, "too high"),
     ],
 )
-def test_bad_arguments(tmp_path: Path, changed: dict, message: str) -> None:
+def test_bad_arguments(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
     arguments = {"source": "stdlib", "tokenizer": TOKENIZER, "workers": 1, **changed}
     with pytest.raises(UserError, match=message):
         if shard := arguments.get("shard"):
             arguments["shard"] = Shard.parse(shard)
         build(tmp_path / "data", options=OPTIONS, **arguments)
     assert set(snapshot(tmp_path)) <= {"data/build.lock"}
-    build(tmp_path / "data", "stdlib", TOKENIZER, OPTIONS, workers=1)
+    build_library(tmp_path / "data")
 
 
 def test_other_files_are_never_written_over(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"mine")
     with pytest.raises(UserError, match="holds other files \\(tokenizer.model\\)"):
-        build(tmp_path, "stdlib", TOKENIZER, OPTIONS, workers=1)
+        build_library(tmp_path)
     assert snapshot(tmp_path) == {"tokenizer.model": b"mine"}
 
 
@@ -235,16 +190,16 @@ def test_a_second_run_at_the_same_time_is_refused(
     monkeypatch.setattr("data_prep.folder.UNIT_PATIENCE_S", 0.2)
     with locked(tmp_path / "build.lock", "x"):
         with pytest.raises(UserError, match="is being built by another process"):
-            build(tmp_path, "stdlib", TOKENIZER, OPTIONS, workers=1)
+            build_library(tmp_path)
     assert "waiting: another process settles the plan" in capsys.readouterr().out
-    build(tmp_path, "stdlib", TOKENIZER, OPTIONS, workers=1)
+    build_library(tmp_path)
     for path in tmp_path.glob("*/part-00001-*"):
         path.unlink()
     with locked(tmp_path / "locks/unit-00001.lock", "x"):
         with pytest.raises(UserError, match="unit 1 of .* is being built by another process"):
-            build(tmp_path, "stdlib", TOKENIZER, OPTIONS, workers=1)
+            build_library(tmp_path)
         assert not list(tmp_path.glob("*/part-00001-*"))
-    build(tmp_path, "stdlib", TOKENIZER, OPTIONS, workers=1)
+    build_library(tmp_path)
     assert snapshot(tmp_path) == snapshot(reference)
 
 
@@ -264,18 +219,19 @@ def damage_mark(out: Path) -> None:
         damage_mark,
     ],
 )
-def test_the_way_out_of_damage_is_to_build_again(tmp_path: Path, reference: Path, damage) -> None:  # type: ignore[no-untyped-def]
-    build(tmp_path / "data", "stdlib", TOKENIZER, OPTIONS, workers=1)
+def test_the_way_out_of_damage_is_to_build_again(
+    tmp_path: Path, reference: Path, damage: Callable[[Path], object]
+) -> None:
+    build_library(tmp_path / "data")
     damage(tmp_path / "data")
-    build(tmp_path / "data", "stdlib", TOKENIZER, OPTIONS, workers=1)
+    build_library(tmp_path / "data")
     assert snapshot(tmp_path / "data") == snapshot(reference)
 
 
 def test_groups_are_counted(tmp_path: Path) -> None:
     sets = ["RedPajamaC4", "RedPajamaArXiv", "RedPajamaC4"]
-    mirror = tmp_path / "mirror"
     for number in (2, 10):
-        path = mirror / f"train/chunk1/example_train_{number}.jsonl.zst"
+        path = tmp_path / f"mirror/train/chunk1/example_train_{number}.jsonl.zst"
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = [
             {"text": f"file {number}, row {row}", "meta": {"redpajama_set_name": name}}
@@ -283,19 +239,15 @@ def test_groups_are_counted(tmp_path: Path) -> None:
         ]
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         path.write_bytes(zstandard.compress(lines.encode()))
-    write_tokenizer(tmp_path / "tokenizer.model")
-    out, model = tmp_path / "data", str(tmp_path / "tokenizer.model")
-    build(out, "slimpajama", model, Options(holdout=0.0), 1, files=[mirror])
-    tokenizer = Tokenizer.load(out / "tokenizer.model")
+    out, model = tmp_path / "data", str(write_tokenizer(tmp_path / "tokenizer.model"))
+    build(out, "slimpajama", model, Options(holdout=0.0), 1, files=[tmp_path / "mirror"])
     texts = [f"file {number}, row {row}" for number in (2, 10) for row in range(3)]
-    assert stored_texts(out / "train", tokenizer) == texts
+    assert stored_texts(out) == texts
     groups = json.loads((out / "train/part-00000-0.json").read_text())["groups"]
-    lengths = [len(tokenizer.encode(text)) + 1 for text in texts]
+    lengths = [len(tokenizer().encode(text)) + 1 for text in texts]
     arxiv = [2, lengths[1] + lengths[4], 13 + 14]
-    assert groups == {
-        "RedPajamaArXiv": arxiv,
-        "RedPajamaC4": [4, sum(lengths) - arxiv[1], 2 * arxiv[2]],
-    }
+    rest = [4, sum(lengths) - arxiv[1], 2 * arxiv[2]]
+    assert groups == {"RedPajamaArXiv": arxiv, "RedPajamaC4": rest}
 
 
 def test_only_the_inputs_that_a_limit_needs_are_fetched(
@@ -304,31 +256,27 @@ def test_only_the_inputs_that_a_limit_needs_are_fetched(
     """A dataset of the hub is listed at once, and each file comes when its unit is built."""
     write_corpus(tmp_path / "hub")
     write_tokenizer(tmp_path / "tokenizer.model")
-    selection = sources.select("local", [tmp_path / "hub"])
     (tmp_path / "cache").mkdir()
     fetched: list[str] = []
 
-    def fetch(source: str, version: str, root: Path, inputs) -> None:  # type: ignore[no-untyped-def]
+    def fetch(source: str, version: str, root: Path, inputs: Any) -> None:
         for known in inputs:
             if not (root / known.path).exists():
                 (root / known.path).write_bytes((tmp_path / "hub" / known.path).read_bytes())
                 fetched.append(known.path)
 
     monkeypatch.setattr(sources, "fetch", fetch)
-    inputs = [
-        replace(known, sha256=sha256_file(selection.root / known.path))
-        for known in selection.inputs
-    ]
-    elsewhere = replace(selection, root=tmp_path / "cache", inputs=tuple(inputs))
+    real = sources.select("local", [tmp_path / "hub"])
+    inputs = [replace(known, sha256=sha256_file(real.root / known.path)) for known in real.inputs]
+    elsewhere = replace(real, root=tmp_path / "cache", inputs=tuple(inputs))
     monkeypatch.setattr(sources, "select", lambda *arguments, **more: elsewhere)
-    out, limits = tmp_path / "data", Limits(max_documents=60)
-    build_corpus(out, tmp_path / "hub", limits=limits)
-    assert fetched == [f"part{number}.jsonl" for number in (1, 2, 3, 4)]
-    with TokenShards.open(out / "train") as shards:
-        assert shards.num_documents == 60
-    build_corpus(out, tmp_path / "hub", limits=limits)
-    assert len(fetched) == 4
+    for _ in range(2):
+        build_corpus(tmp_path / "data", tmp_path / "hub", limits=Limits(max_documents=60))
+        assert fetched == [f"part{number}.jsonl" for number in (1, 2, 3, 4)]
+    assert len(stored_texts(tmp_path / "data")) == 60
 
+
+# ---- training a tokenizer
 
 TEXTS = ["def f(x):\n    return x + 2024\n", "the cat sat on the mat, then the end\n" * 5]
 
@@ -343,9 +291,7 @@ def test_settings_and_determinism(capfd: pytest.CaptureFixture[str]) -> None:
     assert processor.encode("2024", out_type=str) == ["▁", "2", "0", "2", "4"]
     pieces = {processor.id_to_piece(i) for i in range(330)}
     assert "▁▁" in pieces and "▁the" in pieces
-
-
-def test_a_line_that_sentencepiece_would_skip_for_its_length_is_learnt_from() -> None:
+    # a line that sentencepiece would skip for its length is learnt from
     line = "".join(f"wordy {number} " for number in range(10_000))
     assert len(line) > settle.MAX_LINE_BYTES
     processor = sentencepiece.SentencePieceProcessor(model_proto=train_tokenizer([line], 290))
@@ -355,7 +301,6 @@ def test_a_line_that_sentencepiece_would_skip_for_its_length_is_learnt_from() ->
 @pytest.mark.parametrize(
     ("texts", "vocab_size", "message"),
     [
-        (TEXTS, 100, "train:100: too small: .* 259"),
         (TEXTS, 260, "smaller than required_chars"),
         (TEXTS, 10**6, "too high .* <= [0-9]+"),
         ([], 300, "there is no text to train on"),
@@ -369,14 +314,13 @@ def test_impossible_vocabularies(texts: list[str], vocab_size: int, message: str
 def test_a_tokenizer_learns_from_all_over_a_large_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = write_corpus(tmp_path / "corpus", files=30)
+    texts, options = write_corpus(tmp_path / "corpus", files=30), Options(holdout=0.2)
     selection = sources.select("local", [tmp_path / "corpus"])
-    held_out = [text for text in texts if is_held_out(text.encode(), 0.2)]
-    rest = [text for text in texts if text not in held_out]
-    assert held_out and list(settle.training_texts(selection, Options(holdout=0.2))) == rest
+    rest = [text for text in texts if not is_held_out(text.encode(), 0.2)]
+    assert len(rest) < len(texts) and list(settle.training_texts(selection, options)) == rest
     monkeypatch.setattr(settle, "TRAIN_BYTES", 20_000)
     monkeypatch.setattr(settle, "TRAIN_INPUTS", 6)
-    chosen = list(settle.training_texts(selection, Options(holdout=0.2)))
+    chosen = list(settle.training_texts(selection, options))
     assert {text.partition(".")[0] for text in chosen} == {"0", "5", "10", "15", "20", "25"}
     assert set(chosen) < set(rest)
     assert 20_000 <= sum(len(text.encode()) for text in chosen) < 26_000

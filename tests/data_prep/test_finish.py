@@ -15,7 +15,7 @@ from data_prep.build import Shard
 from data_prep.finish import finish
 from data_prep.folder import SPLITS
 from data_prep.plan import Limits, is_held_out
-from tests.corpora import OPTIONS, build_corpus, snapshot, write_corpus, write_tokenizer
+from tests.corpora import OPTIONS, build_corpus, corpus_folder, flip, snapshot, stored_texts
 from tests.data_folders import tokenizer
 
 UNITS = 5
@@ -23,12 +23,8 @@ UNITS = 5
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus, its tokenizer, and `data`, all of it built."""
-    folder = tmp_path_factory.mktemp("finish")
-    write_corpus(folder / "corpus")
-    write_tokenizer(folder / "tokenizer.model")
-    build_corpus(folder / "data", folder / "corpus")
-    return folder
+    """A corpus, its tokenizer, and `data`, all of it built; its limits are each test's own."""
+    return corpus_folder(tmp_path_factory.mktemp("finish"), files=9)
 
 
 def documents(base: Path, held_out: bool) -> list[list[tuple[str, int]]]:
@@ -42,25 +38,6 @@ def documents(base: Path, held_out: bool) -> list[list[tuple[str, int]]]:
     return units
 
 
-def manifests(data: Path) -> list[bytes]:
-    return [(data / split / "manifest.json").read_bytes() for split in SPLITS]
-
-
-def stored(folder: Path) -> list[str]:
-    with TokenShards.open(folder) as shards:
-        ends = shards.document_ends()
-        starts = [0, *ends[:-1]]
-        assert len(ends) == shards.num_documents and ends[-1] == shards.num_tokens
-        texts = [
-            tokenizer().decode(shards.read(int(a), int(b - a)))
-            for a, b in zip(starts, ends, strict=True)
-        ]
-        assert shards.num_bytes == sum(len(text.encode()) for text in texts)
-        with pytest.raises(ValueError, match="which has"):
-            shards.read(shards.num_tokens - 1, 2)
-    return texts
-
-
 def check_limited(base: Path, data: Path, limits: Limits) -> None:
     """The folder holds what the limits leave: computed here from the texts alone."""
     units = documents(base, held_out=False)
@@ -72,32 +49,25 @@ def check_limited(base: Path, data: Path, limits: Limits) -> None:
         if (limits.max_documents is None or index < limits.max_documents)
         and (limits.max_tokens is None or total <= limits.max_tokens)
     ]
-    assert stored(data / "train") == [text for _, text in expected]
+    assert stored_texts(data) == [text for _, text in expected]
     reached = max(unit for unit, _ in expected) + 1
     held_out = [text for unit in documents(base, held_out=True)[:reached] for text, _ in unit]
-    assert stored(data / "validation") == held_out
+    assert stored_texts(data, "validation") == held_out
+    with TokenShards.open(data / "train") as shards, pytest.raises(ValueError, match="which has"):
+        shards.read(shards.num_tokens - 1, 2)
 
 
 def test_the_stream_ends_at_the_document_that_fits(base: Path) -> None:
     counts = [count for unit in documents(base, held_out=False) for _, count in unit]
     exact = sum(counts[:50])
     first_unit = len(documents(base, held_out=False)[0])
-    for limits in (
-        Limits(max_documents=1),
-        Limits(max_documents=first_unit),
-        Limits(max_documents=first_unit + 1),
-        Limits(max_documents=10**9),
-        Limits(max_tokens=counts[0]),
-        Limits(max_tokens=exact - 1),
-        Limits(max_tokens=exact),
-        Limits(max_tokens=exact + 1),
-        Limits(max_tokens=sum(counts) - 1),
-        Limits(max_tokens=sum(counts)),
-        Limits(max_documents=50, max_tokens=exact + 1000),
-        Limits(max_documents=51, max_tokens=exact),
-    ):
-        finish(base / "data", limits)
-        check_limited(base, base / "data", limits)
+    limits = [Limits(max_documents=n) for n in (1, first_unit, first_unit + 1, 10**9)]
+    edges = (counts[0], exact - 1, exact, exact + 1, sum(counts) - 1, sum(counts))
+    limits += [Limits(max_tokens=n) for n in edges]
+    limits += [Limits(50, exact + 1000), Limits(51, exact)]
+    for each in limits:
+        finish(base / "data", each)
+        check_limited(base, base / "data", each)
         main(["verify", str(base / "data")])
 
 
@@ -108,11 +78,10 @@ def test_a_limited_build_makes_what_finish_makes_and_no_more(base: Path, tmp_pat
     for workers in (1, 2):
         out = tmp_path / f"data{workers}"
         build_corpus(out, base / "corpus", workers=workers, limits=limits)
-        assert manifests(out) == manifests(base / "data")
-        files = snapshot(out)
-        assert files.items() <= snapshot(base / "data").items()
+        for name in (f"{split}/manifest.json" for split in SPLITS):
+            assert (out / name).read_bytes() == (base / "data" / name).read_bytes()
+        assert snapshot(out).items() <= snapshot(base / "data").items()
     assert not any("part-00004" in name for name in snapshot(tmp_path / "data1"))
-    assert any("part-00004" in name for name in snapshot(base / "data"))
 
     # and it changes back, or grows, without building again what is there
     build_corpus(tmp_path / "data1", base / "corpus")
@@ -141,12 +110,9 @@ def test_a_folder_without_byte_ends_goes_on(
     finish(base / "data", Limits())
     old, new = snapshot(out), snapshot(base / "data")
     assert json.loads(old["plan.json"])["version"] == 2
-    assert {name for name in new if name.endswith((".bin", ".crc")) and old[name] != new[name]} == (
-        set()
-    )
-    docs = [name for name in new if name.endswith(".docs")]
-    assert all(new[name].startswith(old[name]) for name in docs)
-    assert all(len(new[name]) == 2 * len(old[name]) for name in docs)
+    assert all(old[name] == new[name] for name in new if name.endswith((".bin", ".crc")))
+    for name in (name for name in new if name.endswith(".docs")):
+        assert new[name].startswith(old[name]) and len(new[name]) == 2 * len(old[name])
     plain, other = TokenShards.open(base / "data/train"), TokenShards.open(out / "train")
     assert plain.num_bytes == other.num_bytes and plain.fingerprint != other.fingerprint
     assert plain.document_ends().tolist() == other.document_ends().tolist()
@@ -164,7 +130,7 @@ def test_a_folder_without_byte_ends_goes_on(
     # at the end of a part there is nothing to cut
     first = plain.parts[0].entry.documents
     finish(out, Limits(max_documents=first))
-    assert len(stored(out / "train")) == first
+    assert len(stored_texts(out)) == first
 
 
 def test_a_kill_between_the_manifests_leaves_no_pair_of_two_limits(
@@ -182,14 +148,13 @@ def test_a_kill_between_the_manifests_leaves_no_pair_of_two_limits(
         patch.setattr(finish_module, "write_json", killed)
         with pytest.raises(KeyboardInterrupt):
             finish(base / "data", Limits(max_documents=30))
-    assert not (base / "data/validation/manifest.json").exists()
     with pytest.raises(ShardError, match="unfinished"):
         TokenShards.open(base / "data/validation")
     finish(base / "data", Limits(max_documents=30))
     check_limited(base, base / "data", Limits(max_documents=30))
 
 
-def test_finish_names_what_is_missing(
+def test_shards_then_finish_names_what_is_missing(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "data"
@@ -211,8 +176,7 @@ def test_a_cut_is_made_from_whole_files_only(base: Path, tmp_path: Path) -> None
     """A changed mark is not taken for the truth: its unit counts as not built."""
     finish(base / "data", Limits())
     out = Path(shutil.copytree(base / "data", tmp_path / "data"))
-    docs = out / "train/part-00000-0.docs"
-    docs.write_bytes(bytes([1]) + docs.read_bytes()[1:])
+    flip(out / "train/part-00000-0.docs", 0)
     with pytest.raises(UserError, match=r"part-00000-0\.docs: damaged"):
         finish(out, Limits(max_documents=2))
     mark = out / "train/part-00002-0.json"
@@ -227,8 +191,7 @@ def test_a_limited_shard_builds_what_may_be_needed(base: Path, tmp_path: Path) -
     limits = Limits(max_documents=in_units[0] + in_units[2] - 1)
     out = tmp_path / "data"
     build_corpus(out, base / "corpus", shard=Shard(1, 2), limits=limits)
-    names = {name.split("-")[1] for name in snapshot(out / "train")}
-    assert names == {"00000", "00002"}
+    assert {name.split("-")[1] for name in snapshot(out / "train")} == {"00000", "00002"}
     build_corpus(out, base / "corpus", shard=Shard(2, 2), limits=limits)
     finish(out, limits)
     check_limited(base, out, limits)

@@ -83,19 +83,17 @@ def test_listing_and_download(hub: FakeHub, files: Files, tmp_path: Path) -> Non
     first = run(tmp_path, hub.url, *listing)
     root = tmp_path / f"hub/datasets--HuggingFaceFW--fineweb-edu/snapshots/{COMMIT}"
     assert f"{COMMIT} 3 {root}" in first
-    listed = first[-3:]
-    for name, line in zip(NAMES, listed, strict=True):
-        sha256 = hashlib.sha256(files[name]).hexdigest()
-        assert line == f"Input(path='{name}', size={len(files[name])}, sha256='{sha256}')"
+    known = {name: (len(files[name]), hashlib.sha256(files[name]).hexdigest()) for name in NAMES}
+    expected = [f"Input(path='{n}', size={k[0]}, sha256='{k[1]}')" for n, k in known.items()]
+    assert first[-3:] == expected
     assert len(hub.take_asked("/tree/")) == 2  # pages
     assert not list(root.glob("**/*.parquet"))
 
     # the listing is kept, and of two files asked for, two come
-    out = run(tmp_path, hub.url, SELECT.format(""), FETCH.format("1:3"))
+    run(tmp_path, hub.url, SELECT.format(""), FETCH.format("1:3"))
     asked = hub.take_asked("")
     assert len(asked) == 2 and all("/resolve/" in line for line in asked)
-    for name in NAMES[1:3]:
-        assert (root / name).read_bytes() == files[name]
+    assert all((root / name).read_bytes() == files[name] for name in NAMES[1:3])
 
     # without a network, what is there is enough; what is missing is an error
     steps = [SELECT.format(""), FETCH.format("1:3"), FETCH.format(":")]
@@ -105,7 +103,7 @@ def test_listing_and_download(hub: FakeHub, files: Files, tmp_path: Path) -> Non
     # a cache that is named as a mirror gives the same inputs
     mirror = select("fineweb-edu", [root])
     assert (mirror.version, mirror.root) == (COMMIT, root)
-    assert [f"{known}" for known in mirror.inputs] == listed[1:3]
+    assert [str(one) for one in mirror.inputs] == expected[1:3]
 
     # a damaged listing is made again
     (kept,) = tmp_path.glob("hub/datasets--*/listing-*.json")

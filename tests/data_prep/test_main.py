@@ -9,24 +9,16 @@ from data_prep.__main__ import COMMANDS, main
 from tests.support import ROOT
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*COMMANDS, "biuld"])
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
+    with pytest.raises(SystemExit, match="0" if name in COMMANDS else "2"):
         main([name, "--help"])
-    printed = " ".join(capsys.readouterr().out.split())
-    assert f"usage: python -m data_prep {name}" in printed
-    assert COMMANDS[name][1:40] in printed
-
-
-def test_an_unknown_command_is_refused() -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["biuld"])
+    assert (f"usage: python -m data_prep {name}" in capsys.readouterr().out) == (name in COMMANDS)
 
 
 def test_a_worker_loads_no_other_command() -> None:
     """A spawned worker imports the main module before it imports what it runs."""
     script = "import sys, data_prep.__main__, data_prep.units\n"
-    script += "print([m for m in ('torch', 'plotly', 'pyarrow', 'data_prep.stats') "
-    script += "if m in sys.modules])"
+    script += "print({'torch', 'plotly', 'pyarrow', 'data_prep.stats'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "[]\n", done
+    assert done.stdout == "set()\n", done

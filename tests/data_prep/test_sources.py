@@ -7,7 +7,7 @@ import pytest
 
 from canon_pretrain.core.errors import UserError
 from data_prep import sources
-from data_prep.rows import TOPICS
+from data_prep.readers import TOPICS
 from data_prep.sources import Selection, select
 
 FINEWEB = "sample/100BT/{:03d}_{:05d}.parquet"
@@ -26,9 +26,6 @@ def paths(selection: Selection) -> list[str]:
     return [known.path for known in selection.inputs]
 
 
-# stdlib
-
-
 def test_inputs_are_topics_then_sources_without_tests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,28 +40,22 @@ def test_inputs_are_topics_then_sources_without_tests(
         select("stdlib")
 
 
-# local
-
-
 def test_local_folders_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make(tmp_path / "a", "10.jsonl", "9.jsonl.zst", "deep/x.parquet", ".cache/y.jsonl", ".z.txt")
-    make(tmp_path / "a", "README.md", "data.csv")
-    make(tmp_path / "b", "x.txt", "w.jsonl.gz")
-    selection = select("local", [tmp_path / "a"], text_field="body")
+    a, b = tmp_path / "a", tmp_path / "b"
+    make(a, "10.jsonl", "9.jsonl.zst", "deep/x.parquet", ".cache/y.jsonl", ".z.txt")
+    make(a, "README.md", "data.csv")
+    make(b, "x.txt", "w.jsonl.gz")
+    selection = select("local", [a], text_field="body")
     assert paths(selection) == ["9.jsonl.zst", "10.jsonl", "deep/x.parquet"]
-    assert selection.root == tmp_path / "a"
-    assert (selection.text_field, selection.group_field, selection.version) == (
-        "body", None, "files",
-    )  # fmt: skip
+    assert (selection.root, selection.text_field, selection.version) == (a, "body", "files")
     said = capsys.readouterr().out
-    assert "2 files of other formats are left out" in said
-    assert "README.md" in said and "data.csv" in said
-    both = select("local", [tmp_path / "b" / "x.txt", tmp_path / "a"])
+    assert "2 files of other formats" in said and "README.md" in said and "data.csv" in said
+    both = select("local", [b / "x.txt", a])
     assert (both.root, both.text_field) == (tmp_path, "text")
     assert paths(both) == ["a/9.jsonl.zst", "a/10.jsonl", "a/deep/x.parquet", "b/x.txt"]
-    assert capsys.readouterr().out
-    one = select("local", [tmp_path / "b" / "x.txt"])
-    assert (one.root, paths(one)) == (tmp_path / "b", ["x.txt"])
+    capsys.readouterr()
+    one = select("local", [b / "x.txt"])
+    assert (one.root, paths(one)) == (b, ["x.txt"])
     assert capsys.readouterr().out == ""
 
 
@@ -77,9 +68,6 @@ def test_links_are_followed_but_never_twice(tmp_path: Path) -> None:
     (folder / "loop").symlink_to(folder)
     with pytest.raises(UserError, match="loop is a link to a folder that was reached before"):
         select("local", [folder])
-
-
-# mirrors of the hub's datasets
 
 
 def test_a_mirror_is_the_same_wherever_it_is_named(

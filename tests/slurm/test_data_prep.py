@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.jobs import main, unbuilt_shards
+from data_prep.__main__ import main
+from data_prep.build import unbuilt_shards
 from data_prep.plan import Limits
 from tests.corpora import build_corpus, snapshot, write_corpus, write_tokenizer
 from tests.slurm_cluster import SlurmCluster
@@ -175,5 +176,6 @@ def test_shards_that_still_have_work(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert unbuilt_shards(out, 3, Limits(max_documents=60)) == ([] if unit == 4 else [shard])
         (tmp_path / "mark").rename(out / "train" / f"part-{unit:05}-0.json")
     capsys.readouterr()
-    main(["--shards", "2", "--", *map(str, options(tmp_path, tmp_path, out)), "--max-tok", "9"])
+    words = map(str, options(tmp_path, tmp_path, out))
+    main(["build", "--unbuilt-of", "2", *words, "--max-tok", "9"])
     assert capsys.readouterr().out == f"\0{out}\0{out}\0--max-tokens\x009\0"
