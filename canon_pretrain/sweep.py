@@ -42,8 +42,7 @@ from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.core.holder import read_count
-from canon_pretrain.core.terminal import Console
-from canon_pretrain.core.text import printable
+from canon_pretrain.core.terminal import Console, printable
 from canon_pretrain.report.status import summarize_run
 from canon_pretrain.run.folder import PLAN, RunFolder, is_run
 from canon_pretrain.run.log import number, read_tail

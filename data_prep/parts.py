@@ -17,7 +17,7 @@ import numpy as np
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import free_bytes, publish, sha256_file
 from canon_pretrain.core.lock import remove_locks
-from canon_pretrain.core.text import size
+from canon_pretrain.core.terminal import size
 from canon_pretrain.data.blocks import BLOCK_BYTES, BlockReader, block_crcs
 from canon_pretrain.data.shards import (
     WITHOUT_BYTE_ENDS,

@@ -24,8 +24,8 @@ from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, veri
 from canon_pretrain.checkpoint.retention import Outcome, Retention, held_steps
 from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.link_lock import live_holder
-from canon_pretrain.core.text import size
+from canon_pretrain.core.lock import live_holder
+from canon_pretrain.core.terminal import size
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.launches import known_run
 

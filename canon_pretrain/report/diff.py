@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.text import printable
+from canon_pretrain.core.terminal import printable
 from canon_pretrain.report.record import HELD_OUT, Curve, RunRecord, in_turn
 from canon_pretrain.run.launches import OWN_TO_A_LAUNCH
 from canon_pretrain.run.log import json_value, number

@@ -3,7 +3,7 @@
 RUN/log.jsonl is the run; wandb and TensorBoard show copies that can be made again at any time. A
 copy begins from the whole log, without superseded steps, so a run of many launches is one curve,
 and replaces the copy before it. With `--follow` it continues as the log grows: that is how
-metrics.enable_wandb and metrics.enable_tensorboard show a run live (run/live_export.py), and what a
+metrics.enable_wandb and metrics.enable_tensorboard show a run live (run/background.py), and what a
 machine with a network can do for a cluster that has none.
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.link_lock import live_holder
+from canon_pretrain.core.lock import live_holder
 from canon_pretrain.report.export_targets import MODES, About, Row, TensorBoardTarget, WandbTarget
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run.log import LogFollower, drop_superseded, number

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import fsync_folder
-from canon_pretrain.run.provenance import allowed_environment
+from canon_pretrain.run.launches import allowed_environment
 
 MODES = ("online", "offline", "disabled")
 ENDING = ".canon"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from canon_pretrain.core.text import printable
+from canon_pretrain.core.terminal import printable
 from canon_pretrain.report.curves import stretches, thin
 from canon_pretrain.report.evaluations import (
     Evaluation,

@@ -16,7 +16,7 @@ import numpy as np
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_atomic
-from canon_pretrain.core.text import printable, size
+from canon_pretrain.core.terminal import printable, size
 from canon_pretrain.report.curves import (
     Band,
     Entry,

@@ -31,15 +31,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from canon_pretrain.core.files import (
-    MAX_LINE_BYTES,
-    UnreadableFile,
-    open_regular,
-    parse_json,
-    read_lines,
-    read_record,
-    write_atomic,
-)
+from canon_pretrain.core import files
+from canon_pretrain.core.files import MAX_LINE_BYTES, UnreadableFile, open_regular
 from canon_pretrain.core.holder import utc_now
 from canon_pretrain.run.background import Background
 
@@ -49,12 +42,11 @@ Event = dict[str, Any]
 
 MAX_WAITING_BYTES = 1 << 26  # of lines that wait for the disk: half a day at one per second
 FLUSH_TIMEOUT_S = 30.0
-RETAKEN = ("step", "validation")
-"""Events that a launch which goes back over their steps writes anew."""
+RETAKEN = ("step", "validation")  # a launch that goes back over their steps writes them anew
 HEADS = ("start", "resume")
 STEPPED = (*RETAKEN, "skip", "checkpoint", "archive")
+# integers, and the kinds of events that must have them
 INTEGERS: dict[str, tuple[str, ...]] = {"step": STEPPED, "from_step": ("resume",), "tokens": ()}
-"""Fields, and the kinds of events that must have them."""
 NUMBERS = ("loss", "max_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "data_wait")
 TAIL_BYTES, MAX_TAIL_BYTES = 1 << 16, 1 << 24
 OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
@@ -142,7 +134,7 @@ class RunLog:
                 return  # another launch archived this log with its run.json
             if not is_there:
                 size = os.fstat(self._descriptor).st_size
-                write_atomic(self.path, os.pread(self._descriptor, size, 0))
+                files.write_atomic(self.path, os.pread(self._descriptor, size, 0))
             self._open_anew()
             self._end_torn_line()
             what = "replaced: its lines go to the new file" if is_there else "removed: written anew"
@@ -186,7 +178,7 @@ class RunLog:
 def _read_facts(log: Path) -> RunFacts | None:
     """Return the run.json beside `log`; None without one."""
     try:
-        return read_record(log.with_name("run.json"), RunFacts)
+        return files.read_record(log.with_name("run.json"), RunFacts)
     except UnreadableFile as error:
         if not error.is_missing:
             logger.warning(f"{error}: the log's lines have no run_id")
@@ -206,12 +198,10 @@ def json_value(value: Any) -> Any:
 
 def number(value: Any) -> float:
     """Return the float that a value of the log stands for. Raises ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"{value!r} in a log, expected a number")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError("an integer beyond the largest float in a log") from None
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # an integer beyond the largest float
+            return float(value)
+    raise ValueError(f"{value!r:.40} in a log, expected a number")
 
 
 # -- reading
@@ -220,7 +210,7 @@ def number(value: Any) -> float:
 def read_log(path: Path) -> list[Event]:
     """Return all events in order, without superseded ones; lines that are none are skipped."""
     events, num_faults = [], 0
-    for line in read_lines(path):
+    for line in files.read_lines(path):
         if (event := _parse(line)) is not None:
             events.append(event)
         if not line.endswith(b"\n"):
@@ -257,28 +247,24 @@ def drop_superseded(events: Iterable[Event]) -> list[Event]:
 
     A `resume` with `from_step` repeats the later steps before it; a `start` repeats all.
     """
+    timely: list[Event] = []
+    begun, newest = set[str](), ""
+    for event in events:
+        # without a run_id it belongs to no launch that is known
+        launch = f"{event['run_id']} {event.get('segment')}" if event.get("run_id") else newest
+        if launch in begun and launch != newest and event["event"] not in HEADS:
+            continue  # that launch wrote it after the first line of a later one
+        begun.add(launch)
+        newest = launch
+        timely.append(event)
     kept, last = [], math.inf
-    for event in reversed(list(_without_late_lines(events))):
+    for event in reversed(timely):
         if event["event"] in RETAKEN and event["step"] > last:
             continue
         if event["event"] in HEADS:
             last = min(last, event.get("from_step", 0))
         kept.append(event)
     return kept[::-1]
-
-
-def _without_late_lines(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield `events` but those that a launch wrote after the first line of a later launch."""
-    begun: set[str] = set()
-    newest = ""
-    for event in events:
-        # without a run_id it belongs to no launch that is known
-        launch = f"{event['run_id']} {event.get('segment')}" if event.get("run_id") else newest
-        if launch in begun and launch != newest and event["event"] not in HEADS:
-            continue
-        begun.add(launch)
-        newest = launch
-        yield event
 
 
 def parse_events(lines: Iterable[bytes]) -> list[Event]:
@@ -289,7 +275,7 @@ def parse_events(lines: Iterable[bytes]) -> list[Event]:
 def _parse(line: bytes) -> Event | None:
     """Return the event in a line; None without one, or if its fields are of other types."""
     try:
-        event = parse_json(line, finite=False)
+        event = files.parse_json(line, finite=False)
         if not isinstance(event["event"], str):
             return None
         for name, kinds in INTEGERS.items():

@@ -23,13 +23,14 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import (
     FRESH,
     OWN_TO_A_LAUNCH,
+    LaunchRecord,
     begin_launch,
+    config_hash,
     known_run,
     mark_obeyed,
     newest_launch,
     was_obeyed,
 )
-from canon_pretrain.run.provenance import LaunchRecord, config_hash
 from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.run.source import code_hashes
 from canon_pretrain.titan.canon_choice import CanonChoice

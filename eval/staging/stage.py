@@ -18,7 +18,7 @@ from pydantic import Field
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.lock import locked
-from canon_pretrain.core.text import size
+from canon_pretrain.core.terminal import size
 from canon_pretrain.data.hub import COMMIT, HubUnavailable, WaysOut, find_commit, hub_errors
 from eval.staging.catalogue import CATALOGUE, SUITES, DataSet
 from eval.staging.staged import (

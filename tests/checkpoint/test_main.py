@@ -18,7 +18,7 @@ from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.checkpoint.retention import hold
 from canon_pretrain.checkpoint.weights import read_weights, tensor_shapes
 from canon_pretrain.checkpoint.writer import save_alone
-from canon_pretrain.core.link_lock import LinkLock
+from canon_pretrain.core.lock import LinkLock
 from canon_pretrain.run.folder import RunFolder
 from tests.checkpoint_folders import flip_byte, make_step, set_manifest, write_manifest
 from tests.support import ROOT

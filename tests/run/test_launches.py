@@ -6,9 +6,14 @@ from pathlib import Path
 import pytest
 
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.launches import begin_launch, mark_obeyed, read_run, was_obeyed
+from canon_pretrain.run.launches import (
+    LaunchRecord,
+    begin_launch,
+    mark_obeyed,
+    read_run,
+    was_obeyed,
+)
 from canon_pretrain.run.log import RunFacts, RunLog
-from canon_pretrain.run.provenance import LaunchRecord
 
 OPTION = "checkpoint.load_step=4"
 

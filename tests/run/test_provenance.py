@@ -12,16 +12,19 @@ from typing import Any
 import pytest
 import setuptools
 
-from canon_pretrain.run import provenance
+from canon_pretrain.run import launches as provenance
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import (
+    LaunchRecord,
     RunFacts,
     begin_launch,
+    command_again,
+    config_hash,
     launch_numbers,
     newest_launch,
+    packages,
     read_run,
 )
-from canon_pretrain.run.provenance import LaunchRecord, command_again, config_hash, packages
 from tests.checkpoint_folders import fill, small_disk
 from tests.ranks import Ended, events, launch
 from tests.support import debug_run

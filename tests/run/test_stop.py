@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.run.stop import LOST_LOCK, REASONS, SIGNALS, STOP_FILE, StopRequests, describe
+from canon_pretrain.run.session import (
+    LOST_LOCK,
+    REASONS,
+    SIGNALS,
+    STOP_FILE,
+    StopRequests,
+    describe,
+)
 
 
 def asked(requests: StopRequests) -> str:
