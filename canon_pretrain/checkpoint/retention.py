@@ -175,8 +175,7 @@ class Retention:
             manifest = Manifest.read(temporary)
             faults = find_faults(temporary, manifest, hashes=False)
             if faults or (manifest.kind, manifest.step) != ("weights", step):
-                is_other = f"it is the {manifest.kind} checkpoint of step {manifest.step}"
-                raise DamagedCheckpoint(f"{temporary} is damaged: {'; '.join(faults) or is_other}")
+                raise DamagedCheckpoint(f"{temporary} is not the weights of step {step}: {faults}")
             outcome.bytes_freed += self.folder.replace_step(step)
         finally:
             with contextlib.suppress(OSError):
@@ -200,8 +199,7 @@ def _signature(folder: Path) -> _Signature:
 def held_steps(run: Path) -> set[int]:
     """Return the steps that an evaluation of `run` still waits for."""
     holds = (path.name.partition(".") for path in entries(run / EVALS / HOLDS))
-    numbers = (step_number(name) for name, dot, _ in holds if dot)
-    return {step for step in numbers if step is not None}
+    return {step for name, dot, _ in holds if dot and (step := step_number(name)) is not None}
 
 
 def hold(run: Path, step: int, name: str) -> None:

@@ -34,7 +34,7 @@ RECORDS = (
     *(_StorageInfo, Metadata, MetadataIndex, records.StorageMeta, records.ChunkStorageMetadata),
     *(records.BytesStorageMetadata, records.TensorProperties, records.TensorStorageMetadata),
 )
-_FORMATS = records._MEM_FORMAT_ENCODING
+_FORMATS: type[Enum] = records._MEM_FORMAT_ENCODING
 _DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
 
 

@@ -133,12 +133,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
         )
         self.final, self.temporary, self.step = final, temporary, step
         self._may_commit = may_commit
-        self._facts: dict[str, Any] = {
-            "step": step,
-            "kind": kind,
-            "world_size": world_size,
-            **origin,
-        }
+        self._facts = {"step": step, "kind": kind, "world_size": world_size, **origin}
         self.manifest: Manifest | None = None
         """On the coordinator, once the checkpoint is whole."""
         self.fs = self._files = _HashingFileSystem()

@@ -87,9 +87,6 @@ def blank_state() -> dict[str, Any]:
     }
 
 
-# ---- what is to be read
-
-
 def test_what_was_saved_is_read_as_torch_reads_it(checkpoint: Path) -> None:
     assert check_safe(checkpoint) == pickle.loads((checkpoint / METADATA).read_bytes())
     state = blank_state()
@@ -119,9 +116,6 @@ def test_the_enum_as_python_3_11_2_pickles_it(checkpoint: Path) -> None:
     raw = (checkpoint / METADATA).read_bytes()
     assert b"getattr" in raw
     assert check_safe(checkpoint) == pickle.loads(raw)
-
-
-# ---- what is not to be run
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -227,9 +221,6 @@ def test_nothing_that_is_allowed_reaches_outside() -> None:
     assert ALLOWED["builtins", "getattr"] is not getattr
     for (module, name), value in ALLOWED.items():
         assert isinstance(value, torch.dtype) or module != "torch" or name == "Size"
-
-
-# ---- what is damaged
 
 
 @pytest.mark.parametrize("place", [(-5, 100), (10**9, 100), (0, 10), (0, -3), None])

@@ -78,9 +78,6 @@ def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
-# ---- reading
-
-
 def test_weights_are_those_saved(checkpoint: Path) -> None:
     check_equal(read_weights(checkpoint, on_meta()), new_weights())
     assert checkpoint_step(checkpoint) == 3
@@ -111,9 +108,6 @@ def test_another_model_is_refused(
     like = {name: t for name, t in (on_meta() | change).items() if t is not None}
     with pytest.raises(UserError, match=f"step-3 is of another model: {message}"):
         read_weights(checkpoint, like)
-
-
-# ---- damage
 
 
 @pytest.mark.parametrize(("name", "harm"), [(DATA, flip_byte), (METADATA, Path.unlink)])
@@ -158,9 +152,6 @@ def test_a_folder_without_a_manifest_is_not_a_checkpoint(checkpoint: Path) -> No
     for name in ("step-3.backup", "step-", "3"):
         with pytest.raises(UserError, match="expected RUN or RUN/checkpoint/step-N"):
             check_checkpoint(parent / name)
-
-
-# ---- weights alone
 
 
 def test_stripping_keeps_the_weights_and_nothing_else(checkpoint: Path) -> None:

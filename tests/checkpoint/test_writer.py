@@ -52,9 +52,6 @@ def check_whole(checkpoint: Path, *, step: int, world_size: int) -> Manifest:
     return manifest
 
 
-# ---- one process
-
-
 def test_a_save_is_whole_and_leaves_nothing_else(tmp_path: Path) -> None:
     final = tmp_path / "run" / "checkpoint" / "step-3"
     save_alone(STATE, final, step=3)
@@ -151,9 +148,6 @@ def test_ranks_that_wrote_to_another_disk_are_found_out(tmp_path: Path) -> None:
     remove_unfinished(tmp_path / "t")
     remove_unfinished(tmp_path / "t")  # not there: nothing to do
     assert os.listdir(tmp_path) == ["elsewhere"]
-
-
-# ---- two ranks
 
 
 def full_disk_for(name: str) -> Any:
