@@ -3,7 +3,6 @@
 Model parameters are at its top level under their own names. No torchtitan here.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from canon_pretrain.checkpoint.architecture import run_of_checkpoint
 from canon_pretrain.checkpoint.folder import CheckpointFolder, step_number
 from canon_pretrain.checkpoint.manifest import HASH_WORKERS, DamagedCheckpoint, Manifest, verify
 from canon_pretrain.checkpoint.safe_load import METADATA, SafePlanner, SafeReader, read_metadata
-from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.checkpoint.writer import save_alone, without_ranks
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.folder import CHECKPOINTS
 
@@ -124,12 +123,9 @@ def _stored_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
 def load_alone(state: dict[str, Any], checkpoint: Path) -> None:
     """Fill `state` in place, in a process without ranks; raises DamagedCheckpoint."""
     try:
-        with warnings.catch_warnings():
-            # torch says that it assumes what no_dist states
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(
-                state, storage_reader=SafeReader(checkpoint), planner=SafePlanner(), no_dist=True
-            )
+        with without_ranks():
+            reader, planner = SafeReader(checkpoint), SafePlanner()
+            dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
         raise DamagedCheckpoint(f"{checkpoint} is damaged: {safe_load.describe(error)}") from error
 

@@ -193,6 +193,14 @@ class VerifiedWriter(dcp.FileSystemWriter):
             raise FileExistsError(errno.EEXIST, text, str(self.final))
 
 
+@contextmanager
+def without_ranks() -> Iterator[None]:
+    """Keep torch from warning that it assumes what no_dist states."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
 def remove_unfinished(temporary: Path) -> None:
     """Remove what a failed save left, as far as possible: the next save needs its disk space."""
     shutil.rmtree(temporary, ignore_errors=True)
@@ -208,9 +216,7 @@ def save_alone(
     temporary = checkpoint if in_place else checkpoint.with_name(f".saving-{checkpoint.name}")
     writer = VerifiedWriter(checkpoint, temporary, step=step, world_size=1, **facts)
     try:
-        with warnings.catch_warnings():
-            # torch says that it assumes what no_dist states
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with without_ranks():
             dcp.save(state, storage_writer=writer, no_dist=True)
     except CheckpointException as error:
         failure, _ = error.failures[0]

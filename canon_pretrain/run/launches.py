@@ -47,11 +47,10 @@ OWN_TO_A_LAUNCH = (
 )
 """Settings of one launch, or that follow from its world size: not reported when they differ."""
 FRESH = "checkpoint.fresh"
-GATHER_S = 10.0
-"""How long the first step may wait for git and the package list, which had the whole start."""
+GATHER_S = 10.0  # that the first step may wait for git and packages, which had the whole start
 IS_OURS = "<!-- canon_pretrain writes this file at each launch; without this line it is yours -->"
+# what a launch that resumes does not repeat
 ACT_ONCE = ("--run.stop_at", "--run.allow_changes", "--checkpoint.fresh", "--checkpoint.load_step")
-"""What a launch that resumes does not repeat."""
 README = """\
 {ours}
 
@@ -311,6 +310,8 @@ class LaunchRecord:
     def _launch(self) -> dict[str, Any]:
         """Return the content of launch.json."""
         holder, patch = self._wait(), self._source.patch
+        job = {"id": holder.job_id, "restart_count": holder.restart_count}
+        git = {"patch": "source.patch" if patch else None, "patch_bytes": len(patch)}
         return {
             "run_id": self.facts.run_id,
             "created": self.facts.created,
@@ -326,14 +327,9 @@ class LaunchRecord:
             "pid": holder.pid,
             "python": platform.python_version(),
             "platform": platform.platform(),
-            "job": {
-                "id": holder.job_id,
-                "restart_count": holder.restart_count,
-                "nodes": self.environ.get("SLURM_JOB_NODELIST"),
-            },
+            "job": job | {"nodes": self.environ.get("SLURM_JOB_NODELIST")},
             "data": {"fingerprint": self.fingerprint, "folders": list(self.folders)},
-            "git": asdict(self._source)
-            | {"patch": "source.patch" if patch else None, "patch_bytes": len(patch)},
+            "git": asdict(self._source) | git,
         }
 
 
@@ -350,13 +346,11 @@ def command_again(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
         nodes = int(ranks) // max(int(here), 1)
         many = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
         launcher = f"torchrun {many if nodes > 1 else ''}--nproc-per-node {here}"
-    words: list[str] = []
-    is_dropped = False
+    words, is_dropped = list[str](), False
     for word in arguments:
         if word.startswith("--"):
             is_dropped = f"--{word[2:].partition('=')[0].replace('-', '_')}" in ACT_ONCE
-        if not is_dropped:
-            words.append(word)
+        words += [] if is_dropped else [word]
     return f"{launcher} -m canon_pretrain.train {shlex.join(words)}".rstrip()
 
 

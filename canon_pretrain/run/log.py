@@ -1,8 +1,7 @@
 """The run's log: JSON lines, appended whole, the source of every curve.
 
-O_APPEND: lines of two writers never mix, and a crash tears the last line at most. A thread writes
-them, so the trainer does not wait for the disk. NaN and infinities are strings, since JSON has
-none; `number` converts them back.
+Lines of two writers never mix, and a crash tears the last line at most. A thread writes them, so
+the trainer does not wait for the disk. NaN and infinities are strings: JSON has none.
 
     event, time (UTC)        in every line; run_id and segment too, if the folder has a run.json
     start, resume            head a segment, that is a launch: where it begins and what it runs on
@@ -24,7 +23,7 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -101,8 +100,7 @@ class RunLog:
             is_kept = len(self._unwritten) + len(line) <= MAX_WAITING_BYTES
             self._unwritten += line if is_kept else b""
             self._dropped = 0 if is_kept else self._dropped + 1
-            is_first_dropped = self._dropped == 1
-        if is_first_dropped:
+        if self._dropped == 1:
             logger.warning(f"{self.path}: {MAX_WAITING_BYTES:,} bytes wait for it: lines are lost")
         self._writing.request()
 

@@ -57,7 +57,6 @@ class SourceTree:
 
     folder: str | None = None  # the root of its working tree
     commit: str | None = None
-    branch: str | None = None
     origin: str | None = None  # its URL without user and password
     dirty: bool | None = None
     untracked: list[str] = field(default_factory=list)  # of UNTRACKED_KINDS, MAX_NAMES at most
@@ -107,13 +106,11 @@ def look_at_source(
         patch = ask(*diff, since, "--", *names).encode(errors="surrogateescape")
     is_cut = len(patch) > patch_bytes
     url = urlsplit(ask("remote", "get-url", "origin", is_needed=False).strip())
-    branch = ask("symbolic-ref", "--short", "HEAD", is_needed=False).strip()
     # last: a tree of runs and data takes long to walk
     others = ask("ls-files", "--others", "--exclude-standard", "-z", "--", *UNTRACKED_KINDS)
     return SourceTree(
         folder=top,
         commit=commit,
-        branch=branch or None,
         # without its user and password
         origin=url._replace(netloc=url.netloc.rpartition("@")[2]).geturl() or None,
         dirty=bool(changed),

@@ -4,6 +4,7 @@ Global rank 0 writes it at every heartbeat while it holds the run's lock. It is 
 resumes from it. No torch here.
 """
 
+import contextlib
 import os
 import threading
 from collections.abc import Mapping
@@ -72,11 +73,9 @@ class StatusWriter:
         self, path: Path, *, steps: int, world_size: int, environ: Mapping[str, str] = os.environ
     ) -> None:
         self.path = path
-        launch = Holder.of_this_process(environ)
-        try:
+        launch, before = Holder.of_this_process(environ), None
+        with contextlib.suppress(UserError):  # a damaged view must not keep a run from starting
             before = read_status(path)
-        except UserError:
-            before = None  # a damaged view must not keep a run from starting
         self.status = Status(
             state="running",
             step=0,
@@ -109,11 +108,10 @@ class StatusWriter:
         """Write the file in one step; return False if that failed: a full disk ends no run."""
         with self._disk:
             self.set(written=utc_now())
-            try:
+            with contextlib.suppress(OSError):
                 write_json(self.path, asdict(self.status))
-            except OSError:
-                return False
-            return True
+                return True
+            return False
 
     def end(self, state: States, reason: str, step: int) -> bool:
         """Write the launch's last state at once; `failed` is never replaced."""
