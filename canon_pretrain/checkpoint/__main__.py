@@ -4,9 +4,7 @@
     python -m canon_pretrain.checkpoint verify RUN [--step N] [--json]
     python -m canon_pretrain.checkpoint prune RUN --keep K [--quarantine] [--archive] [--dry_run]
 
-RUN is a run folder or the folder of its checkpoints. `list` reads no file but manifests; `verify`
-reads every byte and moves nothing; `prune` counts verified checkpoints only. Exit code 1: a
-checkpoint is damaged or of another run, or not all could be pruned; 2: bad input.
+Exit code 1: a checkpoint is damaged or of another run, or not all could be pruned; 2: bad input.
 """
 
 import argparse

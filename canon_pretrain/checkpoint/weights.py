@@ -1,7 +1,4 @@
-"""Weights of a checkpoint in torch's distributed format, read on one process.
-
-Model parameters are at its top level under their own names. No torchtitan here.
-"""
+"""Weights of a checkpoint in torch's distributed format, at its top level, on one process."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -78,10 +75,7 @@ def stream_weights(
 
 
 def check_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> Manifest:
-    """Return the manifest of a checkpoint that is whole and holds weights such as `like`.
-
-    Reads every file. Raises DamagedCheckpoint naming each fault, UserError for other weights.
-    """
+    """Return the manifest after reading every file. DamagedCheckpoint; UserError: other weights."""
     check_checkpoint(checkpoint)
     try:
         manifest = verify(checkpoint, workers=HASH_WORKERS)
@@ -133,8 +127,7 @@ def load_alone(state: dict[str, Any], checkpoint: Path) -> None:
 def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
     """Write the weights of a full checkpoint into the new folder `temporary`, as a whole one.
 
-    The caller renames it. Every file is checked first, or damage would get a manifest that fits it.
-    Raises DamagedCheckpoint naming each fault, and OSError if writing fails or `temporary` exists.
+    Every file is checked first, or damage would get a manifest that fits it. DamagedCheckpoint.
     """
     manifest = verify(checkpoint, workers=HASH_WORKERS)
     weights = {

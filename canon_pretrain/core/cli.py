@@ -1,8 +1,4 @@
-"""What every command has in common: its streams carry words, and its errors are one message.
-
-A stdout that is full, closed or without a reader loses words and ends nothing, and no control
-character of a path, a log or a text reaches a terminal.
-"""
+"""What every command has in common: streams that lose words rather than fail, and one error."""
 
 import codecs
 import contextlib

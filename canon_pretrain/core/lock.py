@@ -292,10 +292,7 @@ class LinkLock:
             action()
 
     def _beat(self) -> None:
-        """Show that we live, through the descriptor that the content was read by.
-
-        An error is counted and costs neither the lock nor the run.
-        """
+        """Show that we live; an error is counted and costs neither the lock nor the run."""
         began = _clock()
         try:
             with open(self.path, "r+b", buffering=0) as file:
@@ -384,10 +381,7 @@ def _link_lock(path: Path) -> LinkLock:
 
 
 def _take(path: Path, link_lock: LinkLock) -> tuple[Callable[[], bool], Callable[[], None]] | None:
-    """Take `path` by flock or, where that is missing, `link_lock`; None if another has it.
-
-    Returns what tells whether it is still ours, and what releases it.
-    """
+    """Take `path`; return what tells if it is ours, and what releases it; None if it is held."""
     while True:
         with suppress(FileExistsError):  # it was there, and is removed before pathlib looks
             path.parent.mkdir(exist_ok=True)

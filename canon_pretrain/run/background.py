@@ -74,8 +74,7 @@ class Background:
 class LiveExports:
     """One launch's live copies for wandb and TensorBoard, which follow its log; none until `start`.
 
-    They are `python -m canon_pretrain.run export ... --follow`. One ends by itself when its pipe
-    from the trainer closes, also because that was killed.
+    One ends by itself when its pipe from the trainer closes, also because that was killed.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,4 @@
-"""Experiment files: TOML with `extends`, checked key by key and type by type, and our own sections.
-
-titan/job_config.py puts our sections beside torchtitan's. No torchtitan here.
-"""
+"""Experiment files: TOML with `extends`, checked key by key; our own sections. No torchtitan."""
 
 import dataclasses
 import functools
@@ -109,8 +106,7 @@ def valid_world_sizes(global_batch_size: int, multiple_of: int = 1) -> list[int]
 def read_experiment(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read a TOML file and all that it `extends`; later files win, key by key. Raises UserError.
 
-    `extends` is a path, or a list of paths, relative to the file that names it; a list is merged
-    from left to right. `chain` names the files that led to this one.
+    Paths are relative to the file that names them; `chain` are the files that led to this one.
     """
     resolved = path.resolve()
     if resolved in chain:

@@ -2,18 +2,12 @@
 
     RUN/run.json            the run's id, and the number of its newest launch
     RUN/obeyed.json         option -> the job that obeyed it, and its count of restarts then
-    RUN/README.md           what the folder holds, and the commands that resume, show and evaluate
-    RUN/launches/NNN/       the record of a launch, made by one rename: what has that name is whole
-      launch.json           command line, host and devices, job, data, versions, what git says
-      config.json           the resolved job and the run's identity, as RUN/config.json was then
-      packages.txt          every installed distribution, name==version
-      environment.json      variables of an allow-list
-      source.patch          the code's difference from its commit; absent if there is none
+    RUN/launches/NNN/       launch.json, config.json, packages.txt, environment.json, source.patch
 
 A launch takes its number under the run's lock, and returns it if it has trained nothing. A requeued
 job repeats `--checkpoint.fresh` and `--checkpoint.load_step`: obeyed again, they would discard what
-it has trained since. Command lines, variables and code may hold a secret, so a record's files are
-the user's alone (mode 0600). No failure of it ends a run. No torch here.
+it has trained since. A record is made by one rename, and is its user's alone (mode 0600): it may
+hold a secret. No failure of it ends a run. No torch here.
 """
 
 import contextlib

@@ -119,10 +119,7 @@ class RunLog:
             self._append()
 
     def _follow_path(self) -> None:
-        """Continue in the file that `path` names now, if this run's log was removed or replaced.
-
-        A removed one is written again from the open file, which still has its content.
-        """
+        """Continue in the file that `path` names now; write a removed log anew."""
         with contextlib.suppress(OSError):  # then the open file as before; the next event retries
             is_there = os.path.lexists(self.path)
             if is_there and os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):

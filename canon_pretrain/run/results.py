@@ -135,10 +135,7 @@ def results_folder(run: RunFolder, asked: Mapping[str, Any]) -> Path:
 
 
 class Unfinished:
-    """The finished tasks of one question, in `folder`/unfinished: a suite takes hours.
-
-    Each task is kept as it ends, with the question: answers to another one are ignored.
-    """
+    """The finished tasks of one question, in `folder`/unfinished, each kept as it ends."""
 
     def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
         self._folder = folder / "unfinished"
@@ -146,10 +143,7 @@ class Unfinished:
 
     @contextmanager
     def hold(self, log: Callable[[str], None]) -> Iterator[None]:
-        """Hold the question for this process within the block, waiting for another with one line.
-
-        Raises OSError if the folder cannot be written.
-        """
+        """Hold the question within the block, waiting for another process. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         folder = self._folder.parent
         waits = f"waits: another process asks the same question, in {folder}"
@@ -207,10 +201,7 @@ def _task(path: Path, pattern: str) -> str:
 
 
 def read_samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the item records beside a results.json, by task (fields: `eval/harness.py`).
-
-    Raises UserError for a damaged file.
-    """
+    """Return the item records beside a results.json, by task. Raises UserError for damage."""
     found = {}
     for path in sorted(folder.glob(SAMPLES.format("*"))):
         try:

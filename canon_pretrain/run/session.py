@@ -1,9 +1,8 @@
 """One launch's hold on a run folder: its lock, its status, and what asks it to stop.
 
-train.py opens a Session before the ranks meet and closes it last. The files are global rank 0's;
-the other ranks catch signals only. Each rank polls its own StopRequests between steps; the trainer
-adds them up over all ranks, so that one rank's signal stops all of them after the same step. No
-torch here.
+train.py opens a Session before the ranks meet and closes it last. The files are global rank 0's.
+Each rank polls its StopRequests between steps, and the trainer adds them up over all ranks, so that
+all stop after the same step. No torch here.
 """
 
 import itertools
@@ -57,11 +56,7 @@ class StopRequests:
             self._old.setdefault(number, signal.signal(number, self._catch))
 
     def let_through(self, numbers: Iterable[signal.Signals]) -> None:
-        """Restore the effect that these signals had before, until they are caught again.
-
-        One that was ignored ends the process: slurm/lib.sh shields torchrun's agent from it, and
-        this process has inherited that.
-        """
+        """Restore the effect that these signals had; one that was ignored ends the process."""
         for number in numbers:
             old = self._old.pop(number)
             signal.signal(number, signal.SIG_DFL if old is signal.SIG_IGN else old)

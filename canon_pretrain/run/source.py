@@ -69,10 +69,7 @@ class SourceTree:
 def look_at_source(
     inside: Path, *, patch_bytes: int = PATCH_BYTES, timeout_s: float = GIT_S
 ) -> SourceTree:
-    """Return the source tree that the file `inside` is tracked in; git has `timeout_s` in all.
-
-    For a file of a snapshot, what was found when the snapshot was taken.
-    """
+    """Return the source tree that tracks the file `inside`; of a snapshot's, that of its origin."""
     if (kept := inside.parent.parent / KEPT).is_file():
         tree = files.read_json(kept)
         return SourceTree(**tree | {"patch": tree["patch"].encode(errors="surrogateescape")})

@@ -1,8 +1,4 @@
-"""status.json: the state of a run, and whether its trainer lives, hangs or is dead.
-
-Global rank 0 writes it at every heartbeat while it holds the run's lock. It is a view: nothing
-resumes from it. No torch here.
-"""
+"""status.json: the state of a run, and whether its trainer lives. Nothing resumes from it."""
 
 import contextlib
 import os
@@ -40,8 +36,7 @@ Time = Annotated[str, AfterValidator(_check_time)]
 class Status:
     """The content of status.json; times are UTC, ISO 8601.
 
-    A trainer that waits for a collective for ever makes no progress (`heartbeat`) while its
-    process, and the thread that writes this file (`written`), live on.
+    A trainer that hangs makes no progress (`heartbeat`) while its process lives on (`written`).
     """
 
     state: States

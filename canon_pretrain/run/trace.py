@@ -1,7 +1,4 @@
-"""A profiler's chrome trace, read event by event: one of hundreds of megabytes needs little memory.
-
-`--profiling.enable_profiling` writes them (titan/metrics.py), report/profile.py adds them up.
-"""
+"""A profiler's chrome trace, read event by event: hundreds of megabytes need little memory."""
 
 import gzip
 import json
