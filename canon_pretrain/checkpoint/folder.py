@@ -48,10 +48,7 @@ class Quarantined(NamedTuple):
 
 
 class CheckpointFolder:
-    """RUN/checkpoint, whatever its name; it need not exist yet.
-
-    Nothing is moved or deleted unless `may_change`: PermissionError is raised.
-    """
+    """RUN/checkpoint, if it exists. PermissionError for any change unless `may_change`."""
 
     def __init__(self, path: Path, *, may_change: Callable[[], bool] = lambda: True) -> None:
         self.path, self.may_change = path, may_change
@@ -120,10 +117,7 @@ class CheckpointFolder:
     # -- quarantine
 
     def quarantine(self, path: Path, reason: str) -> Path:
-        """Move `path` durably to quarantine/NAME.K, K the first free number; then write the reason.
-
-        Raises OSError if the rename fails; `path` is then where it was.
-        """
+        """Move `path` durably to quarantine/NAME.K, then write the reason. OSError: not moved."""
         self._check_may_change()
         _make_folder(self.path / QUARANTINE)
         names = (self.path / QUARANTINE / f"{path.name}.{k}" for k in itertools.count(1))
@@ -182,11 +176,7 @@ class CheckpointFolder:
         return remove_tree(doomed)
 
     def replace_step(self, step: int) -> int:
-        """Replace step N by the whole checkpoint at `saving_path`; return the bytes freed.
-
-        A kill leaves the old one, which `recover` may have to rename back, or the new one. Raises
-        OSError with the old one in its place if a rename fails.
-        """
+        """Replace step N by `saving_path`; return the bytes freed. A kill leaves one of the two."""
         self._check_may_change()
         final, replaced = self.step_path(step), self.path / f"{_REPLACED}step-{step}"
         _move(final, replaced)
@@ -200,8 +190,7 @@ class CheckpointFolder:
     def recover(self) -> list[str]:
         """Finish what a kill interrupted, under the run lock; return one sentence for each act.
 
-        Of interrupted saves, quarantine keeps only the newest. A deletion that fails is reported,
-        not raised. Raises OSError if a step that is whole can't get its name back.
+        Of interrupted saves, quarantine keeps the newest. A deletion that fails is only reported.
         """
         said = [self._try_delete(path, "half deleted") for _, path in self._named(_DELETING)]
         for step, replaced in self._named(_REPLACED):

@@ -106,11 +106,9 @@ def _always() -> bool:
 class VerifiedWriter(dcp.FileSystemWriter):
     """Saves to `temporary`, and renames it to `final` once all of it and its manifest are synced.
 
-    One per save; both are in one folder, and the same on all ranks. If they are equal, the caller
-    renames. Fails with FileExistsError if `final` exists, and with the OSError of any rank's
-    writing: then `final` is as it was, and the caller removes `temporary` (remove_unfinished).
-    `may_commit` is asked on the coordinator, immediately before the rename. `origin`: the
-    manifest's run_id, launch and weights_of, where there are such.
+    One per save; the same paths on all ranks. If they are equal, the caller renames. If it fails,
+    with FileExistsError or any rank's OSError, the caller removes `temporary` (remove_unfinished).
+    The coordinator asks `may_commit` before the rename. `origin`: run_id, launch, weights_of.
     """
 
     def __init__(
@@ -209,10 +207,7 @@ def remove_unfinished(temporary: Path) -> None:
 def save_alone(
     state: dict[str, Any], checkpoint: Path, *, step: int, in_place: bool = False, **facts: Any
 ) -> None:
-    """Save `state` as a whole checkpoint folder, in a process without ranks.
-
-    `facts`: `kind` and `origin` of VerifiedWriter.
-    """
+    """Save `state` as a whole checkpoint without ranks; `facts`: `kind` and `origin`."""
     temporary = checkpoint if in_place else checkpoint.with_name(f".saving-{checkpoint.name}")
     writer = VerifiedWriter(checkpoint, temporary, step=step, world_size=1, **facts)
     try:
