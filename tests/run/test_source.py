@@ -189,6 +189,11 @@ def repository(tmp_path: Path) -> Path:
     return root
 
 
+def plant(root: Path, name: str) -> None:
+    (root / name).parent.mkdir(exist_ok=True)
+    (root / name).write_text("planted = 1\n")
+
+
 def git(root: Path, *arguments: str) -> str:
     who = ("-c", "user.name=t", "-c", "user.email=t@localhost")
     done = subprocess.run(
@@ -197,42 +202,43 @@ def git(root: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_clean_tree_is_its_commit(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    git(repository, "remote", "add", "origin", "ssh://git@host/x.git")
-    (repository / "data").mkdir()
-    (repository / "data" / "ignored.py").touch()
-    (repository / "notes.txt").touch()
-    commit = git(repository, "rev-parse", "HEAD")
+def test_a_tree_can_be_put_together_again_from_its_own_code_only(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17, item 20: no key, netrc, YAML or script of the same repository is copied."""
+    init, code = repository / "package" / "__init__.py", repository / "package" / "code.py"
+    git(repository, "remote", "add", "origin", "https://me:planted@host:8080/x.git")
+    for name in ("data/ignored.py", "notes.txt"):
+        plant(repository, name)
     monkeypatch.setenv("GIT_DIR", "/nowhere")  # git is asked about this tree all the same
-    assert look_at_source(repository / "package" / "__init__.py") == SourceTree(
-        folder=str(repository),
-        commit=commit,
-        origin="ssh://host/x.git",
-        dirty=False,
-    )
+    folder, origin = str(repository), "https://host:8080/x.git"
+    clean = SourceTree(folder, look_at_source(init).commit, origin=origin, dirty=False)
+    assert look_at_source(init) == clean
+    monkeypatch.delenv("GIT_DIR")
+    assert clean.commit == git(repository, "rev-parse", "HEAD")
 
-
-def test_a_dirty_tree_can_be_put_together_again(repository: Path, tmp_path: Path) -> None:
-    (repository / "package" / "code.py").write_text("one = 1\ntwo = 'zwei \u00fc'\n")
-    (repository / "package" / "staged.py").write_text("new = True\n")
-    git(repository, "add", "package/staged.py")
-    (repository / "package" / "un tracked.py").touch()
-    (repository / "my.toml").touch()
-    (repository / ".env").write_text("A=hidden\n")
-    found = look_at_source(repository / "package" / "__init__.py")
+    code.write_text("one = 1\ntwo = 'zwei \u00fc'\n")
+    others = ["id_rsa", ".netrc", "notes.py", "scripts/x.py", "package/db.yaml"]
+    for name in (*others, "package/staged.py", "eval/task.py"):
+        plant(repository, name)
+        git(repository, "add", name)
+    for name in ("package/un tracked.py", "my.toml"):
+        plant(repository, name)
+    (repository / ".env").write_text("A=planted\n")
+    found = look_at_source(init)
     assert (found.dirty, found.patch_cut, found.problem) == (True, False, None)
     assert found.untracked == ["my.toml", "package/un tracked.py"]
-    assert found.left_out == [".env"] and b"hidden" not in found.patch
-    cut = look_at_source(repository / "package" / "__init__.py", patch_bytes=200)
+    assert sorted(found.left_out) == sorted([".env", *others])
+    assert found.patch.count(b"planted") == 2
+    cut = look_at_source(init, patch_bytes=200)
     assert cut.patch_cut and len(cut.patch) <= 200 and found.patch.startswith(cut.patch)
     clone = tmp_path / "clone"
     git(tmp_path, "clone", "-q", str(repository), str(clone))
     (tmp_path / "source.patch").write_bytes(found.patch)
     git(clone, "checkout", "-q", str(found.commit))
     git(clone, "apply", str(tmp_path / "source.patch"))
-    for name in ("code.py", "staged.py", "__init__.py"):
-        ours, theirs = (root / "package" / name for root in (clone, repository))
-        assert ours.read_bytes() == theirs.read_bytes(), name
+    for name in ("package/code.py", "package/staged.py", "package/__init__.py", "eval/task.py"):
+        assert (clone / name).read_bytes() == (repository / name).read_bytes(), name
 
 
 def test_trees_without_a_commit_or_a_repository(repository: Path, tmp_path: Path) -> None:
@@ -268,19 +274,3 @@ def test_git_that_does_not_work_is_a_sentence(
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     found = look_at_source(repository / "package" / "__init__.py", timeout_s=0.3)
     assert said in str(found.problem) and found.commit is None
-
-
-def test_a_patch_holds_the_projects_own_code_only(repository: Path) -> None:
-    """Issue 17, item 20: no key, netrc, YAML or script of the same repository is copied."""
-    (repository / "package" / "code.py").write_text("one = 2\n")
-    names = ("id_rsa", ".netrc", "notes.py", "scripts/x.py", "package/db.yaml", "eval/task.py")
-    for name in names:
-        (repository / name).parent.mkdir(exist_ok=True)
-        (repository / name).write_text(f"planted in {name}\n")
-        git(repository, "add", name)
-    git(repository, "remote", "add", "origin", "https://me:planted@host:8080/x.git")
-    found = look_at_source(repository / "package" / "__init__.py")
-    assert b"+one = 2" in found.patch and b"planted in eval/task.py" in found.patch
-    assert found.patch.count(b"planted") == 1
-    assert sorted(found.left_out) == sorted({*names} - {"eval/task.py"})
-    assert found.origin == "https://host:8080/x.git"
