@@ -30,7 +30,7 @@ class Data:
     """A number for each of `paths`, relative to the others: [7, 3] is [0.7, 0.3]."""
     order: Literal["random", "permute"] = "random"
     """random: windows begin anywhere, drawn with replacement (the paper's). permute: every window
-    of seq_len tokens once an epoch, in a new order each epoch; of one folder only."""
+    once an epoch, in a new order each epoch; of one folder only."""
     data_seed: int = 0
     """Seed of the sample order alone: window i of a run is a function of (data_seed, i)."""
     read_ahead: int = 8
@@ -52,18 +52,14 @@ class Run:
     """The `[run]` section: how far this launch goes. It never changes what is computed."""
 
     stop_at: int | None = None
-    """Stop after this step with a checkpoint that can be resumed. `training.steps`, and so the
-    learning-rate schedule, stays what it is. Unset: go on to `training.steps`."""
+    """Stop after this step with a checkpoint; the schedule stays that of `training.steps`."""
     allow_changes: list[str] = field(default_factory=list)
-    """Names (such as `optimizer.lr`) of what this launch may change in the run that it goes on
-    with. Any other difference in seeds, data, model, batch or schedule is refused. `code`: a job
-    script resumes with the program as it is now, not with the snapshot in RUN/code."""
+    """Names (such as `optimizer.lr`) of what this launch may change in the run that it resumes.
+    `code`: a job script takes the program as it is now, not the snapshot in RUN/code."""
     code: Literal["note", "refuse"] = "note"
-    """What a launch does if the source files that training uses are not those of the launch
-    before: name them on the screen and in the log, or refuse to resume."""
+    """Other source files than the last launch's: name them in the log, or refuse to resume."""
     heartbeat_s: float = 10.0
-    """Seconds between two signs of life in lock.json and status.json; a lock that is silent for
-    six of them may be taken over."""
+    """Between signs of life in lock.json and status.json; after six a lock may be taken over."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +67,7 @@ class Guards:
     """The `[guards]` section: which steps leave the weights as they are."""
 
     max_bad_steps: int = 5
-    """The run ends, with a checkpoint from before them, after this many steps in a row whose loss
-    or gradient is not finite. Each such step is skipped on all ranks."""
+    """In a row, of a loss or gradient that is not finite: the run ends as it was before them."""
     outlier_sigma: float | None = None
     """Skip a step whose gradient norm is more than this many standard deviations above the mean of
     the last `outlier_window` ones (OLMo's SkipStep: 6). Unset: never."""
@@ -93,8 +88,7 @@ class Loss:
     """Adds this times the token's own cross-entropy squared: what the released Part 4.2 models call
     z-loss (1e-4)."""
     chunk_tokens: int = 4096
-    """Tokens whose logits exist at a time; 0: those of the whole micro-batch. Not part of the run's
-    identity: it changes nothing but rounding."""
+    """Tokens whose logits exist at a time; 0: a micro-batch's. It changes nothing but rounding."""
 
 
 def valid_world_sizes(global_batch_size: int, multiple_of: int = 1) -> list[int]:

@@ -50,8 +50,7 @@ ASKED = {
 """What every question names, with its type."""
 
 WHOSE = ("checkpoint", "run_id")
-"""What `asked` holds of the run and its place. Not part of the question: `content` identifies what
-was evaluated, and is the same in a copy."""
+"""Not part of the question: `content` identifies what was evaluated, and is the same in a copy."""
 
 OWN_TO_A_CHECKPOINT = (*WHOSE, "content", "written_ns", "step", "train_fingerprint")
 """What `asked` may differ in if two checkpoints were asked the same question. Older results have
@@ -83,10 +82,9 @@ def _checked(asked: dict[str, Any]) -> dict[str, Any]:
 class Results:
     """One evaluation of one checkpoint on one suite.
 
-    `asked` holds all that the scores depend on (question_of) and whose they are, as JSON values: at
-    least ASKED. `scores[task][metric]`; `num_samples[task]`, for a loss the predicted tokens.
-    `truncated[task]`: items whose context was longer than max_length and lost its beginning.
-    `written`: UTC, ISO 8601. The last two are empty in older results.
+    `asked`: all that the scores depend on (question_of) and whose they are, at least ASKED.
+    `scores[task][metric]`; `num_samples[task]`, for a loss the predicted tokens; `truncated[task]`:
+    items whose context lost its beginning to max_length. Older results lack the last two.
     """
 
     asked: Annotated[dict[str, Any], AfterValidator(_checked)]
