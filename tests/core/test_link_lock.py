@@ -201,7 +201,7 @@ def test_only_a_later_start_of_the_same_job_takes_over_from_a_live_one(
     began = time.monotonic()
     os.utime(path, (0, 0))  # it seems to have been silent since 1970
     answer = second.acquire(path, heartbeat_s=0.5)
-    assert answer["held"] is takes_over and time.monotonic() - began < 2.0
+    assert answer["held"] is takes_over and time.monotonic() - began < 4.0
     if not takes_over:
         assert f"pid {first.pid}" in answer["message"]
         assert first.ask("lost")["lost"] is False
