@@ -14,7 +14,7 @@ from canon_pretrain.checkpoint import safe_load
 from canon_pretrain.checkpoint.architecture import run_of_checkpoint
 from canon_pretrain.checkpoint.folder import CheckpointFolder, step_number
 from canon_pretrain.checkpoint.manifest import HASH_WORKERS, DamagedCheckpoint, Manifest, verify
-from canon_pretrain.checkpoint.safe_load import METADATA, SafePlanner, SafeReader, read_metadata
+from canon_pretrain.checkpoint.safe_load import SafePlanner, SafeReader, read_metadata
 from canon_pretrain.checkpoint.writer import save_alone, without_ranks
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.folder import CHECKPOINTS
@@ -45,11 +45,9 @@ def _fault(checkpoint: Path) -> str | None:
     if not checkpoint.is_dir():
         return f"no checkpoint at {checkpoint}"
     try:
-        Manifest.read(checkpoint)
+        verify(checkpoint, hashes=False)
     except DamagedCheckpoint as error:
         return str(error)
-    if not (checkpoint / METADATA).is_file():
-        return f"{checkpoint} is damaged: {METADATA} is missing"
     return None
 
 

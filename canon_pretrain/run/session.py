@@ -5,6 +5,7 @@ Each rank polls its StopRequests between steps, and the trainer adds them up ove
 all stop after the same step. No torch here.
 """
 
+import contextlib
 import itertools
 import os
 import signal
@@ -74,13 +75,11 @@ class StopRequests:
 
     def forget_leftover(self, began: float) -> bool:
         """Remove a STOP file older than `began`, by the folder's clock; return if there was one."""
-        try:
-            if self._stop_file is None or self._stop_file.stat().st_mtime >= began:
-                return False
-        except FileNotFoundError:
-            return False
-        self.obeyed()
-        return True
+        with contextlib.suppress(FileNotFoundError):
+            if self._stop_file is not None and self._stop_file.stat().st_mtime < began:
+                self.obeyed()
+                return True
+        return False
 
     def poll(self) -> list[bool]:
         """Return which of REASONS hold; for the STOP file, what a thread has found since."""
