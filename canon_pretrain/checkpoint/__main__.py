@@ -37,12 +37,10 @@ def main(argv: list[str] | None = None) -> None:
     with command(prints=words[:1] == ["list"]):
         arguments = _parser().parse_args(words)
         run, folder = find_folder(arguments.run)
-        if (facts := known_run(RunFolder(run))) is not None:
-            run_id: str | None = facts.run_id
-        else:  # without a run folder: the only one that they name
-            named = set(folder.of_other_runs(None).values())
-            run_id = named.pop() if len(named) == 1 else None
-        arguments.act(run, folder, run_id, arguments)
+        facts = known_run(RunFolder(run))
+        # without a run folder: the only one that they name
+        named = {facts.run_id} if facts else {*folder.of_other_runs(None).values()}
+        arguments.act(run, folder, named.pop() if len(named) == 1 else None, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:

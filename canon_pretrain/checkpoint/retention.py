@@ -87,8 +87,7 @@ class Retention:
 
     def _sort(self, plan: Outcome) -> tuple[list[int], list[int]]:
         """Fill `kept` and `bad`; return older full steps and weights-only ones, ascending."""
-        older: list[int] = []
-        weights: list[int] = []
+        older, weights = list[int](), list[int]()
         for step in reversed(self.folder.steps()):
             path = self.folder.step_path(step)
             if path.is_symlink():
@@ -189,11 +188,8 @@ class Retention:
 
 def _signature(folder: Path) -> _Signature:
     """Sizes, times and inodes of files: a write can set mtime back, but not ctime."""
-    stats = {str(path): path.lstat() for path in folder.rglob("*") if not path.is_dir()}
-    return {
-        name: (stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
-        for name, stat in stats.items()
-    }
+    stats = ((str(path), path.lstat()) for path in folder.rglob("*") if not path.is_dir())
+    return {name: (s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats}
 
 
 def held_steps(run: Path) -> set[int]:

@@ -132,8 +132,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
         self.final, self.temporary, self.step = final, temporary, step
         self._may_commit = may_commit
         self._facts = {"step": step, "kind": kind, "world_size": world_size, **origin}
-        self.manifest: Manifest | None = None
-        """On the coordinator, once the checkpoint is whole."""
+        self.manifest: Manifest | None = None  # on the coordinator, once the checkpoint is whole
         self.fs = self._files = _HashingFileSystem()
 
     def storage_meta(self) -> StorageMeta:

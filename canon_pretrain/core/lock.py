@@ -40,10 +40,8 @@ LINK = ".link"  # ends the name of the link lock beside a lock file
 
 logger = logging.getLogger(__name__)
 
-# advances while the process is stopped and, if the system has such a clock, while it is suspended
-_clock = functools.partial(
-    time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-)
+# advances while the process is stopped and, on Linux, while the system is suspended
+_clock = functools.partial(time.clock_gettime, time.CLOCK_BOOTTIME)
 
 
 class Sight(NamedTuple):

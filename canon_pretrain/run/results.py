@@ -35,8 +35,8 @@ MAX_TASK_BYTES = 1 << 30
 MAX_SAMPLE_BYTES = 1 << 26
 
 VALIDATION = "validation"
+# the held-out loss, and the paper's suites (Figures 17 and 25), in the order of a report
 SUITES = (VALIDATION, "discriminative", "jrt", "babilong", "birth-year")
-"""The held-out loss, and the paper's suites (Figures 17 and 25), in the order of a report."""
 
 Z_95 = 1.959964  # the normal distribution's 97.5 % quantile
 

@@ -154,8 +154,7 @@ class Session:
         way_out = f"stop it with `touch {files.stop_file}`, or {another} --job.dump_folder"
         self._lock(files.lock_file, way_out, on_beat=self._beat)
         if self.checkpoints is not None:
-            lock_file = RunFolder(self.checkpoints).lock_file
-            self._lock(lock_file, f"{another} --checkpoint.folder")
+            self._lock(RunFolder(self.checkpoints).lock_file, f"{another} --checkpoint.folder")
         for written in (files.run_file, files.config_file, files.status_file):
             remove_leftovers(path, written.name)
         self.status = StatusWriter(files.status_file, steps=self.steps, world_size=self.world_size)

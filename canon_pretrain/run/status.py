@@ -90,8 +90,7 @@ class StatusWriter:
 
     def progress(self, **values: Any) -> None:
         """Note a sign of life of the trainer, in memory alone; None leaves a field as it is."""
-        given = {name: value for name, value in values.items() if value is not None}
-        self.set(heartbeat=utc_now(), **given)
+        self.set(heartbeat=utc_now(), **{k: v for k, v in values.items() if v is not None})
 
     def set(self, **values: Any) -> None:
         """Set fields of `Status` by name, in memory alone."""
