@@ -1,22 +1,19 @@
 """`python -m canon_pretrain.run profile RUN`: where the time of a traced step went.
 
-Reads the newest trace that `--profiling.enable_profiling` left in the run folder, event by event
-(one of hundreds of megabytes needs little memory), and adds its time up by kernel or operator, and
-by purpose. No torch.
+Reads the newest trace that `--profiling.enable_profiling` left in the run folder, without torch,
+and adds its time up by kernel or operator, and by purpose.
 """
 
 import argparse
-import gzip
 import json
 import math
 import re
-import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -25,21 +22,9 @@ from rich.text import Text
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console, size
 from canon_pretrain.run.folder import CANON, DATA, VALIDATION
+from canon_pretrain.run.trace import LAUNCH, OPERATOR, SCOPE, STEP, Event, Trace, read_trace
 
 TRACES = "profile_traces"
-
-STEP = "ProfilerStep#"
-CHUNK = 1 << 22
-MAX_EVENT = 1 << 26  # characters; what is longer and still does not parse is no event
-BEGINNING = re.compile(r'\A\s*\[|"traceEvents"\s*:\s*\[')
-BETWEEN = re.compile(r"[\s,]*")
-
-OPERATOR, SCOPE, LAUNCH, WORK = "operator", "scope", "launch", "work"
-KINDS = {
-    **{"cpu_op": OPERATOR, "user_annotation": SCOPE},
-    **dict.fromkeys(("cuda_runtime", "cuda_driver"), LAUNCH),
-    **dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset"), WORK),
-}
 
 COMMUNICATION, SHARDING, OTHER = "communication", "sharding", "other"
 ATTENTION, MATMUL, OPTIMIZER = "attention", "matmul", "optimizer"
@@ -77,93 +62,6 @@ shares its number with what ran before it."""
 
 Interval = tuple[float, float]
 Facts = dict[str, Any]
-
-
-# -- reading a trace
-
-
-class Event(NamedTuple):
-    """Something on the host, or WORK of a device: a kernel, a copy or a fill. Times in us."""
-
-    begin: float
-    end: float
-    name: str
-    kind: str
-    link: int
-    """Of WORK and its LAUNCH their correlation id; of an operator its autograd sequence number,
-    which a forward operator shares with its backward. -1: none."""
-
-
-@dataclass
-class Trace:
-    """What is kept of a trace; `is_whole` is false where its file ends too early."""
-
-    threads: dict[Any, list[Event]] = field(default_factory=lambda: defaultdict(list))
-    work: list[Event] = field(default_factory=list)
-    num_events: int = 0
-    is_whole: bool = True
-
-
-def read_trace(path: Path) -> Trace:
-    """Read a chrome trace, plain or .gz. Raises UserError."""
-    trace = Trace()
-    try:
-        with open(path, "rb") as file:
-            is_packed = file.read(2) == b"\x1f\x8b"
-        opened: Any = gzip.open if is_packed else open
-        # names may hold anything: a byte that is no UTF-8 is shown as such
-        with opened(path, "rt", encoding="utf-8", errors="replace") as text:
-            for event in _events(text, trace):
-                _keep(event, trace)
-    except EOFError:  # gzip's
-        trace.is_whole = False
-    except (OSError, KeyError, ValueError, TypeError, zlib.error) as error:
-        raise UserError(f"{path} is no chrome trace: {error!r}") from None
-    return trace
-
-
-def _events(file: TextIO, trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yield the objects of the list of events, decoded one at a time."""
-    decode = json.JSONDecoder(strict=False).raw_decode
-    text = file.read(CHUNK)
-    while (beginning := BEGINNING.search(text)) is None:
-        more = file.read(CHUNK)
-        if not more or len(text) > MAX_EVENT:
-            raise ValueError("no list of traceEvents in it")
-        text += more
-    place = beginning.end()
-    while True:
-        place = BETWEEN.match(text, place).end()  # type: ignore[union-attr]  # it matches ""
-        if text.startswith("]", place):
-            return
-        try:
-            event, place = decode(text, place)
-        except json.JSONDecodeError:
-            # the chunk ends within an event, or the file does
-            if not (more := file.read(CHUNK)):
-                trace.is_whole = False
-                return
-            if len(text) - place > MAX_EVENT:
-                raise
-            text, place = text[place:] + more, 0
-            continue
-        if isinstance(event, dict):
-            yield event
-
-
-def _keep(event: dict[str, Any], trace: Trace) -> None:
-    trace.num_events += 1
-    kind = KINDS.get(event.get("cat", ""))
-    if event.get("ph") != "X" or kind is None:
-        return
-    link = "correlation" if kind in (LAUNCH, WORK) else "Sequence number"
-    begin, number = float(event["ts"]), int((event.get("args") or {}).get(link, -1))
-    found = Event(begin, begin + float(event.get("dur", 0)), event["name"], kind, number)
-    thread = trace.threads[event.get("pid"), event.get("tid")] if kind != WORK else trace.work
-    thread.append(found)
-
-
-# -- adding it up
 
 
 @cache

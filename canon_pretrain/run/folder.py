@@ -43,7 +43,7 @@ CHECKPOINTS = "checkpoint"
 EVALS = "evals"
 PLAN = "sweep.json"  # of a sweep, in its folder
 DEPTH = 4  # levels of folders below a named one that are searched for runs
-# scopes that the trainer marks in a profiler's trace (report/profile.py)
+# scopes that the trainer marks in a profiler's trace (run/trace.py)
 CANON, DATA, VALIDATION = "canon", "data_wait", "validation"
 
 

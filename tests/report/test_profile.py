@@ -18,7 +18,9 @@ import pytest
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.report import profile
-from canon_pretrain.report.profile import purpose_of, read_trace, summarize
+from canon_pretrain.report.profile import purpose_of, summarize
+from canon_pretrain.run import trace
+from canon_pretrain.run.trace import read_trace
 from tests.ranks import assert_same_run, launch
 from tests.support import Runs, debug_run
 
@@ -233,7 +235,7 @@ def assert_gpu_answers(summary: dict[str, Any]) -> None:
 def test_a_gpu_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
 ) -> None:
-    monkeypatch.setattr(profile, "CHUNK", chunk)
+    monkeypatch.setattr(trace, "CHUNK", chunk)
     path = written(tmp_path / name, gpu_events(), indent=1)
     found = read_trace(path)
     assert found.is_whole and found.num_events == len(gpu_events())

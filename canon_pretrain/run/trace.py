@@ -1,0 +1,107 @@
+"""A profiler's chrome trace, read event by event: hundreds of megabytes need little memory."""
+
+import gzip
+import json
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from canon_pretrain.core.errors import UserError
+
+STEP = "ProfilerStep#"
+CHUNK = 1 << 22
+MAX_EVENT = 1 << 26  # characters; what is longer and still does not parse is no event
+BEGINNING = re.compile(r'\A\s*\[|"traceEvents"\s*:\s*\[')
+BETWEEN = re.compile(r"[\s,]*")
+
+OPERATOR, SCOPE, LAUNCH, WORK = "operator", "scope", "launch", "work"
+KINDS = {
+    **{"cpu_op": OPERATOR, "user_annotation": SCOPE},
+    **dict.fromkeys(("cuda_runtime", "cuda_driver"), LAUNCH),
+    **dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset"), WORK),
+}
+
+
+class Event(NamedTuple):
+    """Something on the host, or WORK of a device: a kernel, a copy or a fill. Times in us."""
+
+    begin: float
+    end: float
+    name: str
+    kind: str
+    link: int
+    """Of WORK and its LAUNCH their correlation id; of an operator its autograd sequence number,
+    which a forward operator shares with its backward. -1: none."""
+
+
+@dataclass
+class Trace:
+    """What is kept of a trace; `is_whole` is false where its file ends too early."""
+
+    threads: dict[Any, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    work: list[Event] = field(default_factory=list)
+    num_events: int = 0
+    is_whole: bool = True
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a chrome trace, plain or .gz. Raises UserError."""
+    trace = Trace()
+    try:
+        with open(path, "rb") as file:
+            is_packed = file.read(2) == b"\x1f\x8b"
+        opened: Any = gzip.open if is_packed else open
+        # names may hold anything: a byte that is no UTF-8 is shown as such
+        with opened(path, "rt", encoding="utf-8", errors="replace") as text:
+            for event in _events(text, trace):
+                _keep(event, trace)
+    except EOFError:  # gzip's
+        trace.is_whole = False
+    except (OSError, KeyError, ValueError, TypeError, zlib.error) as error:
+        raise UserError(f"{path} is no chrome trace: {error!r}") from None
+    return trace
+
+
+def _events(file: TextIO, trace: Trace) -> Iterator[dict[str, Any]]:
+    """Yield the objects of the list of events, decoded one at a time."""
+    decode = json.JSONDecoder(strict=False).raw_decode
+    text = file.read(CHUNK)
+    while (beginning := BEGINNING.search(text)) is None:
+        more = file.read(CHUNK)
+        if not more or len(text) > MAX_EVENT:
+            raise ValueError("no list of traceEvents in it")
+        text += more
+    place = beginning.end()
+    while True:
+        place = BETWEEN.match(text, place).end()  # type: ignore[union-attr]  # it matches ""
+        if text.startswith("]", place):
+            return
+        try:
+            event, place = decode(text, place)
+        except json.JSONDecodeError:
+            # the chunk ends within an event, or the file does
+            if not (more := file.read(CHUNK)):
+                trace.is_whole = False
+                return
+            if len(text) - place > MAX_EVENT:
+                raise
+            text, place = text[place:] + more, 0
+            continue
+        if isinstance(event, dict):
+            yield event
+
+
+def _keep(event: dict[str, Any], trace: Trace) -> None:
+    trace.num_events += 1
+    kind = KINDS.get(event.get("cat", ""))
+    if event.get("ph") != "X" or kind is None:
+        return
+    link = "correlation" if kind in (LAUNCH, WORK) else "Sequence number"
+    begin, number = float(event["ts"]), int((event.get("args") or {}).get(link, -1))
+    found = Event(begin, begin + float(event.get("dur", 0)), event["name"], kind, number)
+    thread = trace.threads[event.get("pid"), event.get("tid")] if kind != WORK else trace.work
+    thread.append(found)
