@@ -24,7 +24,7 @@ from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_atomic, write_json
 from canon_pretrain.core.holder import read_count
-from canon_pretrain.core.link_lock import live_holder
+from canon_pretrain.core.lock import live_holder
 from canon_pretrain.run.config import read_experiment, to_toml
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.source import check_snapshot, differences, newest_snapshot, take_snapshot

@@ -34,8 +34,7 @@ from canon_pretrain.cluster.sweep import Sweep, read_sweep
 from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import read_count
-from canon_pretrain.core.terminal import Console
-from canon_pretrain.core.text import printable
+from canon_pretrain.core.terminal import Console, printable
 from canon_pretrain.report.evaluations import logged_losses, suite_losses
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.report.status import summarize_run

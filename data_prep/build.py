@@ -19,8 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.terminal import Progress
-from canon_pretrain.core.text import duration, size
+from canon_pretrain.core.terminal import Progress, duration, size
 from canon_pretrain.data.hub import COMMIT
 from canon_pretrain.data.shard_writer import drop_changed_marks, unit_marks
 from canon_pretrain.data.shards import MANIFEST

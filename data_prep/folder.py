@@ -13,7 +13,7 @@ from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import free_bytes
 from canon_pretrain.core.lock import locked
-from canon_pretrain.core.text import size
+from canon_pretrain.core.terminal import size
 from canon_pretrain.data.shard_writer import unit_marks
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.plan import TokenizerRecord

@@ -14,7 +14,7 @@ import sentencepiece
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_atomic
-from canon_pretrain.core.text import duration
+from canon_pretrain.core.terminal import duration
 from canon_pretrain.data.shards import VERSION
 from canon_pretrain.data.tokenizer import FILE_NAMES, Tokenizer
 from data_prep import plan as plans

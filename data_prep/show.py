@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.text import printable
+from canon_pretrain.core.terminal import printable
 from canon_pretrain.data.sampler import Order, permuted_offset, window_offset
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from canon_pretrain.core.errors import UserError, check_choice
-from canon_pretrain.core.text import size
+from canon_pretrain.core.terminal import size
 from canon_pretrain.data import hub
 from data_prep.folder import say
 from data_prep.plan import Input

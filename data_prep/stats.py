@@ -24,8 +24,7 @@ from rich.markup import escape
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_atomic
-from canon_pretrain.core.terminal import Console, Progress
-from canon_pretrain.core.text import printable, size
+from canon_pretrain.core.terminal import Console, Progress, printable, size
 from canon_pretrain.data.blocks import BlockReader
 from canon_pretrain.data.shards import CommitMark, Part, TokenShards, dtype_for
 from canon_pretrain.data.tokenizer import Tokenizer

@@ -23,8 +23,7 @@ import numpy as np
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import free_bytes, publish, sha256_file
 from canon_pretrain.core.lock import locked, remove_locks
-from canon_pretrain.core.terminal import Progress
-from canon_pretrain.core.text import size
+from canon_pretrain.core.terminal import Progress, size
 from canon_pretrain.data import shards
 from canon_pretrain.data.blocks import BLOCK_BYTES, BlockReader, ShardError, block_crcs
 from canon_pretrain.data.shards import CommitMark, Manifest, dtype_for, part_name, read_mark

@@ -18,7 +18,7 @@ from pydantic import Field
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.lock import locked
-from canon_pretrain.core.text import size
+from canon_pretrain.core.terminal import size
 from canon_pretrain.data import hub
 from eval import staged
 from eval.staged import CATALOGUE, SUITES, DataSet, Manifest

@@ -79,8 +79,7 @@ def flip_byte(path: Path) -> None:
 
 def contents(folder: Path) -> list[bytes]:
     """All bytes of all files below `folder`, in no order that depends on names."""
-    found = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
-    return sorted(found)
+    return sorted(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
 def killed_everywhere(
@@ -93,32 +92,23 @@ def killed_everywhere(
     """
     for survived in itertools.count():
         folder = build()
-        if not _killed(action, folder, survived):
+        with warnings.catch_warnings():
+            # Python 3.12 warns of forks beside threads; this child takes no lock that they may hold
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            try:
+                _kill_at(survived)
+                action(folder)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code == 0:
             return
+        assert code == -signal.SIGKILL, "the action failed in the child"
         yield folder
         shutil.rmtree(folder)
-
-
-def _killed(action: Callable[[Path], object], folder: Path, survived: int) -> bool:
-    """Whether a child died in its operation number `survived`; any other failure is the test's."""
-    with warnings.catch_warnings():
-        # Python 3.12 warns of forks beside threads; this child takes no lock that they may hold
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            _kill_at(survived)
-            action(folder)
-            code = 0
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        return True
-    assert os.WEXITSTATUS(status) == 0, "the action failed in the child"
-    return False
 
 
 def _kill_at(survived: int) -> None:

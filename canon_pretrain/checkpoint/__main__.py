@@ -4,9 +4,7 @@
     python -m canon_pretrain.checkpoint verify RUN [--step N] [--json]
     python -m canon_pretrain.checkpoint prune RUN --keep K [--quarantine] [--archive] [--dry_run]
 
-RUN is a run folder or the folder of its checkpoints. `list` reads no file but manifests; `verify`
-reads every byte and moves nothing; `prune` counts verified checkpoints only. Exit code 1: a
-checkpoint is damaged or of another run, or not all could be pruned; 2: bad input.
+Exit code 1: a checkpoint is damaged or of another run, or not all could be pruned; 2: bad input.
 """
 
 import argparse
@@ -21,11 +19,11 @@ from typing import Any
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder, tree_bytes
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
-from canon_pretrain.checkpoint.retention import Outcome, Retention, held_steps
+from canon_pretrain.checkpoint.retention import Retention, held_steps
 from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.link_lock import live_holder
-from canon_pretrain.core.text import size
+from canon_pretrain.core.lock import live_holder
+from canon_pretrain.core.terminal import size
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.launches import known_run
 
@@ -39,12 +37,10 @@ def main(argv: list[str] | None = None) -> None:
     with command(prints=words[:1] == ["list"]):
         arguments = _parser().parse_args(words)
         run, folder = find_folder(arguments.run)
-        if (facts := known_run(RunFolder(run))) is not None:
-            run_id: str | None = facts.run_id
-        else:  # without a run folder: the only one that they name
-            named = set(folder.of_other_runs(None).values())
-            run_id = named.pop() if len(named) == 1 else None
-        arguments.act(run, folder, run_id, arguments)
+        facts = known_run(RunFolder(run))
+        # without a run folder: the only one that they name
+        named = {facts.run_id} if facts else {*folder.of_other_runs(None).values()}
+        arguments.act(run, folder, named.pop() if len(named) == 1 else None, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,14 +85,11 @@ def _list(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Na
 
     held = held_steps(run)
     looks = [_read(folder.step_path(step), run_id, hashes=False) for step in folder.steps()]
+    # a launch may delete steps meanwhile
+    there = [facts for facts in looks if Path(facts["path"]).exists()]
     found: dict[str, Any] = {
         "folder": str(folder.path),
-        # a launch may delete steps meanwhile
-        "checkpoints": [
-            facts | {"held": facts["step"] in held}
-            for facts in looks
-            if Path(facts["path"]).exists()
-        ],
+        "checkpoints": [facts | {"held": facts["step"] in held} for facts in there],
         "unfinished": sized(folder.unfinished() + folder.leftovers()),
         "quarantined": [{**q._asdict(), "path": str(q.path)} for q in folder.quarantined()],
         "archives": sized(folder.archives(run)),
@@ -108,14 +101,9 @@ def _list(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Na
     print(f"{len(found['checkpoints'])} checkpoint(s) in {folder.path}")
     for facts in found["checkpoints"]:
         print(_line(facts))
-    for name, heading in (
-        ("unfinished", "in progress, or interrupted (the next start settles them)"),
-        ("quarantined", "in quarantine"),
-        ("archives", "archives"),
-    ):
-        lines = (f"  {x['path']}  {size(x['bytes'])}  {x.get('reason', '')}" for x in found[name])
-        if found[name]:
-            print(f"{heading}:", *lines, sep="\n")
+    for name in ("unfinished", "quarantined", "archives"):
+        for x in found[name]:
+            print(f"{name}  {x['path']}  {size(x['bytes'])}  {x.get('reason', '')}".rstrip())
     if found["strays"]:
         print(f"no part of it: {', '.join(found['strays'])}")
 
@@ -175,68 +163,61 @@ def _verify(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: 
 
 def _prune(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Namespace) -> None:
     """Delete, or say what would go; exit with code 1 if something could not be done."""
-    keep, retention = arguments.keep, _retention(run, folder, run_id, arguments.keep)
-    doomed = [found.path for found in folder.quarantined()] if arguments.quarantine else []
-    doomed += folder.archives(run) if arguments.archive else []
-    if arguments.dry_run:
-        plan = retention.plan()
-        sizes = {p: tree_bytes(p) for p in doomed + [folder.step_path(s) for s in plan.deleted]}
-        for path, num_bytes in sizes.items():
-            print(f"would delete {path} ({size(num_bytes)})")
-        _report(plan, keep, "would keep", "would move")
-        print(f"dry run: {size(sum(sizes.values()))} would be freed; nothing was changed")
-        return
-    holder = live_holder(RunFolder(run).lock_file) or live_holder(RunFolder(folder.path).lock_file)
-    if holder is not None:
-        raise UserError(
-            f"a launch is using {folder.path} ({holder}): it prunes by itself "
-            "(checkpoint.keep_latest_k); stop it first, or look with --dry_run"
-        )
-    freed, errors = 0, []
-    # before retention: what that sets aside now stays there to be looked at
-    for path in doomed:
-        try:
-            freed += folder.discard(path)
-            print(f"deleted {path}")
-        except OSError as error:
-            errors.append(f"{path} can't be deleted: {error}")
-    outcome = retention.apply()
-    for step in outcome.deleted:
-        waited = ", though an evaluation waits for it" if step in outcome.over_bound else ""
-        print(f"deleted step-{step}{waited}")
-    _report(outcome, keep, "kept", "moved")
-    print(f"{size(freed + outcome.bytes_freed)} freed")
-    for text in errors + outcome.errors:
-        print(f"error: {text}", file=sys.stderr)
-    if errors or outcome.errors:
-        raise SystemExit(EXIT_DAMAGED)
-
-
-def _retention(run: Path, folder: CheckpointFolder, run_id: str | None, keep: int) -> Retention:
-    if keep < 1:
+    if (keep := arguments.keep) < 1:
         raise UserError(f"--keep {keep}: expected 1 or more")
-
-    def strip(checkpoint: Path, temporary: Path) -> None:
-        from canon_pretrain.checkpoint.weights import strip_to_weights  # torch, when needed
-
-        strip_to_weights(checkpoint, temporary)
-
     if others := folder.of_other_runs(run_id):
         names = ", ".join(f"step-{step} of run {other}" for step, other in others.items())
         if run_id is None:
             raise UserError(f"{folder.path} holds {names}: expected those of one run")
         print(f"skipped, not of run {run_id}: {names}")
     options: dict[str, Any] = {"run_id": lambda: run_id, "workers": _WORKERS}
-    return Retention(folder, keep, holds=lambda: held_steps(run), strip=strip, **options)
-
-
-def _report(outcome: Outcome, keep: int, kept: str, moved: str) -> None:
+    retention = Retention(folder, keep, holds=lambda: held_steps(run), strip=_strip, **options)
+    doomed = [found.path for found in folder.quarantined()] if arguments.quarantine else []
+    doomed += folder.archives(run) if arguments.archive else []
+    freed, gone, errors = 0, list[Path](), list[str]()
+    if arguments.dry_run:
+        outcome = retention.plan()
+        gone = doomed + [folder.step_path(step) for step in outcome.deleted]
+        freed = sum(map(tree_bytes, gone))
+    else:
+        locks = (RunFolder(path).lock_file for path in (run, folder.path))
+        if holder := next(filter(None, map(live_holder, locks)), None):
+            raise UserError(
+                f"a launch is using {folder.path} ({holder}): it prunes by itself "
+                "(checkpoint.keep_latest_k); stop it first, or look with --dry_run"
+            )
+        # before retention: what that sets aside now stays there to be looked at
+        for path in doomed:
+            try:
+                freed += folder.discard(path)
+                gone.append(path)
+            except OSError as error:
+                errors.append(f"{path} can't be deleted: {error}")
+        outcome = retention.apply()
+        freed += outcome.bytes_freed
+        errors += outcome.errors
+        gone += [folder.step_path(step) for step in outcome.deleted]
+    would = "would be " * arguments.dry_run
+    for path in gone:
+        waited = path in map(folder.step_path, outcome.over_bound)
+        print(f"{path} {would}deleted{', though an evaluation waits for it' * waited}")
     for step in outcome.stripped:
-        print(f"{kept} only the weights of step-{step}: an evaluation waits for it")
+        print(f"step-{step} {would}replaced by its weights: an evaluation waits for it")
     for step, fault in sorted(outcome.bad.items()):
-        print(f"{moved} step-{step} to quarantine: {fault}")
+        print(f"step-{step} {would}moved to quarantine: {fault}")
     few = f", fewer than --keep {keep}: no checkpoint is deleted" * (len(outcome.kept) < keep)
     print(f"verified and kept: {_names(outcome.kept)}{few}")
+    print(f"{size(freed)} {would}freed{'; nothing was changed' * arguments.dry_run}")
+    for text in errors:
+        print(f"error: {text}", file=sys.stderr)
+    if errors:
+        raise SystemExit(EXIT_DAMAGED)
+
+
+def _strip(checkpoint: Path, temporary: Path) -> None:
+    from canon_pretrain.checkpoint.weights import strip_to_weights  # torch, when needed
+
+    strip_to_weights(checkpoint, temporary)
 
 
 def _names(steps: list[int]) -> str:

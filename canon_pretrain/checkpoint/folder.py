@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -33,10 +33,9 @@ INTERRUPTED = "a save that was interrupted"
 _SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
 _REASON = ".reason.txt"
 _IS_REASON = re.compile(rf"{re.escape(_REASON)}(\.[0-9a-f]*\.?tmp)?$")
-_NO_REASON = "no reason was recorded: the launch that moved it was killed, or the disk was full"
 _ARCHIVE_NOTE = (
-    "Moved in this order; after a kill the next launch moves the rest into an archive of its own. "
-    "To go\nback, move all of it back while no launch is running."
+    "Moved in this order; after a kill the next launch moves the rest into an archive of its own.\n"
+    "To go back, move all of it back while no launch is running."
 )
 
 logger = logging.getLogger(__name__)
@@ -49,10 +48,7 @@ class Quarantined(NamedTuple):
 
 
 class CheckpointFolder:
-    """RUN/checkpoint, whatever its name; it need not exist yet.
-
-    Nothing is moved or deleted unless `may_change`: PermissionError is raised.
-    """
+    """RUN/checkpoint, if it exists. PermissionError for any change unless `may_change`."""
 
     def __init__(self, path: Path, *, may_change: Callable[[], bool] = lambda: True) -> None:
         self.path, self.may_change = path, may_change
@@ -121,10 +117,7 @@ class CheckpointFolder:
     # -- quarantine
 
     def quarantine(self, path: Path, reason: str) -> Path:
-        """Move `path` durably to quarantine/NAME.K, K the first free number; then write the reason.
-
-        Raises OSError if the rename fails; `path` is then where it was.
-        """
+        """Move `path` durably to quarantine/NAME.K, then write the reason. OSError: not moved."""
         self._check_may_change()
         _make_folder(self.path / QUARANTINE)
         names = (self.path / QUARANTINE / f"{path.name}.{k}" for k in itertools.count(1))
@@ -137,10 +130,10 @@ class CheckpointFolder:
         """All that was set aside, by name."""
         found = []
         for path in self._quarantine_entries():
-            reason = ""
+            reason = "no reason was recorded"
             with contextlib.suppress(OSError):  # the first line is the time
                 reason = _reason_file(path).read_text(errors="replace").partition("\n")[2].strip()
-            found.append(Quarantined(path, reason or _NO_REASON, tree_bytes(path)))
+            found.append(Quarantined(path, reason, tree_bytes(path)))
         return found
 
     def lack_of_room(self, num_bytes: int) -> str | None:
@@ -183,11 +176,7 @@ class CheckpointFolder:
         return remove_tree(doomed)
 
     def replace_step(self, step: int) -> int:
-        """Replace step N by the whole checkpoint at `saving_path`; return the bytes freed.
-
-        A kill leaves the old one, which `recover` may have to rename back, or the new one. Raises
-        OSError with the old one in its place if a rename fails.
-        """
+        """Replace step N by `saving_path`; return the bytes freed. A kill leaves one of the two."""
         self._check_may_change()
         final, replaced = self.step_path(step), self.path / f"{_REPLACED}step-{step}"
         _move(final, replaced)
@@ -201,12 +190,20 @@ class CheckpointFolder:
     def recover(self) -> list[str]:
         """Finish what a kill interrupted, under the run lock; return one sentence for each act.
 
-        Of interrupted saves, quarantine keeps only the newest. A deletion that fails is reported,
-        not raised. Raises OSError if a step that is whole can't get its name back.
+        Of interrupted saves, quarantine keeps the newest. A deletion that fails is only reported.
         """
         said = [self._try_delete(path, "half deleted") for _, path in self._named(_DELETING)]
-        for _, replaced in self._named(_REPLACED):
-            said += self._settle(replaced)
+        for step, replaced in self._named(_REPLACED):
+            final = self.step_path(step)
+            try:
+                if os.path.lexists(final):
+                    verify(final)
+                    said.append(self._try_delete(replaced, f"now the weights in {final.name}"))
+                    continue
+            except DamagedCheckpoint as error:
+                said.append(f"{error}; it was moved to {self.quarantine(final, str(error))}")
+            _move(replaced, final)
+            said.append(f"{final.name} was being replaced by its weights; the full one is back")
         for saving in self.unfinished():
             try:
                 target = self.quarantine(saving, INTERRUPTED)
@@ -217,19 +214,6 @@ class CheckpointFolder:
                 said.append(self._try_delete(saving, INTERRUPTED))
         older = self._quarantined_saves()[:-1]
         return said + [self._try_delete(old, "an older interrupted save") for old in older]
-
-    def _settle(self, replaced: Path) -> Iterator[str]:
-        """End the replacement of a step by its weights."""
-        final = self.path / replaced.name.removeprefix(_REPLACED)
-        if os.path.lexists(final):
-            try:
-                verify(final)
-                yield self._try_delete(replaced, f"replaced by the weights in {final.name}")
-                return
-            except DamagedCheckpoint as error:
-                yield f"{error}; it was moved to {self.quarantine(final, str(error))}"
-        _move(replaced, final)
-        yield f"{final.name} was being replaced by its weights; the full one is in its place again"
 
     def _try_delete(self, path: Path, what: str) -> str:
         try:

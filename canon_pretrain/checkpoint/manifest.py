@@ -1,8 +1,4 @@
-"""step-N/manifest.json: size and SHA-256 of every other file, written last, and its check.
-
-A checkpoint without a readable manifest, or one that differs from its manifest in any byte, is
-damaged; nothing resumes from it. No torch here.
-"""
+"""step-N/manifest.json: size and SHA-256 of every other file, written last. No torch here."""
 
 import errno
 import hashlib
@@ -111,11 +107,7 @@ def find_faults(
     hashes: bool = True,
     workers: int = 1,
 ) -> list[str]:
-    """Return how the files `names` of `folder` differ from its manifest, or its sizes alone.
-
-    By default all, and a file that it does not name is a fault, too. Raises OSError if this process
-    cannot tell.
-    """
+    """Return how the files (all, and no others) differ from the manifest. Raises OSError."""
     chosen = sorted(manifest.files if names is None else names)
     check = partial(_fault, folder, manifest, sha256=sha256_file if hashes else None)
     with ThreadPoolExecutor(workers) as pool:

@@ -87,8 +87,7 @@ class Retention:
 
     def _sort(self, plan: Outcome) -> tuple[list[int], list[int]]:
         """Fill `kept` and `bad`; return older full steps and weights-only ones, ascending."""
-        older: list[int] = []
-        weights: list[int] = []
+        older, weights = list[int](), list[int]()
         for step in reversed(self.folder.steps()):
             path = self.folder.step_path(step)
             if path.is_symlink():
@@ -175,8 +174,7 @@ class Retention:
             manifest = Manifest.read(temporary)
             faults = find_faults(temporary, manifest, hashes=False)
             if faults or (manifest.kind, manifest.step) != ("weights", step):
-                is_other = f"it is the {manifest.kind} checkpoint of step {manifest.step}"
-                raise DamagedCheckpoint(f"{temporary} is damaged: {'; '.join(faults) or is_other}")
+                raise DamagedCheckpoint(f"{temporary} is not the weights of step {step}: {faults}")
             outcome.bytes_freed += self.folder.replace_step(step)
         finally:
             with contextlib.suppress(OSError):
@@ -190,18 +188,14 @@ class Retention:
 
 def _signature(folder: Path) -> _Signature:
     """Sizes, times and inodes of files: a write can set mtime back, but not ctime."""
-    stats = {str(path): path.lstat() for path in folder.rglob("*") if not path.is_dir()}
-    return {
-        name: (stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
-        for name, stat in stats.items()
-    }
+    stats = ((str(path), path.lstat()) for path in folder.rglob("*") if not path.is_dir())
+    return {name: (s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats}
 
 
 def held_steps(run: Path) -> set[int]:
     """Return the steps that an evaluation of `run` still waits for."""
     holds = (path.name.partition(".") for path in entries(run / EVALS / HOLDS))
-    numbers = (step_number(name) for name, dot, _ in holds if dot)
-    return {step for step in numbers if step is not None}
+    return {step for name, dot, _ in holds if dot and (step := step_number(name)) is not None}
 
 
 def hold(run: Path, step: int, name: str) -> None:

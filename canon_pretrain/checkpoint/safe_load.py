@@ -34,7 +34,7 @@ RECORDS = (
     *(_StorageInfo, Metadata, MetadataIndex, records.StorageMeta, records.ChunkStorageMetadata),
     *(records.BytesStorageMetadata, records.TensorProperties, records.TensorStorageMetadata),
 )
-_FORMATS = records._MEM_FORMAT_ENCODING
+_FORMATS: type[Enum] = records._MEM_FORMAT_ENCODING
 _DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
 
 
@@ -81,10 +81,7 @@ class _MetadataUnpickler(pickle._Unpickler):
 
 
 def read_metadata(checkpoint: Path, content: bytes | None = None) -> Metadata:
-    """Return a checkpoint's metadata; `content` is that of the file, if it was read.
-
-    Raises DamagedCheckpoint, also for globals that are not ALLOWED and files outside the folder.
-    """
+    """Return a checkpoint's metadata, of the file or its `content`. Raises DamagedCheckpoint."""
     path = checkpoint / METADATA
     try:
         content = path.read_bytes() if content is None else content

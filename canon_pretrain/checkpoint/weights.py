@@ -1,9 +1,5 @@
-"""Weights of a checkpoint in torch's distributed format, read on one process.
+"""Weights of a checkpoint in torch's distributed format, at its top level, on one process."""
 
-Model parameters are at its top level under their own names. No torchtitan here.
-"""
-
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +14,8 @@ from canon_pretrain.checkpoint import safe_load
 from canon_pretrain.checkpoint.architecture import run_of_checkpoint
 from canon_pretrain.checkpoint.folder import CheckpointFolder, step_number
 from canon_pretrain.checkpoint.manifest import HASH_WORKERS, DamagedCheckpoint, Manifest, verify
-from canon_pretrain.checkpoint.safe_load import METADATA, SafePlanner, SafeReader, read_metadata
-from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.checkpoint.safe_load import SafePlanner, SafeReader, read_metadata
+from canon_pretrain.checkpoint.writer import save_alone, without_ranks
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.folder import CHECKPOINTS
 
@@ -49,11 +45,9 @@ def _fault(checkpoint: Path) -> str | None:
     if not checkpoint.is_dir():
         return f"no checkpoint at {checkpoint}"
     try:
-        Manifest.read(checkpoint)
+        verify(checkpoint, hashes=False)
     except DamagedCheckpoint as error:
         return str(error)
-    if not (checkpoint / METADATA).is_file():
-        return f"{checkpoint} is damaged: {METADATA} is missing"
     return None
 
 
@@ -79,10 +73,7 @@ def stream_weights(
 
 
 def check_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> Manifest:
-    """Return the manifest of a checkpoint that is whole and holds weights such as `like`.
-
-    Reads every file. Raises DamagedCheckpoint naming each fault, UserError for other weights.
-    """
+    """Return the manifest after reading every file. DamagedCheckpoint; UserError: other weights."""
     check_checkpoint(checkpoint)
     try:
         manifest = verify(checkpoint, workers=HASH_WORKERS)
@@ -124,12 +115,9 @@ def _stored_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
 def load_alone(state: dict[str, Any], checkpoint: Path) -> None:
     """Fill `state` in place, in a process without ranks; raises DamagedCheckpoint."""
     try:
-        with warnings.catch_warnings():
-            # torch says that it assumes what no_dist states
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(
-                state, storage_reader=SafeReader(checkpoint), planner=SafePlanner(), no_dist=True
-            )
+        with without_ranks():
+            reader, planner = SafeReader(checkpoint), SafePlanner()
+            dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
         raise DamagedCheckpoint(f"{checkpoint} is damaged: {safe_load.describe(error)}") from error
 
@@ -137,8 +125,7 @@ def load_alone(state: dict[str, Any], checkpoint: Path) -> None:
 def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
     """Write the weights of a full checkpoint into the new folder `temporary`, as a whole one.
 
-    The caller renames it. Every file is checked first, or damage would get a manifest that fits it.
-    Raises DamagedCheckpoint naming each fault, and OSError if writing fails or `temporary` exists.
+    Every file is checked first, or damage would get a manifest that fits it. DamagedCheckpoint.
     """
     manifest = verify(checkpoint, workers=HASH_WORKERS)
     weights = {

@@ -106,11 +106,9 @@ def _always() -> bool:
 class VerifiedWriter(dcp.FileSystemWriter):
     """Saves to `temporary`, and renames it to `final` once all of it and its manifest are synced.
 
-    One per save; both are in one folder, and the same on all ranks. If they are equal, the caller
-    renames. Fails with FileExistsError if `final` exists, and with the OSError of any rank's
-    writing: then `final` is as it was, and the caller removes `temporary` (remove_unfinished).
-    `may_commit` is asked on the coordinator, immediately before the rename. `origin`: the
-    manifest's run_id, launch and weights_of, where there are such.
+    One per save; the same paths on all ranks. If they are equal, the caller renames. If it fails,
+    with FileExistsError or any rank's OSError, the caller removes `temporary` (remove_unfinished).
+    The coordinator asks `may_commit` before the rename. `origin`: run_id, launch, weights_of.
     """
 
     def __init__(
@@ -133,14 +131,8 @@ class VerifiedWriter(dcp.FileSystemWriter):
         )
         self.final, self.temporary, self.step = final, temporary, step
         self._may_commit = may_commit
-        self._facts: dict[str, Any] = {
-            "step": step,
-            "kind": kind,
-            "world_size": world_size,
-            **origin,
-        }
-        self.manifest: Manifest | None = None
-        """On the coordinator, once the checkpoint is whole."""
+        self._facts = {"step": step, "kind": kind, "world_size": world_size, **origin}
+        self.manifest: Manifest | None = None  # on the coordinator, once the checkpoint is whole
         self.fs = self._files = _HashingFileSystem()
 
     def storage_meta(self) -> StorageMeta:
@@ -198,6 +190,14 @@ class VerifiedWriter(dcp.FileSystemWriter):
             raise FileExistsError(errno.EEXIST, text, str(self.final))
 
 
+@contextmanager
+def without_ranks() -> Iterator[None]:
+    """Keep torch from warning that it assumes what no_dist states."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
 def remove_unfinished(temporary: Path) -> None:
     """Remove what a failed save left, as far as possible: the next save needs its disk space."""
     shutil.rmtree(temporary, ignore_errors=True)
@@ -206,16 +206,11 @@ def remove_unfinished(temporary: Path) -> None:
 def save_alone(
     state: dict[str, Any], checkpoint: Path, *, step: int, in_place: bool = False, **facts: Any
 ) -> None:
-    """Save `state` as a whole checkpoint folder, in a process without ranks.
-
-    `facts`: `kind` and `origin` of VerifiedWriter.
-    """
+    """Save `state` as a whole checkpoint without ranks; `facts`: `kind` and `origin`."""
     temporary = checkpoint if in_place else checkpoint.with_name(f".saving-{checkpoint.name}")
     writer = VerifiedWriter(checkpoint, temporary, step=step, world_size=1, **facts)
     try:
-        with warnings.catch_warnings():
-            # torch says that it assumes what no_dist states
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with without_ranks():
             dcp.save(state, storage_writer=writer, no_dist=True)
     except CheckpointException as error:
         failure, _ = error.failures[0]

@@ -1,9 +1,4 @@
-"""What every command has in common: its streams carry words, and its errors are one message.
-
-Results are on the disk before words are printed. A stdout that is full, closed or without a reader
-loses words and ends nothing, and no control character of a path, a log or a text reaches a
-terminal.
-"""
+"""What every command has in common: streams that lose words rather than fail, and one error."""
 
 import codecs
 import contextlib
@@ -15,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from canon_pretrain.core.errors import UserError, exit_with
-from canon_pretrain.core.text import Rendered, printable
+from canon_pretrain.core.terminal import Rendered, printable
 
 EXIT_INTERRUPTED = 130
 
@@ -23,8 +18,7 @@ EXIT_INTERRUPTED = 130
 class _Raw(io.FileIO):
     """A file descriptor that drops what it cannot take."""
 
-    failure: OSError | None = None
-    """Of the first write that failed."""
+    failure: OSError | None = None  # of the first write that failed
 
     def write(self, data: Any) -> int:
         try:
@@ -54,11 +48,13 @@ def _open(number: int, stream: TextIO | None) -> _Words:
         if null != number:
             os.dup2(null, number)
             os.close(null)
-    buffer = io.BufferedWriter(_Raw(number, "w", closefd=False))
-    is_line_buffered = number == 2 or os.isatty(number)
-    encoding = stream.encoding if stream is not None else "utf-8"
-    through = bool(getattr(stream, "write_through", False))
-    return _Words(buffer, encoding, "backslashreplace", None, is_line_buffered, through)
+    return _Words(
+        io.BufferedWriter(_Raw(number, "w", closefd=False)),
+        stream.encoding if stream is not None else "utf-8",
+        "backslashreplace",
+        line_buffering=number == 2 or os.isatty(number),
+        write_through=bool(getattr(stream, "write_through", False)),
+    )
 
 
 @contextlib.contextmanager
@@ -76,12 +72,6 @@ def words() -> Iterator[None]:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
         sys.stdout, sys.stderr = before
-
-
-def stdout_failure() -> OSError | None:
-    """Return why stdout takes no more words, if it does not."""
-    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    return raw.failure if isinstance(raw, _Raw) else None
 
 
 def available_cores() -> int:
@@ -107,9 +97,10 @@ def command(*, prints: bool = False, interrupted: str = "") -> Iterator[None]:
             check_encoding()
             yield
             sys.stdout.flush()
-            failure = stdout_failure() if prints else None
+            raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+            failure = getattr(raw, "failure", None)
             # a broken pipe: `| head` has seen enough
-            if failure is not None and not isinstance(failure, BrokenPipeError):
+            if prints and failure is not None and not isinstance(failure, BrokenPipeError):
                 raise UserError(f"stdout: {failure.strerror}")
         except UserError as error:
             exit_with(error)

@@ -24,8 +24,7 @@ T = TypeVar("T")
 
 READ_BYTES = 1 << 20
 MAX_JSON_BYTES = 64 << 20
-MAX_LINE_BYTES = 16 << 20
-"""Of a line of JSON that we wrote: a longer one is damage."""
+MAX_LINE_BYTES = 16 << 20  # of a line of JSON that we wrote: a longer one is damage
 
 
 class UnreadableFile(UserError):
@@ -110,10 +109,9 @@ def read_json(
 ) -> dict[str, Any]:
     """Return the object in a JSON file. Raises UnreadableFile in every other case."""
     with parsing(path):
-        value = parse_json(read_bytes(path, max_bytes), finite=finite)
-        if not isinstance(value, dict):
-            raise ValueError("it holds no JSON object")
-    return value
+        if isinstance(value := parse_json(read_bytes(path, max_bytes), finite=finite), dict):
+            return value
+        raise ValueError("it holds no JSON object")
 
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
@@ -194,15 +192,14 @@ def write_atomic(path: Path, content: bytes) -> None:
     try:
         _write_new(temporary, content)
         publish(temporary, path)
-    except FileExistsError:
-        raise  # not ours
-    except OSError:
-        temporary.unlink(missing_ok=True)
+    except OSError as error:
+        if not isinstance(error, FileExistsError):  # else it is not ours
+            temporary.unlink(missing_ok=True)
         raise
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write_atomic` of `value` as indented JSON; keys keep their order."""
+    """Write `value` atomically as indented JSON; keys keep their order."""
     write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 

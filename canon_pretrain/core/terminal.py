@@ -1,6 +1,7 @@
-"""The terminal: rich's Console without control characters of untrusted text, and progress."""
+"""Text for users, and the terminal: no control characters of untrusted text, and progress."""
 
 import time
+import unicodedata
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
@@ -8,7 +9,36 @@ import rich.console
 import rich.progress
 from rich.segment import Segment
 
-from canon_pretrain.core.text import Rendered, duration, printable
+
+class Rendered(str):
+    """Text whose control characters are our own: colors, and moves of the cursor."""
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Replace what can't be shown or encoded, except for the characters in `keep`, by U+FFFD."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in keep or unicodedata.category(c) == "Zs" else "\ufffd"
+        for c in text
+    )
+
+
+def duration(seconds: float) -> str:
+    """Return `seconds` in the largest fitting unit: 12 s, 12 min, 5.2 h, 3.1 d."""
+    for unit, scale in (("s", 1), ("min", 60)):
+        if seconds < 100 * scale:
+            return f"{seconds / scale:.0f} {unit}"
+    hours = seconds / 3600
+    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:,.1f} d"
+
+
+def size(num_bytes: float) -> str:
+    """Return `num_bytes` in decimal units, as `df -H` shows them: 340 B, 1.25 MB, 15.36 GB."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:,.2f} {unit}"
+    return f"{num_bytes:.0f} B"
 
 
 class Console(rich.console.Console):
@@ -30,30 +60,26 @@ class Progress:
         self.console = console or Console(highlight=False, soft_wrap=True)
         self._clock = clock
         self._started = self._shown = clock()
-        self._bar: rich.progress.Progress | None = None
-        if self.console.is_terminal and not self.console.quiet:
-            columns = (rich.progress.BarColumn(), rich.progress.TextColumn("{task.description}"))
-            self._bar = rich.progress.Progress(*columns, console=self.console, transient=True)
-            self._bar.add_task("", total=1.0)
+        self._has_bar = self.console.is_terminal and not self.console.quiet
+        columns = (rich.progress.BarColumn(), rich.progress.TextColumn("{task.description}"))
+        self._bar = rich.progress.Progress(*columns, console=self.console, transient=True)
+        self._task = self._bar.add_task("", total=1.0)
 
     def __enter__(self) -> Self:
-        if self._bar is not None:
+        if self._has_bar:
             self._bar.start()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.live.stop()
 
     def update(self, share: float, text: str, *, final: bool = False) -> None:
         """Show `text` and the time left, where `share` in [0, 1] of the work is done."""
         elapsed = self._clock() - self._started
         if 0 < share < 1 and elapsed > 1:
             text += f", about {duration(elapsed / share * (1 - share))} left"
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=share, description=text)
-            return
-        now, interval_s = self._clock(), 5.0 if elapsed < 60 else 30.0
-        if final or now - self._shown >= interval_s:
-            self._shown = now
+        if self._has_bar:
+            self._bar.update(self._task, completed=share, description=text)
+        elif final or self._clock() - self._shown >= (5.0 if elapsed < 60 else 30.0):
+            self._shown = self._clock()
             self.console.print(text, highlight=False, soft_wrap=True, markup=False)

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, free_bytes, read_record, write_json
-from canon_pretrain.core.text import size
+from canon_pretrain.core.terminal import size
 
 COMMIT = re.compile("[0-9a-f]{40}")
 SHA256 = re.compile("[0-9a-f]{64}")

@@ -52,8 +52,7 @@ from canon_pretrain.hf.writing import (
 )
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.launches import read_run
-from canon_pretrain.run.provenance import own_version
+from canon_pretrain.run.launches import own_version, read_run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RECORD = "canon_pretrain.json"

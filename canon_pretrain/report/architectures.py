@@ -10,7 +10,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, NamedTuple
 
-from canon_pretrain.core.text import printable
+from canon_pretrain.core.terminal import printable
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.report.evaluations import logged_losses, suite_losses
 from canon_pretrain.report.items import HELD_OUT

@@ -11,7 +11,7 @@ import numpy as np
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_bytes, read_json, sha256_file
-from canon_pretrain.core.text import printable
+from canon_pretrain.core.terminal import printable
 from canon_pretrain.report.items import HELD_OUT
 from canon_pretrain.report.record import Curve, RunRecord, flat, in_turn
 from canon_pretrain.run.launches import OWN_TO_A_LAUNCH, launch_numbers

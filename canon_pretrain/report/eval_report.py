@@ -18,8 +18,7 @@ from rich.text import Text
 from canon_pretrain.core import page
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_atomic
-from canon_pretrain.core.terminal import Console
-from canon_pretrain.core.text import printable
+from canon_pretrain.core.terminal import Console, printable
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.report import comparison as comparisons
 from canon_pretrain.report import evaluations, figures, sections

@@ -32,10 +32,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import fsync_folder
-from canon_pretrain.core.link_lock import live_holder
+from canon_pretrain.core.lock import live_holder
 from canon_pretrain.report.record import RunRecord
+from canon_pretrain.run.launches import allowed_environment
 from canon_pretrain.run.log import HEADS, LogFollower, drop_superseded, number
-from canon_pretrain.run.provenance import allowed_environment
 
 POLL_S = 1.0
 FINISH_S = 60.0

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from canon_pretrain.core.text import printable
+from canon_pretrain.core.terminal import printable
 from canon_pretrain.report import evaluations
 from canon_pretrain.report.curves import CHARTS, Chart, rounded, stretches, thin
 from canon_pretrain.report.evaluations import tokens_at

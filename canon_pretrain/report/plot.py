@@ -16,7 +16,7 @@ import numpy as np
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_atomic
-from canon_pretrain.core.text import printable, size
+from canon_pretrain.core.terminal import printable, size
 from canon_pretrain.report import curves
 from canon_pretrain.report.curves import CHARTS, Band, Chart, Entry, rounded
 from canon_pretrain.report.record import Curve, RunRecord

@@ -20,8 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.terminal import Console
-from canon_pretrain.core.text import size
+from canon_pretrain.core.terminal import Console, size
 from canon_pretrain.run.folder import CANON, DATA, VALIDATION
 from canon_pretrain.run.trace import LAUNCH, OPERATOR, SCOPE, STEP, Event, Trace, read_trace
 

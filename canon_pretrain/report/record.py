@@ -19,7 +19,7 @@ from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import parsing
-from canon_pretrain.core.text import printable
+from canon_pretrain.core.terminal import printable
 from canon_pretrain.report.items import HELD_OUT, Evaluation
 from canon_pretrain.run.folder import EVALS, RunFolder, unique_labels
 from canon_pretrain.run.launches import read_run

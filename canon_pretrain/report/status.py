@@ -25,9 +25,8 @@ from canon_pretrain.checkpoint.folder import HOLDS, CheckpointFolder, entries
 from canon_pretrain.checkpoint.manifest import verify
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import process_lives
-from canon_pretrain.core.link_lock import EXPIRY_BEATS, HEARTBEAT_S, read_holder
-from canon_pretrain.core.terminal import Console
-from canon_pretrain.core.text import duration, printable
+from canon_pretrain.core.lock import EXPIRY_BEATS, HEARTBEAT_S, read_holder
+from canon_pretrain.core.terminal import Console, duration, printable
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run.folder import CHECKPOINTS, EVALS, natural, runs_below
 from canon_pretrain.run.launches import read_run

@@ -1,11 +1,5 @@
 """Look at runs: their state, their curves, how two differ, their exports and profiles.
 
-    python -m canon_pretrain.run status RUN... [--json] [--watch [SECONDS]]
-    python -m canon_pretrain.run plot RUN... --out FILE.html
-    python -m canon_pretrain.run diff A B
-    python -m canon_pretrain.run export wandb|tensorboard RUN
-    python -m canon_pretrain.run profile RUN
-
 Each command is a module of `report/` with `add_parser(subparsers)`, which sets `run`, a function
 from the parsed arguments to the exit code. Bad input is one message and exit code 2.
 """

@@ -1,7 +1,4 @@
-"""Experiment files: TOML with `extends`, checked key by key and type by type, and our own sections.
-
-titan/job_config.py puts our sections beside torchtitan's. No torchtitan here.
-"""
+"""Experiment files: TOML with `extends`, checked key by key; our own sections. No torchtitan."""
 
 import dataclasses
 import functools
@@ -27,20 +24,15 @@ class Data:
 
     path: str = ""
     """Folder written by `python -m data_prep build`; holds train/ and validation/."""
-
     paths: list[str] = field(default_factory=list)
     """Instead of `path`: several such folders, whose windows are drawn by `weights`."""
-
     weights: list[float] = field(default_factory=list)
     """A number for each of `paths`, relative to the others: [7, 3] is [0.7, 0.3]."""
-
     order: Literal["random", "permute"] = "random"
     """random: windows begin anywhere, drawn with replacement (the paper's). permute: every window
-    of seq_len tokens once an epoch, in a new order each epoch; of one folder only."""
-
+    once an epoch, in a new order each epoch; of one folder only."""
     data_seed: int = 0
     """Seed of the sample order alone: window i of a run is a function of (data_seed, i)."""
-
     read_ahead: int = 8
     """Micro-batches that a thread of each rank reads ahead of the step; 0: read when needed."""
 
@@ -60,21 +52,14 @@ class Run:
     """The `[run]` section: how far this launch goes. It never changes what is computed."""
 
     stop_at: int | None = None
-    """Stop after this step with a checkpoint that can be resumed. `training.steps`, and so the
-    learning-rate schedule, stays what it is. Unset: go on to `training.steps`."""
-
+    """Stop after this step with a checkpoint; the schedule stays that of `training.steps`."""
     allow_changes: list[str] = field(default_factory=list)
-    """Names (such as `optimizer.lr`) of what this launch may change in the run that it goes on
-    with. Any other difference in seeds, data, model, batch or schedule is refused. `code`: a job
-    script resumes with the program as it is now, not with the snapshot in RUN/code."""
-
+    """Names (such as `optimizer.lr`) of what this launch may change in the run that it resumes.
+    `code`: a job script takes the program as it is now, not the snapshot in RUN/code."""
     code: Literal["note", "refuse"] = "note"
-    """What a launch does if the source files that training uses are not those of the launch
-    before: name them on the screen and in the log, or refuse to resume."""
-
+    """Other source files than the last launch's: name them in the log, or refuse to resume."""
     heartbeat_s: float = 10.0
-    """Seconds between two signs of life in lock.json and status.json; a lock that is silent for
-    six of them may be taken over."""
+    """Between signs of life in lock.json and status.json; after six a lock may be taken over."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +67,10 @@ class Guards:
     """The `[guards]` section: which steps leave the weights as they are."""
 
     max_bad_steps: int = 5
-    """The run ends, with a checkpoint from before them, after this many steps in a row whose loss
-    or gradient is not finite. Each such step is skipped on all ranks."""
-
+    """In a row, of a loss or gradient that is not finite: the run ends as it was before them."""
     outlier_sigma: float | None = None
     """Skip a step whose gradient norm is more than this many standard deviations above the mean of
     the last `outlier_window` ones (OLMo's SkipStep: 6). Unset: never."""
-
     outlier_window: int = 128
     """Gradient norms that an outlier is judged by; nothing is, before half of them are there."""
 
@@ -102,14 +84,11 @@ class Loss:
 
     z_loss: float = 0.0
     """Adds this times logsumexp(logits)^2 for each token (PaLM: 1e-4)."""
-
     squared_loss: float = 0.0
     """Adds this times the token's own cross-entropy squared: what the released Part 4.2 models call
     z-loss (1e-4)."""
-
     chunk_tokens: int = 4096
-    """Tokens whose logits exist at a time; 0: those of the whole micro-batch. Not part of the run's
-    identity: it changes nothing but rounding."""
+    """Tokens whose logits exist at a time; 0: a micro-batch's. It changes nothing but rounding."""
 
 
 def valid_world_sizes(global_batch_size: int, multiple_of: int = 1) -> list[int]:
@@ -121,12 +100,11 @@ def valid_world_sizes(global_batch_size: int, multiple_of: int = 1) -> list[int]
 def read_experiment(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read a TOML file and all that it `extends`; later files win, key by key. Raises UserError.
 
-    `extends` is a path, or a list of paths, relative to the file that names it; a list is merged
-    from left to right. `chain` names the files that led to this one.
+    Paths are relative to the file that names them; `chain` are the files that led to this one.
     """
     resolved = path.resolve()
     if resolved in chain:
-        names = " -> ".join(str(p) for p in (*chain, resolved))
+        names = " -> ".join(map(str, (*chain, resolved)))
         raise UserError(f"{path}: `extends` goes in a circle: {names}")
     try:
         own = tomllib.loads(read_bytes(path, 1 << 20).decode())
@@ -146,10 +124,8 @@ def read_experiment(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` updated by `over`: tables are merged, any other value is replaced."""
-    tables = {
-        k: v for k, v in over.items() if isinstance(v, dict) and isinstance(base.get(k), dict)
-    }
-    return {**base, **over, **{key: merge(base[key], value) for key, value in tables.items()}}
+    both = [k for k, v in over.items() if isinstance(v, dict) and isinstance(base.get(k), dict)]
+    return {**base, **over, **{key: merge(base[key], over[key]) for key in both}}
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
@@ -176,10 +152,9 @@ def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = ""
     for key, value in values.items():
         dotted, hint = f"{prefix}{key}", cast(Any, hints.get(key))
         if key not in names:
-            kind, near = "key" if prefix else "section", nearest(key, names)
-            way_out = (
-                f"did you mean '{near}'?" if near else f"known are: {', '.join(sorted(names))}"
-            )
+            near, known = nearest(key, names), f"known are: {', '.join(sorted(names))}"
+            way_out = f"did you mean '{near}'?" if near else known
+            kind = "key" if prefix else "section"
             raise UserError(f"{source}: unknown {kind} '{dotted}': {way_out}")
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             if not isinstance(value, dict):

@@ -4,13 +4,13 @@
                     each source file that the last launch used (`code`)
     run.json        the run's id, and how many launches it has had (run/launches.py)
     log.jsonl       one line per event (run/log.py)
-    launches/NNN/   the record of each launch (run/provenance.py)
+    launches/NNN/   the record of each launch (run/launches.py)
     code/NNN/       the source that job scripts launch the run from (run/source.py)
     README.md       this list, and the commands that resume, show and evaluate the run
     status.json     the run's state and its last sign of life (run/status.py)
     lock.json       the launch that writes the folder, while there is one (run/session.py)
     obeyed.json     options that act once per job, and the job that obeyed them (run/launches.py)
-    STOP            made by a user or a script: save, and end (run/stop.py)
+    STOP            made by a user or a script: save, and end (run/session.py)
     checkpoint/     step-N/, written by the trainer
     evals/          results, written by `python -m eval`
     archive/        abandoned branches, and the run before a --checkpoint.fresh
@@ -36,15 +36,15 @@ from typing import Any
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_json, write_atomic, write_json
-from canon_pretrain.core.text import printable
+from canon_pretrain.core.terminal import printable
 from canon_pretrain.run.log import read_log
 
 CHECKPOINTS = "checkpoint"
 EVALS = "evals"
 PLAN = "sweep.json"  # of a sweep, in its folder
 DEPTH = 4  # levels of folders below a named one that are searched for runs
+# scopes that the trainer marks in a profiler's trace (run/trace.py)
 CANON, DATA, VALIDATION = "canon", "data_wait", "validation"
-"""Names of the scopes that the trainer marks in a profiler's trace (run/trace.py)."""
 
 
 def config_record(

@@ -1,25 +1,39 @@
 """The launches of a run: their numbers, their records, and the options that only the first obeys.
 
-    RUN/run.json       the run's id, and the number of its newest launch
-    RUN/obeyed.json    option -> the job that obeyed it, and its count of restarts then
+    RUN/run.json            the run's id, and the number of its newest launch
+    RUN/obeyed.json         option -> the job that obeyed it, and its count of restarts then
+    RUN/launches/NNN/       launch.json, config.json, packages.txt, environment.json, source.patch
 
 A launch takes its number under the run's lock, and returns it if it has trained nothing. A requeued
 job repeats `--checkpoint.fresh` and `--checkpoint.load_step`: obeyed again, they would discard what
-it has trained since. No torch here.
+it has trained since. A record is made by one rename, and is its user's alone (mode 0600): it may
+hold a secret. No failure of it ends a run. No torch here.
 """
 
 import contextlib
+import hashlib
+import importlib.metadata
+import json
 import os
+import platform
+import re
+import shlex
+import sys
+import threading
 import uuid
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from canon_pretrain.core.files import UnreadableFile, parsing, read_json, read_record, write_json
-from canon_pretrain.core.holder import boot_of, read_count, utc_now
-from canon_pretrain.run.folder import RunFolder
+import canon_pretrain
+from canon_pretrain.core import files
+from canon_pretrain.core.files import UnreadableFile
+from canon_pretrain.core.holder import Holder, boot_of, read_count, utc_now
+from canon_pretrain.run import folder as run_folder
+from canon_pretrain.run.folder import RunFolder, config_record
 from canon_pretrain.run.log import RunFacts, read_tail
+from canon_pretrain.run.source import SourceTree, look_at_source
 
 OWN_TO_A_LAUNCH = (
     *("job.config_file", "run.stop_at", "run.allow_changes", "run.code"),
@@ -27,12 +41,56 @@ OWN_TO_A_LAUNCH = (
 )
 """Settings of one launch, or that follow from its world size: not reported when they differ."""
 FRESH = "checkpoint.fresh"
+GATHER_S = 10.0  # that the first step may wait for git and packages, which had the whole start
+IS_OURS = "<!-- canon_pretrain writes this file at each launch; without this line it is yours -->"
+# what a launch that resumes does not repeat
+ACT_ONCE = ("--run.stop_at", "--run.allow_changes", "--checkpoint.fresh", "--checkpoint.load_step")
+README = """\
+{ours}
+
+# {title}
+
+Run `{launch[run_id]}`, to step {step}. Begun {launch[created]:.16} UTC.
+Launch {launch[launch]}, begun {launch[time]:.16} UTC: {launch[world_size]} rank(s), the first on
+{launch[host]}. Its code is {code}.
+
+## Show, resume, stop and evaluate it
+
+    cd {here}
+    python -m canon_pretrain.run status {folder}
+    python -m canon_pretrain.run plot {folder} --out plot.html
+    python -m canon_pretrain.checkpoint list {folder}
+
+    {launch[command][again]}
+    touch {folder}/STOP
+
+    python -m eval run --checkpoint {folder}/checkpoint/step-{step} --suite validation
+    python -m eval report {folder}
+
+## Files
+
+{files}
+"""
+
+# settings of libraries and of the job; not SLURM_* as a whole: SLURM_JWT is a key
+_ALLOWED = re.compile(
+    r"(CUBLAS|CUDA|CUDNN|GLOO|GOMP|KMP|MKL|NCCL|NVIDIA|OMP|OPENBLAS|PYTORCH|TORCH|TORCHELASTIC"
+    r"|TORCHINDUCTOR|TRITON|UCX)_.*|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
+    r"|PYTHON(PATH|HASHSEED)|VIRTUAL_ENV|CONDA_PREFIX|LD_(LIBRARY_PATH|PRELOAD)|HOSTNAME|LANG"
+    r"|LC_ALL|TZ|TMPDIR|HF_(HOME|HUB_OFFLINE)|WANDB_(MODE|PROJECT|ENTITY|DIR)|SLURMD_NODENAME"
+    r"|SLURM_(CLUSTER_NAME|SUBMIT_HOST|RESTART_COUNT|NNODES|NODEID|PROCID|LOCALID|NTASKS"
+    r"|NTASKS_PER_NODE|CPUS_PER_TASK|CPUS_ON_NODE|GPUS|GPUS_PER_NODE|GPUS_ON_NODE)"
+    r"|SLURM_JOB_(ID|NAME|NODELIST|NUM_NODES|PARTITION|QOS|START_TIME|END_TIME|GPUS)"
+    r"|SLURM_(ARRAY_JOB_ID|ARRAY_TASK_ID|MEM_PER_(NODE|GPU|CPU))"
+)
+
+# -- numbers
 
 
 def read_run(folder: RunFolder) -> RunFacts | None:
     """Return the content of run.json; None if it is missing or damaged."""
     with contextlib.suppress(UnreadableFile):
-        return read_record(folder.run_file, RunFacts)
+        return files.read_record(folder.run_file, RunFacts)
     return None
 
 
@@ -41,22 +99,10 @@ def begin_launch(folder: RunFolder) -> tuple[RunFacts, str | None]:
     before = known_run(folder) or RunFacts(uuid.uuid4().hex[:8], utc_now(), 0)
     facts = replace(before, launches=before.launches + 1)
     try:
-        write_json(folder.run_file, asdict(facts))
+        files.write_json(folder.run_file, asdict(facts))
     except OSError as error:
         return facts, f"{folder.run_file} cannot be written ({error.strerror})"
     return facts, None
-
-
-def take_back(folder: RunFolder, facts: RunFacts) -> None:
-    """Undo `begin_launch`, which returned `facts`, unless the log has a line of that launch."""
-    number = facts.launches
-    with contextlib.suppress(OSError, UnreadableFile):  # then a number is left out: no harm
-        if _last_event(folder.log_file).get("segment") == number:
-            return
-        if number == 1:
-            folder.run_file.unlink(missing_ok=True)
-        else:
-            write_json(folder.run_file, asdict(replace(facts, launches=number - 1)))
 
 
 def known_run(folder: RunFolder) -> RunFacts | None:
@@ -85,8 +131,8 @@ def newest_launch(folder: RunFolder) -> dict[str, Any] | None:
     """Return launch.json of the newest launch whose record can be read; None without one."""
     for number in reversed(launch_numbers(folder)):
         path = folder.launch_path(number) / "launch.json"
-        with contextlib.suppress(UnreadableFile), parsing(path):
-            record = read_json(path, finite=False)
+        with contextlib.suppress(UnreadableFile), files.parsing(path):
+            record = files.read_json(path, finite=False)
             if int(record["launch"]) >= 0 and record["run_id"]:
                 return record
     return None
@@ -124,10 +170,198 @@ def was_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ)
 
 def mark_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> None:
     obeyed = _read_obeyed(path) | {option: _attempt(environ)}
-    write_json(path, {name: attempt._asdict() for name, attempt in obeyed.items()})
+    files.write_json(path, {name: attempt._asdict() for name, attempt in obeyed.items()})
 
 
 def _read_obeyed(path: Path) -> dict[str, _Attempt]:
     with contextlib.suppress(UnreadableFile):
-        return read_record(path, dict[str, _Attempt])
+        return files.read_record(path, dict[str, _Attempt])
     return {}
+
+
+# -- records
+
+
+def allowed_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that may be recorded, sorted by name."""
+    return {name: value for name, value in sorted(environ.items()) if _ALLOWED.fullmatch(name)}
+
+
+def config_hash(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
+    """Return 16 hexadecimal digits that are equal for equal configurations."""
+    kept = dict(config)
+    for section, keys in config.items():
+        if isinstance(keys, Mapping):
+            kept[section] = {k: v for k, v in keys.items() if f"{section}.{k}" not in without}
+    text = json.dumps(kept, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def packages() -> list[str]:
+    """Return `name==version` of every installed distribution, sorted, without broken ones."""
+    # setuptools, once imported, puts what it carries along on the path: that is not installed
+    path = [folder for folder in sys.path if Path(folder).name != "_vendor"]
+    found = (each.metadata for each in importlib.metadata.distributions(path=path))
+    names = {f"{m['Name']}=={m['Version']}" for m in found if {"Name", "Version"} <= {*m}}
+    return sorted(names, key=str.lower)
+
+
+def own_version() -> str | None:
+    """Return canon_pretrain's version; None if it is not installed."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("canon_pretrain")
+    return None
+
+
+@dataclass
+class LaunchRecord:
+    """One launch's record: made early, it gathers in a thread; `write` writes it to the folder."""
+
+    facts: RunFacts
+    arguments: Sequence[str]
+    _: KW_ONLY
+    fingerprint: str
+    folders: Sequence[str]
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    def __post_init__(self) -> None:
+        self._source = SourceTree(problem=f"git gave no answer within {GATHER_S:.0f} s")
+        self._packages: list[str] = []
+        self._problems: list[str] = []
+        self._is_written = False
+        self._wait_s = GATHER_S
+        self._thread = threading.Thread(target=self._gather, daemon=True)
+        self._thread.start()
+
+    def _gather(self) -> None:
+        try:
+            self._packages = packages()
+            # the file of this package that every version of it has
+            self._source = look_at_source(Path(canon_pretrain.__file__).resolve())
+        except Exception as error:  # whatever is broken here, it is not the run
+            text = f"the launch's record is not whole: {type(error).__name__}: {error}"
+            self._problems.append(text)
+
+    def _wait(self) -> Holder:
+        """Wait for the thread, GATHER_S in all; return who this launch is."""
+        self._thread.join(self._wait_s)
+        self._wait_s = 0.0
+        return Holder.of_this_process(self.environ)
+
+    def header(self) -> dict[str, Any]:
+        """Return what heads the launch in the log; waits for git, GATHER_S at most."""
+        launch = self._wait()
+        return {
+            "canon_pretrain": own_version(),
+            "python": platform.python_version(),
+            "job_id": launch.job_id,
+            "restart_count": launch.restart_count if launch.job_id else None,
+            "git_commit": self._source.commit,
+            "git_dirty": self._source.dirty,
+        }
+
+    def write(
+        self,
+        folder: RunFolder,
+        *,
+        config: dict[str, Any],
+        identity: dict[str, Any],
+        code: Mapping[str, str] | None = None,
+        facts: dict[str, Any],
+    ) -> list[str]:
+        """Write the record, with `facts` of the trainer, and README.md; return what went wrong."""
+        self._is_written = True
+        target = folder.launch_path(self.facts.launches)
+        try:
+            launch = self._launch() | facts
+            contents = {
+                "config.json": _json(config_record(config, identity, code)),
+                "packages.txt": "".join(f"{line}\n" for line in self._packages).encode(),
+                "environment.json": _json(allowed_environment(self.environ)),
+                "launch.json": _json(launch),
+            }
+            if self._source.patch:
+                contents["source.patch"] = self._source.patch
+            files.write_folder(target, contents)
+            path = folder.readme_file
+            if not path.exists() or IS_OURS in path.read_text(errors="replace"):
+                files.write_atomic(path, _readme(folder.path.resolve(), launch, config))
+        except Exception as error:  # a full disk, or what nobody thought of: the run goes on
+            self._problems.append(f"what this launch is was not written to {target}: {error}")
+        return self._problems
+
+    def settle(self, folder: RunFolder) -> None:
+        """Return the launch's number if it has left nothing, also no line in the log."""
+        number = self.facts.launches
+        with contextlib.suppress(OSError, UnreadableFile):  # then a number is left out: no harm
+            if self._is_written or _last_event(folder.log_file).get("segment") == number:
+                return
+            if number == 1:
+                folder.run_file.unlink(missing_ok=True)
+            else:
+                files.write_json(folder.run_file, asdict(replace(self.facts, launches=number - 1)))
+
+    def _launch(self) -> dict[str, Any]:
+        """Return the content of launch.json."""
+        holder, patch = self._wait(), self._source.patch
+        job = {"id": holder.job_id, "restart_count": holder.restart_count}
+        git = {"patch": "source.patch" if patch else None, "patch_bytes": len(patch)}
+        return {
+            "run_id": self.facts.run_id,
+            "created": self.facts.created,
+            "launch": self.facts.launches,
+            "time": utc_now(),
+            "command": {
+                "again": command_again(self.arguments, self.environ),
+                "arguments": list(self.arguments),
+                "process": sys.orig_argv,
+                "folder": os.getcwd(),
+            },
+            "host": holder.host,
+            "pid": holder.pid,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "job": job | {"nodes": self.environ.get("SLURM_JOB_NODELIST")},
+            "data": {"fingerprint": self.fingerprint, "folders": list(self.folders)},
+            "git": asdict(self._source) | git,
+        }
+
+
+def _json(value: Any) -> bytes:
+    text = json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
+    return text.encode(errors="replace")
+
+
+def command_again(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return the shell command that resumes the run, without ACT_ONCE and their values."""
+    launcher = "python"
+    ranks, here = environ.get("WORLD_SIZE", "1"), environ.get("LOCAL_WORLD_SIZE", "1")
+    if "TORCHELASTIC_RUN_ID" in environ or ranks != "1":
+        nodes = int(ranks) // max(int(here), 1)
+        many = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
+        launcher = f"torchrun {many if nodes > 1 else ''}--nproc-per-node {here}"
+    words, is_dropped = list[str](), False
+    for word in arguments:
+        if word.startswith("--"):
+            is_dropped = f"--{word[2:].partition('=')[0].replace('-', '_')}" in ACT_ONCE
+        words += [] if is_dropped else [word]
+    return f"{launcher} -m canon_pretrain.train {shlex.join(words)}".rstrip()
+
+
+def _readme(run: Path, launch: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
+    """Return README.md of the folder `run` (absolute); `launch` is launch.json."""
+    git, code = launch["git"], "in no commit that git knows"
+    if git["commit"]:
+        code = f"commit {git['commit'][:12]} of {git['origin'] or git['folder']}"
+        if git["dirty"]:
+            code += f", with the changes in launches/{launch['launch']:03}/source.patch"
+    return README.format(
+        ours=IS_OURS,
+        title=config.get("job", {}).get("description") or run.name,
+        step=config.get("training", {}).get("steps", "N"),
+        launch=launch,
+        code=code,
+        here=shlex.quote(launch["command"]["folder"]),
+        folder=shlex.quote(str(run)),
+        files=str(run_folder.__doc__).partition("\n\n")[2].rpartition("\n\n")[0],
+    ).encode(errors="replace")

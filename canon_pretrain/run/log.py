@@ -1,8 +1,7 @@
 """The run's log: JSON lines, appended whole, the source of every curve.
 
-O_APPEND: lines of two writers never mix, and a crash tears the last line at most. A thread writes
-them, so the trainer does not wait for the disk. NaN and infinities are strings, since JSON has
-none; `number` converts them back.
+Lines of two writers never mix, and a crash tears the last line at most. A thread writes them, so
+the trainer does not wait for the disk. NaN and infinities are strings: JSON has none.
 
     event, time (UTC)        in every line; run_id and segment too, if the folder has a run.json
     start, resume            head a segment, that is a launch: where it begins and what it runs on
@@ -24,22 +23,15 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from canon_pretrain.core.files import (
-    MAX_LINE_BYTES,
-    UnreadableFile,
-    open_regular,
-    parse_json,
-    read_lines,
-    read_record,
-    write_atomic,
-)
+from canon_pretrain.core import files
+from canon_pretrain.core.files import MAX_LINE_BYTES, UnreadableFile, open_regular
 from canon_pretrain.core.holder import utc_now
 from canon_pretrain.run.background import Background
 
@@ -49,12 +41,11 @@ Event = dict[str, Any]
 
 MAX_WAITING_BYTES = 1 << 26  # of lines that wait for the disk: half a day at one per second
 FLUSH_TIMEOUT_S = 30.0
-RETAKEN = ("step", "validation")
-"""Events that a launch which goes back over their steps writes anew."""
+RETAKEN = ("step", "validation")  # a launch that goes back over their steps writes them anew
 HEADS = ("start", "resume")
 STEPPED = (*RETAKEN, "skip", "checkpoint", "archive")
+# integers, and the kinds of events that must have them
 INTEGERS: dict[str, tuple[str, ...]] = {"step": STEPPED, "from_step": ("resume",), "tokens": ()}
-"""Fields, and the kinds of events that must have them."""
 NUMBERS = ("loss", "max_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "data_wait")
 TAIL_BYTES, MAX_TAIL_BYTES = 1 << 16, 1 << 24
 OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
@@ -109,8 +100,7 @@ class RunLog:
             is_kept = len(self._unwritten) + len(line) <= MAX_WAITING_BYTES
             self._unwritten += line if is_kept else b""
             self._dropped = 0 if is_kept else self._dropped + 1
-            is_first_dropped = self._dropped == 1
-        if is_first_dropped:
+        if self._dropped == 1:
             logger.warning(f"{self.path}: {MAX_WAITING_BYTES:,} bytes wait for it: lines are lost")
         self._writing.request()
 
@@ -129,10 +119,7 @@ class RunLog:
             self._append()
 
     def _follow_path(self) -> None:
-        """Continue in the file that `path` names now, if this run's log was removed or replaced.
-
-        A removed one is written again from the open file, which still has its content.
-        """
+        """Continue in the file that `path` names now; write a removed log anew."""
         with contextlib.suppress(OSError):  # then the open file as before; the next event retries
             is_there = os.path.lexists(self.path)
             if is_there and os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
@@ -142,7 +129,7 @@ class RunLog:
                 return  # another launch archived this log with its run.json
             if not is_there:
                 size = os.fstat(self._descriptor).st_size
-                write_atomic(self.path, os.pread(self._descriptor, size, 0))
+                files.write_atomic(self.path, os.pread(self._descriptor, size, 0))
             self._open_anew()
             self._end_torn_line()
             what = "replaced: its lines go to the new file" if is_there else "removed: written anew"
@@ -186,7 +173,7 @@ class RunLog:
 def _read_facts(log: Path) -> RunFacts | None:
     """Return the run.json beside `log`; None without one."""
     try:
-        return read_record(log.with_name("run.json"), RunFacts)
+        return files.read_record(log.with_name("run.json"), RunFacts)
     except UnreadableFile as error:
         if not error.is_missing:
             logger.warning(f"{error}: the log's lines have no run_id")
@@ -206,12 +193,10 @@ def json_value(value: Any) -> Any:
 
 def number(value: Any) -> float:
     """Return the float that a value of the log stands for. Raises ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"{value!r} in a log, expected a number")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError("an integer beyond the largest float in a log") from None
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # an integer beyond the largest float
+            return float(value)
+    raise ValueError(f"{value!r:.40} in a log, expected a number")
 
 
 # -- reading
@@ -220,7 +205,7 @@ def number(value: Any) -> float:
 def read_log(path: Path) -> list[Event]:
     """Return all events in order, without superseded ones; lines that are none are skipped."""
     events, num_faults = [], 0
-    for line in read_lines(path):
+    for line in files.read_lines(path):
         if (event := _parse(line)) is not None:
             events.append(event)
         if not line.endswith(b"\n"):
@@ -257,28 +242,24 @@ def drop_superseded(events: Iterable[Event]) -> list[Event]:
 
     A `resume` with `from_step` repeats the later steps before it; a `start` repeats all.
     """
+    timely: list[Event] = []
+    begun, newest = set[str](), ""
+    for event in events:
+        # without a run_id it belongs to no launch that is known
+        launch = f"{event['run_id']} {event.get('segment')}" if event.get("run_id") else newest
+        if launch in begun and launch != newest and event["event"] not in HEADS:
+            continue  # that launch wrote it after the first line of a later one
+        begun.add(launch)
+        newest = launch
+        timely.append(event)
     kept, last = [], math.inf
-    for event in reversed(list(_without_late_lines(events))):
+    for event in reversed(timely):
         if event["event"] in RETAKEN and event["step"] > last:
             continue
         if event["event"] in HEADS:
             last = min(last, event.get("from_step", 0))
         kept.append(event)
     return kept[::-1]
-
-
-def _without_late_lines(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield `events` but those that a launch wrote after the first line of a later launch."""
-    begun: set[str] = set()
-    newest = ""
-    for event in events:
-        # without a run_id it belongs to no launch that is known
-        launch = f"{event['run_id']} {event.get('segment')}" if event.get("run_id") else newest
-        if launch in begun and launch != newest and event["event"] not in HEADS:
-            continue
-        begun.add(launch)
-        newest = launch
-        yield event
 
 
 def parse_events(lines: Iterable[bytes]) -> list[Event]:
@@ -289,7 +270,7 @@ def parse_events(lines: Iterable[bytes]) -> list[Event]:
 def _parse(line: bytes) -> Event | None:
     """Return the event in a line; None without one, or if its fields are of other types."""
     try:
-        event = parse_json(line, finite=False)
+        event = files.parse_json(line, finite=False)
         if not isinstance(event["event"], str):
             return None
         for name, kinds in INTEGERS.items():

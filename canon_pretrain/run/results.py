@@ -21,17 +21,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
+from canon_pretrain.core import files
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import (
-    UnreadableFile,
-    parse_json,
-    parse_record,
-    parsing,
-    read_bytes,
-    read_lines,
-    write_atomic,
-    write_json,
-)
+from canon_pretrain.core.files import UnreadableFile, parse_json, parsing
 from canon_pretrain.core.lock import locked
 from canon_pretrain.run.folder import EVALS, RunFolder
 
@@ -43,11 +35,10 @@ MAX_TASK_BYTES = 1 << 30
 MAX_SAMPLE_BYTES = 1 << 26
 
 VALIDATION = "validation"
+# the held-out loss, and the paper's suites (Figures 17 and 25), in the order of a report
 SUITES = (VALIDATION, "discriminative", "jrt", "babilong", "birth-year")
-"""The held-out loss, and the paper's suites (Figures 17 and 25), in the order of a report."""
 
-Z_95 = 1.959964
-"""The normal distribution's 97.5 % quantile."""
+Z_95 = 1.959964  # the normal distribution's 97.5 % quantile
 
 ASKED = {
     "checkpoint": str,
@@ -59,8 +50,7 @@ ASKED = {
 """What every question names, with its type."""
 
 WHOSE = ("checkpoint", "run_id")
-"""What `asked` holds of the run and its place. Not part of the question: `content` identifies what
-was evaluated, and is the same in a copy."""
+"""Not part of the question: `content` identifies what was evaluated, and is the same in a copy."""
 
 OWN_TO_A_CHECKPOINT = (*WHOSE, "content", "written_ns", "step", "train_fingerprint")
 """What `asked` may differ in if two checkpoints were asked the same question. Older results have
@@ -83,10 +73,8 @@ class Score:
 
 def _checked(asked: dict[str, Any]) -> dict[str, Any]:
     for name, kind in ASKED.items():
-        if name not in asked:
-            raise ValueError(f"no {name}")
-        if not isinstance(asked[name], kind):
-            raise ValueError(f"{name} is {str(asked[name])[:40]}")
+        if name not in asked or not isinstance(asked[name], kind):
+            raise ValueError(f"{name} is {str(asked.get(name, 'missing'))[:40]}")
     return asked
 
 
@@ -94,10 +82,9 @@ def _checked(asked: dict[str, Any]) -> dict[str, Any]:
 class Results:
     """One evaluation of one checkpoint on one suite.
 
-    `asked` holds all that the scores depend on (question_of) and whose they are, as JSON values: at
-    least ASKED. `scores[task][metric]`; `num_samples[task]`, for a loss the predicted tokens.
-    `truncated[task]`: items whose context was longer than max_length and lost its beginning.
-    `written`: UTC, ISO 8601. The last two are empty in older results.
+    `asked`: all that the scores depend on (question_of) and whose they are, at least ASKED.
+    `scores[task][metric]`; `num_samples[task]`, for a loss the predicted tokens; `truncated[task]`:
+    items whose context lost its beginning to max_length. Older results lack the last two.
     """
 
     asked: Annotated[dict[str, Any], AfterValidator(_checked)]
@@ -146,10 +133,7 @@ def results_folder(run: RunFolder, asked: Mapping[str, Any]) -> Path:
 
 
 class Unfinished:
-    """The finished tasks of one question, in `folder`/unfinished: a suite takes hours.
-
-    Each task is kept as it ends, with the question: answers to another one are ignored.
-    """
+    """The finished tasks of one question, in `folder`/unfinished, each kept as it ends."""
 
     def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
         self._folder = folder / "unfinished"
@@ -157,10 +141,7 @@ class Unfinished:
 
     @contextmanager
     def hold(self, log: Callable[[str], None]) -> Iterator[None]:
-        """Hold the question for this process within the block, waiting for another with one line.
-
-        Raises OSError if the folder cannot be written.
-        """
+        """Hold the question within the block, waiting for another process. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         folder = self._folder.parent
         waits = f"waits: another process asks the same question, in {folder}"
@@ -175,9 +156,9 @@ class Unfinished:
         found: dict[str, Answers] = {}
         for path in sorted(self._folder.glob(KEPT.format("*"))):
             with suppress(UnreadableFile), parsing(path):
-                content = read_bytes(path, MAX_TASK_BYTES)
+                content = files.read_bytes(path, MAX_TASK_BYTES)
                 if parse_json(content, finite=False)["question"] == self._question:
-                    found[_task(path, KEPT)] = parse_record(content, Answers, finite=False)
+                    found[_task(path, KEPT)] = files.parse_record(content, Answers, finite=False)
         return found
 
     def add(self, task: str, answers: Answers) -> None:
@@ -185,7 +166,7 @@ class Unfinished:
         self._folder.mkdir(parents=True, exist_ok=True)
         content = {"question": self._question, **asdict(answers)}
         stored = json.dumps(content, ensure_ascii=False).encode()
-        write_atomic(self._folder / _file_name(task, KEPT), stored)
+        files.write_atomic(self._folder / _file_name(task, KEPT), stored)
 
     def remove(self) -> None:
         """Remove them; results.json replaces them."""
@@ -202,9 +183,9 @@ def write_results(
         left.unlink()
     for task, items in samples.items():
         lines = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
-        write_atomic(folder / _file_name(task, SAMPLES), lines.encode())
+        files.write_atomic(folder / _file_name(task, SAMPLES), lines.encode())
     written = datetime.now(UTC).isoformat(timespec="seconds")
-    write_json(folder / RESULTS, {"version": VERSION, **asdict(results), "written": written})
+    files.write_json(folder / RESULTS, {"version": VERSION, **asdict(results), "written": written})
 
 
 def _file_name(task: str, pattern: str) -> str:
@@ -218,15 +199,12 @@ def _task(path: Path, pattern: str) -> str:
 
 
 def read_samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the item records beside a results.json, by task (fields: `eval/harness.py`).
-
-    Raises UserError for a damaged file.
-    """
+    """Return the item records beside a results.json, by task. Raises UserError for damage."""
     found = {}
     for path in sorted(folder.glob(SAMPLES.format("*"))):
         try:
             with parsing(path):
-                lines = read_lines(path, MAX_SAMPLE_BYTES)
+                lines = files.read_lines(path, MAX_SAMPLE_BYTES)
                 items = [parse_json(line, finite=False) for line in lines]
                 if not all(isinstance(item, dict) for item in items):
                     raise ValueError("a line is no JSON object")
@@ -239,12 +217,12 @@ def read_samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
 def read_results(path: Path) -> Results:
     """Read one results.json. Raises UserError if it is missing, damaged or of another version."""
     try:
-        content = read_bytes(path)
+        content = files.read_bytes(path)
         with parsing(path):
             version = parse_json(content, finite=False).get("version")
             if version != VERSION:
                 raise UserError(f"{path}: version {version!r}, this program reads {VERSION}")
-            stored = parse_record(content, Results, finite=False)
+            stored = files.parse_record(content, Results, finite=False)
     except UnreadableFile as error:
         raise UserError(f"{error}; `python -m eval run` evaluates again") from None
     for task, metrics in stored.scores.items():

@@ -31,13 +31,12 @@ from canon_pretrain.run.folder import RunFolder
 PATCH_BYTES = 1 << 20
 UNTRACKED_KINDS = ("*.py", "*.toml")
 MAX_NAMES = 200
-GIT_S = 8.0  # less than a launch waits for git (run/provenance.py)
-OWN_FOLDERS = ("data_prep", "eval")
-"""The project's source folders beside canon_pretrain/: the patch shows their *.py files only."""
+GIT_S = 8.0  # less than a launch waits for git (run/launches.py)
+OWN_FOLDERS = ("data_prep", "eval")  # beside canon_pretrain/: the patch shows their *.py files
 KEPT, MANIFEST, SCRIPT = "source_tree.json", "manifest.json", "slurm/lib.sh"
 _TRAINING = ("checkpoint/[!_]*", "core/*", "data/*", "kernels/**/*", "model/*", "run/[!_]*")
+# what a training run imports of canon_pretrain
 TRAINING_CODE = ("train.py", *(f"{pattern}.py" for pattern in (*_TRAINING, "titan/*")))
-"""What a training run imports of canon_pretrain."""
 
 
 def code_hashes(package: Path = Path(canon_pretrain.__file__).parent) -> dict[str, str]:
@@ -58,7 +57,6 @@ class SourceTree:
 
     folder: str | None = None  # the root of its working tree
     commit: str | None = None
-    branch: str | None = None
     origin: str | None = None  # its URL without user and password
     dirty: bool | None = None
     untracked: list[str] = field(default_factory=list)  # of UNTRACKED_KINDS, MAX_NAMES at most
@@ -71,31 +69,27 @@ class SourceTree:
 def look_at_source(
     inside: Path, *, patch_bytes: int = PATCH_BYTES, timeout_s: float = GIT_S
 ) -> SourceTree:
-    """Return the source tree that the file `inside` is tracked in; git has `timeout_s` in all.
-
-    For a file of a snapshot, what was found when the snapshot was taken.
-    """
+    """Return the source tree that tracks the file `inside`; of a snapshot's, that of its origin."""
     if (kept := inside.parent.parent / KEPT).is_file():
         tree = files.read_json(kept)
         return SourceTree(**tree | {"patch": tree["patch"].encode(errors="surrogateescape")})
-    deadline, root, facts = time.monotonic() + timeout_s, inside.parent, dict[str, Any]()
+    deadline, root, problems = time.monotonic() + timeout_s, inside.parent, list[str]()
 
     def ask(*arguments: str, is_needed: bool = True) -> str:
         text, fault = _git(root, deadline, *arguments)
-        if fault and is_needed:
-            facts.setdefault("problem", fault)
+        problems.extend([fault] if fault and is_needed else [])
         return text
 
     top = ask("rev-parse", "--show-toplevel").rstrip("\n")
     ask("ls-files", "--error-unmatch", "--", inside.name)
-    if facts:
-        return SourceTree(problem=f"{root}: no git repository tracks it: {facts['problem']}")
-    facts["folder"], root = top, Path(top)
+    if problems:
+        return SourceTree(problem=f"{root}: no git repository tracks it: {problems[0]}")
+    root = Path(top)
     status = ("status", "--porcelain", "-z", "--no-renames", "--untracked-files=no")
     # each record: two letters, a space, the path
     changed = [record[3:] for record in ask(*status).split("\0")[:-1]]
-    if "problem" in facts:
-        return SourceTree(**facts)
+    if problems:
+        return SourceTree(folder=top, problem=problems[0])
     commit = ask("rev-parse", "--verify", "HEAD", is_needed=False).strip() or None
     package = inside.parent.resolve().relative_to(root.resolve())
     own = [package, *(package.parent / name for name in OWN_FOLDERS)]
@@ -109,12 +103,11 @@ def look_at_source(
         patch = ask(*diff, since, "--", *names).encode(errors="surrogateescape")
     is_cut = len(patch) > patch_bytes
     url = urlsplit(ask("remote", "get-url", "origin", is_needed=False).strip())
-    branch = ask("symbolic-ref", "--short", "HEAD", is_needed=False).strip()
     # last: a tree of runs and data takes long to walk
     others = ask("ls-files", "--others", "--exclude-standard", "-z", "--", *UNTRACKED_KINDS)
     return SourceTree(
+        folder=top,
         commit=commit,
-        branch=branch or None,
         # without its user and password
         origin=url._replace(netloc=url.netloc.rpartition("@")[2]).geturl() or None,
         dirty=bool(changed),
@@ -122,7 +115,7 @@ def look_at_source(
         left_out=[name for name in changed if name not in shown][:MAX_NAMES],
         patch=patch[: patch.rfind(b"\n", 0, patch_bytes) + 1] if is_cut else patch,
         patch_cut=is_cut,
-        **facts,
+        problem=problems[0] if problems else None,
     )
 
 
@@ -133,14 +126,9 @@ def _git(folder: Path, deadline: float, *arguments: str) -> tuple[str, str | Non
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environ |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     left_s = max(deadline - time.monotonic(), 0.1)
+    given: Any = {"env": environ, "stdin": subprocess.DEVNULL, "timeout": left_s}
     try:
-        done = subprocess.run(
-            [*command, *arguments],
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=left_s,
-        )
+        done = subprocess.run([*command, *arguments], capture_output=True, **given)
     except subprocess.TimeoutExpired:
         return "", f"git {arguments[0]} took longer than {left_s:.0f} s"
     except OSError as error:
@@ -165,7 +153,7 @@ def take_snapshot(run: RunFolder) -> Path:
     newest = newest_snapshot(run)
     if newest is not None and not _faults(newest) and not differences(newest):
         return newest
-    target = run.code / f"{int(newest.name) + 1 if newest is not None else 1:03}"
+    target = run.code / f"{int(newest.name) + 1 if newest else 1:03}"
     tree = asdict(look_at_source(Path(canon_pretrain.__file__).resolve()))
     tree["patch"] = tree["patch"].decode(errors="surrogateescape")
     contents = {name: files.read_bytes(path) for name, path in _program().items()}
@@ -220,11 +208,9 @@ def _faults(snapshot: Path) -> list[str]:
         return [str(error)]
     found: dict[str, str | None] = {}
     for path in snapshot.rglob("*"):
-        name = path.relative_to(snapshot).as_posix()
-        is_link = path.is_symlink()
-        if "__pycache__" in name.split("/") or name in (MANIFEST, KEPT):
-            continue
-        if is_link or not path.is_dir():
+        name, is_link = path.relative_to(snapshot).as_posix(), path.is_symlink()
+        is_file = is_link or not path.is_dir()
+        if is_file and "__pycache__" not in name.split("/") and name not in (MANIFEST, KEPT):
             found[name] = None
             with contextlib.suppress(OSError):
                 found[name] = None if is_link else sha256_file(path)

@@ -1,9 +1,6 @@
-"""status.json: the state of a run, and whether its trainer lives, hangs or is dead.
+"""status.json: the state of a run, and whether its trainer lives. Nothing resumes from it."""
 
-Global rank 0 writes it at every heartbeat while it holds the run's lock. It is a view: nothing
-resumes from it. No torch here.
-"""
-
+import contextlib
 import os
 import threading
 from collections.abc import Mapping
@@ -39,8 +36,7 @@ Time = Annotated[str, AfterValidator(_check_time)]
 class Status:
     """The content of status.json; times are UTC, ISO 8601.
 
-    A trainer that waits for a collective for ever makes no progress (`heartbeat`) while its
-    process, and the thread that writes this file (`written`), live on.
+    A trainer that hangs makes no progress (`heartbeat`) while its process lives on (`written`).
     """
 
     state: States
@@ -72,11 +68,9 @@ class StatusWriter:
         self, path: Path, *, steps: int, world_size: int, environ: Mapping[str, str] = os.environ
     ) -> None:
         self.path = path
-        launch = Holder.of_this_process(environ)
-        try:
+        launch, before = Holder.of_this_process(environ), None
+        with contextlib.suppress(UserError):  # a damaged view must not keep a run from starting
             before = read_status(path)
-        except UserError:
-            before = None  # a damaged view must not keep a run from starting
         self.status = Status(
             state="running",
             step=0,
@@ -96,8 +90,7 @@ class StatusWriter:
 
     def progress(self, **values: Any) -> None:
         """Note a sign of life of the trainer, in memory alone; None leaves a field as it is."""
-        given = {name: value for name, value in values.items() if value is not None}
-        self.set(heartbeat=utc_now(), **given)
+        self.set(heartbeat=utc_now(), **{k: v for k, v in values.items() if v is not None})
 
     def set(self, **values: Any) -> None:
         """Set fields of `Status` by name, in memory alone."""
@@ -109,11 +102,10 @@ class StatusWriter:
         """Write the file in one step; return False if that failed: a full disk ends no run."""
         with self._disk:
             self.set(written=utc_now())
-            try:
+            with contextlib.suppress(OSError):
                 write_json(self.path, asdict(self.status))
-            except OSError:
-                return False
-            return True
+                return True
+            return False
 
     def end(self, state: States, reason: str, step: int) -> bool:
         """Write the launch's last state at once; `failed` is never replaced."""

@@ -1,8 +1,4 @@
-"""A profiler's chrome trace, read event by event: one of hundreds of megabytes needs little memory.
-
-`--profiling.enable_profiling` writes them (titan/metrics.py), report/profile.py adds them up. No
-torch.
-"""
+"""A profiler's chrome trace, read event by event: hundreds of megabytes need little memory."""
 
 import gzip
 import json
@@ -18,8 +14,7 @@ from canon_pretrain.core.errors import UserError
 
 STEP = "ProfilerStep#"
 CHUNK = 1 << 22
-MAX_EVENT = 1 << 26
-"""Characters; what is longer and still does not parse is no event."""
+MAX_EVENT = 1 << 26  # characters; what is longer and still does not parse is no event
 BEGINNING = re.compile(r'\A\s*\[|"traceEvents"\s*:\s*\[')
 BETWEEN = re.compile(r"[\s,]*")
 
@@ -89,9 +84,8 @@ def _events(file: TextIO, trace: Trace) -> Iterator[dict[str, Any]]:
             event, place = decode(text, place)
         except json.JSONDecodeError:
             # the chunk ends within an event, or the file does
-            more = file.read(CHUNK)
-            trace.is_whole = bool(more)
-            if not more:
+            if not (more := file.read(CHUNK)):
+                trace.is_whole = False
                 return
             if len(text) - place > MAX_EVENT:
                 raise

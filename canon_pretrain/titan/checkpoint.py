@@ -36,8 +36,7 @@ from canon_pretrain.core.files import reserve
 from canon_pretrain.run.background import Background
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import RunFacts, mark_obeyed, was_obeyed
-from canon_pretrain.run.session import Session
-from canon_pretrain.run.stop import LOST_LOCK
+from canon_pretrain.run.session import LOST_LOCK, Session
 from canon_pretrain.titan.job_config import Checkpoint
 from canon_pretrain.titan.metrics import CanonMetrics
 from canon_pretrain.titan.resume import Council, Resume

@@ -21,7 +21,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from canon_pretrain.core import terminal
-from canon_pretrain.core.text import duration, printable, size
+from canon_pretrain.core.terminal import duration, printable, size
 from canon_pretrain.run.background import Background
 from canon_pretrain.run.log import number
 

@@ -22,8 +22,7 @@ from torchtitan.tools import utils
 
 from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.terminal import Console
-from canon_pretrain.core.text import duration, size
+from canon_pretrain.core.terminal import Console, duration, size
 from canon_pretrain.data.shards import ShardError, dtype_for
 from canon_pretrain.kernels.hardware import available_memory
 from canon_pretrain.model.args import (

@@ -21,7 +21,7 @@ from canon_pretrain.core.holder import host_name
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run import launches
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.provenance import LaunchRecord, config_hash
+from canon_pretrain.run.launches import LaunchRecord, config_hash
 from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.run.source import code_hashes
 from canon_pretrain.titan.checkpoint import check_room, full_bytes

@@ -26,8 +26,8 @@ from torchtitan.tools.utils import device_type
 from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.model.args import FLOPS_FORMULA
 from canon_pretrain.model.canon import Canon
+from canon_pretrain.run.background import LiveExports
 from canon_pretrain.run.folder import CANON, DATA, RunFolder
-from canon_pretrain.run.live_export import LiveExports
 from canon_pretrain.run.log import RunLog, read_tail
 from canon_pretrain.titan.console import Console, is_terminal
 from canon_pretrain.titan.data import CanonDataLoader

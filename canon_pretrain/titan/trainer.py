@@ -22,9 +22,8 @@ from torchtitan.tools.logging import logger
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.config import Guards
-from canon_pretrain.run.provenance import LaunchRecord
-from canon_pretrain.run.session import Session
-from canon_pretrain.run.stop import LOST_LOCK, REASONS, describe
+from canon_pretrain.run.launches import LaunchRecord
+from canon_pretrain.run.session import LOST_LOCK, REASONS, Session, describe
 from canon_pretrain.titan import data as titan_data
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager
 from canon_pretrain.titan.console import is_terminal

@@ -51,12 +51,6 @@ def builder(tmp_path: Path) -> Callable[[], Path]:
     return build
 
 
-def touch(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    return path
-
-
 def steps_are_whole(folder: CheckpointFolder) -> list[int]:
     """The steps, each read in full: no half folder may have a step's name."""
     for step in folder.steps():
@@ -64,24 +58,18 @@ def steps_are_whole(folder: CheckpointFolder) -> list[int]:
     return folder.steps()
 
 
-# ---- names
-
-
 def test_only_exact_names_are_steps(folder: CheckpointFolder, tmp_path: Path) -> None:
     for step in (100, 9, 0):
         make_step(folder.path, step)
-    make_step(folder.path, 100, name="step-100.backup")
-    make_step(folder.path, 7, name="step-007")
-    make_step(folder.path, 3, name="step-1٣")  # a digit, though not one of ours
-    touch(folder.path / "step-5")
+    for name in ("step-100.backup", "step-007", "step-1٣"):  # a digit, though not one of ours
+        make_step(folder.path, 7, name=name)
+    for name in ("step-5", "odd"):
+        (folder.path / name).touch()
     (folder.path / "step-6").symlink_to(tmp_path / "nowhere")
-    elsewhere = make_step(tmp_path / "elsewhere", 8)
-    (folder.path / "step-8").symlink_to(elsewhere)
-    make_step(folder.path, 11, name=".saving-step-11")
-    (folder.path / ".saving-step-x").mkdir()
-    (folder.path / ".deleting-step-4").mkdir()
-    (folder.path / ".replaced-step-2").mkdir()
-    folder.quarantine(touch(folder.path / "odd"), "it is odd")
+    (folder.path / "step-8").symlink_to(make_step(tmp_path / "elsewhere", 8))
+    for name in (".saving-step-11", ".saving-step-x", ".deleting-step-4", ".replaced-step-2"):
+        (folder.path / name).mkdir()
+    folder.quarantine(folder.path / "odd", "it is odd")
 
     assert folder.steps() == [0, 8, 9, 100]
     assert folder.unfinished() == [folder.saving_path(11)]
@@ -90,40 +78,29 @@ def test_only_exact_names_are_steps(folder: CheckpointFolder, tmp_path: Path) ->
     assert folder.strays() == strays
 
 
-# ---- quarantine
-
-
-def test_quarantine_keeps_all_and_says_why(folder: CheckpointFolder) -> None:
-    for number in (1, 2, 3):
+def test_quarantine_keeps_all_but_interrupted_saves_for_room(folder: CheckpointFolder) -> None:
+    for number in (1, 2):
         before = contents(make_step(folder.path, 5))
         target = folder.quarantine(folder.step_path(5), f"reason {number}\nsecond line")
         assert target == folder.path / "quarantine" / f"step-5.{number}"
         assert contents(target) == before
     assert folder.steps() == [] and folder.strays() == []
-    found = folder.quarantined()
-    assert [(q.path.name, q.reason) for q in found] == [
-        (f"step-5.{number}", f"reason {number}\nsecond line") for number in (1, 2, 3)
-    ]
-    assert found[0].bytes == sum(len(content) for content in contents(found[0].path))
-
-
-def test_for_room_interrupted_saves_alone_are_deleted(folder: CheckpointFolder) -> None:
-    make_step(folder.path, 5)
-    bad = folder.quarantine(folder.step_path(5), "bad")
     saving = make_step(folder.path, 6, name=".saving-step-6", num_bytes=1000)
     folder.quarantine(saving, INTERRUPTED)
     assert "no room" in str(folder.lack_of_room(1 << 60))
-    assert [entry.path for entry in folder.quarantined()] == [bad]
-    assert {path.name for path in bad.parent.iterdir()} == {bad.name, f"{bad.name}.reason.txt"}
+    expected = [(f"step-5.{number}", f"reason {number}\nsecond line") for number in (1, 2)]
+    assert [(q.path.name, q.reason) for q in folder.quarantined()] == expected
+    assert folder.quarantined()[0].bytes == sum(map(len, contents(target)))
+    assert len(list(target.parent.iterdir())) == 4
 
 
 def test_of_a_link_only_the_link_goes(folder: CheckpointFolder, tmp_path: Path) -> None:
     target = make_step(tmp_path / "elsewhere", 6)
     before = contents(target)
+    folder.path.mkdir(parents=True)
     for name in (".saving-step-6", ".deleting-step-7"):
-        touch(folder.path / "log").with_name(name).symlink_to(target)
-    said = folder.recover()
-    assert not any("can't" in sentence for sentence in said)
+        (folder.path / name).symlink_to(target)
+    assert not any("can't" in sentence for sentence in folder.recover())
     (entry,) = folder.quarantined()
     assert entry.path.is_symlink() and entry.bytes < 200
     assert folder.lack_of_room(1 << 60)
@@ -131,49 +108,42 @@ def test_of_a_link_only_the_link_goes(folder: CheckpointFolder, tmp_path: Path) 
     assert contents(target) == before
 
 
-# ---- recover
-
-
-def interrupted(folder: CheckpointFolder) -> None:
-    """Everything at once that a kill can leave."""
-    for step in STEPS:
-        make_step(folder.path, step)
-    make_step(folder.path, 1, name=".deleting-step-1")
-    (folder.path / ".deleting-step-1" / "manifest.json").unlink()
-    make_step(folder.path, 2, name=".replaced-step-2")  # killed before the weights took its name
-    make_step(folder.path, 3, name=".replaced-step-3")  # after it
-    make_step(folder.path, 3, "weights")
-    for step in (50, 60):
-        (folder.saving_path(step) / "more").mkdir(parents=True)
-        (folder.saving_path(step) / "half").write_text(f"half of {step}")
-        # rolled back between them: the newest is that of a lower step
-        os.utime(folder.saving_path(step) / "half", (100 - step, 100 - step))
-
-
-def check_recovered(folder: CheckpointFolder) -> None:
-    assert steps_are_whole(folder) == [2, 3, *STEPS]
-    assert Manifest.read(folder.step_path(2)).kind == "full"
-    assert Manifest.read(folder.step_path(3)).kind == "weights"
-    assert folder.leftovers() == folder.unfinished() == folder.strays() == []
-    (kept,) = folder.quarantined()
-    assert contents(kept.path) == [b"half of 50"]
-    assert folder.recover() == []
-
-
 def test_recover_killed_anywhere_is_finished_by_the_next(tmp_path: Path) -> None:
     numbers = itertools.count()
 
     def build() -> Path:
+        """Everything at once that a kill can leave."""
         folder = CheckpointFolder(tmp_path / f"{next(numbers)}")
-        interrupted(folder)
+        for step in STEPS:
+            make_step(folder.path, step)
+        make_step(folder.path, 1, name=".deleting-step-1")
+        (folder.path / ".deleting-step-1" / "manifest.json").unlink()
+        make_step(folder.path, 2, name=".replaced-step-2")  # before the weights took its name
+        for step in (3, 4):  # after it; those of step 4 are damaged
+            make_step(folder.path, step, name=f".replaced-step-{step}")
+            make_step(folder.path, step, "weights")
+        flip_byte(folder.step_path(4) / "__0_0.distcp")
+        for step in (50, 60):
+            (folder.saving_path(step) / "more").mkdir(parents=True)
+            (folder.saving_path(step) / "half").write_text(f"half of {step}")
+            # rolled back between them: the newest is that of a lower step
+            os.utime(folder.saving_path(step) / "half", (100 - step, 100 - step))
         return folder.path
 
     moments = 0
     for path in killed_everywhere(lambda path: CheckpointFolder(path).recover(), build):
         moments += 1
-        steps_are_whole(CheckpointFolder(path))
-        CheckpointFolder(path).recover()
-        check_recovered(CheckpointFolder(path))
+        folder = CheckpointFolder(path)
+        for step in {*folder.steps()} - {4}:
+            verify(folder.step_path(step))
+        folder.recover()
+        assert steps_are_whole(folder) == [2, 3, 4, *STEPS]
+        kinds = [Manifest.read(folder.step_path(step)).kind for step in (2, 3, 4)]
+        assert kinds == ["full", "weights", "full"]
+        assert folder.leftovers() == folder.unfinished() == folder.strays() == []
+        saving, damaged = (entry.path for entry in folder.quarantined())
+        assert contents(saving) == [b"half of 50"] and damaged.name == "step-4.1"
+        assert folder.recover() == []
     assert moments > 15
 
 
@@ -187,7 +157,7 @@ def test_where_quarantine_can_take_nothing_an_interrupted_save_is_deleted(
         make_step(folder.path, 6, name=".saving-step-6")
         with pytest.raises(OSError, match="No space left"):
             for number in range(16):
-                touch(disk / f"inode-{number}")
+                (disk / f"inode-{number}").touch()
         said = folder.recover()
         assert "No space left on device" in said[0] and "was deleted" in said[1]
         assert folder.unfinished() == [] and steps_are_whole(folder) == [5]
@@ -196,20 +166,6 @@ def test_where_quarantine_can_take_nothing_an_interrupted_save_is_deleted(
         monkeypatch.setattr(shutil, "rmtree", mock.Mock(side_effect=error))
         (text,) = folder.recover()
         assert ".deleting-step-5" in text and "resource busy" in text
-
-
-def test_damaged_weights_do_not_cost_the_full_step(folder: CheckpointFolder) -> None:
-    make_step(folder.path, 3, name=".replaced-step-3")
-    make_step(folder.path, 3, "weights")
-    flip_byte(folder.step_path(3) / "__0_0.distcp")
-    said = folder.recover()
-    assert "SHA-256" in said[0] and "quarantine" in said[0]
-    assert steps_are_whole(folder) == [3]
-    assert Manifest.read(folder.step_path(3)).kind == "full"
-    assert len(folder.quarantined()) == 1
-
-
-# ---- archives
 
 
 def test_rolling_back_archives_the_abandoned_branch(builder: Callable[[], Path]) -> None:
@@ -243,23 +199,20 @@ def test_rolling_back_archives_the_abandoned_branch(builder: Callable[[], Path])
     assert folder.strays() == []
 
 
-def steps_in(archive: Path) -> list[int]:
-    return steps_are_whole(CheckpointFolder(archive / "checkpoint"))
-
-
 def test_a_fresh_start_archives_all(builder: Callable[[], Path]) -> None:
     run = builder()
     folder = CheckpointFolder(run / "checkpoint")
     folder.quarantine(folder.step_path(40), "bad")
     (run / "other").touch()
-    (run / "archive" / "6-back-to-step-20").mkdir(parents=True)
-    (run / "archive" / "notes").mkdir()
+    for name in ("6-back-to-step-20", "notes"):
+        (run / "archive" / name).mkdir(parents=True)
     archive = folder.archive_all(run, "--checkpoint.fresh")
     assert archive == run / "archive" / "7-before-a-fresh-start"
     assert sorted(path.name for path in run.iterdir()) == ["archive", "checkpoint", "other"]
     assert list(folder.path.iterdir()) == []
-    assert steps_in(archive) == [10, 20, 30]
-    assert [q.reason for q in CheckpointFolder(archive / "checkpoint").quarantined()] == ["bad"]
+    moved = CheckpointFolder(archive / "checkpoint")
+    assert steps_are_whole(moved) == [10, 20, 30]
+    assert [q.reason for q in moved.quarantined()] == ["bad"]
     for name in ("DONE", "log.jsonl", "config.json", "evals/step-40/results.json"):
         assert (archive / name).is_file()
     assert folder.archive_all(run, "--checkpoint.fresh") is None
@@ -290,7 +243,8 @@ def test_archiving_killed_anywhere_leaves_a_beginning_and_is_repeated(
         assert steps_are_whole(folder) == kept
         texts = {path.read_bytes() for path in run.rglob("README.txt*")}
         assert [content for content in contents(run) if content not in texts] == before
-        moved = [step for a in folder.archives(run) for step in steps_in(a)]
+        archived = (CheckpointFolder(path / "checkpoint") for path in folder.archives(run))
+        moved = [step for archive in archived for step in steps_are_whole(archive)]
         assert sorted(kept + moved) == list(STEPS)
 
 

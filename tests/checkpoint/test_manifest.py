@@ -1,20 +1,13 @@
 """A checkpoint's manifest: what it says, and every way in which a folder can differ from it."""
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from canon_pretrain.checkpoint.manifest import (
-    MANIFEST,
-    DamagedCheckpoint,
-    Manifest,
-    find_faults,
-    verify,
-)
-from tests.checkpoint_folders import flip_byte, make_step
+from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults, verify
+from tests.checkpoint_folders import flip_byte, make_step, set_manifest
 
 FILE = "__0_0.distcp"
 
@@ -63,19 +56,22 @@ def test_a_share_of_the_files_is_checked_alone(tmp_path: Path) -> None:
     assert len(find_faults(path, manifest, [FILE])) == 1
 
 
-def test_another_version_is_refused(tmp_path: Path) -> None:
-    path = make(tmp_path)
-    record = json.loads((path / MANIFEST).read_text())
-    (path / MANIFEST).write_text(json.dumps(record | {"version": 99}))
-    with pytest.raises(DamagedCheckpoint, match="version: .* 1 .*99"):
-        Manifest.read(path)
+def of_file(name: str) -> dict[str, object]:
+    return {"files": {name: {"bytes": 1, "sha256": "0"}}}
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "a/../../b"])
-def test_a_manifest_names_no_file_outside(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 99}, "version: .* 1 .*99"),
+        (of_file("/etc/passwd"), "is no file of this folder"),
+        (of_file("a/../../b"), "is no file of this folder"),
+    ],
+)
+def test_another_version_and_files_outside_are_refused(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
     path = make(tmp_path)
-    record = json.loads((path / MANIFEST).read_text())
-    record["files"][name] = {"bytes": 1, "sha256": "0"}
-    (path / MANIFEST).write_text(json.dumps(record))
-    with pytest.raises(DamagedCheckpoint, match="is no file of this folder"):
+    set_manifest(path, **change)
+    with pytest.raises(DamagedCheckpoint, match=message):
         Manifest.read(path)

@@ -2,10 +2,10 @@
 
 import errno
 import itertools
-import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tests.checkpoint_folders import (
     flip_byte,
     killed_everywhere,
     make_step,
+    set_manifest,
     small_disk,
 )
 
@@ -67,32 +68,76 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return steps
 
 
-# ---- what counts
-
-
-def test_the_newest_stay(run: Path) -> None:
+def test_the_newest_stay_and_so_do_strays_and_links(run: Path, tmp_path: Path) -> None:
+    folder = folder_of(run)
+    make_step(folder.path, 100, name="step-100.backup")
+    elsewhere = [make_step(tmp_path / "elsewhere", step) for step in (15, 90)]
+    for path in elsewhere:
+        (folder.path / path.name).symlink_to(path)
     before = len(b"".join(contents(run)))
     outcome = retention(run, 2).apply()
     assert (outcome.kept, outcome.deleted) == ([40, 50], [10, 20, 30])
     assert outcome.bytes_freed == before - len(b"".join(contents(run)))
-    assert kinds(run) == {40: "full", 50: "full"}
+    assert kinds(run) == dict.fromkeys((15, 40, 50, 90), "full")
     assert outcome.errors == [] and outcome.bad == {}
-    assert folder_of(run).leftovers() == folder_of(run).strays() == []
+    assert folder.leftovers() == [] and folder.strays() == ["step-100.backup"]
     assert retention(run, 2).apply().deleted == []
 
 
+def edited(**fields: object) -> Callable[[Path], object]:
+    return lambda step: set_manifest(step, **fields)
+
+
+def manifest_as(content: bytes) -> Callable[[Path], object]:
+    return lambda step: (step / "manifest.json").write_bytes(content)
+
+
+def make_fifo(step: Path) -> None:
+    (step / "manifest.json").unlink()
+    os.mkfifo(step / "manifest.json")
+
+
+HARMS: dict[str, Callable[[Path], object]] = {
+    "data": lambda step: flip_byte(step / "__0_0.distcp"),
+    "manifest": lambda step: flip_byte(step / "manifest.json"),
+    "infinity": edited(step=float("inf")),
+    "nul": edited(files={"a\0b": {"bytes": 1, "sha256": "0"}}),
+    "long name": edited(files={"x" * 300: {"bytes": 1, "sha256": "0"}}),
+    "deep": manifest_as(b"[" * 100_000),
+    "fifo": make_fifo,
+}
+
+
 @pytest.mark.parametrize("keep", [1, 4])
-@pytest.mark.parametrize("name", ["__0_0.distcp", "manifest.json"])
-def test_a_broken_newest_costs_no_good_one(run: Path, keep: int, name: str) -> None:
-    flip_byte(folder_of(run).step_path(50) / name)
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
+def test_a_broken_newest_costs_no_good_one(
+    run: Path, keep: int, harm: Callable[[Path], object]
+) -> None:
+    """Issue 17, item 19: it ended the retention thread, and nine were kept of two."""
+    harm(folder_of(run).step_path(50))
     before = contents(folder_of(run).step_path(50))
     outcome = retention(run, keep).apply()
-    assert outcome.kept == [10, 20, 30, 40][-keep:]
-    assert outcome.deleted == [10, 20, 30, 40][:-keep]
+    assert (outcome.kept, outcome.deleted) == (STEPS[:4][-keep:], STEPS[:4][:-keep])
     assert list(kinds(run)) == outcome.kept
     (entry,) = folder_of(run).quarantined()
-    assert list(outcome.bad) == [50] and entry.reason == outcome.bad[50]
+    assert list(outcome.bad) == [50] and entry.reason == outcome.bad[50] and not outcome.errors
     assert contents(entry.path) == before
+
+
+def test_a_step_that_can_not_be_read_stops_no_other(run: Path) -> None:
+    """Issue 17, item 19: another user's folder neither counts nor goes, and is said."""
+    read = Manifest.read
+
+    def refuse(folder: Path) -> Manifest:
+        if folder.name == "step-50":
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return read(folder)
+
+    with mock.patch.object(Manifest, "read", refuse):
+        outcome = retention(run, 2).apply()
+    assert outcome.kept == [30, 40] and outcome.deleted == [10, 20]
+    assert len(outcome.errors) == 1 and "step-50" in outcome.errors[0]
+    assert list(kinds(run)) == [30, 40, 50]
 
 
 def test_too_few_good_ones_and_nothing_is_deleted(run: Path) -> None:
@@ -105,24 +150,9 @@ def test_too_few_good_ones_and_nothing_is_deleted(run: Path) -> None:
     assert kinds(run) == {5: "weights", 10: "full", 20: "full"}
 
 
-def test_strays_and_links_are_left_alone(run: Path, tmp_path: Path) -> None:
-    folder = folder_of(run)
-    make_step(folder.path, 100, name="step-100.backup")
-    target = make_step(tmp_path / "elsewhere", 15)
-    (folder.path / "step-15").symlink_to(target)
-    (folder.path / "step-90").symlink_to(make_step(tmp_path / "elsewhere", 90))
-    outcome = retention(run, 1).apply()
-    assert (outcome.kept, outcome.deleted) == ([50], [10, 20, 30, 40])
-    assert outcome.errors == [] and outcome.bad == {}
-    assert folder.steps() == [15, 50, 90]
-    verify(target)
-    assert folder.strays() == ["step-100.backup"]
-
-
-# ---- what is known already
-
-
-def test_known_steps_are_not_read_again(run: Path, hashed: list[str]) -> None:
+def test_known_steps_are_not_read_again_unless_they_were_touched(
+    run: Path, hashed: list[str]
+) -> None:
     kept = retention(run, 2)
     for step in (40, 50):
         kept.trust(step)
@@ -130,38 +160,23 @@ def test_known_steps_are_not_read_again(run: Path, hashed: list[str]) -> None:
     assert hashed == []
     make_step(folder_of(run).path, 60)
     hashed.clear()
-    assert kept.apply().kept == [50, 60]
-    assert set(hashed) == {"step-60"}
-    hashed.clear()
-    assert kept.apply().kept == [50, 60]
-    assert hashed == []
-
-
-def test_a_trusted_step_that_was_touched_is_read(run: Path) -> None:
-    """Size and mtime are as before: ctime tells."""
-    kept = retention(run, 1)
-    kept.trust(50)
-    flip_byte(folder_of(run).step_path(50) / "__0_0.distcp")
+    for _ in range(2):
+        assert kept.apply().kept == [50, 60]
+        assert {*hashed} == {"step-60"} and len(hashed) == 2
+    flip_byte(folder_of(run).step_path(50) / "__0_0.distcp")  # ctime tells
     outcome = kept.apply()
-    assert (outcome.kept, list(outcome.bad)) == ([40], [50])
-
-
-# ---- what is held
+    assert (outcome.kept, list(outcome.bad)) == ([60], [50])
 
 
 def test_holds_come_and_go(run: Path) -> None:
     assert held_steps(run) == set()
-    hold(run, 10, "validation")
-    hold(run, 10, "birth-year.2")
-    hold(run, 0, "x")
-    (run / "evals" / "holds" / "step-77").touch()  # no name
-    (run / "evals" / "holds" / "step-7x.name").touch()
-    assert held_steps(run) == {0, 10}
-    release(run, 10, "validation")
-    release(run, 10, "validation")
-    assert held_steps(run) == {0, 10}
-    release(run, 10, "birth-year.2")
-    assert held_steps(run) == {0}
+    for step, name in ((10, "validation"), (10, "birth-year.2"), (0, "x")):
+        hold(run, step, name)
+    for name in ("step-77", "step-7x.name"):
+        (run / "evals" / "holds" / name).touch()
+    for name, left in (("validation", {0, 10}), ("validation", {0, 10}), ("birth-year.2", {0})):
+        release(run, 10, name)
+        assert held_steps(run) == left
     for name in ("", "a/b", "../x"):
         with pytest.raises(ValueError, match="expected a step"):
             hold(run, 10, name)
@@ -184,23 +199,15 @@ def test_a_held_step_keeps_its_weights_until_released(run: Path) -> None:
     assert kinds(run) == {40: "full", 50: "full"}
 
 
-def test_the_number_of_held_ones_is_bounded(run: Path) -> None:
+def test_the_number_of_held_ones_is_bounded_and_damaged_ones_are_set_aside(run: Path) -> None:
     make_step(folder_of(run).path, 5, "weights")
-    for step in (5, 10, 20, 30):
+    flip_byte(make_step(folder_of(run).path, 35) / "more" / "__1_0.distcp")
+    for step in (5, 10, 20, 30, 35):
         hold(run, step, "test")
     outcome = retention(run, 2, max_held=2).apply()
-    assert (outcome.deleted, outcome.over_bound) == ([5, 10], [5, 10])
+    assert (outcome.deleted, outcome.over_bound, list(outcome.bad)) == ([5, 10], [5, 10], [35])
     assert (outcome.stripped, outcome.weights_only) == ([20, 30], [20, 30])
     assert kinds(run) == {20: "weights", 30: "weights", 40: "full", 50: "full"}
-
-
-def test_a_damaged_held_step_is_set_aside_not_stripped(run: Path) -> None:
-    for step in (10, 20, 30):
-        hold(run, step, "test")
-    flip_byte(folder_of(run).step_path(30) / "more" / "__1_0.distcp")
-    outcome = retention(run, 2, max_held=2).apply()
-    assert list(outcome.bad) == [30]
-    assert (outcome.stripped, outcome.deleted) == ([10, 20], [])
 
 
 def test_what_comes_while_hashes_are_read_is_respected(
@@ -227,9 +234,6 @@ def test_what_comes_while_hashes_are_read_is_respected(
     assert list(kinds(run)) == [30, 40, 50, 60]
     monkeypatch.undo()
     assert kept.apply().stripped == [30]
-
-
-# ---- faults in the middle
 
 
 def test_a_full_disk_stops_neither_the_others_nor_the_run(tmp_path: Path) -> None:
@@ -321,46 +325,3 @@ def test_what_strip_writes_is_looked_at_before_the_full_one_goes(run: Path, wron
     assert outcome.stripped == [] and len(outcome.errors) == 1
     assert kinds(run) == {10: "full", 40: "full", 50: "full"}
     assert folder_of(run).unfinished() == []
-
-
-ODD = {
-    "infinity": lambda record: record | {"step": float("inf")},
-    "nul": lambda record: record | {"files": {"a\0b": {"bytes": 1, "sha256": "0"}}},
-    "long name": lambda record: record | {"files": {"x" * 300: {"bytes": 1, "sha256": "0"}}},
-}
-
-
-@pytest.mark.parametrize("odd", [*ODD, "deep", "fifo"])
-def test_an_odd_manifest_goes_to_quarantine_and_the_others_are_pruned(run: Path, odd: str) -> None:
-    """Issue 17, item 19: it ended the retention thread, and nine were kept of two."""
-    path = run / "checkpoint" / "step-50" / "manifest.json"
-    if odd in ODD:
-        path.write_text(json.dumps(ODD[odd](json.loads(path.read_text()))))
-    elif odd == "deep":
-        path.write_bytes(b"[" * 100_000)
-    else:
-        path.unlink()
-        os.mkfifo(path)
-    outcome = retention(run, 2).apply()
-    assert list(outcome.bad) == [50] and not outcome.errors
-    assert outcome.kept == [30, 40] and outcome.deleted == [10, 20]
-    assert list(kinds(run)) == [30, 40]
-
-
-def test_a_step_that_can_not_be_read_stops_no_other(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Issue 17, item 19: another user's folder neither counts nor goes, and is said."""
-    read = Manifest.read
-
-    def refuse(folder: Path) -> Manifest:
-        if folder.name == "step-50":
-            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
-        return read(folder)
-
-    monkeypatch.setattr(Manifest, "read", refuse)
-    outcome = retention(run, 2).apply()
-    assert outcome.kept == [30, 40] and outcome.deleted == [10, 20]
-    assert len(outcome.errors) == 1 and "step-50" in outcome.errors[0]
-    monkeypatch.undo()
-    assert list(kinds(run)) == [30, 40, 50]

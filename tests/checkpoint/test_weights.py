@@ -24,7 +24,7 @@ from canon_pretrain.checkpoint.weights import (
 )
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.core.errors import UserError
-from tests.checkpoint_folders import flip_byte
+from tests.checkpoint_folders import contents, flip_byte
 
 DATA = "__0_0.distcp"
 
@@ -68,17 +68,13 @@ def checkpoint(saved: Path, tmp_path: Path) -> Path:
     return tmp_path / "run" / "checkpoint" / "step-3"
 
 
+def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert {name: t.dtype for name, t in found.items()} == {n: t.dtype for n, t in expected.items()}
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def on_meta() -> dict[str, Tensor]:
     return {name: tensor.to("meta") for name, tensor in new_weights().items()}
-
-
-def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
-
-
-# ---- reading
 
 
 def test_weights_are_those_saved(checkpoint: Path) -> None:
@@ -92,28 +88,19 @@ def test_weights_are_those_saved(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "like", "message"),
     [
-        (
-            {"output.scale": torch.empty(2)},
-            r"output\.scale is of shape \(\) there, expected of shape \(2,\)",
-        ),
-        ({"more": torch.empty(1)}, "more is absent there"),
-        (
-            {"tok_embeddings.weight": None},
-            r"tok_embeddings\.weight is of shape \(50, 8\) there, expected absent",
-        ),
+        ("output.scale", torch.empty(2), r"of shape \(\) there, expected of shape \(2,\)"),
+        ("more", torch.empty(1), "absent there"),
+        ("tok_embeddings.weight", None, r"of shape \(50, 8\) there, expected absent"),
     ],
 )
 def test_another_model_is_refused(
-    checkpoint: Path, change: dict[str, Tensor | None], message: str
+    checkpoint: Path, name: str, like: Tensor | None, message: str
 ) -> None:
-    like = {name: t for name, t in (on_meta() | change).items() if t is not None}
-    with pytest.raises(UserError, match=f"step-3 is of another model: {message}"):
-        read_weights(checkpoint, like)
-
-
-# ---- damage
+    wanted = {key: t for key, t in (on_meta() | {name: like}).items() if t is not None}
+    with pytest.raises(UserError, match=f"step-3 is of another model: {name} is {message}"):
+        read_weights(checkpoint, wanted)
 
 
 @pytest.mark.parametrize(("name", "harm"), [(DATA, flip_byte), (METADATA, Path.unlink)])
@@ -139,9 +126,8 @@ def test_what_is_not_checked_against_the_manifest_is_still_one_error(checkpoint:
 def test_a_folder_without_a_manifest_is_not_a_checkpoint(checkpoint: Path) -> None:
     """The message names those that are; a copy by hand or a folder of the trainer's is not one."""
     parent = checkpoint.parent
-    shutil.copytree(checkpoint, parent / "step-3.backup")
-    shutil.copytree(checkpoint, parent / ".saving-step-9")
-    shutil.copytree(checkpoint, parent / "step-12")
+    for name in ("step-3.backup", ".saving-step-9", "step-12"):
+        shutil.copytree(checkpoint, parent / name)
     (parent / "step-12" / MANIFEST).write_text("{}")
     (parent / "step-7").mkdir()
     check_checkpoint(checkpoint)
@@ -160,14 +146,10 @@ def test_a_folder_without_a_manifest_is_not_a_checkpoint(checkpoint: Path) -> No
             check_checkpoint(parent / name)
 
 
-# ---- weights alone
-
-
 def test_stripping_keeps_the_weights_and_nothing_else(checkpoint: Path) -> None:
-    new = checkpoint.with_name("new")
-    before = {path.name: path.stat() for path in checkpoint.iterdir()}
+    new, before = checkpoint.with_name("new"), contents(checkpoint)
     strip_to_weights(checkpoint, new)
-    assert before.keys() == {path.name for path in checkpoint.iterdir()}
+    assert contents(checkpoint) == before
     full = Manifest.read(checkpoint)
     shutil.rmtree(checkpoint)
     new.rename(checkpoint)

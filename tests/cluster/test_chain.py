@@ -15,7 +15,7 @@ from canon_pretrain.chain import Asked, Decision, Next, begin, end, main, restar
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_json
 from canon_pretrain.core.holder import Holder
-from canon_pretrain.core.link_lock import LinkLock
+from canon_pretrain.core.lock import LinkLock
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.status import Status, read_status
 

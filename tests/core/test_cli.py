@@ -1,5 +1,6 @@
-"""What commands print: words that end nothing, and that act on no terminal."""
+"""What commands print: words that end nothing and act on no terminal; durations and progress."""
 
+import io
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.core.text import printable
+from canon_pretrain.core.terminal import Console, Progress, duration, printable, size
 from tests.support import ROOT
 
 SCRIPT = r"""
@@ -42,12 +43,10 @@ def test_words_that_nobody_takes_cost_no_result(tmp_path: Path, redirection: str
     assert out.read_text() == "results" and b"Traceback" not in done.stderr
 
 
-def test_a_view_that_is_lost_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("redirection", "code"), [(">/dev/full", 2), ("; exit $?", 0), (">&-", 0)])
+def test_a_view_that_is_lost_is_an_error(tmp_path: Path, redirection: str, code: int) -> None:
     """Issue 17, item 24: unless its reader has seen enough."""
-    out = str(tmp_path / "out")
-    assert run(">/dev/full", out, "prints").returncode == 2
-    assert run("; exit $?", out, "prints").returncode == 0
-    assert run(">&-", out, "prints").returncode == 0
+    assert run(redirection, str(tmp_path / "out"), "prints").returncode == code
 
 
 def test_no_control_character_reaches_a_terminal(tmp_path: Path) -> None:
@@ -75,19 +74,31 @@ def test_the_descriptor_of_a_closed_stdout_is_no_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["canon_pretrain.train", "--config", "debug.toml", "--job.dump_folder"],
-        ["data_prep", "show"],
-    ],
+    ["canon_pretrain.train --config debug.toml --job.dump_folder", "data_prep show"],
 )
-def test_a_locale_that_is_not_utf8_is_refused(words: list[str], tmp_path: Path) -> None:
+def test_a_locale_that_is_not_utf8_is_refused(words: str, tmp_path: Path) -> None:
     """Issue 17, item 25: paths with an e acute ended in tracebacks of ours and of torch."""
     path = str(tmp_path / "caf\u00e9")
-    other = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, "-m", *words, path]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | other, capture_output=True, timeout=60
-    )
+    other = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", *words.split(), path]
+    done = subprocess.run(command, cwd=ROOT, env=other, capture_output=True, timeout=60)
     assert done.returncode == 2 and not os.path.exists(path)
     assert b"error: " in done.stderr and b"PYTHONUTF8=1" in done.stderr
     assert b"Traceback" not in done.stderr
+
+
+def test_durations_and_sizes() -> None:
+    texts = {99: "99 s", 100: "2 min", 6000: "1.7 h", 259_200: "3.0 d", 1e9: "11,574.1 d"}
+    assert {seconds: duration(seconds) for seconds in texts} == texts
+    assert [size(n) for n in (999, 1250, 15.36e9)] == ["999 B", "1.25 kB", "15.36 GB"]
+
+
+def test_progress_prints_few_lines_where_there_is_no_terminal() -> None:
+    now, file = [0.0], io.StringIO()
+    with Progress(Console(file=file), clock=lambda: now[0]) as progress:
+        for second in range(1, 121):
+            now[0] = second
+            progress.update(second / 120, "work", final=second == 120)
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 11 + 2 + 1 and lines[-1] == "work"
+    assert lines[0] == "work, about 2 min left"

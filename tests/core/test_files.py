@@ -3,20 +3,15 @@
 import ctypes
 import errno
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
-from canon_pretrain.core.files import (
-    UnreadableFile,
-    read_json,
-    read_lines,
-    rename,
-    reserve,
-    write_atomic,
-)
+from canon_pretrain.core import files
+from canon_pretrain.core.files import UnreadableFile, read_json, read_lines, write_atomic
 
 
 def test_a_planted_link_is_never_written_through(tmp_path: Path) -> None:
@@ -33,14 +28,18 @@ def test_a_planted_link_is_never_written_through(tmp_path: Path) -> None:
     assert mine.read_text() == "kept"
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
-    write_atomic(tmp_path / "a", b"old")
-    with (
-        mock.patch("os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")),
-        pytest.raises(OSError, match="No space"),
-    ):
-        write_atomic(tmp_path / "a", b"new")
-    assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_bytes() == b"old"
+@pytest.mark.parametrize(
+    ("call", "number"), [("fsync", errno.ENOSPC), ("rename", errno.EIO), ("rename", errno.ENOENT)]
+)
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, call: str, number: int
+) -> None:
+    """Issue 17, item 21: that a file of that name is there proves no rename."""
+    write_atomic(tmp_path / "a", b"same")
+    error = OSError(number, os.strerror(number))
+    with mock.patch(f"os.{call}", side_effect=error), pytest.raises(OSError, match=str(number)):
+        write_atomic(tmp_path / "a", b"same")
+    assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_bytes() == b"same"
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOENT])
@@ -59,7 +58,7 @@ def test_a_rename_whose_reply_is_lost_is_done(
     write_atomic(tmp_path / "a", b"new")
     assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_bytes() == b"new"
     (tmp_path / "folder").mkdir()
-    rename(tmp_path / "folder", tmp_path / "moved")
+    files.rename(tmp_path / "folder", tmp_path / "moved")
     assert (tmp_path / "moved").is_dir()
 
 
@@ -70,38 +69,15 @@ def test_reserving_writes_little_where_the_file_system_can_not_reserve(
     no_fallocate = SimpleNamespace(fallocate=lambda *arguments: -1)
     monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: no_fallocate)
     monkeypatch.setattr(ctypes, "get_errno", lambda: errno.EOPNOTSUPP)
-    reserve(tmp_path / "c", 1 << 34)
+    files.reserve(tmp_path / "c", 1 << 34)
     assert (tmp_path / "c").stat().st_size == 1 << 34
     assert (tmp_path / "c").stat().st_blocks * 512 <= 2 << 20
 
 
-def test_a_rename_that_fails_is_an_error_though_the_target_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Issue 17, item 21: another file under that name proves nothing."""
-    write_atomic(tmp_path / "a", b"same")
-
-    def refuse(source: Path, target: Path) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "rename", refuse)
-    with pytest.raises(OSError, match="Input/output"):
-        write_atomic(tmp_path / "a", b"same")
-    assert os.listdir(tmp_path) == ["a"]
+ODD = [b"\xff\xfe\x00", b"{", b"[1]", b'{"a": NaN}', b'{"a": 1e999}', b'{"a": ' * 200_000]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"\xff\xfe\x00",
-        b"{",
-        b"[1]",
-        b'{"a": NaN}',
-        b'{"a": 1e999}',
-        b'{"a": ' * 200_000,
-        b'{"a": "' + b"x" * (1 << 10) + b'"}',
-    ],
-)
+@pytest.mark.parametrize("content", [*ODD, b'{"a": "' + b"x" * (1 << 10) + b'"}'])
 def test_odd_json_is_one_error(tmp_path: Path, content: bytes) -> None:
     """Issue 17, item 19: one reader, which fails in one way only."""
     path = tmp_path / "odd.json"
@@ -131,3 +107,41 @@ def test_lines_are_read_in_bounds(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"one\n" + b"x" * 95 + b"\ntwo\n" + b"0123456789\nthree")
     assert list(read_lines(path, 10)) == [b"one\n", b"\n", b"two\n", b"\n", b"three"]
+
+
+@dataclass(frozen=True)
+class Inner:
+    at: int
+    where: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class Record:
+    name: str
+    inner: Inner | None = None
+
+
+@pytest.mark.parametrize(
+    ("content", "field"),
+    [
+        ('{"inner": null}', "name"),
+        ('{"name": 3}', "name"),
+        ('{"name": "x", "inner": {"at": "3"}}', "inner.at"),
+        ('{"name": "x", "inner": {"at": true}}', "inner.at"),
+        ("[1]", "object"),
+        ('{"name": "x", "inner": {"at": 1e999}}', "finite"),
+        ("{", ""),
+        ('{"name": "x", "inner": {"at": 3, "where": ["/a"]}, "unknown": 1}', None),
+    ],
+)
+def test_a_record_is_read_or_its_damaged_field_named(
+    tmp_path: Path, content: str, field: str | None
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    if field is None:
+        assert files.read_record(path, Record) == Record("x", Inner(3, (Path("/a"),)))
+        return
+    with pytest.raises(UnreadableFile) as caught:
+        files.read_record(path, Record)
+    assert str(path) in str(caught.value) and field in str(caught.value)

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -49,17 +51,16 @@ def counter(folder: Path, code: int, times: int) -> "subprocess.Popen[str]":
     )
 
 
+@pytest.fixture
+def no_flock(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = OSError(errno.ENOLCK, "injected")
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=refusal))
+
+
 @pytest.fixture(params=["flock", "no flock"])
-def any_file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def any_file_system(request: pytest.FixtureRequest) -> None:
     if request.param == "no flock":
-        refuse_flock(monkeypatch)
-
-
-def refuse_flock(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object) -> None:
-        raise OSError(errno.ENOLCK, "injected")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+        request.getfixturevalue("no_flock")
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
@@ -73,10 +74,8 @@ def test_without_flock_two_processes_never_meet(code: int, tmp_path: Path) -> No
     assert [path.name for path in (tmp_path / "locks").iterdir()] == ["one"]
 
 
-def test_without_flock_a_killed_process_is_replaced_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refuse_flock(monkeypatch)
+@pytest.mark.usefixtures("no_flock")
+def test_without_flock_a_killed_process_is_replaced_at_once(tmp_path: Path) -> None:
     process = counter(tmp_path, errno.ENOSYS, 0)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     with pytest.raises(UserError), locked(tmp_path / "locks/one", "x"):
@@ -86,43 +85,28 @@ def test_without_flock_a_killed_process_is_replaced_at_once(
     began = time.monotonic()
     with locked(tmp_path / "locks/one", "x"):
         assert time.monotonic() - began < 5
+    with pytest.raises(UserError, match="another took"), locked(tmp_path / "locks/one", "x"):
+        (tmp_path / "locks/one.link").unlink()
     remove_locks(tmp_path / "locks")
     assert not (tmp_path / "locks").exists()
 
 
-def test_without_flock_a_lock_that_was_lost_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refuse_flock(monkeypatch)
-    with pytest.raises(UserError, match="another took"):
-        with locked(tmp_path / "one", "x"):
-            (tmp_path / "one.link").unlink()
-
-
 @pytest.mark.usefixtures("any_file_system")
-def test_held_elsewhere_is_refused_after_patience(tmp_path: Path) -> None:
-    path = tmp_path / "locks/one"
-    waited: list[int] = []
-    with locked(path, "unit 3"):
-        with pytest.raises(UserError, match="unit 3 is being built by another process"):
-            with locked(path, "unit 3", patience_s=0.1, on_wait=lambda: waited.append(1)):
-                pass
-    assert waited == [1]
-    with locked(path, "unit 3", on_wait=lambda: waited.append(2)):
-        assert waited == [1]
-
-
-@pytest.mark.usefixtures("any_file_system")
-def test_locks_in_use_are_not_removed(tmp_path: Path) -> None:
-    folder = tmp_path / "locks"
-    with locked(folder / "used", "x"):
+def test_held_locks_are_refused_after_patience_and_not_removed(tmp_path: Path) -> None:
+    folder, waited = tmp_path / "locks", list[int]()
+    with locked(folder / "used", "unit 3"):
         with locked(folder / "unused", "x"):
             pass
         remove_locks(folder)
         assert {path.name.partition(".")[0] for path in folder.iterdir()} == {"used"}
-        with pytest.raises(UserError):
-            with locked(folder / "used", "x"):
+        with pytest.raises(UserError, match="unit 3 is being built by another process"):
+            with locked(
+                folder / "used", "unit 3", patience_s=0.1, on_wait=lambda: waited.append(1)
+            ):
                 pass
+    assert waited == [1]
+    with locked(folder / "used", "unit 3", on_wait=lambda: waited.append(2)):
+        assert waited == [1]
     remove_locks(folder)
     assert not folder.exists()
     remove_locks(folder)
@@ -131,29 +115,23 @@ def test_locks_in_use_are_not_removed(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("any_file_system")
 def test_many_takers_of_a_folder_that_comes_and_goes(tmp_path: Path) -> None:
     """Never two holders at once, while the lock's folder is removed all the time."""
-    folder = tmp_path / "locks"
-    holders, most, done = [0], [0], threading.Event()
-    guard = threading.Lock()
+    folder, done = tmp_path / "locks", threading.Event()
+    inside, most = list[int](), list[int]()
 
-    def take() -> None:
+    def take(_: int) -> None:
         for _ in range(30):
             with locked(folder / "one", "x", patience_s=60):
-                with guard:
-                    holders[0] += 1
-                    most[0] = max(most[0], holders[0])
-                with guard:
-                    holders[0] -= 1
+                inside.append(1)
+                most.append(len(inside))
+                inside.pop()
 
     def remove() -> None:
         while not done.is_set():
             remove_locks(folder)
 
-    takers = [threading.Thread(target=take) for _ in range(3)]
-    remover = threading.Thread(target=remove)
-    for thread in (*takers, remover):
-        thread.start()
-    for thread in takers:
-        thread.join()
-    done.set()
-    remover.join()
-    assert most == [1]
+    with ThreadPoolExecutor(4) as pool:
+        removing = pool.submit(remove)
+        list(pool.map(take, range(3)))
+        done.set()
+        removing.result()
+    assert most == [1] * 90

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.text import printable
+from canon_pretrain.core.terminal import printable
 from canon_pretrain.data.loader import BatchLoader
 from canon_pretrain.data.sampler import Order
 from canon_pretrain.data.shards import TokenShards

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from canon_pretrain.core.link_lock import LinkLock
+from canon_pretrain.core.lock import LinkLock
 from canon_pretrain.report.export import About, TensorBoardTarget, about, copy
 from canon_pretrain.report.record import RunRecord
-from canon_pretrain.run import live_export
+from canon_pretrain.run import background
 from canon_pretrain.run.__main__ import main
+from canon_pretrain.run.background import LiveExports
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.live_export import LiveExports
 from canon_pretrain.run.log import RunLog, number, read_log
 from canon_pretrain.run.results import Score
 from tests.ranks import events, launch
@@ -360,7 +360,7 @@ def test_commands_of_the_live_copies(tmp_path: Path, monkeypatch: Patch) -> None
 
     def commands(**settings: Any) -> dict[str, list[str]]:
         metrics = SimpleNamespace(**{**job, "wandb_tags": [], **settings})
-        found = live_export.follow_commands(metrics, tmp_path)
+        found = background.follow_commands(metrics, tmp_path)
         return {target: words[4:] for target, words in found}
 
     both = [str(tmp_path), "--follow", "--beside_trainer"]
@@ -383,7 +383,7 @@ def test_a_live_copy_that_fails_or_hangs_ends(
     hanging = ["sh", "-c", "sleep 100 & echo $! > child; wait"]
     missing = [str(tmp_path / "nothing")]
     wanted = {"wandb": failing, "tensorboard": hanging, "other": missing}
-    monkeypatch.setattr(live_export, "follow_commands", lambda *_: wanted.items())
+    monkeypatch.setattr(background, "follow_commands", lambda *_: wanted.items())
     monkeypatch.chdir(tmp_path)
     exports = LiveExports()
     with caplog.at_level(logging.WARNING):

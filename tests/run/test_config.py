@@ -18,8 +18,6 @@ from canon_pretrain.run.config import build, read_experiment, to_toml
 @dataclass
 class Inner:
     steps: int = 1
-    lr: float = 0.1
-    name: str | None = None
     kind: Literal["a", "b"] = "a"
     parts: list[str] = field(default_factory=list)
     on: bool = False
@@ -48,18 +46,12 @@ def test_extends_merges_key_by_key_and_the_later_file_wins(tmp_path: Path) -> No
     }
 
 
-def test_a_circle_of_extends_is_named(tmp_path: Path) -> None:
-    write(tmp_path, "a.toml", 'extends = "b.toml"')
-    write(tmp_path, "b.toml", 'extends = "a.toml"')
-    with pytest.raises(UserError, match=r"circle.*a\.toml -> .*b\.toml -> .*a\.toml"):
-        read_experiment(tmp_path / "a.toml")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ('extends = "gone.toml"', r"gone\.toml is missing \(named by `extends` in .*top\.toml"),
         ('extends = "."', "cannot be read: Is a directory"),
+        ('extends = "top.toml"', r"circle.*top\.toml -> .*top\.toml"),
         ("extends = 3", "`extends` must be a path or a list of paths, not 3"),
         ("[training\n", r"top\.toml is not valid TOML"),
     ],
@@ -74,7 +66,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> N
     [
         ({"trainin": {}}, "unknown section 'trainin': did you mean 'training'"),
         ({"training": {"step": 1}}, r"unknown key 'training\.step': did you mean 'steps'"),
-        ({"training": {"zzz": 1}}, r"'training\.zzz': known are: kind, lr, name, on, parts, steps"),
+        ({"training": {"zzz": 1}}, r"'training\.zzz': known are: kind, on, parts, steps"),
         ({"training": 3}, r"'training' is a section, written \[training\]"),
         ({"training": {"steps": "5"}}, "'training.steps' = '5': "),
         ({"training": {"steps": True}}, "= True: .* valid integer"),
@@ -88,15 +80,14 @@ def test_wrong_keys_and_types_are_refused(values: dict, message: str) -> None:
         build(Outer, values, source="f.toml")
 
 
-@pytest.mark.parametrize("kind", ["deep", "latin-1", "fifo", "large"])
+ODD = {"deep": b"a = " + b"[" * 100_000, "latin-1": b'a = "\xe9"', "large": b"#" * 2**21}
+
+
+@pytest.mark.parametrize("kind", [*ODD, "fifo"])
 def test_an_odd_config_is_one_message(tmp_path: Path, kind: str) -> None:
     """Issue 17, items 23 and 25: nested-list bombs, other encodings, FIFOs."""
     path = tmp_path / "odd.toml"
-    if kind == "fifo":
-        os.mkfifo(path)
-    else:
-        odd = {"deep": b"a = " + b"[" * 100_000, "latin-1": b'a = "\xe9"', "large": b"#" * 2**21}
-        path.write_bytes(odd[kind])
+    os.mkfifo(path) if kind == "fifo" else path.write_bytes(ODD[kind])
     with pytest.raises(UserError, match=r"odd\.toml"):
         read_experiment(path)
 

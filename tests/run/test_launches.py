@@ -1,14 +1,36 @@
-"""Numbers of launches, and options that act once per job."""
+"""The launches of a run: numbers, options that act once, and the record of each."""
 
+import json
 import os
+import shutil
+import sys
+from dataclasses import dataclass
+from importlib.metadata import distributions, version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import setuptools
 
+from canon_pretrain.run import launches
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.launches import begin_launch, mark_obeyed, read_run, was_obeyed
-from canon_pretrain.run.log import RunFacts, RunLog
-from canon_pretrain.run.provenance import LaunchRecord
+from canon_pretrain.run.launches import (
+    LaunchRecord,
+    RunFacts,
+    begin_launch,
+    command_again,
+    config_hash,
+    launch_numbers,
+    mark_obeyed,
+    newest_launch,
+    packages,
+    read_run,
+    was_obeyed,
+)
+from canon_pretrain.run.log import RunLog
+from tests.checkpoint_folders import fill, small_disk
+from tests.ranks import events, launch
+from tests.support import debug_run
 
 OPTION = "checkpoint.load_step=4"
 
@@ -57,8 +79,20 @@ def test_another_torchrun_without_a_name_is_another_command(
     assert not was_obeyed(tmp_path / "obeyed.json", OPTION, torchrun("none", 1))
 
 
+@pytest.fixture(autouse=True)
+def few_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the metadata of all that is installed takes a while; whole launches do it."""
+    monkeypatch.setattr(launches, "packages", lambda: ["numpy==1"])
+
+
 def record(facts: RunFacts) -> LaunchRecord:
-    return LaunchRecord(facts, [], fingerprint="f", folders=[])
+    return LaunchRecord(facts, [], fingerprint="f", folders=["d"])
+
+
+def write_record(run: RunFolder, facts: RunFacts) -> list[str]:
+    """A record of `facts` with made-up configuration; what it says went wrong."""
+    made_up = {"world_size": 1, "versions": {}}
+    return record(facts).write(run, config={"job": {}}, identity={}, facts=made_up)
 
 
 def test_launches_are_counted_whatever_is_lost(tmp_path: Path) -> None:
@@ -67,13 +101,10 @@ def test_launches_are_counted_whatever_is_lost(tmp_path: Path) -> None:
     assert first.launches == 1 and problem is None
     second = begin_launch(run)[0]
     assert second == RunFacts(first.run_id, first.created, 2)
-    made_up = {"world_size": 1, "versions": {}}
-    record(second).write(run, config={}, identity={}, facts=made_up)
+    write_record(run, second)
     run.run_file.write_text("{")
     assert read_run(run) is None
     assert begin_launch(run)[0] == RunFacts(first.run_id, first.created, 3), "from the records"
-    facts, problem = begin_launch(RunFolder(tmp_path / "gone"))
-    assert facts.launches == 1 and problem is not None and "No such file" in problem
 
 
 def test_a_number_is_returned_by_who_left_nothing(tmp_path: Path) -> None:
@@ -88,3 +119,193 @@ def test_a_number_is_returned_by_who_left_nothing(tmp_path: Path) -> None:
     assert read_run(run) == first, "its number is in the log"
     record(begin_launch(run)[0]).settle(run)
     assert read_run(run) == first
+
+
+def test_a_persons_own_readme_stays(tmp_path: Path) -> None:
+    run, texts = RunFolder(tmp_path), list[str]()
+    for number in (7, 8):
+        write_record(run, RunFacts("0123abcd", "2026-11-20T12:00:00+00:00", number))
+        texts.append(run.readme_file.read_text())
+    assert texts[0] != texts[1], "ours is written anew"
+    run.readme_file.write_text("# my notes\n")
+    write_record(run, RunFacts("0123abcd", "2026-11-20T12:00:00+00:00", 9))
+    assert run.readme_file.read_text() == "# my notes\n"
+    assert launch_numbers(run) == [7, 8, 9]
+
+
+def test_a_full_disk_gives_one_sentence_and_leaves_no_half_record(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=64k") as disk:
+        filler = fill(disk)
+        facts, problem = begin_launch(RunFolder(disk))
+        assert problem is not None
+        (problem,) = write_record(RunFolder(disk), facts)
+        assert "No space left" in problem
+        filler.unlink()
+        assert launch_numbers(RunFolder(disk)) == []
+        assert [path.name for path in disk.rglob("*") if path.is_file()] == []
+
+
+def test_packages_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = packages()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(setuptools.__file__).parent / "_vendor")])
+    assert packages() == without
+    path = [folder for folder in sys.path if "_vendor" not in folder]
+    pairs = ((each.metadata["Name"], each.version) for each in distributions(path=path))
+    assert without == sorted({f"{name}=={version}" for name, version in pairs}, key=str.lower)
+
+
+@pytest.mark.parametrize(
+    ("environ", "program"),
+    [
+        ("", "python"),
+        ("WORLD_SIZE=8 LOCAL_WORLD_SIZE=8", "torchrun --nproc-per-node 8"),
+        (
+            "WORLD_SIZE=16 LOCAL_WORLD_SIZE=8 TORCHELASTIC_RUN_ID=7",
+            "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc-per-node 8",
+        ),
+    ],
+)
+def test_the_command_that_goes_on(environ: str, program: str) -> None:
+    given = ["--config", "a b.toml", "--run.stop-at", "5", "--checkpoint.fresh", "--optimizer.lr=2"]
+    given += ["--checkpoint.load_step=3", "--run.allow_changes", "a.b", "c.d", "--compile.enable"]
+    variables = dict(word.split("=") for word in environ.split())
+    again = "--config 'a b.toml' --optimizer.lr=2 --compile.enable"
+    assert command_again(given, variables) == f"{program} -m canon_pretrain.train {again}"
+
+
+def test_equal_configurations_have_equal_hashes() -> None:
+    config, turned = {"a": {"x": 1, "y": [1, 2]}, "c": 3}, {"c": 3, "a": {"y": [1, 2], "x": 1}}
+    other = {"a": {"x": 2, "y": [1, 2]}, "c": 3}
+    assert config_hash(config) == config_hash(turned) != config_hash(other)
+    assert config_hash(config, ["a.x"]) == config_hash(other, ["a.x"])
+
+
+# -- whole launches
+
+SECRETS = {
+    "HF_TOKEN": "planted-in-a-token-1",
+    "DB_PASS": "planted-in-a-pass-2",
+    "SLURM_JWT": "planted-in-jwt-3",
+}
+
+
+@dataclass(frozen=True)
+class Launched:
+    """Copies of a run folder after a launch, a refused one, one that goes on, one that finds
+    nothing to do, and a fresh start."""
+
+    first: RunFolder
+    refused: RunFolder
+    second: RunFolder
+    idle: RunFolder
+    fresh: RunFolder
+    output: str
+    data: Path
+
+
+@pytest.fixture(scope="module")
+def launched(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    base = tmp_path_factory.mktemp("launched")
+    run, output = base / "run", []
+
+    def start(name: str, *more: object, check: bool = True) -> RunFolder:
+        ended = launch(
+            *debug_run(data_folder, run),
+            *("--job.description", "tried by me"),
+            *more,
+            output=base / "output",
+            ranks=1,
+            environment=SECRETS | {"SLURM_JOB_ID": "812", "SLURM_JOB_NODELIST": "n[1-2]"},
+            check=check,
+        )
+        output.append(ended.output)
+        return RunFolder(Path(shutil.copytree(run, base / name)))
+
+    return Launched(
+        start("first", "--run.stop_at", 2),
+        start("refused", "--optimizer.lr", 1, check=False),
+        start("second", "--run.stop_at=3"),
+        start("idle", "--run.stop_at=3"),
+        start("fresh", "--checkpoint.fresh", "--run.stop_at", 1),
+        "".join(output),
+        data_folder,
+    )
+
+
+def json_of(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_secrets_of_the_environment_are_not_recorded(launched: Launched) -> None:
+    """Issue 17, item 20: the environment is an allow-list, and a record is its user's alone."""
+    paths = (path for path in launched.fresh.path.rglob("*") if path.is_file())
+    found = b"".join(path.read_bytes() for path in paths)
+    assert b"tried by me" in found
+    for secret in SECRETS.values():
+        assert secret.encode() not in found
+    folder = launched.fresh.launch_path(1)
+    assert json_of(folder / "environment.json")["SLURM_JOB_ID"] == "812"
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+
+def test_a_launch_says_what_it_was(launched: Launched) -> None:
+    run = launched.first
+    found, facts = json_of(run.launch_path(1) / "launch.json"), read_run(run)
+    assert facts is not None and facts.launches == 1 and len(facts.run_id) == 8
+    int(facts.run_id, 16)
+    assert (found["run_id"], found["launch"], found["from_step"]) == (facts.run_id, 1, 0)
+    assert found["job"] == {"id": "812", "restart_count": 0, "nodes": "n[1-2]"}
+    assert found["data"]["folders"] == [str(launched.data)]
+    assert found["data"]["fingerprint"] == run.read_config()["identity"]["data_fingerprint"]
+    assert found["command"]["arguments"][-2:] == ["--run.stop_at", "2"]
+    assert "--run.stop_at" not in found["command"]["again"]
+    assert found["world_size"] == 1 and len(found["hosts"]) == 1
+    assert json_of(run.launch_path(1) / "config.json") == json_of(run.config_file)
+    assert f"torch=={version('torch')}" in (run.launch_path(1) / "packages.txt").read_text()
+    names = {path.name for path in run.launch_path(1).iterdir()}
+    files = {"launch.json", "config.json", "packages.txt", "environment.json"}
+    assert names == files | ({"source.patch"} if found["git"]["patch"] else set())
+
+
+def test_the_log_names_run_and_launch_in_every_line(launched: Launched) -> None:
+    found = newest_launch(launched.second)
+    assert found is not None
+    lines = [json.loads(line) for line in launched.second.log_file.read_text().splitlines()]
+    assert {line["run_id"] for line in lines} == {found["run_id"]}
+    heads = [line for line in lines if line["event"] in ("start", "resume")]
+    assert [(head["event"], head["segment"]) for head in heads] == [("start", 1), ("resume", 2)]
+    assert heads[1]["from_step"] == 2
+    assert [line["segment"] for line in lines] == sorted(line["segment"] for line in lines)
+    for head in heads:
+        git = {"commit": head["git_commit"], "dirty": head["git_dirty"]}
+        assert git.items() <= found["git"].items()
+        assert (head["config_hash"], head["job_id"]) == (found["config_hash"], "812")
+        assert head["hosts"] == found["hosts"]
+
+
+def test_only_launches_that_train_are_counted(launched: Launched) -> None:
+    assert "going on would change it" in launched.output and "nothing to do" in launched.output
+    first, refused, second = launched.first, launched.refused, launched.second
+    for name in ("run.json", "config.json", "log.jsonl", "README.md"):
+        assert (first.path / name).read_bytes() == (refused.path / name).read_bytes(), name
+    before, facts, new = read_run(first), read_run(second), read_run(launched.fresh)
+    assert before is not None and new is not None
+    assert facts == RunFacts(before.run_id, before.created, 2) == read_run(launched.idle)
+    newest = newest_launch(second)
+    assert newest is not None and newest["from_step"] == 2
+    assert [event["step"] for event in events(second.path, "step")] == [1, 2, 3]
+    # a fresh start is another run
+    archive = RunFolder(launched.fresh.path / "archive" / "1-before-a-fresh-start")
+    assert new.run_id != before.run_id and new.launches == 1 and read_run(archive) == facts
+    folders = (refused, second, launched.idle, launched.fresh, archive)
+    assert [launch_numbers(run) for run in folders] == [[1], [1, 2], [1, 2], [1], [1, 2]]
+
+
+def test_the_readme_names_what_is_there_and_what_to_type(launched: Launched) -> None:
+    text = launched.second.readme_file.read_text()
+    names = {path.name for path in launched.second.path.iterdir()} - {"README.md"}
+    assert [name for name in names if name not in text] == []
+    again = next(line for line in text.splitlines() if "canon_pretrain.train" in line)
+    assert f"--data.path {launched.data}" in again and "stop_at" not in again
+    assert "python -m eval run --checkpoint" in text and "run status" in text
+    assert f"cd {os.getcwd()}\n" in text and "launch 2" in text.lower()

@@ -1,20 +1,24 @@
 """The log of a run: torn lines, resumes, non-finite numbers, readers beside a writer."""
 
 import errno
+import itertools
 import json
 import math
 import multiprocessing
 import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import LogFollower, RunLog, number, read_log, read_tail
+
+FORK = multiprocessing.get_context("fork")
 
 
 def steps(path: Path) -> list[int]:
@@ -78,8 +82,7 @@ def test_non_finite_numbers_survive_as_strings(tmp_path: Path) -> None:
     log.write("validation", step=1, sources={"a": {"loss": math.nan}}, list=values)
     log.close()
     (event,) = read_log(tmp_path / "log.jsonl")
-    assert event["sources"]["a"]["loss"] == "NaN"
-    assert math.isnan(number(event["sources"]["a"]["loss"]))
+    assert event["sources"]["a"]["loss"] == "NaN" and math.isnan(number("NaN"))
     assert [number(value) for value in event["list"]] == values
     for value in (None, True, [1.0], "fast"):
         with pytest.raises(ValueError):
@@ -95,16 +98,14 @@ def _write_many(path: Path, writer: int) -> None:
 
 def test_lines_of_two_writers_never_mix(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=_write_many, args=(path, n)) for n in range(2)]
+    writers = [FORK.Process(target=_write_many, args=(path, n)) for n in range(2)]
     for process in writers:
         process.start()
     for process in writers:
         process.join()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert sorted((e["writer"], e["step"]) for e in lines) == [
-        (writer, step) for writer in range(2) for step in range(300)
-    ]
+    found = sorted((e["writer"], e["step"]) for e in lines)
+    assert found == list(itertools.product(range(2), range(300)))
 
 
 def _write_in_pieces(path: Path, count: int) -> None:
@@ -125,8 +126,7 @@ def test_readers_beside_a_writer_see_whole_lines_in_order(tmp_path: Path) -> Non
     follower = LogFollower(path)
     assert follower.poll() == []  # there is no file yet
     path.touch()
-    context = multiprocessing.get_context("fork")
-    writer = context.Process(target=_write_in_pieces, args=(path, count))
+    writer = FORK.Process(target=_write_in_pieces, args=(path, count))
     writer.start()
     followed: list[int] = []
     looks = 0
@@ -168,15 +168,11 @@ def test_superseded_events_are_dropped_whatever_the_order(tmp_path: Path, seed: 
     events = []
     for place in range(200):
         kind = chance.choice(kinds)
-        field = "from_step" if kind == "resume" else "step"
-        event = {"event": kind, "place": place}
-        if kind != "start":
-            event[field] = chance.randrange(1, 40)
-        events.append(event)
+        step = {"from_step" if kind == "resume" else "step": chance.randrange(1, 40)}
+        events.append({"event": kind, "place": place} | (step if kind != "start" else {}))
     path = tmp_path / "log.jsonl"
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert read_log(path) == _superseded_by_hand(events)
-    assert read_tail(path, until=None) == _superseded_by_hand(events)
+    assert read_log(path) == read_tail(path, until=None) == _superseded_by_hand(events)
 
 
 def test_the_tail_of_a_huge_log_is_read_at_once(tmp_path: Path) -> None:
@@ -201,27 +197,15 @@ def test_the_tail_of_a_huge_log_is_read_at_once(tmp_path: Path) -> None:
     assert all(event["event"] != "step" for event in read_tail(path, until=None))
 
 
-def test_what_is_no_run_folder_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"not a run folder: it has no config\.json"):
-        RunFolder(tmp_path).read_config()
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="is damaged"):
-        RunFolder(tmp_path).read_config()
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.ESTALE])
 def test_what_a_disk_does_not_take_is_written_later_and_ends_nothing(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = RunLog(tmp_path / "log.jsonl")
     log.write("start", world_size=1)
     assert log.flush()
-
-    def refuse(descriptor: int, content: bytes) -> int:
-        raise OSError(number, os.strerror(number))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "write", refuse)
+    refuse = mock.patch("os.write", side_effect=OSError(number, os.strerror(number)))
+    with refuse:
         for step in (1, 2):
             log.write("step", step=step)
             assert not log.flush()
@@ -229,8 +213,7 @@ def test_what_a_disk_does_not_take_is_written_later_and_ends_nothing(
         assert os.path.exists(f"/proc/self/fd/{log._descriptor}")
     log.write("step", step=3)
     assert log.flush() and steps(log.path) == [1, 2, 3]
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "write", refuse)
+    with refuse:
         log.write("step", step=4)
         log.close()
     log.close()  # twice does no harm
@@ -266,16 +249,12 @@ def test_a_log_that_is_removed_or_replaced_while_it_is_written_goes_on(
     assert not log.path.exists() and steps(tmp_path / "archived") == [7, 8, 9]
 
 
-@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
-def test_a_log_that_is_no_regular_file_is_an_error_at_once(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
+def test_a_log_that_is_no_regular_file_is_an_error_at_once(
+    tmp_path: Path, make: Callable[[Path], object]
+) -> None:
     """Issue 17, item 23: a FIFO waited for ever."""
-    path = tmp_path / "log.jsonl"
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    else:
-        path.mkdir()
+    make(path := tmp_path / "log.jsonl")
     for use in (RunLog, read_log, read_tail, lambda path: LogFollower(path).poll()):
         with pytest.raises(UserError, match="log.jsonl"):
             use(path)

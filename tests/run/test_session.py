@@ -1,9 +1,9 @@
-"""One launch's hold on its folder: what it takes, what it leaves behind, and how it ended."""
+"""One launch's hold on its folder: what it takes, what asks it to stop, and how it ended."""
 
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,16 @@ import pytest
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import Holder, content_of
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.session import Session, archive_traces
+from canon_pretrain.run.session import (
+    LOST_LOCK,
+    REASONS,
+    SIGNALS,
+    STOP_FILE,
+    Session,
+    StopRequests,
+    archive_traces,
+    describe,
+)
 from canon_pretrain.run.status import StatusWriter
 from tests.ranks import status
 
@@ -29,6 +38,16 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+@pytest.fixture
+def heard() -> Iterator[list[int]]:
+    """What reaches the handlers from before."""
+    caught: list[int] = []
+    old = {n: signal.signal(n, lambda number, _: caught.append(number)) for n in SIGNALS[:3]}
+    yield caught
+    for number, handler in old.items():
+        signal.signal(number, handler)
+
+
 def test_rank_0_holds_the_folder_and_says_how_it_ended(tmp_path: Path) -> None:
     run = tmp_path / "new" / "run"
     with session(run) as held:
@@ -41,7 +60,6 @@ def test_rank_0_holds_the_folder_and_says_how_it_ended(tmp_path: Path) -> None:
         assert (said.phase, said.seconds_per_step, said.skipped_steps) == ("training", 0.5, 1)
         held.end("stopped", "SIGTERM", 4)
         assert (status(run).state, status(run).step) == ("stopped", 4)
-    assert not RunFolder(run).lock_file.exists()
     said = status(run)
     assert (said.state, said.reason, said.step) == ("stopped", "SIGTERM", 4)
     assert [path.name for path in run.iterdir()] == ["status.json"]
@@ -66,10 +84,9 @@ def test_an_exception_makes_it_failed(error: BaseException, reason: str, tmp_pat
 
 
 def test_a_signal_on_the_way_out_does_not_cut_it_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: list[int]
 ) -> None:
     """torchrun sends SIGTERM to the others once one rank has failed: rank 0 may be just here."""
-    heard: list[int] = []
     original = StatusWriter.end
 
     def end(*arguments: Any) -> bool:
@@ -77,15 +94,9 @@ def test_a_signal_on_the_way_out_does_not_cut_it_short(
         return original(*arguments)
 
     monkeypatch.setattr(StatusWriter, "end", end)
-    old = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
-    try:
-        with pytest.raises(RuntimeError), session(tmp_path):
-            raise RuntimeError
-        assert heard == [], "by default it would have killed the process"
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert heard == [signal.SIGTERM], "the handler from before is back in the end"
-    finally:
-        signal.signal(signal.SIGTERM, old)
+    with pytest.raises(RuntimeError), session(tmp_path):
+        raise RuntimeError
+    assert heard == [], "by default it would have killed the process"
 
 
 def test_other_ranks_write_nothing_but_hear_signals(tmp_path: Path) -> None:
@@ -135,3 +146,66 @@ def test_traces_of_each_launch_are_kept_apart(tmp_path: Path) -> None:
         assert archive_traces(tmp_path) == tmp_path / f"launch-{number}"
         assert (tmp_path / f"launch-{number}" / "rank_0").read_text() == f"launch {number}"
         assert archive_traces(tmp_path) is None
+
+
+# -- requests to stop
+
+
+def asked(requests: StopRequests) -> str:
+    requests.poll()  # whose look the next poll hears of
+    assert requests._looking.wait(10)
+    holds = requests.poll()
+    assert len(holds) == len(REASONS)
+    return describe(holds)
+
+
+@pytest.mark.parametrize("number", SIGNALS[:3])
+def test_a_signal_is_a_request_and_handlers_come_back(
+    number: signal.Signals, heard: list[int]
+) -> None:
+    with StopRequests() as requests:
+        assert asked(requests) == ""
+        os.kill(os.getpid(), number)
+        assert asked(requests) == asked(requests) == number.name, "it stays"
+    assert heard == []
+    os.kill(os.getpid(), number)
+    assert heard == [number], "the handler from before is back"
+
+
+def test_only_a_second_ctrl_c_interrupts() -> None:
+    with StopRequests() as requests:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)  # schedulers repeat themselves
+        os.kill(os.getpid(), signal.SIGINT)
+        assert asked(requests) == "SIGTERM, SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_file_is_a_request_until_it_is_obeyed(tmp_path: Path) -> None:
+    file, lost = tmp_path / "STOP", [False]
+    requests = StopRequests(file, lambda: lost[0])
+    assert asked(requests) == "" and not requests.forget_leftover(0.0)
+    requests.obeyed()  # nothing to consume is no error
+    file.touch()
+    assert asked(requests) == STOP_FILE
+    requests.obeyed()
+    assert not file.exists() and asked(requests) == ""
+    lost[0] = True
+    assert asked(requests) == LOST_LOCK
+    file.mkdir()  # somebody's mistake
+    with pytest.raises(UserError, match="remove it by hand"):
+        requests.obeyed()
+
+
+def test_a_signal_that_the_parent_ignored_ends_the_process_when_let_through(
+    heard: list[int],
+) -> None:
+    """slurm/lib.sh shields torchrun's agent from SIGTERM, and ignoring is inherited."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with StopRequests() as requests:
+        requests.let_through([signal.SIGTERM])
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        requests.catch([signal.SIGTERM])
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked(requests) == "SIGTERM"

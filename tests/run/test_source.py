@@ -26,7 +26,7 @@ from canon_pretrain.run.source import (
 from tests.support import ROOT
 
 CONFIG = ROOT / "train_configs" / "debug.toml"
-FILE = "canon_pretrain/core/files.py"
+FILE, LOSS = "canon_pretrain/core/files.py", "titan/spec.py"
 
 
 @pytest.fixture
@@ -37,15 +37,12 @@ def run(tmp_path: Path) -> RunFolder:
 @pytest.fixture
 def changed_program(tmp_path: Path) -> Path:
     """A copy of the package, in which the loss is another: the program as a git pull leaves it."""
-    package = tmp_path / "pulled" / "canon_pretrain"
-    shutil.copytree(
-        Path(canon_pretrain.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
-    )
+    package, without = tmp_path / "pulled" / "canon_pretrain", shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(canon_pretrain.__file__).parent, package, ignore=without)
     (tmp_path / "pulled" / "slurm").mkdir()
     shutil.copy(ROOT / "slurm" / "lib.sh", tmp_path / "pulled" / "slurm")
-    loss = package / "titan" / "spec.py"
-    loss.write_text(loss.read_text() + "\nSCALE = 1.7\n")
-
+    with open(package / LOSS, "a") as file:
+        file.write("\nSCALE = 1.7\n")
     return package
 
 
@@ -73,29 +70,21 @@ def test_a_snapshot_is_a_program_of_its_own(run: RunFolder) -> None:
     check_snapshot(snapshot)  # Python's compiled files are no damage
 
 
-def flip(snapshot: Path) -> None:
-    path = snapshot / "canon_pretrain/titan/spec.py"
-    path.write_bytes(path.read_bytes().replace(b"return", b"retur\xcf", 1))
+def put(snapshot: Path, name: str, content: bytes = b"") -> None:
+    (snapshot / name).write_bytes(content)
 
 
-def link_file(snapshot: Path) -> None:
-    path = snapshot / FILE
-    path.unlink()
-    path.symlink_to(Path(canon_pretrain.__file__).parent / "core/files.py")
-
-
-def link_itself(snapshot: Path) -> None:
-    snapshot.rename(snapshot.with_name("there"))
-    snapshot.symlink_to(snapshot.with_name("there"))
+def link(path: Path, there: Path) -> None:
+    path.symlink_to(path.rename(there))
 
 
 HARMS: dict[str, Callable[[Path], object]] = {
-    "flip": flip,
+    "flip": lambda snapshot: put(snapshot, f"canon_pretrain/{LOSS}", b"retur\xcf"),
     "lose": lambda snapshot: (snapshot / FILE).unlink(),
-    "a module before torch's own": lambda snapshot: (snapshot / "torch.py").touch(),
-    "link a file": link_file,
-    "link itself": link_itself,
-    "tear": lambda snapshot: (snapshot / "manifest.json").write_text("{"),
+    "a module before torch's own": lambda snapshot: put(snapshot, "torch.py"),
+    "link a file": lambda snapshot: link(snapshot / FILE, snapshot.parent / "there"),
+    "link itself": lambda snapshot: link(snapshot, snapshot.parent / "there"),
+    "tear": lambda snapshot: put(snapshot, "manifest.json", b"{"),
 }
 
 
@@ -105,7 +94,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
-def test_damage_is_refused_with_the_way_out(
+def test_damage_is_refused_and_the_way_out_is_a_new_snapshot(
     taken: Path, run: RunFolder, harm: Callable[[Path], object]
 ) -> None:
     shutil.copytree(taken, snapshot := run.code / "001")
@@ -113,26 +102,15 @@ def test_damage_is_refused_with_the_way_out(
     harm(snapshot)
     with pytest.raises(UserError, match="--run.allow_changes code"):
         check_snapshot(snapshot)
-
-
-def test_the_way_out_of_damage_is_a_new_snapshot_and_another_users_is_none(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flip(take_snapshot(run))
     assert take_snapshot(run) == run.code / "002"
     check_snapshot(run.code / "002")
+
+
+def test_another_users_snapshot_is_refused(taken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
     with pytest.raises(UserError, match="no folder of yours"):
-        check_snapshot(run.code / "002")
-
-
-def words(run: RunFolder, *more: str) -> list[str]:
-    return ["--config", str(CONFIG), "--job.dump-folder", str(run.path), *more]
-
-
-def code_of(job: str, arguments: list[str]) -> Path | None:
-    return chain.code_of(job, arguments)[0]
+        check_snapshot(taken)
 
 
 def test_a_chain_stays_with_its_code(
@@ -141,32 +119,38 @@ def test_a_chain_stays_with_its_code(
     """By the run's first checkpoint at the latest; a restart of a job earlier, and whatever the
     options that it repeats."""
     first, second = run.code / "001", run.code / "002"
-    allow = ("--run.allow_changes", "optimizer.lr", "code")
-    assert code_of("1", words(run)) is None, "a new run"
-    assert chain.begin(run, "1", take_code=True) is None and newest_snapshot(run) == first
-    monkeypatch.setattr(canon_pretrain, "__file__", str(changed_program / "__init__.py"))
-    assert differences(first) == ["canon_pretrain/titan/spec.py"]
-    assert code_of("1", words(run)) == first, "a restart before the first checkpoint"
-    assert code_of("2", words(run)) is None, "another job would begin at step 1"
-    (run.path / "checkpoint" / "step-4").mkdir(parents=True)
-    for options in ((), ("--run.allow_changes=optimizer.lr",), ("--checkpoint.no-fresh",)):
-        assert code_of("2", words(run, *options)) == first
-    for options in (allow, ("--run.allow-changes=optimizer.lr,code",), ("--checkpoint.fresh",)):
-        assert code_of("2", words(run, *options)) is None
     own = tmp_path / "own.toml"
     own.write_text(f'[job]\ndump_folder = "{run.path}"\n[run]\nallow_changes = ["code"]\n')
-    assert code_of("2", ["--config", str(own)]) is None
+
+    def code_of(job: str, *more: str, config: Path = CONFIG) -> Path | None:
+        given = ["--config", str(config), "--job.dump-folder", str(run.path), *more]
+        return chain.code_of(job, given)[0]
+
+    allow = ("--run.allow_changes", "optimizer.lr", "code")
+    assert code_of("1") is None, "a new run"
+    assert chain.begin(run, "1", take_code=True) is None and newest_snapshot(run) == first
+    monkeypatch.setattr(canon_pretrain, "__file__", str(changed_program / "__init__.py"))
+    assert differences(first) == [f"canon_pretrain/{LOSS}"]
+    assert code_of("1") == first, "a restart before the first checkpoint"
+    assert code_of("2") is None, "another job would begin at step 1"
+    (run.path / "checkpoint" / "step-4").mkdir(parents=True)
+    for options in ((), ("--run.allow_changes=optimizer.lr",), ("--checkpoint.no-fresh",)):
+        assert code_of("2", *options) == first
+    for options in (allow, ("--run.allow-changes=optimizer.lr,code",), ("--checkpoint.fresh",)):
+        assert code_of("2", *options) is None
+    assert chain.code_of("2", ["--config", str(own)])[0] is None
 
     # it takes the new code, once
     assert chain.begin(run, "2", take_code=True) is None and newest_snapshot(run) == second
-    assert code_of("2", words(run, *allow)) == second
-    assert code_of("3", words(run)) == second
-    assert "SCALE" in (second / "canon_pretrain/titan/spec.py").read_text()
-    assert "SCALE" not in (first / "canon_pretrain/titan/spec.py").read_text()
-    flip(second)
-    with pytest.raises(UserError, match="titan/spec.py"):
-        code_of("3", words(run))
-    assert code_of("3", ["--config", "/no/such.toml"]) is None, "the job's check says so"
+    assert code_of("2", *allow) == second
+    assert code_of("3") == second
+    scaled = ["SCALE" in (path / "canon_pretrain" / LOSS).read_text() for path in (first, second)]
+    assert scaled == [False, True]
+    HARMS["flip"](second)
+    with pytest.raises(UserError, match=LOSS):
+        code_of("3")
+    gone = chain.code_of("3", ["--config", "/no/such.toml"])
+    assert gone[0] is None, "the job's check says so"
 
 
 def test_a_chain_stays_with_its_config(run: RunFolder, tmp_path: Path) -> None:
@@ -205,6 +189,11 @@ def repository(tmp_path: Path) -> Path:
     return root
 
 
+def plant(root: Path, name: str) -> None:
+    (root / name).parent.mkdir(exist_ok=True)
+    (root / name).write_text("planted = 1\n")
+
+
 def git(root: Path, *arguments: str) -> str:
     who = ("-c", "user.name=t", "-c", "user.email=t@localhost")
     done = subprocess.run(
@@ -213,48 +202,46 @@ def git(root: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_clean_tree_is_its_commit(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    git(repository, "remote", "add", "origin", "ssh://git@host/x.git")
-    (repository / "data").mkdir()
-    (repository / "data" / "ignored.py").touch()
-    (repository / "notes.txt").touch()
-    commit = git(repository, "rev-parse", "HEAD")
+def test_a_tree_can_be_put_together_again_from_its_own_code_only(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 17, item 20: no key, netrc, YAML or script of the same repository is copied."""
+    init, code = repository / "package" / "__init__.py", repository / "package" / "code.py"
+    git(repository, "remote", "add", "origin", "https://me:planted@host:8080/x.git")
+    for name in ("data/ignored.py", "notes.txt"):
+        plant(repository, name)
     monkeypatch.setenv("GIT_DIR", "/nowhere")  # git is asked about this tree all the same
-    assert look_at_source(repository / "package" / "__init__.py") == SourceTree(
-        folder=str(repository),
-        commit=commit,
-        branch="work",
-        origin="ssh://host/x.git",
-        dirty=False,
-    )
+    folder, origin = str(repository), "https://host:8080/x.git"
+    clean = SourceTree(folder, look_at_source(init).commit, origin=origin, dirty=False)
+    assert look_at_source(init) == clean
+    monkeypatch.delenv("GIT_DIR")
+    assert clean.commit == git(repository, "rev-parse", "HEAD")
 
-
-def test_a_dirty_tree_can_be_put_together_again(repository: Path, tmp_path: Path) -> None:
-    (repository / "package" / "code.py").write_text("one = 1\ntwo = 'zwei \u00fc'\n")
-    (repository / "package" / "staged.py").write_text("new = True\n")
-    git(repository, "add", "package/staged.py")
-    (repository / "package" / "un tracked.py").touch()
-    (repository / "my.toml").touch()
-    (repository / ".env").write_text("A=hidden\n")
-    found = look_at_source(repository / "package" / "__init__.py")
+    code.write_text("one = 1\ntwo = 'zwei \u00fc'\n")
+    others = ["id_rsa", ".netrc", "notes.py", "scripts/x.py", "package/db.yaml"]
+    for name in (*others, "package/staged.py", "eval/task.py"):
+        plant(repository, name)
+        git(repository, "add", name)
+    for name in ("package/un tracked.py", "my.toml"):
+        plant(repository, name)
+    (repository / ".env").write_text("A=planted\n")
+    found = look_at_source(init)
     assert (found.dirty, found.patch_cut, found.problem) == (True, False, None)
     assert found.untracked == ["my.toml", "package/un tracked.py"]
-    assert found.left_out == [".env"] and b"hidden" not in found.patch
-    cut = look_at_source(repository / "package" / "__init__.py", patch_bytes=200)
+    assert sorted(found.left_out) == sorted([".env", *others])
+    assert found.patch.count(b"planted") == 2
+    cut = look_at_source(init, patch_bytes=200)
     assert cut.patch_cut and len(cut.patch) <= 200 and found.patch.startswith(cut.patch)
     clone = tmp_path / "clone"
     git(tmp_path, "clone", "-q", str(repository), str(clone))
     (tmp_path / "source.patch").write_bytes(found.patch)
     git(clone, "checkout", "-q", str(found.commit))
     git(clone, "apply", str(tmp_path / "source.patch"))
-    for name in ("code.py", "staged.py", "__init__.py"):
-        ours, theirs = (root / "package" / name for root in (clone, repository))
-        assert ours.read_bytes() == theirs.read_bytes(), name
+    for name in ("package/code.py", "package/staged.py", "package/__init__.py", "eval/task.py"):
+        assert (clone / name).read_bytes() == (repository / name).read_bytes(), name
 
 
-def test_trees_without_a_branch_a_commit_or_a_repository(repository: Path, tmp_path: Path) -> None:
-    git(repository, "checkout", "-q", "--detach")
-    assert look_at_source(repository / "package" / "__init__.py").branch is None
+def test_trees_without_a_commit_or_a_repository(repository: Path, tmp_path: Path) -> None:
     for folder in (repository / "data" / "site-packages", tmp_path / "plain", tmp_path / "empty"):
         folder.mkdir(parents=True)
         (folder / "__init__.py").write_text("x = 1\n")
@@ -268,49 +255,22 @@ def test_trees_without_a_branch_a_commit_or_a_repository(repository: Path, tmp_p
     assert b"+x = 1" in found.patch
 
 
-def broken_git(script: str) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
-        folder.mkdir()
-        (folder / "git").write_text(f"#!/bin/sh\n{script}\n")
-        (folder / "git").chmod(0o755)
-
-    return write
-
-
 @pytest.mark.parametrize(
-    ("plant", "said"),
+    ("script", "said"),
     [
-        (Path.mkdir, "git cannot run"),
-        (broken_git("echo fatal: dubious ownership >&2; exit 128"), "dubious ownership"),
-        (broken_git("exec sleep 60"), "took longer than"),
+        (None, "git cannot run"),
+        ("echo fatal: dubious ownership >&2; exit 128", "dubious ownership"),
+        ("exec sleep 60", "took longer than"),
     ],
 )
 def test_git_that_does_not_work_is_a_sentence(
-    plant: Callable[[Path], None],
-    said: str,
-    repository: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    script: str | None, said: str, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant(tmp_path / "bin")
-    sleep = Path(shutil.which("sleep") or "/bin/sleep")
-    (tmp_path / "bin" / "sleep").symlink_to(sleep)
+    (tmp_path / "bin").mkdir()
+    if script is not None:
+        (tmp_path / "bin" / "git").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "bin" / "git").chmod(0o755)
+    (tmp_path / "bin" / "sleep").symlink_to(shutil.which("sleep") or "/bin/sleep")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     found = look_at_source(repository / "package" / "__init__.py", timeout_s=0.3)
     assert said in str(found.problem) and found.commit is None
-
-
-def test_a_patch_holds_the_projects_own_code_only(repository: Path) -> None:
-    """Issue 17, item 20: no key, netrc, YAML or script of the same repository is copied."""
-    (repository / "package" / "code.py").write_text("one = 2\n")
-    names = ("id_rsa", ".netrc", "notes.py", "scripts/x.py", "package/db.yaml", "eval/task.py")
-    for name in names:
-        (repository / name).parent.mkdir(exist_ok=True)
-        (repository / name).write_text(f"planted in {name}\n")
-        git(repository, "add", name)
-    git(repository, "remote", "add", "origin", "https://me:planted@host:8080/x.git")
-    found = look_at_source(repository / "package" / "__init__.py")
-    assert b"+one = 2" in found.patch and b"planted in eval/task.py" in found.patch
-    assert found.patch.count(b"planted") == 1
-    assert sorted(found.left_out) == sorted({*names} - {"eval/task.py"})
-    assert found.origin == "https://host:8080/x.git"

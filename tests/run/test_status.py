@@ -28,21 +28,20 @@ def writer_of(path: Path, **environ: str) -> StatusWriter:
 def test_what_is_written_is_read(path: Path) -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3", "SLURM_JOB_NODELIST": "n[1-2]"}
     writer = writer_of(path, **job, SLURMD_NODENAME="n2")
-    assert read_status(path) is None, "making one writes nothing"
     writer.set(checkpoint_step=20, checkpoint_saved="then", weights_only=[10], skipped_steps=1)
     writer.progress(step=21, phase="training", seconds_per_step=0.5)
-    assert read_status(path) is None, "neither do changes"
+    assert read_status(path) is None, "neither making one nor changes write anything"
     assert writer.write()
-    status = read_status(path)
-    assert status == writer.status
     path.write_text(json.dumps(json.loads(path.read_text()) | {"of_a_newer_version": 1}))
-    assert read_status(path) == writer.status
-    assert status is not None
-    assert (status.state, status.step, status.steps, status.reason) == ("running", 21, 100, "")
-    assert (status.phase, status.seconds_per_step, status.world_size) == ("training", 0.5, 4)
-    assert (status.host, status.pid, status.job_id) == ("n2", os.getpid(), "7")
-    assert (status.restart_count, status.nodes, status.launches) == (3, "n[1-2]", 1)
-    assert (status.checkpoint_step, status.weights_only, status.skipped_steps) == (20, [10], 1)
+    status = read_status(path)
+    assert status == writer.status and status is not None
+    assert asdict(status) | {"heartbeat": "", "written": ""} == {
+        **{"state": "running", "step": 21, "steps": 100, "heartbeat": "", "written": ""},
+        **{"reason": "", "phase": "training", "seconds_per_step": 0.5, "world_size": 4},
+        **{"host": "n2", "pid": os.getpid(), "job_id": "7", "restart_count": 3, "nodes": "n[1-2]"},
+        **{"launches": 1, "checkpoint_step": 20, "checkpoint_saved": "then"},
+        **{"checkpoint_failures": 0, "weights_only": [10], "skipped_steps": 1},
+    }
     time.sleep(0.01)
     writer.write()
     assert writer.status.heartbeat == status.heartbeat and writer.status.written > status.written
@@ -68,38 +67,25 @@ def test_no_reader_ever_sees_half_of_it(path: Path) -> None:
     assert [each.name for each in path.parent.iterdir()] == ["status.json"]
 
 
-def test_launches_are_counted_and_all_else_begins_anew(path: Path) -> None:
+def test_launches_are_counted_and_their_ends_written_at_once(path: Path) -> None:
     for launch in (1, 2, 3):
         writer = writer_of(path)
-        writer.progress(step=launch)
-        writer.end("stopped", "SIGTERM", launch)
+        assert (writer.status.state, writer.status.step) == ("running", 0)
+        assert writer.end("stopped", "SIGTERM", 5)
         status = read_status(path)
         assert status is not None and status.launches == launch
-    assert writer_of(path).status.state == "running" and writer_of(path).status.step == 0
+        found = (status.state, status.reason, status.step, status.phase)
+        assert found == ("stopped", "SIGTERM", 5, "ended")
+    writer.end("failed", "OutOfMemoryError: 1 GiB", 6)
+    writer.end("stopped", "SIGTERM", 7)
+    status = read_status(path)
+    assert status is not None and (status.state, status.step) == ("failed", 6), "a failure stays"
     path.write_text("{")
     assert writer_of(path).status.launches == 1, "a damaged view stops no run"
 
 
-def test_the_end_is_written_at_once_and_a_failure_stays(path: Path) -> None:
-    writer = writer_of(path)
-    assert writer.end("stopped", "SIGTERM", 5)
-    status = read_status(path)
-    assert status is not None
-    found = (status.state, status.reason, status.step, status.phase)
-    assert found == ("stopped", "SIGTERM", 5, "ended")
-    writer.end("failed", "OutOfMemoryError: 1 GiB", 6)
-    writer.end("stopped", "SIGTERM", 7)
-    status = read_status(path)
-    assert status is not None and (status.state, status.step) == ("failed", 6)
-
-
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"state": "lost"},
-        {"step": "many"},
-        {"heartbeat": "2026-01-02T03:04:05"},
-    ],
+    "change", [{"state": "lost"}, {"step": "many"}, {"heartbeat": "2026-01-02T03:04:05"}]
 )
 def test_a_damaged_file_is_named(path: Path, change: dict[str, object]) -> None:
     record = asdict(status_of(written_s=0, heartbeat_s=0))

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.core import link_lock as lock_module
+from canon_pretrain.core import lock as lock_module
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import Holder, content_of
-from canon_pretrain.core.link_lock import LinkLock
+from canon_pretrain.core.lock import LinkLock
 from canon_pretrain.run import log as log_module
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunLog, read_log
-from canon_pretrain.run.stop import STOP_FILE
+from canon_pretrain.run.session import STOP_FILE
 from canon_pretrain.titan.console import Printer
 from tests.fault_runs import start_torchrun, wait_for
 from tests.ranks import events, logged_step, status

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.checkpoint.writer import VerifiedWriter
-from canon_pretrain.core.link_lock import LinkLock
+from canon_pretrain.core.lock import LinkLock
 from canon_pretrain.run import status as run_status
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunLog
