@@ -39,7 +39,6 @@ def flash_attn_func(
 
 @contextmanager
 def flash_attn_package(function=flash_attn_func) -> Iterator[None]:
-    """The package flash_attn, with that function as its own."""
     with pytest.MonkeyPatch.context() as patch:
         _add(patch, "flash_attn", **({"flash_attn_func": function} if function else {}))
         yield
