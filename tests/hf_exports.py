@@ -1,8 +1,4 @@
-"""Exports of small models, and the process that has never heard of this package.
-
-`export_model` goes the whole way: run folder, checkpoint, export. `in_clean_process` runs
-hf_clean_process.py, in which canon_pretrain can't be imported.
-"""
+"""Exports of small models, and the process that has never heard of this package."""
 
 import functools
 import json
@@ -64,10 +60,7 @@ def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def in_clean_process(request: Any, scratch: Path, *, timeout: int = 300) -> Any:
-    """What hf_clean_process.py answers to `request`; both are JSON.
-
-    The process has its own cache of modules, and no canon_pretrain.
-    """
+    """What hf_clean_process.py answers to `request`; both are JSON."""
     scratch.mkdir(parents=True, exist_ok=True)
     asked, answered = scratch / "request.json", scratch / "answer.json"
     asked.write_text(json.dumps(request))

@@ -1,7 +1,4 @@
-"""Small folders of LlamaCanon models, and what an import makes of them, for hf/reading.py's tests.
-
-The models and their mathematics are in llama_canon.py.
-"""
+"""Small folders of LlamaCanon models (llama_canon.py), and what an import makes of them."""
 
 import multiprocessing
 import os

@@ -30,10 +30,8 @@ ACTIVATIONS = {"silu": F.silu, "relu2": lambda x: F.relu(x).square()}
 def read_config(folder: Path) -> dict[str, Any]:
     """The fields for `logits` as the released class reads them from FOLDER/config.json.
 
-    Of a key that is there its value counts, null included: LlamaCanonConfig hands what it has no
-    argument for to PretrainedConfig, which sets it, and transformers' rotary embedding then takes
-    the fraction of a head's dims from it (configuration_llama_canon.py; modeling_rope_utils.py of
-    transformers 4.47).
+    Of a key that is there its value counts, null included: PretrainedConfig sets it, and the rotary
+    embedding takes the fraction of a head's dims from it (modeling_rope_utils.py, 4.47).
     """
     given = json.loads((folder / "config.json").read_text())
     c = DEFAULTS | {"hidden_act": "silu", "num_key_value_heads": None, "head_dim": None} | given
@@ -212,10 +210,7 @@ def write_lingua_folder(
 def write_folder(
     folder: Path, config: dict[str, Any], state: dict[str, Tensor], *, num_files: int = 1
 ) -> Path:
-    """A Hugging Face folder: config.json, and the weights in one file or in several with an index.
-
-    Returns `folder`.
-    """
+    """Write a Hugging Face folder: config.json, one file of weights or several with an index."""
     folder.mkdir(parents=True)
     kind = {"model_type": "LlamaCanon", "architectures": ["LlamaCanonForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(kind | config))

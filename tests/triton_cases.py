@@ -71,10 +71,7 @@ def random_segments(rows: int, num_tokens: int, taps: int) -> Tensor:
 def agree(
     run: Callable[..., Any], exact: Callable[..., Any], inputs: list[Tensor], extra: float = 2e-6
 ) -> None:
-    """Outputs and all gradients of `run` are those of `exact` in float64, rounded once.
-
-    `extra`: what float32 sums may be off by, as a share of the largest value.
-    """
+    """Outputs and all gradients of `run` are those of `exact` in float64, rounded once."""
     y = _tuple(run(*inputs))
     dy = [random(*part.shape, seed=i + 70, dtype=part.dtype).detach() for i, part in enumerate(y)]
     got = (*y, *torch.autograd.grad(y, inputs, dy))

@@ -1,7 +1,4 @@
-"""Exports opened where this package can't be imported: every variant, tokenizers.
-
-All of it in one process, since it takes seconds to begin.
-"""
+"""Exports opened where this package can't be imported: every variant, tokenizers."""
 
 import json
 import os

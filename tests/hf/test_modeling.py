@@ -1,7 +1,4 @@
-"""The face that an export wears in transformers: decoding, training, replaced parts, refusals.
-
-Decoding is compared with full passes of `Transformer`, and beam search with one written here.
-"""
+"""The face that an export wears in transformers: decoding, training, replaced parts, refusals."""
 
 import copy
 from typing import Any
@@ -51,10 +48,7 @@ def greedy(model: Transformer, tokens: list[int], count: int) -> list[int]:
 
 
 def beams(model: Transformer, tokens: list[int], count: int, width: int) -> list[list[int]]:
-    """The `width` likeliest continuations that keeping `width` at each step finds, the best first.
-
-    No sequence ends before `count` new tokens.
-    """
+    """The `width` likeliest continuations that keeping `width` at each step finds."""
     kept = [(0.0, tokens)]
     for _ in range(count):
         grown = []

@@ -1,6 +1,6 @@
 """Model sizes: the specification's numbers, by closed form and by building; every refusal."""
 
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,14 +66,10 @@ def test_flops_leave_out_the_token_embedding_only():
     assert flops_per_token(replace(args, tie_embeddings=True), 64) == flops_per_token(args, 64)
 
 
-def test_flavors_are_sizes_only_and_cannot_be_changed():
+def test_flavors_are_sizes_only():
     for args in FLAVORS.values():
         assert args.canon_set == "" and args.position == "rope"
         assert args.ffn_dim % 8 == 0
-    with pytest.raises(TypeError):
-        FLAVORS["debug"] = ModelArgs()
-    with pytest.raises(FrozenInstanceError):
-        FLAVORS["debug"].dim = 1
 
 
 def test_what_is_said_in_two_ways_is_stored_in_one():

@@ -1,16 +1,14 @@
 """Reading in parts: chunks, padding, documents, rows taken, branches; all equal one full pass."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.model import cache as memory
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.cache import NOWHERE, PADDING, Cache
+from canon_pretrain.model.cache import FIRST_CAPACITY, Cache
 from canon_pretrain.model.transformer import Transformer
 from tests.variants import BASE, EOS_ID, VARIANTS, build, every_variant, random_tokens, variant
 
@@ -46,7 +44,7 @@ def test_chunks_and_single_tokens_give_the_logits_of_one_pass(args):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["rope ABCD gqa", "alibi BD documents"])
 def test_the_cache_grows_past_its_first_room_and_past_its_double(name):
-    assert memory.FIRST_CAPACITY == 64
+    assert FIRST_CAPACITY == 64
     model = build(variant(name))
     tokens = random_tokens(model.args, rows=2, num_tokens=140)
     expected = model(tokens)
@@ -174,27 +172,6 @@ DOCUMENTS = (
     (21, 6, 7, 30, 11, 13, EOS_ID),
     (12, 9, 14, 1),
 )
-
-
-def test_eos_belongs_to_the_document_that_it_ends():
-    tokens = torch.tensor([[4, 2, 2, 5, 6, 2, 7], [2, 4, 5, 6, 7, 8, 2]])
-    expected = torch.tensor([[0, 0, 1, 2, 2, 2, 3], [0, 1, 1, 1, 1, 1, 1]], dtype=torch.int32)
-    first = torch.tensor([10, 20], dtype=torch.int32)
-    numbers = memory.document_numbers(tokens, EOS_ID, first)
-    assert numbers.dtype == torch.int32 and torch.equal(numbers, expected + first[:, None])
-    model, cache = build(replace(BASE, document_mask=True)), Cache(BASE.num_layers)
-    for stop in (1, 5, 7):  # numbered on from part to part
-        segments = model._segments(tokens[:, cache.length : stop], None, cache)
-        assert torch.equal(segments, expected[:, :stop])
-        cache.length = stop
-
-
-def test_places_before_the_first_token_are_in_no_segment():
-    segments = torch.tensor([[PADDING, 0, 0, 1, 1]], dtype=torch.int32)
-    for num_tokens, before in ((5, [NOWHERE] * 3), (4, [NOWHERE] * 2), (2, [])):
-        expected = before + segments[0, -(num_tokens + 3 - len(before)) :].tolist()
-        assert memory.near_segments(segments, num_tokens, 3).tolist() == [expected]
-    assert len({NOWHERE, PADDING, 0}) == 3
 
 
 def _packed_and_separate(model: Transformer) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import canon_pretrain.model.canon as canon_module
 from canon_pretrain.model.args import POSITIONS, QK_NORMS, ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from tests.reference_model import reference_logits
-from tests.variants import NAMES, WORDS, build, every_variant, random_tokens, variant
+from tests.variants import NAMES, build, every_variant, random_tokens, variant
 
 
 def _relative_error(given: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
@@ -70,26 +70,6 @@ def test_the_original_gpt2_is_transformers_gpt2():
     tokens = random_tokens(a, rows=2, num_tokens=24)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
-
-
-CHOICES = (
-    POSITIONS, ("", "A", "AC", "BD", "ABCD"), ("", "k2", "k3"), ("", "no_res"), ("", "act"),
-    ("", "cst"), ("", "relu2", "standard", "standard_relu2"), ("", "qk_full", "qk_per_head"),
-    ("", "gqa"), ("", "tied"), ("", "documents"),
-)  # fmt: skip
-
-
-def test_any_two_choices_meet_in_a_variant():
-    # the first two of one position and of one backend; the others meet in random configurations
-    alone = {"half", "k5", "gpt2", "layernorm", "bias"}
-    assert {word for words in CHOICES for word in words} - {""} == set(WORDS) - alone
-    of_canon = {word for words in CHOICES[2:6] for word in words} - {""}
-    chosen = [[next((w for w in words if w in n.split()), "") for words in CHOICES] for n in NAMES]
-    for i, j in itertools.combinations(range(len(CHOICES)), 2):
-        met = {(row[i], row[j]) for row in chosen}
-        for pair in itertools.product(CHOICES[i], CHOICES[j]):
-            # without Canon its options are nothing
-            assert pair in met or i == 1 and pair[0] == "" and pair[1] in of_canon, pair
 
 
 RANDOM: dict[str, Any] = {
