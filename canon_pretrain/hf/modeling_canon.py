@@ -192,30 +192,13 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # as model/init.py's `paper`, but for Canon
         if isinstance(module, Canon):
             bound = self.core.args.canon_bound
             nn.init.uniform_(module.weight, -bound, bound)
-        elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
-            nn.init.ones_(module.weight)
         elif isinstance(module, nn.Linear | nn.Embedding) and self.core.args.init == "lingua":
             std = module.weight.shape[1] ** -0.5
             nn.init.trunc_normal_(module.weight, 0.0, std, -3 * std, 3 * std)
-        elif isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, 0.0, self.config.initializer_range)
-        if (bias := getattr(module, "bias", None)) is not None:
-            nn.init.zeros_(bias)
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.embed_tokens = value
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.lm_head = new_embeddings
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any,
