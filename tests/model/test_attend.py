@@ -159,7 +159,7 @@ def test_a_package_is_sdpas_flash_kernel_from_the_model_on(backend, kv_heads):
 
 
 def _refuse(backend: str, match: str) -> None:
-    with pytest.raises(UserError, match=f'{match}.*"auto"'):
+    with pytest.raises(UserError, match=f"{match}.*auto"):
         Attend(BASE, backend)
 
 
