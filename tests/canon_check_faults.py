@@ -22,7 +22,7 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.canon_check import training_problem
 
 RUN = "place, -first, num_tokens - first"
-RUN_OF_GATE = "low, high, length = own_run(num_tokens, run, taps)"
+RUN_OF_GATE = "low, high, length = window.own_run(num_tokens, run, taps)"
 SMALL = {"dim": 12, "num_heads": 2, "ffn_dim": 14, "vocab_size": 32, "num_layers": 1}
 # fault: file, text, what stands there instead; the options of the model
 FAULTS: dict[str, tuple[str, str, str, dict[str, object]]] = {

@@ -39,7 +39,6 @@ def flash_attn_func(
 
 @contextmanager
 def flash_attn_package(function=flash_attn_func) -> Iterator[None]:
-    """The package flash_attn, with that function as its own."""
     with pytest.MonkeyPatch.context() as patch:
         _add(patch, "flash_attn", **({"flash_attn_func": function} if function else {}))
         yield
@@ -47,10 +46,7 @@ def flash_attn_package(function=flash_attn_func) -> Iterator[None]:
 
 @contextmanager
 def flash_impl(backend: str, capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
-    """`fa3` or `fa4` as torch's registry finds it, on what looks like a GPU; then neither again.
-
-    What SDPA's flash kernel is checked by runs on the CPU, which has one of its own.
-    """
+    """`fa3` or `fa4` as torch's registry finds it, on what looks like a GPU; then neither again."""
     check = attend.flash_problem
     try:
         with pytest.MonkeyPatch.context() as patch:

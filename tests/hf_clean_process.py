@@ -65,7 +65,6 @@ def _check_model(folder: Path, is_last: bool) -> dict[str, object]:
 
 
 def _save_again(model: PreTrainedModel, tokens_BT: torch.Tensor) -> dict[str, float]:
-    """The largest difference of logits after saving and loading by transformers, by dtype."""
     differences = {}
     for dtype in (torch.float32, torch.bfloat16):
         model = model.to(dtype)
@@ -80,7 +79,6 @@ def _save_again(model: PreTrainedModel, tokens_BT: torch.Tensor) -> dict[str, fl
 
 
 def _encode(folder: str, texts: list[str]) -> dict[str, object]:
-    """What AutoTokenizer of a folder makes of texts, in every way that one asks it."""
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     plain = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     tokenizer.save_pretrained(f"{folder}-copy")
@@ -97,14 +95,8 @@ def _encode(folder: str, texts: list[str]) -> dict[str, object]:
         ],
         "texts": [tokenizer.decode(ids + end, skip_special_tokens=True) for ids in plain],
         "offsets": ["".join(texts[0][start:stop] for start, stop in offsets), texts[0]],
-        "special": {
-            "eos": tokenizer.eos_token_id,
-            "bos": tokenizer.bos_token_id,
-            "pad": tokenizer.pad_token_id,
-            "size": len(tokenizer),
-            "fast": tokenizer.is_fast,
-            "longest": tokenizer.model_max_length,
-        },
+        "special": [tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id],
+        "facts": [len(tokenizer), tokenizer.is_fast, tokenizer.model_max_length],
         "keys": sorted(tokenizer("a")),
     }
 

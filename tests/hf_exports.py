@@ -1,8 +1,4 @@
-"""Exports of small models, and the process that has never heard of this package.
-
-`export_model` goes the whole way: run folder, checkpoint, export. `in_clean_process` runs
-hf_clean_process.py, in which canon_pretrain can't be imported.
-"""
+"""Exports of small models, and the process that has never heard of this package."""
 
 import functools
 import json
@@ -30,7 +26,6 @@ from tests.support import ROOT, debug_run
 def plant_run(
     folder: Path, model: Transformer, *, data: Path | None = None, kind: Kind = "full"
 ) -> Path:
-    """A run folder with this model as its step 3; the checkpoint."""
     section = {"path": str(data) if data else "", "paths": []}
     RunFolder(folder).write_config({"data": section}, identity_of(model.args))
     checkpoint = folder / "checkpoint" / "step-3"
@@ -39,12 +34,10 @@ def plant_run(
 
 
 def identity_of(args: ModelArgs) -> dict[str, Any]:
-    """What a run's config.json records of the model."""
     return {f"model.{name}": value for name, value in asdict(args).items()}
 
 
 def export_model(folder: Path, model: Transformer, **options: Any) -> Path:
-    """`folder`/out, exported from `folder`/run; without a tokenizer unless asked for."""
     checkpoint = plant_run(folder / "run", model)
     export(checkpoint, folder / "out", **{"with_tokenizer": False, **options})
     return folder / "out"
@@ -55,7 +48,6 @@ STEP, LAST = 10, 12
 
 @functools.cache
 def trained_run(data: Path, base: Path) -> Path:
-    """The debug experiment on 2 ranks, LAST steps, with a checkpoint after STEP; run once."""
     folder = base / "hf-trained"
     words = ("--checkpoint.interval", STEP, "--model.position", "partial_rope_c")
     launch(*debug_run(data, folder / "run"), *words, "--model.num_kv_heads", 2, output=folder)
@@ -63,41 +55,25 @@ def trained_run(data: Path, base: Path) -> Path:
 
 
 def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint, read past our reader."""
     state = whole_state(checkpoint)
     return {name: t for name, t in state.items() if not name.startswith(TRAINING_STATE)}
 
 
 def in_clean_process(request: Any, scratch: Path, *, timeout: int = 300) -> Any:
-    """What hf_clean_process.py answers to `request`; both are JSON.
-
-    The process has its own cache of modules, and no canon_pretrain.
-    """
+    """What hf_clean_process.py answers to `request`; both are JSON."""
     scratch.mkdir(parents=True, exist_ok=True)
     asked, answered = scratch / "request.json", scratch / "answer.json"
     asked.write_text(json.dumps(request))
-    command = [sys.executable, "-I", str(ROOT / "tests" / "hf_clean_process.py")]
-    done = subprocess.run(
-        [*command, str(asked), str(answered)],
-        cwd=scratch,
-        env=hub_environment(scratch),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    script = str(ROOT / "tests" / "hf_clean_process.py")
+    command = [sys.executable, "-I", script, str(asked), str(answered)]
+    options: Any = {"capture_output": True, "text": True, "timeout": timeout}
+    done = subprocess.run(command, cwd=scratch, env=hub_environment(scratch), **options)
     if done.returncode:
         pytest.fail(f"{done.stdout}\n{done.stderr}")
     return json.loads(answered.read_text())
 
 
 def hub_environment(scratch: Path) -> dict[str, str]:
-    """Variables of a process that reaches no hub and shares no cache."""
-    return os.environ | {
-        "HF_HOME": str(scratch / "hf"),
-        "HF_MODULES_CACHE": str(scratch / "hf" / "modules"),
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    offline = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1")
+    folders = {"HF_HOME": str(scratch / "hf"), "HF_MODULES_CACHE": str(scratch / "hf" / "modules")}
+    return os.environ | offline | folders | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,11 +1,8 @@
-"""Small folders of LlamaCanon models, and what an import makes of them, for hf/reading.py's tests.
-
-The models and their mathematics are in llama_canon.py.
-"""
+"""Small folders of LlamaCanon models (llama_canon.py), and what an import makes of them."""
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +19,21 @@ from tests.llama_canon import NO_POSITIONS, random_state, write_folder
 from tests.ranks import whole_state
 
 BASE: dict[str, Any] = {
-    "vocab_size": 50,
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 40,
-    "max_position_embeddings": 32,
+    "vocab_size": 50, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 40, "max_position_embeddings": 32,
     "rope_theta": 100.0,  # all frequencies matter within 20 tokens
-}
-POSITIONS: dict[str, dict[str, Any]] = {
-    "rope": {},
-    "partial_rope_c": {"rope_dim": 8, "partial_rotary_factor": 0.25},
-    "half of each head": {"rope_dim": 16, "partial_rotary_factor": 0.5},
-    "nope": {"rope_scaling": NO_POSITIONS},
-}
+}  # fmt: skip
+POSITIONS: list[dict[str, Any]] = [
+    {},
+    {"rope_dim": 8, "partial_rotary_factor": 0.25},
+    {"rope_dim": 16, "partial_rotary_factor": 0.5},
+    {"rope_scaling": NO_POSITIONS},
+]
 TOKENS = torch.randint(50, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing here outlives a power cut, and small products gain nothing from threads."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -50,7 +42,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def our_logits(found: Imported, tokens_BT: Tensor = TOKENS) -> Tensor:
-    """What the model of an import computes: a checkpoint's tensors, read past our reader."""
     verify(found.checkpoint)
     with torch.device("meta"):
         model = Transformer(found.args)
@@ -62,7 +53,6 @@ def our_logits(found: Imported, tokens_BT: Tensor = TOKENS) -> Tensor:
 
 
 def check(folder: Path, config: dict[str, Any], state: dict[str, Tensor], **options: Any) -> None:
-    """Import the folder of this model, in any form, and compare its logits with the page's."""
     found = import_folder(write_folder(folder / "hf", config, state, **options), folder / "out")
     assert (our_logits(found) - llama_canon.logits(config, state, TOKENS)).abs().max() < 1e-4
     assert all(t.dtype == torch.float32 for t in whole_state(found.checkpoint).values())
@@ -70,13 +60,11 @@ def check(folder: Path, config: dict[str, Any], state: dict[str, Tensor], **opti
 
 
 def a_folder(tmp_path: Path, **fields: Any) -> Path:
-    """A whole folder, tmp_path/hf, of one layer, with `fields` on top in its config.json."""
     config = BASE | {"num_hidden_layers": 1}
     return write_folder(tmp_path / "hf", config | fields, random_state(config))
 
 
 def refused(folder: Path, match: str, **options: Any) -> None:
-    """The import of `folder` is refused with this text and leaves nothing beside it."""
     out = folder.with_name(f"{folder.name}-out")
     with pytest.raises(UserError, match=match):
         import_folder(folder, out, **options)
@@ -84,11 +72,3 @@ def refused(folder: Path, match: str, **options: Any) -> None:
 
 
 FORKED = multiprocessing.get_context("forkserver")  # with all imports done: see tests/ranks.py
-
-
-def in_a_process(function: Callable[..., None], *args: Any) -> int:
-    process = FORKED.Process(target=function, args=args)
-    process.start()
-    process.join(60)
-    assert process.exitcode is not None
-    return process.exitcode

@@ -19,18 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 DEFAULTS: dict[str, Any] = {
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "rope_dim": None,
-    "rope_version": "huggingface",
-    "tie_word_embeddings": False,
-    "qk_norm": False,
-    "canon_set": "",
-    "canon_kernel": 4,
-    "canon_activation": False,
-    "canon_residual": True,
-}
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "rope_dim": None,
+    "rope_version": "huggingface", "tie_word_embeddings": False, "qk_norm": False,
+    "canon_set": "", "canon_kernel": 4, "canon_activation": False, "canon_residual": True,
+}  # fmt: skip
 NO_POSITIONS = {"rope_type": "linear", "factor": 1e30}
 ACTIVATIONS = {"silu": F.silu, "relu2": lambda x: F.relu(x).square()}
 
@@ -38,10 +30,8 @@ ACTIVATIONS = {"silu": F.silu, "relu2": lambda x: F.relu(x).square()}
 def read_config(folder: Path) -> dict[str, Any]:
     """The fields for `logits` as the released class reads them from FOLDER/config.json.
 
-    Of a key that is there its value counts, null included: LlamaCanonConfig hands what it has no
-    argument for to PretrainedConfig, which sets it, and transformers' rotary embedding then takes
-    the fraction of a head's dims from it (configuration_llama_canon.py; modeling_rope_utils.py of
-    transformers 4.47).
+    Of a key that is there its value counts, null included: PretrainedConfig sets it, and the rotary
+    embedding takes the fraction of a head's dims from it (modeling_rope_utils.py, 4.47).
     """
     given = json.loads((folder / "config.json").read_text())
     c = DEFAULTS | {"hidden_act": "silu", "num_key_value_heads": None, "head_dim": None} | given
@@ -58,7 +48,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def logits(config: dict[str, Any], state: dict[str, Tensor], tokens_BT: Tensor) -> Tensor:
-    """The logits [B, T, V] of the model that `config` and `state` are."""
     c = DEFAULTS | config
     w = {name: tensor.float() for name, tensor in state.items()}
     h = w["model.embed_tokens.weight"][tokens_BT]
@@ -78,7 +67,6 @@ def _rms(x: Tensor, gain: Tensor, c: dict[str, Any]) -> Tensor:
 
 
 def _canon(x_BTC: Tensor, site: str, weight_C1K: Tensor | None, c: dict[str, Any]) -> Tensor:
-    """x, or what the Canon layer makes of it where `site` has one: a causal depthwise conv1d."""
     if site not in c["canon_set"]:
         return x_BTC
     assert weight_C1K is not None
@@ -107,7 +95,6 @@ def _attention(x: Tensor, layer: dict[str, Tensor], c: dict[str, Any]) -> Tensor
 
 
 def _rotate(x_BHTK: Tensor, c: dict[str, Any]) -> Tensor:
-    """The first rope_dim dims of every head turned; all of them where rope_dim is null."""
     size = c["rope_dim"] or x_BHTK.shape[-1]
     x, rest = x_BHTK[..., :size], x_BHTK[..., size:]
     frequency = c["rope_theta"] ** (-torch.arange(0, size, 2) / size)
@@ -137,28 +124,22 @@ def _mlp(x: Tensor, layer: dict[str, Tensor], c: dict[str, Any]) -> Tensor:
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of the model by name, in the class's order."""
     c = DEFAULTS | config
     dim, inner, heads = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
     kv = (c.get("num_key_value_heads") or heads) * (dim // heads)
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c["vocab_size"], dim)}
     for i in range(c["num_hidden_layers"]):
         layer: dict[str, tuple[int, ...]] = {
-            "self_attn.q_proj": (dim, dim),
-            "self_attn.k_proj": (kv, dim),
-            "self_attn.v_proj": (kv, dim),
-            "self_attn.o_proj": (dim, dim),
-            "mlp.gate_proj": (inner, dim),
-            "mlp.up_proj": (inner, dim),
+            "self_attn.q_proj": (dim, dim), "self_attn.k_proj": (kv, dim),
+            "self_attn.v_proj": (kv, dim), "self_attn.o_proj": (dim, dim),
+            "mlp.gate_proj": (inner, dim), "mlp.up_proj": (inner, dim),
             "mlp.down_proj": (dim, inner),
-            "input_layernorm": (dim,),
-            "post_attention_layernorm": (dim,),
-        }
+            "input_layernorm": (dim,), "post_attention_layernorm": (dim,),
+        }  # fmt: skip
         if c["qk_norm"]:
             layer |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (kv,)}
         channels = {"canonA": dim, "self_attn.canonB": dim + 2 * kv, "canonC": dim}
-        channels |= {"mlp.canonD": 2 * inner}
-        for name, count in channels.items():
+        for name, count in (channels | {"mlp.canonD": 2 * inner}).items():
             if name[-1] in c["canon_set"]:
                 layer[name] = (count, 1, c["canon_kernel"])
         found |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
@@ -171,36 +152,34 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def random_state(
     config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Weights of every name, large enough for a mistake in any of them to change the logits."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, shape in shapes(config).items():
+        fan_in = 4 if "canon" in name else shape[-1]
+        tensor = torch.randn(shape, generator=generator) * fan_in**-0.5
         if len(shape) == 1:  # gains: no two are the same
             tensor = 0.5 + torch.rand(shape, generator=generator)
-        else:
-            fan_in = 4 if "canon" in name else shape[1]
-            tensor = torch.randn(shape, generator=generator) * fan_in**-0.5
         state[name] = tensor.to(dtype)
     return state
 
 
 LINGUA_NAMES = {
-    "model.embed_tokens": "tok_embeddings",
-    "model.norm": "norm",
-    "lm_head": "output",
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo",
-    "self_attn": "attention",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-    "mlp": "feed_forward",
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm",
+    "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output",
+    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv", "self_attn.o_proj": "attention.wo",
+    "self_attn": "attention", "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2", "mlp": "feed_forward",
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
     "model.layers": "layers",
-}
+}  # fmt: skip
+# lingua's `model` section of the 1B recipe
+SECTION: dict[str, Any] = {
+    "canon_bias": False, "canon_activation": False, "canon_kernel": 4, "canon_residual": True,
+    "qk_norm": False, "head_dim": None, "n_kv_heads": None, "hidden_dim": None,
+    "ffn_dim_multiplier": None, "multiple_of": 256, "norm_eps": 1e-5, "rope_theta": 10000.0,
+    "rope_dim": None, "init_base_std": None, "init_std_factor": "disabled", "max_seqlen": 32,
+    "seed": 42, "weight_tying": False, "attn_impl": "sdpa", "z_loss": True, "sliding_window": None,
+}  # fmt: skip
 
 
 def write_lingua_folder(
@@ -208,24 +187,16 @@ def write_lingua_folder(
 ) -> Path:
     """The model as the hub holds the released ones: default/params.json, default/consolidated.pth.
 
-    `params`: lingua's `model` section where it differs from that of the 1B recipe, by its defaults.
-    The names are those that load_from_lingua_state maps, backwards. Returns `folder`.
+    `params`: what differs from SECTION. The names are those that load_from_lingua_state maps,
+    backwards. Returns `folder`.
     """
     (folder / "default").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "LlamaCanon", "auto_map": {}}))
-    section = {
-        "canon_set": config["canon_set"],
-        **{"canon_bias": False, "canon_activation": False, "canon_kernel": 4},
-        **{"canon_residual": True, "qk_norm": False, "head_dim": None, "n_kv_heads": None},
-        **{"hidden_dim": None, "ffn_dim_multiplier": None, "multiple_of": 256, "norm_eps": 1e-5},
-        **{"rope_theta": 10000.0, "rope_dim": None, "init_base_std": None},
-        **{"init_std_factor": "disabled", "max_seqlen": 32, "seed": 42, "weight_tying": False},
-        **{"attn_impl": "sdpa", "z_loss": True, "sliding_window": None},
-        **{"vocab_size": config["vocab_size"], "dim": config["hidden_size"]},
-        **{"n_layers": config["num_hidden_layers"], "n_heads": config["num_attention_heads"]},
-    }
+    sizes = {"canon_set": "canon_set", "vocab_size": "vocab_size", "dim": "hidden_size"}
+    sizes |= {"n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
+    section = SECTION | {name: config[theirs] for name, theirs in sizes.items()} | params
     others = {"data": {"seq_len": 32, "add_bos": True}, "distributed": {"model_dtype": "bf16"}}
-    content = {"name": "x", "model": section | params, **others}
+    content = {"name": "x", "model": section, **others}
     (folder / "default" / "params.json").write_text(json.dumps(content))
     weights = {}
     for name, tensor in state.items():
@@ -239,23 +210,16 @@ def write_lingua_folder(
 def write_folder(
     folder: Path, config: dict[str, Any], state: dict[str, Tensor], *, num_files: int = 1
 ) -> Path:
-    """A Hugging Face folder: config.json, and the weights in one file or in several with an index.
-
-    Returns `folder`.
-    """
+    """Write a Hugging Face folder: config.json, one file of weights or several with an index."""
     folder.mkdir(parents=True)
     kind = {"model_type": "LlamaCanon", "architectures": ["LlamaCanonForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(kind | config))
-    if num_files == 1:
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-        return folder
-    names = list(state)
-    weight_map = {}
-    for k in range(num_files):
-        file = f"model-{k + 1:05d}-of-{num_files:05d}.safetensors"
-        own = names[k::num_files]
-        weight_map |= dict.fromkeys(own, file)
-        save_file({name: state[name] for name in own}, folder / file, metadata={"format": "pt"})
-    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    files = [f"model-{k:05d}-of-{num_files:05d}.safetensors" for k in range(1, num_files + 1)]
+    for k, file in enumerate(["model.safetensors"] if num_files == 1 else files):
+        own = {name: state[name] for name in list(state)[k::num_files]}
+        save_file(own, folder / file, metadata={"format": "pt"})
+    if num_files > 1:
+        weight_map = {name: files[i % num_files] for i, name in enumerate(state)}
+        index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder

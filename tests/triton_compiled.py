@@ -20,7 +20,6 @@ FLOATS = ("rstd", "cos", "sin", "sums")
 
 
 def variants() -> list[tuple[str, str, dict[str, Any], int]]:
-    """(module, kernel, its constants, warps), of the ways that models of 1.3B take and more."""
     common = {"taps": 4, "residual": True, "stages": 3, "num_sums": 4, "want_sums": True}
     plain = {"norm": 0, "rope": False, "head_dim": 1, "dims": 1, "adds": False, "grads": 1}
     heads = {"head_dim": 64, "dims": 64}
@@ -60,21 +59,14 @@ def variants() -> list[tuple[str, str, dict[str, Any], int]]:
 def compiled(
     module: str, kernel: str, constants: dict[str, Any], warps: int, dtype: str, capability: int
 ) -> Any:
-    """The compiled kernel, its pointers and sizes multiples of 16 as a model's are."""
     triton = importlib.import_module("triton")
     backends = importlib.import_module("triton.backends.compiler")
     function = getattr(importlib.import_module(f"{FOLDER}.{module}"), kernel)
+    types = dict.fromkeys(SIZES, "i32") | {"eps": "fp32", "segments": "*i32"}
+    types |= dict.fromkeys(FLOATS, "*fp32") | dict.fromkeys(constants, "constexpr")
     signature, attributes = {}, {}
     for i, name in enumerate(function.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name == "eps":
-            signature[name] = "fp32"
-        elif name in SIZES:
-            signature[name] = "i32"
-        else:
-            kind = "i32" if name == "segments" else "fp32" if name in FLOATS else dtype
-            signature[name] = f"*{kind}"
+        signature[name] = types.get(name, f"*{dtype}")
         if name in SIZES[:2] or signature[name].startswith("*"):
             attributes[(i,)] = [["tt.divisibility", 16]]
     known = {name: constants[name] for name in function.arg_names if name in constants}
@@ -86,7 +78,6 @@ def compiled(
 
 
 def resources(cubin: bytes) -> str:
-    """The line of NVIDIA's tool, as "REG:40 STACK:0 .."; empty where Triton came without it."""
     tool = Path(importlib.import_module("triton").__file__ or "").parent
     tool = tool / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.exists():

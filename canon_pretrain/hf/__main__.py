@@ -27,9 +27,9 @@ def _export(checkpoint: Path, out: Path, dtype: str, no_tokenizer: bool, **optio
     record = export(checkpoint, out, dtype=dtype, with_tokenizer=not no_tokenizer, **options)
     files = [name for name in record["files"] if name.endswith(".safetensors")]
     megabytes = sum((out / name).stat().st_size for name in files) / 1e6
+    size = f"{dtype}, {megabytes:,.1f} MB in {len(files)} file(s)"
     print(
-        f"exported step {record['step']} to {out}: {record['num_parameters']:,} parameters in "
-        f"{dtype}, {megabytes:,.1f} MB in {len(files)} file(s)"
+        f"exported step {record['step']} to {out}: {record['num_parameters']:,} parameters, {size}"
     )
 
 

@@ -95,51 +95,38 @@ _ROPE = {
 
 # -- names of parameters; what the released class does not have keeps the names of its nearest kin
 
-ENDS = (
-    ("tok_embeddings", "model.embed_tokens"),
-    ("norm", "model.norm"),
-    ("output", "lm_head"),
-)
+ENDS = (("tok_embeddings", "model.embed_tokens"), ("norm", "model.norm"), ("output", "lm_head"))
 BLOCK = (
-    ("attention_norm", "input_layernorm"),
-    ("canon_a", "canonA"),
-    ("attention.wq", "self_attn.q_proj"),
-    ("attention.wk", "self_attn.k_proj"),
-    ("attention.wv", "self_attn.v_proj"),
-    ("attention.wo", "self_attn.o_proj"),
-    ("attention.q_norm", "self_attn.q_norm"),
-    ("attention.k_norm", "self_attn.k_norm"),
+    ("attention_norm", "input_layernorm"), ("canon_a", "canonA"),
+    ("attention.wq", "self_attn.q_proj"), ("attention.wk", "self_attn.k_proj"),
+    ("attention.wv", "self_attn.v_proj"), ("attention.wo", "self_attn.o_proj"),
+    ("attention.q_norm", "self_attn.q_norm"), ("attention.k_norm", "self_attn.k_norm"),
     ("attention.canon_b", "self_attn.canonB"),
-    ("ffn_norm", "post_attention_layernorm"),
-    ("canon_c", "canonC"),
-    ("feed_forward.w1", "mlp.gate_proj"),
-    ("feed_forward.w3", "mlp.up_proj"),
-    ("feed_forward.w2", "mlp.down_proj"),
-    ("feed_forward.canon_d", "mlp.canonD"),
-)
+    ("ffn_norm", "post_attention_layernorm"), ("canon_c", "canonC"),
+    ("feed_forward.w1", "mlp.gate_proj"), ("feed_forward.w3", "mlp.up_proj"),
+    ("feed_forward.w2", "mlp.down_proj"), ("feed_forward.canon_d", "mlp.canonD"),
+)  # fmt: skip
 
 
 def to_hf(name: str) -> str:
     """Return LlamaCanon's name of our parameter; ValueError for one that we do not have."""
-    return _translate(name, "layers", "model.layers", dict(ENDS), dict(BLOCK))
+    return _translate(name, 0)
 
 
 def to_ours(name: str) -> str:
     """Return our name of LlamaCanon's parameter; ValueError for one that we have none for."""
-    ends, block = ({theirs: ours for ours, theirs in pairs} for pairs in (ENDS, BLOCK))
-    return _translate(name, "model.layers", "layers", ends, block)
+    return _translate(name, 1)
 
 
-def _translate(
-    name: str, before: str, after: str, ends: dict[str, str], block: dict[str, str]
-) -> str:
+def _translate(name: str, side: int) -> str:
+    before, after = (("layers", "model.layers")[i] for i in (side, 1 - side))
     match = re.fullmatch(rf"(?:{re.escape(before)}\.(0|[1-9]\d*)\.)?(.+)\.(weight|bias)", name)
     if match is not None:
         number, module, kind = match.groups()
-        if number is None and module in ends:
-            return f"{ends[module]}.{kind}"
-        if number is not None and module in block:
-            return f"{after}.{number}.{block[module]}.{kind}"
+        for pair in ENDS if number is None else BLOCK:
+            if pair[side] == module:
+                layer = "" if number is None else f"{after}.{number}."
+                return f"{layer}{pair[1 - side]}.{kind}"
     raise ValueError(f"{name} is no parameter of this family of models")
 
 
@@ -148,13 +135,13 @@ def _translate(
 
 def to_fields(args: ModelArgs) -> dict[str, Any]:
     """Return the fields of LlamaCanon's config.json that describe `args`."""
-    own = {name: getattr(args, name) for name in _CHANGES_THE_MODEL + _CHANGES_TRAINING}
-    if args.position in ("rope", "nope", "partial_rope_c"):
-        del own["position"]
-    if args.qk_norm == "full":
-        del own["qk_norm"]
-    kept = ("eos_id",) if args.document_mask else ()
-    own = {n: value for n, value in own.items() if n in kept or value != getattr(ModelArgs, n)}
+    own = {
+        name: value
+        for name in _CHANGES_THE_MODEL + _CHANGES_TRAINING
+        if (value := getattr(args, name)) != getattr(ModelArgs, name)
+        and value not in ("nope", "partial_rope_c", "full")  # fields of the released class
+        or (name == "eos_id" and args.document_mask)
+    }
     is_expressible = not own.keys() & set(_CHANGES_THE_MODEL)
     found: dict[str, Any] = {
         **DEFAULTS,
@@ -223,7 +210,7 @@ def to_args(given: Mapping[str, Any]) -> ModelArgs:
     qk_norm = "full" if found["qk_norm"] else "none"
     known = {
         **{ours: found[theirs] for theirs, ours in _SAME.items()},
-        "num_kv_heads": 0 if num_kv_heads == found["num_attention_heads"] else num_kv_heads,
+        "num_kv_heads": num_kv_heads,
         "ffn_activation": "gelu" if found["hidden_act"] == GELU else found["hidden_act"],
         **_position(found),
         "qk_norm": "per_head" if found.get("model_type") == "qwen3" else qk_norm,
@@ -288,28 +275,25 @@ def _position(found: Mapping[str, Any]) -> dict[str, Any]:
         _refuse("rope_parameters", rope, f"and rope_scaling = {old!r}: they differ")
     kind, rope = (kinds[1], rope) if rope else (kinds[0], old)
     theta = {"rope_theta": rope.get("rope_theta") or found["rope_theta"]}
-    if kind == "linear" and (rope.get("factor") or 1.0) >= _LEAST_NO_ROTATION:
-        return theta | {"position": "nope"}
-    if kind != "default":
-        why = f"these models scale no angle; only a linear factor of {NO_ROTATION:g} (NoPE) is"
-        _refuse("rope_scaling", rope, f"{why} known")
-    if found.get("model_type") == "smollm3" and not _rotates(found):
+    is_still = kind == "linear" and (rope.get("factor") or 1.0) >= _LEAST_NO_ROTATION
+    if kind != "default" and not is_still:
+        _refuse("rope_scaling", rope, f"no angle is scaled but by {NO_ROTATION:g} (NoPE) here")
+    if is_still or (found.get("model_type") == "smollm3" and not _rotates(found)):
         return theta | {"position": "nope"}
     head_dim, rope_dim = found["hidden_size"] // found["num_attention_heads"], found["rope_dim"]
     factor = found["partial_rotary_factor"] or rope.get("partial_rotary_factor") or 1.0
     if rope_dim is None and factor != 1.0:
         _refuse("partial_rotary_factor", factor, "it says nothing without rope_dim")
-    if rope_dim is not None and rope_dim > head_dim:
-        _refuse("rope_dim", rope_dim, f"a head has {head_dim} dims")
-    if rope_dim is not None and found["partial_rotary_factor"] not in (None, rope_dim / head_dim):
-        _refuse("partial_rotary_factor", factor, f"rope_dim / head_dim is {rope_dim / head_dim}")
     if rope_dim in (None, head_dim):
         return theta | {"position": "rope"}
+    if rope_dim > head_dim:
+        _refuse("rope_dim", rope_dim, f"a head has {head_dim} dims")
+    if found["partial_rotary_factor"] not in (None, rope_dim / head_dim):
+        _refuse("partial_rotary_factor", factor, f"rope_dim / head_dim is {rope_dim / head_dim}")
     return theta | {"position": "partial_rope_c", "partial_rope_dim": rope_dim}
 
 
 def _rotates(found: Mapping[str, Any]) -> bool:
-    """Return whether SmolLM3's layers have rotary positions: all of them or none."""
     num_layers, layers = found["num_hidden_layers"], found.get("no_rope_layers")
     if layers is None and found.get("no_rope_layer_interval", 4) == 1:
         return False

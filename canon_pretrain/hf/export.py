@@ -22,34 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from canon_pretrain.checkpoint import weights
 from canon_pretrain.checkpoint.architecture import find_checkpoint, model_args_of
-from canon_pretrain.checkpoint.weights import (
-    check_checkpoint,
-    check_weights,
-    read_plain_values,
-    stream_weights,
-)
+from canon_pretrain.core import files as disk
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import (
-    UnreadableFile,
-    fsync_folder,
-    publish,
-    read_record,
-    rename,
-    write_json,
-)
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from canon_pretrain.hf import writing
 from canon_pretrain.hf.config import ARCHITECTURE, MODEL_TYPE, plain_fields, to_fields, to_hf
 from canon_pretrain.hf.reading import CONFIG, halves_to_pairs, meta_parameters
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
-from canon_pretrain.hf.writing import (
-    MAX_FILE_BYTES,
-    folder_beside,
-    plan_files,
-    travelling_files,
-    write_files,
-)
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import own_version, read_run
@@ -67,16 +49,10 @@ class _Files:
 
 
 def export(
-    checkpoint: Path,
-    out: Path,
-    *,
-    dtype: str = "float32",
-    tokenizer: Path | None = None,
-    eos: str | None = None,
-    with_tokenizer: bool = True,
-    force: bool = False,
-    max_file_bytes: int = MAX_FILE_BYTES,
-) -> dict[str, Any]:
+    checkpoint: Path, out: Path, *, dtype: str = "float32", tokenizer: Path | None = None,
+    eos: str | None = None, with_tokenizer: bool = True, force: bool = False,
+    max_file_bytes: int = writing.MAX_FILE_BYTES,
+) -> dict[str, Any]:  # fmt: skip
     """Write a checkpoint to the new folder `out`, with weights of `dtype`; return its RECORD.
 
     `checkpoint` is RUN/checkpoint/step-N, or RUN for the newest; all its files are checked first.
@@ -90,10 +66,10 @@ def export(
     if old is not None:
         out = out.resolve()  # what is written beside it is on the same disk
     run, checkpoint = find_checkpoint(checkpoint)
-    check_checkpoint(checkpoint)
+    weights.check_checkpoint(checkpoint)
     args = model_args_of(run)
     like = meta_parameters(args)
-    manifest = check_weights(checkpoint, like)
+    manifest = weights.check_weights(checkpoint, like)
     found, eos_id = _find_tokenizer(run, args, tokenizer, eos, wanted=with_tokenizer)
     facts = read_run(run)
     names = ("sha256", "bos_id", "eos_id", "vocab_size")
@@ -101,27 +77,24 @@ def export(
         "canon_pretrain": own_version(),
         "checkpoint": str(checkpoint.resolve()),
         "run_id": facts.run_id if facts else None,
-        "step": manifest.step,
-        "saved": manifest.saved,
-        "world_size": manifest.world_size,
-        "torch": manifest.torch,
+        **{name: getattr(manifest, name) for name in ("step", "saved", "world_size", "torch")},
         "dtype": dtype,
         "num_parameters": num_parameters(args),
         "tokenizer": found and {name: getattr(found, name) for name in names},
-        "position": read_plain_values(checkpoint, POSITION),
+        "position": weights.read_plain_values(checkpoint, POSITION),
         "identity": run.read_config()["identity"],
     }
-    with folder_beside(out, "exporting") as temporary:
+    with writing.folder_beside(out, "exporting") as temporary:
         shapes = {to_hf(name): tensor.shape for name, tensor in like.items()}
-        plans = plan_files(shapes, DTYPES[dtype], max_file_bytes)
+        plans = writing.plan_files(shapes, DTYPES[dtype], max_file_bytes)
         tensors = _tensors(checkpoint, args, like, DTYPES[dtype])
-        write_files(temporary, plans, tensors, DTYPES[dtype])
-        for name, content in _small_files(args, found, eos_id, dtype).items():
+        writing.write_files(temporary, plans, tensors, DTYPES[dtype])
+        texts = _small_files(args, found, eos_id, dtype)
+        texts["README.md"] = _readme(args, dtype, manifest.step, has_tokenizer=found is not None)
+        for name, content in texts.items():
             (temporary / name).write_text(content, encoding="utf-8")
-        readme = _readme(args, dtype, manifest.step, has_tokenizer=found is not None)
-        (temporary / "README.md").write_text(readme, encoding="utf-8")
         record["files"] = sorted({*(path.name for path in temporary.iterdir()), RECORD})
-        write_json(temporary / RECORD, record)
+        disk.write_json(temporary / RECORD, record)
         _publish(temporary, out, old, record)
     return record
 
@@ -129,15 +102,13 @@ def export(
 def _tensors(
     checkpoint: Path, args: ModelArgs, like: dict[str, Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    orders = {}
-    if plain_fields(args) is not None and args.rope_dim:
-        orders = {name: order.argsort() for name, order in halves_to_pairs(args).items()}
-    for name, tensor in stream_weights(checkpoint, like, dtype):
+    is_plain = plain_fields(args) is not None and args.rope_dim
+    orders = {n: order.argsort() for n, order in halves_to_pairs(args).items()} if is_plain else {}
+    for name, tensor in weights.stream_weights(checkpoint, like, dtype):
         if not tensor.isfinite().all():
             raise UserError(
                 f"{name} has values that are not finite in {str(dtype).removeprefix('torch.')}; "
-                "choose --dtype bfloat16 or float32 if that is float16's range, else an earlier "
-                "step"
+                "choose --dtype bfloat16 or float32, or an earlier step"
             )
         yield to_hf(name), tensor[orders[name]] if name in orders else tensor
 
@@ -149,13 +120,10 @@ def _files_of_export(out: Path, *, force: bool) -> list[str] | None:
     if not force:
         raise UserError(f"{out} exists; choose another folder, or replace it with --force")
     files: list[str] = []
-    with contextlib.suppress(UnreadableFile):
-        files = read_record(out / RECORD, _Files).files
+    with contextlib.suppress(disk.UnreadableFile):
+        files = disk.read_record(out / RECORD, _Files).files
     if not files or any(name != Path(name).name for name in files):  # nothing outside is touched
-        raise UserError(
-            f"{out} exists, and no {RECORD} there lists the files of an export: --force replaces "
-            "those alone. Choose another folder"
-        )
+        raise UserError(f"{out} exists, and no {RECORD} lists the files of an export to replace")
     return files
 
 
@@ -163,29 +131,27 @@ def _publish(temporary: Path, out: Path, old: list[str] | None, record: dict[str
     for path in temporary.iterdir():
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-    fsync_folder(temporary)
+    disk.fsync_folder(temporary)
     if old is None:
-        publish(temporary, out)
+        disk.publish(temporary, out)
         return
     new = record["files"]
     for name in {*old, *new}:
         path = out / name
         if os.path.lexists(path) and (name not in old or path.is_dir()):
-            raise UserError(
-                f"{path} is not a file of the earlier export: move it, or choose another folder"
-            )
+            raise UserError(f"{path} is not a file of the earlier export: move it")
     # until the end both exports' files are this export's, for the next --force after a kill
-    write_json(out / RECORD, record | {"files": sorted({*old, *new})})
+    disk.write_json(out / RECORD, record | {"files": sorted({*old, *new})})
     (out / CONFIG).unlink(missing_ok=True)
-    fsync_folder(out)
+    disk.fsync_folder(out)
     for name in set(new) - {CONFIG, RECORD}:
-        rename(temporary / name, out / name)
+        disk.rename(temporary / name, out / name)
     for name in set(old) - set(new):
         (out / name).unlink(missing_ok=True)
-    fsync_folder(out)
+    disk.fsync_folder(out)
     for name in (CONFIG, RECORD):
-        rename(temporary / name, out / name)
-    fsync_folder(out)
+        disk.rename(temporary / name, out / name)
+    disk.fsync_folder(out)
 
 
 def _find_tokenizer(
@@ -214,10 +180,8 @@ def _find_tokenizer(
             f"was written with ({shards.tokenizer_sha256[:16]}). {WAY_OUT}"
         )
     if found.vocab_size > args.vocab_size:
-        raise UserError(
-            f"the tokenizer has {found.vocab_size} pieces, the model {args.vocab_size}: it is "
-            f"another one. {WAY_OUT}"
-        )
+        sizes = f"{found.vocab_size} pieces, the model {args.vocab_size}"
+        raise UserError(f"the tokenizer has {sizes}: it is another one. {WAY_OUT}")
     return found, found.eos_id
 
 
@@ -225,7 +189,7 @@ def _small_files(
     args: ModelArgs, tokenizer: Tokenizer | None, eos_id: int | None, dtype: str
 ) -> dict[str, str]:
     plain = plain_fields(args)
-    files = {} if plain else dict(travelling_files(own_version()))
+    files = {} if plain else dict(writing.travelling_files(own_version()))
     fields = plain or {
         "architectures": [ARCHITECTURE],
         "auto_map": {
@@ -236,10 +200,10 @@ def _small_files(
         **to_fields(args),
     }
     # EOS begins a text too, see tokenizer_files.py
-    ends = {} if eos_id is None else {"bos_token_id": eos_id, "eos_token_id": eos_id}
-    generation = ends | ({} if eos_id is None else {"pad_token_id": eos_id})
+    names = () if eos_id is None else ("bos_token_id", "eos_token_id", "pad_token_id")
+    ends = dict.fromkeys(names[:2], eos_id)
     records = {CONFIG: {**fields, **ends, "torch_dtype": dtype}}
-    records["generation_config.json"] = generation
+    records["generation_config.json"] = dict.fromkeys(names, eos_id)
     if tokenizer is not None:
         try:
             records |= tokenizer_files(tokenizer, args.max_seq_len)
@@ -251,9 +215,9 @@ def _small_files(
 
 
 _README = """\
-# {title}
+# {layers} layers of width {width}, position {position}, {canon}
 
-{numbers} of their training.
+{parameters:,} parameters in {dtype}, from step {step:,} of their training.
 
     from transformers import {loaders}
 {loads}
@@ -262,20 +226,18 @@ _README = """\
 
 {serving}
 `{record}` says what these weights were made from, and lists the files.
-{tokenizer}"""
+"""
 _TOKENIZER_NOTE = """\
 The tokenizer adds no BOS, as in training; a text that needs a token before its first
 one begins with EOS.
 """
 _PLAIN = """\
 A plain {architecture} of transformers: no code is in this folder, and vLLM and SGLang
-serve it as any model of that class.
+serve it as any model of that class. {llama_cpp}
 """
-_PLAIN_NOPE = """\
-llama.cpp does not: it gives three of four layers of this class
-rotary positions, whatever config.json says; here no layer has them.
-"""
-_PLAIN_ROPE = "So does llama.cpp, after its convert_hf_to_gguf.py.\n"
+_LLAMA_CPP = "So does llama.cpp, after its convert_hf_to_gguf.py."
+_NO_LLAMA_CPP = """llama.cpp does not: it gives three of four layers of this
+class rotary positions, whatever config.json says; here no layer has them."""
 _OWN = """\
 Needs torch and transformers (4.57 or later); the modeling code is in this folder.
 
@@ -296,29 +258,22 @@ def _readme(args: ModelArgs, dtype: str, step: int, *, has_tokenizer: bool) -> s
     plain = plain_fields(args)
     serving = _OWN
     if plain is not None:
-        serving = _PLAIN.format(architecture=plain["architectures"][0])
-        serving += _PLAIN_NOPE if args.position == "nope" else _PLAIN_ROPE
+        llama_cpp = _NO_LLAMA_CPP if args.position == "nope" else _LLAMA_CPP
+        serving = _PLAIN.format(architecture=plain["architectures"][0], llama_cpp=llama_cpp)
     if args.canon_set:
         channels, reach = sum(args.canon_channels.values()), args.canon_kernel - 1
-        serving += _CANON.format(
-            reach=reach,
-            sites=", ".join(args.canon_set),
-            channels=channels,
-            kilobytes=2 * channels * reach / 1000,
-        )
+        sizes = {"reach": reach, "channels": channels, "kilobytes": 2 * channels * reach / 1000}
+        serving += _CANON.format(sites=", ".join(args.canon_set), **sizes)
     loads = {"model": "AutoModelForCausalLM"}
     if has_tokenizer:
         loads["tokenizer"] = "AutoTokenizer"
     trust = "" if plain else "trust_remote_code=True"
     call = f'from_pretrained("THIS FOLDER"{trust and f", {trust}"})'
-    canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon layers"
-    return _README.format(
-        title=f"{args.num_layers} layers of width {args.dim}, position {args.position}, {canon}",
-        numbers=f"{num_parameters(args):,} parameters in {dtype}, from step {step:,}",
-        loaders=", ".join(loads.values()),
+    text = _README.format(
+        layers=args.num_layers, width=args.dim, position=args.position, dtype=dtype, step=step,
+        canon=f"Canon-{args.canon_set}" if args.canon_set else "no Canon layers",
+        parameters=num_parameters(args), loaders=", ".join(loads.values()), record=RECORD,
         loads="\n".join(f"    {what} = {loader}.{call}" for what, loader in loads.items()),
-        lm_eval_trust=trust and f",{trust}",
-        serving=serving,
-        record=RECORD,
-        tokenizer=_TOKENIZER_NOTE if has_tokenizer else "",
-    )
+        lm_eval_trust=trust and f",{trust}", serving=serving,
+    )  # fmt: skip
+    return text + _TOKENIZER_NOTE * has_tokenizer

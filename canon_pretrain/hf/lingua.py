@@ -43,10 +43,7 @@ def unknown(params: Mapping[str, Any]) -> list[str]:
 
 
 def to_args(params: Mapping[str, Any]) -> ModelArgs:
-    """Return the model that the content of a params.json describes.
-
-    Raises UserError, naming the key, for what these models can't be.
-    """
+    """Return the model that a params.json describes; UserError, naming the key, if it is none."""
     model, data = params.get("model"), params.get("data")
     if not isinstance(model, dict) or not isinstance(data, dict):
         raise UserError('no sections "model" and "data"; expected what lingua writes')
@@ -82,16 +79,12 @@ def to_args(params: Mapping[str, Any]) -> ModelArgs:
 
 def to_ours(name: str) -> str:
     """Return our name of a parameter of lingua's."""
-    if name == "output.tied_module.weight":
-        return "output.weight"
+    name = name.replace("output.tied_module.", "output.")
     return re.sub(r"\bcanon([ABCD])\b", lambda match: f"canon_{match[1].lower()}", name)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a consolidated.pth by lingua's names, mapped and not yet read.
-
-    Raises UserError for a file that holds anything but tensors and plain values.
-    """
+    """Return the tensors of a consolidated.pth by lingua's names; UserError if it holds others."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:

@@ -68,9 +68,6 @@ class DecodingCache(HFCache):
     def __len__(self) -> int:
         return self.num_layers
 
-    def __repr__(self) -> str:
-        return f"DecodingCache({self.rows} rows, {self.memory.length} tokens)"
-
     def get_seq_length(self, *args: object, **kwargs: object) -> int:
         return self.memory.length
 
@@ -92,8 +89,8 @@ class DecodingCache(HFCache):
 
     def crop(self, *args: object, **kwargs: object) -> None:
         raise NotImplementedError(
-            "this model's cache can't be cropped: Canon's last inputs can't be computed from those "
-            "before. Use greedy decoding, sampling or beam search, no assisted or contrastive one"
+            "this model's cache can't be cropped, for Canon's last inputs: use greedy decoding, "
+            "sampling or beam search, no assisted or contrastive one"
         )
 
     def activate_past_recording(self) -> None:
@@ -187,10 +184,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _bind(self) -> None:
         if getattr(self, "_is_replica", False):
-            raise ValueError(
-                "nn.DataParallel can't copy this model; use one process a GPU (torchrun, "
-                "accelerate launch), or one GPU"
-            )
+            raise ValueError("nn.DataParallel can't copy this model; use one process per GPU")
         for owner, name, place, their_name in self._places:
             part = getattr(place, their_name)
             if getattr(owner, name) is not part:
@@ -198,48 +192,23 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize a model that is not loaded, as model/init.py does."""
+        super()._init_weights(module)  # as model/init.py's `paper`, but for Canon
         if isinstance(module, Canon):
             bound = self.core.args.canon_bound
             nn.init.uniform_(module.weight, -bound, bound)
-        elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
-            nn.init.ones_(module.weight)
-        elif isinstance(module, nn.Linear | nn.Embedding):
-            if self.core.args.init == "lingua":
-                std = module.weight.shape[1] ** -0.5
-                nn.init.trunc_normal_(module.weight, 0.0, std, -3 * std, 3 * std)
-            else:
-                nn.init.normal_(module.weight, 0.0, self.config.initializer_range)
-        bias = getattr(module, "bias", None)
-        if bias is not None:
-            nn.init.zeros_(bias)
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.embed_tokens = value
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.lm_head = new_embeddings
+        elif isinstance(module, nn.Linear | nn.Embedding) and self.core.args.init == "lingua":
+            std = module.weight.shape[1] ** -0.5
+            nn.init.trunc_normal_(module.weight, 0.0, std, -3 * std, 3 * std)
 
     def _prepare_cache_for_generation(  # type: ignore[override]
-        self,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any,
+        batch_size: int, max_cache_length: int,
+    ) -> None:  # fmt: skip
         self._check_length(max_cache_length)
         asked = generation_config.cache_implementation
         if asked not in (None, "dynamic"):
             raise ValueError(
-                f'cache_implementation = "{asked}" is not for this model, whose cache holds '
-                "Canon's last inputs too; leave it out"
+                f'cache_implementation = "{asked}" is not for this model: leave it out'
             )
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = DecodingCache(self.core.args.num_layers)
@@ -248,25 +217,17 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         limit = self.config.max_position_embeddings
         if num_tokens > limit:
             raise ValueError(
-                f"{num_tokens} tokens are more than max_position_embeddings = {limit}; load the "
-                "model with from_pretrained(..., max_position_embeddings=N) for longer sequences "
-                "than it was trained on"
+                f"{num_tokens} tokens are more than max_position_embeddings = {limit}; for more "
+                "than in training load it with from_pretrained(..., max_position_embeddings=N)"
             )
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: DecodingCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+        past_key_values: DecodingCache | None = None, inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None, use_cache: bool | None = None,
+        output_attentions: bool | None = None, output_hidden_states: bool | None = None,
+        return_dict: bool | None = None, logits_to_keep: int | Tensor = 0, **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:  # fmt: skip
         """Return logits [B, T, V], or those of the last `logits_to_keep` tokens.
 
         `attention_mask`: 1 for tokens, 0 for padding on either side, [B, S] or [B, T]. `labels`
@@ -275,8 +236,8 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("this model reads input_ids; inputs_embeds can't be given")
-        if output_attentions or self.config.output_attentions:
-            raise ValueError("this model does not give its attention weights")
+        if output_attentions or output_hidden_states:
+            raise ValueError("this model returns no attention weights and no hidden states")
         tokens_BT = input_ids
         is_real_BT = _real_tokens(attention_mask, tokens_BT, past_key_values)
         _check_positions(kwargs.get("position_ids"), is_real_BT)
@@ -288,54 +249,32 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         if core.rope is not None and core.rope.cos_TR.device != tokens_BT.device:
             core.rope.reset(tokens_BT.device)  # transformers builds models without memory
         keep = logits_to_keep if isinstance(logits_to_keep, int) else 0
-        states: list[Tensor] = []
-        hooks: list[Any] = []
-        wants_states = output_hidden_states or self.config.output_hidden_states
-        if wants_states:  # what goes into each layer, and what the last norm returns
-            for each in self.model.layers:
-                hooks.append(each.register_forward_pre_hook(lambda _, args: states.append(args[0])))
-            norm = self.model.norm
-            hooks.append(norm.register_forward_hook(lambda _, args, out: states.append(out)))
-        try:
-            logits_BTV = core(
-                tokens_BT,
-                is_real_BT=is_real_BT,
-                cache=cache.memory if cache is not None else None,
-                logits_to_keep=keep,
-            )
-        finally:
-            for hook in hooks:
-                hook.remove()
+        memory = cache.memory if cache is not None else None
+        options = {"is_real_BT": is_real_BT, "cache": memory, "logits_to_keep": keep}
+        logits_BTV = core(tokens_BT, **options)
         if not isinstance(logits_to_keep, int):
             logits_BTV = logits_BTV[:, logits_to_keep]
         loss = None
         if labels is not None:
             size = self.config.vocab_size
             loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=size, **kwargs)
-        output = CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits_BTV,
-            past_key_values=cache,
-            hidden_states=tuple(states) if wants_states else None,
-        )
+        output = CausalLMOutputWithPast(loss, logits_BTV, past_key_values=cache)
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return output if as_dict else output.to_tuple()
 
     def _cache(self, given: Any, use_cache: bool, tokens_BT: Tensor) -> DecodingCache | None:
-        """Return the cache of this call, checked against its tokens; None for none."""
-        if given is None and use_cache:
-            given = DecodingCache(self.core.args.num_layers)
-        if not isinstance(given, DecodingCache | None):
-            raise ValueError(
-                f"past_key_values is a {type(given).__name__}; give what this model returned, or "
-                "None: its cache holds Canon's last inputs too"
-            )
         rows, num_tokens = tokens_BT.shape
-        self._check_length(num_tokens + (given.memory.length if given is not None else 0))
-        if given is not None:
-            if given.rows not in (0, rows):
-                raise ValueError(f"past_key_values is of {given.rows} rows, input_ids of {rows}")
-            given.rows = rows
+        if given is None and not use_cache:
+            self._check_length(num_tokens)
+            return None
+        given = DecodingCache(self.core.args.num_layers) if given is None else given
+        if not isinstance(given, DecodingCache):
+            kind = type(given).__name__
+            raise ValueError(f"past_key_values is a {kind}; give what this model returned, or None")
+        self._check_length(num_tokens + given.memory.length)
+        if given.rows not in (0, rows):
+            raise ValueError(f"past_key_values is of {given.rows} rows, input_ids of {rows}")
+        given.rows = rows
         return given
 
 
@@ -348,10 +287,8 @@ def _real_tokens(
     rows, num_tokens = tokens_BT.shape
     before = cache.get_seq_length() if cache is not None else 0
     if attention_mask.shape not in ((rows, before + num_tokens), (rows, num_tokens)):
-        raise ValueError(
-            f"attention_mask has the shape {tuple(attention_mask.shape)}; expected one number a "
-            f"token, 1 or 0 for padding: {(rows, before + num_tokens)}"
-        )
+        given, wanted = tuple(attention_mask.shape), (rows, before + num_tokens)
+        raise ValueError(f"attention_mask has the shape {given}; expected {wanted}, 0 for padding")
     is_real_BT = attention_mask[:, -num_tokens:].bool()
     # without a mask attention takes its faster way
     return None if not torch.compiler.is_compiling() and bool(is_real_BT.all()) else is_real_BT
@@ -365,6 +302,4 @@ def _check_positions(position_ids: Tensor | None, is_real_BT: Tensor | None) -> 
         between = is_real_BT[:, 1:] & is_real_BT[:, :-1]
         steps_BT = torch.where(between, steps_BT, 1)
     if not bool((steps_BT == 1).all()):
-        raise ValueError(
-            "position_ids that do not count up by one are not for this model; leave them out"
-        )
+        raise ValueError("position_ids must count up by one for this model; leave them out")

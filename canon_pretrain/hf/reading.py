@@ -14,38 +14,26 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from canon_pretrain.checkpoint import weights as checkpoints
 from canon_pretrain.checkpoint.architecture import find_checkpoint
 from canon_pretrain.checkpoint.safe_load import read_metadata
-from canon_pretrain.checkpoint.weights import (
-    TRAINING_STATE,
-    check_weights,
-    checkpoint_step,
-    load_alone,
-)
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import fsync_folder, publish, read_json, write_atomic
 from canon_pretrain.data.tokenizer import FILE_NAMES
+from canon_pretrain.hf import config as fields
 from canon_pretrain.hf import lingua
-from canon_pretrain.hf.config import (
-    HUGGINGFACE,
-    MODEL_TYPES,
-    layout,
-    to_args,
-    to_hf,
-    to_ours,
-    unknown,
-)
+from canon_pretrain.hf.config import layout, to_hf
 from canon_pretrain.hf.writing import INDEX, folder_beside
 from canon_pretrain.model.args import FLAVORS, ModelArgs, num_parameters
 from canon_pretrain.model.transformer import Transformer
@@ -59,27 +47,21 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _TABLES = ".rotary_emb.inv_freq"
 
 
-@dataclass(frozen=True)
-class Imported:
+class Imported(NamedTuple):
     checkpoint: Path
     args: ModelArgs
 
 
 def import_folder(
-    source: Path,
-    out: Path,
-    *,
-    step: int = 0,
-    state_from: Path | None = None,
+    source: Path, out: Path, *, step: int = 0, state_from: Path | None = None,
     ignore: Iterable[str] = (),
-) -> Imported:
+) -> Imported:  # fmt: skip
     """Write the weights of the folder `source` as OUT/step-N; N is `step`, or that of `state_from`.
 
-    `state_from`, a full checkpoint of the same model, gives optimizer, schedule and place in the
-    data: training continues after its step as that run would. `ignore` names fields of config.json
-    that are not known here and change nothing. Takes the memory of the weights in float32 (of the
-    whole state with `state_from`). Raises UserError, with nothing written, for a folder that is no
-    such model, and where `out` exists or another import to it is running.
+    `state_from`, a full checkpoint of the same model, has the optimizer, schedule and place in the
+    data that training continues with. `ignore` names fields of config.json that change nothing.
+    Takes the memory of the weights in float32 (of the whole state with `state_from`). Raises
+    UserError, with nothing written, for no such model, and if `out` exists or is being written.
     """
     if os.path.lexists(out):
         raise UserError(f"{out} exists: name a new folder")
@@ -89,7 +71,7 @@ def import_folder(
     state: dict[str, Any] = {}
     if state_from is not None:
         _, state_from = find_checkpoint(state_from)
-        step = checkpoint_step(state_from)
+        step = checkpoints.checkpoint_step(state_from)
         state = _training_state(state_from, args)
     weights = folder_weights(source, args)
     kind: Any = "full" if state else "weights"
@@ -117,23 +99,19 @@ def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
     path = _file(source, params or CONFIG)
     config = read_json(path, finite=False)
     kind, ignored = config.get("model_type"), set(ignore)
-    if params is None and kind not in MODEL_TYPES and "model_type" not in ignored:
-        raise UserError(
-            f"{path} has model_type = {kind!r}; expected {' or '.join(MODEL_TYPES)}. Where the "
-            "model computes what a Llama computes, say so: --ignore model_type"
-        )
-    names = unknown(config) if params is None else lingua.unknown(config)
-    if others := sorted(set(names) - ignored):
+    if params is None and kind not in fields.MODEL_TYPES and "model_type" not in ignored:
+        known = f"{' or '.join(fields.MODEL_TYPES)}, or --ignore model_type"
+        raise UserError(f"{path} has model_type = {kind!r}; expected {known}")
+    reader: Any = fields if params is None else lingua
+    if others := sorted(set(reader.unknown(config)) - ignored):
         raise UserError(
             f"{path} has {', '.join(others)}, which this version does not know and which may "
             f"change the model. Where they change nothing, say so: --ignore {' '.join(others)}"
         )
     try:
-        if params is not None:
-            args = lingua.to_args(config)
-        else:
+        if params is None:
             layout(config)  # an unknown one is refused before anything large is read
-            args = to_args(config)
+        args = reader.to_args(config)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     shapes = [shape for _, _, shape, _ in _tensors(source)]
@@ -154,41 +132,31 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     extra: list[str] = []
     for theirs, ours, shape, read in _tensors(source):
-        if theirs.endswith(_TABLES):
-            continue
         if args.tie_embeddings and ours == "output.weight":  # some writers store it twice
             ours = "tok_embeddings.weight"
         if ours is None or ours not in wanted:
-            extra.append(theirs)
+            extra += [] if theirs.endswith(_TABLES) else [theirs]
             continue
         if shape != wanted[ours].shape:
-            raise UserError(
-                f"{source}: {theirs} has the shape {tuple(shape)}; {described} asks for "
-                f"{tuple(wanted[ours].shape)}"
-            )
+            asked = tuple(wanted[ours].shape)
+            raise UserError(f"{source}: {theirs} has the shape {tuple(shape)}, expected {asked}")
         tensor = read()
         if tensor.dtype not in _FLOATS:
-            raise UserError(
-                f"{source}: {theirs} is {str(tensor.dtype).removeprefix('torch.')}; expected "
-                "floating-point weights, not quantized ones"
-            )
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(f"{source}: {theirs} is {dtype}; expected floating-point weights")
         tensor = tensor.to(torch.float32)
         if ours in weights and not torch.equal(weights[ours], tensor):
-            raise UserError(
-                f"{source}: {described} ties the output matrix to the embedding, but "
-                f"{to_hf('output.weight')} and {to_hf(ours)} differ"
-            )
+            head = to_hf("output.weight")
+            raise UserError(f"{source}: {described} ties them, but {head} and {to_hf(ours)} differ")
         weights[ours] = tensor
     missing = [name if is_lingua else to_hf(name) for name in wanted if name not in weights]
     for what, names in (("lacks", missing), ("holds beside the model", extra)):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise UserError(
-                f"{source} {what} {', '.join(names[:5])}{more}: it is not the model that its "
-                f"{described} describes"
-            )
+            listed = ", ".join(names[:5]) + more
+            raise UserError(f"{source} {what} {listed}: it is not the model of its {described}")
     if not is_lingua and args.rope_dim:
-        if layout(read_json(_file(source, CONFIG), finite=False)) == HUGGINGFACE:
+        if layout(read_json(_file(source, CONFIG), finite=False)) == fields.HUGGINGFACE:
             for name, order in halves_to_pairs(args).items():
                 weights[name] = weights[name][order]
     return {name: weights[name] for name in wanted}
@@ -196,8 +164,7 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
 
 def is_folder(path: Path) -> bool:
     """Return whether this is a Hugging Face folder: a config.json with weights beside it."""
-    there = [(path / name).is_file() for name in (ONE_FILE, INDEX)]
-    return (path / CONFIG).is_file() and any(there)
+    return (path / CONFIG).is_file() and any((path / name).is_file() for name in (ONE_FILE, INDEX))
 
 
 def meta_parameters(args: ModelArgs) -> dict[str, Tensor]:
@@ -210,8 +177,8 @@ def meta_parameters(args: ModelArgs) -> dict[str, Tensor]:
 def halves_to_pairs(args: ModelArgs) -> dict[str, Tensor]:
     """Return by our parameter name the order of its rows that turns rotary halves into pairs.
 
-    Llama's code rotates dim i of a head with dim i + R/2, R being the rotated dims; ours 2i with
-    2i + 1. Whatever acts on q or k channel by channel moves along: QK-norm's gains and Canon-B.
+    Llama's code rotates dim i of a head with dim i + R/2, ours 2i with 2i + 1. Whatever acts on q
+    or k channel by channel moves along: QK-norm's gains and Canon-B.
     """
     half = args.rope_dim // 2
     pairs = torch.stack((torch.arange(half), torch.arange(half) + half), dim=1).flatten()
@@ -243,11 +210,7 @@ def model_toml(args: ModelArgs, source: str) -> str:
     flavor is the one that comes nearest.
     """
     values = asdict(args)
-
-    def num_equal(name: str) -> int:
-        return sum(getattr(FLAVORS[name], key) == value for key, value in values.items())
-
-    flavor = max(FLAVORS, key=num_equal)
+    flavor = max(FLAVORS, key=lambda name: len(asdict(FLAVORS[name]).items() & values.items()))
     seq_len = values.pop("max_seq_len")
     # quoted: a name may hold what no comment may
     lines = [f"# the model of {json.dumps(source)}", "", "[model]", f'flavor = "{flavor}"']
@@ -256,18 +219,16 @@ def model_toml(args: ModelArgs, source: str) -> str:
 
 
 def _training_state(checkpoint: Path, args: ModelArgs) -> dict[str, Any]:
-    if check_weights(checkpoint, meta_parameters(args)).kind != "full":
-        raise UserError(
-            f"{checkpoint} holds weights alone: it has no optimizer state to go on with"
-        )
+    if checkpoints.check_weights(checkpoint, meta_parameters(args)).kind != "full":
+        raise UserError(f"{checkpoint} holds weights alone: it has no optimizer state")
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         if isinstance(entry, TensorStorageMetadata)
         else None
         for name, entry in read_metadata(checkpoint).state_dict_metadata.items()
-        if name.startswith(TRAINING_STATE)
+        if name.startswith(checkpoints.TRAINING_STATE)
     }
-    load_alone(state, checkpoint)
+    checkpoints.load_alone(state, checkpoint)
     return state
 
 
@@ -297,9 +258,7 @@ def _file(source: Path, name: str | Path) -> Path:
     return path
 
 
-def _tensors(
-    source: Path,
-) -> Iterator[tuple[str, str | None, torch.Size, Callable[[], Tensor]]]:
+def _tensors(source: Path) -> Iterator[tuple[str, str | None, torch.Size, Callable[[], Tensor]]]:
     """Yield every tensor's name there, ours (or None), shape, and how to read it until the next."""
     if (params := _params(source)) is not None:
         path = _file(source, params.with_name(lingua.WEIGHTS))
@@ -315,7 +274,7 @@ def _tensors(
                 for name in sorted(names or there):
                     shape = torch.Size(file.get_slice(name).get_shape())
                     try:
-                        ours = to_ours(name)
+                        ours = fields.to_ours(name)
                     except ValueError:
                         ours = None
                     yield name, ours, shape, partial(file.get_tensor, name)
@@ -339,7 +298,7 @@ def _files(source: Path) -> dict[Path, set[str]]:
         return {_file(source, ONE_FILE): set()}
     if any(source.glob("*.bin")) or any(source.glob("*.pt*")):
         raise UserError(
-            f"{source} holds pickled weights (.bin, .pt), which can run code when they are read. "
-            "Save it as safetensors where you trust it: model.save_pretrained(OUT)"
+            f"{source} holds pickled weights (.bin, .pt), which can run code when they are read: "
+            "save it as safetensors where you trust it (model.save_pretrained)"
         )
     raise UserError(f"{source} has neither {ONE_FILE} nor {INDEX}")

@@ -46,9 +46,7 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
     _compare(tokenizer, content)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": tokenizer.eos_token,
-        "eos_token": tokenizer.eos_token,
-        "pad_token": tokenizer.eos_token,
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.eos_token),
         "split_special_tokens": True,
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
@@ -67,9 +65,8 @@ def _from_sentencepiece(model: bytes) -> dict[str, Any]:
         "its spaces end words": facts.space_is_suffix,
         "it does not escape spaces": not facts.escapes_spaces,
     }
-    for reason, holds in refusals.items():
-        if holds:
-            raise UserError(f"the tokenizer can't become a tokenizer.json: {reason}")
+    if reasons := [reason for reason, holds in refusals.items() if holds]:
+        raise UserError(f"the tokenizer can't become a tokenizer.json: {'; '.join(reasons)}")
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     pieces = [processor.id_to_piece(i) for i in range(processor.vocab_size())]
     made = tokenizers.Tokenizer(_model(processor, pieces, facts))
@@ -117,33 +114,25 @@ def _model(
     SentencePiece merges the pair whose piece has the highest score, so all pairs of a piece rank
     alike, and the leftmost goes first; here they rank one after the other.
     """
-    scores = [processor.get_score(i) for i in range(len(pieces))]
-    # no text matches the others
-    plain = [
-        i
-        for i in range(len(pieces))
+    scores = {piece: processor.get_score(i) for i, piece in enumerate(pieces)}
+    matched = {  # no text matches the others
+        piece
+        for i, piece in enumerate(pieces)
         if not (processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i))
-    ]
-    known = {pieces[i] for i in plain}
+    }
     if facts.model_type == _UNIGRAM:
-        vocab = [
-            (piece, score if piece in known else _NEVER)
-            for piece, score in zip(pieces, scores, strict=True)
-        ]
+        vocab = [(piece, scores[piece] if piece in matched else _NEVER) for piece in pieces]
         return models.Unigram(vocab, processor.unk_id(), facts.byte_fallback)
     merges = [
-        (pieces[i][:at], pieces[i][at:])
-        for i in sorted(plain, key=lambda i: (-scores[i], i))
-        for at in range(1, len(pieces[i]))
-        if pieces[i][:at] in known and pieces[i][at:] in known
+        (piece[:at], piece[at:])
+        for piece in sorted(pieces, key=lambda p: -scores[p])
+        if piece in matched
+        for at in range(1, len(piece))
+        if piece[:at] in matched and piece[at:] in matched
     ]
-    return models.BPE(
-        {piece: i for i, piece in enumerate(pieces)},
-        merges,
-        unk_token=pieces[processor.unk_id()],
-        fuse_unk=True,
-        byte_fallback=facts.byte_fallback,
-    )
+    ids = {piece: i for i, piece in enumerate(pieces)}
+    options: Any = {"fuse_unk": True, "byte_fallback": facts.byte_fallback}
+    return models.BPE(ids, merges, unk_token=pieces[processor.unk_id()], **options)
 
 
 def _without_special_tokens(post_processor: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -156,7 +145,6 @@ def _without_special_tokens(post_processor: dict[str, Any] | None) -> dict[str, 
 
 
 def _compare(tokenizer: Tokenizer, content: dict[str, Any]) -> None:
-    """Raise UserError for the first of many texts that the two do not encode alike."""
     other = tokenizers.Tokenizer.from_str(json.dumps(content))
     other.encode_special_tokens = True
     for text in _probe_texts(other):

@@ -22,6 +22,8 @@ PACKAGE = "canon_pretrain"
 FACE = f"{PACKAGE}.hf.modeling_canon"
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _IMPORT = re.compile(rf"^([ \t]*from)[ \t]+({PACKAGE}(?:\.\w+)*)(?=[ \t]+import\b)", re.MULTILINE)
+Plans = Mapping[str, Mapping[str, torch.Size]]
+"""The tensors' shapes by file."""
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -57,17 +59,13 @@ def plan_files(
             room = max_bytes
         groups[-1][name] = shape
         room -= size
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    total = len(groups)
-    return {f"model-{i:05}-of-{total:05}.safetensors": each for i, each in enumerate(groups, 1)}
+    ends = [f"-{i:05}-of-{len(groups):05}" for i in range(1, len(groups) + 1)]
+    ends = ends if len(groups) > 1 else [""]
+    return {f"model{end}.safetensors": each for end, each in zip(ends, groups, strict=True)}
 
 
 def write_files(
-    folder: Path,
-    plans: Mapping[str, Mapping[str, torch.Size]],
-    tensors: Iterable[tuple[str, Tensor]],
-    dtype: torch.dtype,
+    folder: Path, plans: Plans, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> None:
     """Write the files of `plans` and an index of several; CPU `tensors` come in their order.
 
@@ -90,8 +88,7 @@ def write_files(
             file.write(len(text).to_bytes(8, "little") + text)
             for name, shape in shapes.items():
                 given, tensor = next(stream)
-                if (given, tensor.shape, tensor.dtype) != (name, shape, dtype):
-                    raise ValueError(f"got {given} {tensor.shape}, planned was {name} {shape}")
+                assert (given, tensor.shape, tensor.dtype) == (name, shape, dtype), (given, name)
                 file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     if len(plans) > 1:
         places = {name: file_name for file_name, shapes in plans.items() for name in shapes}
@@ -103,8 +100,8 @@ def write_files(
 def travelling_files(version: str | None) -> Mapping[str, str]:
     """Return modeling_canon.py and all that it imports of this package, by file name.
 
-    `from canon_pretrain.model.args import` becomes `from .args import`: transformers loads such a
-    folder on machines without this package. Each file notes the `version` of this package.
+    `from canon_pretrain.model.args import` becomes `from .args import`, for machines without this
+    package. Each file notes the `version` of this package.
     """
     sources: dict[str, str] = {}
     paths: dict[str, Path] = {}
@@ -125,7 +122,6 @@ def travelling_files(version: str | None) -> Mapping[str, str]:
     # transformers 4 copies only those files that this one names
     others = [name for module, name in names.items() if module != FACE]
     tail = "".join(f"from .{name} import __name__ as _  # noqa: E402, F401\n" for name in others)
-    files[f"{names[FACE]}.py"] += (
-        f"\n# all files beside this one: transformers 4 looks here\n{tail}"
-    )
+    note = "# all files beside this one: transformers 4 looks here"
+    files[f"{names[FACE]}.py"] += f"\n{note}\n{tail}"
     return MappingProxyType(files)

@@ -31,13 +31,9 @@ TRITON_CAPABILITY = (8, 0)
 
 
 def canon_reference(
-    x_BTC: Tensor,
-    weight_C1K: Tensor,
-    *,
-    residual: bool,
-    activation: bool,
+    x_BTC: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool,
     segments_BN: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Mix every token with its K - 1 predecessors, each channel by itself; y_BTC in x's dtype.
 
         y_t = [x_t +] act(sum_{j=0..K-1} W[:, 0, K-1-j] * x_{t-j}),    x_{<0} = 0
@@ -89,18 +85,12 @@ def compile_options(device_type: str, backend: str) -> dict[str, Any]:
     """
     if device_type != "cuda" or choose(backend) != "compiled":
         return {}
-    return {
-        "realize_acc_reads_threshold": 128,
-        "realize_opcount_threshold": 1000,
-        "realize_reads_threshold": 128,
-    }
+    reads = dict.fromkeys(("realize_acc_reads_threshold", "realize_reads_threshold"), 128)
+    return {**reads, "realize_opcount_threshold": 1000}
 
 
 def check_canon_backend(backend: str, device_type: str | None = None) -> None:
-    """Import the kernels of `backend`; raise UserError unless it is known and can run here.
-
-    `device_type`: by default "cuda" if there is one.
-    """
+    """Import the kernels of `backend`; raise UserError unless it is known and can run here."""
     check_choice("canon_backend", backend, BACKENDS)
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -136,28 +126,15 @@ def backend_problem(
 
 
 def triton_kernels(backend: str, x: Tensor) -> Any:
-    """Return the module of the Triton kernels if `backend` is theirs and they take `x`, else None.
-
-    The one place where a model asks for them, at each of its sites.
-    """
+    """Return the module of the Triton kernels, or None if `backend` or `x` is not for them."""
     if backend != "triton" or x.dtype not in TRITON_DTYPES:
         return None
     runs = x.device.type == "cuda" or (x.device.type == "cpu" and _is_interpreted())
     return _module(backend) if runs else None
 
 
-def canon(
-    x_BTC: Tensor,
-    weight_C1K: Tensor,
-    *,
-    residual: bool,
-    activation: bool,
-    segments_BN: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
+def canon(x_BTC: Tensor, weight_C1K: Tensor, *, backend: str = "auto", **options: Any) -> Tensor:
     """Compute `canon_reference` by `backend`; what it can't take goes to `compiled`."""
-    options: dict[str, Any] = {"residual": residual, "activation": activation}
-    options["segments_BN"] = segments_BN
     if backend == "reference":
         return canon_reference(x_BTC, weight_C1K, **options)
     y_BTC: Tensor
@@ -171,16 +148,9 @@ def canon(
 
 
 def canon_gate(
-    gate_BTF: Tensor,
-    up_BTF: Tensor,
-    weight_C1K: Tensor,
-    *,
-    residual: bool,
-    activation: bool,
-    relu2: bool,
-    segments_BN: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
+    gate_BTF: Tensor, up_BTF: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool,
+    relu2: bool, segments_BN: Tensor | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     """Compute act(canon(gate)) * canon(up), [B, T, F]: Canon-D and the gate behind it.
 
     The weight's rows are gate's, then up's; act is silu, or relu squared with `relu2`.

@@ -30,27 +30,18 @@ _RECOMPUTED_TAPS = 4
 
 
 def canon_compiled(
-    x_BTC: Tensor,
-    weight_C1K: Tensor,
-    *,
-    residual: bool,
-    activation: bool,
+    x_BTC: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool,
     segments_BN: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute `canon_reference` up to the order of additions; gradients repeat bit by bit."""
     y_BTC: Tensor = _Canon.apply(x_BTC, weight_C1K, segments_BN, (residual, activation))
     return y_BTC
 
 
 def canon_gate_compiled(
-    gate_BTF: Tensor,
-    up_BTF: Tensor,
-    weight_C1K: Tensor,
-    *,
-    residual: bool,
-    relu2: bool,
+    gate_BTF: Tensor, up_BTF: Tensor, weight_C1K: Tensor, *, residual: bool, relu2: bool,
     segments_BN: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute act(canon(gate)) * canon(up), [B, T, F], with act silu or relu squared.
 
     The weight is gate's and up's, [2F, 1, K]. Rounded once, where the composition rounds twice.
@@ -63,12 +54,9 @@ def canon_gate_compiled(
 class _Canon(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_BTC: Tensor,
-        weight_C1K: Tensor,
-        segments_BN: Tensor | None,
+        ctx: Any, x_BTC: Tensor, weight_C1K: Tensor, segments_BN: Tensor | None,
         kind: tuple[bool, bool],
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x_BTC, weight_C1K, segments_BN)
         ctx.residual, ctx.activation = residual, activation = kind
         pieces = convolve(x_BTC, _taps_of(weight_C1K, sum_dtype(x_BTC)), segments_BN)
@@ -100,18 +88,13 @@ class _Canon(torch.autograd.Function):
 class _CanonGate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        gate_BTF: Tensor,
-        up_BTF: Tensor,
-        weight_C1K: Tensor,
-        segments_BN: Tensor | None,
-        kind: tuple[bool, bool],
-    ) -> Tensor:
+        ctx: Any, gate_BTF: Tensor, up_BTF: Tensor, weight_C1K: Tensor,
+        segments_BN: Tensor | None, kind: tuple[bool, bool],
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(gate_BTF, up_BTF, weight_C1K, segments_BN)
         ctx.residual, ctx.relu2 = residual, relu2 = kind
-        gate_taps, up_taps = _gate_taps(gate_BTF, weight_C1K, residual)
-        gates = convolve(gate_BTF, gate_taps, segments_BN)
-        ups = convolve(up_BTF, up_taps, segments_BN)
+        taps = zip((gate_BTF, up_BTF), _gate_taps(gate_BTF, weight_C1K, residual), strict=True)
+        gates, ups = (convolve(x, each, segments_BN) for x, each in taps)
         act = (lambda g: F.relu(g).square()) if relu2 else F.silu
         pairs = zip(gates, ups, strict=True)
         return _join([(act(gate) * up).to(gate_BTF.dtype) for gate, up in pairs])
@@ -146,11 +129,10 @@ class _CanonGate(torch.autograd.Function):
 
 
 def _gate_backward_on_gpu(ctx: Any, dy_BTF: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of gate, up and the weight; with few taps no sum before them is stored.
+    """Return the gradients of gate, up and the weight.
 
-    A gradient needs dy act'(canon(gate)) canon(up) of its token and of the K - 1 after it. Up to
-    `_RECOMPUTED_TAPS` each is recomputed from shifted inputs; with more, which would be K^2
-    products, it is rounded, stored and shifted.
+    They need dy act'(canon(gate)) canon(up) of a token and of the K - 1 after it: recomputed from
+    shifted inputs up to `_RECOMPUTED_TAPS`; with more (K^2 products) rounded, stored and shifted.
     """
     gate_BTF, up_BTF, weight_C1K, segments_BN = ctx.saved_tensors
     taps = _gate_taps(gate_BTF, weight_C1K, ctx.residual)
@@ -199,7 +181,6 @@ def _gate_taps(gate_BTF: Tensor, weight_C1K: Tensor, residual: bool) -> tuple[Te
 
 
 def _act_and_slope(gate: Tensor, relu2: bool) -> tuple[Tensor, Tensor]:
-    """Return the activation of canon(gate) and its derivative."""
     if relu2:
         return F.relu(gate).square(), 2 * F.relu(gate)
     sigmoid = gate.sigmoid()
@@ -247,13 +228,9 @@ def _taps_of(weight_C1K: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def convolve(
-    x_BTC: Tensor,
-    taps_KC: Tensor,
-    segments_BN: Tensor | None,
-    *,
-    back: bool = False,
+    x_BTC: Tensor, taps_KC: Tensor, segments_BN: Tensor | None, *, back: bool = False,
     again: bool = False,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Return sum_j taps[K-1-j] * x_{t-j} in the dtype of the taps: pieces of [B, T, C] along T.
 
     `back`: its transpose, of x_{t+j}. `again`: recomputed in backward; see `_shift`.
@@ -336,10 +313,7 @@ def weight_sums(d_BTC: Tensor, x_BTC: Tensor, num_taps: int, segments_BN: Tensor
 
 
 def _token_sums(products: Sequence[Tensor]) -> Tensor:
-    """Sum each [B, T, C] of `products` over its tokens, [C, 1, products]; the form for a GPU.
-
-    Two launches, where inductor would launch one for the parts of each sum.
-    """
+    """Sum each [B, T, C] of `products` over its tokens, [C, 1, products]: two launches on a GPU."""
     num_tokens, channels = products[0].shape[1:]
     chunks = [chunk for chunk in _CUDA_CHUNKS if num_tokens % chunk == 0]
     if not chunks:

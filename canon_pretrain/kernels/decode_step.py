@@ -22,10 +22,9 @@ from canon_pretrain.kernels.compiled import sum_dtype
 
 
 class CanonMemory:
-    """What the tokens read so far add to the next outputs of one Canon site.
+    """What the tokens read so far add to the next outputs of one Canon site, in `sum_dtype`.
 
-    For the rows, dtype and device of `x_BTC` and the weight as it is now. Sums are float32 (float64
-    for float64). With gradients enabled nothing is written in place, and they reach earlier parts.
+    With gradients enabled nothing is written in place, and they reach earlier parts.
     """
 
     def __init__(
@@ -52,12 +51,9 @@ class CanonMemory:
         return taps_KC[:, None, None].contiguous()
 
     def read(
-        self,
-        parts: tuple[Tensor, ...],
-        weight_C1K: Tensor,
-        segments_BN: Tensor | None = None,
+        self, parts: tuple[Tensor, ...], weight_C1K: Tensor, segments_BN: Tensor | None = None,
         backend: str = "auto",
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Return `canon_reference` over all tokens, for the `parts` of the next ones.
 
         The parts are side by side in the weight's rows. `segments_BN` as there; None if the tokens
@@ -90,26 +86,22 @@ class CanonMemory:
         return outputs
 
     def _after_past(
-        self,
-        parts: tuple[Tensor, ...],
-        outputs: tuple[Tensor, ...],
-        segments_BN: Tensor | None,
+        self, parts: tuple[Tensor, ...], outputs: tuple[Tensor, ...], segments_BN: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Add the tokens before to `outputs`, which were computed without them."""
         reach = self._reach
         differentiable = torch.is_grad_enabled()
-        rounded = parts[0].dtype != self._sums_PB1C.dtype
-        if segments_BN is None and not (differentiable or rounded or self._activation):
+        is_exact = parts[0].dtype == self._sums_PB1C.dtype and not self._activation
+        if segments_BN is None and is_exact and not differentiable:
             past_BPC = self._sums_PB1C[:, :, 0].transpose(0, 1)
             for y_BTC, past in zip(outputs, _split(past_BPC, parts), strict=True):
                 y_BTC[:, :reach].add_(past)
             return outputs
         first_BPC = self._read_few(_joined([part[:, :reach] for part in parts]), segments_BN)
-        firsts = _split(first_BPC, parts)
+        pairs = list(zip(_split(first_BPC, parts), outputs, strict=True))
         if differentiable:
-            pairs = zip(firsts, outputs, strict=True)
             return tuple(torch.cat((first, y[:, reach:]), dim=1) for first, y in pairs)
-        for first, y_BTC in zip(firsts, outputs, strict=True):
+        for first, y_BTC in pairs:
             y_BTC[:, :reach] = first
         return outputs
 
@@ -120,7 +112,6 @@ class CanonMemory:
         return taken
 
     def _read_few(self, x_BTC: Tensor, segments_BN: Tensor | None) -> Tensor:
-        """Return the outputs of at most P tokens, one after the other."""
         steps = []
         for i, x_B1C in enumerate(x_BTC.split(1, dim=1)):
             y_B1C = self._add(x_B1C, _same_as_before(segments_BN, i, self._reach))

@@ -29,18 +29,12 @@ GPU_FACTS = {
     "throttled_by": "clocks_event_reasons.active",
 }
 """Our names for the fields of nvidia-smi (driver 535 or later)."""
-THROTTLE_REASONS = {
-    0x1: "idle",
-    0x2: "application clocks",
-    0x4: "software power cap",
-    0x8: "hardware slowdown",
-    0x10: "sync boost",
-    0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown",
-    0x80: "hardware power brake",
-    0x100: "display clocks",
-}
-"""Bits of nvmlClocksEventReasons."""
+THROTTLE_REASONS = (
+    *("idle", "application clocks", "software power cap", "hardware slowdown", "sync boost"),
+    *("software thermal slowdown", "hardware thermal slowdown", "hardware power brake"),
+    "display clocks",
+)
+"""The bits of nvmlClocksEventReasons, the lowest first."""
 
 
 def find_gpu() -> str | None:
@@ -57,9 +51,8 @@ def check_cuda() -> None:
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if torch.cuda.is_available() or visible is not None and visible.strip() in ("", "-1"):
-        return
-    if (evidence := find_gpu()) is None:
+    is_fine = torch.cuda.is_available() or visible is not None and visible.strip() in ("", "-1")
+    if is_fine or (evidence := find_gpu()) is None:
         return
     reason = "it finds no device"
     try:
@@ -74,16 +67,12 @@ def check_cuda() -> None:
 
 
 def matmul_flops(
-    device: "torch.device",
-    dtype: "torch.dtype",
-    *,
-    size: int,
-    seconds: float,
+    device: "torch.device", dtype: "torch.dtype", *, size: int, seconds: float,
     clock: Callable[[], float] = time.perf_counter,
-) -> float:
+) -> float:  # fmt: skip
     """Return the FLOP/s of square products of random numbers, repeated for about `seconds`.
 
-    After a second a GPU is as warm, and as limited in power, as in training; a burst is faster.
+    A GPU is soon as warm, and as limited in power, as in training; a burst is faster.
     """
     import torch
 
@@ -98,7 +87,6 @@ def copy_bandwidth(source: "torch.Tensor", target: "torch.Tensor", *, seconds: f
 
 
 def _sustained(step: Callable[[], Any], seconds: float, clock: Callable[[], float]) -> float:
-    """Return steps per second, queued without a gap."""
     import torch
 
     def run(count: int) -> float:
@@ -127,19 +115,18 @@ def query_gpu(gpu: str) -> dict[str, Any] | None:
         return None
     driver, *numbers, bits = words
     reasons = int(bits, 16) if bits.startswith("0x") else 0
-    throttled = [text for bit, text in THROTTLE_REASONS.items() if reasons & bit]
+    throttled = [text for bit, text in enumerate(THROTTLE_REASONS) if reasons >> bit & 1]
     figures = [None if word.startswith("[") else float(word) for word in numbers]
     return dict(zip(GPU_FACTS, [driver, *figures, throttled], strict=True))
 
 
 def _nvidia_smi(*arguments: str) -> str:
     """Return the output of nvidia-smi; empty if it fails or is not installed."""
-    command = ["nvidia-smi", *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
+        options: Any = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 60}
+        return subprocess.check_output(["nvidia-smi", *arguments], **options)
+    except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def near_cores(gpu: int, root: Path = Path("/")) -> set[int]:
@@ -157,26 +144,20 @@ def near_cores(gpu: int, root: Path = Path("/")) -> set[int]:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Return how many bytes of main memory new work on this node can take.
-
-    What the kernel calls available, and no more than any cgroup of this process may hold.
-    """
+    """Return the bytes of main memory for new work: available, within every cgroup's limit."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     if found := re.search(r"^MemAvailable:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE):
         limits.append(1024 * int(found[1]))
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            top, file = "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):  # version 1
-            top, file = "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
+        inner, top, file = Path(path.lstrip("/")), root / "sys/fs/cgroup", "memory.max"
+        if "memory" in controllers.split(","):  # version 1
+            top, file = top / "memory", "memory.limit_in_bytes"
+        elif controllers:
             continue
-        inner = Path(path.lstrip("/"))
-        for folder in (inner, *inner.parents):
-            text = _read(root / top / folder / file).strip()
-            if text.isdigit():  # else it is "max", or not visible from a container
-                limits.append(int(text))
+        texts = [_read(top / folder / file).strip() for folder in (inner, *inner.parents)]
+        # else it is "max", or not visible from a container
+        limits += [int(text) for text in texts if text.isdigit()]
     return min(limits)
 
 

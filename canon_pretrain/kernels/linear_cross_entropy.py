@@ -25,15 +25,9 @@ Terms = tuple[float, float]
 
 
 def linear_cross_entropy(
-    h_ND: Tensor,
-    weight_VD: Tensor,
-    labels_N: Tensor,
-    *,
-    chunk_tokens: int,
-    z_loss: float = 0.0,
-    squared_loss: float = 0.0,
-    compile_backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
+    h_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, chunk_tokens: int, z_loss: float = 0.0,
+    squared_loss: float = 0.0, compile_backend: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the cross-entropy of each token, detached, and the sum that is minimized.
 
     The cross-entropy l of the logits h W^T is in nats [N], 0 where the label is IGNORE_INDEX. The
@@ -43,14 +37,13 @@ def linear_cross_entropy(
     """
     terms = (z_loss, squared_loss)
     if torch.is_grad_enabled() and (h_ND.requires_grad or weight_VD.requires_grad):
+        options = terms, chunk_tokens, compile_backend
         found: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(
-            h_ND, weight_VD, labels_N, terms, chunk_tokens, compile_backend
+            h_ND, weight_VD, labels_N, *options
         )
         return found
-    parts = [
-        _score(h_CD @ weight_VD.T, labels_C, terms)
-        for h_CD, labels_C in _chunks(h_ND, labels_N, chunk_tokens)
-    ]
+    chunks = _chunks(h_ND, labels_N, chunk_tokens)
+    parts = [_score(h_CD @ weight_VD.T, labels_C, terms) for h_CD, labels_C in chunks]
     nats_N, added_N = (_joined(list(column)) for column in zip(*parts, strict=True))
     return nats_N, (nats_N + added_N).sum()
 
@@ -58,14 +51,9 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        h_ND: Tensor,
-        weight_VD: Tensor,
-        labels_N: Tensor,
-        terms: Terms,
-        chunk_tokens: int,
-        compile_backend: str | None,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, h_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, terms: Terms,
+        chunk_tokens: int, compile_backend: str | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         needs_h, needs_weight, *_ = ctx.needs_input_grad
         differentiate = _compiled(compile_backend) if compile_backend else _differentiate
         wide_weight_VD = _wide(weight_VD) if needs_h else None
@@ -90,18 +78,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = [
-            # rounded once, after the factor, which is 1 / tokens of a global batch
-            None
-            if saved is None
-            else torch.mul(saved, grads[1], out=torch.empty_like(saved, dtype=dtype))
-            for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
+        scaled: list[Tensor | None] = [None, None]
+        for i, (saved, dtype) in enumerate(zip(ctx.saved_tensors, ctx.dtypes, strict=True)):
+            if saved is not None:
+                # rounded once, after the factor, which is 1 / tokens of a global batch
+                out = torch.empty_like(saved, dtype=dtype)
+                scaled[i] = torch.mul(saved, grads[1], out=out)
         return *scaled, None, None, None, None
 
 
 def _chunks(h_ND: Tensor, labels_N: Tensor, chunk_tokens: int) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of at most `chunk_tokens` tokens, as even as possible."""
     count = max(1, math.ceil(len(labels_N) / chunk_tokens))
     size = max(1, math.ceil(len(labels_N) / count))
     return list(zip(h_ND.split(size), labels_N.split(size), strict=True))

@@ -20,6 +20,7 @@ from canon_pretrain.kernels.compiled import canon_compiled
 DEVICE_TYPES = ("cuda",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CONV1D_TAPS = (2, 3, 4)
+_SILU = {False: None, True: "silu"}
 
 
 class Package(NamedTuple):
@@ -35,22 +36,16 @@ class Package(NamedTuple):
 
 PACKAGES = {
     "causal_conv1d": Package(
-        "causal-conv1d",
-        "causal_conv1d",
-        "causal_conv1d.cpp_functions",
+        "causal-conv1d", "causal_conv1d", "causal_conv1d.cpp_functions",
         ("causal_conv1d_fwd_function", "causal_conv1d_bwd_function"),
         (1, 6),  # before, the weight's gradient is added up by atomics
         "pip install --no-build-isolation 'causal-conv1d>=1.6,<2'",
     ),
     "fla": Package(
-        "fla-core",
-        "fla",
-        "fla.modules.causal_conv1d",
-        ("causal_conv1d_fwd", "causal_conv1d_bwd"),
-        (0, 6),
-        "pip install 'fla-core>=0.6,<0.7'",
+        "fla-core", "fla", "fla.modules.causal_conv1d",
+        ("causal_conv1d_fwd", "causal_conv1d_bwd"), (0, 6), "pip install 'fla-core>=0.6,<0.7'",
     ),
-}
+}  # fmt: skip
 
 
 def package_problem(backend: str) -> str | None:
@@ -76,31 +71,21 @@ def package_problem(backend: str) -> str | None:
 
 
 def canon_by_package(
-    backend: str,
-    x_BTC: Tensor,
-    weight_C1K: Tensor,
-    *,
-    residual: bool,
-    activation: bool,
+    backend: str, x_BTC: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool,
     segments_BN: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute `canon_reference` by the kernels of a package, or `canon_compiled` what they refuse.
 
     Sums are float32, and rounded once; with `activation` and `residual` causal-conv1d's y and fla's
-    dx are rounded twice. causal-conv1d's weight gradient is the same in every run; fla picks its
-    blocks by timing, so its may round differently in another process. fla takes documents as
-    cumulative lengths only, which the host would have to wait for at every site.
+    dx are rounded twice. fla picks its blocks by timing, so its weight gradient may round
+    differently in another process; it takes no segments.
     """
     fits = x_BTC.device.type in DEVICE_TYPES and weight_C1K.device == x_BTC.device
     fits &= x_BTC.dtype in DTYPES and weight_C1K.dtype in DTYPES and x_BTC.numel() > 0
-    if backend == "fla":
-        fits &= segments_BN is None
-    else:
-        fits &= weight_C1K.shape[2] in CONV1D_TAPS and x_BTC.shape[2] % 8 == 0
-    if not fits:
-        return canon_compiled(
-            x_BTC, weight_C1K, residual=residual, activation=activation, segments_BN=segments_BN
-        )
+    takes = weight_C1K.shape[2] in CONV1D_TAPS and x_BTC.shape[2] % 8 == 0
+    if not fits or not (segments_BN is None if backend == "fla" else takes):
+        options: Any = {"residual": residual, "activation": activation}
+        return canon_compiled(x_BTC, weight_C1K, segments_BN=segments_BN, **options)
     taps_CK = weight_C1K[:, 0].float()
     if residual and not activation:  # the residual is 1 more of a token's own tap
         taps_CK = taps_CK + F.pad(taps_CK.new_ones(1), (taps_CK.shape[1] - 1, 0))
@@ -113,13 +98,9 @@ def canon_by_package(
 
 @torch.library.custom_op("canon_pretrain::canon_package", mutates_args=())
 def package_forward(
-    x_BTC: Tensor,
-    taps_CK: Tensor,
-    segments_BT: Tensor | None,
-    backend: str,
-    residual: bool,
+    x_BTC: Tensor, taps_CK: Tensor, segments_BT: Tensor | None, backend: str, residual: bool,
     activation: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return [x +] [silu of] the convolution, contiguous, in the dtype of x.
 
     `segments_BT`: int32, none below 0.
@@ -127,7 +108,7 @@ def package_forward(
     run = _function(backend, 0)
     if backend == "fla":
         x_BTC = x_BTC.contiguous()
-        options = {"residual": x_BTC if residual else None, "activation": _silu(activation)}
+        options = {"residual": x_BTC if residual else None, "activation": _SILU[activation]}
         y_BTC: Tensor = run(x=x_BTC, weight=taps_CK, bias=None, **options)[0]
         return y_BTC
     segments = None if segments_BT is None else segments_BT.contiguous()
@@ -138,33 +119,27 @@ def package_forward(
 
 @torch.library.custom_op("canon_pretrain::canon_package_backward", mutates_args=())
 def package_backward(
-    dy_BTC: Tensor,
-    x_BTC: Tensor,
-    taps_CK: Tensor,
-    segments_BT: Tensor | None,
-    backend: str,
-    residual: bool,
-    activation: bool,
-) -> tuple[Tensor, Tensor]:
+    dy_BTC: Tensor, x_BTC: Tensor, taps_CK: Tensor, segments_BT: Tensor | None, backend: str,
+    residual: bool, activation: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return dx_BTC in the dtype of x, and dtaps_CK in float32."""
     run = _function(backend, 1)
     if backend == "fla":
         x_BTC, dy_BTC = x_BTC.contiguous(), dy_BTC.contiguous()
         with torch.cuda.device_of(x_BTC):  # Triton launches on the current device
-            dx_BTC, dtaps_CK, *_ = run(
-                x=x_BTC, dy=dy_BTC, dht=None, weight=taps_CK, activation=_silu(activation)
-            )
+            given = {"x": x_BTC, "dy": dy_BTC, "dht": None, "weight": taps_CK}
+            dx_BTC, dtaps_CK, *_ = run(**given, activation=_SILU[activation])
         return dx_BTC + dy_BTC if residual else dx_BTC, dtaps_CK
     dx_BTC = x_BTC.new_empty(x_BTC.shape)
     segments = None if segments_BT is None else segments_BT.contiguous()
-    given = _channel_last(x_BTC), taps_CK, None, _channel_last(dy_BTC), segments
+    both = _channel_last(x_BTC), taps_CK, None, _channel_last(dy_BTC), segments
     # It adds up in a fixed order only under torch's flag. Set directly:
     # torch.use_deterministic_algorithms sets inductor's options too
     wanted = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     try:
-        dtaps_CK = run(*given, None, None, _channel_last(dx_BTC), False, activation)[1]
+        dtaps_CK = run(*both, None, None, _channel_last(dx_BTC), False, activation)[1]
     finally:
         torch._C._set_deterministic_algorithms(wanted, warn_only=warn_only)
     return dx_BTC + dy_BTC if residual else dx_BTC, dtaps_CK
@@ -197,10 +172,6 @@ package_forward.register_autograd(_backward, setup_context=_save)
 def _function(backend: str, index: int) -> Any:
     package = PACKAGES[backend]
     return getattr(importlib.import_module(package.functions), package.needed[index])
-
-
-def _silu(activation: bool) -> str | None:
-    return "silu" if activation else None
 
 
 def _channel_last(x_BTC: Tensor) -> Tensor:

@@ -84,15 +84,14 @@ class ModelArgs:
     init_seed: int = 0
 
     def __post_init__(self) -> None:
-        letters = self.canon_set.upper()
-        for letter in letters:
-            if letter not in CANON_SITES or letters.count(letter) > 1:
-                raise UserError(
-                    f'canon_set = "{self.canon_set}" names "{letter}": expected each of the sites '
-                    'A, B, C and D at most once, such as "AC" or "ABCD", or "" for no Canon'
-                )
+        letters = "".join(sorted(self.canon_set.upper()))
+        if not set(letters) <= set(CANON_SITES) or len(set(letters)) < len(letters):
+            raise UserError(
+                f'canon_set = "{self.canon_set}": expected each of the sites A, B, C and D at most '
+                'once, such as "AC" or "ABCD", or "" for no Canon'
+            )
         # frozen: the one place where fields are rewritten, so that "ca" and "AC" are equal args
-        object.__setattr__(self, "canon_set", "".join(sorted(letters)))
+        object.__setattr__(self, "canon_set", letters)
         if self.num_kv_heads == self.num_heads:
             object.__setattr__(self, "num_kv_heads", 0)
         _check(self)
@@ -149,7 +148,6 @@ class ModelArgs:
 
 
 def _check(args: ModelArgs) -> None:
-    """Raise UserError unless every value is in its range and fits the others."""
     least = dict.fromkeys(("vocab_size", "num_layers", "dim", "num_heads", "ffn_dim"), 1)
     least |= {"max_seq_len": 1, "init_seed": 0, "num_kv_heads": 0, "partial_rope_dim": 0}
     for name, smallest in least.items():
@@ -169,10 +167,7 @@ def _check(args: ModelArgs) -> None:
             "document_mask needs the id of the token that ends a document."
         )
     if args.ffn_activation == "gelu" and args.ffn != "standard":
-        raise UserError(
-            'ffn_activation = "gelu" is the original GPT2\'s, whose feed-forward is not gated; '
-            'set ffn = "standard" with it, or choose silu or relu2.'
-        )
+        raise UserError('ffn_activation = "gelu" is GPT2\'s: set ffn = "standard" with it')
     for whole, part in (("dim", "num_heads"), ("num_heads", "kv_heads")):
         if getattr(args, whole) % getattr(args, part):
             raise UserError(
@@ -180,11 +175,8 @@ def _check(args: ModelArgs) -> None:
                 f"{part.replace('kv_', 'num_kv_')} = {getattr(args, part)}. Change one of the two."
             )
     _check_position(args)
-    if args.canon_set:
-        return
     for name in ("canon_kernel", "canon_residual", "canon_activation", "canon_trainable"):
-        given, default = getattr(args, name), getattr(ModelArgs, name)
-        if given != default:
+        if not args.canon_set and (given := getattr(args, name)) != getattr(ModelArgs, name):
             raise UserError(
                 f"{name} = {str(given).lower()} changes nothing in a model without Canon layers "
                 f'(canon_set = ""). Name the sites in canon_set, or leave {name} out.'
@@ -192,7 +184,6 @@ def _check(args: ModelArgs) -> None:
 
 
 def _check_position(args: ModelArgs) -> None:
-    """Raise UserError unless the position's heads can be shared out and its dims paired."""
     if args.partial_rope_dim:
         given = f"partial_rope_dim = {args.partial_rope_dim}"
         if args.position != "partial_rope_c":
@@ -203,13 +194,8 @@ def _check_position(args: ModelArgs) -> None:
                 'number below it, or 0 for a quarter; position = "rope" rotates all'
             )
     # position -> what the numbers of heads, and the dims of a head, must be a multiple of
-    divisors = {
-        "rope": (1, 2),
-        "h_alibi": (2, 1),
-        "partial_rope_a": (2, 4),
-        "partial_rope_b": (4, 2),
-        "partial_rope_c": (1, 2 if args.partial_rope_dim else 8),
-    }
+    divisors = {"rope": (1, 2), "h_alibi": (2, 1), "partial_rope_a": (2, 4)}
+    divisors |= {"partial_rope_b": (4, 2), "partial_rope_c": (1, 2 if args.partial_rope_dim else 8)}
     heads_divisor, dims_divisor = divisors.get(args.position, (1, 1))
     name = "num_heads" if args.position == "h_alibi" or not args.num_kv_heads else "num_kv_heads"
     if getattr(args, name) % heads_divisor or args.head_dim % dims_divisor:
@@ -226,8 +212,7 @@ def num_parameters(args: ModelArgs) -> int:
     Canon-A and -C have D channels, -B those of q, k and v, -D 2F (F where not gated).
     """
     q_dim, k_dim, v_dim = args.qkv_dims
-    layer = args.dim * (2 * q_dim + k_dim + v_dim)
-    layer += args.dim * (args.ffn_in_dim + args.ffn_dim) + 2 * args.dim
+    layer = args.dim * (2 * q_dim + k_dim + v_dim + args.ffn_in_dim + args.ffn_dim + 2)
     layer += sum(args.canon_channels.values()) * args.canon_kernel
     layer += {"none": 0, "full": q_dim + k_dim, "per_head": 2 * args.head_dim}[args.qk_norm]
     if args.bias:
@@ -243,11 +228,10 @@ FLOPS_FORMULA = "PaLM's formula, 6(N - embeddings) + 12LHKT, causality not halve
 
 
 def flops_per_token(args: ModelArgs, seq_len: int) -> int:
-    """Return the training FLOPs of one token: 6 (N - V D) + 12 L H K T.
+    """Return the training FLOPs of one token: 6 (N - V D) + 12 L H K T, T being `seq_len`.
 
-    The model FLOPs of PaLM (Chowdhery et al. 2022, appendix B), as torchtitan counts them: without
-    the token embedding, a look-up, unless it is the output matrix as well; attention counts all
-    T x T scores. Forward plus backward, nothing recomputed. T is `seq_len`.
+    PaLM's model FLOPs (Chowdhery et al. 2022, appendix B), as torchtitan counts them: the token
+    embedding only as the output matrix, all T x T scores, nothing recomputed.
     """
     embedding = 0 if args.tie_embeddings else args.vocab_size * args.dim
     attention = 12 * args.num_layers * args.num_heads * args.head_dim * seq_len
@@ -257,31 +241,22 @@ def flops_per_token(args: ModelArgs, seq_len: int) -> int:
 # F of the paper's 8D/3 widths is rounded up to a multiple of 8: Canon-D's fast kernels need that.
 FLAVORS: Mapping[str, ModelArgs] = MappingProxyType(
     {
-        # CPU tests
-        "debug": ModelArgs(
-            vocab_size=512, num_layers=2, dim=64, num_heads=4, ffn_dim=176, max_seq_len=128
-        ),
-        # the README's first run
-        "quickstart": ModelArgs(
-            vocab_size=2048, num_layers=3, dim=128, num_heads=4, ffn_dim=344, max_seq_len=256
-        ),
-        # seed 000: TinyStories
-        "4M": ModelArgs(
-            vocab_size=2000, num_layers=4, dim=256, num_heads=4, ffn_dim=768, max_seq_len=512
-        ),
-        # seed 001: Llama medium
-        "162M": ModelArgs(num_layers=16, dim=768, num_heads=8, ffn_dim=2048),
-        # the synthetic tasks' sizes, section 3
-        "8L512D": ModelArgs(num_layers=8, dim=512, num_heads=8, ffn_dim=1368),
-        "8L768D": ModelArgs(num_layers=8, dim=768, num_heads=12, ffn_dim=2048),
-        "12L512D": ModelArgs(num_layers=12, dim=512, num_heads=8, ffn_dim=1368),
-        "12L768D": ModelArgs(num_layers=12, dim=768, num_heads=12, ffn_dim=2048),
-        # section 9 and appendix B
-        "1b3": ModelArgs(),
-        # the released LlamaCanon checkpoints are wider
-        "1b3_released": ModelArgs(ffn_dim=5632),
-        # the SlimPajama run of 300B tokens
-        "1b7": ModelArgs(dim=2304, num_heads=24, ffn_dim=6144),
+        name: ModelArgs(v, n, d, h, ffn_dim=f, max_seq_len=t)
+        for name, (v, n, d, h, f, t) in {
+            "debug": (512, 2, 64, 4, 176, 128),  # CPU tests
+            "quickstart": (2048, 3, 128, 4, 344, 256),  # the README's first run
+            "4M": (2000, 4, 256, 4, 768, 512),  # seed 000: TinyStories
+            "162M": (32000, 16, 768, 8, 2048, 4096),  # seed 001: Llama medium
+            # the synthetic tasks' sizes, section 3
+            "8L512D": (32000, 8, 512, 8, 1368, 4096),
+            "8L768D": (32000, 8, 768, 12, 2048, 4096),
+            "12L512D": (32000, 12, 512, 8, 1368, 4096),
+            "12L768D": (32000, 12, 768, 12, 2048, 4096),
+            "1b3": (32000, 24, 2048, 32, 5504, 4096),  # section 9 and appendix B
+            # the released LlamaCanon checkpoints are wider
+            "1b3_released": (32000, 24, 2048, 32, 5632, 4096),
+            "1b7": (32000, 24, 2304, 24, 6144, 4096),  # the SlimPajama run of 300B tokens
+        }.items()
     }
 )
 
@@ -289,8 +264,6 @@ FLAVORS: Mapping[str, ModelArgs] = MappingProxyType(
 def flavor(name: str) -> ModelArgs:
     """Return the flavor called `name`; raise UserError, with the nearest name, if there is none."""
     if name not in FLAVORS:
-        raise UserError(
-            f'model flavor "{name}" is not known; expected one of {", ".join(FLAVORS)}.'
-            f"{suggestion(name, FLAVORS)}"
-        )
+        known = f"expected one of {', '.join(FLAVORS)}.{suggestion(name, FLAVORS)}"
+        raise UserError(f'model flavor "{name}" is not known; {known}')
     return FLAVORS[name]

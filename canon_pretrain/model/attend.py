@@ -32,44 +32,30 @@ MAX_FLASH_HEAD_DIM = 256
 class FlashImpl(NamedTuple):
     """A package that takes the place of SDPA's flash kernel; `name` is that of torch's registry.
 
-    `majors`: of the compute capabilities that it has training kernels for.
+    `version`: for pip. `majors`: of the compute capabilities that it has training kernels for.
     """
 
     name: str
     package: str
     module: str
-    install: str
+    version: str
     majors: tuple[int, ...]
 
 
+_INDEX = " --index-url https://download.pytorch.org/whl/cu130"
 FLASH_IMPLS = {
-    "fa3": FlashImpl(
-        "FA3",
-        "flash-attn-3",
-        "flash_attn_interface",
-        "pip install flash-attn-3 --index-url https://download.pytorch.org/whl/cu130",
-        (9,),
-    ),
+    "fa3": FlashImpl("FA3", "flash-attn-3", "flash_attn_interface", _INDEX, (9,)),
     # what torch 2.13 is tested with; from 4.0.0b19 on its calls return more than torch unpacks
-    "fa4": FlashImpl(
-        "FA4", "flash-attn-4", "flash_attn.cute", "pip install flash-attn-4==4.0.0b17", (9, 10)
-    ),
+    "fa4": FlashImpl("FA4", "flash-attn-4", "flash_attn.cute", "==4.0.0b17", (9, 10)),
 }
 _PACKAGES = ("flash_attn", *FLASH_IMPLS)
 
 # cuDNN's kernel is the fastest on Hopper; each takes the shapes and dtypes that those before refuse
-_SDPA_KERNELS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
+_CUDNN, _FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
+_SDPA_KERNELS = [_CUDNN, _FLASH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # by backend, in the order in which they are tried; not in `Attend`: these can't be pickled
-_SDPA_ORDERS = {
-    backend: [_SDPA_KERNELS[first], *(k for name, k in _SDPA_KERNELS.items() if name != first)]
-    for backend in BACKENDS
-    for first in ("flash" if backend in ("flash", *FLASH_IMPLS) else "cudnn",)
-}
+_SDPA_ORDERS = dict.fromkeys(BACKENDS, _SDPA_KERNELS)
+_SDPA_ORDERS |= dict.fromkeys(("flash", *FLASH_IMPLS), [_FLASH, _CUDNN, *_SDPA_KERNELS[2:]])
 
 
 class Attend(nn.Module):
@@ -114,11 +100,9 @@ class Attend(nn.Module):
         whole, offset = num_queries == num_keys, num_keys - num_queries
         num_heads, windowed = self.args.num_heads, self.args.position == "h_alibi"
         way = self.way(device.type, masked=segments_BS is not None)
+        if way == "flash_attn" and segments_BS is not None:
+            raise UserError(f'attention_backend = "{way}" takes no padding in a batch; use "auto"')
         if way == "flash_attn":
-            if segments_BS is not None:
-                raise UserError(
-                    'attention_backend = "flash_attn" takes no padding in a batch; choose "auto"'
-                )
             return None
 
         def sees(b: Any, h: Any, q: Any, s: Any) -> Any:
@@ -137,19 +121,19 @@ class Attend(nn.Module):
             return _block_mask(device)(sees, rows, heads, num_queries, num_keys, device=device.type)
         if segments_BS is None and not windowed and (whole or num_queries == 1):
             return None
-        places = []
-        for dim, size in enumerate((rows or 1, num_heads, num_queries, num_keys)):
-            shape = [-1 if i == dim else 1 for i in range(4)]
-            places.append(torch.arange(size, device=device).view(shape))
+        sizes = (rows or 1, num_heads, num_queries, num_keys)
+        places = [
+            torch.arange(n, device=device).view([-1 if i == dim else 1 for i in range(4)])
+            for dim, n in enumerate(sizes)
+        ]
         dense: Tensor = sees(*places)
         return dense
 
     def forward(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Mask) -> Tensor:
         """Return what each head reads, [B, T, H, K]; `mask` is from `mask()`."""
         if self.backend == "flash_attn" and not isinstance(mask, BlockMask):
-            slopes_H = None
-            if self.args.position == "alibi":
-                slopes_H = alibi_slopes(self.args.num_heads, q_BTHK.device)
+            is_alibi = self.args.position == "alibi"
+            slopes_H = alibi_slopes(self.args.num_heads, q_BTHK.device) if is_alibi else None
             return _flash_attn_func()(q_BTHK, k_BSGK, v_BSGK, causal=True, alibi_slopes=slopes_H)
         q, k, v = (part.transpose(1, 2) for part in (q_BTHK, k_BSGK, v_BSGK))
         read = self._flex if isinstance(mask, BlockMask) else self._sdpa
@@ -179,22 +163,15 @@ class Attend(nn.Module):
         def alibi(score: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
             return score + torch.exp2(-8.0 * (h + 1) / num_heads) * (s - t)
 
-        y: Tensor = _flex_attention(q.device)(
-            q,
-            k,
-            v,
-            score_mod=alibi if self.args.position == "alibi" else None,
-            block_mask=mask,
-            enable_gqa=self.args.kv_heads != num_heads,
-        )
+        options: dict[str, Any] = {"enable_gqa": self.args.kv_heads != num_heads}
+        if self.args.position == "alibi":
+            options["score_mod"] = alibi
+        y: Tensor = _flex_attention(q.device)(q, k, v, block_mask=mask, **options)
         return y
 
 
 def check_backend(args: ModelArgs, backend: str) -> None:
-    """Raise UserError unless `backend` can do what `args` ask for, on this machine; make it ready.
-
-    `fa3` and `fa4` stay active in this process.
-    """
+    """Make `backend` ready; raise UserError unless it can do what `args` ask for, here."""
     check_backend_fits(args, backend)
     problem = None
     if backend == "flash_attn":
@@ -243,8 +220,9 @@ def activate_flash(backend: str) -> str | None:
         missing = importlib.util.find_spec(impl.module) is None
     except ImportError:  # of the folder around it
         missing = True
+    install = f"pip install {impl.package}{impl.version}"
     if missing:
-        return f"the package {impl.package} is not installed: {impl.install}"
+        return f"the package {impl.package} is not installed: {install}"
     needed = " or ".join(f"sm_{major}0" for major in impl.majors)
     if not torch.cuda.is_available():
         return f"there is no GPU: use one of {needed}"
@@ -255,23 +233,20 @@ def activate_flash(backend: str) -> str | None:
         try:
             registry.activate_flash_attention_impl(impl.name)
         except (ImportError, AttributeError, OSError, RuntimeError) as why:
-            return f"the package {impl.package} can't be used here ({why}): {impl.install}"
+            return f"the package {impl.package} can't be used here ({why}): {install}"
     return None
 
 
 def flash_problem(args: ModelArgs, device: torch.device) -> str | None:
-    """Return what SDPA's flash kernel gets wrong for this model's heads, forward or backward.
-
-    The packages are so new that a release of one may not fit a release of torch.
-    """
+    """Return what SDPA's flash kernel gets wrong for this model's heads, forward or backward."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, 128, args.head_dim) for heads in (args.num_heads, *[args.kv_heads] * 2)]
     parts = [torch.randn(shape, generator=generator, device="cpu").bfloat16() for shape in shapes]
     gqa: dict[str, Any] = {"enable_gqa": True} if args.kv_heads != args.num_heads else {}
     found = []
     try:
-        for kernel, dtype in (("math", torch.float32), ("flash", torch.bfloat16)):
-            with torch.enable_grad(), sdpa_kernel(_SDPA_KERNELS[kernel]):
+        for kernel, dtype in ((SDPBackend.MATH, torch.float32), (_FLASH, torch.bfloat16)):
+            with torch.enable_grad(), sdpa_kernel(kernel):
                 q, k, v = (part.to(device, dtype).requires_grad_() for part in parts)
                 y = F.scaled_dot_product_attention(q, k, v, is_causal=True, **gqa)
                 found.append([y, *torch.autograd.grad(y.float().square().sum(), (q, k, v))])
@@ -297,9 +272,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kernels(backend: str, device: torch.device) -> AbstractContextManager[Any]:
-    if device.type != "cuda":
-        return nullcontext()
-    return sdpa_kernel(_SDPA_ORDERS[backend], set_priority=True)
+    on_gpu = device.type == "cuda"
+    return sdpa_kernel(_SDPA_ORDERS[backend], set_priority=True) if on_gpu else nullcontext()
 
 
 def _flex_attention(device: torch.device) -> Callable[..., Any]:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from canon_pretrain.kernels.backends import triton_kernels
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
-from canon_pretrain.model.cache import LayerCache
-from canon_pretrain.model.canon import CanonOfParts, canon_at, for_readers
+from canon_pretrain.model.cache import Memory, Segments
+from canon_pretrain.model.canon import CanonOfParts, Stream, canon_at, for_readers
 
 
 def rope_tables(num_tokens: int, rope_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -119,11 +119,7 @@ class Attention(nn.Module):
         self.rope, self.attend = rope, attend
 
     def forward(
-        self,
-        x_BTD: Tensor | tuple[Tensor, ...],
-        mask: Mask = None,
-        near_BN: Tensor | None = None,
-        cache: LayerCache | None = None,
+        self, x_BTD: Stream, mask: Mask = None, near_BN: Segments = None, cache: Memory = None
     ) -> Tensor:
         """Return what the block adds to its residual stream, [B, T, D]; see `TransformerBlock`."""
         x_q, x_k, x_v = for_readers(x_BTD, 3)
@@ -134,7 +130,7 @@ class Attention(nn.Module):
         return self.wo(self.attend(q_BTHK, k_BSGK, v_BSGK, mask).flatten(-2))
 
     def heads(
-        self, q: Tensor, k: Tensor, v: Tensor, near_BN: Tensor | None, cache: LayerCache | None
+        self, q: Tensor, k: Tensor, v: Tensor, near_BN: Segments, cache: Memory
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q_BTHK, k_BTGK and v_BTGK for attention, from the projections [B, T, ..]."""
         # an export's user may have put an adapter around canon_b
@@ -164,7 +160,6 @@ class Attention(nn.Module):
 
     def _norm(self, scope: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Apply QK-norm, if `scope` is this model's place for it."""
-        if self.qk_norm != scope:
+        if self.qk_norm != scope or self.q_norm is None or self.k_norm is None:
             return q, k
-        assert self.q_norm is not None and self.k_norm is not None
         return self.q_norm(q), self.k_norm(k)

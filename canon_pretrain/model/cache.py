@@ -83,6 +83,11 @@ class LayerCache:
         self.canon = {site: memory.take(rows_N) for site, memory in self.canon.items()}
 
 
+Memory = LayerCache | None
+Segments = Tensor | None
+"""The segments of the tokens and of the places before them that Canon reaches, int32; None: one."""
+
+
 class Cache:
     """The memory of a model of `num_layers` blocks, `length` tokens long.
 
@@ -115,8 +120,7 @@ class Cache:
     def near(self, num_tokens: int, reach: int) -> Tensor | None:
         """Return `near_segments` of the last tokens; None if they all continue one segment.
 
-        Canon's memory holds nothing of earlier segments, so it needs no more than that. A single
-        token is compared: one wait for the device, and less work in every layer.
+        A single token is compared: one wait for the device, and less work in every layer.
         """
         if self._segments is None or self._go_on:
             return None
@@ -125,14 +129,11 @@ class Cache:
         return None if is_one and torch.equal(near_BN[:, -1], near_BN[:, -2]) else near_BN
 
     def begin(self, num_tokens: int, near_BN: Tensor | None) -> None:
-        """Start the next tokens, with these `near` segments, in all layers.
-
-        Raises UserError if not all layers read the last ones: Canon's sums can't be undone.
-        """
+        """Start the next tokens in all layers; UserError if not all layers read the last ones."""
         if not self._is_whole:
             raise UserError(
-                f"reading on after {self.length} tokens: an error interrupted the tokens after "
-                "them when only some layers had read them; read all again into a new cache"
+                f"after {self.length} tokens an error left some layers without the next ones: read "
+                "all again into a new cache"
             )
         self._is_whole = False
         for layer in self.layers:

@@ -20,7 +20,10 @@ from canon_pretrain.kernels.backends import (
 )
 from canon_pretrain.kernels.decode_step import CanonMemory
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.cache import LayerCache
+from canon_pretrain.model.cache import LayerCache, Memory, Segments
+
+Parts = tuple[Tensor, ...]
+Stream = Tensor | Parts
 
 
 class Canon(nn.Module):
@@ -39,9 +42,7 @@ class Canon(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape), requires_grad=args.canon_trainable)
         nn.init.uniform_(self.weight, -args.canon_bound, args.canon_bound)
 
-    def forward(
-        self, x_BTC: Tensor, near_BN: Tensor | None = None, cache: LayerCache | None = None
-    ) -> Tensor:
+    def forward(self, x_BTC: Tensor, near_BN: Segments = None, cache: Memory = None) -> Tensor:
         """Return y_BTC of equation 4.1, in the dtype of x.
 
         `near_BN` (int32): the segments of the tokens and of the K - 1 places before them, if a row
@@ -51,16 +52,14 @@ class Canon(nn.Module):
             return self._read((x_BTC,), near_BN, cache)[0]
         return canon(x_BTC, self.weight, **self.options(near_BN), backend=self.backend)
 
-    def _read(
-        self, parts: tuple[Tensor, ...], near_BN: Tensor | None, cache: LayerCache
-    ) -> tuple[Tensor, ...]:
+    def _read(self, parts: Parts, near_BN: Segments, cache: LayerCache) -> Parts:
         memory = cache.canon.get(self.site)
         if memory is None:
             options = {"residual": self.residual, "activation": self.activation}
             memory = cache.canon[self.site] = CanonMemory(parts[0], self.weight, **options)
         return memory.read(parts, self.weight, near_BN, self.backend)
 
-    def options(self, near_BN: Tensor | None) -> dict[str, Any]:
+    def options(self, near_BN: Segments) -> dict[str, Any]:
         """Return what every kernel takes: residual, activation and segments."""
         if near_BN is not None and self.backend == "compiled" and torch.compiler.is_compiling():
             # Only equality counts. A comparison that all sites of a block share would be far from
@@ -78,11 +77,8 @@ class CanonOfParts(Canon):
     """
 
     def forward(  # type: ignore[override]
-        self,
-        parts: tuple[Tensor, ...],
-        near_BN: Tensor | None = None,
-        cache: LayerCache | None = None,
-    ) -> tuple[Tensor, ...]:
+        self, parts: Parts, near_BN: Segments = None, cache: Memory = None
+    ) -> Parts:
         """Return y_BTC of each part; see `Canon.forward`."""
         if cache is not None:
             return self._read(parts, near_BN, cache)
@@ -101,10 +97,7 @@ class CanonGate(CanonOfParts):
         self.relu2 = args.ffn_activation == "relu2"
 
     def forward(  # type: ignore[override]
-        self,
-        parts: tuple[Tensor, Tensor],
-        near_BN: Tensor | None = None,
-        cache: LayerCache | None = None,
+        self, parts: tuple[Tensor, Tensor], near_BN: Segments = None, cache: Memory = None
     ) -> Tensor:
         """Return act(Canon(gate)) * Canon(up), [B, T, F], of the parts (gate, up)."""
         if cache is not None:
@@ -115,19 +108,14 @@ class CanonGate(CanonOfParts):
 
 
 def normed(
-    norm: nn.RMSNorm | nn.LayerNorm,
-    canon: nn.Module | None,
-    h_BTD: Tensor,
-    added_BTD: Tensor | None = None,
-    near_BN: Tensor | None = None,
-    cache: LayerCache | None = None,
-    *,
+    norm: nn.RMSNorm | nn.LayerNorm, canon: nn.Module | None, h_BTD: Tensor,
+    added_BTD: Tensor | None = None, near_BN: Segments = None, cache: Memory = None, *,
     readers: int = 1,
-) -> tuple[Tensor, Tensor | tuple[Tensor, ...]]:
+) -> tuple[Tensor, Stream]:  # fmt: skip
     """Return h + added and Canon(norm(h + added)), [B, T, D], both of which a block reads.
 
-    One kernel, if Canon's backend has one (for RMSNorm). It adds up their gradients too, so each of
-    the `readers` receives a result of its own: a tuple (`for_readers`).
+    Where Canon's backend has one kernel for it (RMSNorm), which adds up the gradients of all
+    `readers` too, the second is a tuple: one for each of them (`for_readers`).
     """
     # an export's user may have put an adapter around `canon`
     if isinstance(canon, Canon) and isinstance(norm, nn.RMSNorm) and cache is None:
@@ -142,7 +130,7 @@ def normed(
     return h_BTD, y_BTD if canon is None else canon(y_BTD, near_BN, cache)
 
 
-def for_readers(x_BTD: Tensor | tuple[Tensor, ...], readers: int) -> tuple[Tensor, ...]:
+def for_readers(x_BTD: Stream, readers: int) -> Parts:
     """Return x for each of its readers: itself, or the results of `normed`."""
     return x_BTD if isinstance(x_BTD, tuple) else (x_BTD,) * readers
 

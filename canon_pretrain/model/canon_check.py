@@ -30,14 +30,13 @@ HEAD_TOKENS = 8
 
 
 class WrongCanon(Exception):
-    """A kernel's results are not the formula's; the message is what differs, and by how much."""
+    """A kernel's results are not the formula's: what differs, and by how much."""
 
 
 class Form(NamedTuple):
     """A module of activations [B, T, C] of `widths`, and near_BN or None; it returns a tuple.
 
-    `moved`: how many values per token forward and backward must read or write at least. `build`:
-    the module by a backend.
+    `moved`: the least values per token that forward and backward read or write.
     """
 
     name: str
@@ -134,8 +133,8 @@ def training_problem(
 ) -> str | None:
     """Return why a training step of `args` must not take `backend` on `device`, or None.
 
-    `shape`: rows and tokens of a micro-batch; rows past MAX_TOKENS are left out. A kernel that does
-    not compile, or fails, is a reason too. The caller's random state is not used.
+    `shape`: rows and tokens of a micro-batch; rows past MAX_TOKENS are left out. A kernel that
+    fails, or does not compile, is a reason too. The caller's random state is not used.
     """
     if problem := backend_problem(backend, device.type, dtype):
         return problem
@@ -180,21 +179,18 @@ def make_inputs(
     form: Form, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
     """Return random activations that require gradients."""
-    shapes = [(*shape, width) for width in form.widths]
-    return [torch.randn(each, device=device).to(dtype).requires_grad_() for each in shapes]
+    drawn = [torch.randn(*shape, width, device=device) for width in form.widths]
+    return [x.to(dtype).requires_grad_() for x in drawn]
 
 
 def compare(
-    form: Form,
-    module: nn.Module,
-    run: Callable[..., tuple[Tensor, ...]],
-    inputs: Sequence[Tensor],
-    near_BN: Tensor | None = None,
-) -> float:
-    """Return the largest error of the values and gradients of `run` against float64.
+    form: Form, module: nn.Module, run: Callable[..., tuple[Tensor, ...]],
+    inputs: Sequence[Tensor], near_BN: Tensor | None = None,
+) -> float:  # fmt: skip
+    """Return the largest error of `run`, which is `module` or its compiled form, against float64.
 
-    `run` is `module` or its compiled form. An error is a share of its own value plus the usual size
-    of a channel, or a weight, beside it. Raises WrongCanon if one is more than rounding.
+    An error is a share of its own value plus the usual size of a channel, or a weight, beside it.
+    Raises WrongCanon if one of values or gradients is more than rounding.
     """
     weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
     options: dict[str, Any] = {} if near_BN is None else {"near_BN": near_BN}
@@ -218,10 +214,8 @@ def compare(
         row = slice(i, i + 1)
         own_options = {} if near_BN is None else {"near_BN": near_BN[row]}
         own_inputs = [x[row].detach().double().requires_grad_() for x in inputs]
-        truth = exact(*own_inputs, **own_options)
-        truth_grads = torch.autograd.grad(
-            truth, [*own_inputs, *exact_weights], [grad[row].double() for grad in grads]
-        )
+        truth, own_grads = exact(*own_inputs, **own_options), [g[row].double() for g in grads]
+        truth_grads = torch.autograd.grad(truth, [*own_inputs, *exact_weights], own_grads)
         for j, (y, true) in enumerate(zip(outputs, truth, strict=True)):
             errors.append(_error(f"output {j}", y, true, tolerance, row))
         for name, own, true in zip(names, found, truth_grads, strict=False):

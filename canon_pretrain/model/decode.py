@@ -26,20 +26,12 @@ BATCH_TOKENS = 8192
 # not inference_mode: a model may generate between training steps, and backward refuses its tensors
 @torch.no_grad()
 def generate(
-    model: Transformer,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int | Sequence[int],
-    eos_id: int | None = None,
-    stop: Callable[[int, list[int]], bool] | None = None,
-    ended: Callable[[int], None] | None = None,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    generator: torch.Generator | None = None,
-    batch_tokens: int = BATCH_TOKENS,
+    model: Transformer, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | Sequence[int],
+    eos_id: int | None = None, stop: Callable[[int, list[int]], bool] | None = None,
+    ended: Callable[[int], None] | None = None, temperature: float = 0.0, top_k: int = 0,
+    top_p: float = 1.0, generator: torch.Generator | None = None, batch_tokens: int = BATCH_TOKENS,
     read_tokens: int | None = None,
-) -> list[list[int]]:
+) -> list[list[int]]:  # fmt: skip
     """Return the tokens that `model` generates after each prompt, in the order of the prompts.
 
     An answer ends at `max_new_tokens` (one number, or one per prompt), before `eos_id`, or with the
@@ -172,39 +164,28 @@ def batches(
 def _check_prompts(
     model: Transformer, prompts: Sequence[Sequence[int]], limits: Sequence[int]
 ) -> None:
-    """Raise UserError for prompts and answers that this model can't read."""
     args = model.args
     if len(limits) != len(prompts):
-        raise UserError(
-            f"max_new_tokens has {len(limits)} numbers for {len(prompts)} prompts; give one for "
-            "each, or one for all"
-        )
+        raise UserError(f"max_new_tokens has {len(limits)} numbers for {len(prompts)} prompts")
     for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         if limit < 1:
             raise UserError(f"prompt {i} with {limit} new tokens: expected at least 1")
         if not len(prompt):
             raise UserError(f"prompt {i} is empty: begin with EOS, which separates documents")
         if not 0 <= min(prompt) <= max(prompt) < args.vocab_size:
-            raise UserError(
-                f"prompt {i} has ids from {min(prompt)} to {max(prompt)}, the model's are 0 to "
-                f"{args.vocab_size - 1}: encode it with the tokenizer of its training"
-            )
+            ids = f"{min(prompt)} to {max(prompt)}, the model's are 0 to {args.vocab_size - 1}"
+            raise UserError(f"prompt {i} has ids from {ids}: encode it with the run's tokenizer")
         if len(prompt) + limit - 1 > args.max_seq_len:  # the last one is not read
-            raise UserError(
-                f"prompt {i} of {len(prompt)} tokens with {limit} new ones is longer than "
-                f"max_seq_len = {args.max_seq_len} allows; shorten it, or ask for fewer"
-            )
+            size = f"{len(prompt)} tokens with {limit} new ones"
+            raise UserError(f"prompt {i} of {size} is longer than max_seq_len = {args.max_seq_len}")
 
 
 def _check_sampling(
     temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
 ) -> None:
-    """Raise UserError for options without a meaning, alone or together."""
     if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
-        raise UserError(
-            f"temperature {temperature}, top_k {top_k}, top_p {top_p}: expected at least 0, at "
-            "least 0, and more than 0 up to 1"
-        )
+        given = f"temperature {temperature}, top_k {top_k}, top_p {top_p}"
+        raise UserError(f"{given}: expected at least 0, at least 0, and more than 0 up to 1")
     if temperature > 0 and generator is None:
         raise UserError(f"temperature {temperature} needs a torch.Generator")
     if temperature == 0 and (top_k or top_p < 1 or generator is not None):

@@ -53,9 +53,7 @@ class InitialValue:
         Raises ValueError unless 0 <= start <= stop <= shape[0].
         """
         if not 0 <= start <= stop <= self.shape[0]:
-            raise ValueError(
-                f"rows [{start}, {stop}) of {self.name} do not exist: it has {self.shape[0]}"
-            )
+            raise ValueError(f"rows [{start}, {stop}) of {self.name}: it has {self.shape[0]}")
         size = (stop - start, *self.shape[1:])
         if self.kind in ("ones", "zeros"):
             return torch.full(size, float(self.kind == "ones"), device="cpu", dtype=torch.float32)
@@ -69,7 +67,6 @@ class InitialValue:
         return values
 
     def _block(self, index: int) -> Tensor:
-        """Generate block `index`, all of it, from its own generator."""
         rows = min(self.rows_per_block, self.shape[0] - index * self.rows_per_block)
         block = torch.empty((rows, *self.shape[1:]), device="cpu", dtype=torch.float32)
         digest = hashlib.sha256(f"{self.seed}/{self.name}/{index}".encode()).digest()
@@ -80,9 +77,8 @@ class InitialValue:
         if self.kind == "normal":
             return block.normal_(0.0, self.scale, generator=generator)
         bound = TRUNCATE_SIGMAS * self.scale
-        return torch.nn.init.trunc_normal_(
-            block, 0.0, self.scale, -bound, bound, generator=generator
-        )
+        law = 0.0, self.scale, -bound, bound
+        return torch.nn.init.trunc_normal_(block, *law, generator=generator)
 
 
 def plain_name(name: str) -> str:

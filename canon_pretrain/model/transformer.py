@@ -16,14 +16,8 @@ from canon_pretrain.kernels.backends import check_canon_backend, ffn_activation
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Attention, Rope
-from canon_pretrain.model.cache import (
-    PADDING,
-    Cache,
-    LayerCache,
-    document_numbers,
-    near_segments,
-)
-from canon_pretrain.model.canon import Canon, CanonGate, canon_at, for_readers, normed
+from canon_pretrain.model.cache import PADDING, Cache, Memory, document_numbers, near_segments
+from canon_pretrain.model.canon import Canon, CanonGate, Stream, canon_at, for_readers, normed
 from canon_pretrain.model.init import InitialValue, initial_value
 
 Writer = Callable[[nn.Parameter, InitialValue], None]
@@ -48,25 +42,20 @@ class FeedForward(nn.Module):
         self.relu2 = args.ffn_activation == "relu2"
         self.canon_d = canon_at(CanonGate if gated else Canon, "D", args, canon_backend)
 
-    def forward(
-        self,
-        x_BTD: Tensor | tuple[Tensor, ...],
-        near_BN: Tensor | None = None,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
+    def forward(self, x_BTD: Stream, near_BN: Tensor | None = None, cache: Memory = None) -> Tensor:
         """Return what the block adds to its residual stream, [B, T, D]; see `TransformerBlock`."""
         x_gate, *x_up = for_readers(x_BTD, 1 if self.w3 is None else 2)
         inner = self.w1(x_gate)
-        if self.w3 is None:
+        if self.w3 is not None:
+            up_BTF = self.w3(*x_up)
             if self.canon_d is not None:
-                inner = self.canon_d(inner, near_BN, cache)
-            if self.gelu:
-                return self.w2(F.gelu(inner, approximate="tanh"))
-            return self.w2(ffn_activation(inner, self.relu2))
-        up_BTF = self.w3(*x_up)
+                return self.w2(self.canon_d((inner, up_BTF), near_BN, cache))
+            return self.w2(ffn_activation(inner, self.relu2) * up_BTF)
         if self.canon_d is not None:
-            return self.w2(self.canon_d((inner, up_BTF), near_BN, cache))
-        return self.w2(ffn_activation(inner, self.relu2) * up_BTF)
+            inner = self.canon_d(inner, near_BN, cache)
+        if self.gelu:
+            return self.w2(F.gelu(inner, approximate="tanh"))
+        return self.w2(ffn_activation(inner, self.relu2))
 
 
 class TransformerBlock(nn.Module):
@@ -84,16 +73,11 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(args, canon_backend)
 
     def forward(
-        self,
-        h_BTD: Tensor,
-        mask: Mask = None,
-        near_BN: Tensor | None = None,
-        cache: LayerCache | None = None,
+        self, h_BTD: Tensor, mask: Mask = None, near_BN: Tensor | None = None, cache: Memory = None
     ) -> Tensor:
-        """Return the residual stream after this block, [B, T, D].
+        """Return the residual stream after this block, [B, T, D]; `mask` is from `Attend.mask`.
 
-        `mask`: what each token sees, from `Attend.mask`. `near_BN`: the segments that Canon stops
-        at, None for one. `cache`: what this block remembers of earlier tokens, updated here.
+        `cache`: what this block remembers of earlier tokens, updated here.
         """
         near = near_BN, cache
         h_BTD, x_BTD = normed(self.attention_norm, self.canon_a, h_BTD, None, *near, readers=3)
@@ -113,8 +97,7 @@ def norm_of(args: ModelArgs) -> nn.RMSNorm | nn.LayerNorm:
 class Head(nn.Linear):
     """A linear layer without bias, which computes the loss inside its forward.
 
-    FSDP2 has the head's whole weight there and only there, and a loss that takes the weight itself
-    never needs the whole logits (titan/spec.py).
+    FSDP2 has the head's whole weight only there, and a loss by chunks needs it (titan/spec.py).
     """
 
     def __init__(self, dim: int, vocab_size: int) -> None:
@@ -156,28 +139,19 @@ class Transformer(nn.Module):
         self.rope = Rope(args) if args.rope_dim else None
         self.attend = Attend(args, attention_backend)
         # a ModuleDict: torchtitan's compile and FSDP helpers go through layers.named_children()
-        self.layers = nn.ModuleDict(
-            {
-                str(i): TransformerBlock(args, self.rope, self.attend, canon_backend)
-                for i in range(args.num_layers)
-            }
-        )
+        self.layers = nn.ModuleDict()
+        for i in range(args.num_layers):
+            self.layers[str(i)] = TransformerBlock(args, self.rope, self.attend, canon_backend)
         self.norm = norm_of(args)
         self.output: nn.Linear | None = None
         if not args.tie_embeddings:
             self.output = Head(args.dim, args.vocab_size)
 
     def forward(
-        self,
-        tokens_BT: Tensor,
-        *,
-        is_real_BT: Tensor | None = None,
-        cache: Cache | None = None,
-        logits_to_keep: int = 0,
-        logits_at_M: Tensor | None = None,
-        labels_BT: Tensor | None = None,
-        loss: HeadLoss | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self, tokens_BT: Tensor, *, is_real_BT: Tensor | None = None, cache: Cache | None = None,
+        logits_to_keep: int = 0, logits_at_M: Tensor | None = None,
+        labels_BT: Tensor | None = None, loss: HeadLoss | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Return logits_BTV for int64 token ids; with `labels_BT`, what `loss` computes of them.
 
         `is_real_BT` (bool): false for padding, which no token sees, on either side of a row but not
@@ -201,11 +175,8 @@ class Transformer(nn.Module):
         mask = self.attend.mask(num_tokens, segments_BS, start + num_tokens, tokens_BT.device)
         near_BN = None
         if segments_BS is not None and self.args.canon_set:
-            reach = self.args.canon_kernel - 1
-            if cache is None:
-                near_BN = near_segments(segments_BS, num_tokens, reach)
-            else:
-                near_BN = cache.near(num_tokens, reach)
+            near = num_tokens, self.args.canon_kernel - 1
+            near_BN = near_segments(segments_BS, *near) if cache is None else cache.near(*near)
         if cache is not None:
             cache.begin(num_tokens, near_BN)
         h_BTD = self.tok_embeddings(tokens_BT)
@@ -214,10 +185,8 @@ class Transformer(nn.Module):
             h_BTD = block(h_BTD, mask, near_BN, *memory)
         if cache is not None:
             cache.end(num_tokens)
-        if logits_at_M is not None:
-            h_BTD = h_BTD.flatten(0, 1)[logits_at_M]
-        else:
-            h_BTD = h_BTD[:, -logits_to_keep:]
+        is_all = logits_at_M is None
+        h_BTD = h_BTD[:, -logits_to_keep:] if is_all else h_BTD.flatten(0, 1)[logits_at_M]
         h_BTD = self.norm(h_BTD)
         if self.output is None:
             return head_output(h_BTD, self.tok_embeddings.weight, labels_BT, loss)
@@ -227,10 +196,7 @@ class Transformer(nn.Module):
     def _segments(
         self, tokens_BT: Tensor, is_real_BT: Tensor | None, cache: Cache | None
     ) -> Tensor | None:
-        """Return the segments of these tokens and of those in `cache`, int32 [B, S].
-
-        None if all are in one. See cache.py.
-        """
+        """Return the segments of all tokens so far, int32 [B, S]; None if all are in one."""
         segments_BT = None
         if self.args.document_mask:
             eos_id = self.args.eos_id
@@ -262,10 +228,7 @@ class Transformer(nn.Module):
             if write is not None:
                 write(parameter, value)
             elif parameter.is_meta:
-                raise ValueError(
-                    f"{value.name} is on the meta device and holds nothing; "
-                    "call model.to_empty(device=...) before init_weights()."
-                )
+                raise ValueError(f"{value.name} is on the meta device: first call model.to_empty()")
             else:
                 parameter.copy_(value.rows(0, value.shape[0]))
         if self.rope is not None:

@@ -1,7 +1,4 @@
-"""Exports opened where this package can't be imported: every variant, a trained run, tokenizers.
-
-All of it in one process, since it takes seconds to begin.
-"""
+"""Exports opened where this package can't be imported: every variant, tokenizers."""
 
 import json
 import os
@@ -13,39 +10,27 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from canon_pretrain.checkpoint.architecture import model_args_of
 from canon_pretrain.hf.config import plain_fields, to_hf
-from canon_pretrain.hf.export import export
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.run.folder import RunFolder
 from tests.data.test_tokenizer import FRAGMENTS
 from tests.hf.test_tokenizer import training_tokenizer
-from tests.hf_exports import (
-    STEP,
-    export_model,
-    in_clean_process,
-    trained_run,
-    weights_of,
-)
+from tests.hf_exports import export_model, in_clean_process
 from tests.variants import VARIANTS, build, random_tokens
 
 # saved and loaded again: all that needs a field of ours
 pytestmark = pytest.mark.slow  # a process of its own, that imports transformers anew
 LAST = "alibi A no_res act cst standard gqa tied documents"
-TRAINED = "10 steps on 2 ranks"
 TOKENIZERS = ("as ours", "byte-level")
 
 
 def texts() -> list[str]:
-    """Texts that may trip a tokenizer; the first is one to find words in again."""
     generator = random.Random(0)
     odd = ["".join(generator.choices(FRAGMENTS, k=generator.randrange(25))) for _ in range(300)]
     return ["the cat sat on the mat, and it came", *odd]
 
 
 def expect(folder: Path, model: Transformer, seed: int = 0) -> None:
-    """Write down what `model` computes, for the process to compare with."""
     tokens_BT = random_tokens(model.args, rows=2, num_tokens=24, seed=seed)
     with torch.no_grad():
         expected = {"tokens": tokens_BT, "logits": model(tokens_BT)}
@@ -53,22 +38,11 @@ def expect(folder: Path, model: Transformer, seed: int = 0) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_run(data_folder, tmp_path_factory.getbasetemp())
-
-
-@pytest.fixture(scope="module")
-def answers(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the clean process says of every export."""
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     base = tmp_path_factory.mktemp("exports")
     models, tokenizers = {}, {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)  # 1,200 of them; no power cut here
-        export(run / "checkpoint" / f"step-{STEP}", base / "run" / "out", with_tokenizer=False)
-        trained = Transformer(model_args_of(RunFolder(run)))
-        trained.load_state_dict(weights_of(run / "checkpoint" / f"step-{STEP}"))
-        expect(base / "run", trained)
-        models[TRAINED] = str(base / "run" / "out")
         for number, name in enumerate([*(n for n in VARIANTS if n != LAST), LAST]):
             model, folder = build(VARIANTS[name]), base / f"v{number}"
             models[name] = str(export_model(folder, model))
@@ -83,15 +57,9 @@ def answers(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, di
     return in_clean_process(request, base / "process")
 
 
-@pytest.fixture(scope="module")
-def opened(answers: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return answers["models"]
-
-
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_is_opened(name: str, opened: dict[str, Any]) -> None:
-    """The logits of `Transformer`; a cache generates what full passes do; names; frozen taps."""
-    found, args = opened[name], VARIANTS[name]
+def test_a_variant_is_opened(name: str, answers: dict[str, dict[str, Any]]) -> None:
+    found, args = answers["models"][name], VARIANTS[name]
     assert found["difference"] < 1e-4 and found["scale"] > 0.5  # there is something to differ in
     assert found["greedy"]
     expected = {to_hf(ours) for ours, _ in build(args).named_parameters()}
@@ -116,8 +84,6 @@ def test_auto_tokenizer(name: str, answers: dict[str, dict[str, Any]]) -> None:
     assert all(other == ids for other in answer["others"])
     assert answer["texts"] == [training.decode([*row, training.eos_id]) for row in ids]
     assert answer["offsets"][0] == answer["offsets"][1]
-    eos, size = training.eos_id, training.vocab_size
-    assert answer["special"] == {
-        "eos": eos, "bos": eos, "pad": eos, "size": size, "fast": True, "longest": 64
-    }  # fmt: skip
+    assert answer["special"] == [training.eos_id] * 3
+    assert answer["facts"] == [training.vocab_size, True, 64]
     assert answer["keys"] == ["attention_mask", "input_ids"]  # what `generate` takes

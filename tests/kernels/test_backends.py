@@ -10,18 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.kernels.backends import (
-    BACKENDS,
-    backend_problem,
-    canon,
-    canon_gate,
-    canon_reference,
-    check_canon_backend,
-    choose,
-)
+from canon_pretrain.kernels import backends
+from canon_pretrain.kernels.backends import BACKENDS, canon, canon_gate, canon_reference
 from canon_pretrain.model.transformer import Transformer
 from tests.reference_model import canon_by_loops
 from tests.variants import build, random_tokens, variant
+
+PLAIN = {"residual": True, "activation": False}
 
 
 def _inputs(num_tokens: int, num_taps: int, dtype: torch.dtype = torch.float64):
@@ -48,64 +43,45 @@ def test_the_formula_equals_explicit_loops_and_conv1d(num_tokens, num_taps):
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 def test_bfloat16_in_is_bfloat16_out_summed_in_float32(weight_dtype):
     x, weight = _inputs(9, 4, torch.bfloat16)
-    y = canon_reference(x, weight.to(weight_dtype), residual=True, activation=False)
-    exact = canon_reference(x.float(), weight.float(), residual=True, activation=False)
+    y = canon_reference(x, weight.to(weight_dtype), **PLAIN)
+    exact = canon_reference(x.float(), weight.float(), **PLAIN)
     # one rounding at the end: equal to the rounded float32 result, bit for bit
     assert y.dtype == torch.bfloat16 and torch.equal(y, exact.to(torch.bfloat16))
 
 
-@pytest.mark.parametrize(
-    ("x_shape", "weight_shape"), [((2, 3, 4), (5, 1, 4)), ((3, 4), (4, 1, 4)), ((2, 3, 4), (4, 4))]
-)
-def test_wrong_shapes_are_refused_with_both_shapes(x_shape, weight_shape):
-    x, weight = torch.zeros(x_shape), torch.zeros(weight_shape)
-    with pytest.raises(ValueError, match="expected") as error:
-        canon_reference(x, weight, residual=True, activation=False)
-    assert str(x_shape) in str(error.value) and str(weight_shape) in str(error.value)
-
-
 def test_auto_outside_a_run_is_compiled():
-    assert choose("auto") == "compiled"
-    assert [choose(name) for name in BACKENDS[1:]] == list(BACKENDS[1:])
+    assert [backends.choose(name) for name in BACKENDS] == ["compiled", *BACKENDS[1:]]
 
 
-@pytest.mark.parametrize(
-    ("backend", "message"),
-    [
-        ("tritan", 'canon_backend = "tritan".*Did you mean "triton"'),
-        ("triton", 'canon_backend = "triton".*not installed.*"auto"'),
-        ("causal_conv1d", '"causal_conv1d".*not installed: pip install.*"auto"'),
-        ("fla", '"fla".*not installed: pip install.*"auto"'),
-    ],
-)
-def test_what_can_not_be_had_is_refused_with_the_way_out(monkeypatch, backend, message):
+def test_what_can_not_be_had_is_refused_with_the_way_out(monkeypatch):
+    for x_shape, weight_shape in (((2, 3, 4), (5, 1, 4)), ((3, 4), (4, 1, 4)), ((2, 3, 4), (4, 4))):
+        with pytest.raises(ValueError, match="expected"):
+            canon_reference(torch.zeros(x_shape), torch.zeros(weight_shape), **PLAIN)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(UserError, match='canon_backend = "triton".*"auto"'):
+        backends.check_canon_backend("triton", "cpu")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=message):
-        Transformer(variant("nope ABCD"), canon_backend=backend)
+    for backend in ("tritan", "triton", "causal_conv1d", "fla"):
+        why = 'mean "triton"' if backend == "tritan" else 'not installed.*"auto"'
+        with pytest.raises(UserError, match=f'"{backend}".*{why}'):
+            Transformer(variant("nope ABCD"), canon_backend=backend)
 
 
 @pytest.mark.parametrize(
     ("device", "dtype", "interpret", "named"),
     [
         ("cpu", torch.float32, "0", "TRITON_INTERPRET=1"),
-        ("cpu", torch.float32, "1", None),
+        ("cpu", torch.float32, "1", "None"),
         ("cpu", torch.float64, "1", "float64"),
         ("mps", torch.float32, "0", '"mps"'),
+        ("cuda", torch.bfloat16, "0", "no CUDA device"),
     ],
 )
 def test_what_triton_does_not_run_on_is_named(monkeypatch, device, dtype, interpret, named):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", interpret)
-    problem = backend_problem("triton", device, dtype)
-    assert problem is None if named is None else named in problem
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no CUDA device" in backend_problem("triton", "cuda", torch.bfloat16)
-
-
-def test_triton_on_a_cpu_is_refused_when_a_model_is_built(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(UserError, match='canon_backend = "triton".*"auto"'):
-        check_canon_backend("triton", "cpu")
+    assert named in str(backends.backend_problem("triton", device, dtype))
 
 
 @pytest.mark.parametrize("backend", ["compiled", "causal_conv1d", "fla", "triton"])
@@ -115,12 +91,11 @@ def test_what_a_backend_can_not_take_goes_to_compiled(monkeypatch, backend):
     gate, up, weight = (
         torch.randn(shape, generator=generator).double() for shape in [(2, 9, 8)] * 2 + [(16, 1, 4)]
     )
-    options = {"residual": True, "activation": False}
-    expected = canon(gate, weight[:8], **options, backend="reference")
-    torch.testing.assert_close(canon(gate, weight[:8], **options, backend=backend), expected)
+    expected = canon(gate, weight[:8], **PLAIN, backend="reference")
+    torch.testing.assert_close(canon(gate, weight[:8], **PLAIN, backend=backend), expected)
     for relu2 in (False, True):
-        expected = canon_gate(gate, up, weight, **options, relu2=relu2, backend="reference")
-        given = canon_gate(gate, up, weight, **options, relu2=relu2, backend=backend)
+        expected = canon_gate(gate, up, weight, **PLAIN, relu2=relu2, backend="reference")
+        given = canon_gate(gate, up, weight, **PLAIN, relu2=relu2, backend=backend)
         torch.testing.assert_close(given, expected)
 
 

@@ -26,10 +26,7 @@ pytestmark = [
         "The .grad attribute of a Tensor that is not a leaf:UserWarning",
     )
 ]
-OPTIONS = [
-    {"residual": residual, "activation": activation}
-    for residual, activation in itertools.product((True, False), repeat=2)
-]
+OPTIONS = [{"residual": r, "activation": a} for r in (True, False) for a in (True, False)]
 
 
 @pytest.fixture(params=["eager", "compile", "compile for a GPU"])
@@ -55,14 +52,12 @@ def _segments(num_tokens: int, num_taps: int) -> Tensor:
 
 
 def _gate_reference(gate, up, weight, *, relu2, **options):
-    """The composition that the model's parts would be without a function for both."""
     both = zip((gate, up), weight.split(gate.shape[2]), strict=True)
     gate, up = (canon_reference(x, w, activation=False, **options) for x, w in both)
     return (F.relu(gate).square() if relu2 else F.silu(gate)) * up
 
 
 def _same(function, reference, inputs, options, **tolerance):
-    """Equal results, and equal gradients of a random combination of them."""
     copies = [[x.detach().requires_grad_() for x in inputs] for _ in range(2)]
     given, expected = function(*copies[0], **options), reference(*copies[1], **options)
     dy = _random(*expected.shape, dtype=expected.dtype, seed=1)
@@ -110,11 +105,8 @@ def test_low_precision_is_as_near_to_the_truth_as_the_reference(dtype):
     dy = _random(3, 129, 16, seed=5).to(dtype)
     for options in OPTIONS:
         found = []
-        for each, used in (
-            (torch.float64, canon_reference),
-            (dtype, canon_compiled),
-            (dtype, canon_reference),
-        ):
+        ways = (torch.float64, canon_reference), (dtype, canon_compiled), (dtype, canon_reference)
+        for each, used in ways:
             leaves = [x.to(each).requires_grad_() for x in inputs]
             y = used(*leaves, **options)
             assert y.dtype == each
@@ -128,13 +120,11 @@ def test_low_precision_is_as_near_to_the_truth_as_the_reference(dtype):
 def test_the_weights_gradient_repeats_bit_by_bit():
     x, weight = _random(4, 131, 24, dtype=torch.float32), _random(24, 1, 4, dtype=torch.float32)
     weight.requires_grad_()
-    first, *others = (
-        torch.autograd.grad(
-            canon_compiled(x, weight, residual=True, activation=True).square().sum(), weight
-        )[0]
-        for _ in range(5)
-    )
-    assert all(torch.equal(first, other) for other in others)
+    grads = []
+    for _ in range(5):
+        y = canon_compiled(x, weight, residual=True, activation=True)
+        grads += torch.autograd.grad(y.square().sum(), weight)
+    assert all(torch.equal(grads[0], other) for other in grads)
 
 
 @every_form
@@ -164,18 +154,23 @@ def test_only_the_gradients_that_are_asked_for_are_computed(monkeypatch, wanted)
         assert all(x.grad is not None for x in pair)
 
 
-@pytest.mark.parametrize("layer", [0, 3, "silu 4", "relu2 5"])
-def test_traced_for_a_gpu_the_numbers_are_the_same(layer, monkeypatch):
+GATE = canon_gate_compiled, _gate_reference
+TRACED = [
+    *((canon_compiled, canon_reference, OPTIONS[i], 4) for i in (0, 3)),
+    (*GATE, {"residual": True, "relu2": False}, 4),
+    (*GATE, {"residual": True, "relu2": True}, 5),
+]
+
+
+@pytest.mark.parametrize(("function", "reference", "options", "num_taps"), TRACED)
+def test_traced_for_a_gpu_the_numbers_are_the_same(
+    function, reference, options, num_taps, monkeypatch
+):
     """By dynamo, and inductor's decompositions and partitioner."""
     monkeypatch.setattr(compiled, "is_cuda", lambda _: True)
     torch.compiler.reset()
-    if isinstance(layer, int):
-        function, reference, options = canon_compiled, canon_reference, OPTIONS[layer]
-        num_taps, inputs = 4, [_random(2, 32, 6), _random(6, 1, 4)]
-    else:
-        function, reference, num_taps = canon_gate_compiled, _gate_reference, int(layer[-1])
-        options = {"residual": True, "relu2": layer.startswith("relu2")}
-        inputs = [_random(2, 32, 6), _random(2, 32, 6, seed=1), _random(12, 1, num_taps)]
+    inputs = [_random(2, 32, 6, seed=i) for i in range(2 if "relu2" in options else 1)]
+    inputs.append(_random(6 * len(inputs), 1, num_taps))
     traced = torch.compile(function, backend="aot_eager_decomp_partition", fullgraph=True)
     _same(traced, reference, inputs, options | {"segments_BN": _segments(32, num_taps)})
 
@@ -185,7 +180,6 @@ ROWS, NUM_TOKENS = 2, 256
 
 
 def _saved(args: ModelArgs, dtype: torch.dtype, is_compiled: bool, documents: bool) -> int:
-    """Bytes that a block keeps for backward, without its input and its parameters."""
     block = TransformerBlock(args, None, Attend(args)).to(dtype)
     h_BTD = torch.zeros(ROWS, NUM_TOKENS, args.dim, dtype=dtype, requires_grad=True)
     near_BN = None
@@ -224,9 +218,7 @@ slow = pytest.mark.slow
     ],
 )
 def test_a_block_keeps_few_bytes_more_with_canon(run, dtype, limit, ffn, documents, monkeypatch):
-    """Bytes per token, site and channel of a block with Canon-ABCD above one without."""
     monkeypatch.setattr(compiled, "is_cuda", lambda _: run == "cuda")
-    with_canon = replace(ARGS, canon_set="ABCD", ffn=ffn)
-    more = _saved(with_canon, dtype, run != "eager", documents)
-    more -= _saved(replace(ARGS, ffn=ffn), dtype, run != "eager", documents)
+    with_canon, how = replace(ARGS, canon_set="ABCD", ffn=ffn), (dtype, run != "eager", documents)
+    more = _saved(with_canon, *how) - _saved(replace(ARGS, ffn=ffn), *how)
     assert 0 < more / (ROWS * NUM_TOKENS * sum(with_canon.canon_channels.values())) <= limit

@@ -2,9 +2,9 @@
 and (mark gpu) with the packages themselves."""
 
 import importlib.machinery
-import itertools
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,23 +15,14 @@ from torch import Tensor
 
 from canon_pretrain.kernels import packages
 from canon_pretrain.kernels.backends import canon_reference
-from canon_pretrain.kernels.packages import (
-    DTYPES,
-    PACKAGES,
-    canon_by_package,
-    package_forward,
-    package_problem,
-)
+from canon_pretrain.kernels.packages import DTYPES, PACKAGES, canon_by_package
 from canon_pretrain.model import canon_check
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import NOWHERE, PADDING
 
 calls: list[str] = []
 PLAIN = {"residual": True, "activation": False}
-KINDS = [
-    {"residual": residual, "activation": activation}
-    for residual, activation in itertools.product((True, False), repeat=2)
-]
+KINDS = [{"residual": r, "activation": a} for r in (True, False) for a in (True, False)]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
 each_package = pytest.mark.parametrize("backend", PACKAGES)
 
@@ -39,15 +30,19 @@ each_package = pytest.mark.parametrize("backend", PACKAGES)
 # -- stand-ins, written after the packages' sources (NOTES.md) --------------------------------
 
 
+def _shifted(x: Tensor, seq_idx: Tensor | None, lag: int) -> Tensor:
+    """x_{t - lag} in float32, [B, T, C]; 0 before a row and in another document."""
+    shifted = F.pad(x.float(), (0, 0, lag, 0))[:, : x.shape[1]]
+    if seq_idx is not None:
+        same = F.pad(seq_idx, (lag, 0), value=-1)[:, : x.shape[1]] == seq_idx
+        shifted = shifted * same[..., None]
+    return shifted
+
+
 def _convolved(x: Tensor, weight: Tensor, seq_idx: Tensor | None, silu: bool) -> Tensor:
     """[B, T, C] in float32; places below 0 are padding (causal_conv1d_fwd.cu of 1.6 and 1.7)."""
-    y = torch.zeros_like(x, dtype=torch.float32)
-    for lag in range(weight.shape[1]):
-        shifted = F.pad(x.float(), (0, 0, lag, 0))[:, : x.shape[1]]
-        if seq_idx is not None:
-            same = F.pad(seq_idx, (lag, 0), value=-1)[:, : x.shape[1]] == seq_idx
-            shifted = shifted * same[..., None]
-        y = y + weight.float()[:, -1 - lag] * shifted
+    taps = weight.float().flip(1).unbind(1)
+    y = sum(tap * _shifted(x, seq_idx, lag) for lag, tap in enumerate(taps))
     if seq_idx is not None:
         y = y * (seq_idx >= 0)[..., None]
     return F.silu(y) if silu else y
@@ -57,19 +52,15 @@ def _differentiated(
     x: Tensor, dy: Tensor, weight: Tensor, seq_idx: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor]:
     """dx and dW in float32, by hand: below autograd there is no autograd."""
-    inner, num_tokens = dy.float(), x.shape[1]
+    inner = dy.float()
     if silu:
         y = _convolved(x, weight, seq_idx, False)
         inner = inner * y.sigmoid() * (1 + y * (1 - y.sigmoid()))
-    dx, dweight = torch.zeros_like(x, dtype=torch.float32), torch.zeros_like(weight)
-    for t in range(num_tokens):
-        for lag in range(min(weight.shape[1], t + 1)):
-            reaches = torch.ones(len(x), 1)
-            if seq_idx is not None:
-                reaches = (seq_idx[:, t] == seq_idx[:, t - lag])[:, None].float()
-            dx[:, t - lag] += reaches * weight[:, -1 - lag] * inner[:, t]
-            dweight[:, -1 - lag] += (reaches * x[:, t - lag].float() * inner[:, t]).sum(0)
-    return dx, dweight
+    back = None if seq_idx is None else seq_idx.flip(1)
+    lags = range(weight.shape[1])
+    dx = sum(weight[:, -1 - lag] * _shifted(inner.flip(1), back, lag).flip(1) for lag in lags)
+    sums = [(_shifted(x, seq_idx, lag) * inner).sum((0, 1)) for lag in reversed(lags)]
+    return dx, torch.stack(sums, dim=1)
 
 
 def _check_conv1d(x: Tensor, weight: Tensor, seq_idx: Tensor | None, *others: Tensor) -> None:
@@ -128,19 +119,13 @@ def fla_backward(x, dy, dht, weight, activation=None):  # type: ignore
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    """Both packages, for CPU tensors: the modules by name."""
-    contents: dict[str, dict[str, Any]] = {
-        "causal_conv1d": {"__version__": "1.7.0", "__path__": []},
-        "causal_conv1d.cpp_functions": {
-            "causal_conv1d_fwd_function": conv1d_forward,
-            "causal_conv1d_bwd_function": conv1d_backward,
-        },
-        "fla": {"__version__": "0.6.0", "__path__": []},
-        "fla.modules.causal_conv1d": {
-            "causal_conv1d_fwd": fla_forward,
-            "causal_conv1d_bwd": fla_backward,
-        },
-    }
+    contents: dict[str, dict[str, Any]] = {}
+    functions = {"causal_conv1d": (conv1d_forward, conv1d_backward)}
+    functions["fla"] = (fla_forward, fla_backward)
+    for name, version in (("causal_conv1d", "1.7.0"), ("fla", "0.6.0")):
+        contents[name] = {"__version__": version, "__path__": []}
+        needed = zip(PACKAGES[name].needed, functions[name], strict=True)
+        contents[PACKAGES[name].functions] = dict(needed)
     modules = {name: ModuleType(name) for name in contents}
     for name, module in modules.items():
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
@@ -156,21 +141,15 @@ with_stand_ins = pytest.mark.usefixtures("stand_ins")
 
 
 def _given(
-    num_tokens: int = 11,
-    channels: int = 16,
-    width: int = 4,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x_BTC, weight_C1K and what y is weighed with."""
+    num_tokens: int = 11, channels: int = 16, width: int = 4, dtype: Any = torch.float32
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(num_tokens)
     shapes = ((2, num_tokens, channels), (channels, 1, width), (2, num_tokens, channels))
-    x, weight, dy = (torch.randn(s, generator=generator).to(dtype).to(device) for s in shapes)
-    return x.requires_grad_(), weight.requires_grad_(), dy
+    x, weight, dy = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
+    return [x.requires_grad_(), weight.requires_grad_(), dy]
 
 
 def _segments(num_tokens: int, reach: int, device: str = "cpu") -> Tensor:
-    """Documents in the first row, padding and a document in the second."""
     numbers = torch.arange(num_tokens, dtype=torch.int32) // 3
     padded = torch.full((num_tokens,), PADDING, dtype=torch.int32)
     padded[num_tokens // 2 :] = 0
@@ -184,19 +163,16 @@ def _with_gradients(
     return y.detach(), *torch.autograd.grad(y, (x, weight), dy)
 
 
-def _truth(x: Tensor, weight: Tensor, dy: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """y, dx and dW of the reference in float64."""
-    leaves = [part.detach().double().requires_grad_() for part in (x, weight)]
-    return _with_gradients(canon_reference, *leaves, dy.double(), **options)
+def _truth(*given: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    x, weight, dy = (part.detach().double() for part in given)
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    return _with_gradients(canon_reference, *leaves, dy, **options)
 
 
 def _found(backend: str, *given: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    def run(x: Tensor, weight: Tensor) -> Tensor:
-        y = canon_by_package(backend, x, weight, **options)
-        assert y.dtype == x.dtype and y.is_contiguous()
-        return y
-
-    return _with_gradients(run, *given)
+    found = _with_gradients(partial(canon_by_package, backend), *given, **options)
+    assert found[0].dtype == given[0].dtype and found[0].is_contiguous()
+    return found
 
 
 def _assert_true(backend: str, *given: Tensor, **options: Any) -> None:
@@ -223,7 +199,6 @@ def test_outputs_and_gradients_are_the_references(backend, num_tokens, kind):
 @each_package
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_once(backend, dtype, kind):
-    """As near the truth as the reference in that dtype; twice if a residual follows silu."""
     given = _given(64, dtype=dtype)
     truth, reference = _truth(*given, **kind), _with_gradients(canon_reference, *given, **kind)
     allowed = 1.5 if kind["residual"] and kind["activation"] else 1.01
@@ -233,45 +208,32 @@ def test_half_precision_is_rounded_once(backend, dtype, kind):
         assert error <= allowed * theirs + 1e-9
 
 
-def _tilted(x: Tensor) -> Tensor:
-    return x.detach().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_()
-
-
-def _off_by_one(x: Tensor) -> Tensor:
-    """Contiguous, but not at a multiple of 16 bytes."""
-    flat = torch.empty(x.numel() + 1)
-    flat[1:] = x.detach().flatten()
-    return flat[1:].view(x.shape).requires_grad_()
-
-
 @with_stand_ins
 @each_package
-@pytest.mark.parametrize("change", [_tilted, _off_by_one])
-def test_any_strides_will_do(backend, change):
+@pytest.mark.parametrize("moved", ["strides", "by 4 bytes"])
+def test_any_strides_will_do(backend, moved):
     x, weight, dy = _given()
-    moved = change(x)
-    assert not moved.is_contiguous() or moved.data_ptr() % 16
-    for upstream in (_tilted(dy).detach(), dy[:1, :1, :1].expand_as(dy)):
-        _assert_true(backend, moved, weight, upstream, **PLAIN)
+    tilted = (dy.transpose(0, 2).contiguous().transpose(0, 2), dy[:1, :1, :1].expand_as(dy))
+    if moved == "strides":
+        x = x.detach().transpose(0, 2).contiguous().transpose(0, 2)
+        assert not x.is_contiguous()
+    else:
+        flat = torch.empty(x.numel() + 1)
+        flat[1:] = x.detach().flatten()
+        x = flat[1:].view(x.shape)
+        assert x.data_ptr() % 16
+    for upstream in tilted:
+        _assert_true(backend, x.requires_grad_(), weight, upstream, **PLAIN)
     assert calls == ["forward", "backward"] * 2
 
 
 @with_stand_ins
-@pytest.mark.parametrize(
-    ("backend", "changes", "segments"),
-    [
-        ("causal_conv1d", {"channels": 12}, None),
-        ("causal_conv1d", {"width": 1}, None),
-        ("causal_conv1d", {"dtype": torch.float64}, None),
-        ("fla", {"dtype": torch.float64}, None),
-        ("fla", {}, _segments(11, 3)),
-    ],
-    ids=str,
-)
-def test_what_the_kernels_do_not_take_goes_to_compiled(backend, changes, segments):
-    _assert_true(
-        backend, *_given(**changes), residual=True, activation=True, segments_BN=segments
-    )  # fmt: skip
+def test_what_the_kernels_do_not_take_goes_to_compiled():
+    changes = [("causal_conv1d", {"channels": 12}), ("causal_conv1d", {"width": 1})]
+    changes += [(backend, {"dtype": torch.float64}) for backend in PACKAGES]
+    for backend, change in changes:
+        _assert_true(backend, *_given(**change), residual=True, activation=True)
+    _assert_true("fla", *_given(), residual=True, activation=True, segments_BN=_segments(11, 3))
     assert not calls
 
 
@@ -314,35 +276,35 @@ def test_the_operator_is_what_torch_expects(backend, documents):
     x, weight, _ = _given()
     taps = weight.detach()[:, 0].clone().requires_grad_()
     segments = _segments(11, 3)[:, 3:] + 1 if documents else None
-    torch.library.opcheck(package_forward, (x, taps, segments, backend, True, True))
+    torch.library.opcheck(packages.package_forward, (x, taps, segments, backend, True, True))
 
 
 @each_package
 def test_why_it_can_not_be_had(stand_ins, monkeypatch, backend):
     package = PACKAGES[backend]
 
-    def problem() -> str:
-        return str(package_problem(backend))
+    def refused(match: str) -> None:
+        assert match in str(packages.package_problem(backend))
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert package_problem(backend) is None
+    refused("None")
     if backend == "causal_conv1d":
         with monkeypatch.context() as patch:
             patch.setenv("CAUSAL_CONV1D_DETERMINISTIC", "0")
-            assert "unset it" in problem()
+            refused("unset it")
     major, minor = package.first_version
-    for version, is_old in ((f"{major}.{minor - 1}.3.post1", True), (f"{major}.10.0", False)):
+    for version, match in ((f"{major}.{minor - 1}.3.post1", "too old"), (f"{major}.10.0", "None")):
         monkeypatch.setattr(stand_ins[package.module], "__version__", version)
-        assert (f"{package.name} {version}" in problem()) == is_old
+        refused(match)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "CUDA device" in problem()
+    refused("CUDA device")
     monkeypatch.delattr(stand_ins[package.functions], package.needed[1])
-    assert "AttributeError" in problem()
+    refused("AttributeError")
     # built for another torch: the shared library does not load
     monkeypatch.setitem(sys.modules, package.functions, None)
-    assert "ModuleNotFoundError" in problem()
+    refused("ModuleNotFoundError")
     monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
-    assert package.install in problem()
+    refused(package.install)
 
 
 def test_it_passes_the_check_and_a_wrong_package_does_not(stand_ins, monkeypatch):
@@ -370,9 +332,10 @@ def test_it_passes_the_check_and_a_wrong_package_does_not(stand_ins, monkeypatch
 @pytest.mark.parametrize("num_tokens", [1, 130, 1000])
 @pytest.mark.parametrize("documents", [False, True])
 def test_the_packages_kernels(backend, num_tokens, documents, dtype, kind):
-    if problem := package_problem(backend):
+    if problem := packages.package_problem(backend):
         pytest.skip(problem)
-    given = _given(num_tokens, channels=72, dtype=dtype, device="cuda")
+    parts = _given(num_tokens, channels=72, dtype=dtype)
+    given = [part.detach().cuda().requires_grad_() for part in parts]
     options = kind | {"segments_BN": _segments(num_tokens, 3, "cuda") if documents else None}
     found = _found(backend, *given, **options)
     # bounds of rounding: of each number for y and dx, of a sum of 2 T of them for dW

@@ -1,6 +1,6 @@
 """Model sizes: the specification's numbers, by closed form and by building; every refusal."""
 
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,14 +66,10 @@ def test_flops_leave_out_the_token_embedding_only():
     assert flops_per_token(replace(args, tie_embeddings=True), 64) == flops_per_token(args, 64)
 
 
-def test_flavors_are_sizes_only_and_cannot_be_changed():
+def test_flavors_are_sizes_only():
     for args in FLAVORS.values():
         assert args.canon_set == "" and args.position == "rope"
         assert args.ffn_dim % 8 == 0
-    with pytest.raises(TypeError):
-        FLAVORS["debug"] = ModelArgs()
-    with pytest.raises(FrozenInstanceError):
-        FLAVORS["debug"].dim = 1
 
 
 def test_what_is_said_in_two_ways_is_stored_in_one():
@@ -83,68 +79,47 @@ def test_what_is_said_in_two_ways_is_stored_in_one():
     assert ModelArgs(num_heads=8, num_kv_heads=4) != ModelArgs(num_heads=8)
 
 
-@pytest.mark.parametrize(
-    ("position", "heads", "dims"),
-    [
-        ("rope", 32, 64),
-        ("nope", 0, 0),
-        ("partial_rope_a", 16, 32),
-        ("partial_rope_b", 8, 64),
-        ("partial_rope_c", 32, 16),  # the released 1B models: rope_dim 16
-        ("alibi", 0, 0),
-    ],
-)
-def test_rotated_heads_and_dims_at_1b3(position, heads, dims):
-    args = replace(flavor("1b3"), position=position)
-    assert (args.rope_heads, args.rope_dim) == (heads, dims)
-
-
 A, B, C = ({"position": f"partial_rope_{letter}"} for letter in "abc")
+REFUSED = [
+    ({"canon_set": "ABX"}, '"ABX"'),
+    ({"canon_set": "AAB"}, "once"),
+    ({"canon_kernel": 17}, "canon_kernel = 17"),
+    ({"canon_kernel": 1}, "canon_kernel = 1"),
+    ({"partial_rope_dim": 32}, "partial_rope_dim = 32"),
+    (C | {"partial_rope_dim": 64}, "dim of 64"),
+    (C | {"partial_rope_dim": 7}, "even"),
+    ({"dim": 100, "num_heads": 8}, "dim = 100.*num_heads = 8"),
+    ({"position": "ropes"}, 'mean "rope"'),
+    ({"init_seed": -1}, "init_seed"),
+    ({"norm_eps": 0.0}, "norm_eps"),
+    ({"rope_theta": float("nan")}, "rope_theta"),
+    ({"vocab_size": 0}, "vocab_size"),
+    ({"num_heads": 0}, "num_heads"),
+    ({"dim": 12, "num_heads": 4}, "head dim of 3.*multiple of 2"),
+    (A | {"dim": 24, "num_heads": 3}, "num_heads = 3.*multiple of 2"),
+    (A | {"dim": 24, "num_heads": 4}, "head dim of 6.*multiple of 4"),
+    (B | {"dim": 24, "num_heads": 6}, "num_heads = 6.*multiple of 4"),
+    (B | {"dim": 12, "num_heads": 4}, "head dim of 3.*multiple of 2"),
+    (C | {"dim": 48, "num_heads": 4}, "head dim of 12.*multiple of 8"),
+    ({"position": "h_alibi", "dim": 24, "num_heads": 3}, "num_heads = 3.*multiple of 2"),
+    (A | {"num_heads": 32, "num_kv_heads": 1}, "num_kv_heads = 1.*multiple of 2"),
+    (B | {"num_heads": 32, "num_kv_heads": 2}, "num_kv_heads = 2.*multiple of 4"),
+    ({"ffn_activation": "relu"}, 'mean "relu2"'),
+    ({"ffn_activation": "gelu"}, "standard"),
+    ({"num_kv_heads": -1}, "num_kv_heads"),
+    ({"num_heads": 4, "num_kv_heads": 3}, "num_heads = 4.*num_kv_heads = 3"),
+    ({"document_mask": True, "eos_id": 32000}, "eos_id = 32000"),
+    ({"document_mask": True, "eos_id": -1}, "eos_id = -1"),
+    ({"canon_kernel": 3}, "canon_kernel = 3"),
+    ({"canon_residual": False}, "canon_residual"),
+    ({"canon_trainable": False}, "canon_trainable"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({"canon_set": "ABX"}, ['"ABX"', "A, B, C and D"]),
-        ({"canon_set": "AAB"}, ['"AAB"', "once"]),
-        ({"canon_kernel": 17}, ["canon_kernel = 17", "2 to 16"]),
-        ({"canon_kernel": 1}, ["canon_kernel = 1"]),
-        ({"partial_rope_dim": 32}, ["partial_rope_dim = 32", '"rope"']),
-        (C | {"partial_rope_dim": 64}, ["= 64", "dim of 64"]),
-        (C | {"partial_rope_dim": 7}, ["= 7", "even"]),
-        ({"dim": 100, "num_heads": 8}, ["dim = 100", "num_heads = 8"]),
-        ({"position": "ropes"}, ['"ropes"', 'mean "rope"', "partial_rope_a"]),
-        ({"init_seed": -1}, ["init_seed = -1"]),
-        ({"norm_eps": 0.0}, ["norm_eps = 0.0"]),
-        ({"rope_theta": float("nan")}, ["rope_theta = nan"]),
-        ({"vocab_size": 0}, ["vocab_size = 0"]),
-        ({"num_heads": 0}, ["num_heads = 0"]),
-        ({"dim": 12, "num_heads": 4}, ['"rope"', "head dim of 3", "multiple of 2"]),
-        (A | {"dim": 24, "num_heads": 3}, ["num_heads = 3", "multiple of 2"]),
-        (A | {"dim": 24, "num_heads": 4}, ["head dim of 6", "multiple of 4"]),
-        (B | {"dim": 24, "num_heads": 6}, ["num_heads = 6", "multiple of 4"]),
-        (B | {"dim": 12, "num_heads": 4}, ["head dim of 3", "multiple of 2"]),
-        (C | {"dim": 48, "num_heads": 4}, ["head dim of 12", "multiple of 8"]),
-        ({"position": "h_alibi", "dim": 24, "num_heads": 3}, ["num_heads = 3", "multiple of 2"]),
-        (A | {"num_heads": 32, "num_kv_heads": 1}, ["num_kv_heads = 1", "multiple of 2"]),
-        (B | {"num_heads": 32, "num_kv_heads": 2}, ["num_kv_heads = 2", "multiple of 4"]),
-        ({"ffn_activation": "relu"}, ['"relu"', "silu, relu2, gelu", 'mean "relu2"']),
-        ({"ffn_activation": "gelu"}, ['ffn = "standard"']),
-        ({"num_kv_heads": -1}, ["num_kv_heads = -1", "from 0"]),
-        ({"num_heads": 4, "num_kv_heads": 3}, ["num_heads = 4", "num_kv_heads = 3", "multiple"]),
-        ({"document_mask": True, "eos_id": 32000}, ["eos_id = 32000", "vocabulary of 32000"]),
-        ({"document_mask": True, "eos_id": -1}, ["eos_id = -1", "document_mask needs"]),
-        ({"canon_kernel": 3}, ["canon_kernel = 3", 'canon_set = ""']),
-        ({"canon_residual": False}, ["canon_residual = false", "Name the sites"]),
-        ({"canon_trainable": False}, ["canon_trainable = false", "Name the sites"]),
-    ],
-)
-def test_refusals_name_what_was_given_and_what_exists(changes, parts):
-    with pytest.raises(UserError) as error:
+@pytest.mark.parametrize(("changes", "match"), REFUSED)
+def test_refusals_name_what_was_given(changes, match):
+    with pytest.raises(UserError, match=match):
         ModelArgs(**changes)
-    for part in parts:
-        assert part in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_what_does_not_matter_is_not_refused():
@@ -155,7 +130,6 @@ def test_what_does_not_matter_is_not_refused():
         assert args.kv_heads == (kv_heads or 4)
 
 
-def test_unknown_flavor_lists_the_names_and_suggests_the_nearest():
-    with pytest.raises(UserError, match='mean "1b3_released"') as error:
+def test_an_unknown_flavor_is_refused_with_the_nearest():
+    with pytest.raises(UserError, match='mean "1b3_released"'):
         flavor("1b3_relased")
-    assert all(name in str(error.value) for name in FLAVORS)

@@ -41,34 +41,33 @@ def _fresh_compiler():
 
 
 def _compile_blocks(model: Transformer, backend) -> Transformer:
-    """Compile each block by itself; fullgraph raises at a graph break."""
     for name, block in model.layers.named_children():
         model.layers.register_module(name, torch.compile(block, backend=backend, fullgraph=True))
     return model
 
 
-def _assert_one_graph(args, attention_backend: str, canon_backend: str = "auto") -> None:
-    """One graph serves all blocks and all batches of a shape, whatever documents they hold."""
-    counter = CompileCounter()
-    options = {"attention_backend": attention_backend, "canon_backend": canon_backend}
+slow = pytest.mark.slow
+ONE_GRAPH = [
+    # every sixth in the default run
+    *(pytest.param(n, {}, marks=[slow] if i % 6 else []) for i, n in enumerate(VARIANTS)),
+    ("alibi ABCD gqa documents", {"attention_backend": "flex"}),
+    ("h_alibi BD", {"attention_backend": "flex"}),
+    ("rope ABCD k2 standard gqa", {"canon_backend": "reference"}),
+    ("h_alibi BD documents", {"canon_backend": "reference"}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), ONE_GRAPH)
+def test_one_graph_serves_all_blocks_and_all_batches_of_a_shape(name, options):
+    counter, args = CompileCounter(), variant(name)
     compiled = _compile_blocks(build(args, **options), counter)
     eager = build(args, **options)
-    for seed in range(3):
+    for seed in range(3):  # whatever documents they hold
         tokens = random_tokens(args, rows=2, num_tokens=16, seed=seed)
-        torch.testing.assert_close(compiled(tokens), eager(tokens))
+        # on a CPU flex attention has no backward
+        with torch.set_grad_enabled("attention_backend" not in options):
+            torch.testing.assert_close(compiled(tokens), eager(tokens))
     assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        # every sixth in the default run
-        pytest.param(args, id=name, marks=[pytest.mark.slow] if number % 6 else [])
-        for number, (name, args) in enumerate(VARIANTS.items())
-    ],
-)
-def test_all_blocks_are_one_graph_and_no_batch_recompiles_it(args):
-    _assert_one_graph(args, "auto")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +75,7 @@ def test_all_blocks_are_one_graph_and_no_batch_recompiles_it(args):
     [
         ("full", "nope ABCD"),
         ("selective", "h_alibi ABCD k3 no_res cst tied documents"),
-        pytest.param("memory_budget", "nope ABCD", marks=pytest.mark.slow),
+        pytest.param("memory_budget", "nope ABCD", marks=slow),
     ],
 )
 def test_activation_checkpointing_changes_no_gradient(tmp_path, mode, name):
@@ -105,7 +104,7 @@ def flash_attn():
     "backend",
     [
         # what the others trace differs from auto's in the order of the kernels alone
-        pytest.param(name, marks=[] if name in ("auto", "flash_attn") else [pytest.mark.slow])
+        pytest.param(name, marks=[] if name in ("auto", "flash_attn") else [slow])
         for name in BACKENDS
         if name != "flex"  # below: on a CPU it has no backward
     ],
@@ -133,17 +132,6 @@ def test_every_attention_backend_trains_in_one_graph(monkeypatch, flash_attn, ba
         assert (other.grad - one.grad).abs().max() < 1e-4 * one.grad.abs().max()
 
 
-@pytest.mark.parametrize("name", ["alibi ABCD gqa documents", "h_alibi BD"])
-def test_with_flex_attention_all_blocks_are_one_graph_too(name):
-    with torch.no_grad():  # on a CPU it has no backward
-        _assert_one_graph(variant(name), "flex")
-
-
-@pytest.mark.parametrize("name", ["rope ABCD k2 standard gqa", "h_alibi BD documents"])
-def test_with_the_reference_all_blocks_are_one_graph_too(name):
-    _assert_one_graph(variant(name), "auto", "reference")
-
-
 @pytest.mark.parametrize("name", ["alibi documents", "h_alibi"])
 def test_block_masks_of_one_shape_are_compiled_once(monkeypatch, name):
     counter, cpu = CompileCounter(), torch.device("cpu")
@@ -163,10 +151,7 @@ def test_block_masks_of_one_shape_are_compiled_once(monkeypatch, name):
 
 
 @pytest.mark.skipif(COMPILER is None, reason="inductor needs a C++ compiler (g++, c++ or clang++)")
-@pytest.mark.parametrize(
-    "name",
-    ["nope ABCD", "alibi AC act standard_relu2 qk_full gqa documents"],
-)
+@pytest.mark.parametrize("name", ["nope ABCD", "alibi AC act standard_relu2 qk_full gqa documents"])
 def test_compiled_blocks_give_the_eager_logits_and_gradients(name):
     args = variant(name)
     eager, compiled = build(args), _compile_blocks(build(args), "inductor")

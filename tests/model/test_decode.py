@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,6 @@ def prompts_for(args: ModelArgs, lengths: tuple[int, ...] = LENGTHS) -> list[lis
 
 @contextmanager
 def recorded(model: Transformer) -> Iterator[list[Tensor]]:
-    """The logits of every pass that `model` makes."""
     passes: list[Tensor] = []
     handle = model.register_forward_hook(lambda *given: passes.append(given[2]))
     yield passes
@@ -37,14 +37,12 @@ def recorded(model: Transformer) -> Iterator[list[Tensor]]:
 
 
 def whole_pass(model: Transformer, prompt: list[int], answer: list[int]) -> Tensor:
-    """The logits that each token of `answer` was chosen from, by one pass without a cache."""
     with torch.no_grad():
         return model(torch.tensor([prompt + answer[:-1]]))[0, len(prompt) - 1 :]
 
 
 @every_variant
 def test_tokens_and_logits_are_those_of_whole_passes(args: ModelArgs) -> None:
-    """That all tokens of an answer are the likeliest of a pass over it is greedy decoding."""
     model, prompts = build(args), prompts_for(args)
     with recorded(model) as passes:
         together = generate(model, prompts, max_new_tokens=NEW)
@@ -64,12 +62,10 @@ def test_tokens_and_logits_are_those_of_whole_passes(args: ModelArgs) -> None:
 
 
 def cut_answer(free: list[int], limit: int, eos_id: int, stop_id: int) -> tuple[list[int], str]:
-    """The part of an endless answer that is to be kept, and why it ends there."""
     for place, token in enumerate(free[:limit]):
-        if token == eos_id:
-            return free[:place], "eos"
-        if token == stop_id:
-            return free[: place + 1], "stop"
+        if token in (eos_id, stop_id):
+            is_eos = token == eos_id
+            return free[: place + (not is_eos)], "eos" if is_eos else "stop"
     return free[:limit], "limit"
 
 
@@ -105,11 +101,7 @@ def test_rows_end_by_themselves_and_answers_keep_their_order(name: str) -> None:
         assert sorted(asked) == [
             (i, kept[: n + 1]) for i, kept in enumerate(expected) for n in range(len(kept))
         ]
-
-
-def test_rows_that_ended_are_not_computed() -> None:
-    model = build(BASE)
-    with recorded(model) as passes:
+    with recorded(model) as passes:  # rows that ended are not computed
         generate(model, [[5], [6, 7], [8]], max_new_tokens=[4, 1, 2])
     assert [len(logits) for logits in passes] == [3, 2, 1, 1]
     assert generate(model, [], max_new_tokens=3) == []
@@ -150,19 +142,13 @@ def test_the_cache_stays_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class LargestResult(TorchDispatchMode):
-    """Notes how many numbers the largest result has that is no view of an argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = (0, "")
+    largest = (0, "")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
-            inputs = {
-                given.untyped_storage().data_ptr() for given in args if isinstance(given, Tensor)
-            }
-            is_view = result.untyped_storage().data_ptr() in inputs
+            given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+            is_view = result.untyped_storage().data_ptr() in given
             if not is_view or func.__name__.split(".")[0].endswith("_"):
                 self.largest = max(self.largest, (result.numel(), str(func)))
         return result
@@ -221,12 +207,11 @@ def test_draws_depend_on_the_seed_and_on_nothing_else() -> None:
     model = build(variant("rope AC no_res act standard_relu2 qk_full gqa tied documents"))
     prompts = prompts_for(model.args, (5, 1, 17, 2, 40))
 
-    def drawn(seed: int, **options: int) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(seed)
+    def drawn(seed: int, **options: Any) -> list[list[int]]:
         options |= {"max_new_tokens": 15, "top_k": 30}
-        return generate(
-            model, prompts, temperature=0.9, top_p=0.95, generator=generator, **options
-        )  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+        options |= {"temperature": 0.9, "top_p": 0.95, "generator": generator}
+        return generate(model, prompts, **options)
 
     torch.manual_seed(0)
     first = drawn(1)
@@ -243,16 +228,12 @@ def test_draws_depend_on_the_seed_and_on_nothing_else() -> None:
 def expected_probabilities(
     logits: list[float], temperature: float, top_k: int, top_p: float
 ) -> list[float]:
-    """What sampling is, in words: heat, rank, cut to k, cut to the nucleus, share anew."""
-    ranked = sorted(range(len(logits)), key=lambda i: -logits[i])
-    ranked = ranked[: top_k or len(ranked)]
+    ranked = sorted(range(len(logits)), key=lambda i: -logits[i])[: top_k or None]
     weights = {i: math.exp((logits[i] - max(logits)) / temperature) for i in ranked}
-    total, nucleus, reached = sum(weights.values()), {}, 0.0
+    nucleus: dict[int, float] = {}
     for i in ranked:
-        if reached >= top_p:
-            break
-        nucleus[i] = weights[i] / total
-        reached += nucleus[i]
+        if sum(nucleus.values()) < top_p:
+            nucleus[i] = weights[i] / sum(weights.values())
     return [nucleus.get(i, 0.0) / sum(nucleus.values()) for i in range(len(logits))]
 
 
@@ -263,7 +244,6 @@ def expected_probabilities(
 def test_ids_are_drawn_with_their_probabilities(
     temperature: float, top_k: int, top_p: float
 ) -> None:
-    """Over a fine grid of numbers each id comes as often as its probability says."""
     logits = torch.randn(11, generator=torch.Generator().manual_seed(0)) * 2
     num_draws = 20_000
     draws = (torch.arange(num_draws, dtype=torch.float64) + 0.5) / num_draws
@@ -274,31 +254,26 @@ def test_ids_are_drawn_with_their_probabilities(
     likely = {i for i, probability in enumerate(expected) if probability}
     edges = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
     assert set(sample(logits.expand(2, -1), edges, temperature, top_k, top_p).tolist()) <= likely
-
-
-def test_nothing_is_drawn_from_logits_that_are_not_finite() -> None:
     with pytest.raises(UserError, match="not finite"):
-        sample(torch.tensor([[0.0, math.nan]]), torch.zeros(1, dtype=torch.float64), 1.0, 0, 1.0)
+        sample(torch.full((1, 2), math.nan), draws[:1], 1.0, 0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "options", "message"),
-    [
-        ([[1], []], {}, "prompt 1 is empty"),
-        ([[1, 40]], {}, "prompt 0 has ids from 1 to 40, the model's are 0 to 39"),
-        ([[1] * 3, [1] * 152], {}, "prompt 1 of 152 tokens with 10 new .* max_seq_len = 160"),
-        ([[1], [2]], {"max_new_tokens": [1]}, "1 numbers for 2 prompts"),
-        ([[1], [2]], {"max_new_tokens": [1, 0]}, "prompt 1 with 0 new tokens"),
-        ([[1]], {"temperature": 1.0}, "needs a torch.Generator"),
-        ([[1]], {"temperature": -1.0}, "temperature -1.0"),
-        ([[1]], {"top_k": 3}, "need a temperature above 0"),
-        ([[1]], {"top_p": 0.0}, "top_p 0.0"),
-    ],
-)
-def test_what_can_not_be_done_is_refused_before_anything_is_computed(
-    prompts: list[list[int]], options: dict, message: str
-) -> None:
+REFUSED: list[tuple[list[list[int]], dict[str, Any], str]] = [
+    ([[1], []], {}, "prompt 1"),
+    ([[1, 40]], {}, "prompt 0"),
+    ([[1] * 3, [1] * 152], {}, "max_seq_len"),
+    ([[1], [2]], {"max_new_tokens": [1]}, "max_new_tokens"),
+    ([[1], [2]], {"max_new_tokens": [1, 0]}, "prompt 1"),
+    ([[1]], {"temperature": 1.0}, "Generator"),
+    ([[1]], {"temperature": -1.0}, "temperature"),
+    ([[1]], {"top_k": 3}, "temperature"),
+    ([[1]], {"top_p": 0.0}, "top_p"),
+]
+
+
+def test_what_can_not_be_done_is_refused_before_anything_is_computed() -> None:
     model = build(BASE)
-    with recorded(model) as passes, pytest.raises(UserError, match=message):
-        generate(model, prompts, **{"max_new_tokens": NEW, **options})
-    assert not passes
+    for prompts, options, match in REFUSED:
+        with recorded(model) as passes, pytest.raises(UserError, match=match):
+            generate(model, prompts, **{"max_new_tokens": NEW, **options})
+        assert not passes

@@ -31,7 +31,6 @@ def _fresh_compiler():
 
 
 def _wide(args: ModelArgs) -> ModelArgs:
-    """The variant with heads of 64 dims, which every kernel takes."""
     return replace(args, dim=64 * args.num_heads, ffn_dim=256, max_seq_len=256)
 
 
@@ -44,8 +43,8 @@ def _difference(given: torch.Tensor, expected: torch.Tensor) -> float:
     return float((given - expected).norm() / expected.norm())
 
 
-def _assert_equals_the_reference(args: ModelArgs, model: Transformer) -> None:
-    """Logits and all gradients within what 8 bits leave, of the weights that have 8 bits."""
+def _assert_equals_the_reference(args: ModelArgs, **options) -> None:
+    model = _on_gpu(args, **options)
     tokens = random_tokens(args, rows=2, num_tokens=NUM_TOKENS)
     logits = model(tokens.to(DEVICE))
     assert logits.dtype == torch.bfloat16
@@ -63,8 +62,7 @@ def _assert_equals_the_reference(args: ModelArgs, model: Transformer) -> None:
 
 @every_variant
 def test_every_variant_equals_the_reference_by_the_way_it_takes(args):
-    args = _wide(args)
-    _assert_equals_the_reference(args, _on_gpu(args))
+    _assert_equals_the_reference(_wide(args))
 
 
 WAYS = [
@@ -83,15 +81,14 @@ def test_every_way_of_attention_equals_the_reference(name, backend):
         if "not installed" not in str(why) and "this GPU is" not in str(why):
             raise
         pytest.skip(str(why))
-    _assert_equals_the_reference(args, _on_gpu(args, attention_backend=backend))
+    _assert_equals_the_reference(args, attention_backend=backend)
     torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
 
 
-@pytest.mark.parametrize("kernel", attend_module._SDPA_KERNELS.values(), ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", attend_module._SDPA_KERNELS, ids=lambda k: k.name)
 def test_every_sdpa_kernel_equals_the_reference(monkeypatch, kernel):
     monkeypatch.setattr(attend_module, "_SDPA_ORDERS", {"auto": [kernel]})
-    args = _wide(variant("rope"))
-    _assert_equals_the_reference(args, _on_gpu(args))
+    _assert_equals_the_reference(_wide(variant("rope")))
 
 
 @pytest.mark.parametrize("name", ["rope ABCD", "alibi ABCD gqa documents", "h_alibi AC"])

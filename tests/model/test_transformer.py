@@ -1,13 +1,12 @@
-"""The whole model's structure: names, shared parts, what blocks are passed, refusals."""
+"""The whole model's structure: names, shared parts, what blocks are passed."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.transformer import Transformer
-from tests.variants import BASE, build, variant
+from tests.variants import BASE, build
 
 
 def test_parameter_names_are_the_interop_table():
@@ -20,23 +19,7 @@ def test_parameter_names_are_the_interop_table():
     layer |= {f"feed_forward.{n}" for n in ("w1", "w2", "w3", "canon_d")}
     assert names == {"tok_embeddings", "norm", "output"} | {f"layers.0.{n}" for n in layer}
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
-
-
-def test_a_tied_model_scores_with_its_token_embedding():
-    tied, untied = build(variant("nope A tied")), build(variant("nope A"))
-    weights = tied.state_dict() | {"output.weight": tied.tok_embeddings.weight.detach()}
-    untied.load_state_dict(weights)
-    tokens = torch.arange(12)[None]
-    assert torch.equal(tied(tokens), untied(tokens))
-
-
-def test_absent_parts_leave_no_module_and_all_blocks_share_the_tables():
-    model = build(BASE)
-    block = model.layers["0"]
-    assert block.canon_a is block.canon_c is block.attention.canon_b is None
-    assert block.attention.q_norm is block.attention.k_norm is block.feed_forward.canon_d is None
-    assert all(b.attention.rope is model.rope for b in model.layers.values())
-    assert build(replace(BASE, position="nope")).rope is None
+    assert all(block.attention.rope is model.rope for block in model.layers.values())
 
 
 @pytest.mark.parametrize("changes", [{}, {"position": "alibi", "document_mask": True}], ids=str)
@@ -54,9 +37,3 @@ def test_blocks_are_passed_no_floats_but_the_hidden_state(changes):
         tensors = [other for other in others if isinstance(other, torch.Tensor)]
         assert not kwargs and len(tensors) == (2 if changes else 0)
         assert not any(tensor.is_floating_point() for tensor in tensors)
-
-
-def test_too_long_a_sequence_is_refused_with_both_numbers():
-    with pytest.raises(UserError, match="161 tokens.*max_seq_len = 160"):
-        build(BASE)(torch.zeros(1, 161, dtype=torch.int64))
-    assert build(BASE)(torch.zeros(1, 160, dtype=torch.int64)).shape == (1, 160, 40)

@@ -29,8 +29,7 @@ class Blocks(NamedTuple):
 
 # Kind of kernel -> programs to aim at and elements of a row for a thread. Enough programs for 132
 # multiprocessors (H100, H200) to have 24 KiB on their way from memory each, and no more: each adds
-# a halo, and in backward a row of sums. Many elements for a thread, since what a token costs beside
-# arithmetic (where is its row, is it inside) is paid once a thread; fewer where a window is large.
+# a halo, and in backward a row of sums. Many elements for a thread, fewer where a window is large.
 # A program with a whole row is as large as a multiprocessor's registers allow two of.
 _PLANS = {
     "forward": (2112, 8),
@@ -110,8 +109,7 @@ def weight_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the weight and of the gain (empty without one), in their dtypes.
 
-    Every program has written a float32 row of sums; they are added in one order, where atomic
-    additions would come in the order in which programs end.
+    The programs' float32 sums are added in one order; atomic additions would have none.
     """
     num_programs, num_sums, width = sums_PSC.shape
     dweight = torch.empty_like(weight_C1K)

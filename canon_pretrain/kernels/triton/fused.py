@@ -1,8 +1,8 @@
 """Canon by Triton kernels: alone, and with what is beside it at each site of a block.
 
-The face of `kernels/triton/`. All take float32, bfloat16 and float16, add in float32, and round
-once at the end. Weight gradients are the same bits in every run. Kernels are torch.library
-operators, so torch.compile, FSDP2 and activation checkpointing see one operator.
+All take float32, bfloat16 and float16, add in float32, and round once at the end. Weight gradients
+are the same bits in every run. Kernels are torch.library operators, so torch.compile, FSDP2 and
+activation checkpointing see one operator.
 
 Shapes: B batch, T tokens, D hidden, C channels, K taps (head dim in [B, T, H, K]), H heads, G
 key-value heads, X = H K, Y = G K, F ffn dim, R rotated pairs of a head, N = taps - 1 + T.
@@ -25,24 +25,16 @@ MAX_ROW = 4096
 class _CanonRows(torch.autograd.Function):
     """`canon_rows`; with `readers` also the stream h + added, and a result for each of them.
 
-    A block reads the stream twice, through the norm and directly, and two or three products read
-    the norm's result. The backward kernel adds up the gradients of all of them: otherwise each
-    addition would be a pass over three tensors (12 D bytes per token in bfloat16).
+    The backward kernel adds up the gradients of all readers: otherwise each addition would be a
+    pass over three tensors (12 D bytes per token in bfloat16).
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        h_BTC: Tensor,
-        added_BTC: Tensor | None,
-        weight_C1K: Tensor,
-        gain: Tensor | None,
-        segments_BN: Tensor | None,
-        cos_TR: Tensor | None,
-        sin_TR: Tensor | None,
-        options: tuple[int, int, bool, bool, str, float],
-        readers: int,
-    ) -> Tensor | tuple[Tensor, ...]:
+        ctx: Any, h_BTC: Tensor, added_BTC: Tensor | None, weight_C1K: Tensor, gain: Tensor | None,
+        segments_BN: Tensor | None, cos_TR: Tensor | None, sin_TR: Tensor | None,
+        options: tuple[int, int, bool, bool, str, float], readers: int,
+    ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
         y_BTC, rstd_BT, sum_BTC = canon_rows(
             h_BTC, weight_C1K, gain, segments_BN, added_BTC, cos_TR, sin_TR, *options
         )
@@ -67,20 +59,11 @@ class _CanonRows(torch.autograd.Function):
 
 
 def canon_triton(
-    x_BTC: Tensor,
-    weight_C1K: Tensor,
-    *,
-    residual: bool,
-    activation: bool,
-    segments_BN: Tensor | None = None,
-    gain: Tensor | None = None,
-    norm: str = "none",
-    eps: float = 0.0,
-    cos_TR: Tensor | None = None,
-    sin_TR: Tensor | None = None,
-    head_dim: int = 0,
-    rope_heads: int = 0,
-) -> Tensor:
+    x_BTC: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool,
+    segments_BN: Tensor | None = None, gain: Tensor | None = None, norm: str = "none",
+    eps: float = 0.0, cos_TR: Tensor | None = None, sin_TR: Tensor | None = None,
+    head_dim: int = 0, rope_heads: int = 0,
+) -> Tensor:  # fmt: skip
     """Compute `canon_reference` of a whole sequence, with what is beside it.
 
     `norm` "full": RMSNorm before Canon (A, C, QK-norm), with a gain of x's width. "per_head":
@@ -95,24 +78,16 @@ def canon_triton(
         assert gain is not None
         x_BTC, gain, norm = F.rms_norm(x_BTC, (width,), gain.to(x_BTC.dtype), eps), None, "none"
     options = (head_dim, rope_heads, residual, activation, norm, eps)
-    y_BTC: Tensor = _CanonRows.apply(
-        x_BTC, None, weight_C1K, gain, segments_BN, cos_TR, sin_TR, options, 0
-    )
+    given = x_BTC, None, weight_C1K, gain, segments_BN, cos_TR, sin_TR
+    y_BTC: Tensor = _CanonRows.apply(*given, options, 0)
     return y_BTC
 
 
 def norm_canon_stream_triton(
-    h_BTD: Tensor,
-    gain_D: Tensor,
-    weight_D1K: Tensor,
-    *,
-    eps: float,
-    residual: bool,
-    activation: bool,
-    segments_BN: Tensor | None = None,
-    added_BTD: Tensor | None = None,
+    h_BTD: Tensor, gain_D: Tensor, weight_D1K: Tensor, *, eps: float, residual: bool,
+    activation: bool, segments_BN: Tensor | None = None, added_BTD: Tensor | None = None,
     readers: int = 1,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Return h + added, and Canon(RMSNorm(h + added)) `readers` times: Canon-A and -C.
 
     At most MAX_READERS; each takes one of the equal results.
@@ -120,10 +95,8 @@ def norm_canon_stream_triton(
     width = h_BTD.shape[-1]
     if width > MAX_ROW:
         h_BTD = h_BTD if added_BTD is None else h_BTD + added_BTD
-        y_BTD = canon_triton(
-            h_BTD, weight_D1K, gain=gain_D, norm="full", eps=eps, residual=residual,
-            activation=activation, segments_BN=segments_BN,
-        )  # fmt: skip
+        kind: Any = {"residual": residual, "activation": activation, "segments_BN": segments_BN}
+        y_BTD = canon_triton(h_BTD, weight_D1K, gain=gain_D, norm="full", eps=eps, **kind)
         return h_BTD, *(y_BTD,) * readers
     _check("norm_canon_stream_triton", h_BTD, weight_D1K, width, segments_BN)
     _check_gain(gain_D, "full", width)
@@ -132,27 +105,16 @@ def norm_canon_stream_triton(
     ):
         raise ValueError(f"readers ({readers}) are 1 to {MAX_READERS}, and added is like h.")
     options = (0, 0, residual, activation, "full", eps)
-    found: tuple[Tensor, ...] = _CanonRows.apply(
-        h_BTD, added_BTD, weight_D1K, gain_D, segments_BN, None, None, options, readers
-    )
+    given = h_BTD, added_BTD, weight_D1K, gain_D, segments_BN, None, None
+    found: tuple[Tensor, ...] = _CanonRows.apply(*given, options, readers)
     return found
 
 
 def canon_qkv_triton(
-    q_BTX: Tensor,
-    k_BTY: Tensor,
-    v_BTY: Tensor,
-    weight_C1K: Tensor,
-    *,
-    head_dim: int,
-    qk_norm: str,
-    q_gain: Tensor | None = None,
-    k_gain: Tensor | None = None,
-    cos_TR: Tensor | None = None,
-    sin_TR: Tensor | None = None,
-    rope_share: int = 1,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q_BTX: Tensor, k_BTY: Tensor, v_BTY: Tensor, weight_C1K: Tensor, *, head_dim: int, qk_norm: str,
+    q_gain: Tensor | None = None, k_gain: Tensor | None = None, cos_TR: Tensor | None = None,
+    sin_TR: Tensor | None = None, rope_share: int = 1, **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return q_BTHK, k_BTGK and v_BTGK after Canon-B, QK-norm and rotation; see `canon_triton`.
 
     `qk_norm` is a norm of `canon_triton`, whose other `options` are for all parts. One in
@@ -176,29 +138,21 @@ def canon_qkv_triton(
 
 
 def canon_gate_triton(
-    gate_BTF: Tensor,
-    up_BTF: Tensor,
-    weight_C1K: Tensor,
-    *,
-    residual: bool,
-    activation: bool,
-    relu2: bool,
-    segments_BN: Tensor | None = None,
-) -> Tensor:
+    gate_BTF: Tensor, up_BTF: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool,
+    relu2: bool, segments_BN: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return act(Canon-D(gate)) * Canon-D(up), [B, T, F], with act silu, or relu squared."""
     if up_BTF.shape != gate_BTF.shape:
         raise ValueError(f"gate is {tuple(gate_BTF.shape)}, up {tuple(up_BTF.shape)}; not equal.")
     _check("canon_gate_triton", gate_BTF, weight_C1K, 2 * gate_BTF.shape[-1], segments_BN)
-    inner_BTF: Tensor = canon_gate(
-        gate_BTF, up_BTF, weight_C1K, segments_BN, residual, activation, relu2
-    )
+    options = segments_BN, residual, activation, relu2
+    inner_BTF: Tensor = canon_gate(gate_BTF, up_BTF, weight_C1K, *options)
     return inner_BTF
 
 
 def _check_gain(gain: Tensor | None, norm: str, width: int) -> None:
     if gain is None or gain.shape != (width,):
-        given = None if gain is None else tuple(gain.shape)
-        raise ValueError(f'norm "{norm}" needs a gain of shape ({width},); got {given}.')
+        raise ValueError(f'norm "{norm}" needs a gain of shape ({width},)')
 
 
 def _check(
@@ -206,12 +160,10 @@ def _check(
 ) -> None:
     """Raise ValueError if shapes do not fit: a kernel would read past their ends."""
     taps = weight_C1K.shape[-1]
-    given = tuple(None if t is None else tuple(t.shape) for t in (x_BTC, weight_C1K, segments_BN))
     fits = x_BTC.ndim == 3 and weight_C1K.shape == (width, 1, taps) and taps in (2, 3, 4)
     if fits and segments_BN is not None:
         fits = segments_BN.shape == (x_BTC.shape[0], taps - 1 + x_BTC.shape[1])
     if not fits:
-        raise ValueError(
-            f"{name} got x, weight and segments of shapes {given}; expected [B, T, C], "
-            f"[{width}, 1, taps] with 2 to 4 taps, and [B, taps - 1 + T] or None."
-        )
+        given = [tuple(t.shape) for t in (x_BTC, weight_C1K, segments_BN) if t is not None]
+        wanted = f"[B, T, C], [{width}, 1, taps], 2 to 4 taps, and [B, taps - 1 + T]"
+        raise ValueError(f"{name} got x, weight and segments of shapes {given}; expected {wanted}")

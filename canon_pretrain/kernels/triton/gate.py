@@ -14,26 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from canon_pretrain.kernels.triton.blocks import (
-    STAGES,
-    choose_blocks,
-    on_device,
-    pointer,
-    weight_gradient,
-)
-from canon_pretrain.kernels.triton.window import (
-    REACH,
-    add_products,
-    load_row,
-    load_segment,
-    load_taps,
-    mix,
-    own_run,
-    silu,
-    silu_slope,
-    store_products,
-    store_row,
-)
+from canon_pretrain.kernels.triton import blocks, window
 
 
 @triton.jit
@@ -43,35 +24,35 @@ def canon_gate_forward_kernel(
     relu2: tl.constexpr, block: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
     channels = tl.program_id(0) * block + tl.arange(0, block)
-    start, place, low, high, length = own_run(num_tokens, run, taps)
+    start, place, low, high, length = window.own_run(num_tokens, run, taps)
     skipped = start * width
     gate, up, inner, segments = gate + skipped, up + skipped, inner + skipped, segments + place
     mask = channels < width
-    w0, w1, w2, w3 = load_taps(weight, channels, mask, taps)
+    w0, w1, w2, w3 = window.load_taps(weight, channels, mask, taps)
     weight += width * taps
-    v0, v1, v2, v3 = load_taps(weight, channels, mask, taps)
+    v0, v1, v2, v3 = window.load_taps(weight, channels, mask, taps)
     zeros = tl.zeros([block], tl.float32)
     a1, a2, a3 = zeros, zeros, zeros
     b1, b2, b3 = zeros, zeros, zeros
-    g1 = load_segment(segments, -REACH - 1, low, high, taps, seg)
+    g1 = window.load_segment(segments, -window.REACH - 1, low, high, taps, seg)
     g2, g3 = g1, g1
-    for i in tl.range(0, length + REACH, num_stages=stages):
-        t = i - REACH
-        a0 = load_row(gate, t, low, high, width, channels)
-        b0 = load_row(up, t, low, high, width, channels)
-        g0 = load_segment(segments, t, low, high, taps, seg)
-        a = mix(a0, a1, a2, a3, w0, w1, w2, w3, g0, g1, g2, g3, taps, seg)
-        b = mix(b0, b1, b2, b3, v0, v1, v2, v3, g0, g1, g2, g3, taps, seg)
+    for i in tl.range(0, length + window.REACH, num_stages=stages):
+        t = i - window.REACH
+        a0 = window.load_row(gate, t, low, high, width, channels)
+        b0 = window.load_row(up, t, low, high, width, channels)
+        g0 = window.load_segment(segments, t, low, high, taps, seg)
+        a = window.mix(a0, a1, a2, a3, w0, w1, w2, w3, g0, g1, g2, g3, taps, seg)
+        b = window.mix(b0, b1, b2, b3, v0, v1, v2, v3, g0, g1, g2, g3, taps, seg)
         if activation:
-            a, b = silu(a), silu(b)
+            a, b = window.silu(a), window.silu(b)
         if residual:
             a, b = a0 + a, b0 + b
         if relu2:
             positive = tl.maximum(a, 0.0)
             z = positive * positive * b
         else:
-            z = silu(a) * b
-        store_row(inner, t, 0, length, width, channels, z)
+            z = window.silu(a) * b
+        window.store_row(inner, t, 0, length, width, channels, z)
         a3, a2, a1 = a2, a1, a0
         b3, b2, b1 = b2, b1, b0
         g3, g2, g1 = g2, g1, g0
@@ -84,33 +65,33 @@ def canon_gate_backward_kernel(
     relu2: tl.constexpr, want_sums: tl.constexpr, block: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
     channels = tl.program_id(0) * block + tl.arange(0, block)
-    start, place, low, high, length = own_run(num_tokens, run, taps)
+    start, place, low, high, length = window.own_run(num_tokens, run, taps)
     skipped = start * width
     dinner, gate, up = dinner + skipped, gate + skipped, up + skipped
     dgate, dup, segments = dgate + skipped, dup + skipped, segments + place
     mask = channels < width
-    w0, w1, w2, w3 = load_taps(weight, channels, mask, taps)
+    w0, w1, w2, w3 = window.load_taps(weight, channels, mask, taps)
     weight += width * taps
-    v0, v1, v2, v3 = load_taps(weight, channels, mask, taps)
+    v0, v1, v2, v3 = window.load_taps(weight, channels, mask, taps)
     zeros = tl.zeros([block], tl.float32)
     a1, a2, a3, b1, b2, b3 = zeros, zeros, zeros, zeros, zeros, zeros  # gate and up before t
     c1, c2, c3, d1, d2, d3 = zeros, zeros, zeros, zeros, zeros, zeros  # to their convolutions
     e1, e2, e3, f1, f2, f3 = zeros, zeros, zeros, zeros, zeros, zeros  # to their residuals
     p0, p1, p2, p3, q0, q1, q2, q3 = zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros
-    g1 = load_segment(segments, -REACH - 1, low, high, taps, seg)
+    g1 = window.load_segment(segments, -window.REACH - 1, low, high, taps, seg)
     g2, g3 = g1, g1
-    for i in tl.range(0, length + 2 * REACH, num_stages=stages):
-        t = i - REACH
-        s = t - REACH  # the token whose gradients are complete with t's
-        a0 = load_row(gate, t, low, high, width, channels)
-        b0 = load_row(up, t, low, high, width, channels)
-        dz = load_row(dinner, t, 0, high, width, channels)
-        g0 = load_segment(segments, t, low, high, taps, seg)
-        a_sum = mix(a0, a1, a2, a3, w0, w1, w2, w3, g0, g1, g2, g3, taps, seg)
-        b_sum = mix(b0, b1, b2, b3, v0, v1, v2, v3, g0, g1, g2, g3, taps, seg)
+    for i in tl.range(0, length + 2 * window.REACH, num_stages=stages):
+        t = i - window.REACH
+        s = t - window.REACH  # the token whose gradients are complete with t's
+        a0 = window.load_row(gate, t, low, high, width, channels)
+        b0 = window.load_row(up, t, low, high, width, channels)
+        dz = window.load_row(dinner, t, 0, high, width, channels)
+        g0 = window.load_segment(segments, t, low, high, taps, seg)
+        a_sum = window.mix(a0, a1, a2, a3, w0, w1, w2, w3, g0, g1, g2, g3, taps, seg)
+        b_sum = window.mix(b0, b1, b2, b3, v0, v1, v2, v3, g0, g1, g2, g3, taps, seg)
         a, b = a_sum, b_sum
         if activation:
-            a, b = silu(a_sum), silu(b_sum)
+            a, b = window.silu(a_sum), window.silu(b_sum)
         if residual:
             a, b = a0 + a, b0 + b
         if relu2:
@@ -118,24 +99,24 @@ def canon_gate_backward_kernel(
             e0 = dz * b * 2.0 * positive
             f0 = dz * positive * positive
         else:
-            e0 = dz * b * silu_slope(a)
-            f0 = dz * silu(a)
+            e0 = dz * b * window.silu_slope(a)
+            f0 = dz * window.silu(a)
         c0, d0 = e0, f0
         if activation:
-            c0, d0 = e0 * silu_slope(a_sum), f0 * silu_slope(b_sum)
-        da = mix(c3, c2, c1, c0, w0, w1, w2, w3, g3, g2, g1, g0, taps, seg)
-        db = mix(d3, d2, d1, d0, v0, v1, v2, v3, g3, g2, g1, g0, taps, seg)
+            c0, d0 = e0 * window.silu_slope(a_sum), f0 * window.silu_slope(b_sum)
+        da = window.mix(c3, c2, c1, c0, w0, w1, w2, w3, g3, g2, g1, g0, taps, seg)
+        db = window.mix(d3, d2, d1, d0, v0, v1, v2, v3, g3, g2, g1, g0, taps, seg)
         if residual:
             da, db = e3 + da, f3 + db
-        store_row(dgate, s, 0, length, width, channels, da)
-        store_row(dup, s, 0, length, width, channels, db)
+        window.store_row(dgate, s, 0, length, width, channels, da)
+        window.store_row(dup, s, 0, length, width, channels, db)
         if want_sums:
             a_at_s = tl.where(s >= 0, a3, 0.0)
             b_at_s = tl.where(s >= 0, b3, 0.0)
-            p0, p1, p2, p3 = add_products(
+            p0, p1, p2, p3 = window.add_products(
                 p0, p1, p2, p3, a_at_s, c3, c2, c1, c0, g3, g2, g1, g0, taps, seg
             )
-            q0, q1, q2, q3 = add_products(
+            q0, q1, q2, q3 = window.add_products(
                 q0, q1, q2, q3, b_at_s, d3, d2, d1, d0, g3, g2, g1, g0, taps, seg
             )
         a3, a2, a1, b3, b2, b1 = a2, a1, a0, b2, b1, b0
@@ -145,33 +126,29 @@ def canon_gate_backward_kernel(
     if want_sums:
         program = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         sums += program * taps * 2 * width
-        store_products(sums, channels, mask, 2 * width, p0, p1, p2, p3, taps)
-        store_products(sums + width, channels, mask, 2 * width, q0, q1, q2, q3, taps)
+        window.store_products(sums, channels, mask, 2 * width, p0, p1, p2, p3, taps)
+        window.store_products(sums + width, channels, mask, 2 * width, q0, q1, q2, q3, taps)
 
 
 @torch.library.custom_op("canon_pretrain::canon_gate", mutates_args=())
 def canon_gate(
-    gate_BTF: Tensor,
-    up_BTF: Tensor,
-    weight_C1K: Tensor,
-    segments_BN: Tensor | None,
-    residual: bool,
-    activation: bool,
-    relu2: bool,
-) -> Tensor:
+    gate_BTF: Tensor, up_BTF: Tensor, weight_C1K: Tensor, segments_BN: Tensor | None,
+    residual: bool, activation: bool, relu2: bool,
+) -> Tensor:  # fmt: skip
     """Return act(canon(gate)) * canon(up), [B, T, F]; the weight's first F rows are gate's."""
     gate, up, weight = gate_BTF.contiguous(), up_BTF.contiguous(), weight_C1K.contiguous()
     num_rows, num_tokens, width = gate.shape
-    blocks = choose_blocks("gate forward", num_rows, num_tokens, width)
+    plan = blocks.choose_blocks("gate forward", num_rows, num_tokens, width)
     inner = torch.empty_like(gate)
     if not inner.numel():
         return inner
-    grid = (triton.cdiv(width, blocks.block), triton.cdiv(num_tokens, blocks.run), num_rows)
-    with on_device(gate):
+    grid = (triton.cdiv(width, plan.block), triton.cdiv(num_tokens, plan.run), num_rows)
+    with blocks.on_device(gate):
         canon_gate_forward_kernel[grid](
-            gate, up, weight, pointer(segments_BN, gate), inner, num_tokens, width, blocks.run,
+            gate, up, weight, blocks.pointer(segments_BN, gate), inner, num_tokens, width, plan.run,
             taps=weight.shape[2], residual=residual, activation=activation, relu2=relu2,
-            seg=segments_BN is not None, block=blocks.block, stages=STAGES, num_warps=blocks.warps,
+            seg=segments_BN is not None, block=plan.block, stages=blocks.STAGES,
+            num_warps=plan.warps,
         )  # fmt: skip
     return inner
 
@@ -183,37 +160,30 @@ def _canon_gate_like(gate_BTF: Tensor, *_: Any) -> Tensor:
 
 @torch.library.custom_op("canon_pretrain::canon_gate_backward", mutates_args=())
 def canon_gate_backward(
-    dinner_BTF: Tensor,
-    gate_BTF: Tensor,
-    up_BTF: Tensor,
-    weight_C1K: Tensor,
-    segments_BN: Tensor | None,
-    residual: bool,
-    activation: bool,
-    relu2: bool,
-    want_sums: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dinner_BTF: Tensor, gate_BTF: Tensor, up_BTF: Tensor, weight_C1K: Tensor,
+    segments_BN: Tensor | None, residual: bool, activation: bool, relu2: bool, want_sums: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of gate, up and the weight (empty without `want_sums`)."""
     dinner, weight = dinner_BTF.contiguous(), weight_C1K.contiguous()
     gate, up = gate_BTF.contiguous(), up_BTF.contiguous()
     num_rows, num_tokens, width = gate.shape
     taps = weight.shape[2]
-    blocks = choose_blocks("gate backward", num_rows, num_tokens, width)
-    runs = triton.cdiv(num_tokens, blocks.run)
+    plan = blocks.choose_blocks("gate backward", num_rows, num_tokens, width)
+    runs = triton.cdiv(num_tokens, plan.run)
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
     shape = (num_rows * runs, taps, 2 * width) if want_sums else (0,)
     sums_PKC = gate.new_empty(shape, dtype=torch.float32)
     if gate.numel():
-        with on_device(gate):
-            canon_gate_backward_kernel[(triton.cdiv(width, blocks.block), runs, num_rows)](
-                dinner, gate, up, weight, pointer(segments_BN, gate), dgate, dup, sums_PKC,
-                num_tokens, width, blocks.run, taps=taps, residual=residual, relu2=relu2,
+        with blocks.on_device(gate):
+            canon_gate_backward_kernel[(triton.cdiv(width, plan.block), runs, num_rows)](
+                dinner, gate, up, weight, blocks.pointer(segments_BN, gate), dgate, dup, sums_PKC,
+                num_tokens, width, plan.run, taps=taps, residual=residual, relu2=relu2,
                 activation=activation, seg=segments_BN is not None, want_sums=want_sums,
-                block=blocks.block, stages=STAGES, num_warps=blocks.warps,
+                block=plan.block, stages=blocks.STAGES, num_warps=plan.warps,
             )  # fmt: skip
     if not want_sums:
         return dgate, dup, weight.new_empty(0)
-    return dgate, dup, weight_gradient(sums_PKC, weight, None, residual=residual)[0]
+    return dgate, dup, blocks.weight_gradient(sums_PKC, weight, None, residual=residual)[0]
 
 
 @canon_gate_backward.register_fake

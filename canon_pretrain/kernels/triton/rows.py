@@ -27,29 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from canon_pretrain.kernels.triton.blocks import (
-    STAGES,
-    Blocks,
-    choose_blocks,
-    on_device,
-    pointer,
-    weight_gradient,
-)
-from canon_pretrain.kernels.triton.window import (
-    REACH,
-    add_products,
-    limit,
-    load_raw,
-    load_row,
-    load_segment,
-    load_taps,
-    mix,
-    own_run,
-    silu,
-    silu_slope,
-    store_products,
-    store_row,
-)
+from canon_pretrain.kernels.triton import blocks, window
 
 MAX_READERS = 3
 """The most gradients of one result that a kernel adds up."""
@@ -85,7 +63,7 @@ def rotate(
     place = tl.arange(0, block // 2)
     pair = place % (dims // 2)
     head = tl.program_id(0) * (block // dims) + place // (dims // 2)
-    mask = (pair < limit(t, start, stop, rope_pairs)) & (head < rope_heads)
+    mask = (pair < window.limit(t, start, stop, rope_pairs)) & (head < rope_heads)
     c = tl.load(cos + t * rope_pairs + pair, mask=mask, other=1.0)
     s = tl.load(sin + t * rope_pairs + pair, mask=mask, other=0.0) * sign
     a, b = tl.split(tl.reshape(x, [block // 2, 2]))
@@ -108,46 +86,46 @@ def canon_rows_forward_kernel(
         inside = dim < head_dim
         channels = (channels // dims) * head_dim + dim
         mask = (channels < width) & inside
-    start, place, low, high, length = own_run(num_tokens, run, taps)
+    start, place, low, high, length = window.own_run(num_tokens, run, taps)
     skipped = start * width
     x, added, y, total = x + skipped, added + skipped, y + skipped, total + skipped
     rstd, segments = rstd + start, segments + place
     if rope:
         cos -= low * rope_pairs
         sin -= low * rope_pairs
-    w0, w1, w2, w3 = load_taps(weight, channels, mask, taps)
+    w0, w1, w2, w3 = window.load_taps(weight, channels, mask, taps)
     scale = load_scale(gain, channels, dim, mask, norm)
     if norm == FULL:
         w0, w1, w2, w3 = w0 * scale, w1 * scale, w2 * scale, w3 * scale
     zeros = tl.zeros([block], tl.float32)
     x1, x2, x3 = zeros, zeros, zeros
-    g1 = load_segment(segments, -REACH - 1, low, high, taps, seg)
+    g1 = window.load_segment(segments, -window.REACH - 1, low, high, taps, seg)
     g2, g3 = g1, g1
     # Two rows ahead by hand: Triton 3.6 to 3.9 do not pipeline a loop with a single load
-    begin = tl.full((), -REACH, tl.int32)
-    next0 = load_raw(x, begin, low, high, width, channels, inside)
-    next1 = load_raw(x, begin + 1, low, high, width, channels, inside)
+    begin = tl.full((), -window.REACH, tl.int32)
+    next0 = window.load_raw(x, begin, low, high, width, channels, inside)
+    next1 = window.load_raw(x, begin + 1, low, high, width, channels, inside)
     if adds:
-        more0 = load_raw(added, begin, low, high, width, channels, inside)
-        more1 = load_raw(added, begin + 1, low, high, width, channels, inside)
-    for i in range(0, length + REACH):
-        t = i - REACH
-        next2 = load_raw(x, t + 2, low, high, width, channels, inside)
+        more0 = window.load_raw(added, begin, low, high, width, channels, inside)
+        more1 = window.load_raw(added, begin + 1, low, high, width, channels, inside)
+    for i in range(0, length + window.REACH):
+        t = i - window.REACH
+        next2 = window.load_raw(x, t + 2, low, high, width, channels, inside)
         x0 = next0.to(tl.float32)
         if adds:
-            more2 = load_raw(added, t + 2, low, high, width, channels, inside)
+            more2 = window.load_raw(added, t + 2, low, high, width, channels, inside)
             # rounded, as the stream that continues with it
             x0 = (x0 + more0.to(tl.float32)).to(next0.dtype).to(tl.float32)
-            store_row(total, t, 0, length, width, channels, x0, inside)
+            window.store_row(total, t, 0, length, width, channels, x0, inside)
             more0, more1 = more1, more2
-        g0 = load_segment(segments, t, low, high, taps, seg)
+        g0 = window.load_segment(segments, t, low, high, taps, seg)
         if norm == FULL:
             r = tl.rsqrt(tl.sum(x0 * x0, axis=0) / width + eps)
             x0 *= r
             tl.store(rstd + t, r, mask=t >= 0)
-        z = mix(x0, x1, x2, x3, w0, w1, w2, w3, g0, g1, g2, g3, taps, seg)
+        z = window.mix(x0, x1, x2, x3, w0, w1, w2, w3, g0, g1, g2, g3, taps, seg)
         if activation:
-            z = silu(z)
+            z = window.silu(z)
         if residual:
             if norm == FULL:
                 z += scale * x0
@@ -157,7 +135,7 @@ def canon_rows_forward_kernel(
             z *= tl.rsqrt(head_sums(z * z, dims) / head_dim + eps) * scale
         if rope:
             z = rotate(z, cos, sin, t, 0, length, rope_pairs, rope_heads, 1.0, dims, block)
-        store_row(y, t, 0, length, width, channels, z, inside)
+        window.store_row(y, t, 0, length, width, channels, z, inside)
         x3, x2, x1 = x2, x1, x0
         g3, g2, g1 = g2, g1, g0
         next0, next1 = next1, next2
@@ -180,7 +158,7 @@ def canon_rows_backward_kernel(
         inside = dim < head_dim
         channels = (channels // dims) * head_dim + dim
         mask = (channels < width) & inside
-    start, place, low, high, length = own_run(num_tokens, run, taps)
+    start, place, low, high, length = window.own_run(num_tokens, run, taps)
     skipped = start * width
     dy, dy1, dy2 = dy + skipped, dy1 + skipped, dy2 + skipped
     x, more, dx = x + skipped, more + skipped, dx + skipped
@@ -188,7 +166,7 @@ def canon_rows_backward_kernel(
     if rope:
         cos -= low * rope_pairs
         sin -= low * rope_pairs
-    w0, w1, w2, w3 = load_taps(weight, channels, mask, taps)
+    w0, w1, w2, w3 = window.load_taps(weight, channels, mask, taps)
     scale = load_scale(gain, channels, dim, mask, norm)
     if norm == FULL:
         w0, w1, w2, w3 = w0 * scale, w1 * scale, w2 * scale, w3 * scale
@@ -201,29 +179,29 @@ def canon_rows_backward_kernel(
     again: tl.constexpr = activation or norm == PER_HEAD
     begin = 0
     if again:
-        begin = -REACH
-    g1 = load_segment(segments, begin - 1, low, high, taps, seg)
+        begin = -window.REACH
+    g1 = window.load_segment(segments, begin - 1, low, high, taps, seg)
     g2, g3 = g1, g1
-    for i in tl.range(0, length + REACH - begin, num_stages=stages):
+    for i in tl.range(0, length + window.REACH - begin, num_stages=stages):
         t = begin + i
-        s = t - REACH  # the token whose gradient is complete with t's
-        e0 = load_row(dy, t, 0, high, width, channels, inside)
+        s = t - window.REACH  # the token whose gradient is complete with t's
+        e0 = window.load_row(dy, t, 0, high, width, channels, inside)
         if grads > 1:
-            e0 += load_row(dy1, t, 0, high, width, channels, inside)
+            e0 += window.load_row(dy1, t, 0, high, width, channels, inside)
         if grads > 2:
-            e0 += load_row(dy2, t, 0, high, width, channels, inside)
-        g0 = load_segment(segments, t, low, high, taps, seg)
+            e0 += window.load_row(dy2, t, 0, high, width, channels, inside)
+        g0 = window.load_segment(segments, t, low, high, taps, seg)
         if rope:
             e0 = rotate(e0, cos, sin, t, 0, high, rope_pairs, rope_heads, -1.0, dims, block)
         if again:
-            x0 = load_row(x, t, low, high, width, channels, inside)
+            x0 = window.load_row(x, t, low, high, width, channels, inside)
             if norm == FULL:
                 x0 *= tl.load(rstd + t, mask=(t >= low) & (t < high), other=0.0)
-            z = mix(x0, x1, x2, x3, w0, w1, w2, w3, g0, g1, g2, g3, taps, seg)
+            z = window.mix(x0, x1, x2, x3, w0, w1, w2, w3, g0, g1, g2, g3, taps, seg)
             if norm == PER_HEAD:
                 u = z
                 if activation:
-                    u = silu(z)
+                    u = window.silu(z)
                 if residual:
                     u += x0
                 r = tl.rsqrt(head_sums(u * u, dims) / head_dim + eps)
@@ -233,15 +211,15 @@ def canon_rows_backward_kernel(
                 e0 = r * (e0 - u * (head_sums(e0 * u, dims) / head_dim))
             d0 = e0
             if activation:
-                d0 = e0 * silu_slope(z)
+                d0 = e0 * window.silu_slope(z)
             at_s = tl.where(s >= 0, x3, 0.0)
             x3, x2, x1 = x2, x1, x0
         else:
             d0 = e0
-            at_s = load_row(x, s, 0, length, width, channels, inside)
+            at_s = window.load_row(x, s, 0, length, width, channels, inside)
             if norm == FULL:
                 at_s *= tl.load(rstd + s, mask=s >= 0, other=0.0)
-        z = mix(d3, d2, d1, d0, w0, w1, w2, w3, g3, g2, g1, g0, taps, seg)
+        z = window.mix(d3, d2, d1, d0, w0, w1, w2, w3, g3, g2, g1, g0, taps, seg)
         if residual:
             if norm == FULL:
                 z += scale * e3
@@ -251,10 +229,10 @@ def canon_rows_backward_kernel(
             r = tl.load(rstd + s, mask=s >= 0, other=0.0)
             z = r * (z - at_s * (tl.sum(z * at_s, axis=0) / width))
         if adds:
-            z += load_row(more, s, 0, length, width, channels, inside)
-        store_row(dx, s, 0, length, width, channels, z, inside)
+            z += window.load_row(more, s, 0, length, width, channels, inside)
+        window.store_row(dx, s, 0, length, width, channels, z, inside)
         if num_sums > 0:
-            s0, s1, s2, s3 = add_products(
+            s0, s1, s2, s3 = window.add_products(
                 s0, s1, s2, s3, at_s, d3, d2, d1, d0, g3, g2, g1, g0, taps, seg
             )
             if norm == FULL and activation:
@@ -265,41 +243,31 @@ def canon_rows_backward_kernel(
     if num_sums > 0:
         program = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         sums += program * num_sums * width
-        store_products(sums, channels, mask, width, s0, s1, s2, s3, taps)
+        window.store_products(sums, channels, mask, width, s0, s1, s2, s3, taps)
         if num_sums > taps:
             tl.store(sums + taps * width + channels, s_more, mask=mask)
 
 
 @torch.library.custom_op("canon_pretrain::canon_rows", mutates_args=())
 def canon_rows(
-    x_BTC: Tensor,
-    weight_C1K: Tensor,
-    gain: Tensor | None,
-    segments_BN: Tensor | None,
-    added_BTC: Tensor | None,
-    cos_TR: Tensor | None,
-    sin_TR: Tensor | None,
-    head_dim: int,
-    rope_heads: int,
-    residual: bool,
-    activation: bool,
-    norm: str,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    x_BTC: Tensor, weight_C1K: Tensor, gain: Tensor | None, segments_BN: Tensor | None,
+    added_BTC: Tensor | None, cos_TR: Tensor | None, sin_TR: Tensor | None, head_dim: int,
+    rope_heads: int, residual: bool, activation: bool, norm: str, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return y_BTC of x + added; 1 / rms per token, float32 [B, T]; and x + added, rounded.
 
-    The second is [0] without the full norm, the last without `added`. `head_dim` is read for
-    "per_head" and for a rotation only.
+    The second is [0] without the full norm, the last without `added`.
     """
-    x, added = x_BTC.contiguous(), pointer(added_BTC, x_BTC)
+    x, added = x_BTC.contiguous(), blocks.pointer(added_BTC, x_BTC)
     y, rstd, sum_BTC = _canon_rows_like(x, weight_C1K, gain, None, added_BTC, norm, eps)
     if x.numel():
-        blocks, grid, options = _launch("forward", x, weight_C1K, cos_TR, head_dim, norm)
-        with on_device(x):
+        plan, grid, options = _launch("forward", x, weight_C1K, cos_TR, head_dim, norm)
+        with blocks.on_device(x):
             canon_rows_forward_kernel[grid](
-                x, added, weight_C1K.contiguous(), pointer(gain, x), pointer(cos_TR, x),
-                pointer(sin_TR, x), pointer(segments_BN, x), y, rstd, sum_BTC, *x.shape[1:],
-                blocks.run, eps, cos_TR.shape[1] if cos_TR is not None else 0, rope_heads,
+                x, added, weight_C1K.contiguous(),
+                *(blocks.pointer(each, x) for each in (gain, cos_TR, sin_TR, segments_BN)),
+                y, rstd, sum_BTC, *x.shape[1:],
+                plan.run, eps, cos_TR.shape[1] if cos_TR is not None else 0, rope_heads,
                 residual=residual, activation=activation, seg=segments_BN is not None,
                 adds=added_BTC is not None, **options,
             )  # fmt: skip
@@ -317,32 +285,20 @@ def _canon_rows_like(
 
 @torch.library.custom_op("canon_pretrain::canon_rows_backward", mutates_args=())
 def canon_rows_backward(
-    dys_BTC: Sequence[Tensor],
-    x_BTC: Tensor,
-    weight_C1K: Tensor,
-    gain: Tensor | None,
-    segments_BN: Tensor | None,
-    cos_TR: Tensor | None,
-    sin_TR: Tensor | None,
-    rstd_BT: Tensor,
-    more_BTC: Tensor | None,
-    head_dim: int,
-    rope_heads: int,
-    residual: bool,
-    activation: bool,
-    norm: str,
-    eps: float,
-    want_sums: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dys_BTC: Sequence[Tensor], x_BTC: Tensor, weight_C1K: Tensor, gain: Tensor | None,
+    segments_BN: Tensor | None, cos_TR: Tensor | None, sin_TR: Tensor | None, rstd_BT: Tensor,
+    more_BTC: Tensor | None, head_dim: int, rope_heads: int, residual: bool, activation: bool,
+    norm: str, eps: float, want_sums: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of x (and, added to it, `more`), of the weight and of the gain.
 
     `dys`: one to three gradients of y, which are added up, each from one of y's readers.
     Without `want_sums` the last two are empty, as is the last without a gain.
     """
     x, weight = x_BTC.contiguous(), weight_C1K.contiguous()
-    blocks, grid, options = _launch("backward", x, weight, cos_TR, head_dim, norm)
-    stages = STAGES
-    if len(dys_BTC) > 1 and blocks.block > 2048:
+    plan, grid, options = _launch("backward", x, weight, cos_TR, head_dim, norm)
+    stages = blocks.STAGES
+    if len(dys_BTC) > 1 and plan.block > 2048:
         stages = 2  # five rows per stage must fit in shared memory
         if activation:  # and in registers
             dys_BTC = [sum(dys_BTC[1:], dys_BTC[0])]
@@ -352,19 +308,20 @@ def canon_rows_backward(
     shape = (grid[1] * grid[2], num_sums, x.shape[2]) if want_sums else (0,)
     sums_PSC = x.new_empty(shape, dtype=torch.float32)
     if x.numel():
-        with on_device(x):
+        with blocks.on_device(x):
             canon_rows_backward_kernel[grid](
-                *dys, x, weight, pointer(gain, x), pointer(cos_TR, x), pointer(sin_TR, x),
-                pointer(segments_BN, x), rstd_BT, pointer(more_BTC, x), dx, sums_PSC, *x.shape[1:],
-                blocks.run, eps, cos_TR.shape[1] if cos_TR is not None else 0, rope_heads,
+                *dys, x, weight,
+                *(blocks.pointer(each, x) for each in (gain, cos_TR, sin_TR, segments_BN)),
+                rstd_BT, blocks.pointer(more_BTC, x), dx, sums_PSC, *x.shape[1:],
+                plan.run, eps, cos_TR.shape[1] if cos_TR is not None else 0, rope_heads,
                 residual=residual, activation=activation, seg=segments_BN is not None,
                 adds=more_BTC is not None, grads=len(dys_BTC),
                 num_sums=num_sums if want_sums else 0, stages=stages, **options,
             )  # fmt: skip
     if not want_sums:
         return dx, weight.new_empty(0), weight.new_empty(0)
-    full_gain = pointer(gain, x) if norm == "full" else None
-    dweight, dgain = weight_gradient(sums_PSC, weight, full_gain, residual=residual)
+    full_gain = blocks.pointer(gain, x) if norm == "full" else None
+    dweight, dgain = blocks.weight_gradient(sums_PSC, weight, full_gain, residual=residual)
     if norm == "per_head" and gain is not None:
         dgain = sums_PSC[:, -1].sum(0).view(-1, head_dim).sum(0).to(gain.dtype)
     return dx, dweight, dgain
@@ -381,19 +338,16 @@ def _canon_rows_backward_like(
 
 def _launch(
     kind: str, x_BTC: Tensor, weight_C1K: Tensor, cos_TR: Tensor | None, head_dim: int, norm: str
-) -> tuple[Blocks, tuple[int, int, int], dict[str, Any]]:
-    """Return the blocks, the grid, and the constants that forward and backward share."""
+) -> tuple[blocks.Blocks, tuple[int, int, int], dict[str, Any]]:
     num_rows, num_tokens, width = x_BTC.shape
     by_heads = cos_TR is not None or norm == "per_head"
     dims = max(2, triton.next_power_of_2(head_dim)) if by_heads else 1
     all_heads = width // head_dim if by_heads else width
     padded = triton.next_power_of_2(all_heads) * dims
-    if norm == "full":
-        blocks = choose_blocks("whole row", num_rows, num_tokens, padded)
-    else:
-        blocks = choose_blocks(kind, num_rows, num_tokens, width)
-    block = max(dims, min(blocks.block, padded)) if by_heads else blocks.block
-    grid = triton.cdiv(all_heads, block // dims), triton.cdiv(num_tokens, blocks.run), num_rows
+    sized = ("whole row", padded) if norm == "full" else (kind, width)
+    plan = blocks.choose_blocks(sized[0], num_rows, num_tokens, sized[1])
+    block = max(dims, min(plan.block, padded)) if by_heads else plan.block
+    grid = triton.cdiv(all_heads, block // dims), triton.cdiv(num_tokens, plan.run), num_rows
     options = {"taps": weight_C1K.shape[2], "norm": NORMS[norm], "rope": cos_TR is not None}
     options |= {"head_dim": head_dim if by_heads else 1, "dims": dims, "block": block}
-    return blocks, grid, options | {"num_warps": blocks.warps}
+    return plan, grid, options | {"num_warps": plan.warps}

@@ -83,9 +83,8 @@ def store_row(y, t, start, stop, width, channels, value, inside=None):
 def load_tap(weight, channels, mask, j: tl.constexpr, taps: tl.constexpr):
     """Tap w_j of weight[C, 1, taps], whose last one is the token's own; zeros past the width."""
     if j < taps:
-        return tl.load(weight + channels * taps + (taps - 1 - j), mask=mask, other=0.0).to(
-            tl.float32
-        )
+        place = weight + channels * taps + (taps - 1 - j)
+        return tl.load(place, mask=mask, other=0.0).to(tl.float32)
     else:
         return tl.zeros(channels.shape, tl.float32)
 
@@ -93,12 +92,9 @@ def load_tap(weight, channels, mask, j: tl.constexpr, taps: tl.constexpr):
 @triton.jit
 def load_taps(weight, channels, mask, taps: tl.constexpr):
     """w0 .. w3."""
-    return (
-        load_tap(weight, channels, mask, 0, taps),
-        load_tap(weight, channels, mask, 1, taps),
-        load_tap(weight, channels, mask, 2, taps),
-        load_tap(weight, channels, mask, 3, taps),
-    )
+    w0, w1 = load_tap(weight, channels, mask, 0, taps), load_tap(weight, channels, mask, 1, taps)
+    w2, w3 = load_tap(weight, channels, mask, 2, taps), load_tap(weight, channels, mask, 3, taps)
+    return w0, w1, w2, w3
 
 
 @triton.jit
