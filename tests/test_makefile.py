@@ -5,7 +5,7 @@ import tomllib
 from tests.support import ROOT
 
 
-def test_the_recipe_names_the_steps_and_folders_of_its_toml() -> None:
+def test_the_recipe_names_the_steps_and_folders_of_its_toml():
     lines = (ROOT / "Makefile").read_text().splitlines()
     values = dict(line.split(" := ", 1) for line in lines if " := " in line)
     with open(ROOT / "train_configs" / "quickstart.toml", "rb") as file:

@@ -47,7 +47,7 @@ def command(*arguments: object, temporary: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_memory_counts_what_a_compiled_block_keeps(tmp_path: Path) -> None:
+def test_memory_counts_what_a_compiled_block_keeps(tmp_path):
     options = ("--sets", "ABCD", "--backends", "reference", "compiled")
     file = tmp_path / "result.json"
     words = command("memory", *SMALL, *options, "--json", file, temporary=tmp_path)
@@ -96,7 +96,7 @@ Run = Callable[..., tuple[dict[str, Any], str]]
 
 
 @pytest.mark.filterwarnings(*TORCHTITANS)
-def test_all_is_one_page_and_one_file(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_one_page_and_one_file(run, monkeypatch):
     small: dict[str, list[str]] = {
         name: [*map(str, SMALL), *map(str, QUICK)] for name in ("step", "canon", "attention")
     }
@@ -112,7 +112,7 @@ def test_all_is_one_page_and_one_file(run: Run, monkeypatch: pytest.MonkeyPatch)
         assert bench_main.COMMANDS[name][1][:20] in page
 
 
-def test_attention_tells_the_fastest_way(run: Run) -> None:
+def test_attention_tells_the_fastest_way(run):
     result, page = run("attention", *SMALL, *QUICK)
     assert {row["way"] for row in result["rows"]} == {"flash", "math"}
     assert result["unavailable"]["cudnn"] == "needs a GPU"
@@ -123,7 +123,7 @@ def test_attention_tells_the_fastest_way(run: Run) -> None:
     assert forward["of_matmul"] == pytest.approx(forward["flops"] / forward["other_s"] / 1e11)
 
 
-def test_attention_times_each_package_with_its_own_kernel_in_place() -> None:
+def test_attention_times_each_package_with_its_own_kernel_in_place():
     active = torch.nn.attention.current_flash_attention_impl
     with flash_impl("fa4"):
         for name, expected in (("fa4", "FA4"), ("cudnn", "FA4"), ("flash", None), ("fa4", "FA4")):
@@ -132,7 +132,7 @@ def test_attention_times_each_package_with_its_own_kernel_in_place() -> None:
     assert active() is None
 
 
-def test_generate_compares_prompts_and_answers(run: Run) -> None:
+def test_generate_compares_prompts_and_answers(run):
     tokens = ("--prompt-tokens", 8, "--new-tokens", 4, "--pairs", 2, "--batches", 1, 2)
     result, _ = run("generate", "--flavor", "debug", "--sets", "AC", "ABCD", *tokens)
     rows = [(row["batch"], row["canon_set"]) for row in result["rows"]]
@@ -142,7 +142,7 @@ def test_generate_compares_prompts_and_answers(run: Run) -> None:
         assert row["decode"]["pairs"] == 2
 
 
-def test_step_compares_with_the_least_bytes_and_the_target(run: Run) -> None:
+def test_step_compares_with_the_least_bytes_and_the_target(run):
     options = ("--flavor", "8L512D", "--layers", 1, "--tokens", 4, "--micro-batch", 1)
     result, page = run("step", *options, *QUICK, "--sets", "ABCD")
     assert [row["variant"] for row in result["rows"]] == ["ABCD compiled", "ABCD reference"]
@@ -153,7 +153,7 @@ def test_step_compares_with_the_least_bytes_and_the_target(run: Run) -> None:
     assert "15/10/5 %: " in page
 
 
-def test_canon_counts_the_bytes_of_each_kernel(run: Run) -> None:
+def test_canon_counts_the_bytes_of_each_kernel(run):
     result, _ = run("canon", *SMALL, *QUICK, "--micro-batch", 2)
     rows = {(row["form"], row["backend"], row["direction"]): row for row in result["rows"]}
     assert len(rows) == 6 * 2 * 2
@@ -171,9 +171,7 @@ def test_canon_counts_the_bytes_of_each_kernel(run: Run) -> None:
     assert all(row["max_error"] < 1e-5 for row in rows.values())
 
 
-def test_what_does_not_fit_in_memory_is_left_out_and_said(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit_in_memory_is_left_out_and_said(run, monkeypatch, capsys):
     build, refused = step.build, {"ABCD reference"}
 
     def limited(work: Workload, variant: Variant, *how: Any, **options: Any) -> Any:
@@ -206,9 +204,7 @@ def counted_blocks(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[Transform
 
 
 @pytest.mark.filterwarnings(*TORCHTITANS)
-def test_on_a_gpu_the_trainer_and_the_bare_loop_are_not_there_together(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_the_trainer_and_the_bare_loop_are_not_there_together(run, monkeypatch):
     blocks, free, left = counted_blocks(monkeypatch), Machine.free_memory, []
 
     def freed(machine: Machine) -> None:
@@ -224,7 +220,7 @@ def test_on_a_gpu_the_trainer_and_the_bare_loop_are_not_there_together(
     assert "before and after ours" in " ".join(page.split())
 
 
-def test_a_gpu_holds_one_model_at_a_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_holds_one_model_at_a_time(run, monkeypatch):
     build, built, blocks = step.build, [], counted_blocks(monkeypatch)
 
     def watched(work: Workload, variant: Variant, *how: Any, plain: bool) -> Any:
@@ -246,7 +242,7 @@ def test_a_gpu_holds_one_model_at_a_time(run: Run, monkeypatch: pytest.MonkeyPat
     assert "clipping and AdamW of all parameters" in page
 
 
-def test_a_plain_steps_gradients_are_those_under_fsdp() -> None:
+def test_a_plain_steps_gradients_are_those_under_fsdp():
     job = job_of(FLAVORS["debug"], num_tokens=32, micro_batch=2, dtype=torch.float32)
     job.compile.enable = False
     gradients = []
@@ -261,9 +257,7 @@ def test_a_plain_steps_gradients_are_those_under_fsdp() -> None:
         torch.testing.assert_close(sharded, plain_one, rtol=1e-5, atol=1e-8)
 
 
-def test_all_keeps_what_is_there_where_one_fails(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_all_keeps_what_is_there_where_one_fails(run, monkeypatch, tmp_path):
     fatal = "memory"
 
     def one(arguments: argparse.Namespace, *rest: object) -> dict[str, Any]:
@@ -306,9 +300,7 @@ def change_kernels(monkeypatch: pytest.MonkeyPatch, change: Callable[..., torch.
         ("causal_conv1d", "compiled", "RuntimeError: no kernel image"),  # on a GPU of this kind
     ],
 )
-def test_a_kernel_that_is_wrong_or_fails_leaves_the_others(
-    run: Run, monkeypatch: pytest.MonkeyPatch, bad: str, good: str, words: str
-) -> None:
+def test_a_kernel_that_is_wrong_or_fails_leaves_the_others(run, monkeypatch, bad, good, words):
     def change(y: torch.Tensor, backend: str) -> torch.Tensor:
         if backend == bad == "causal_conv1d":
             raise RuntimeError("no kernel image\nis available")
@@ -336,9 +328,7 @@ def test_a_kernel_that_is_wrong_or_fails_leaves_the_others(
         ("canon --json /nowhere/x", "--json /nowhere/x: the folder /nowhere does not ex"),
     ],
 )
-def test_bad_input_is_one_message(
-    words: str, message: str, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_message(words, message, run, capsys):
     with pytest.raises(SystemExit) as end:
         main(words.split())
     error = capsys.readouterr().err
@@ -346,7 +336,7 @@ def test_bad_input_is_one_message(
 
 
 @pytest.mark.slow
-def test_an_interrupted_bench_leaves_no_folder(tmp_path: Path) -> None:
+def test_an_interrupted_bench_leaves_no_folder(tmp_path):
     options = command("trainer", "--config", DEBUG, "--repeats", 10_000, temporary=tmp_path)
     # a shell's background job, as this suite may be, hands an ignored SIGINT on
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -60,25 +60,25 @@ def risen(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {name: value for name, value in figures(rows).items() if value > most[name]}
 
 
-def test_no_figure_of_a_block_rises(brief: dict[str, Any]) -> None:
+def test_no_figure_of_a_block_rises(brief):
     assert [row["canon_set"] for row in brief["rows"]] == ["", "ABCD", "ABCD"]
     assert brief["rows"][-1]["backend"] == "triton"
     assert risen(brief["rows"]) == {}
 
 
 @pytest.mark.slow
-def test_no_figure_of_other_blocks_rises(tmp_path: Path) -> None:
+def test_no_figure_of_other_blocks_rises(tmp_path):
     models = ("rope", "partial_rope_c", "rope_documents", "rope_standard_gelu", "released_1b")
     rows = counted(tmp_path, "--models", *models, "--sets", "ABCD")["rows"]
     assert len(rows) == 3 * len(models)
     assert risen(rows) == {}
 
 
-def test_the_page_is_that_of_the_record() -> None:
+def test_the_page_is_that_of_the_record():
     assert PAGE.read_text() == page(RECORDED)
 
 
-def test_inductor_counts_what_is_counted_by_hand(brief: dict[str, Any]) -> None:
+def test_inductor_counts_what_is_counted_by_hand(brief):
     none, *_, fused = brief["rows"]
     dim, width = 2048, 5504
     # norm; stream and norm; activation; stream: 2 + 3 + 4 D (the stream is added twice), 3 F
@@ -95,7 +95,7 @@ def test_inductor_counts_what_is_counted_by_hand(brief: dict[str, Any]) -> None:
         assert 1 <= found["ratio"] < 1.25
 
 
-def test_a_step_takes_what_its_parts_take() -> None:
+def test_a_step_takes_what_its_parts_take():
     """Each rate by itself, the others without limit."""
     args = replace(flavor("1b3"), position="nope")
     limitless = dict.fromkeys(("gemm_flops", "attention_flops", "memory_bytes"), float("inf"))

@@ -14,7 +14,7 @@ from canon_pretrain.bench import limits, tables, timing, variants
 from canon_pretrain.model.args import FLAVORS, flops_per_token
 
 
-def test_the_ratio_is_of_neighbours_and_its_spread_of_the_middle_eight_tenths() -> None:
+def test_the_ratio_is_of_neighbours_and_its_spread_of_the_middle_eight_tenths():
     # the machine gets slower and slower: the medians of each alone say nothing
     base = [1.0, 2.0, 4.0, 8.0, 16.0]
     found = timing.summarise(base, [1.1 * s for s in base])
@@ -27,7 +27,7 @@ def test_the_ratio_is_of_neighbours_and_its_spread_of_the_middle_eight_tenths() 
     assert one["ratio"] == one["ratio_low"] == one["ratio_high"] == 1.5
 
 
-def test_blocks_take_turns_and_change_their_order() -> None:
+def test_blocks_take_turns_and_change_their_order():
     calls: list[str] = []
 
     def block(name: str, **seconds: float) -> timing.Block:
@@ -42,9 +42,7 @@ def test_blocks_take_turns_and_change_their_order() -> None:
     assert {part: each["ratio"] for part, each in found.items()} == {"read": 3.0, "write": 0.5}
 
 
-def test_a_block_is_as_long_as_asked_and_in_seconds_of_a_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_block_is_as_long_as_asked_and_in_seconds_of_a_step(monkeypatch):
     """By a clock that stands still but for what the step adds."""
     took: list[float] = []
     step = partial(took.append, 0.25)
@@ -57,7 +55,7 @@ def test_a_block_is_as_long_as_asked_and_in_seconds_of_a_step(
     assert len(took) == 4
 
 
-def test_one_thread_is_timed_by_what_it_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_is_timed_by_what_it_computed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert timing.clock_name() == "CPU"
@@ -75,7 +73,7 @@ def test_one_thread_is_timed_by_what_it_computed(monkeypatch: pytest.MonkeyPatch
         (tables.MFU, {"MISSED": 0.49, "must": 0.5, "goal": 0.55, "stretch": 0.7}),
     ],
 )
-def test_verdicts(target: tables.Target, values: dict[str, float]) -> None:
+def test_verdicts(target, values):
     for expected, value in values.items():
         assert target.verdict(value).split(": ")[1].split()[0] == expected
 
@@ -103,9 +101,7 @@ def too_large() -> timing.Subject:
         (True, "free|make a|a|a|free|make b|b|b|free|free|make a|a|a"),
     ],
 )
-def test_subjects_take_turns_or_are_alone_with_the_base_around_them(
-    alone: bool, order: str
-) -> None:
+def test_subjects_take_turns_or_are_alone_with_the_base_around_them(alone, order):
     log: list[str] = []
     options: Any = {"pairs": 2, "alone": alone, "free": lambda: log.append("free")}
     others: dict[str, timing.Make] = {"b": subject("b", 3, log), "c": too_large}
@@ -119,7 +115,7 @@ def test_subjects_take_turns_or_are_alone_with_the_base_around_them(
         timing.compare_subjects(too_large, others, **options)
 
 
-def test_limits_are_those_counted_by_hand() -> None:
+def test_limits_are_those_counted_by_hand():
     """Without rotation all of B is extra; blocks and ends make the FLOPs of the whole."""
     nope = dataclasses.replace(FLAVORS["1b3"], canon_set="ABCD", position="nope")
     assert limits.least_extra(nope, 2) == 5 * 6144 * 2
@@ -131,7 +127,7 @@ def test_limits_are_those_counted_by_hand() -> None:
     assert nope.num_layers * block + head_and_norm == flops_per_token(nope, 4096)
 
 
-def test_every_set_by_what_auto_takes_and_the_last_set_by_all() -> None:
+def test_every_set_by_what_auto_takes_and_the_last_set_by_all():
     usable = ["reference", "compiled", "triton"]
     names = [each.name for each in variants.variants(["ca", "ABCD"], None, usable)]
     assert names == ["AC triton", "ABCD triton", "ABCD reference", "ABCD compiled"]

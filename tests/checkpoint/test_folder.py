@@ -58,7 +58,7 @@ def steps_are_whole(folder: CheckpointFolder) -> list[int]:
     return folder.steps()
 
 
-def test_only_exact_names_are_steps(folder: CheckpointFolder, tmp_path: Path) -> None:
+def test_only_exact_names_are_steps(folder, tmp_path):
     for step in (100, 9, 0):
         make_step(folder.path, step)
     for name in ("step-100.backup", "step-007", "step-1٣"):  # a digit, though not one of ours
@@ -78,7 +78,7 @@ def test_only_exact_names_are_steps(folder: CheckpointFolder, tmp_path: Path) ->
     assert folder.strays() == strays
 
 
-def test_quarantine_keeps_all_but_interrupted_saves_for_room(folder: CheckpointFolder) -> None:
+def test_quarantine_keeps_all_but_interrupted_saves_for_room(folder):
     for number in (1, 2):
         before = contents(make_step(folder.path, 5))
         target = folder.quarantine(folder.step_path(5), f"reason {number}\nsecond line")
@@ -94,7 +94,7 @@ def test_quarantine_keeps_all_but_interrupted_saves_for_room(folder: CheckpointF
     assert len(list(target.parent.iterdir())) == 4
 
 
-def test_of_a_link_only_the_link_goes(folder: CheckpointFolder, tmp_path: Path) -> None:
+def test_of_a_link_only_the_link_goes(folder, tmp_path):
     target = make_step(tmp_path / "elsewhere", 6)
     before = contents(target)
     folder.path.mkdir(parents=True)
@@ -108,7 +108,7 @@ def test_of_a_link_only_the_link_goes(folder: CheckpointFolder, tmp_path: Path) 
     assert contents(target) == before
 
 
-def test_recover_killed_anywhere_is_finished_by_the_next(tmp_path: Path) -> None:
+def test_recover_killed_anywhere_is_finished_by_the_next(tmp_path):
     numbers = itertools.count()
 
     def build() -> Path:
@@ -147,9 +147,7 @@ def test_recover_killed_anywhere_is_finished_by_the_next(tmp_path: Path) -> None
     assert moments > 15
 
 
-def test_where_quarantine_can_take_nothing_an_interrupted_save_is_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_quarantine_can_take_nothing_an_interrupted_save_is_deleted(tmp_path, monkeypatch):
     """Else it would keep the disk full at every start. What can't be deleted stops none."""
     with small_disk(tmp_path / "disk", "size=1m,nr_inodes=16") as disk:
         folder = CheckpointFolder(disk)
@@ -168,7 +166,7 @@ def test_where_quarantine_can_take_nothing_an_interrupted_save_is_deleted(
         assert ".deleting-step-5" in text and "resource busy" in text
 
 
-def test_rolling_back_archives_the_abandoned_branch(builder: Callable[[], Path]) -> None:
+def test_rolling_back_archives_the_abandoned_branch(builder):
     run = builder()
     folder = CheckpointFolder(run / "checkpoint")
     (run / "evals" / "step-35").mkdir()  # its checkpoint is gone already
@@ -199,7 +197,7 @@ def test_rolling_back_archives_the_abandoned_branch(builder: Callable[[], Path])
     assert folder.strays() == []
 
 
-def test_a_fresh_start_archives_all(builder: Callable[[], Path]) -> None:
+def test_a_fresh_start_archives_all(builder):
     run = builder()
     folder = CheckpointFolder(run / "checkpoint")
     folder.quarantine(folder.step_path(40), "bad")
@@ -219,9 +217,7 @@ def test_a_fresh_start_archives_all(builder: Callable[[], Path]) -> None:
 
 
 @pytest.mark.parametrize("is_fresh", [False, True])
-def test_archiving_killed_anywhere_leaves_a_beginning_and_is_repeated(
-    builder: Callable[[], Path], is_fresh: bool
-) -> None:
+def test_archiving_killed_anywhere_leaves_a_beginning_and_is_repeated(builder, is_fresh):
     def act(run: Path) -> None:
         folder = CheckpointFolder(run / "checkpoint")
         if is_fresh:
@@ -248,7 +244,7 @@ def test_archiving_killed_anywhere_leaves_a_beginning_and_is_repeated(
         assert sorted(kept + moved) == list(STEPS)
 
 
-def test_checkpoints_on_another_disk_are_archived_there(builder: Callable[[], Path]) -> None:
+def test_checkpoints_on_another_disk_are_archived_there(builder):
     run = builder()
     shutil.rmtree(run / "checkpoint")
     with small_disk(run / "scratch", "size=1m") as disk:
@@ -269,9 +265,7 @@ def test_checkpoints_on_another_disk_are_archived_there(builder: Callable[[], Pa
         assert second is not None and second.name == "2-back-to-step-20"
 
 
-def test_a_run_means_its_newest_whole_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_means_its_newest_whole_checkpoint(tmp_path, caplog):
     """Issue 17, item 10: RUN and RUN/checkpoint/latest; where RUN has none, that is said."""
     run = RunFolder(tmp_path / "run")
     disk = tmp_path / "disk"  # checkpoint.folder may be absolute

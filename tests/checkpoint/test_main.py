@@ -66,7 +66,7 @@ def listed(command: Command, path: Path) -> dict[str, Any]:
     return json.loads(command("list", path, "--json")[0])
 
 
-def test_checkpoints_of_another_run_are_named_and_kept(run: Path, command: Command) -> None:
+def test_checkpoints_of_another_run_are_named_and_kept(run, command):
     """Issue 17, item 14: list and verify say whose they are, prune leaves them out; a folder alone
     is that of the run that its checkpoints name, if that is one."""
     folder = CheckpointFolder(run / "checkpoint")
@@ -94,7 +94,7 @@ def test_checkpoints_of_another_run_are_named_and_kept(run: Path, command: Comma
     ]
 
 
-def test_list_shows_all_there_is(run: Path, command: Command) -> None:
+def test_list_shows_all_there_is(run, command):
     folder = CheckpointFolder(run / "checkpoint")
     os.truncate(folder.step_path(30) / "__0_0.distcp", 5)
     (folder.step_path(40) / "manifest.json").unlink()
@@ -123,9 +123,7 @@ def test_list_shows_all_there_is(run: Path, command: Command) -> None:
     assert [len(found[name]) for name in ("unfinished", "archives", "strays")] == [2, 1, 1]
 
 
-def test_a_run_is_found_by_its_folder_its_configuration_or_its_checkpoints(
-    run: Path, command: Command
-) -> None:
+def test_a_run_is_found_by_its_folder_its_configuration_or_its_checkpoints(run, command):
     hold(run, 10, "test")
     assert listed(command, run) == listed(command, run / "checkpoint")
     (run / "checkpoint").rename(run / "saved")
@@ -136,7 +134,7 @@ def test_a_run_is_found_by_its_folder_its_configuration_or_its_checkpoints(
     assert listed(command, run / "saved")["checkpoints"][0]["held"]
 
 
-def test_verify_reads_every_byte_and_moves_nothing(tmp_path: Path, command: Command) -> None:
+def test_verify_reads_every_byte_and_moves_nothing(tmp_path, command):
     for step in (10, 20, 30):
         real_step(tmp_path, step)
     output, _ = command("verify", tmp_path)
@@ -162,7 +160,7 @@ class Plant:
         return os.mkdir, (str(self.proof),)
 
 
-def test_verify_runs_nothing_of_a_planted_pickle(tmp_path: Path, command: Command) -> None:
+def test_verify_runs_nothing_of_a_planted_pickle(tmp_path, command):
     """Its hashes are right: who can plant a file can write a manifest."""
     real_step(tmp_path, 10)
     path, proof = tmp_path / "checkpoint" / "step-10", tmp_path / "proof"
@@ -172,7 +170,7 @@ def test_verify_runs_nothing_of_a_planted_pickle(tmp_path: Path, command: Comman
     assert "step-10  damaged: " in output and "mkdir" in output and not proof.exists()
 
 
-def test_what_can_not_be_done_is_refused(run: Path, tmp_path: Path, command: Command) -> None:
+def test_what_can_not_be_done_is_refused(run, tmp_path, command):
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "empty", tmp_path / "nowhere"):
         _, error = command("list", path, code=2)
@@ -185,9 +183,7 @@ def test_what_can_not_be_done_is_refused(run: Path, tmp_path: Path, command: Com
     assert CheckpointFolder(run / "checkpoint").steps() == [10, 40]
 
 
-def test_prune_keeps_the_newest_whole_ones_and_empties_what_it_is_asked_to(
-    run: Path, command: Command
-) -> None:
+def test_prune_keeps_the_newest_whole_ones_and_empties_what_it_is_asked_to(run, command):
     folder = CheckpointFolder(run / "checkpoint")
     flip_byte(folder.step_path(40) / "__0_0.distcp")
     before = sorted(run.rglob("*"))
@@ -218,7 +214,7 @@ def test_prune_keeps_the_newest_whole_ones_and_empties_what_it_is_asked_to(
     assert list((run / "archive").iterdir()) == [] and folder.steps() == [20]
 
 
-def test_prune_leaves_the_weights_of_a_held_step(tmp_path: Path, command: Command) -> None:
+def test_prune_leaves_the_weights_of_a_held_step(tmp_path, command):
     weights = {step: real_step(tmp_path, step) for step in (10, 20, 30)}
     hold(tmp_path, 10, "validation")
     dry, _ = command("prune", tmp_path, "--keep", 1, "--dry-run")
@@ -233,7 +229,7 @@ def test_prune_leaves_the_weights_of_a_held_step(tmp_path: Path, command: Comman
     assert "step-10  whole  weights" in command("verify", tmp_path)[0]
 
 
-def test_prune_is_refused_beside_a_launch(run: Path, command: Command) -> None:
+def test_prune_is_refused_beside_a_launch(run, command):
     lock = LinkLock.acquire(RunFolder(run).lock_file)
     try:
         before = sorted((run / "checkpoint").rglob("*"))
@@ -247,7 +243,7 @@ def test_prune_is_refused_beside_a_launch(run: Path, command: Command) -> None:
     assert CheckpointFolder(run / "checkpoint").steps() == [40]
 
 
-def test_list_answers_without_torch(run: Path) -> None:
+def test_list_answers_without_torch(run):
     code = (
         "import sys; from canon_pretrain.checkpoint.__main__ import main; main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules"

@@ -1,7 +1,6 @@
 """A checkpoint's manifest: what it says, and every way in which a folder can differ from it."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ def make(folder: Path) -> Path:
     return make_step(folder, 7, num_bytes=5000)
 
 
-def test_what_was_written_is_read_and_whole(tmp_path: Path) -> None:
+def test_what_was_written_is_read_and_whole(tmp_path):
     manifest = verify(make(tmp_path), workers=2)
     assert (manifest.step, manifest.kind, manifest.total_bytes) == (7, "full", 10_000)
     assert manifest.saved.endswith("+00:00")
@@ -33,9 +32,7 @@ def test_what_was_written_is_read_and_whole(tmp_path: Path) -> None:
         (lambda p: p.rename(p.with_name("step-8")), "its manifest is that of step 7", True),
     ],
 )
-def test_every_difference_is_named(
-    tmp_path: Path, harm: Callable[[Path], object], message: str, seen_by_size: bool
-) -> None:
+def test_every_difference_is_named(tmp_path, harm, message, seen_by_size):
     path = make(tmp_path)
     harm(path)
     path = next(tmp_path.iterdir())
@@ -48,7 +45,7 @@ def test_every_difference_is_named(
         verify(path, hashes=False)
 
 
-def test_a_share_of_the_files_is_checked_alone(tmp_path: Path) -> None:
+def test_a_share_of_the_files_is_checked_alone(tmp_path):
     path = make(tmp_path)
     flip_byte(path / FILE)
     manifest = Manifest.read(path)
@@ -68,9 +65,7 @@ def of_file(name: str) -> dict[str, object]:
         (of_file("a/../../b"), "is no file of this folder"),
     ],
 )
-def test_another_version_and_files_outside_are_refused(
-    tmp_path: Path, change: dict[str, object], message: str
-) -> None:
+def test_another_version_and_files_outside_are_refused(tmp_path, change, message):
     path = make(tmp_path)
     set_manifest(path, **change)
     with pytest.raises(DamagedCheckpoint, match=message):

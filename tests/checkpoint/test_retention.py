@@ -68,7 +68,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return steps
 
 
-def test_the_newest_stay_and_so_do_strays_and_links(run: Path, tmp_path: Path) -> None:
+def test_the_newest_stay_and_so_do_strays_and_links(run, tmp_path):
     folder = folder_of(run)
     make_step(folder.path, 100, name="step-100.backup")
     elsewhere = [make_step(tmp_path / "elsewhere", step) for step in (15, 90)]
@@ -110,9 +110,7 @@ HARMS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("keep", [1, 4])
 @pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
-def test_a_broken_newest_costs_no_good_one(
-    run: Path, keep: int, harm: Callable[[Path], object]
-) -> None:
+def test_a_broken_newest_costs_no_good_one(run, keep, harm):
     """Issue 17, item 19: it ended the retention thread, and nine were kept of two."""
     harm(folder_of(run).step_path(50))
     before = contents(folder_of(run).step_path(50))
@@ -124,7 +122,7 @@ def test_a_broken_newest_costs_no_good_one(
     assert contents(entry.path) == before
 
 
-def test_a_step_that_can_not_be_read_stops_no_other(run: Path) -> None:
+def test_a_step_that_can_not_be_read_stops_no_other(run):
     """Issue 17, item 19: another user's folder neither counts nor goes, and is said."""
     read = Manifest.read
 
@@ -140,7 +138,7 @@ def test_a_step_that_can_not_be_read_stops_no_other(run: Path) -> None:
     assert list(kinds(run)) == [30, 40, 50]
 
 
-def test_too_few_good_ones_and_nothing_is_deleted(run: Path) -> None:
+def test_too_few_good_ones_and_nothing_is_deleted(run):
     for step in (30, 40, 50):
         flip_byte(folder_of(run).step_path(step) / "__0_0.distcp")
     make_step(folder_of(run).path, 5, "weights")
@@ -150,9 +148,7 @@ def test_too_few_good_ones_and_nothing_is_deleted(run: Path) -> None:
     assert kinds(run) == {5: "weights", 10: "full", 20: "full"}
 
 
-def test_known_steps_are_not_read_again_unless_they_were_touched(
-    run: Path, hashed: list[str]
-) -> None:
+def test_known_steps_are_not_read_again_unless_they_were_touched(run, hashed):
     kept = retention(run, 2)
     for step in (40, 50):
         kept.trust(step)
@@ -168,7 +164,7 @@ def test_known_steps_are_not_read_again_unless_they_were_touched(
     assert (outcome.kept, list(outcome.bad)) == ([60], [50])
 
 
-def test_holds_come_and_go(run: Path) -> None:
+def test_holds_come_and_go(run):
     assert held_steps(run) == set()
     for step, name in ((10, "validation"), (10, "birth-year.2"), (0, "x")):
         hold(run, step, name)
@@ -182,7 +178,7 @@ def test_holds_come_and_go(run: Path) -> None:
             hold(run, 10, name)
 
 
-def test_a_held_step_keeps_its_weights_until_released(run: Path) -> None:
+def test_a_held_step_keeps_its_weights_until_released(run):
     hold(run, 10, "test")
     hold(run, 50, "test")
     before = len(b"".join(contents(run / "checkpoint")))
@@ -199,7 +195,7 @@ def test_a_held_step_keeps_its_weights_until_released(run: Path) -> None:
     assert kinds(run) == {40: "full", 50: "full"}
 
 
-def test_the_number_of_held_ones_is_bounded_and_damaged_ones_are_set_aside(run: Path) -> None:
+def test_the_number_of_held_ones_is_bounded_and_damaged_ones_are_set_aside(run):
     make_step(folder_of(run).path, 5, "weights")
     flip_byte(make_step(folder_of(run).path, 35) / "more" / "__1_0.distcp")
     for step in (5, 10, 20, 30, 35):
@@ -210,9 +206,7 @@ def test_the_number_of_held_ones_is_bounded_and_damaged_ones_are_set_aside(run: 
     assert kinds(run) == {20: "weights", 30: "weights", 40: "full", 50: "full"}
 
 
-def test_what_comes_while_hashes_are_read_is_respected(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_comes_while_hashes_are_read_is_respected(run, monkeypatch):
     """A hold on a step that is to go, and a newer step; holds that can't be read keep all."""
     error = OSError(errno.EIO, "Input/output error")
     kept = Retention(folder_of(run), 2, holds=mock.Mock(side_effect=error), strip=fake_strip)
@@ -236,7 +230,7 @@ def test_what_comes_while_hashes_are_read_is_respected(
     assert kept.apply().stripped == [30]
 
 
-def test_a_full_disk_stops_neither_the_others_nor_the_run(tmp_path: Path) -> None:
+def test_a_full_disk_stops_neither_the_others_nor_the_run(tmp_path):
     with small_disk(tmp_path / "disk", "size=512k") as disk:
         for step in STEPS:
             make_step(disk / "checkpoint", step, num_bytes=9000)
@@ -264,7 +258,7 @@ def test_a_full_disk_stops_neither_the_others_nor_the_run(tmp_path: Path) -> Non
         assert len(folder_of(disk).quarantined()) == 1
 
 
-def test_two_threads_take_turns(run: Path) -> None:
+def test_two_threads_take_turns(run):
     kept, inside = retention(run, 2), list[int]()
     plan = kept.plan
 
@@ -283,7 +277,7 @@ def test_two_threads_take_turns(run: Path) -> None:
     assert all(outcome.errors == [] for outcome in outcomes)
 
 
-def test_killed_anywhere_nothing_verified_is_lost(run: Path, tmp_path: Path) -> None:
+def test_killed_anywhere_nothing_verified_is_lost(run, tmp_path):
     """Delete, strip and quarantine in one go, killed before each of their operations."""
     flip_byte(folder_of(run).step_path(50) / "__0_0.distcp")
     hold(run, 10, "test")
@@ -312,7 +306,7 @@ def test_killed_anywhere_nothing_verified_is_lost(run: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("wrong", ["nothing", "another step", "short"])
-def test_what_strip_writes_is_looked_at_before_the_full_one_goes(run: Path, wrong: str) -> None:
+def test_what_strip_writes_is_looked_at_before_the_full_one_goes(run, wrong):
     def strip(checkpoint: Path, temporary: Path) -> None:
         if wrong == "another step":
             make_step(temporary.parent, 11, "weights", name=temporary.name)

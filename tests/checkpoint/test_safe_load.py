@@ -88,13 +88,13 @@ def edit_metadata(checkpoint: Path, edit: Callable[[Metadata], Any]) -> None:
     replace_file(checkpoint, METADATA, pickle.dumps(metadata))
 
 
-def test_what_was_saved_is_read_as_torch_reads_it(checkpoint: Path) -> None:
+def test_what_was_saved_is_read_as_torch_reads_it(checkpoint):
     assert check_safe(checkpoint) == pickle.loads((checkpoint / METADATA).read_bytes())
     state, expected = load(checkpoint), new_state()
     assert torch.equal(state.pop("w"), expected.pop("w")) and state == expected
 
 
-def test_checkpoints_of_torchs_own_writer_and_of_every_dtype(tmp_path: Path) -> None:
+def test_checkpoints_of_torchs_own_writer_and_of_every_dtype(tmp_path):
     names = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64"
     state = {name: torch.ones(2, dtype=getattr(torch, name)) for name in names.split()}
     state["float8_e4m3fn"] = torch.ones(2).to(torch.float8_e4m3fn)
@@ -104,7 +104,7 @@ def test_checkpoints_of_torchs_own_writer_and_of_every_dtype(tmp_path: Path) -> 
     assert check_safe(tmp_path / "step-1") == pickle.loads(raw)
 
 
-def test_the_enum_as_python_3_11_2_pickles_it(checkpoint: Path) -> None:
+def test_the_enum_as_python_3_11_2_pickles_it(checkpoint):
     """Debian 12's Python calls getattr for it: that one name is understood, getattr is not."""
 
     def reduce_old(self: Any, protocol: int) -> tuple[Any, ...]:
@@ -118,9 +118,7 @@ def test_the_enum_as_python_3_11_2_pickles_it(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_call_planted_in_the_metadata_is_named_and_not_run(
-    checkpoint: Path, tmp_path: Path, nested: bool
-) -> None:
+def test_a_call_planted_in_the_metadata_is_named_and_not_run(checkpoint, tmp_path, nested):
     plant = Plant(os.mkdir, str(tmp_path / "run"))
     if nested:
         edit_metadata(checkpoint, lambda metadata: metadata.planner_data.update(x=plant))
@@ -137,7 +135,7 @@ def test_a_call_planted_in_the_metadata_is_named_and_not_run(
     assert (tmp_path / "run").is_dir()
 
 
-def test_a_call_planted_in_an_entry_is_named_and_not_run(tmp_path: Path) -> None:
+def test_a_call_planted_in_an_entry_is_named_and_not_run(tmp_path):
     plant = Plant(os.mkdir, str(tmp_path / "run"))
     checkpoint = tmp_path / "step-3"
     state = new_state() | {"dataloader": {"mode": "random", "fingerprint": plant}}
@@ -155,7 +153,7 @@ def test_a_call_planted_in_an_entry_is_named_and_not_run(tmp_path: Path) -> None
     assert (tmp_path / "run").is_dir(), "torch's own reader runs it: the plant is a live one"
 
 
-def test_a_rank_s_own_metadata_is_not_read_instead(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_rank_s_own_metadata_is_not_read_instead(checkpoint, tmp_path):
     """torch asks for it where the first can't be read."""
     (checkpoint / METADATA).unlink()
     plant = Plant(os.mkdir, str(tmp_path / "run"))
@@ -184,16 +182,14 @@ def dotted(module: str, name: str) -> bytes:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_every_other_global_is_refused_by_its_name(
-    checkpoint: Path, content: bytes, named: str
-) -> None:
+def test_every_other_global_is_refused_by_its_name(checkpoint, content, named):
     replace_file(checkpoint, METADATA, content)
     with pytest.raises(DamagedCheckpoint) as refused:
         read_metadata(checkpoint)
     assert named in str(refused.value) and str(checkpoint / METADATA) in str(refused.value)
 
 
-def test_an_allowed_class_is_not_changed(checkpoint: Path) -> None:
+def test_an_allowed_class_is_not_changed(checkpoint):
     """BUILD on a class would set its attributes for the whole process."""
     state = pickle.dumps((None, {"planted": 1}), protocol=2)[2:-1]
     name = f"c{Metadata.__module__}\nMetadata\n".encode()
@@ -205,7 +201,7 @@ def test_an_allowed_class_is_not_changed(checkpoint: Path) -> None:
     assert not hasattr(Metadata, "planted")
 
 
-def test_nothing_that_is_allowed_reaches_outside() -> None:
+def test_nothing_that_is_allowed_reaches_outside():
     """The list itself: torch's records, an enum, two constructors, dtypes, two lookups."""
     places = ("torch", "torch.serialization", "pathlib", "pathlib._local", "builtins")
     records = ("metadata", "filesystem")
@@ -231,9 +227,7 @@ STEP, W = MetadataIndex("train_state.step"), MetadataIndex("w", (0, 0))
         ),
     ],
 )
-def test_an_entry_at_a_wrong_place_is_damage(
-    checkpoint: Path, index: MetadataIndex, fields: dict[str, Any] | None, message: str
-) -> None:
+def test_an_entry_at_a_wrong_place_is_damage(checkpoint, index, fields, message):
     def move(metadata: Metadata) -> None:
         info = metadata.storage_data.pop(index)
         if fields is not None:
@@ -245,7 +239,7 @@ def test_an_entry_at_a_wrong_place_is_damage(
         check_safe(checkpoint)
 
 
-def test_damaged_metadata_is_one_kind_of_error_wherever_the_damage_is(checkpoint: Path) -> None:
+def test_damaged_metadata_is_one_kind_of_error_wherever_the_damage_is(checkpoint):
     whole = (checkpoint / METADATA).read_bytes()
     torn = [whole[:k] for k in range(0, len(whole), 37)]
     for k in range(0, len(whole), 11):

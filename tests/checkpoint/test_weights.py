@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +76,7 @@ def on_meta() -> dict[str, Tensor]:
     return {name: tensor.to("meta") for name, tensor in new_weights().items()}
 
 
-def test_weights_are_those_saved(checkpoint: Path) -> None:
+def test_weights_are_those_saved(checkpoint):
     check_equal(read_weights(checkpoint, on_meta()), new_weights())
     assert checkpoint_step(checkpoint) == 3
     shapes = tensor_shapes(checkpoint)
@@ -95,18 +94,14 @@ def test_weights_are_those_saved(checkpoint: Path) -> None:
         ("tok_embeddings.weight", None, r"of shape \(50, 8\) there, expected absent"),
     ],
 )
-def test_another_model_is_refused(
-    checkpoint: Path, name: str, like: Tensor | None, message: str
-) -> None:
+def test_another_model_is_refused(checkpoint, name, like, message):
     wanted = {key: t for key, t in (on_meta() | {name: like}).items() if t is not None}
     with pytest.raises(UserError, match=f"step-3 is of another model: {name} is {message}"):
         read_weights(checkpoint, wanted)
 
 
 @pytest.mark.parametrize(("name", "harm"), [(DATA, flip_byte), (METADATA, Path.unlink)])
-def test_damage_is_found_and_the_file_named(
-    checkpoint: Path, name: str, harm: Callable[[Path], object]
-) -> None:
+def test_damage_is_found_and_the_file_named(checkpoint, name, harm):
     harm(checkpoint / name)
     with pytest.raises(UserError, match=f"step-3 is damaged: {re.escape(name)} (has|is missing)"):
         read_weights(checkpoint, on_meta())
@@ -115,7 +110,7 @@ def test_damage_is_found_and_the_file_named(
     assert not checkpoint.with_name("new").exists(), "damage must not get a manifest that fits it"
 
 
-def test_what_is_not_checked_against_the_manifest_is_still_one_error(checkpoint: Path) -> None:
+def test_what_is_not_checked_against_the_manifest_is_still_one_error(checkpoint):
     (checkpoint / DATA).write_bytes((checkpoint / DATA).read_bytes()[:100])
     with pytest.raises(DamagedCheckpoint, match="step-3 is damaged: rank 0: "):
         load_alone({"tok_embeddings.weight": torch.empty(50, 8)}, checkpoint)
@@ -123,7 +118,7 @@ def test_what_is_not_checked_against_the_manifest_is_still_one_error(checkpoint:
         load_alone({"absent": torch.empty(1)}, checkpoint)
 
 
-def test_a_folder_without_a_manifest_is_not_a_checkpoint(checkpoint: Path) -> None:
+def test_a_folder_without_a_manifest_is_not_a_checkpoint(checkpoint):
     """The message names those that are; a copy by hand or a folder of the trainer's is not one."""
     parent = checkpoint.parent
     for name in ("step-3.backup", ".saving-step-9", "step-12"):
@@ -146,7 +141,7 @@ def test_a_folder_without_a_manifest_is_not_a_checkpoint(checkpoint: Path) -> No
             check_checkpoint(parent / name)
 
 
-def test_stripping_keeps_the_weights_and_nothing_else(checkpoint: Path) -> None:
+def test_stripping_keeps_the_weights_and_nothing_else(checkpoint):
     new, before = checkpoint.with_name("new"), contents(checkpoint)
     strip_to_weights(checkpoint, new)
     assert contents(checkpoint) == before

@@ -53,7 +53,7 @@ def check_whole(checkpoint: Path, *, step: int, world_size: int) -> Manifest:
     return manifest
 
 
-def test_a_save_is_whole_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_a_save_is_whole_and_leaves_nothing_else(tmp_path):
     final = tmp_path / "run" / "checkpoint" / "step-3"
     save_alone(STATE, final, step=3)
     manifest = check_whole(final, step=3, world_size=1)
@@ -67,7 +67,7 @@ def test_a_save_is_whole_and_leaves_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "dangling link"])
-def test_what_is_there_is_never_written_over(tmp_path: Path, kind: str) -> None:
+def test_what_is_there_is_never_written_over(tmp_path, kind):
     final = tmp_path / "step-3"
     if kind == "checkpoint":
         save_alone(STATE, final, step=3)
@@ -82,7 +82,7 @@ def test_what_is_there_is_never_written_over(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "link"])
-def test_what_an_earlier_try_left_is_cleared_first(tmp_path: Path, kind: str) -> None:
+def test_what_an_earlier_try_left_is_cleared_first(tmp_path, kind):
     temporary, elsewhere = tmp_path / ".saving-step-3", tmp_path / "elsewhere"
     elsewhere.mkdir()
     for name in (".metadata", "__7_0.distcp", "manifest.json", "__0_0.distcp"):
@@ -98,7 +98,7 @@ def test_what_an_earlier_try_left_is_cleared_first(tmp_path: Path, kind: str) ->
     assert content(elsewhere) == before
 
 
-def test_every_byte_is_synced_before_the_rename_and_the_name_after_it(tmp_path: Path) -> None:
+def test_every_byte_is_synced_before_the_rename_and_the_name_after_it(tmp_path):
     order: list[tuple[str, str]] = []
     fsync, rename = os.fsync, os.rename
 
@@ -135,7 +135,7 @@ def test_every_byte_is_synced_before_the_rename_and_the_name_after_it(tmp_path: 
     assert order[renamed + 1 :] == [("sync", tmp_path.name)]
 
 
-def test_ranks_that_wrote_to_another_disk_are_found_out(tmp_path: Path) -> None:
+def test_ranks_that_wrote_to_another_disk_are_found_out(tmp_path):
     class Elsewhere(VerifiedWriter):
         def write_data(self, plan: Any, planner: Any) -> Any:
             results = super().write_data(plan, planner)
@@ -217,7 +217,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("step", [1, 2, 4])
-def test_two_ranks_save_one_whole_checkpoint(two_ranks: Path, step: int) -> None:
+def test_two_ranks_save_one_whole_checkpoint(two_ranks, step):
     """At once (1), in the background (2), and at the second try (4)."""
     check_whole(two_ranks / f"step-{step}", step=step, world_size=2)
     whole = {"w": torch.zeros(3000, 10), "u": torch.zeros(5), "b": torch.zeros(7)}
@@ -226,7 +226,7 @@ def test_two_ranks_save_one_whole_checkpoint(two_ranks: Path, step: int) -> None
     assert torch.equal(whole["u"], torch.arange(5.0)) and torch.equal(whole["b"], torch.ones(7))
 
 
-def test_all_ranks_learn_how_a_save_ended(two_ranks: Path) -> None:
+def test_all_ranks_learn_how_a_save_ended(two_ranks):
     """Also that the checkpoint was there, and of one rank's full disk."""
     manifest = check_whole(two_ranks / "step-3", step=3, world_size=2)
     sizes = sorted(manifest.files[f"__{rank}_0.distcp"].bytes for rank in range(2))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.chain import Asked, Decision, Next, begin, end, main, restarts_file
+from canon_pretrain.chain import Asked, Decision, begin, end, main, restarts_file
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_json
 from canon_pretrain.core.holder import Holder
@@ -70,16 +70,14 @@ def attempt(
         ("running", "", "preempted", "requeue"),
     ],
 )
-def test_what_a_launch_came_to_says_what_is_next(
-    run: RunFolder, state: str, reason: str, asked: Asked, expected: Next
-) -> None:
+def test_what_a_launch_came_to_says_what_is_next(run, state, reason, asked, expected):
     decision = attempt(run, state, 40, reason, asked=asked)
     assert decision.next == expected and decision.why
     assert json.loads(restarts_file(run).read_text())["ended"] == expected
 
 
 @pytest.mark.parametrize("asked", ["none", "limit"])
-def test_the_status_of_an_earlier_launch_is_not_this_ones(run: RunFolder, asked: Asked) -> None:
+def test_the_status_of_an_earlier_launch_is_not_this_ones(run, asked):
     """A launch that dies before it has the lock leaves the status as it was: of a good end."""
     launch(run, "stopped", 40, "the file STOP")
     begin(run, "7")
@@ -88,7 +86,7 @@ def test_the_status_of_an_earlier_launch_is_not_this_ones(run: RunFolder, asked:
 
 
 @pytest.mark.parametrize("limit", [1, 3])
-def test_restarts_without_a_new_checkpoint_are_counted(run: RunFolder, limit: int) -> None:
+def test_restarts_without_a_new_checkpoint_are_counted(run, limit):
     attempts = [attempt(run, "running", 7, saved=6, restarts=limit).next for _ in range(limit + 1)]
     assert attempts == ["requeue"] * limit + ["failed"]
     status = read_status(run.status_file)
@@ -97,7 +95,7 @@ def test_restarts_without_a_new_checkpoint_are_counted(run: RunFolder, limit: in
     assert "killed at step 7" in status.reason
 
 
-def test_a_new_checkpoint_ends_the_count_and_a_good_stop_keeps_it(run: RunFolder) -> None:
+def test_a_new_checkpoint_ends_the_count_and_a_good_stop_keeps_it(run):
     for step in (0, 0, 6, 6, 12, 12):
         assert attempt(run, "running", 13, saved=step).next == "requeue", step
     # preempted before it could save something new
@@ -106,14 +104,14 @@ def test_a_new_checkpoint_ends_the_count_and_a_good_stop_keeps_it(run: RunFolder
 
 
 @pytest.mark.parametrize("asked", ["limit", "none"])
-def test_limits_that_come_before_a_new_step_end_the_chain(run: RunFolder, asked: Asked) -> None:
+def test_limits_that_come_before_a_new_step_end_the_chain(run, asked):
     """--time shorter than the start takes: each link would stop well, and get nowhere for ever."""
     reason = "the file STOP" if asked == "limit" else "SIGUSR1"
     found = [attempt(run, "stopped", 6, reason, saved=6, asked=asked) for _ in range(3)]
     assert [each.next for each in found] == ["requeue", "requeue", "failed"], "step 6 was new once"
 
 
-def test_links_that_died_with_their_scripts_count_too(run: RunFolder) -> None:
+def test_links_that_died_with_their_scripts_count_too(run):
     for _ in range(3):
         assert begin(run, "7", restarts=2) is None
         launch(run, "running", 3)
@@ -123,7 +121,7 @@ def test_links_that_died_with_their_scripts_count_too(run: RunFolder) -> None:
     assert begin(run, "8", restarts=2) is None, "who submits again is obeyed"
 
 
-def test_a_checkpoint_folder_of_another_name_is_found(run: RunFolder) -> None:
+def test_a_checkpoint_folder_of_another_name_is_found(run):
     run.write_config({"checkpoint": {"folder": "saves"}}, {})
     for step in (0, 5):
         begin(run, "7", restarts=1)
@@ -132,7 +130,7 @@ def test_a_checkpoint_folder_of_another_name_is_found(run: RunFolder) -> None:
         assert end(run, "7", "none", restarts=1).next == "requeue"
 
 
-def test_damaged_files_stop_nothing_but_end_needs_begin(run: RunFolder) -> None:
+def test_damaged_files_stop_nothing_but_end_needs_begin(run):
     with pytest.raises(UserError, match="no start of job 7"):
         end(run, "7", "none")
     run.path.mkdir()
@@ -142,9 +140,7 @@ def test_damaged_files_stop_nothing_but_end_needs_begin(run: RunFolder) -> None:
     assert end(run, "7", "none").next == "requeue"
 
 
-def test_the_command_prints_two_lines_and_needs_no_torch(
-    run: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_two_lines_and_needs_no_torch(run, capsys):
     main(["begin", str(run.path), "--job", "7"])
     assert capsys.readouterr().out == ""
     launch(run, "stopped", 40, "the file STOP")
@@ -167,7 +163,7 @@ def held(run: RunFolder, heartbeat_s: float = 0.1, **who: str) -> Iterator[LinkL
         lock.release()
 
 
-def test_a_second_job_waits_for_the_first_and_leaves_its_chain_alone(run: RunFolder) -> None:
+def test_a_second_job_waits_for_the_first_and_leaves_its_chain_alone(run):
     """Submitted twice by mistake; or submitted again while a cancelled one still saves."""
     begin(run, "7")
     before = restarts_file(run).read_bytes()
@@ -183,14 +179,12 @@ def test_a_second_job_waits_for_the_first_and_leaves_its_chain_alone(run: RunFol
 
 
 @pytest.mark.parametrize("beats", [True, False])
-def test_another_jobs_lock_of_another_node_counts_while_it_beats(
-    run: RunFolder, beats: bool
-) -> None:
+def test_another_jobs_lock_of_another_node_counts_while_it_beats(run, beats):
     with held(run, 0.1 if beats else 60, host="elsewhere"):
         assert (begin(run, "8", wait_s=1.0) is not None) == beats
 
 
-def test_of_two_jobs_that_begin_at_once_the_one_with_the_lock_goes_on(run: RunFolder) -> None:
+def test_of_two_jobs_that_begin_at_once_the_one_with_the_lock_goes_on(run):
     begin(run, "7")
     begin(run, "8")  # neither has the lock so far; then 7 gets it
     with held(run):

@@ -109,7 +109,7 @@ def states(watcher: Watcher) -> dict[tuple[int, str], str]:
     return {(e.step, e.suite): e.state for e in found if e.state != "to come"}
 
 
-def test_from_the_first_checkpoint_to_the_report(slurm: FakeSlurm, run: Path) -> None:
+def test_from_the_first_checkpoint_to_the_report(slurm, run):
     """Oldest first, so many at a time; what has results is skipped; one report after the last."""
     answer(run, 10, "validation")
     watch = watcher(run, cap=2, how=["--max_length", "64"], sbatch=["--partition=short"])
@@ -156,7 +156,7 @@ def test_from_the_first_checkpoint_to_the_report(slurm: FakeSlurm, run: Path) ->
     assert slurm.names.count("eval-report-run") == 1
 
 
-def test_watchers_that_race_give_out_each_piece_once(slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_watchers_that_race_give_out_each_piece_once(slurm, tmp_path):
     """Six processes, three times each, 12 pieces of work of two runs."""
     runs = [write_run(tmp_path / f"run-{k}", 20, 40) for k in range(2)]
     command = [sys.executable, "-m", "eval", "submit", *map(str, runs), "--suites"]
@@ -182,7 +182,7 @@ def test_watchers_that_race_give_out_each_piece_once(slurm: FakeSlurm, tmp_path:
 
 
 @pytest.mark.parametrize("state", ["FAILED", "COMPLETED", "FORGOTTEN"])
-def test_a_job_that_is_gone_is_submitted_again(slurm: FakeSlurm, run: Path, state: str) -> None:
+def test_a_job_that_is_gone_is_submitted_again(slurm, run, state):
     """COMPLETED without results is a failure too; FORGOTTEN: nobody knows the job any more."""
     watch = watcher(run, "jrt", retries=1)
     for number in ("1", "2"):
@@ -193,7 +193,7 @@ def test_a_job_that_is_gone_is_submitted_again(slurm: FakeSlurm, run: Path, stat
     assert 20 not in held_steps(run), "nothing waits for it any more"
 
 
-def test_in_doubt_nothing_is_submitted(slurm: FakeSlurm, run: Path) -> None:
+def test_in_doubt_nothing_is_submitted(slurm, run):
     watch = watcher(run, "jrt", expiry_s=0)
     slurm.break_down("squeue")
     with pytest.raises(UserError, match="squeue failed, nothing was submitted"):
@@ -215,7 +215,7 @@ def test_in_doubt_nothing_is_submitted(slurm: FakeSlurm, run: Path) -> None:
     assert slurm.jobs() == {}, "this cluster can't know a job of another one"
 
 
-def test_a_watcher_that_died_before_sbatch_is_replaced(slurm: FakeSlurm, run: Path) -> None:
+def test_a_watcher_that_died_before_sbatch_is_replaced(slurm, run):
     leases, patient = leases_of(run, 20, "jrt"), watcher(run, "jrt")
     assert leases.claim(new_lease(1, name="eval-x-1234"))
     patient.one_pass()
@@ -226,9 +226,7 @@ def test_a_watcher_that_died_before_sbatch_is_replaced(slurm: FakeSlurm, run: Pa
     assert [lease.job for lease in leases.all()] == [None, "1"]
 
 
-def test_a_watcher_that_slept_through_a_takeover_cancels_its_job(
-    slurm: FakeSlurm, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_watcher_that_slept_through_a_takeover_cancels_its_job(slurm, run, monkeypatch):
     leases, submit = leases_of(run, 20, "jrt"), Slurm.submit
 
     def slow(self: Slurm, *words: Any) -> str:
@@ -244,9 +242,7 @@ def test_a_watcher_that_slept_through_a_takeover_cancels_its_job(
 
 
 @pytest.mark.parametrize("is_answered", [False, True])
-def test_what_happens_between_a_look_and_a_claim(
-    slurm: FakeSlurm, run: Path, monkeypatch: pytest.MonkeyPatch, is_answered: bool
-) -> None:
+def test_what_happens_between_a_look_and_a_claim(slurm, run, monkeypatch, is_answered):
     """Another claims the rest, or it is answered."""
     watch, claim = watcher(run, "jrt", every=10, cap=1), Leases.claim
 
@@ -266,7 +262,7 @@ def test_what_happens_between_a_look_and_a_claim(
     assert slurm.names == (["eval-run-step-20-jrt"] if is_answered else [])
 
 
-def test_what_sbatch_refuses_is_no_attempt(slurm: FakeSlurm, run: Path) -> None:
+def test_what_sbatch_refuses_is_no_attempt(slurm, run):
     watch = watcher(run, "jrt", retries=0)
     slurm.break_down("sbatch", "error: QOSMaxSubmitJobPerUserLimit")
     for _ in range(3):
@@ -277,9 +273,7 @@ def test_what_sbatch_refuses_is_no_attempt(slurm: FakeSlurm, run: Path) -> None:
     assert states(watch) == {(20, "jrt"): "queued"}
 
 
-def test_an_sbatch_that_does_not_answer_may_have_the_job(
-    slurm: FakeSlurm, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_sbatch_that_does_not_answer_may_have_the_job(slurm, run, monkeypatch):
     """Found by its name, as is that of a watcher that died before it wrote the job down."""
     watch, submit = watcher(run, "jrt", expiry_s=0), Slurm.submit
 
@@ -298,7 +292,7 @@ def test_an_sbatch_that_does_not_answer_may_have_the_job(
 # ---- retention
 
 
-def test_nothing_that_waits_is_pruned(slurm: FakeSlurm, tmp_path: Path) -> None:
+def test_nothing_that_waits_is_pruned(slurm, tmp_path):
     run = write_run(tmp_path / "run", 10, 15, 20, 25, keep=1)
     folder, watch = CheckpointFolder(run / "checkpoint"), watcher(run)
 
@@ -326,7 +320,7 @@ def test_nothing_that_waits_is_pruned(slurm: FakeSlurm, tmp_path: Path) -> None:
     assert folder.steps() == [20, 25] and states(watch)[10, "jrt"] == "done"
 
 
-def test_steps_that_are_gone_or_damaged_hold_up_nothing(slurm: FakeSlurm, run: Path) -> None:
+def test_steps_that_are_gone_or_damaged_hold_up_nothing(slurm, run):
     save(run, 30, 40)
     (run / "checkpoint/step-20/data").write_text("longer than it was")
     (run / "checkpoint/step-10").rename(run / "checkpoint/.replaced-step-10")
@@ -342,7 +336,7 @@ def test_steps_that_are_gone_or_damaged_hold_up_nothing(slurm: FakeSlurm, run: P
     assert held_steps(run) == set() and slurm.names == ["eval-report-run"]
 
 
-def test_a_branch_that_is_left_takes_its_leases_along(slurm: FakeSlurm, run: Path) -> None:
+def test_a_branch_that_is_left_takes_its_leases_along(slurm, run):
     watch = watcher(run, "jrt", every=10)
     watch.one_pass()
     lease = leases_of(run, 20, "jrt").current()
@@ -357,7 +351,7 @@ def test_a_branch_that_is_left_takes_its_leases_along(slurm: FakeSlurm, run: Pat
 # ---- what counts as answered, and what was asked for
 
 
-def test_what_counts_as_answered(run: Path) -> None:
+def test_what_counts_as_answered(run):
     def known(*how: str) -> bool:
         return Schedule(run, Request(SUITES, 10, how=[*how])).has_results(10, "jrt")
 
@@ -374,7 +368,7 @@ def test_what_counts_as_answered(run: Path) -> None:
     assert not Schedule(run, Request(SUITES, 10)).has_results(20, "jrt")
 
 
-def test_a_text_given_on_purpose_is_answered_by_results_of_it_alone(tmp_path: Path) -> None:
+def test_a_text_given_on_purpose_is_answered_by_results_of_it_alone(tmp_path):
     """Issue 17, item 17: else the results of the run's own held-out text would do."""
     write_data(tmp_path)
     asked = {**asked_how("validation", how_of(), 64), "dtype": "float32"}
@@ -386,7 +380,7 @@ def test_a_text_given_on_purpose_is_answered_by_results_of_it_alone(tmp_path: Pa
     assert answers(own, "validation", [], 64)
 
 
-def test_one_run_has_one_schedule(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_has_one_schedule(run, capsys):
     given = {"suites": ["jrt"], "every": 10, "how": ["--add_bos"]}
     assert settle(run, given, keep=False) == Request(**given)
     assert not (run / "evals").exists()
@@ -410,7 +404,7 @@ def test_one_run_has_one_schedule(run: Path, capsys: pytest.CaptureFixture[str])
         assert Schedule(run, Request(SUITES, every)).steps == steps
 
 
-def test_suites_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suites_and_options(tmp_path, monkeypatch):
     assert split_suites("validation,all,validation")[:2] == ["validation", "discriminative"]
     with pytest.raises(UserError, match="unknown suite 'jrtt'.* Did you mean \"jrt\""):
         split_suites("validation,jrtt")
@@ -432,7 +426,7 @@ def test_suites_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # ---- the job's own question
 
 
-def test_a_job_asks_whether_the_work_is_its_own(run: Path, capsys: Any) -> None:
+def test_a_job_asks_whether_the_work_is_its_own(run, capsys):
     leases, lease = leases_of(run, 10, "jrt"), new_lease(1)
     assert leases.claim(lease)
     words = ["begin", "--job", "5", "--lease", lease.id, "--", f"{run}/checkpoint/step-10", "jrt"]
@@ -448,7 +442,7 @@ def test_a_job_asks_whether_the_work_is_its_own(run: Path, capsys: Any) -> None:
     assert (run / "evals/step-20/jrt,validation/leases/restarts.json").is_file()
 
 
-def test_a_job_that_gets_nowhere_ends(run: Path) -> None:
+def test_a_job_that_gets_nowhere_ends(run):
     """Three restarts without a task more; one more task, and it may again."""
     leases = leases_of(run, 10, "jrt")
 
@@ -470,9 +464,7 @@ def test_a_job_that_gets_nowhere_ends(run: Path) -> None:
 # ---- without Slurm
 
 
-def test_without_slurm_the_work_is_done_here(
-    slurm: FakeSlurm, run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_slurm_the_work_is_done_here(slurm, run, capsys, monkeypatch):
     """A script that leaves no results has failed, whatever its exit code; then it is reported."""
     scripts, notes = run.parent / "slurm", run.parent / "notes"
     scripts.mkdir()
@@ -499,7 +491,7 @@ def test_without_slurm_the_work_is_done_here(
     assert submit(run, "--is_finished") == 0
 
 
-def test_a_process_that_died_here_leaves_its_work_to_others(run: Path) -> None:
+def test_a_process_that_died_here_leaves_its_work_to_others(run):
     leases = leases_of(run, 20, "jrt")
     code = "from canon_pretrain.cluster.leases import *; import sys; from pathlib import Path\n"
     code += "assert Leases(Path(sys.argv[1])).claim(new_lease(1, job=LOCAL))"
@@ -519,7 +511,7 @@ def test_a_process_that_died_here_leaves_its_work_to_others(run: Path) -> None:
     assert state() == "waiting"
 
 
-def test_what_a_person_sees(slurm: FakeSlurm, run: Path, capsys: Any) -> None:
+def test_what_a_person_sees(slurm, run, capsys):
     submit(run, "--suites", "jrt,validation", "--every", 10, "--once")
     slurm.set("1", "RUNNING")
     slurm.set("2", "FAILED")
@@ -541,7 +533,7 @@ def test_what_a_person_sees(slurm: FakeSlurm, run: Path, capsys: Any) -> None:
         assert submit(run, *given, "--once") == 2 and message in capsys.readouterr().err
 
 
-def test_runs_of_a_sweep_may_begin_later(slurm: FakeSlurm, tmp_path: Path, capsys: Any) -> None:
+def test_runs_of_a_sweep_may_begin_later(slurm, tmp_path, capsys):
     """Of a sweep with a throttle the first runs would be pruned before the last ones begin."""
     sweep = tmp_path / "sweep"
     plan = {"runs": [{"name": name} for name in ("lr2", "lr10", "later")]}
@@ -576,9 +568,7 @@ def test_runs_of_a_sweep_may_begin_later(slurm: FakeSlurm, tmp_path: Path, capsy
     assert "is not a run folder" in capsys.readouterr().err
 
 
-def test_a_task_file_of_ones_own_is_used_only_if_trusted(
-    slurm: FakeSlurm, run: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_file_of_ones_own_is_used_only_if_trusted(slurm, run, capsys, monkeypatch):
     """Issue 17, item 26: its templates can run commands; the schedule that names it is no leave."""
     mine = run.parent / "mine.yaml"
     mine.write_text("task: mine\n")

@@ -32,7 +32,7 @@ def good(**other: Any) -> Report:
 
 
 @given(st.integers(1, 500), st.integers(-1, 40), st.integers(-1, 20))
-def test_nodes_fit_whose_ranks_divide_the_batch(batch: int, nodes: int, ranks: int) -> None:
+def test_nodes_fit_whose_ranks_divide_the_batch(batch, nodes, ranks):
     if nodes > 0 < ranks and batch % (nodes * ranks) == 0:
         preflight.check_nodes(batch, nodes, ranks)
     else:
@@ -40,7 +40,7 @@ def test_nodes_fit_whose_ranks_divide_the_batch(batch: int, nodes: int, ranks: i
             preflight.check_nodes(batch, nodes, ranks)
 
 
-def test_the_papers_batch_on_nodes_of_eight() -> None:
+def test_the_papers_batch_on_nodes_of_eight():
     config = ["--config", str(ROOT / "train_configs" / "nope_canon.toml")]
     with pytest.raises(UserError, match=r"5 node\(s\) of 8 can't share .* = 48. .*: 1, 2, 3, 6 "):
         preflight.plan_job(config, 5, 8)
@@ -52,9 +52,7 @@ def test_the_papers_batch_on_nodes_of_eight() -> None:
         preflight.plan_job(replicas, 1, 3)
 
 
-def test_the_plan_is_the_run_folder_and_a_checkpoints_size(
-    data_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_is_the_run_folder_and_a_checkpoints_size(data_folder, tmp_path, capsys):
     odd = tmp_path / 'it\'s "a" run;\n$(x)'
     arguments = list(map(str, debug_run(data_folder, odd)))
     main(["job", "--nodes", "3", "--ranks_per_node", "2", "--data", "--", *arguments])
@@ -66,14 +64,14 @@ def test_the_plan_is_the_run_folder_and_a_checkpoints_size(
     assert 0.98 * there < int(size) < 1.02 * there, "as large as a real one's tensors"
 
 
-def test_data_that_is_not_there_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_data_that_is_not_there_is_refused_where_it_is_asked_for(tmp_path):
     arguments = list(map(str, debug_run(tmp_path / "nothing", tmp_path / "run")))
     preflight.plan_job(arguments, 1, 2)
     with pytest.raises(UserError, match="nothing"):
         preflight.plan_job(arguments, 1, 2, data=True)
 
 
-def test_a_nodes_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nodes_report(tmp_path, monkeypatch):
     report = preflight.report_node(tmp_path, 1000, 0)
     assert report.faults == report.disk == []
     assert report.versions["torch"] and len(report.versions) == 5
@@ -112,19 +110,12 @@ FOUND: list[tuple[list[Report | None], dict[str, list[str]], list[str], list[str
 
 
 @pytest.mark.parametrize(("reports", "nodes", "common", "warnings"), FOUND)
-def test_the_node_at_fault_is_named(
-    reports: list[Report | None],
-    nodes: dict[str, list[str]],
-    common: list[str],
-    warnings: list[str],
-) -> None:
+def test_the_node_at_fault_is_named(reports, nodes, common, warnings):
     there = {f"n{i}": report for i, report in enumerate(reports, 1)}
     assert judge(there) == (nodes, common, warnings)
 
 
-def test_the_verdict_names_nodes_for_the_script(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_verdict_names_nodes_for_the_script(tmp_path, capsys, monkeypatch):
     def verdict(*more: str) -> tuple[object, str, str]:
         with pytest.raises(SystemExit) as ended:
             main(["verdict", "--report", str(tmp_path), "--nodes", "n1,n2", *more])
@@ -141,7 +132,7 @@ def test_the_verdict_names_nodes_for_the_script(
     assert verdict("--ranks")[:2] == (1, "")
 
 
-def test_two_ranks_meet_and_report(tmp_path: Path) -> None:
+def test_two_ranks_meet_and_report(tmp_path):
     """By torchrun, as a job does it: both add up numbers, and their clocks are one."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "canon_pretrain.preflight", "ranks", "--report", str(tmp_path)]
@@ -183,9 +174,7 @@ SPEEDS: list[tuple[list[Report], dict[str, str], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("reports", "faults", "warnings"), SPEEDS)
-def test_a_slow_gpu_is_warned_of_and_a_very_slow_ones_node_is_at_fault(
-    reports: list[Report], faults: dict[str, str], warnings: dict[str, str]
-) -> None:
+def test_a_slow_gpu_is_warned_of_and_a_very_slow_ones_node_is_at_fault(reports, faults, warnings):
     verdict = judge({f"n{i}": report for i, report in enumerate(reports, 1)})
     assert verdict.nodes.keys() == faults.keys() and not verdict.common
     assert all(text in verdict.nodes[node][0] for node, text in faults.items())
@@ -194,7 +183,7 @@ def test_a_slow_gpu_is_warned_of_and_a_very_slow_ones_node_is_at_fault(
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12))
-def test_all_reduces_are_of_each_node_of_neighbors_and_of_all(numbers: list[int]) -> None:
+def test_all_reduces_are_of_each_node_of_neighbors_and_of_all(numbers):
     nodes = [f"n{number}" for number in numbers]
     groups = preflight.rank_groups(nodes)
     names = set(nodes)
@@ -217,7 +206,7 @@ def preflight_rank(environment: dict[str, str], folder: Path, fault: str) -> Non
     main(["ranks", "--report", str(folder)])
 
 
-def test_a_rank_whose_device_fails_is_named_and_the_others_do_not_wait(tmp_path: Path) -> None:
+def test_a_rank_whose_device_fails_is_named_and_the_others_do_not_wait(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -236,9 +225,7 @@ def test_a_rank_whose_device_fails_is_named_and_the_others_do_not_wait(tmp_path:
     assert list(verdict.nodes) == ["n1"] and not verdict.common
 
 
-def test_saves_that_take_longer_than_slurm_waits_are_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saves_that_take_longer_than_slurm_waits_are_warned_of(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_PARTITION", "low")
     answers = {
         "config": "KillWait                = 30 sec\n",

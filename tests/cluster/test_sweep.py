@@ -64,7 +64,7 @@ def launch_of(folder: Path, number: int, capsys: pytest.CaptureFixture[str]) -> 
 # -- which runs
 
 
-def test_a_grid_is_each_combination_once_in_the_order_given(tmp_path: Path) -> None:
+def test_a_grid_is_each_combination_once_in_the_order_given(tmp_path):
     other = config(tmp_path / "other.toml")
     sweep = make_sweep([DEBUG, other], ["3e-3", "1e-3"], ["1", "0"], "both", [])
     assert [run.name for run in sweep.runs] == [
@@ -75,7 +75,7 @@ def test_a_grid_is_each_combination_once_in_the_order_given(tmp_path: Path) -> N
 
 
 @given(st.lists(st.tuples(RATES, st.integers(0, 99)), min_size=2, max_size=6, unique=True))
-def test_names_tell_runs_apart_and_say_the_rate(runs: list[tuple[float, int]]) -> None:
+def test_names_tell_runs_apart_and_say_the_rate(runs):
     names = [run_name(Path("a/x-lr1.toml"), rate, seed) for rate, seed in runs]
     assert len(set(names)) == len(names)
     for name, (rate, seed) in zip(names, runs, strict=True):
@@ -87,9 +87,7 @@ def test_names_tell_runs_apart_and_say_the_rate(runs: list[tuple[float, int]]) -
 @pytest.mark.parametrize(
     ("seed_of", "init", "data"), [("init", 7, 5), ("data", 3, 7), ("both", 7, 7)]
 )
-def test_a_run_is_trained_with_its_own_values(
-    seed_of: str, init: int, data: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_trained_with_its_own_values(seed_of, init, data, tmp_path, capsys):
     """As the trainer itself reads the command line; a sweep that was moved trains where it is."""
     odd = 'it\'s "a" $(b); c'
     seeded = config(tmp_path / "seeded.toml", "[model]\ninit_seed = 3\n[data]\ndata_seed = 5\n")
@@ -104,9 +102,7 @@ def test_a_run_is_trained_with_its_own_values(
     assert (job.job.description, job.data.path) == (odd, "/d")
 
 
-def test_what_the_sweep_does_not_set_is_the_configs_or_may_be_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_sweep_does_not_set_is_the_configs_or_may_be_given(tmp_path, capsys):
     plan(tmp_path / "a", "--configs", DEBUG)
     job = parse_job(["--config", *launch_of(tmp_path / "a", 1, capsys)])
     assert (job.optimizer.lr, job.model.init_seed, job.data.data_seed) == (3e-3, None, 0)
@@ -131,9 +127,7 @@ def test_what_the_sweep_does_not_set_is_the_configs_or_may_be_given(
         ((*GRID, "--training.steps", "9", "--extend"), "--extend: write it before"),
     ],
 )
-def test_bad_grids_are_refused(
-    words: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_grids_are_refused(words, says, tmp_path, capsys):
     assert says in refused(capsys, "plan", tmp_path / "s", *words)
     assert not (tmp_path / "s").exists()
 
@@ -149,13 +143,7 @@ def test_bad_grids_are_refused(
         ("[data]\ndata_seed = 1\n", ("--seeds", "0", "--seed_of", "init"), ["data.data_seed"]),
     ],
 )
-def test_configs_that_would_see_other_data_are_told(
-    text: str,
-    words: tuple[str, ...],
-    keys: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_configs_that_would_see_other_data_are_told(text, words, keys, tmp_path, capsys):
     other = config(tmp_path / "other.toml", text)
     plan(tmp_path / "s", "--configs", DEBUG, other, *words)
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("NOTE")]
@@ -174,8 +162,8 @@ def test_configs_that_would_see_other_data_are_told(
     ],
 )
 def test_the_same_plan_again_changes_nothing_and_another_grid_is_refused(
-    words: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    words, says, tmp_path, capsys
+):
     plan(tmp_path, *GRID)
     before = (tmp_path / PLAN).read_bytes()
     plan(tmp_path, *GRID)
@@ -187,9 +175,7 @@ def test_the_same_plan_again_changes_nothing_and_another_grid_is_refused(
     assert (tmp_path / PLAN).read_bytes() == before
 
 
-def test_more_runs_are_added_when_asked_and_others_keep_their_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_runs_are_added_when_asked_and_others_keep_their_numbers(tmp_path, capsys):
     plan(tmp_path, *GRID)
     before = read_sweep(tmp_path)
     more = (*GRID[:3], "1e-2", *GRID[3:], "1")
@@ -204,9 +190,7 @@ def test_more_runs_are_added_when_asked_and_others_keep_their_numbers(
     ]  # fmt: skip
 
 
-def test_a_config_that_changed_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_that_changed_is_refused(tmp_path, capsys, monkeypatch):
     """Its own text or what it extends; a comment is no change. A requeued job reads a copy."""
     base = config(tmp_path / "base.toml")
     path = tmp_path / "own.toml"
@@ -222,9 +206,7 @@ def test_a_config_that_changed_is_refused(
     assert launch_of(tmp_path / "s", 1, capsys)
 
 
-def test_what_is_no_plan_and_numbers_of_no_run_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_plan_and_numbers_of_no_run_are_named(tmp_path, capsys):
     assert "is not a sweep: it has no sweep.json" in refused(capsys, "table", tmp_path)
     (tmp_path / "file").touch()
     for command, *grid in (("plan", *GRID), ("table",)):
@@ -241,7 +223,7 @@ def test_what_is_no_plan_and_numbers_of_no_run_are_named(
     assert "plan with the same arguments again" in refused(capsys, "run", tmp_path, 1)
 
 
-def test_planning_needs_no_torch() -> None:
+def test_planning_needs_no_torch():
     code = "import sys, canon_pretrain.sweep; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
@@ -249,9 +231,7 @@ def test_planning_needs_no_torch() -> None:
 # -- the table, and the runs
 
 
-def test_the_table_has_each_run_with_its_state(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_has_each_run_with_its_state(tmp_path, capsys):
     plan(tmp_path, "--configs", DEBUG, "--lr", "3e-3", "0.00025", "--seeds", "0", "7")
     sweep = read_sweep(tmp_path)
     then = (NOW - timedelta(seconds=1)).isoformat()
@@ -278,9 +258,7 @@ def test_the_table_has_each_run_with_its_state(
     assert [row["name"] for row in found_json] == [run.name for run in sweep.runs]
 
 
-def test_the_table_begins_with_the_verdict_on_held_out_loss(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_begins_with_the_verdict_on_held_out_loss(tmp_path, capsys):
     other = config(tmp_path / "b.toml")
     plan(tmp_path, "--configs", DEBUG, other, "--lr", "1e-3", "2e-3", "--seeds", "0", "1", "2")
     sweep = read_sweep(tmp_path)
@@ -322,9 +300,7 @@ def test_the_table_begins_with_the_verdict_on_held_out_loss(
     assert look_at_sweep(sweep, tmp_path, NOW) == rows
 
 
-def test_what_is_left_is_what_is_not_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_left_is_what_is_not_done(tmp_path, capsys):
     other = config(tmp_path / "b.toml")
     plan(tmp_path / "s", "--configs", DEBUG, other, "--seeds", *range(3))
     for name in ("debug-seed0", "b-seed1"):
@@ -343,7 +319,7 @@ def test_what_is_left_is_what_is_not_done(
 
 
 @pytest.mark.slow
-def test_run_trains_and_a_second_time_does_nothing(data_folder: Path, tmp_path: Path) -> None:
+def test_run_trains_and_a_second_time_does_nothing(data_folder, tmp_path):
     plan(tmp_path / "s", "--configs", DEBUG, "--seeds", "3", "--data.path", data_folder)
     command = [sys.executable, "-m", "canon_pretrain.sweep", "run", str(tmp_path / "s"), "1"]
 

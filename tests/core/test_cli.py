@@ -4,7 +4,6 @@ import io
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -35,7 +34,7 @@ def run(redirection: str, *words: str) -> subprocess.CompletedProcess[bytes]:
 
 
 @pytest.mark.parametrize("redirection", [">/dev/full", ">&- 2>&-", "| true", ">/dev/full 2>&1"])
-def test_words_that_nobody_takes_cost_no_result(tmp_path: Path, redirection: str) -> None:
+def test_words_that_nobody_takes_cost_no_result(tmp_path, redirection):
     """Issue 17, item 24: results first, words after; exit code 0."""
     out = tmp_path / "out"
     done = run(redirection, str(out))
@@ -44,12 +43,12 @@ def test_words_that_nobody_takes_cost_no_result(tmp_path: Path, redirection: str
 
 
 @pytest.mark.parametrize(("redirection", "code"), [(">/dev/full", 2), ("; exit $?", 0), (">&-", 0)])
-def test_a_view_that_is_lost_is_an_error(tmp_path: Path, redirection: str, code: int) -> None:
+def test_a_view_that_is_lost_is_an_error(tmp_path, redirection, code):
     """Issue 17, item 24: unless its reader has seen enough."""
     assert run(redirection, str(tmp_path / "out"), "prints").returncode == code
 
 
-def test_no_control_character_reaches_a_terminal(tmp_path: Path) -> None:
+def test_no_control_character_reaches_a_terminal(tmp_path):
     """Issue 17, item 23: from print, rich, logging and errors alike; rich's own colors stay."""
     done = run("", str(tmp_path / "out"), "fails")
     assert done.returncode == 2
@@ -60,7 +59,7 @@ def test_no_control_character_reaches_a_terminal(tmp_path: Path) -> None:
     assert b"error: some\xef\xbf\xbd[2Jfile: No space left on device" in done.stderr
 
 
-def test_the_descriptor_of_a_closed_stdout_is_no_files(tmp_path: Path) -> None:
+def test_the_descriptor_of_a_closed_stdout_is_no_files(tmp_path):
     """Issue 17, item 24: the next file to be opened would get the words."""
     script = (
         "import os, sys\nfrom canon_pretrain.core.cli import words\nwith words():\n"
@@ -76,7 +75,7 @@ def test_the_descriptor_of_a_closed_stdout_is_no_files(tmp_path: Path) -> None:
     "words",
     ["canon_pretrain.train --config debug.toml --job.dump_folder", "data_prep show"],
 )
-def test_a_locale_that_is_not_utf8_is_refused(words: str, tmp_path: Path) -> None:
+def test_a_locale_that_is_not_utf8_is_refused(words, tmp_path):
     """Issue 17, item 25: paths with an e acute ended in tracebacks of ours and of torch."""
     path = str(tmp_path / "caf\u00e9")
     other = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -87,13 +86,13 @@ def test_a_locale_that_is_not_utf8_is_refused(words: str, tmp_path: Path) -> Non
     assert b"Traceback" not in done.stderr
 
 
-def test_durations_and_sizes() -> None:
+def test_durations_and_sizes():
     texts = {99: "99 s", 100: "2 min", 6000: "1.7 h", 259_200: "3.0 d", 1e9: "11,574.1 d"}
     assert {seconds: duration(seconds) for seconds in texts} == texts
     assert [size(n) for n in (999, 1250, 15.36e9)] == ["999 B", "1.25 kB", "15.36 GB"]
 
 
-def test_progress_prints_few_lines_where_there_is_no_terminal() -> None:
+def test_progress_prints_few_lines_where_there_is_no_terminal():
     now, file = [0.0], io.StringIO()
     with Progress(Console(file=file), clock=lambda: now[0]) as progress:
         for second in range(1, 121):

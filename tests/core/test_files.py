@@ -14,7 +14,7 @@ from canon_pretrain.core import files
 from canon_pretrain.core.files import UnreadableFile, read_json, read_lines, write_atomic
 
 
-def test_a_planted_link_is_never_written_through(tmp_path: Path) -> None:
+def test_a_planted_link_is_never_written_through(tmp_path):
     """Issue 17, item 20: the temporary name is random, and creating it follows no link."""
     mine = tmp_path / "mine"
     mine.write_text("kept")
@@ -31,9 +31,7 @@ def test_a_planted_link_is_never_written_through(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "number"), [("fsync", errno.ENOSPC), ("rename", errno.EIO), ("rename", errno.ENOENT)]
 )
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, call: str, number: int
-) -> None:
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, call, number):
     """Issue 17, item 21: that a file of that name is there proves no rename."""
     write_atomic(tmp_path / "a", b"same")
     error = OSError(number, os.strerror(number))
@@ -43,9 +41,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOENT])
-def test_a_rename_whose_reply_is_lost_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_rename_whose_reply_is_lost_is_done(tmp_path, monkeypatch, number):
     """Issue 17, item 21: a file server renames, and its client reports an error."""
     real = os.rename
 
@@ -62,9 +58,7 @@ def test_a_rename_whose_reply_is_lost_is_done(
     assert (tmp_path / "moved").is_dir()
 
 
-def test_reserving_writes_little_where_the_file_system_can_not_reserve(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reserving_writes_little_where_the_file_system_can_not_reserve(tmp_path, monkeypatch):
     """Issue 17, item 16."""
     no_fallocate = SimpleNamespace(fallocate=lambda *arguments: -1)
     monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: no_fallocate)
@@ -78,7 +72,7 @@ ODD = [b"\xff\xfe\x00", b"{", b"[1]", b'{"a": NaN}', b'{"a": 1e999}', b'{"a": ' 
 
 
 @pytest.mark.parametrize("content", [*ODD, b'{"a": "' + b"x" * (1 << 10) + b'"}'])
-def test_odd_json_is_one_error(tmp_path: Path, content: bytes) -> None:
+def test_odd_json_is_one_error(tmp_path, content):
     """Issue 17, item 19: one reader, which fails in one way only."""
     path = tmp_path / "odd.json"
     path.write_bytes(content)
@@ -87,7 +81,7 @@ def test_odd_json_is_one_error(tmp_path: Path, content: bytes) -> None:
     assert caught.value.errno is None and not caught.value.is_missing
 
 
-def test_what_is_no_regular_file_is_one_error_at_once(tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_one_error_at_once(tmp_path):
     """Issue 17, items 19 and 23: FIFOs, devices, folders, loops of links, and none at all."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to("fifo")
@@ -102,7 +96,7 @@ def test_what_is_no_regular_file_is_one_error_at_once(tmp_path: Path) -> None:
             list(read_lines(tmp_path / name))
 
 
-def test_lines_are_read_in_bounds(tmp_path: Path) -> None:
+def test_lines_are_read_in_bounds(tmp_path):
     """Issue 17, item 23: a line that is too long is dropped, and costs no other."""
     path = tmp_path / "log"
     path.write_bytes(b"one\n" + b"x" * 95 + b"\ntwo\n" + b"0123456789\nthree")
@@ -134,9 +128,7 @@ class Record:
         ('{"name": "x", "inner": {"at": 3, "where": ["/a"]}, "unknown": 1}', None),
     ],
 )
-def test_a_record_is_read_or_its_damaged_field_named(
-    tmp_path: Path, content: str, field: str | None
-) -> None:
+def test_a_record_is_read_or_its_damaged_field_named(tmp_path, content, field):
     path = tmp_path / "a.json"
     path.write_text(content)
     if field is None:

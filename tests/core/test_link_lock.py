@@ -154,7 +154,7 @@ def stale(path: Path, age_s: float = 0.0, **changes: Any) -> Holder:
     return holder
 
 
-def test_the_second_launch_is_refused_with_both_names(path: Path, launch: Start) -> None:
+def test_the_second_launch_is_refused_with_both_names(path, launch):
     first, second = launch(SLURM_JOB_ID="41"), launch()
     assert first.acquire(path)["held"]
     answer = second.acquire(path)
@@ -170,7 +170,7 @@ def test_the_second_launch_is_refused_with_both_names(path: Path, launch: Start)
     assert second.acquire(path)["said"] == []
 
 
-def test_kill_9_on_this_machine_is_seen_at_once(path: Path, launch: Start) -> None:
+def test_kill_9_on_this_machine_is_seen_at_once(path, launch):
     first, second = launch(), launch()
     assert first.acquire(path)["held"]
     os.kill(first.pid, signal.SIGKILL)
@@ -191,8 +191,8 @@ def test_kill_9_on_this_machine_is_seen_at_once(path: Path, launch: Start) -> No
     ("job", "count", "takes_over"), [("5", "3", True), ("5", "2", False), ("6", "9", False)]
 )
 def test_only_a_later_start_of_the_same_job_takes_over_from_a_live_one(
-    path: Path, launch: Start, job: str, count: str, takes_over: bool
-) -> None:
+    path, launch, job, count, takes_over
+):
     """Whatever the clock of the live one says, which is on another machine."""
     first = launch(SLURM_JOB_ID="5", SLURM_RESTART_COUNT="2")
     second = launch(SLURM_JOB_ID=job, SLURM_RESTART_COUNT=count)
@@ -215,7 +215,7 @@ def test_only_a_later_start_of_the_same_job_takes_over_from_a_live_one(
 
 
 @pytest.mark.parametrize("kind", ["free", "stale", "stale and slow"])
-def test_of_launches_that_race_exactly_one_wins(path: Path, launch: Start, kind: str) -> None:
+def test_of_launches_that_race_exactly_one_wins(path, launch, kind):
     racers = [launch() for _ in range(4)]
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
@@ -241,9 +241,7 @@ def test_of_launches_that_race_exactly_one_wins(path: Path, launch: Start, kind:
 
 
 @pytest.mark.parametrize("between_s", [0.0, 0.3])
-def test_a_lock_that_is_let_go_while_another_waits_is_taken(
-    path: Path, launch: Start, between_s: float
-) -> None:
+def test_a_lock_that_is_let_go_while_another_waits_is_taken(path, launch, between_s):
     """Also by a launch that looks between the two steps of letting go."""
     first, second = launch(), launch()
     assert first.acquire(path, boot=ELSEWHERE, heartbeat_s=60.0)["held"]
@@ -254,9 +252,7 @@ def test_a_lock_that_is_let_go_while_another_waits_is_taken(
     assert second.ask("lost")["still_ours"] is True
 
 
-def test_a_launch_that_was_stopped_while_it_took_over_gives_up(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_that_was_stopped_while_it_took_over_gives_up(path, monkeypatch):
     """Another may have counted it as dead meanwhile, and have taken over too."""
     stale(path, age_s=3600)
     replace_file = os.replace
@@ -265,7 +261,7 @@ def test_a_launch_that_was_stopped_while_it_took_over_gives_up(
         LinkLock.acquire(path, **QUIET | {"expiry_s": 0.3})
 
 
-def test_a_launch_killed_while_it_took_over_is_taken_over_from(path: Path) -> None:
+def test_a_launch_killed_while_it_took_over_is_taken_over_from(path):
     """Its claim holds the lock, though lock.json still names the one before."""
     first = stale(path)
     second = replace(first, id="b" * 32, pid=78)
@@ -277,9 +273,7 @@ def test_a_launch_killed_while_it_took_over_is_taken_over_from(path: Path) -> No
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
-def test_a_silent_holder_elsewhere_loses_the_lock_after_the_expiry_only(
-    path: Path, launch: Start, has_ended: bool
-) -> None:
+def test_a_silent_holder_elsewhere_loses_the_lock_after_the_expiry_only(path, launch, has_ended):
     """Also if the successor has released the lock by then, so that lock.json is missing."""
     first, messages = launch(), list[str]()
     assert first.acquire(path, boot=ELSEWHERE, expiry_s=0.8)["held"]
@@ -300,7 +294,7 @@ def test_a_silent_holder_elsewhere_loses_the_lock_after_the_expiry_only(
     lock.release()
 
 
-def test_a_file_that_is_gone_loses_the_lock_at_the_second_beat(path: Path) -> None:
+def test_a_file_that_is_gone_loses_the_lock_at_the_second_beat(path):
     """Once is no proof: it may be a mount that comes back."""
     lock = LinkLock.acquire(path, **QUIET | {"heartbeat_s": 60.0, "expiry_s": 60.0})
     aside = path.with_name("aside")
@@ -317,7 +311,7 @@ def test_a_file_that_is_gone_loses_the_lock_at_the_second_beat(path: Path) -> No
 
 
 @pytest.mark.parametrize("content", [b"", b'{"id": "x"'])
-def test_a_damaged_lock_expires_like_any_other(path: Path, content: bytes) -> None:
+def test_a_damaged_lock_expires_like_any_other(path, content):
     path.parent.mkdir()
     path.write_bytes(content)
     holder = read_holder(path)
@@ -330,7 +324,7 @@ def test_a_damaged_lock_expires_like_any_other(path: Path, content: bytes) -> No
     lock.release()
 
 
-def test_release_twice_or_in_a_child_harms_nobody(path: Path) -> None:
+def test_release_twice_or_in_a_child_harms_nobody(path):
     first = LinkLock.acquire(path, **FAST)
     first._pid += 1  # as a forked child sees it
     first.release()
@@ -344,7 +338,7 @@ def test_release_twice_or_in_a_child_harms_nobody(path: Path) -> None:
     second.release()
 
 
-def test_a_hook_is_called_until_the_lock_is_lost_and_costs_nothing_if_it_hangs(path: Path) -> None:
+def test_a_hook_is_called_until_the_lock_is_lost_and_costs_nothing_if_it_hangs(path):
     calls: list[int] = []
     lock = LinkLock.acquire(path, **QUIET, on_beat=lambda: (calls.append(1), time.sleep(1.0)))
     wait_until(lambda: len(calls) == 1)
@@ -355,7 +349,7 @@ def test_a_hook_is_called_until_the_lock_is_lost_and_costs_nothing_if_it_hangs(p
     assert read_holder(path) is not None
 
 
-def test_a_full_disk_costs_neither_the_lock_nor_the_run(tmp_path: Path, launch: Start) -> None:
+def test_a_full_disk_costs_neither_the_lock_nor_the_run(tmp_path, launch):
     with checkpoint_folders.small_disk(tmp_path / "disk", "size=64k") as disk:
         path, results = disk / "lock.json", list[bool]()
         writer = StatusWriter(disk / "status.json", steps=9, world_size=1)
@@ -383,7 +377,7 @@ def test_a_full_disk_costs_neither_the_lock_nor_the_run(tmp_path: Path, launch: 
         assert not path.exists() and not claim_of(path, lock.holder.id).exists()
 
 
-def test_a_heartbeat_that_fails_is_reported_once_and_costs_nothing(path: Path) -> None:
+def test_a_heartbeat_that_fails_is_reported_once_and_costs_nothing(path):
     messages: list[str] = []
     lock = LinkLock.acquire(path, **FAST, say=messages.append)
     with mock.patch("os.utime", side_effect=OSError(errno.EIO, "injected")):
@@ -394,7 +388,7 @@ def test_a_heartbeat_that_fails_is_reported_once_and_costs_nothing(path: Path) -
     lock.release()
 
 
-def test_without_hard_links_the_lock_holds_as_well(path: Path) -> None:
+def test_without_hard_links_the_lock_holds_as_well(path):
     refusal = OSError(errno.EPERM, "Operation not permitted")
     with mock.patch("os.link", side_effect=refusal):
         lock = LinkLock.acquire(path, **FAST)

@@ -64,7 +64,7 @@ def any_file_system(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_without_flock_two_processes_never_meet(code: int, tmp_path: Path) -> None:
+def test_without_flock_two_processes_never_meet(code, tmp_path):
     (tmp_path / "counter").write_text("0")
     processes = [counter(tmp_path, code, 40) for _ in range(2)]
     for process in processes:
@@ -75,7 +75,7 @@ def test_without_flock_two_processes_never_meet(code: int, tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("no_flock")
-def test_without_flock_a_killed_process_is_replaced_at_once(tmp_path: Path) -> None:
+def test_without_flock_a_killed_process_is_replaced_at_once(tmp_path):
     process = counter(tmp_path, errno.ENOSYS, 0)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     with pytest.raises(UserError), locked(tmp_path / "locks/one", "x"):
@@ -92,7 +92,7 @@ def test_without_flock_a_killed_process_is_replaced_at_once(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("any_file_system")
-def test_held_locks_are_refused_after_patience_and_not_removed(tmp_path: Path) -> None:
+def test_held_locks_are_refused_after_patience_and_not_removed(tmp_path):
     folder, waited = tmp_path / "locks", list[int]()
     with locked(folder / "used", "unit 3"):
         with locked(folder / "unused", "x"):
@@ -113,7 +113,7 @@ def test_held_locks_are_refused_after_patience_and_not_removed(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("any_file_system")
-def test_many_takers_of_a_folder_that_comes_and_goes(tmp_path: Path) -> None:
+def test_many_takers_of_a_folder_that_comes_and_goes(tmp_path):
     """Never two holders at once, while the lock's folder is removed all the time."""
     folder, done = tmp_path / "locks", threading.Event()
     inside, most = list[int](), list[int]()

@@ -84,9 +84,7 @@ def expected(mixture: Mixture, order: str) -> tuple[np.ndarray, list[int]]:
 
 @all_kinds
 @pytest.mark.parametrize(("world", "local"), [(1, 12), (1, 4), (2, 3), (2, 6), (3, 4), (4, 1)])
-def test_order_is_the_formula_at_every_world_size(
-    opened: tuple[Open, str], world: int, local: int
-) -> None:
+def test_order_is_the_formula_at_every_world_size(opened, world, local):
     data, order = opened
     batches, sources = expected(data(), order)
     ranks = loaders(data, world, local, order=order)
@@ -102,7 +100,7 @@ def test_order_is_the_formula_at_every_world_size(
 
 
 @all_kinds
-def test_resume_at_other_world_sizes(opened: tuple[Open, str]) -> None:
+def test_resume_at_other_world_sizes(opened):
     data, order = opened
     batches, state = [], None
     for world, local, steps in [(4, 3, 3), (1, 2, 2), (3, 1, 1), (2, 6, 4)]:
@@ -130,9 +128,7 @@ def test_resume_at_other_world_sizes(opened: tuple[Open, str]) -> None:
         ("global_batch", 24),
     ],
 )
-def test_a_state_that_differs_is_refused_unless_it_may(
-    folders: list[Path], field: str, value: object
-) -> None:
+def test_a_state_that_differs_is_refused_unless_it_may(folders, field, value):
     (loader,) = loaders(lambda: Mixture.open(folders, WEIGHTS), 1, 12)
     loader.next_batch()
     state = loader.state_dict()
@@ -160,14 +156,12 @@ def test_a_state_that_differs_is_refused_unless_it_may(
         ({"order": "permute"}, "not a weighted mixture"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(
-    folders: list[Path], changed: dict[str, Any], message: str
-) -> None:
+def test_sizes_that_do_not_fit_are_refused(folders, changed, message):
     with pytest.raises(UserError, match=message):
         loaders(lambda: Mixture.open(folders, WEIGHTS), 2, **{"local_batch": 3, **changed})
 
 
-def test_the_digest_of_a_batch_is_the_sum_of_its_shares_in_any_order() -> None:
+def test_the_digest_of_a_batch_is_the_sum_of_its_shares_in_any_order():
     batch = np.arange(6 * 9, dtype=np.int64).reshape(6, 9)
     whole = samples_digest(batch)
     assert whole == samples_digest(batch[::-1])
@@ -179,7 +173,7 @@ def test_the_digest_of_a_batch_is_the_sum_of_its_shares_in_any_order() -> None:
     assert samples_digest(batch[:0]) == 0
 
 
-def test_damage_leaves_position_and_counts(tmp_path: Path) -> None:
+def test_damage_leaves_position_and_counts(tmp_path):
     for name, low in (("a", 0), ("b", 50)):
         write_shards(tmp_path / name / "train", [low + np.arange(50)], vocab_size=100, eos_id=2)
     (loader,) = loaders(lambda: Mixture.open([tmp_path / "a", tmp_path / "b"], [1, 1]), 1, 12)

@@ -31,9 +31,7 @@ def folders(tmp_path: Path) -> list[Path]:
 
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=8), st.lists(st.integers(0, LARGEST)))
-def test_a_word_is_of_the_source_whose_exact_interval_holds_it(
-    weights: list[int], words: list[int]
-) -> None:
+def test_a_word_is_of_the_source_whose_exact_interval_holds_it(weights, words):
     total = sum(weights)
     found = thresholds([Fraction(weight, total) for weight in weights])
     # at and beside each bound, where floating point would go wrong
@@ -45,7 +43,7 @@ def test_a_word_is_of_the_source_whose_exact_interval_holds_it(
         assert source == next(k for k, end in enumerate(ends) if word < (end << 64) // total)
 
 
-def test_the_fingerprint_is_of_data_shares_and_order(folders: list[Path], tmp_path: Path) -> None:
+def test_the_fingerprint_is_of_data_shares_and_order(folders, tmp_path):
     # a weight is the decimal number that was written
     weights = {0.7: Fraction(7, 10), 7: 7, 1e-05: Fraction(1, 100_000)}
     assert [exact_weight(weight) for weight in weights] == list(weights.values())
@@ -76,9 +74,7 @@ def test_the_fingerprint_is_of_data_shares_and_order(folders: list[Path], tmp_pa
         ([1, 1e-30, 1], "a share of 5e-31, which would never be drawn"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(
-    folders: list[Path], weights: list[float], message: str
-) -> None:
+def test_weights_that_do_not_fit_are_refused(folders, weights, message):
     with pytest.raises(UserError, match=message):
         Mixture.open(folders, weights)
 
@@ -92,9 +88,7 @@ def test_weights_that_do_not_fit_are_refused(
         (0, {}, "web/train and .*odd/train hold the same stream"),
     ],
 )
-def test_folders_that_do_not_belong_together_are_refused(
-    folders: list[Path], tmp_path: Path, k: int, changed: dict[str, Any], message: str
-) -> None:
+def test_folders_that_do_not_belong_together_are_refused(folders, tmp_path, k, changed, message):
     odd = write(tmp_path / "odd", k, **changed)
     with pytest.raises(UserError, match=message):
         Mixture.open([folders[0], odd], [1, 1])

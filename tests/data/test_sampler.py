@@ -25,7 +25,7 @@ def philox4x64(key0: int, counter0: int) -> tuple[int, int, int, int]:
     return c0, c1, c2, c3
 
 
-def test_first_values_are_pinned() -> None:
+def test_first_values_are_pinned():
     """An order that changed would change every run that resumes."""
     words = "16554d9eca36314c db20fe9d672d0fdc d7e772cee186176b 7e68b68aec7ba23b"
     assert [f"{word:x}" for word in philox_blocks(0, 0, 1)[0].tolist()] == words.split()
@@ -36,7 +36,7 @@ def test_first_values_are_pinned() -> None:
     assert [permuted_offset(0, i, 100, 9) for i in range(11)] == small
 
 
-def test_offset_is_the_documented_formula() -> None:
+def test_offset_is_the_documented_formula():
     num_tokens, seq_len = 100_270_000_000, 4096
     for i in range(50):
         word = philox4x64(5, i)[0]
@@ -44,20 +44,20 @@ def test_offset_is_the_documented_formula() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 9, 10])
-def test_a_short_stream_is_refused(num_tokens: int) -> None:
+def test_a_short_stream_is_refused(num_tokens):
     with pytest.raises(UserError, match="needs at least 11"):
         window_offset(0, 0, num_tokens, 10)
 
 
 @pytest.mark.parametrize(("seed", "i"), [(-1, 0), (2**64, 0), (0, -1), (0, 2**64)])
-def test_numbers_over_64_bits_are_refused(seed: int, i: int) -> None:
+def test_numbers_over_64_bits_are_refused(seed, i):
     with pytest.raises(ValueError, match="2\\*\\*64"):
         philox_blocks(seed, i, 1)
 
 
 @pytest.mark.parametrize("seed", [0, 1337, LARGEST])
 @pytest.mark.parametrize("first", [0, 1, 24_480_000, 2**53 + 1, LARGEST - 6])
-def test_blocks_of_many_samples_are_those_of_each(seed: int, first: int) -> None:
+def test_blocks_of_many_samples_are_those_of_each(seed, first):
     for count in (1, 3, 4, 7):
         expected = [philox4x64(seed, first + j) for j in range(count)]
         found = philox_blocks(seed, first, count)
@@ -78,16 +78,14 @@ def epoch_of(seed: int, epoch: int, num_tokens: int, seq_len: int) -> list[int]:
     num_tokens=st.integers(2, 3000),
     seq_len=st.integers(1, 40),
 )
-def test_permute_visits_each_window_once_an_epoch(
-    seed: int, epoch: int, num_tokens: int, seq_len: int
-) -> None:
+def test_permute_visits_each_window_once_an_epoch(seed, epoch, num_tokens, seq_len):
     num_tokens += seq_len
     starts = list(range(0, num_tokens - seq_len, seq_len))
     assert sorted(epoch_of(seed, epoch, num_tokens, seq_len)) == starts
 
 
 @pytest.mark.parametrize("windows", [7, 16, 17, 30])
-def test_permute_takes_every_window_to_every_place_alike(windows: int) -> None:
+def test_permute_takes_every_window_to_every_place_alike(windows):
     epochs = 1500
     counts = np.zeros((windows, windows))
     for epoch in range(epochs):

@@ -43,9 +43,7 @@ def split(tmp_path: Path) -> Path:
     vocab_size=st.sampled_from([300, 65_535, 65_536, 200_000]),
     data=st.data(),
 )
-def test_round_trip(
-    lengths: list[int], max_part_tokens: int, vocab_size: int, data: st.DataObject
-) -> None:
+def test_round_trip(lengths, max_part_tokens, vocab_size, data):
     random = np.random.default_rng(len(lengths))
     documents = [random.integers(0, vocab_size, length) for length in lengths]
     stream = np.concatenate([np.empty(0, dtype=np.int64), *documents])
@@ -71,7 +69,7 @@ def test_round_trip(
                 np.testing.assert_array_equal(tokens, stream[offset : offset + count])
 
 
-def test_more_parts_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_parts_than_open_files(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "MAX_OPEN_FILES", 3)
     documents = some_documents(30, 10)
     write_shards(tmp_path, documents, vocab_size=VOCAB, eos_id=2, max_part_tokens=10)
@@ -85,7 +83,7 @@ def test_more_parts_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("vocab_size", [1000, 70_000])
-def test_a_read_over_many_blocks_goes_in_pieces(tmp_path: Path, vocab_size: int) -> None:
+def test_a_read_over_many_blocks_goes_in_pieces(tmp_path, vocab_size):
     documents = np.split(np.random.default_rng(2).integers(0, vocab_size, 700_000), 7)
     write_shards(tmp_path, documents, vocab_size=vocab_size, eos_id=2, max_part_tokens=600_000)
     stream = np.concatenate(documents)
@@ -102,7 +100,7 @@ def test_a_read_over_many_blocks_goes_in_pieces(tmp_path: Path, vocab_size: int)
         assert into.tolist() == [-1, *stream[99_995:100_005], -1]
 
 
-def test_parts_are_little_endian_and_cut_at_document_ends(tmp_path: Path) -> None:
+def test_parts_are_little_endian_and_cut_at_document_ends(tmp_path):
     both = [np.array([1, 2]), np.array([258])]
     write_shards(tmp_path / "a", both, vocab_size=300, eos_id=2, max_part_tokens=2)
     assert (tmp_path / "a/part-00000-0.bin").read_bytes() == b"\x01\x00\x02\x00"
@@ -111,7 +109,7 @@ def test_parts_are_little_endian_and_cut_at_document_ends(tmp_path: Path) -> Non
     assert (tmp_path / "b/part-00000-0.bin").read_bytes() == b"\x01\x00\x01\x00"
 
 
-def test_fingerprint_names_the_stream(tmp_path: Path) -> None:
+def test_fingerprint_names_the_stream(tmp_path):
     documents = some_documents(5, 9)
     found = []
     for name, tokens, sha256 in (
@@ -137,16 +135,14 @@ def test_fingerprint_names_the_stream(tmp_path: Path) -> None:
         ([], {"eos_id": VOCAB}, "eos id 1000"),
     ],
 )
-def test_documents_that_cannot_be_stored_are_refused(
-    tmp_path: Path, ids: list[int], more: dict[str, Any], message: str
-) -> None:
+def test_documents_that_cannot_be_stored_are_refused(tmp_path, ids, more, message):
     folder = tmp_path / "x"
     with pytest.raises(ShardError, match=message):
         write_shards(folder, [np.array(ids)], vocab_size=VOCAB, **{"eos_id": 2, **more})
     assert list(folder.iterdir()) == []
 
 
-def test_a_unit_is_complete_with_its_last_mark(tmp_path: Path) -> None:
+def test_a_unit_is_complete_with_its_last_mark(tmp_path):
     def write(finish: bool) -> None:
         with UnitWriter(tmp_path, 3, vocab_size=VOCAB, eos_id=2, max_part_tokens=4) as writer:
             for row in range(3):
@@ -173,15 +169,13 @@ def test_a_unit_is_complete_with_its_last_mark(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("offset", "count"), [(-1, 1), (0, 100_006), (100_006, 0)])
-def test_a_range_outside_the_stream_is_refused(split: Path, offset: int, count: int) -> None:
+def test_a_range_outside_the_stream_is_refused(split, offset, count):
     with TokenShards.open(split) as shards, pytest.raises(ValueError, match="100005 tokens"):
         shards.read(offset, count)
 
 
 @pytest.mark.parametrize("crc32", [blocks.crc32, zlib.crc32])  # with and without isal
-def test_a_flipped_byte_is_found_where_it_is_read(
-    split: Path, monkeypatch: pytest.MonkeyPatch, crc32: Callable[[bytes], int]
-) -> None:
+def test_a_flipped_byte_is_found_where_it_is_read(split, monkeypatch, crc32):
     monkeypatch.setattr(blocks, "crc32", crc32)
     flip(split / "part-00000-0.bin", 70_000)
     with TokenShards.open(split) as shards:
@@ -192,14 +186,14 @@ def test_a_flipped_byte_is_found_where_it_is_read(
 
 
 @pytest.mark.parametrize("suffix", ["crc", "docs"])
-def test_flipped_bytes_of_the_small_files_are_found(split: Path, suffix: str) -> None:
+def test_flipped_bytes_of_the_small_files_are_found(split, suffix):
     flip(split / f"part-00000-0.{suffix}", 2)
     with TokenShards.open(split) as shards:
         with pytest.raises(ShardError, match=rf"part-00000-0.{suffix}: damaged: sha256"):
             shards.read(0, 1) if suffix == "crc" else shards.document_ends()
 
 
-def test_a_file_truncated_under_the_reader_is_a_short_read(split: Path) -> None:
+def test_a_file_truncated_under_the_reader_is_a_short_read(split):
     with TokenShards.open(split) as shards:
         shards.read(0, 10)
         os.truncate(split / "part-00000-0.bin", 100_001)
@@ -240,7 +234,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_opening_a_damaged_split_is_refused(split: Path, name: str) -> None:
+def test_opening_a_damaged_split_is_refused(split, name):
     damage, message = DAMAGES[name]
     damage(split)
     with pytest.raises(ShardError, match=message) as caught:
@@ -248,6 +242,6 @@ def test_opening_a_damaged_split_is_refused(split: Path, name: str) -> None:
     assert str(split) in str(caught.value)
 
 
-def test_a_finished_split_is_not_written_over(split: Path) -> None:
+def test_a_finished_split_is_not_written_over(split):
     with pytest.raises(ShardError, match="holds a split"):
         write_shards(split, [], vocab_size=VOCAB, eos_id=2)

@@ -4,7 +4,6 @@ import io
 import json
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -100,7 +99,7 @@ def small_encoder(name: str) -> PieceEncoder:
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=300, deadline=None)
 @given(texts)
-def test_any_text_has_sentencepiece_s_ids(name: str, text: str) -> None:
+def test_any_text_has_sentencepiece_s_ids(name, text):
     assert _tokenizer(name).method.startswith("sentencepiece, " + MODELS[name][1])
     ids = _reference(name)(text)
     assert _tokenizer(name).encode(text).tolist() == ids
@@ -108,9 +107,7 @@ def test_any_text_has_sentencepiece_s_ids(name: str, text: str) -> None:
         assert small_encoder(name).encode(text).tolist() == ids
 
 
-def test_a_model_that_fails_the_check_at_load_is_encoded_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_that_fails_the_check_at_load_is_encoded_whole(monkeypatch):
     def no_pairs(bounds: PieceBounds, pieces: list[str]) -> None:
         bounds.pairs = frozenset()
         bounds.before_spaces = bounds.around_newlines = bounds.around_letters = True
@@ -126,7 +123,7 @@ def test_a_model_that_fails_the_check_at_load_is_encoded_whole(
     "text", ["", "  two", "tab\tand\r\nline\n\n", "a\x00b", "h\u00e9llo \U0001f642 \u6f22\u5b57",
              "\ufeffmark", "<0x0A> 123", "a</s><s><unk></s>", *LINES[:2]],
 )  # fmt: skip
-def test_round_trip_and_control_pieces_are_text(text: str) -> None:
+def test_round_trip_and_control_pieces_are_text(text):
     tokenizer = Tokenizer(sentencepiece_model(), "test")
     ids = tokenizer.encode(text)
     assert not {0, tokenizer.bos_id, tokenizer.eos_id} & set(ids.tolist())
@@ -225,7 +222,7 @@ def changed(name: str = "gpt-2", **changes: Any) -> bytes:
 @pytest.mark.parametrize("name", FILES)
 @settings(max_examples=200, deadline=None)
 @given(texts)
-def test_any_text_has_the_package_s_ids(name: str, text: str) -> None:
+def test_any_text_has_the_package_s_ids(name, text):
     """And Llama-2's two files give the same ids."""
     assert ours(name).method == f"tokenizers, {FILES[name][1]}"
     ids, whole = ours(name).encode(text), package(name)(text)
@@ -238,14 +235,14 @@ def test_any_text_has_the_package_s_ids(name: str, text: str) -> None:
         assert reference.encode(text) == whole
 
 
-def test_a_file_that_changes_a_text_before_the_split_is_encoded_whole() -> None:
+def test_a_file_that_changes_a_text_before_the_split_is_encoded_whole():
     added = [*json.loads(content("gpt-2"))["added_tokens"], token(341, "the end")]
     for changes in ({"normalizer": {"type": "NFC"}}, {"added_tokens": added}):
         assert Tokenizer(changed(**changes), "x").method == "tokenizers, documents whole"
 
 
 @pytest.mark.parametrize("name", ["gpt-2", "llama-2"])
-def test_special_tokens_in_a_text_are_text(name: str) -> None:
+def test_special_tokens_in_a_text_are_text(name):
     text = "a</s><s><unk> </s>"
     ids = ours(name).encode(text).tolist()
     assert not {ours(name).eos_id, ours(name).bos_id} & set(ids)
@@ -254,7 +251,7 @@ def test_special_tokens_in_a_text_are_text(name: str) -> None:
     assert ours(name).eos_id in plain  # what the package does when it is not told otherwise
 
 
-def test_truncation_padding_and_templates_of_the_file_are_not_obeyed() -> None:
+def test_truncation_padding_and_templates_of_the_file_are_not_obeyed():
     tokenizer = tokenizers.Tokenizer.from_str(content("gpt-2"))
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=50)
@@ -270,7 +267,7 @@ def token(number: int, text: str, *, special: bool = False) -> dict[str, Any]:
     return {"id": number, "content": text, "special": special, **flags}
 
 
-def test_eos_by_its_usual_name_or_as_named() -> None:
+def test_eos_by_its_usual_name_or_as_named():
     assert (ours("gpt-2").bos_id, ours("gpt-2").eos_id) == (0, 1)
     ends = [token(340, "<|endoftext|>", special=True), token(341, "<|im_end|>", special=True)]
     added = changed(added_tokens=ends)
@@ -289,7 +286,7 @@ def test_eos_by_its_usual_name_or_as_named() -> None:
             Tokenizer(file, "x", eos=eos)
 
 
-def test_an_eos_that_is_not_marked_special_stays_text_too() -> None:
+def test_an_eos_that_is_not_marked_special_stays_text_too():
     tokenizer = Tokenizer(changed(added_tokens=[token(0, "<s>"), token(1, "</s>")]), "x")
     assert tokenizer.eos_id not in tokenizer.encode("a</s>b")
     assert tokenizer.decode([*tokenizer.encode("ab"), tokenizer.eos_id]) == "ab"
@@ -306,9 +303,7 @@ def test_an_eos_that_is_not_marked_special_stays_text_too() -> None:
         ({"type": "BPE", "vocab": {"a": 0}, "merges": []}, "drops characters"),
     ],
 )  # fmt: skip
-def test_a_model_that_finds_eos_in_a_text_or_drops_characters_is_refused(
-    model: dict[str, Any], message: str
-) -> None:
+def test_a_model_that_finds_eos_in_a_text_or_drops_characters_is_refused(model, message):
     file = changed(model=model, pre_tokenizer=None, added_tokens=[token(1, "</s>", special=True)])
     with pytest.raises(UserError, match=message):
         Tokenizer(file, "x")
@@ -324,12 +319,12 @@ def test_a_model_that_finds_eos_in_a_text_or_drops_characters_is_refused(
         (b'{"added_tokens": [{"id": 1, "content": "</s>"}]}', "not a readable tokenizer.json"),
     ],
 )
-def test_files_that_are_no_tokenizer_are_refused(file: bytes, message: str) -> None:
+def test_files_that_are_no_tokenizer_are_refused(file, message):
     with pytest.raises(UserError, match=message):
         Tokenizer(file, "x")
 
 
-def test_a_data_folder_s_tokenizer_is_found(tmp_path: Path) -> None:
+def test_a_data_folder_s_tokenizer_is_found(tmp_path):
     for place, message in ((tmp_path / "none.model", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(UserError, match=f"cannot be read: {message}"):
             Tokenizer.load(place)

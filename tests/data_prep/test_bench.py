@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ def rows(model: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> list[dic
     ]
 
 
-def test_every_row_is_measured_and_every_target_has_one(rows: list[dict[str, Any]]) -> None:
+def test_every_row_is_measured_and_every_target_has_one(rows):
     values = {row["what"]: row["value"] for row in rows}
     assert len(values) == len(rows) and set(bench.TARGETS) < set(values)
     without_datatrove = importlib.util.find_spec("datatrove") is None
@@ -49,7 +48,7 @@ def test_every_row_is_measured_and_every_target_has_one(rows: list[dict[str, Any
         assert {f"encoding, {name}", f"encoding, empty word cache / {name}"} < set(values)
 
 
-def test_a_builds_tokens_are_those_of_its_texts(model: Tokenizer, tmp_path: Path) -> None:
+def test_a_builds_tokens_are_those_of_its_texts(model, tmp_path):
     counted, count = [], bench.count_tokens
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "count_tokens", lambda out: counted.append(count(out)) or counted[-1])
@@ -60,7 +59,7 @@ def test_a_builds_tokens_are_those_of_its_texts(model: Tokenizer, tmp_path: Path
         bench.run_python("-m", "data_prep", "build", "--source", "local", "--files", "x")
 
 
-def test_the_table_says_what_holds() -> None:
+def test_the_table_says_what_holds():
     measured = [("loader, CRC checked, one core", 99.0, "Mtok/s", "MISSED")]
     measured += [("opening all parts", 0.05, "s", "goal met")]
     facts = {"time": "now", "cpu": "test", "documents": 1, "bytes": 1, "vocab_size": 300}
@@ -74,7 +73,7 @@ def test_the_table_says_what_holds() -> None:
     assert "not measured" in lines[2] and "met" not in lines[2]
 
 
-def test_the_sparse_split_is_as_large_as_it_says_and_can_be_read(tmp_path: Path) -> None:
+def test_the_sparse_split_is_as_large_as_it_says_and_can_be_read(tmp_path):
     bench.write_sparse(tmp_path / "split", 5, 5 * (TOKENS // PARTS))
     with TokenShards.open(tmp_path / "split") as shards:
         assert shards.num_tokens == 5 * (TOKENS // PARTS)
@@ -94,13 +93,13 @@ def test_the_sparse_split_is_as_large_as_it_says_and_can_be_read(tmp_path: Path)
         (["--tokenizer", "train:many"], "train:many"),
     ],
 )
-def test_what_cannot_be_measured(words: list[str], message: str) -> None:
+def test_what_cannot_be_measured(words, message):
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     with pytest.raises(UserError, match=message):
         bench.run(parser.parse_args(words))
 
 
-def test_texts_come_from_packages() -> None:
+def test_texts_come_from_packages():
     packages = bench.collect(300_000)
     assert 100_000 < sum(len(text.encode()) for text in packages) <= 300_000

@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,7 @@ def reference(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_every_document_is_there_in_order(library: Path, reference: Path) -> None:
+def test_every_document_is_there_in_order(library, reference):
     """Read without the code under test."""
     namespace: dict[str, Any] = {}
     exec((library / "pydoc_data/topics.py").read_text(), namespace)
@@ -101,13 +100,7 @@ def test_every_document_is_there_in_order(library: Path, reference: Path) -> Non
 
 # 1: before plan.json; 2: before the tokenizer; then within and between units; at a manifest
 @pytest.mark.parametrize("rename", [1, 2, 6, 24, -1])
-def test_killed_and_resumed_gives_the_same_bytes(
-    tmp_path: Path,
-    library: Path,
-    reference: Path,
-    capsys: pytest.CaptureFixture[str],
-    rename: int,
-) -> None:
+def test_killed_and_resumed_gives_the_same_bytes(tmp_path, library, reference, capsys, rename):
     out = tmp_path / "data"
     # every file but the lock is one rename
     rename = rename if rename > 0 else len(snapshot(reference)) - 1
@@ -124,9 +117,7 @@ def test_killed_and_resumed_gives_the_same_bytes(
         assert kept and all(path.stat().st_ino == inode for path, inode in kept.items())
 
 
-def test_the_command_twice_and_with_other_options(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_twice_and_with_other_options(tmp_path, capsys):
     out = tmp_path / "deep" / "data"
     command = ["build", "--source", "stdlib", "--tokenizer", TOKENIZER, "--out", str(out),
                "--holdout", "0.2", "--workers", "1"]  # fmt: skip
@@ -163,7 +154,7 @@ def test_the_command_twice_and_with_other_options(
         ({"tokenizer": "train:10"}, "too small"),
     ],
 )
-def test_bad_arguments(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+def test_bad_arguments(tmp_path, changed, message):
     arguments = {"source": "stdlib", "tokenizer": TOKENIZER, "workers": 1, **changed}
     with pytest.raises(UserError, match=message):
         if shard := arguments.get("shard"):
@@ -173,19 +164,14 @@ def test_bad_arguments(tmp_path: Path, changed: dict[str, Any], message: str) ->
     build_library(tmp_path / "data")
 
 
-def test_other_files_are_never_written_over(tmp_path: Path) -> None:
+def test_other_files_are_never_written_over(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"mine")
     with pytest.raises(UserError, match="holds other files \\(tokenizer.model\\)"):
         build_library(tmp_path)
     assert snapshot(tmp_path) == {"tokenizer.model": b"mine"}
 
 
-def test_a_second_run_at_the_same_time_is_refused(
-    tmp_path: Path,
-    reference: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_second_run_at_the_same_time_is_refused(tmp_path, reference, monkeypatch, capsys):
     monkeypatch.setattr("data_prep.folder.SETTLE_PATIENCE_S", 0.2)
     monkeypatch.setattr("data_prep.folder.UNIT_PATIENCE_S", 0.2)
     with locked(tmp_path / "build.lock", "x"):
@@ -219,16 +205,14 @@ def damage_mark(out: Path) -> None:
         damage_mark,
     ],
 )
-def test_the_way_out_of_damage_is_to_build_again(
-    tmp_path: Path, reference: Path, damage: Callable[[Path], object]
-) -> None:
+def test_the_way_out_of_damage_is_to_build_again(tmp_path, reference, damage):
     build_library(tmp_path / "data")
     damage(tmp_path / "data")
     build_library(tmp_path / "data")
     assert snapshot(tmp_path / "data") == snapshot(reference)
 
 
-def test_groups_are_counted(tmp_path: Path) -> None:
+def test_groups_are_counted(tmp_path):
     sets = ["RedPajamaC4", "RedPajamaArXiv", "RedPajamaC4"]
     for number in (2, 10):
         path = tmp_path / f"mirror/train/chunk1/example_train_{number}.jsonl.zst"
@@ -250,9 +234,7 @@ def test_groups_are_counted(tmp_path: Path) -> None:
     assert groups == {"RedPajamaArXiv": arxiv, "RedPajamaC4": rest}
 
 
-def test_only_the_inputs_that_a_limit_needs_are_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_inputs_that_a_limit_needs_are_fetched(tmp_path, monkeypatch):
     """A dataset of the hub is listed at once, and each file comes when its unit is built."""
     write_corpus(tmp_path / "hub")
     write_tokenizer(tmp_path / "tokenizer.model")
@@ -281,7 +263,7 @@ def test_only_the_inputs_that_a_limit_needs_are_fetched(
 TEXTS = ["def f(x):\n    return x + 2024\n", "the cat sat on the mat, then the end\n" * 5]
 
 
-def test_settings_and_determinism(capfd: pytest.CaptureFixture[str]) -> None:
+def test_settings_and_determinism(capfd):
     model = train_tokenizer(TEXTS, 330)
     assert model == train_tokenizer(iter(TEXTS), 330)
     assert capfd.readouterr().err == ""
@@ -306,14 +288,12 @@ def test_settings_and_determinism(capfd: pytest.CaptureFixture[str]) -> None:
         ([], 300, "there is no text to train on"),
     ],
 )
-def test_impossible_vocabularies(texts: list[str], vocab_size: int, message: str) -> None:
+def test_impossible_vocabularies(texts, vocab_size, message):
     with pytest.raises(UserError, match=message):
         train_tokenizer(texts, vocab_size)
 
 
-def test_a_tokenizer_learns_from_all_over_a_large_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_learns_from_all_over_a_large_source(tmp_path, monkeypatch):
     texts, options = write_corpus(tmp_path / "corpus", files=30), Options(holdout=0.2)
     selection = sources.select("local", [tmp_path / "corpus"])
     rest = [text for text in texts if not is_held_out(text.encode(), 0.2)]

@@ -82,7 +82,7 @@ def committed(out: Path) -> int:
 # ---- kills, two at once, shards
 
 
-def test_a_killed_worker_ends_the_build_with_a_message(base: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_ends_the_build_with_a_message(base, tmp_path):
     out = tmp_path / "data"
     run = start(base, out, 2)
     wait_for_parts(run, out, 3)
@@ -98,7 +98,7 @@ def test_a_killed_worker_ends_the_build_with_a_message(base: Path, tmp_path: Pat
     assert snapshot(out) == snapshot(base / "data")
 
 
-def test_workers_end_with_a_killed_parent(base: Path, tmp_path: Path) -> None:
+def test_workers_end_with_a_killed_parent(base, tmp_path):
     out = tmp_path / "data"
     run = start(base, out, 2)
     wait_for_parts(run, out, 1)
@@ -111,7 +111,7 @@ def test_workers_end_with_a_killed_parent(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_twenty_times_anywhere_gives_the_same_bytes(base: Path, tmp_path: Path) -> None:
+def test_killed_twenty_times_anywhere_gives_the_same_bytes(base, tmp_path):
     counts, folders = [], iter(tmp_path / str(number) for number in range(40))
     out = next(folders)
     while len(counts) < 20:
@@ -130,7 +130,7 @@ def test_killed_twenty_times_anywhere_gives_the_same_bytes(base: Path, tmp_path:
     assert snapshot(out) == snapshot(base / "data")
 
 
-def test_two_builds_at_once_harm_nothing(base: Path, tmp_path: Path) -> None:
+def test_two_builds_at_once_harm_nothing(base, tmp_path):
     """They take turns unit by unit, or one is refused: never do both write one."""
     out = tmp_path / "data"
     runs = [start(base, out), start(base, out, 2)]
@@ -141,7 +141,7 @@ def test_two_builds_at_once_harm_nothing(base: Path, tmp_path: Path) -> None:
     assert snapshot(out) == snapshot(base / "data")
 
 
-def test_three_shards_one_killed(base: Path, tmp_path: Path) -> None:
+def test_three_shards_one_killed(base, tmp_path):
     out = tmp_path / "data"
     runs = [start(base, out, 1, f"{index}/3") for index in (1, 2, 3)]
     wait_for_parts(runs[1], out, 4)
@@ -170,7 +170,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_disk_that_fills_up(tmp_path: Path, disk: Path, workers: int) -> None:
+def test_a_disk_that_fills_up(tmp_path, disk, workers):
     corpus, out = tmp_path / "corpus", disk / "data"
     write_corpus(corpus, files=20, rows=60, words=500)
     write_tokenizer(tmp_path / "tokenizer.model")
@@ -211,7 +211,7 @@ def corpus(base: Path, tmp_path: Path) -> Path:
     return tmp_path / "corpus"
 
 
-def test_an_input_changed_between_runs(base: Path, corpus: Path, tmp_path: Path) -> None:
+def test_an_input_changed_between_runs(base, corpus, tmp_path):
     out, changed = tmp_path / "data", corpus / "part20.jsonl"
     build_corpus(out, corpus)
     for path in out.glob("*/part-0000[3-9]-*"):
@@ -230,9 +230,7 @@ def test_an_input_changed_between_runs(base: Path, corpus: Path, tmp_path: Path)
     assert snapshot(out) == {**snapshot(base / "data"), "plan.json": before["plan.json"]}
 
 
-def test_an_input_that_changes_while_it_is_built(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_input_that_changes_while_it_is_built(corpus, tmp_path, monkeypatch):
     """Between the hashing of the small inputs and the reading: its unit is not committed."""
     out, changed, run_jobs = tmp_path / "data", corpus / "part7.jsonl", build_module.run_jobs
 
@@ -246,7 +244,7 @@ def test_an_input_that_changes_while_it_is_built(
     assert not list(out.glob("*/part-00003-*")) and committed(out)
 
 
-def test_a_unit_whose_inputs_are_gone_keeps_its_parts(corpus: Path, tmp_path: Path) -> None:
+def test_a_unit_whose_inputs_are_gone_keeps_its_parts(corpus, tmp_path):
     """One part is damaged, and what it was made from is not there: the others stay."""
     out = tmp_path / "data"
     build_corpus(out, corpus)
@@ -259,9 +257,7 @@ def test_a_unit_whose_inputs_are_gone_keeps_its_parts(corpus: Path, tmp_path: Pa
     assert snapshot(out).items() >= before.items()
 
 
-def test_large_inputs_are_hashed_while_they_are_read(
-    base: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_inputs_are_hashed_while_they_are_read(base, corpus, tmp_path, monkeypatch):
     """Too large to read twice: the size is compared before, the marks know the content."""
     monkeypatch.setattr("data_prep.plan.HASH_AHEAD_BYTES", 1000)
     out = tmp_path / "data"
@@ -279,9 +275,7 @@ def test_large_inputs_are_hashed_while_they_are_read(
         build_corpus(out, corpus)
 
 
-def test_a_bad_input_ends_the_build_once_the_other_worker_is_done(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_input_ends_the_build_once_the_other_worker_is_done(corpus, tmp_path, capsys):
     out = tmp_path / "data"
     with open(corpus / "part9.jsonl", "a") as file:
         file.write('{"text": "cut sho')
@@ -299,7 +293,7 @@ def test_a_bad_input_ends_the_build_once_the_other_worker_is_done(
 # ---- text and vocabularies
 
 
-def test_odd_texts_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_odd_texts_end_to_end(tmp_path, capsys):
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     odd = "a <s> b </s> c <unk> d \u2581e"
@@ -333,7 +327,7 @@ def test_odd_texts_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert {name: mark[name] for name in expected} == expected
 
 
-def test_bos_before_every_document(base: Path, tmp_path: Path) -> None:
+def test_bos_before_every_document(base, tmp_path):
     data = tmp_path / "data"
     options = Options(holdout=0.1, bos=True, unit_files=2, max_part_tokens=2500)
     build_corpus(data, base / "corpus", options=options)
@@ -351,7 +345,7 @@ def test_bos_before_every_document(base: Path, tmp_path: Path) -> None:
         build_corpus(data, base / "corpus")
 
 
-def test_a_tokenizer_json_of_70_000_words(tmp_path: Path) -> None:
+def test_a_tokenizer_json_of_70_000_words(tmp_path):
     vocabulary = {"<unk>": 0} | {f"w{i}": i for i in range(1, 69_999)}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()

@@ -57,7 +57,7 @@ def check_limited(base: Path, data: Path, limits: Limits) -> None:
         shards.read(shards.num_tokens - 1, 2)
 
 
-def test_the_stream_ends_at_the_document_that_fits(base: Path) -> None:
+def test_the_stream_ends_at_the_document_that_fits(base):
     counts = [count for unit in documents(base, held_out=False) for _, count in unit]
     exact = sum(counts[:50])
     first_unit = len(documents(base, held_out=False)[0])
@@ -71,7 +71,7 @@ def test_the_stream_ends_at_the_document_that_fits(base: Path) -> None:
         main(["verify", str(base / "data")])
 
 
-def test_a_limited_build_makes_what_finish_makes_and_no_more(base: Path, tmp_path: Path) -> None:
+def test_a_limited_build_makes_what_finish_makes_and_no_more(base, tmp_path):
     counts = [count for unit in documents(base, held_out=False) for _, count in unit]
     limits = Limits(max_tokens=sum(counts) // 2)
     finish(base / "data", limits)
@@ -89,7 +89,7 @@ def test_a_limited_build_makes_what_finish_makes_and_no_more(base: Path, tmp_pat
     assert snapshot(tmp_path / "data1") == snapshot(base / "data")
 
 
-def test_limits_that_nothing_fits_in_are_refused(base: Path) -> None:
+def test_limits_that_nothing_fits_in_are_refused(base):
     before = snapshot(base / "data")
     with pytest.raises(UserError, match="below the first document"):
         finish(base / "data", Limits(max_tokens=3))
@@ -99,9 +99,7 @@ def test_limits_that_nothing_fits_in_are_refused(base: Path) -> None:
     assert snapshot(base / "data") == before
 
 
-def test_a_folder_without_byte_ends_goes_on(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_byte_ends_goes_on(base, tmp_path, monkeypatch):
     """Built by an earlier program: read, continued and repaired in its own format, not cut."""
     out = tmp_path / "data"
     with monkeypatch.context() as patch:
@@ -133,9 +131,7 @@ def test_a_folder_without_byte_ends_goes_on(
     assert len(stored_texts(out)) == first
 
 
-def test_a_kill_between_the_manifests_leaves_no_pair_of_two_limits(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_between_the_manifests_leaves_no_pair_of_two_limits(base, monkeypatch):
     finish(base / "data", Limits())
     real = finish_module.write_json
 
@@ -154,9 +150,7 @@ def test_a_kill_between_the_manifests_leaves_no_pair_of_two_limits(
     check_limited(base, base / "data", Limits(max_documents=30))
 
 
-def test_shards_then_finish_names_what_is_missing(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shards_then_finish_names_what_is_missing(base, tmp_path, capsys):
     out = tmp_path / "data"
     build_corpus(out, base / "corpus", shard=Shard(1, 2))
     assert f"python -m data_prep finish {out}" in capsys.readouterr().out
@@ -172,7 +166,7 @@ def test_shards_then_finish_names_what_is_missing(
     check_limited(base, out, Limits(max_documents=5))
 
 
-def test_a_cut_is_made_from_whole_files_only(base: Path, tmp_path: Path) -> None:
+def test_a_cut_is_made_from_whole_files_only(base, tmp_path):
     """A changed mark is not taken for the truth: its unit counts as not built."""
     finish(base / "data", Limits())
     out = Path(shutil.copytree(base / "data", tmp_path / "data"))
@@ -185,7 +179,7 @@ def test_a_cut_is_made_from_whole_files_only(base: Path, tmp_path: Path) -> None
         finish(out, Limits(max_tokens=10**9))
 
 
-def test_a_limited_shard_builds_what_may_be_needed(base: Path, tmp_path: Path) -> None:
+def test_a_limited_shard_builds_what_may_be_needed(base, tmp_path):
     """The first of two shards cannot know the second's units, and stops once its own suffice."""
     in_units = [len(unit) for unit in documents(base, held_out=False)]
     limits = Limits(max_documents=in_units[0] + in_units[2] - 1)

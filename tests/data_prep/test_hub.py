@@ -78,7 +78,7 @@ def run(home: Path, endpoint: str, *steps: str, **more: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-def test_listing_and_download(hub: FakeHub, files: Files, tmp_path: Path) -> None:
+def test_listing_and_download(hub, files, tmp_path):
     listing = [SELECT.format(""), "print(*s.inputs, sep='\\n')"]
     first = run(tmp_path, hub.url, *listing)
     root = tmp_path / f"hub/datasets--HuggingFaceFW--fineweb-edu/snapshots/{COMMIT}"
@@ -113,7 +113,7 @@ def test_listing_and_download(hub: FakeHub, files: Files, tmp_path: Path) -> Non
         assert len(hub.take_asked("/tree/")) == 2
 
 
-def test_a_connection_that_breaks_is_continued(hub: FakeHub, files: Files, tmp_path: Path) -> None:
+def test_a_connection_that_breaks_is_continued(hub, files, tmp_path):
     # huggingface_hub writes 10 MB at a time: two of them arrive before the break
     files[NAMES[0]] = content = os.urandom(1000) * 42_000
     hub.faults[NAMES[0]] = "broken once"
@@ -123,13 +123,13 @@ def test_a_connection_that_breaks_is_continued(hub: FakeHub, files: Files, tmp_p
     assert len(ranges) == 1 and 0 < int(ranges[0].split("bytes=")[1].rstrip("-")) < len(content)
 
 
-def test_bytes_that_are_not_the_hubs_are_seen_when_read(hub: FakeHub, tmp_path: Path) -> None:
+def test_bytes_that_are_not_the_hubs_are_seen_when_read(hub, tmp_path):
     hub.faults[NAMES[0]] = "wrong bytes"
     out = run(tmp_path, hub.url, SELECT.format(""), FETCH.format(":1"), READ)
     assert re.search(r"UserError .*002_00000\.parquet: sha256 .*, expected ", out[-1])
 
 
-def test_refusals(hub: FakeHub, files: Files, tmp_path: Path) -> None:
+def test_refusals(hub, files, tmp_path):
     expected = {"HF_TOKEN": 401, "accept its terms": 403, "answered 418": 418}
     hub.refusals = {str(status)[-1] * 40: status for status in expected.values()}
     revisions = [*hub.refusals, "main", "typo"]
@@ -155,7 +155,7 @@ def test_refusals(hub: FakeHub, files: Files, tmp_path: Path) -> None:
     ("arguments", "more", "revision"),
     [("", {"HF_HUB_OFFLINE": "1"}, COMMIT[:12]), (", revision='main'", {}, "main")],
 )
-def test_no_network(tmp_path: Path, arguments: str, more: dict[str, str], revision: str) -> None:
+def test_no_network(tmp_path, arguments, more, revision):
     (line,) = run(tmp_path, "http://127.0.0.1:1", SELECT.format(arguments), **more)
     assert line.startswith(f"HubUnavailable {FINEWEB.repo}@{revision}: ")
     assert "--files FOLDER" in line

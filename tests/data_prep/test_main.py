@@ -10,13 +10,13 @@ from tests.support import ROOT
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, "biuld"])
-def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(name, capsys):
     with pytest.raises(SystemExit, match="0" if name in COMMANDS else "2"):
         main([name, "--help"])
     assert (f"usage: python -m data_prep {name}" in capsys.readouterr().out) == (name in COMMANDS)
 
 
-def test_a_worker_loads_no_other_command() -> None:
+def test_a_worker_loads_no_other_command():
     """A spawned worker imports the main module before it imports what it runs."""
     script = "import sys, data_prep.__main__, data_prep.units\n"
     script += "print({'torch', 'plotly', 'pyarrow', 'data_prep.stats'} & set(sys.modules))"

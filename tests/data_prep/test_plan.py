@@ -24,7 +24,7 @@ PLAN = Plan(
 )
 
 
-def test_units_cover_the_inputs_in_order() -> None:
+def test_units_cover_the_inputs_in_order():
     def units(inputs: tuple[Input, ...], **rule: int) -> tuple[tuple[int, int], ...]:
         return cut_units(inputs, Options(holdout=0.1, **rule))
 
@@ -36,7 +36,7 @@ def test_units_cover_the_inputs_in_order() -> None:
     assert units(INPUTS, unit_files=5, unit_bytes=1) == units(INPUTS, unit_files=5)
 
 
-def test_held_out_by_hash() -> None:
+def test_held_out_by_hash():
     texts = [f"document {i}".encode() for i in range(4000)]
     held_out = [text for text in texts if is_held_out(text, 0.1)]
     assert 330 < len(held_out) < 470
@@ -46,7 +46,7 @@ def test_held_out_by_hash() -> None:
     assert is_held_out(texts[0], share + 1e-9) and not is_held_out(texts[0], share - 1e-9)
 
 
-def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_plan_is_refused(tmp_path):
     with pytest.raises(UserError, match="no plan.json"):
         plans.load_plan(tmp_path)
     plans.save_plan(tmp_path, PLAN)
@@ -62,7 +62,7 @@ def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
             plans.load_plan(tmp_path)
 
 
-def test_differences_name_each_field() -> None:
+def test_differences_name_each_field():
     assert plans.differences(PLAN, PLAN) == []
     changed = replace(INPUTS[0], size=3, sha256="f" * 64)
     new = replace(

@@ -77,7 +77,7 @@ FORMATS = [".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet"]
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
-def test_rows_and_hash(suffix: str, tmp_path: Path) -> None:
+def test_rows_and_hash(suffix, tmp_path):
     path = any_file(tmp_path, suffix)
     one = reader(path)
     assert list(one.rows()) == DOCUMENTS
@@ -90,7 +90,7 @@ def test_rows_and_hash(suffix: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [*FORMATS, ".txt"])
-def test_another_file_than_the_known_one(suffix: str, tmp_path: Path) -> None:
+def test_another_file_than_the_known_one(suffix, tmp_path):
     path = any_file(tmp_path, suffix)
     with pytest.raises(UserError, match=rf"x\{suffix}: sha256 .* expected 0000000000000000"):
         rows(path, sha256="0" * 64)
@@ -105,9 +105,7 @@ def test_another_file_than_the_known_one(suffix: str, tmp_path: Path) -> None:
         list(one.rows())
 
 
-def test_a_file_that_grows_or_shrinks_under_the_reader(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_grows_or_shrinks_under_the_reader(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "READ_BYTES", 512)
     for size in (len(jsonl()) + 100, len(jsonl()) // 2):
         iterator = reader(write(tmp_path / "x.jsonl", jsonl())).rows()
@@ -117,7 +115,7 @@ def test_a_file_that_grows_or_shrinks_under_the_reader(
             list(iterator)
 
 
-def test_both_schemas_are_read_as_datasets_reads_them(tmp_path: Path) -> None:
+def test_both_schemas_are_read_as_datasets_reads_them(tmp_path):
     import datasets
 
     count = len(TEXTS)
@@ -145,7 +143,7 @@ def test_both_schemas_are_read_as_datasets_reads_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("checksum", [True, False])
-def test_a_zst_that_is_cut_anywhere(checksum: bool, tmp_path: Path) -> None:
+def test_a_zst_that_is_cut_anywhere(checksum, tmp_path):
     frames = [zst(jsonl(half), checksum=checksum) for half in (TEXTS[:20], TEXTS[20:])]
     content, first = b"".join(frames), len(frames[0])
     # without the checksum that ends a frame, all its rows are there
@@ -163,7 +161,7 @@ def test_a_zst_that_is_cut_anywhere(checksum: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".parquet"])
-def test_a_gz_or_parquet_that_is_cut_anywhere(suffix: str, tmp_path: Path) -> None:
+def test_a_gz_or_parquet_that_is_cut_anywhere(suffix, tmp_path):
     content = any_file(tmp_path, suffix).read_bytes()
     member = len(gzip.compress(jsonl(TEXTS[:20]))) if suffix == ".jsonl.gz" else -1
     for length in set(range(0, len(content), 7)) - {member}:
@@ -182,7 +180,7 @@ def flips(content: bytes, step: int) -> Iterator[bytes]:
 @pytest.mark.parametrize(
     ("suffix", "step"), [(".jsonl.zst", 13), (".jsonl.gz", 13), (".parquet", 41)]
 )
-def test_a_flipped_bit_is_an_error_or_harmless(suffix: str, step: int, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_an_error_or_harmless(suffix, step, tmp_path):
     content = any_file(tmp_path, suffix).read_bytes()
     right = hashlib.sha256(content).hexdigest()
     silent = errors = 0
@@ -204,9 +202,7 @@ def test_a_flipped_bit_is_an_error_or_harmless(suffix: str, step: int, tmp_path:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.zst", ".jsonl.gz"])
-def test_garbage_after_the_end_is_damage_and_an_empty_frame_is_none(
-    suffix: str, tmp_path: Path
-) -> None:
+def test_garbage_after_the_end_is_damage_and_an_empty_frame_is_none(suffix, tmp_path):
     content = any_file(tmp_path, suffix).read_bytes()
     with pytest.raises(UserError, match="row 41: damaged"):
         rows(write(tmp_path / f"x{suffix}", content + b"garbage"))
@@ -215,7 +211,7 @@ def test_garbage_after_the_end_is_damage_and_an_empty_frame_is_none(
         assert rows(write(tmp_path / "y.jsonl.zst", skippable + content + skippable)) == DOCUMENTS
 
 
-def test_empty_files(tmp_path: Path) -> None:
+def test_empty_files(tmp_path):
     assert rows(write(tmp_path / "x.txt", b"")) == [Skipped("empty")]
     assert rows(write(tmp_path / "x.jsonl", b"")) == []
     for suffix in [".jsonl.zst", ".jsonl.gz", ".parquet"]:
@@ -226,7 +222,7 @@ def test_empty_files(tmp_path: Path) -> None:
     assert rows(write_parquet(tmp_path / "x.parquet", [])) == []
 
 
-def test_unicode_that_is_no_unicode(tmp_path: Path) -> None:
+def test_unicode_that_is_no_unicode(tmp_path):
     lines = {
         rb'{"text": "a\ud800b"}': ("a\ufffdb", "lone surrogate"),
         rb'{"text": "a\ud83d\ude00b"}': ("a😀b", ""),
@@ -246,7 +242,7 @@ def test_unicode_that_is_no_unicode(tmp_path: Path) -> None:
     assert rows(write_parquet(tmp_path / "x.parquet", array)) == expected
 
 
-def test_lines(tmp_path: Path) -> None:
+def test_lines(tmp_path):
     content = b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"text": null}\n{"text": ""}\n{"text": "b\\n"}'
     found = rows(write(tmp_path / "x.jsonl", content))
     assert found == [
@@ -269,13 +265,13 @@ def test_lines(tmp_path: Path) -> None:
         (b'{"\\u001b[31m": 1}', r".*there are '\\x1b\[31m'"),
     ],
 )
-def test_rows_that_are_no_rows(line: bytes, message: str, tmp_path: Path) -> None:
+def test_rows_that_are_no_rows(line, message, tmp_path):
     path = write(tmp_path / "x.jsonl", jsonl(["fine", "fine"]) + line + b"\n" + jsonl(["fine"]))
     with pytest.raises(UserError, match=r"x\.jsonl, row 3: " + message):
         rows(path)
 
 
-def test_columns(tmp_path: Path) -> None:
+def test_columns(tmp_path):
     path = tmp_path / "x.parquet"
     groups = pyarrow.array(["g", None, "h"]).dictionary_encode()
     for kind in [pyarrow.large_string(), pyarrow.string_view(), pyarrow.binary()]:
@@ -293,7 +289,7 @@ def test_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst"])
-def test_a_line_of_30_megabytes(suffix: str, tmp_path: Path) -> None:
+def test_a_line_of_30_megabytes(suffix, tmp_path):
     words = "thirty megabytes in a line " * 1_200_000
     content = jsonl(["before", words, "after"])
     path = write(tmp_path / f"x{suffix}", zst(content) if suffix.endswith("zst") else content)
@@ -303,7 +299,7 @@ def test_a_line_of_30_megabytes(suffix: str, tmp_path: Path) -> None:
     assert time.monotonic() - started < 10
 
 
-def test_a_line_that_never_ends(tmp_path: Path) -> None:
+def test_a_line_that_never_ends(tmp_path):
     """--max-line-bytes, also of a line that ends."""
     for end in (b"", b"\n"):
         path = write(tmp_path / "x.jsonl.zst", zst(jsonl(["fine"]) + b" " * (1 << 24) + end))
@@ -314,7 +310,7 @@ def test_a_line_that_never_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("filler", [b"\n", b" "])
-def test_a_small_file_of_blanks_takes_little_memory(tmp_path: Path, filler: bytes) -> None:
+def test_a_small_file_of_blanks_takes_little_memory(tmp_path, filler):
     """132 KB of zstd with blank lines took 11.8 GB."""
     content = jsonl(["first"]) + filler * (1 << 29) + b"\n" + jsonl(["last"])
     path = write(tmp_path / "x.jsonl.zst", zst(content))
@@ -332,7 +328,7 @@ def test_a_small_file_of_blanks_takes_little_memory(tmp_path: Path, filler: byte
         tracemalloc.stop()
 
 
-def test_an_input_that_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+def test_an_input_that_is_no_regular_file_is_refused_at_once(tmp_path):
     """A FIFO, and a link to one, waited for ever."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "x.jsonl").symlink_to("fifo")
@@ -340,7 +336,7 @@ def test_an_input_that_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> 
         rows(tmp_path / "x.jsonl")
 
 
-def test_a_parquet_is_read_in_bounded_memory(tmp_path: Path) -> None:
+def test_a_parquet_is_read_in_bounded_memory(tmp_path):
     texts = [hashlib.sha256(i.to_bytes(4, "little")).hexdigest() * 40 for i in range(20_000)]
     path = write_parquet(tmp_path / "x.parquet", texts, row_group_size=20_000, compression="none")
     assert path.stat().st_size > 50_000_000
@@ -353,7 +349,7 @@ def test_a_parquet_is_read_in_bounded_memory(tmp_path: Path) -> None:
             assert pyarrow.total_allocated_bytes() - before < most
 
 
-def test_a_frame_with_a_long_window(tmp_path: Path) -> None:
+def test_a_frame_with_a_long_window(tmp_path):
     """`zstd --long=28` and above, common for dumps."""
     long = zstandard.ZstdCompressionParameters(window_log=28, compression_level=1)
     content = zstandard.ZstdCompressor(compression_params=long).compress(jsonl())

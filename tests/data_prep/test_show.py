@@ -9,7 +9,6 @@ import pytest
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.data.loader import BatchLoader
-from canon_pretrain.data.sampler import Order
 from canon_pretrain.data.shards import TokenShards
 from data_prep.show import show_document, show_window
 from tests.data_folders import plant_data, sentence, tokenizer
@@ -38,7 +37,7 @@ def ids_of(shown: str) -> list[int]:
     return [int(word) for line in lines for word in line.removeprefix("ids:").split()]
 
 
-def test_documents_are_those_that_were_written(data: Path) -> None:
+def test_documents_are_those_that_were_written(data):
     documents = [text for unit in UNITS for text in unit]
     for number, text in enumerate(documents):
         shown = show_document(data, number, ids=True)
@@ -51,7 +50,7 @@ def test_documents_are_those_that_were_written(data: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ["random", "permute"])
-def test_windows_are_those_of_a_run(data: Path, order: Order) -> None:
+def test_windows_are_those_of_a_run(data, order):
     sizes = {"seq_len": 60, "global_batch_size": 1, "local_batch_size": 1}
     with TokenShards.open(data / "train") as shards:
         loader = BatchLoader(shards, data_seed=7, order=order, **sizes)
@@ -70,7 +69,7 @@ def test_windows_are_those_of_a_run(data: Path, order: Order) -> None:
             assert shown.count("-- EOS (2)") == expected.tolist().count(2)
 
 
-def test_bad_arguments(data: Path, tmp_path: Path) -> None:
+def test_bad_arguments(data, tmp_path):
     plant_data(tmp_path / "empty", [[]])
     for show, message in (
         (lambda: show_document(data, 14), "--document 14: .* has 14 documents"),

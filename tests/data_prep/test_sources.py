@@ -26,9 +26,7 @@ def paths(selection: Selection) -> list[str]:
     return [known.path for known in selection.inputs]
 
 
-def test_inputs_are_topics_then_sources_without_tests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inputs_are_topics_then_sources_without_tests(tmp_path, monkeypatch):
     left_out = ["x/test/a.py", "x/tests/a.py", "idlelib/idle_test/a.py", "x/__pycache__/a.py"]
     left_out += ["site-packages/a.py", "d.txt"]
     make(tmp_path, "b10.py", "b9.py", TOPICS, "a/c.py", "x/testing.py", *left_out)
@@ -40,7 +38,7 @@ def test_inputs_are_topics_then_sources_without_tests(
         select("stdlib")
 
 
-def test_local_folders_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_local_folders_and_files(tmp_path, capsys):
     a, b = tmp_path / "a", tmp_path / "b"
     make(a, "10.jsonl", "9.jsonl.zst", "deep/x.parquet", ".cache/y.jsonl", ".z.txt")
     make(a, "README.md", "data.csv")
@@ -59,7 +57,7 @@ def test_local_folders_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == ""
 
 
-def test_links_are_followed_but_never_twice(tmp_path: Path) -> None:
+def test_links_are_followed_but_never_twice(tmp_path):
     blob = make(tmp_path, "blobs/1f") / "blobs" / "1f"
     folder = make(tmp_path / "data", "a.jsonl")
     (folder / "b.jsonl").symlink_to(blob)
@@ -70,9 +68,7 @@ def test_links_are_followed_but_never_twice(tmp_path: Path) -> None:
         select("local", [folder])
 
 
-def test_a_mirror_is_the_same_wherever_it_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mirror_is_the_same_wherever_it_is_named(tmp_path, capsys):
     names = [FINEWEB.format(i, j) for i in (10, 9) for j in (1, 0)]
     mirror = make(tmp_path, "README.md", "sample/10BT/000_00000.parquet", *names)
     make(tmp_path, "data/CC-MAIN-2013-20/train-00000-of-00014.parquet")
@@ -89,7 +85,7 @@ def test_a_mirror_is_the_same_wherever_it_is_named(
     assert paths(select("fineweb-edu", [elsewhere])) == ["000_00000.parquet", "000_00001.parquet"]
 
 
-def test_slimpajama_is_its_train_chunks_in_natural_order(tmp_path: Path) -> None:
+def test_slimpajama_is_its_train_chunks_in_natural_order(tmp_path):
     names = [SLIMPAJAMA.format(c, i) for c in (10, 2, 1) for i in (10, 9, 0)]
     make(tmp_path, *names, "validation/chunk1/example_holdout_0.jsonl.zst")
     selection = select("slimpajama", [tmp_path])
@@ -111,7 +107,7 @@ def cache_with(root: Path, commit: str, **blobs: str) -> Path:
     return dataset / "snapshots" / commit
 
 
-def test_hashes_that_the_hub_left_behind(tmp_path: Path) -> None:
+def test_hashes_that_the_hub_left_behind(tmp_path):
     snapshot = cache_with(tmp_path, COMMIT, f0="a" * 64, f1="b" * 40)
     selection = select("fineweb-edu", [snapshot])
     assert (selection.version, selection.root) == (COMMIT, snapshot)
@@ -160,9 +156,7 @@ def test_hashes_that_the_hub_left_behind(tmp_path: Path) -> None:
         ("fineweb-edu", ["d"], {"revision": "main"}, "a copy on disk has no branches"),
     ],
 )
-def test_refusals(
-    tmp_path: Path, source: str, files: list[str], more: dict[str, str], message: str
-) -> None:
+def test_refusals(tmp_path, source, files, more, message):
     make(tmp_path, "a/x.jsonl", "a/y.csv", "b/z.csv", "x.parquet", "d/" + FINEWEB.format(0, 0))
     make(tmp_path / "two", FINEWEB.format(0, 0), "copy/" + FINEWEB.format(0, 0))
     make(tmp_path / "samples", "10BT/000_00000.parquet", "350BT/000_00000.parquet")

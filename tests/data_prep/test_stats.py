@@ -10,7 +10,7 @@ import pytest
 from canon_pretrain.data.shards import ShardError
 from data_prep import stats
 from data_prep.stats import Counts, find_duplicates
-from tests.browser import DESKTOP, PHONE, Browser
+from tests.browser import DESKTOP, PHONE
 from tests.corpora import flip
 from tests.data_folders import plant_data, sentence, tokenizer
 
@@ -40,9 +40,7 @@ def tokens_of(text: str) -> list[int]:
     return [*tokenizer().encode(text).tolist(), tokenizer().eos_id]
 
 
-def test_every_figure_is_the_one_counted_by_hand(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_figure_is_the_one_counted_by_hand(data, monkeypatch):
     monkeypatch.setattr(stats, "CHUNK_TOKENS", 17)  # or a document of more
     content = stats.stats(data)
     train, validation = content["splits"]
@@ -77,11 +75,11 @@ def test_every_figure_is_the_one_counted_by_hand(
     assert validation["duplicates"]["copies"] == 0
 
 
-def test_workers_change_nothing(data: Path) -> None:
+def test_workers_change_nothing(data):
     assert stats.stats(data, workers=2) == stats.stats(data)
 
 
-def test_duplicates_of_many_documents() -> None:
+def test_duplicates_of_many_documents():
     """Documents of few different contents, against a dict."""
     chance = random.Random(0)
     contents = [[chance.randrange(9) for _ in range(chance.randrange(1, 12))] for _ in range(50)]
@@ -104,14 +102,14 @@ def test_duplicates_of_many_documents() -> None:
         assert most == sorted(mine.values())[:-11:-1]
 
 
-def test_damage_is_an_error_with_a_name(data: Path) -> None:
+def test_damage_is_an_error_with_a_name(data):
     flip(data / "train/part-00000-1.bin", 100)
     for workers in (1, 2):
         with pytest.raises(ShardError, match="part-00000-1.bin: damaged"):
             stats.stats(data, workers=workers)
 
 
-def test_empty_splits_have_figures_too(tmp_path: Path) -> None:
+def test_empty_splits_have_figures_too(tmp_path):
     plant_data(tmp_path / "data", [[]])
     content = stats.stats(tmp_path / "data", tmp_path / "page.html")
     assert content["splits"][0]["documents"] == 0
@@ -119,9 +117,7 @@ def test_empty_splits_have_figures_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
-def test_the_page_draws_its_plots_and_asks_for_nothing(
-    browser: Browser, data: Path, tmp_path: Path, size: tuple[int, int]
-) -> None:
+def test_the_page_draws_its_plots_and_asks_for_nothing(browser, data, tmp_path, size):
     page = tmp_path / "page.html"
     content = stats.stats(data, page)
     html = page.read_text()

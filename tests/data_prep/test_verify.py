@@ -81,7 +81,7 @@ def patch_writer(patch: pytest.MonkeyPatch, change: Callable[[np.ndarray], np.nd
     patch.setattr(shard_writer.UnitWriter, "add", add)
 
 
-def test_a_flipped_byte_in_any_file_is_found(data: Path, refused: Refused) -> None:
+def test_a_flipped_byte_in_any_file_is_found(data, refused):
     for level in LEVELS:
         verify(data, level, workers=2)
     files = [path for path in data.rglob("*") if path.is_file() and path.suffix != ".lock"]
@@ -97,7 +97,7 @@ def test_a_flipped_byte_in_any_file_is_found(data: Path, refused: Refused) -> No
     verify(data)
 
 
-def test_missing_files_are_all_reported(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_files_are_all_reported(data, capsys):
     (data / "train/part-00000-0.bin").unlink()
     (data / "validation/manifest.json").unlink()
     flip(data / "train/part-00002-0.docs")
@@ -112,7 +112,7 @@ def test_missing_files_are_all_reported(data: Path, capsys: pytest.CaptureFixtur
     assert "5 fault(s) found; --repair rebuilds 4 part(s)" in printed.err
 
 
-def test_the_damaged_blocks_are_named(tmp_path: Path, refused: Refused) -> None:
+def test_the_damaged_blocks_are_named(tmp_path, refused):
     plant_data(tmp_path / "data", [[sentence(1, 400_000)]])
     path = tmp_path / "data/train/part-00000-0.bin"
     assert path.stat().st_size > 12 * BLOCK_BYTES
@@ -123,9 +123,7 @@ def test_the_damaged_blocks_are_named(tmp_path: Path, refused: Refused) -> None:
         assert "block 3 " in said and "block 11 " in said or "CRC32: [3, 11]" in said
 
 
-def test_a_part_that_was_written_wrong_is_found(
-    data: Path, built: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, refused: Refused
-) -> None:
+def test_a_part_that_was_written_wrong_is_found(data, built, monkeypatch, refused):
     """Hashes agree with what was written, and what was written is wrong."""
     for path in data.glob("*/part-*"):
         path.unlink()
@@ -142,7 +140,7 @@ def test_a_part_that_was_written_wrong_is_found(
     assert "EOS ids inside documents: 2, expected 0" in refused(data.with_name("planted"))
 
 
-def test_level_size_reads_no_content(data: Path, refused: Refused) -> None:
+def test_level_size_reads_no_content(data, refused):
     for suffix in ("bin", "docs"):
         flip(data / f"train/part-00001-0.{suffix}")
     verify(data, "size")
@@ -150,7 +148,7 @@ def test_level_size_reads_no_content(data: Path, refused: Refused) -> None:
     assert "part-00001-0.crc: 0 bytes, expected" in refused(data, "size")
 
 
-def test_a_manifest_that_fits_itself_and_not_the_plan(data: Path, refused: Refused) -> None:
+def test_a_manifest_that_fits_itself_and_not_the_plan(data, refused):
     path = data / "train/manifest.json"
     good, names = path.read_bytes(), names_of(data / "train")
     forged: list[tuple[dict[str, Any], list[str], str]] = [
@@ -174,7 +172,7 @@ def test_a_manifest_that_fits_itself_and_not_the_plan(data: Path, refused: Refus
         assert "train/manifest.json: cannot be read" in refused(data)
 
 
-def test_limits(data: Path, refused: Refused) -> None:
+def test_limits(data, refused):
     whole = json.loads((data / "train/manifest.json").read_bytes())
     limit = whole["num_documents"] - whole["parts"][-1]["documents"] - 2
     finish(data, Limits(max_documents=limit))
@@ -198,9 +196,7 @@ def test_limits(data: Path, refused: Refused) -> None:
         ({"max_id": -1}, "no commit mark of this format"),
     ],
 )
-def test_a_mark_of_something_else_is_found(
-    data: Path, change: dict[str, Any], fault: str, refused: Refused
-) -> None:
+def test_a_mark_of_something_else_is_found(data, change, fault, refused):
     """Marks and manifest agree with each other; the plan says something else."""
     path = data / "train/part-00000-0.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | change))
@@ -210,9 +206,7 @@ def test_a_mark_of_something_else_is_found(
     assert "train/part-00000-0.json: " in said and fault in said
 
 
-def test_repair_gives_every_damaged_file_its_bytes_again(
-    data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_repair_gives_every_damaged_file_its_bytes_again(data, capsys):
     good = snapshot(data)
     for split in SPLITS:
         flip(data / f"{split}/part-00000-0.bin")
@@ -231,7 +225,7 @@ def test_repair_gives_every_damaged_file_its_bytes_again(
     verify(data, repair=True)
 
 
-def test_repair_of_a_damaged_manifest_is_finish(data: Path, refused: Refused) -> None:
+def test_repair_of_a_damaged_manifest_is_finish(data, refused):
     good = snapshot(data)
     flip(data / "train/part-00000-0.bin")
     (data / "train/manifest.json").unlink()
@@ -241,9 +235,7 @@ def test_repair_of_a_damaged_manifest_is_finish(data: Path, refused: Refused) ->
     assert snapshot(data) == good
 
 
-def test_repair_refuses_changed_inputs(
-    data: Path, built: tuple[Path, Path], tmp_path: Path, refused: Refused
-) -> None:
+def test_repair_refuses_changed_inputs(data, built, tmp_path, refused):
     texts = Path(shutil.copytree(built[0], tmp_path / "texts"))
     flip(data / "train/part-00000-0.bin")
     flip(data / "train/part-00002-0.bin")
@@ -257,9 +249,7 @@ def test_repair_refuses_changed_inputs(
     verify(data, repair=True)
 
 
-def test_repair_puts_nothing_in_place_that_is_not_the_marks(
-    data: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
-) -> None:
+def test_repair_puts_nothing_in_place_that_is_not_the_marks(data, monkeypatch, refused):
     """As with another version of a library: the inputs are right, the ids are not."""
     flip(data / "train/part-00000-0.bin")
     before = snapshot(data)
@@ -268,9 +258,7 @@ def test_repair_puts_nothing_in_place_that_is_not_the_marks(
     assert snapshot(data) == before
 
 
-def test_repair_needs_room_its_tokenizer_and_no_other_repair(
-    data: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
-) -> None:
+def test_repair_needs_room_its_tokenizer_and_no_other_repair(data, monkeypatch, refused):
     flip(data / "train/part-00000-0.bin")
     before = snapshot(data)
     with locked(data / verify_module.LOCK, "x"):
@@ -293,7 +281,7 @@ def test_repair_needs_room_its_tokenizer_and_no_other_repair(
     verify(data, repair=True)
 
 
-def test_the_command(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(data, capsys):
     main(["verify", str(data), "--level", "sample"])
     flip(data / "train/part-00001-0.bin")
     root = json.loads((data / "plan.json").read_bytes())["root"]

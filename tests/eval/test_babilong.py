@@ -59,7 +59,7 @@ def texts(labels: list[str]) -> st.SearchStrategy[str]:
 
 @settings(derandomize=True, deadline=None, max_examples=600)
 @given(st.data())
-def test_the_score_equals_an_independent_one(data: st.DataObject) -> None:
+def test_the_score_equals_an_independent_one(data):
     assert is_right("qa1", "Where is Mary?", "kitchen", "The KITCHEN. Not the garden")
     assert not is_right("qa1", "Where is Mary?", "kitchen", "kitchen, or else the garden")
     task = data.draw(st.sampled_from(BABILONG_TASKS))
@@ -84,7 +84,7 @@ def laid_out(instruction: str, examples: list[tuple[str, str, str]]) -> str:
 
 
 @pytest.mark.parametrize("task", BABILONG_TASKS)
-def test_our_prompts_and_those_of_lm_eval(task: str) -> None:
+def test_our_prompts_and_those_of_lm_eval(task):
     """Issue 17, item 3: the layout of the specification; ours give nothing away."""
     part = tomllib.loads(OWN_PROMPTS.read_text())[task]
     assert len(part["examples"]) == (3 if task == "qa5" else 2)
@@ -115,7 +115,7 @@ answer = "A2"
 """
 
 
-def test_prompts_can_be_replaced(tmp_path: Path) -> None:
+def test_prompts_can_be_replaced(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(OWN)
     prompts = read_prompts("qa1", path)
@@ -141,7 +141,7 @@ RELEASED_LAYOUT = (
 )
 
 
-def test_the_wording_of_the_papers_release(tmp_path: Path) -> None:
+def test_the_wording_of_the_papers_release(tmp_path):
     """Issue 17, item 3: a clone's prompts.py is read as data, its layout too if it has one."""
     path = tmp_path / "prompts.py"
     path.write_text(RELEASE)
@@ -173,7 +173,7 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
 
 
 @pytest.mark.parametrize(("name", "content", "message"), REFUSED)
-def test_prompts_are_checked(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+def test_prompts_are_checked(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=f"babilong_prompts .*{name}.*{message}"):
@@ -220,7 +220,7 @@ def another(row: dict[str, str]) -> str:
     return next(x for x in labels if x != row["target"] and x not in row["question"])
 
 
-def test_the_suite_complete(staged: Path) -> None:
+def test_the_suite_complete(staged):
     assert [f"babilong_{qa}_{at}" for qa in BABILONG_TASKS for at in BABILONG_LENGTHS] == NAMES
     tasks = load_tasks(staged=str(staged))
     assert list(tasks) == NAMES
@@ -243,7 +243,7 @@ def test_the_suite_complete(staged: Path) -> None:
         assert set(scores(tasks, wrong).values()) == {0.0}
 
 
-def test_what_would_be_cut_is_refused(staged: Path, tmp_path: Path) -> None:
+def test_what_would_be_cut_is_refused(staged, tmp_path):
     tokenizer = data_folders.tokenizer()
     (tmp_path / tokenizer.file_name).write_bytes(tokenizer.model)
     asked = {"qa": "qa2", "context": "1k", "staged": str(staged)}
@@ -259,7 +259,7 @@ def test_what_would_be_cut_is_refused(staged: Path, tmp_path: Path) -> None:
     assert len(load(**asked, max_length=10**6)["test"]) == len(documents)
 
 
-def test_rows_of_something_else_are_refused(tmp_path: Path) -> None:
+def test_rows_of_something_else_are_refused(tmp_path):
     row = {"input": "Mary went to the cellar.", "question": "Where is Mary? ", "target": "cellar"}
     write_staged(tmp_path, "babilong_qa1_0k", [row], revision="f" * 40)
     for length, message in (

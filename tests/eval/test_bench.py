@@ -38,7 +38,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
 
 
 @pytest.mark.slow
-def test_every_case_is_measured_and_agrees(tiny: argparse.Namespace, tmp_path: Path) -> None:
+def test_every_case_is_measured_and_agrees(tiny, tmp_path):
     result = measure(tiny, print)
     json.dumps(result)
     assert [case["case"] for case in result["cases"]] == list(CASES)
@@ -56,9 +56,7 @@ def test_every_case_is_measured_and_agrees(tiny: argparse.Namespace, tmp_path: P
     assert not list(tmp_path.glob("canon-eval-bench-*"))
 
 
-def test_unequal_answers_are_not_compared(
-    tiny: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unequal_answers_are_not_compared(tiny, monkeypatch):
     right = CanonLM.loglikelihood
 
     def wrong(self: CanonLM, *args: Any, **options: Any) -> list[tuple[float, bool]]:
@@ -85,9 +83,7 @@ SAME = [(-1.0, True), (-2.0, False)]
         ("jrt", [" a b", "c"], ["a b", " c"], None),
     ],
 )
-def test_what_counts_as_the_same_answer(
-    name: str, ours: list[Any], theirs: list[Any], found: str | None
-) -> None:
+def test_what_counts_as_the_same_answer(name, ours, theirs, found):
     if found is None:
         agreement(name, ours, theirs, torch.bfloat16)
         with pytest.raises(UserError, match=name):
@@ -112,9 +108,7 @@ class Theirs:
         ({1: 3.0, 4: float("inf"), 16: 0.5}, 1, [1, 4]),  # out of memory
     ],
 )
-def test_theirs_get_their_best_batch_size(
-    seconds: dict[int, float], best: int, tried: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_theirs_get_their_best_batch_size(seconds, best, tried, monkeypatch):
     sizes: list[int] = []
 
     def answer(theirs: Theirs, requests: list[Instance]) -> tuple[list[Any], Any]:
@@ -131,7 +125,7 @@ def test_theirs_get_their_best_batch_size(
     assert sizes == tried
 
 
-def test_requests_are_of_the_lengths_of_the_suites() -> None:
+def test_requests_are_of_the_lengths_of_the_suites():
     tokenizer = Tokenizer(bench.trained_tokenizer(32000), "test")
     asked, again = (
         {name: [request.args for request in requests] for name, requests in made.items()}
@@ -150,7 +144,7 @@ def test_requests_are_of_the_lengths_of_the_suites() -> None:
         assert {args[1]["max_gen_toks"] for args in asked[name]} == {new}
 
 
-def test_the_model_that_is_asked_for() -> None:
+def test_the_model_that_is_asked_for():
     expected = replace(flavor("8L512D"), position="nope", canon_set="ABCD")
     assert parse_model("8L512D") == expected
     found = parse_model("debug,position=rope,canon_set=,tie_embeddings=true,rope_theta=500")
@@ -167,7 +161,7 @@ def test_the_model_that_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("words", [["--repeats", "0"], ["--scale", "0"], ["--cases", "jtr"]])
-def test_bad_input_is_one_message(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_message(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["bench", *words])
     error = capsys.readouterr().err
@@ -175,9 +169,7 @@ def test_bad_input_is_one_message(words: list[str], capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
-def test_the_command_on_a_checkpoint(
-    tiny: argparse.Namespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_on_a_checkpoint(tiny, tmp_path, capsys):
     """Trained on texts shorter than those that are asked about."""
     plant_data(tmp_path / "data", [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
     model = build(replace(variant("rope ABCD k2 standard gqa"), vocab_size=300))

@@ -79,7 +79,7 @@ def again(kind_index: int, length: int, item: int) -> tuple[str, list[str], str]
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.integers(0, 2), st.sampled_from([0, 20, 256, 700]), st.integers(0, 999))
-def test_probes_equal_an_independent_generator(kind: int, length: int, item: int) -> None:
+def test_probes_equal_an_independent_generator(kind, length, item):
     probe = make_probe(KINDS[kind], length, item, JUNK, space=True)
     prompt, years, answer = again(kind, length, item)
     assert probe["prompt"] == prompt
@@ -136,7 +136,7 @@ def chance_of(name: str) -> float:
     return 1 / 3 if name.startswith("2-hop") else 1 / 5
 
 
-def test_the_suite_is_complete(probes: dict[str, str]) -> None:
+def test_the_suite_is_complete(probes):
     tasks = load_tasks(["birth-year"], **probes, max_length=8192)
     assert list(tasks) == [name for probe in NAMES for name in (probe, f"{probe}_rank")]
     for name, task in tasks.items():
@@ -151,7 +151,7 @@ def test_the_suite_is_complete(probes: dict[str, str]) -> None:
             assert about["primary"] == "exact" and "part_of" not in about
 
 
-def test_who_can_answer(probes: dict[str, str]) -> None:
+def test_who_can_answer(probes):
     """An oracle is right; copying the first year is right on 1-hop and chance on its control."""
     names = [f"{kind.name}-512{part}" for kind in KINDS for part in ("", "_rank")]
     tasks = load_tasks(names, **probes)
@@ -160,7 +160,7 @@ def test_who_can_answer(probes: dict[str, str]) -> None:
         assert found == 1 if name.startswith("1-hop-512") else is_chance(found, chance_of(name))
 
 
-def test_the_prompt_is_the_beginning_of_what_training_saw() -> None:
+def test_the_prompt_is_the_beginning_of_what_training_saw():
     """SentencePiece with split digits, as Llama's: the space is a token of its own."""
     texts = [" ".join(SENTENCES), "Ann was born in the year of 1987. " * 9]
     tokenizer = Tokenizer(train_tokenizer(texts, 320), "test")
@@ -173,7 +173,7 @@ def test_the_prompt_is_the_beginning_of_what_training_saw() -> None:
         assert tokenizer.decode(whole[len(ids) - 1 : -1]) == probe["answer"]
 
 
-def test_a_tokenizer_with_whole_years_gets_no_trailing_space() -> None:
+def test_a_tokenizer_with_whole_years_gets_no_trailing_space():
     class WholeYears:
         sha256 = ""
 

@@ -10,7 +10,7 @@ from eval.model.lm import CanonLM
 from tests.variants import VARIANTS, build
 
 
-def test_it_is_looked_for_once_per_model(tmp_path: Path) -> None:
+def test_it_is_looked_for_once_per_model(tmp_path):
     lines: list[str] = []
 
     def found(key: str, tokens: int, folder: Path = tmp_path) -> int:
@@ -36,9 +36,7 @@ def test_it_is_looked_for_once_per_model(tmp_path: Path) -> None:
         (1 << 40, 1e6, MOST, 11),
     ],
 )
-def test_a_gpus_budget_is_doubled(
-    memory: int, start: float, expected: int, num_trials: int
-) -> None:
+def test_a_gpus_budget_is_doubled(memory, start, expected, num_trials):
     calls: list[int] = []
 
     def trial(tokens: int) -> float | None:
@@ -51,7 +49,7 @@ def test_a_gpus_budget_is_doubled(
         largest(lambda tokens: None)
 
 
-def test_the_budget_of_this_machine(tmp_path: Path) -> None:
+def test_the_budget_of_this_machine(tmp_path):
     lm = CanonLM(build(VARIANTS["nope ABCD"]).eval(), None, max_length=60)
     assert 512 <= batch_tokens_for(lm, tmp_path, lambda line: None) <= 32768
     # a GPU's trials, here on the CPU: both kinds of work take time, and more for more tokens

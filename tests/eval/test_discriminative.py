@@ -50,7 +50,7 @@ def tasks(staged: Path) -> dict[str, Task]:
         return load(staged, "discriminative")
 
 
-def test_the_group_has_the_suites_tasks(tasks: dict[str, Task]) -> None:
+def test_the_group_has_the_suites_tasks(tasks):
     assert list(tasks) == NAMES
     about = {name: task.config.metadata for name, task in tasks.items()}
     for name, task in tasks.items():
@@ -71,9 +71,7 @@ def test_the_group_has_the_suites_tasks(tasks: dict[str, Task]) -> None:
     assert chance == [*(round(1 / size, 3) for size in (2, 4, 2, 4, 4, 3, 2)), None, None]
 
 
-def test_tasks_are_the_harnesss_own(
-    staged: Path, tasks: dict[str, Task], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_are_the_harnesss_own(staged, tasks, monkeypatch):
     """Configuration, version, requests and results, for the same rows from the "hub"."""
     asked_hub: list[tuple[str, str | None]] = []
 

@@ -138,7 +138,7 @@ def scored() -> list[tuple[str, str]]:
     return [*asked, (text, " of the"), (text, text[:90]), (text[:30], text[30:100])]
 
 
-def test_loglikelihoods(pairs: dict[str, Pair]) -> None:
+def test_loglikelihoods(pairs):
     for name, pair in pairs.items():
         contexts = [(sentence(seed, 4), {"until": [], "max_gen_toks": 1}) for seed in range(9)]
         requests = [Instance("generate_until", {}, given, 0) for given in contexts]
@@ -151,7 +151,7 @@ def test_loglikelihoods(pairs: dict[str, Pair]) -> None:
         assert {is_greedy for _, is_greedy in found} == {True, False}
 
 
-def test_rolling_loglikelihoods(pairs: dict[str, Pair]) -> None:
+def test_rolling_loglikelihoods(pairs):
     text = sentence(5, 300)
     for name, pair in pairs.items():
         texts = ["a", UNICODE, UNICODE * 6, text, "the of\n\nand to\n", ""]
@@ -173,7 +173,7 @@ def questions() -> list[tuple[str, dict[str, Any]]]:
     return [*asked, *((c, {"until": [" zz"], "max_gen_toks": 21}) for c in contexts[3:])]
 
 
-def test_generations(pairs: dict[str, Pair]) -> None:
+def test_generations(pairs):
     """Theirs are decoded without what stands before: SentencePiece drops their first space."""
     lengths = set()
     for name, pair in pairs.items():
@@ -183,7 +183,7 @@ def test_generations(pairs: dict[str, Pair]) -> None:
     assert {0, 1} < lengths
 
 
-def test_where_theirs_is_not_right(pairs: dict[str, Pair]) -> None:
+def test_where_theirs_is_not_right(pairs):
     """An answer's first space is no part of it for them; a prompt of no tokens is beyond them."""
     pair = pairs["rope"]
 
@@ -203,7 +203,7 @@ def test_where_theirs_is_not_right(pairs: dict[str, Pair]) -> None:
 
 
 @pytest.mark.parametrize("name", [NAMES[0], NAMES[5]])
-def test_with_bos(pairs: dict[str, Pair], name: str) -> None:
+def test_with_bos(pairs, name):
     """Before every text then, an empty context excepted, and the first to go where it is long."""
     folder = Path(pairs[name].theirs.pretrained)
     data = folder.parents[1] / "data"
@@ -227,7 +227,7 @@ LIMIT = ("--limit", "12")  # all of the fixtures' items; of the 1,000 probes so 
 
 
 @pytest.mark.slow
-def test_the_commands(tmp_path: Path) -> None:
+def test_the_commands(tmp_path):
     """`eval run` and `lm_eval --model hf`: the same items, prompts, answers and scores."""
     data, out, staged = tmp_path / "data", tmp_path / "out", tmp_path / "staged"
     plant_data(data, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])

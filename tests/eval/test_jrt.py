@@ -66,7 +66,7 @@ def loader(folder: Path, trained: str, key: str, rows: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_prompts(key: str, tmp_path: Path, trained: str) -> None:
+def test_prompts(key, tmp_path, trained):
     row, prompts = PROMPTS[key]
     made = loader(tmp_path, trained, key, [row])
     for twice, prompt in enumerate(prompts):
@@ -81,12 +81,7 @@ def counts_of(found: Any) -> list[int]:
     return [counts[name] for name in ("rows", "dropped", "kept", "cut", "answer", "nothing")]
 
 
-def test_counts_and_what_is_dropped(
-    tmp_path: Path,
-    trained: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_counts_and_what_is_dropped(tmp_path, trained, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("lm_eval"), "propagate", True)
     caplog.set_level(logging.INFO, LOG.name)
     rows = [
@@ -114,7 +109,7 @@ def test_counts_and_what_is_dropped(
         made(jrt_fda_answers=["empty"])
 
 
-def test_lists_of_answers(tmp_path: Path, trained: str) -> None:
+def test_lists_of_answers(tmp_path, trained):
     letters = " ".join(string.ascii_lowercase)
     around = "aa " + letters + " Bb " + letters + " cc"
     row = {"question": "Which?", "orig_question": "Which?", "context": around}
@@ -136,7 +131,7 @@ def test_lists_of_answers(tmp_path: Path, trained: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["jrt_drop", "jrt_triviaqa"])
-def test_drop_and_triviaqa_keep_the_first_tokens(tmp_path: Path, trained: str, key: str) -> None:
+def test_drop_and_triviaqa_keep_the_first_tokens(tmp_path, trained, key):
     """Issue 17, item 3: the first 950 tokens, whatever the answers are; no row is dropped."""
     context = " ".join(f"word{i}" for i in range(900)) + " Oslo"
     lists: list[list[str]] = [["Oslo"], ["7"], [], ["nowhere to be seen", "word1"]]
@@ -155,7 +150,7 @@ def test_drop_and_triviaqa_keep_the_first_tokens(tmp_path: Path, trained: str, k
     assert found["row"] == [0, 3] and "Oslo. Which?" in found["prompt"][0]
 
 
-def test_prompts_that_do_not_fit_are_counted(tmp_path: Path, trained: str) -> None:
+def test_prompts_that_do_not_fit_are_counted(tmp_path, trained):
     made = loader(tmp_path, trained, "jrt_fda", [PAGE, PAGE | {"text": PAGE["text"] * 2}])
     first, second = (len(tokenizer().encode(item["prompt"])) + 48 for item in made())
     assert first < second
@@ -164,7 +159,7 @@ def test_prompts_that_do_not_fit_are_counted(tmp_path: Path, trained: str) -> No
         assert counts["too_long"] == count
 
 
-def test_unknown_options_and_missing_fields(tmp_path: Path, trained: str) -> None:
+def test_unknown_options_and_missing_fields(tmp_path, trained):
     row = {key: ASKED[key] for key in ("context", "question", "answers")}
     made = loader(tmp_path, trained, "jrt_nq", [row])
     assert len(made()) == 1
@@ -182,9 +177,7 @@ def test_unknown_options_and_missing_fields(tmp_path: Path, trained: str) -> Non
             made(**options)
 
 
-def test_another_field_to_cut_leaves_the_prompts_context_whole(
-    tmp_path: Path, trained: str
-) -> None:
+def test_another_field_to_cut_leaves_the_prompts_context_whole(tmp_path, trained):
     # what the public launch scripts do: they cut `text`, the prompts are made of `context`
     long = "lamp " * 3000
     made = loader(tmp_path, trained, "jrt_nq", [ASKED | {"context": long, "text": "Lamps"}])
@@ -193,7 +186,7 @@ def test_another_field_to_cut_leaves_the_prompts_context_whole(
     assert 470 < len(tokenizer().encode(item["prompt"])) < 490  # no hit: the last 475
 
 
-def test_rows_of_one_document_share_a_source(tmp_path: Path, trained: str) -> None:
+def test_rows_of_one_document_share_a_source(tmp_path, trained):
     """SWDE's name their file; of TriviaQA's passage the question at its end is no part."""
     named = (("a", "T"), ("a", "U"), ("b", "T"))
     pages = [TOLD | {"text": TOLD["text"] + text, "file_name": name} for name, text in named]
@@ -220,7 +213,7 @@ def fixtures(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
     ids=["in a line", "after a line", "less"],
 )
-def test_the_suite_complete(fixtures: str, trained: str, tell: Any, expected: float) -> None:
+def test_the_suite_complete(fixtures, trained, tell, expected):
     """Through its task files: what is asked, and the scores of a model that knows the answer."""
     metadata = {"staged": fixtures, "tokenizer": trained}
     tasks = {"include_path": str(ROOT / "eval" / "tasks"), "include_defaults": False}

@@ -111,9 +111,7 @@ positions = st.one_of(st.none(), st.integers(-1, 60))
 @example("b" * 9 + "value" + "b" * 9 + "key" + "b" * 9, ["value", "key"], 4, [], None)
 @example("b" * 9 + "AA" + "b" * 9, ["aa"], 4, [], 0)
 @settings(max_examples=400, deadline=None)
-def test_the_cut_is_the_rule_s(
-    text: str, looked_for: list[str], limit: int, alternatives: list[str], at: int | None
-) -> None:
+def test_the_cut_is_the_rule_s(text, looked_for, limit, alternatives, at):
     bare = text.strip()
     for codec in (Bytes(), Words()):
         found = cut(
@@ -137,13 +135,13 @@ def test_the_cut_is_the_rule_s(
 @given(st.text(TEXT, max_size=12), st.lists(st.text(TEXT.replace("\n", ""), max_size=3)))
 @example("a.b", ["a+b", "a.*"])  # a label is no pattern
 @settings(max_examples=400, deadline=None)
-def test_contains(prediction: str, labels: list[str]) -> None:
+def test_contains(prediction, labels):
     line = prediction.split("\n")[0]
     expected = any(label and occurrence(line, label) >= 0 for label in labels)
     assert score({"labels": labels}, [prediction]) == {"contains": expected}
 
 
-def test_the_numbers_of_the_spec() -> None:
+def test_the_numbers_of_the_spec():
     assert window(5000, 2000, 950) == (1525, 2475)
     assert window(5000, 100, 950) == (0, 950)
     assert window(5000, 5000, 950) == (4525, 5000)  # no hit: the last 475

@@ -56,13 +56,13 @@ def written(lm: CanonLM, asked: list[tuple[str, dict]]) -> list[str]:
     return lm.generate_until(requests("generate_until", asked))
 
 
-def test_no_bos_and_eos_before_a_text(lm: CanonLM) -> None:
+def test_no_bos_and_eos_before_a_text(lm):
     for flag in (None, True, False):
         assert lm.tok_encode("ab", add_special_tokens=flag) == [97, 98]
     assert lm.loglikelihood_rolling(requests("loglikelihood_rolling", [("",)])) == [0.0]
 
 
-def test_softmax_is_float32_for_a_bfloat16_model(model: Transformer) -> None:
+def test_softmax_is_float32_for_a_bfloat16_model(model):
     half = Transformer(ARGS).eval()
     half.load_state_dict(model.state_dict())
     half.to(torch.bfloat16)
@@ -74,7 +74,7 @@ def test_softmax_is_float32_for_a_bfloat16_model(model: Transformer) -> None:
     assert score == pytest.approx(exact, rel=1e-6)  # bfloat16 would be off by 1e-2
 
 
-def test_what_cannot_be_done_is_refused(lm: CanonLM) -> None:
+def test_what_cannot_be_done_is_refused(lm):
     for options, named in (
         ({"do_sample": True}, "greedy"),
         ({"num_beams": 4}, "greedy"),
@@ -97,7 +97,7 @@ def test_what_cannot_be_done_is_refused(lm: CanonLM) -> None:
         CanonLM(lm.model, None, max_length=8).tok_encode("a")
 
 
-def test_the_same_prompt_is_continued_once(lm: CanonLM) -> None:
+def test_the_same_prompt_is_continued_once(lm):
     rows = []
     handle = lm.model.register_forward_hook(lambda *given: rows.append(given[1][0].shape[0]))
     found = written(lm, [("The answer", {"until": [], "max_gen_toks": 4})] * 5)
@@ -122,7 +122,7 @@ class Full(torch.nn.Module):
         return self.inner(tokens, **options)
 
 
-def test_memory_that_runs_out_halves_the_budget(model: Transformer) -> None:
+def test_memory_that_runs_out_halves_the_budget(model):
     lines: list[str] = []
     full: Any = Full(model, 120)
     lm = CanonLM(full, Bytes(), max_length=MAX_LENGTH, batch_tokens=2000, say=lines.append)
@@ -140,7 +140,7 @@ def test_memory_that_runs_out_halves_the_budget(model: Transformer) -> None:
     assert full.refused == before
 
 
-def test_what_does_not_fit_alone_is_refused(model: Transformer) -> None:
+def test_what_does_not_fit_alone_is_refused(model):
     full: Any = Full(model, 5)
     lm = CanonLM(full, Bytes(), max_length=MAX_LENGTH, say=lambda line: None)
     with pytest.raises(UserError, match="one item alone .* --max_length"):

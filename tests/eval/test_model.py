@@ -1,7 +1,6 @@
 """Loading for evaluation: checkpoints and exports, dtypes, and faster products."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", ["nope ABCD", "rope standard gqa", "rope BD k2 no_res gqa tied"])
-def test_checkpoint_and_export_are_one_model(name: str, tmp_path: Path) -> None:
+def test_checkpoint_and_export_are_one_model(name, tmp_path):
     model = build(VARIANTS[name]).eval()
     out = export_model(tmp_path, model)
     tokens = random_tokens(model.args, 2, 50)
@@ -32,7 +31,7 @@ def test_checkpoint_and_export_are_one_model(name: str, tmp_path: Path) -> None:
             assert not loaded.training
 
 
-def test_bfloat16_rounds_weights_and_keeps_the_rotary_tables(tmp_path: Path) -> None:
+def test_bfloat16_rounds_weights_and_keeps_the_rotary_tables(tmp_path):
     model = build(VARIANTS["rope ABCD k2 standard gqa"]).eval()
     checkpoint = plant_run(tmp_path / "run", model)
     loaded = load_model(checkpoint, CPU, max_length=700, dtype=torch.bfloat16)
@@ -64,7 +63,7 @@ def test_faster_products_give_the_same_numbers(args) -> None:  # type: ignore[no
     assert count == args.num_layers * (7 if args.ffn == "gated" else 6) + 1
 
 
-def test_faster_products_are_for_float32_on_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faster_products_are_for_float32_on_amd(monkeypatch):
     model = build(VARIANTS["rope"])
     for vendor, expected in (("AuthenticAMD", True), ("GenuineIntel", False), ("", False)):
         monkeypatch.setattr(subject, "cpu_info", lambda field, vendor=vendor: vendor)

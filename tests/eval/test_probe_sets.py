@@ -20,7 +20,7 @@ def probes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return freeze_all(tmp_path_factory.mktemp("probes"))
 
 
-def test_sets_are_made_once_and_alike(tmp_path: Path) -> None:
+def test_sets_are_made_once_and_alike(tmp_path):
     made: list[str] = []
     sets, missing = few(tmp_path / "a").sets(700, made.append)
     names = [f"{kind.name}-{length}" for length in (0, 256, 512) for kind in KINDS]
@@ -37,7 +37,7 @@ def test_sets_are_made_once_and_alike(tmp_path: Path) -> None:
         assert one.entry.max_tokens == longest and len(one.read()) == 7
 
 
-def test_a_changed_or_interrupted_set(tmp_path: Path) -> None:
+def test_a_changed_or_interrupted_set(tmp_path):
     (first, *_), _ = few(tmp_path).sets(200, lambda name: None)
     content, made = first.path.read_bytes(), list[str]()
     first.path.write_bytes(content.replace(b"was born", b"is born", 1))
@@ -54,7 +54,7 @@ def test_a_changed_or_interrupted_set(tmp_path: Path) -> None:
     assert made == [first.name] and again == first and first.path.read_bytes() == content
 
 
-def test_sets_of_several_texts_and_tokenizers_share_a_folder(tmp_path: Path) -> None:
+def test_sets_of_several_texts_and_tokenizers_share_a_folder(tmp_path):
     """Issue 17, item 2: another text is another question; L = 0 does not depend on it."""
     made: list[str] = []
     first, _ = few(tmp_path).sets(700, made.append)
@@ -72,7 +72,7 @@ def test_sets_of_several_texts_and_tokenizers_share_a_folder(tmp_path: Path) -> 
         few(tmp_path).sets(200, lambda name: None)
 
 
-def test_many_at_once_make_them_once_and_they_are_read_without_their_text(tmp_path: Path) -> None:
+def test_many_at_once_make_them_once_and_they_are_read_without_their_text(tmp_path):
     made: list[str] = []
     freeze = lambda: few(tmp_path).sets(700, made.append)  # noqa: E731
     threads = [threading.Thread(target=freeze) for _ in range(4)]
@@ -95,7 +95,7 @@ def test_many_at_once_make_them_once_and_they_are_read_without_their_text(tmp_pa
     assert left_out[0] == "1-hop-256, 1-hop-random-256, 2-hop-256 (no text)"
 
 
-def test_the_text_is_wikipedias_prose(tmp_path: Path) -> None:
+def test_the_text_is_wikipedias_prose(tmp_path):
     """Issue 17, item 2: the staged WikiText, without headings and as it is written."""
     assert "stage --suite discriminative --only wikitext" in str(find_corpus(None, tmp_path))
     pages = [
@@ -112,9 +112,7 @@ def test_the_text_is_wikipedias_prose(tmp_path: Path) -> None:
         find_corpus(None, tmp_path)
 
 
-def test_a_task_freezes_reads_and_names_the_way_out(
-    tmp_path: Path, probes: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_freezes_reads_and_names_the_way_out(tmp_path, probes, monkeypatch):
     monkeypatch.setenv("CANON_EVAL_DATA", str(tmp_path / "staged"))
     junk, short = tmp_path / "junk.txt", tmp_path / "short.txt"
     junk.write_text(CORPUS.text)
@@ -138,7 +136,7 @@ def test_a_task_freezes_reads_and_names_the_way_out(
             load(**{"probe_set": "1-hop-256", **probes, **changes})  # type: ignore[arg-type]
 
 
-def test_a_run_freezes_what_fits(tmp_path: Path) -> None:
+def test_a_run_freezes_what_fits(tmp_path):
     pages = [{"page": f" = A = \n {' '.join(SENTENCES)} \n"}]
     write_staged(tmp_path / "staged", "wikitext", pages, revision="f" * 40)
     known = data_folders.tokenizer()

@@ -37,7 +37,7 @@ def results(found: Ended) -> list[Any]:
     return [rank["result"] for rank in found]
 
 
-def test_answers_are_bitwise_those_of_one_rank(ended: dict[str, Ended]) -> None:
+def test_answers_are_bitwise_those_of_one_rank(ended):
     for scenario, world_size in (("validation", 2), ("answers", 3)):
         (alone,) = results(ended[f"{scenario} 1"])
         assert results(ended[f"{scenario} {world_size}"]) == [alone] * world_size
@@ -46,7 +46,7 @@ def test_answers_are_bitwise_those_of_one_rank(ended: dict[str, Ended]) -> None:
     assert alone["rank"] == [0, 1]
 
 
-def test_items_are_shared_out_and_every_rank_has_all_results(ended: dict[str, Ended]) -> None:
+def test_items_are_shared_out_and_every_rank_has_all_results(ended):
     found = results(ended["plumbing 3"])
     for rank, result in enumerate(found):
         assert result["squares"] == [n * n for n in range(40)]
@@ -60,7 +60,7 @@ def test_items_are_shared_out_and_every_rank_has_all_results(ended: dict[str, En
     assert found[0]["turn"] < min(result["turn"] for result in found[1:])
 
 
-def test_a_rank_with_less_memory_lowers_the_budget_of_all(ended: dict[str, Ended]) -> None:
+def test_a_rank_with_less_memory_lowers_the_budget_of_all(ended):
     first, last = results(ended["memory 2"])
     assert first["scores"] == pytest.approx(last["scores"], abs=1e-5)
     assert first["batch_tokens"] == last["batch_tokens"]
@@ -80,9 +80,7 @@ def test_a_rank_with_less_memory_lowers_the_budget_of_all(ended: dict[str, Ended
         ("first_is_killed", 0, None, "lost another rank|is gone"),
     ],
 )
-def test_a_rank_that_fails_or_dies_ends_all(
-    ended: dict[str, Ended], scenario: str, failed: int, own: str | None, others: str
-) -> None:
+def test_a_rank_that_fails_or_dies_ends_all(ended, scenario, failed, own, others):
     for number, rank in enumerate(ended[f"{scenario} 3"]):
         if number != failed:
             assert rank["code"] == 2 and rank["type"] == "RankFailed", rank
@@ -93,7 +91,7 @@ def test_a_rank_that_fails_or_dies_ends_all(
             assert rank["error"] == own
 
 
-def test_without_torchrun_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchrun_there_is_one_rank(monkeypatch):
     for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with Ranks.from_environment() as alone:

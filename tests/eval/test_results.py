@@ -1,14 +1,12 @@
 """Results on disk: what is kept while a suite runs, and what damage does to it."""
 
-from pathlib import Path
-
 from canon_pretrain.run.results import Answers, Score, Unfinished
 
 ASKED = {"checkpoint": "c", "step": 3, "suite": "s", "limit": None, "train_fingerprint": "f"}
 ANSWERS = Answers({"acc": Score(0.5, 0.1)}, 2, [{"doc_id": 0, "acc": 1}, {"doc_id": 1, "acc": 0}])
 
 
-def test_what_ended_is_kept_and_read_for_its_question_alone(tmp_path: Path) -> None:
+def test_what_ended_is_kept_and_read_for_its_question_alone(tmp_path):
     kept, other = Unfinished(tmp_path, ASKED), Unfinished(tmp_path, ASKED | {"content": "other"})
     kept.add("first", ANSWERS)
     kept.add("a/b", ANSWERS)

@@ -136,7 +136,7 @@ def change_config(run: Path, change: Change) -> None:
     (run / "config.json").write_text(json.dumps(record))
 
 
-def test_birth_year_from_checkpoint_to_results(run: Path, ask: Ask) -> None:
+def test_birth_year_from_checkpoint_to_results(run, ask):
     printed = ask("birth-year", *SHORT, "--limit", 3)
     assert "freezing the probes 1-hop-0 in" in printed
     assert "left out" in printed and "2-hop-4096 (max_length 900)" in printed
@@ -160,9 +160,7 @@ def test_birth_year_from_checkpoint_to_results(run: Path, ask: Ask) -> None:
     assert "as found in" in ask("birth-year", *SHORT, "--limit", 3)
 
 
-def test_without_wikitext_the_sets_without_text_are_asked(
-    copy: Path, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_wikitext_the_sets_without_text_are_asked(copy, ask, tmp_path, monkeypatch):
     """Issue 17, item 2: what is left out is said, with the command that stages it."""
     monkeypatch.setenv("CANON_EVAL_DATA", str(tmp_path / "none"))
     printed = ask("birth-year", *SHORT, "--limit", 1, of=copy)
@@ -172,7 +170,7 @@ def test_without_wikitext_the_sets_without_text_are_asked(
     assert "eval stage" in ask("1-hop-256", *SHORT, of=copy, code=2)
 
 
-def test_a_junk_file_is_another_question(copy: Path, ask: Ask, tmp_path: Path) -> None:
+def test_a_junk_file_is_another_question(copy, ask, tmp_path):
     """Issue 17, item 2: with its own sets and results, whatever was asked before."""
     words, junk = (*SHORT, "--limit", 1), tmp_path / "junk.txt"
     junk.write_text(" ".join(f"Here is a marked line of {word}." for word in WORDS * 5))
@@ -185,7 +183,7 @@ def test_a_junk_file_is_another_question(copy: Path, ask: Ask, tmp_path: Path) -
     assert "1-hop-256" in ask("1-hop-256", *words, "--junk", junk, of=copy)
 
 
-def test_the_zen_of_python_is_rolling_perplexity(run: Path, ask: Ask) -> None:
+def test_the_zen_of_python_is_rolling_perplexity(run, ask):
     assert "byte_perplexity" in ask("zen_of_python")
     scores = result_of(run, "zen_of_python").scores["zen_of_python"]
     assert set(scores) == {"word_perplexity", "byte_perplexity", "bits_per_byte"}
@@ -235,7 +233,7 @@ def task_file(tmp_path: Path) -> Path:
     return tmp_path / "colours.yaml"
 
 
-def test_a_task_file_of_ones_own(copy: Path, ask: Ask, task_file: Path) -> None:
+def test_a_task_file_of_ones_own(copy, ask, task_file):
     assert "acc" in ask(str(task_file), of=copy)
     results = result_of(copy, "colours")
     score = results.scores["colours"]["acc"]
@@ -261,7 +259,7 @@ def load(**_):
 
 
 @pytest.mark.parametrize("kind", ["multiple_choice", "generate_until"])
-def test_cut_contexts_are_counted(copy: Path, ask: Ask, task_file: Path, kind: str) -> None:
+def test_cut_contexts_are_counted(copy, ask, task_file, kind):
     """Issue 17, item 3: in results.json, by task, and said in one line."""
     task_file.with_name("colours.py").write_text(LOAD.replace('"Blood is"', '"Blood " * 40'))
     if kind == "generate_until":
@@ -274,7 +272,7 @@ def test_cut_contexts_are_counted(copy: Path, ask: Ask, task_file: Path, kind: s
     assert "lost their beginning" not in ask(str(task_file), *SHORT, of=copy)
 
 
-def test_a_continuation_without_tokens_names_its_item(ask: Ask, task_file: Path) -> None:
+def test_a_continuation_without_tokens_names_its_item(ask, task_file):
     """Issue 17, item 3: the task and the document, and no traceback."""
     choices = "{{['red', 'green', ''] if 'Blood' in question else ['red', 'green', 'blue']}}"
     task_file.write_text(
@@ -285,7 +283,7 @@ def test_a_continuation_without_tokens_names_its_item(ask: Ask, task_file: Path)
 
 
 @pytest.mark.parametrize("source", ["", ", source: page"])
-def test_exact_match_has_a_standard_error(task_file: Path, source: str) -> None:
+def test_exact_match_has_a_standard_error(task_file, source):
     """Issue 17, item 3: exact_match has a standard error, over the sources if a task names them."""
     task_file.with_name("colours.py").write_text(SHARED)
     task_file.write_text(GENERATE + f"metadata: {{version: 1{source}}}\n")
@@ -298,7 +296,7 @@ def test_exact_match_has_a_standard_error(task_file: Path, source: str) -> None:
     assert score.stderr == pytest.approx(np.sqrt(means.var(ddof=1) / len(means)))
 
 
-def test_scores_of_0_and_1_have_wilsons_interval(copy: Path, ask: Ask, task_file: Path) -> None:
+def test_scores_of_0_and_1_have_wilsons_interval(copy, ask, task_file):
     """Issue 17, item 3: not a standard error of 0, which earlier versions wrote."""
     task_file.with_name("colours.py").write_text(LOAD.replace("[1, 0, 2]", "[1, 1, 1]"))
     task_file.write_text(TASK.replace("[red, green, blue]", "[x, ' grass', y]"))
@@ -315,7 +313,7 @@ def test_scores_of_0_and_1_have_wilsons_interval(copy: Path, ask: Ask, task_file
     assert read_results(path).scores["colours"]["acc"] == score
 
 
-def test_what_cannot_be_asked(ask: Ask, task_file: Path) -> None:
+def test_what_cannot_be_asked(ask, task_file):
     base = task_file.parent
     for name in ("file", "zen_of_python.yaml"):
         (base / name).write_text("")
@@ -333,7 +331,7 @@ def test_what_cannot_be_asked(ask: Ask, task_file: Path) -> None:
         assert message in ask(suite, *words.split(), code=2)
 
 
-def test_what_does_not_load(copy: Path, ask: Ask, task_file: Path) -> None:
+def test_what_does_not_load(copy, ask, task_file):
     for task, reason in (
         (TASK.replace("colours.load", "colours.lead"), "colours.*has no function"),
         (TASK + "metric_list: [", "YAMLError|ParserError|while parsing"),
@@ -356,7 +354,7 @@ def test_what_does_not_load(copy: Path, ask: Ask, task_file: Path) -> None:
         assert "step-3 is damaged: .metadata has" in ask("validation", of=copy, code=2)
 
 
-def test_text_needs_the_tokenizer_of_the_data(copy: Path, ask: Ask) -> None:
+def test_text_needs_the_tokenizer_of_the_data(copy, ask):
     words = ("--data", copy.parent / "data")
     path = copy.parent / "data" / "tokenizer.model"
     path.write_bytes(train_tokenizer([document(9)], 290))
@@ -368,13 +366,13 @@ def test_text_needs_the_tokenizer_of_the_data(copy: Path, ask: Ask) -> None:
     assert "this checkpoint" in ask("validation", *words, of=copy)
 
 
-def test_a_full_disk_for_the_probes_is_one_message(ask: Ask, tmp_path: Path) -> None:
+def test_a_full_disk_for_the_probes_is_one_message(ask, tmp_path):
     with small_disk(tmp_path / "full", "size=64k"):
         error = ask("birth-year", *SHORT, "--out", tmp_path / "full/out", code=2)
     assert re.search(r"probes 1-hop-0 can't be frozen in .*: No space left .*--out", error)
 
 
-def test_other_results_are_not_written_over(ask: Ask, tmp_path: Path, copy: Path) -> None:
+def test_other_results_are_not_written_over(ask, tmp_path, copy):
     out = tmp_path / "out"
     ask("zen_of_python", "--out", out)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
@@ -387,7 +385,7 @@ def test_other_results_are_not_written_over(ask: Ask, tmp_path: Path, copy: Path
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
-def test_a_trial_or_another_length_replaces_no_result(copy: Path, ask: Ask) -> None:
+def test_a_trial_or_another_length_replaces_no_result(copy, ask):
     ask("validation", of=copy)
     (whole,) = paths_of(copy, "validation")
     before = whole.read_bytes()
@@ -401,7 +399,7 @@ def test_a_trial_or_another_length_replaces_no_result(copy: Path, ask: Ask) -> N
     assert read_results(whole).asked["limit"] is None
 
 
-def test_results_belong_to_what_was_evaluated(copy: Path, ask: Ask, tmp_path: Path) -> None:
+def test_results_belong_to_what_was_evaluated(copy, ask, tmp_path):
     """Issue 17, items 10 and 22: a renamed run, a copy, and the weights that retention keeps have
     the results; a copy that was trained on has its own at the steps that differ."""
     words = ("--data", copy.parent / "data")
@@ -432,7 +430,7 @@ def test_results_belong_to_what_was_evaluated(copy: Path, ask: Ask, tmp_path: Pa
     assert len(paths_of(other, "zen_of_python")) == 2
 
 
-def test_an_option_is_part_of_its_question(copy: Path, ask: Ask, task_file: Path) -> None:
+def test_an_option_is_part_of_its_question(copy, ask, task_file):
     """A file by its content, wherever it lies; one of another suite's tasks not at all."""
     tmp_path = task_file.parent
     for name in ("a", "b"):
@@ -451,9 +449,7 @@ def test_an_option_is_part_of_its_question(copy: Path, ask: Ask, task_file: Path
     assert asked("validation", "jrt_tokens=7") and not asked("validation", "jrt_tokens=8")
 
 
-def test_submit_and_run_agree_on_what_is_answered(
-    copy: Path, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_submit_and_run_agree_on_what_is_answered(copy, ask, tmp_path, monkeypatch):
     """Issue 17, item 3: `eval submit --suites validation --option jrt_tokens=500` asked twice and
     ended "failed: exit code 0"; a checkpoint written again was asked again."""
     (tmp_path / "a.toml").write_text("x = 1")
@@ -491,9 +487,7 @@ def test_submit_and_run_agree_on_what_is_answered(
     assert not known("validation")
 
 
-def test_several_suites_and_tasks_of_lm_evals_by_name(
-    copy: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_suites_and_tasks_of_lm_evals_by_name(copy, ask, monkeypatch, capsys):
     """Issue 17, item 10: `--suite a,b`, and any name of the installed lm_eval."""
     choices = {"text": ["river", "stone", "light", "house"], "label": list("ABCD")}
     row = {"id": "1", "question_stem": "What is in it?", "choices": choices, "answerKey": "B"}
@@ -519,7 +513,7 @@ def test_several_suites_and_tasks_of_lm_evals_by_name(
 
 
 @pytest.mark.slow
-def test_names_are_those_of_lm_evals_own_index() -> None:
+def test_names_are_those_of_lm_evals_own_index():
     """Issue 17, item 10: it parses 14,000 files; a scan of their text finds the same names."""
     index = TaskManager().task_index
     ours = harness_names()
@@ -531,7 +525,7 @@ def test_names_are_those_of_lm_evals_own_index() -> None:
         assert kind == "tag" or ours[name].path == entry.yaml_path
 
 
-def test_of_a_mixture_one_folder_is_named(run: Path, copy: Path, ask: Ask, tmp_path: Path) -> None:
+def test_of_a_mixture_one_folder_is_named(run, copy, ask, tmp_path):
     first, second = run.parent / "data", tmp_path / "second"
     with TokenShards.open(first / "train") as shards:
         write_shards(
@@ -552,7 +546,7 @@ def test_of_a_mixture_one_folder_is_named(run: Path, copy: Path, ask: Ask, tmp_p
     assert "is not what" in ask("validation", "--data", first, of=copy, code=2)
 
 
-def test_validation_is_of_the_runs_own_text(copy: Path, ask: Ask, tmp_path: Path) -> None:
+def test_validation_is_of_the_runs_own_text(copy, ask, tmp_path):
     """Issue 17, items 4 and 17: another build's held-out part is refused, or scored on purpose and
     recorded as such; the text of `validation.path` is found where the data have none."""
     part = copy.parent / "data" / "validation"

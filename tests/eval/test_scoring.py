@@ -75,13 +75,7 @@ items = st.lists(
     pass_tokens=st.sampled_from([0, 3, 1000]),
 )
 @settings(max_examples=50, deadline=None)
-def test_scores_equal_one_row_at_a_time(
-    name: str,
-    items: list[tuple[list[int], list[list[int]]]],
-    batch_tokens: int,
-    read_tokens: int,
-    pass_tokens: int,
-) -> None:
+def test_scores_equal_one_row_at_a_time(name, items, batch_tokens, read_tokens, pass_tokens):
     model = model_of(name)
     asked = [(context, choice) for context, choices in items for choice in choices]
     pairs = [Pair([5, *context, *choice], len(choice)) for context, choice in asked]
@@ -103,9 +97,7 @@ words = st.text(alphabet="abcd", max_size=MAX_LENGTH + 6)
     batch_tokens=st.sampled_from([5, 40, 1000]),
 )
 @settings(max_examples=60, deadline=None)
-def test_requests_equal_the_rules_in_words(
-    name: str, asked: list[tuple[str, str]], texts: list[str], batch_tokens: int
-) -> None:
+def test_requests_equal_the_rules_in_words(name, asked, texts, batch_tokens):
     """Around max_length: the end is kept; a context that is empty is EOS; text in windows."""
     model, letters, told = model_of(name), Letters(), list[int]()
     given = {"max_length": MAX_LENGTH, "batch_tokens": batch_tokens, "answered": told.append}
@@ -134,7 +126,7 @@ def item(seed: int, context: int, choices: list[int]) -> list[Pair]:
     return [Pair([*before, *(rng.randrange(3, 40) for _ in range(n))], n) for n in choices]
 
 
-def test_the_context_of_choices_is_read_once() -> None:
+def test_the_context_of_choices_is_read_once():
     model = model_of("nope ABCD")
     pairs = [pair for seed in range(6) for pair in item(seed, 60, [8, 8, 8, 8])]
     counts: list[tuple[int, int]] = []
@@ -158,9 +150,7 @@ def test_the_context_of_choices_is_read_once() -> None:
     read_tokens=st.integers(1, 500),
 )
 @settings(max_examples=50, deadline=None)
-def test_plans_are_whole_and_within_the_budget(
-    shapes: list[tuple[int, list[int]]], batch_tokens: int, read_tokens: int
-) -> None:
+def test_plans_are_whole_and_within_the_budget(shapes, batch_tokens, read_tokens):
     pairs = [p for seed, (n, choices) in enumerate(shapes) for p in item(seed, n, choices)]
     planner = Planner(batch_tokens, read_tokens)
     plan = planner.plan(pairs)
@@ -184,7 +174,7 @@ def test_plans_are_whole_and_within_the_budget(
     assert sum(map(planner.cost, plan)) <= sum(len(row) + planner.pass_tokens for row in rows)
 
 
-def test_logits_that_are_not_finite_are_no_scores() -> None:
+def test_logits_that_are_not_finite_are_no_scores():
     model = build(VARIANTS["rope"]).eval()
     with torch.no_grad():
         model.tok_embeddings.weight[7] = math.nan

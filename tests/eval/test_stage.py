@@ -62,7 +62,7 @@ def client(module_hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.mark.slow
-def test_all_suites_once_then_nothing_more(hub: FakeHub, client: Client, tmp_path: Path) -> None:
+def test_all_suites_once_then_nothing_more(hub, client, tmp_path):
     out = client.run("--to", tmp_path, counts=COUNTS)
     assert out.endswith(f"staged in {tmp_path}: 35 of 35 data sets\n"), out
     commit = REVISIONS["aps/super_glue"][:12]
@@ -85,7 +85,7 @@ def test_all_suites_once_then_nothing_more(hub: FakeHub, client: Client, tmp_pat
     assert "35 of 35 data sets" in client.run("--to", tmp_path, "--check")
 
 
-def test_commits_are_kept_and_chosen(hub: FakeHub, client: Client, tmp_path: Path) -> None:
+def test_commits_are_kept_and_chosen(hub, client, tmp_path):
     path = CATALOGUE["jrt_fda"].path
     here, there = tmp_path / "here", tmp_path / "there"
     words = ("--suite", "jrt", "--only", "jrt_fda", "--to")
@@ -117,7 +117,7 @@ def test_commits_are_kept_and_chosen(hub: FakeHub, client: Client, tmp_path: Pat
     assert "has no column sol2 (but goal, sol1, label)" in out and not (here / "piqa").exists()
 
 
-def test_killed_in_a_download_it_goes_on(hub: FakeHub, client: Client, tmp_path: Path) -> None:
+def test_killed_in_a_download_it_goes_on(hub, client, tmp_path):
     words = ("--only", "arc_easy", "social_iqa", "wikitext", "--to", tmp_path / "out")
     hub.stalled = "default/validation-00000-of-00001.parquet"  # Social IQa's
     with closing(Client(hub.url, tmp_path / "home")) as killed:
@@ -138,7 +138,7 @@ def test_killed_in_a_download_it_goes_on(hub: FakeHub, client: Client, tmp_path:
     assert not (tmp_path / "out" / stage.DOWNLOADS).exists()
 
 
-def test_two_at_once_wait_for_each_other(hub: FakeHub, client: Client, tmp_path: Path) -> None:
+def test_two_at_once_wait_for_each_other(hub, client, tmp_path):
     words = ("--only", "piqa", "lambada_openai", "--to", tmp_path / "out")
     hub.stalled = "default/validation-00000-of-00001.parquet"  # PIQA's
     with closing(Client(hub.url, tmp_path / "home")) as first:
@@ -152,7 +152,7 @@ def test_two_at_once_wait_for_each_other(hub: FakeHub, client: Client, tmp_path:
         assert client.output().count("is staged, 12 documents") == 2
 
 
-def test_a_full_disk(hub: FakeHub, client: Client, tmp_path: Path) -> None:
+def test_a_full_disk(hub, client, tmp_path):
     words = ("--only", "winogrande", "piqa", "--to", tmp_path / "disk")
     with small_disk(tmp_path / "disk", "size=400k") as folder:
         client.run("--only", "winogrande", "--to", folder, counts=COUNTS)
@@ -166,7 +166,7 @@ def test_a_full_disk(hub: FakeHub, client: Client, tmp_path: Path) -> None:
         assert "2 of 2 data sets" in client.run(*words, counts=COUNTS)
 
 
-def test_without_a_hub(hub: FakeHub, client: Client, tmp_path: Path) -> None:
+def test_without_a_hub(hub, client, tmp_path):
     words = ("--only", "piqa", "boolq", "--to")
     home = tmp_path / "home"
     with (
@@ -190,7 +190,7 @@ def test_without_a_hub(hub: FakeHub, client: Client, tmp_path: Path) -> None:
     assert "the hub answered 418; run the same command again" in client.run(*words, tmp_path)
 
 
-def test_typing_errors(tmp_path: Path) -> None:
+def test_typing_errors(tmp_path):
     def typed(*words: str, to: Path = tmp_path) -> str:
         parser = argparse.ArgumentParser()
         stage.add_arguments(parser)
@@ -215,7 +215,7 @@ def test_typing_errors(tmp_path: Path) -> None:
     assert "cannot be written: " in typed(to=tmp_path / "file")
 
 
-def test_help_and_typing_errors_need_no_heavy_imports() -> None:
+def test_help_and_typing_errors_need_no_heavy_imports():
     code = "import sys, eval.stage; print([m for m in ('torch', 'datasets', 'pyarrow', "
     code += "'huggingface_hub') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT) == b"[]\n"

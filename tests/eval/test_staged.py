@@ -43,15 +43,13 @@ def no_network(*_: Any, **__: Any) -> NoReturn:
 
 
 @pytest.mark.parametrize("key", CATALOGUE)
-def test_every_data_set_comes_back_as_it_was(whole: Path, key: str) -> None:
+def test_every_data_set_comes_back_as_it_was(whole, key):
     rows = load_staged(key, whole)
     assert rows.to_list() == rows_of(key) and rows.features == fixture(key).features
     assert set(CATALOGUE[key].columns) <= set(rows.column_names)
 
 
-def test_a_task_loads_it_without_network_or_cache(
-    whole: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_task_loads_it_without_network_or_cache(whole, monkeypatch, tmp_path):
     monkeypatch.setattr(socket.socket, "connect", no_network)
     monkeypatch.setattr(socket, "create_connection", no_network)
     monkeypatch.setattr(datasets, "load_dataset", no_network)
@@ -89,9 +87,7 @@ DAMAGES: list[tuple[str, Callable[[Path], Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "harm"), DAMAGES)
-def test_damage_is_seen_and_the_way_out_told(
-    folder: Path, message: str, harm: Callable[[Path], Any]
-) -> None:
+def test_damage_is_seen_and_the_way_out_told(folder, message, harm):
     assert len(load_staged("boolq", folder)) == 12
     harm(folder / "boolq")
     with pytest.raises(UserError, match=message) as caught:
@@ -99,7 +95,7 @@ def test_damage_is_seen_and_the_way_out_told(
     assert WAY_OUT.format(folder) in str(caught.value)
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_what_was_there(tmp_path):
     with small_disk(tmp_path / "disk", "size=64k") as folder:
         stage_fixtures(folder, ["boolq"])
         large = [row | {"passage": str(os.urandom(40_000))} for row in rows_of("boolq")]
@@ -113,9 +109,7 @@ class Killed(BaseException):
     """Ends the process, as far as its code can tell."""
 
 
-def test_killed_anywhere_it_is_the_old_the_new_or_not_staged(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_anywhere_it_is_the_old_the_new_or_not_staged(folder, monkeypatch):
     old, new = rows_of("boolq"), rows_of("boolq")[:5]
     seen = set()
     for fatal in range(1, 100):

@@ -48,7 +48,7 @@ def copy(base: Path, tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_a_checkpoint_and_its_export_are_asked_the_same(base: Path, copy: Path) -> None:
+def test_a_checkpoint_and_its_export_are_asked_the_same(base, copy):
     of_run = Subject.open(base / "run" / "checkpoint" / "step-3", None)
     exported = Subject.open(base / "out", None)
     assert (of_run.step, of_run.seq_len, exported.step) == (3, 100, 3)
@@ -76,7 +76,7 @@ def test_a_checkpoint_and_its_export_are_asked_the_same(base: Path, copy: Path) 
     assert of_run.identity["train_fingerprint"] == of_run.train_shards.fingerprint
 
 
-def test_an_export_takes_data_for_what_reads_shards(base: Path) -> None:
+def test_an_export_takes_data_for_what_reads_shards(base):
     alone, with_data = Subject.open(base / "out", None), Subject.open(base / "out", base / "data")
     with pytest.raises(UserError, match="out is an export, which names no data: .* --data"):
         alone.check_held_out()
@@ -91,7 +91,7 @@ def test_an_export_takes_data_for_what_reads_shards(base: Path) -> None:
     assert with_data.tokenizer_path == base / "out"
 
 
-def test_exports_without_parts_say_what_is_missing(base: Path, copy: Path, tmp_path: Path) -> None:
+def test_exports_without_parts_say_what_is_missing(base, copy, tmp_path):
     (copy / "tokenizer.json").unlink()
     subject = Subject.open(copy, None)  # validation needs none
     subject.load(CPU)
@@ -105,7 +105,7 @@ def test_exports_without_parts_say_what_is_missing(base: Path, copy: Path, tmp_p
         Subject.open(base / "out", tmp_path)
 
 
-def test_an_import_is_evaluated_by_its_export(copy: Path, tmp_path: Path) -> None:
+def test_an_import_is_evaluated_by_its_export(copy, tmp_path):
     """Issue 17, item 9: its config.json is whole, but there is no run behind it."""
     found = import_folder(copy, tmp_path / "imported")
     for path in (found.checkpoint, found.checkpoint.parent):

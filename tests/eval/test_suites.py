@@ -51,9 +51,7 @@ def results_in(out: Path) -> dict[str, Results]:
 
 
 @pytest.mark.slow
-def test_all_suites_by_one_command_alike_on_one_rank_and_on_two(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_suites_by_one_command_alike_on_one_rank_and_on_two(base, tmp_path, capsys):
     """Scores and every item's record, bit for bit."""
     words = ("--limit", 2, "--option", "jrt_tokens=120")
     main(command(base, "all", tmp_path / "one", *words))
@@ -78,7 +76,7 @@ def test_all_suites_by_one_command_alike_on_one_rank_and_on_two(
     assert done.stdout.count("written to") == len(SUITES)  # the first rank alone prints
 
 
-def test_one_task_of_the_harness_alone_is_as_in_its_suite(base: Path, tmp_path: Path) -> None:
+def test_one_task_of_the_harness_alone_is_as_in_its_suite(base, tmp_path):
     """It needs no data but its own."""
     shutil.copytree(base / "staged/boolq", tmp_path / "staged/boolq")
     main(command(base, "boolq", tmp_path / "alone", "--staged", tmp_path / "staged"))
@@ -89,9 +87,7 @@ def test_one_task_of_the_harness_alone_is_as_in_its_suite(base: Path, tmp_path: 
     assert read_samples(tmp_path / "alone")["boolq"] == read_samples(tmp_path / "suite")["boolq"]
 
 
-def test_a_missing_data_set_is_said_before_anything_is_asked(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_data_set_is_said_before_anything_is_asked(base, tmp_path, capsys):
     shutil.copytree(base / "staged", tmp_path / "staged")
     shutil.rmtree(tmp_path / "staged" / "babilong_qa5_4k")
     words = command(base, "all", tmp_path / "out", "--staged", tmp_path / "staged")
@@ -103,9 +99,7 @@ def test_a_missing_data_set_is_said_before_anything_is_asked(
     assert not [*tmp_path.glob(f"out/**/{RESULTS}")]
 
 
-def test_kill_9_loses_the_running_task_at_most(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kill_9_loses_the_running_task_at_most(base, tmp_path, capsys):
     words = command(base, "jrt", tmp_path / "killed", "--max_length", 1000)
     process = started(words, stdout=subprocess.DEVNULL)
     kept = tmp_path / "killed" / "unfinished"
@@ -130,7 +124,7 @@ def test_kill_9_loses_the_running_task_at_most(
     assert not kept.exists()
 
 
-def test_two_at_once_do_the_work_once(base: Path, tmp_path: Path) -> None:
+def test_two_at_once_do_the_work_once(base, tmp_path):
     """The second waits, and answers from what the first has written."""
     first, both = tmp_path / "first", tmp_path / "both"
     main(command(base, "jrt_fda", first))
@@ -154,9 +148,7 @@ def test_two_at_once_do_the_work_once(base: Path, tmp_path: Path) -> None:
     assert "jrt_fda: 100%" not in printed
 
 
-def test_a_full_disk_keeps_what_was_written(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_keeps_what_was_written(base, tmp_path, capsys):
     out = tmp_path / "small"
     with small_disk(out, "size=96k"):
         words = command(base, "jrt", out / "x", "--max_length", 1000)

@@ -46,7 +46,7 @@ def pair(folder: Path) -> tuple[TaskTokenizer, TaskTokenizer]:
 
 @given(texts)
 @settings(max_examples=200, deadline=None)
-def test_ids_are_those_of_training(pair: tuple[TaskTokenizer, TaskTokenizer], text: str) -> None:
+def test_ids_are_those_of_training(pair, text):
     training = data_folders.tokenizer()
     expected = training.encode(text).tolist()
     assert training.eos_id not in expected and training.bos_id not in expected
@@ -59,18 +59,14 @@ def test_ids_are_those_of_training(pair: tuple[TaskTokenizer, TaskTokenizer], te
 @example("aaaß\ufffd", 2, 4, 1)  # half of its last character decodes to the whole of it
 @example("\ufffdß", 3, 1, 1)
 @settings(max_examples=300, deadline=None)
-def test_both_cut_alike(
-    pair: tuple[TaskTokenizer, TaskTokenizer], text: str, limit: int, start: int, length: int
-) -> None:
+def test_both_cut_alike(pair, text, limit, start, length):
     answer = text[start : start + length]
     ours, theirs = (cut(text, [answer], found, limit=limit) for found in pair)
     assert ours == theirs
     assert ours.text in text  # no half of a character, no space of the tokenizer's own
 
 
-def test_nobody_is_asked_whether_to_run_the_models_code(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_is_asked_whether_to_run_the_models_code(folder, tmp_path, monkeypatch):
     """An export's config.json names code of the model's; its tokenizer does without."""
     shutil.copytree(folder / "export", tmp_path / "export")
     assert "auto_map" in json.loads((tmp_path / "export" / "config.json").read_text())
@@ -84,7 +80,7 @@ def test_nobody_is_asked_whether_to_run_the_models_code(
     assert not asked
 
 
-def test_a_tokenizer_json_whose_eos_only_the_shards_know(folder: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_json_whose_eos_only_the_shards_know(folder, tmp_path):
     content = byte_level().replace(b"<|end_of_text|>", b"<stop>")
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(UserError, match="--eos TOKEN.*This task reads text"):
@@ -95,7 +91,7 @@ def test_a_tokenizer_json_whose_eos_only_the_shards_know(folder: Path, tmp_path:
     assert found.decode(found.encode("the of")) == "the of"
 
 
-def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     empty = tmp_path / "empty"
     empty.mkdir()

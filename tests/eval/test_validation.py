@@ -16,7 +16,6 @@ from eval.__main__ import main
 from eval.model.lm import CanonLM
 from eval.model.subject import load_model
 from eval.validation import CountModels, model_loss, windows
-from tests.support import Runs
 
 CPU = torch.device("cpu")
 
@@ -26,7 +25,7 @@ def held_out(data_folder: Path) -> TokenShards:
 
 
 @pytest.mark.parametrize("limit", [None, 3])
-def test_the_records_of_documents_sum_to_the_loss(data_folder: Path, limit: int | None) -> None:
+def test_the_records_of_documents_sum_to_the_loss(data_folder, limit):
     """Issue 17, item 1: each token counts for its document, and the sums are the suite's score."""
     model = Transformer(FLAVORS["debug"]).eval()
     model.init_weights()
@@ -61,7 +60,7 @@ def test_the_records_of_documents_sum_to_the_loss(data_folder: Path, limit: int 
     assert total / math.log(2) / of_bytes == pytest.approx(loss.bits_per_byte, rel=1e-12)
 
 
-def test_count_models_equal_a_count_by_hand() -> None:
+def test_count_models_equal_a_count_by_hand():
     rng = np.random.default_rng(0)
     train, test = rng.integers(0, 9, 300), rng.integers(0, 10, 80)  # 9 is unseen
     models = CountModels(train, vocab_size=10)
@@ -84,9 +83,7 @@ def test_count_models_equal_a_count_by_hand() -> None:
     assert models.nats(test)[1] == pytest.approx(expected)
 
 
-def test_the_command_evaluates_a_checkpoint(
-    runs: Runs, data_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_evaluates_a_checkpoint(runs, data_folder, capsys):
     """12 steps beat the unigram model, not the bigram one; also as answered from results.json."""
     checkpoint = runs.straight / "checkpoint" / "step-12"
     words = ["run", "--checkpoint", str(checkpoint), "--suite", "validation", "--must_beat"]

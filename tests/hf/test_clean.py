@@ -58,7 +58,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_is_opened(name: str, answers: dict[str, dict[str, Any]]) -> None:
+def test_a_variant_is_opened(name, answers):
     found, args = answers["models"][name], VARIANTS[name]
     assert found["difference"] < 1e-4 and found["scale"] > 0.5  # there is something to differ in
     assert found["greedy"]
@@ -77,7 +77,7 @@ def test_a_variant_is_opened(name: str, answers: dict[str, dict[str, Any]]) -> N
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_auto_tokenizer(name: str, answers: dict[str, dict[str, Any]]) -> None:
+def test_auto_tokenizer(name, answers):
     answer, training, asked = answers["tokenizers"][name], training_tokenizer(name), texts()
     ids = [training.encode(text).tolist() for text in asked]
     assert answer["ids"] == ids

@@ -20,7 +20,7 @@ FILES = travelling_files("1.2.3")
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_released_class_sees_its_own_fields_or_refuses(name: str) -> None:
+def test_the_released_class_sees_its_own_fields_or_refuses(name):
     fields = to_fields(VARIANTS[name])
     assert fields.keys() - {OWN} <= DEFAULTS.keys() and None not in fields.values()
     is_expressible = set(name.split()) <= EXPRESSIBLE
@@ -30,7 +30,7 @@ def test_the_released_class_sees_its_own_fields_or_refuses(name: str) -> None:
     assert is_expressible == (fields.get(OWN, {}).keys() <= changes_training_only)
 
 
-def test_fields_of_the_released_1b_model() -> None:
+def test_fields_of_the_released_1b_model():
     args = replace(
         flavor("1b3_released"), position="partial_rope_c", canon_set="ABCD", qk_norm="full",
         vocab_size=128256, rope_theta=100000.0, num_kv_heads=8,
@@ -53,7 +53,7 @@ def test_fields_of_the_released_1b_model() -> None:
     assert "rope_dim" not in fields  # the released class takes no 0
 
 
-def test_what_a_config_leaves_out_and_what_transformers_5_writes() -> None:
+def test_what_a_config_leaves_out_and_what_transformers_5_writes():
     args = to_args({"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96})
     assert (args.norm_eps, args.rope_theta, args.max_seq_len) == (1e-6, 10000.0, 2048)
     assert (args.position, args.kv_heads, args.canon_set) == ("rope", 4, "")
@@ -72,13 +72,13 @@ NO_NAMES = (
 
 
 @pytest.mark.parametrize("name", NO_NAMES)
-def test_names_of_no_parameter(name: str) -> None:
+def test_names_of_no_parameter(name):
     with pytest.raises(ValueError, match="no parameter"):
         to_hf(name)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_travelling_file_needs_torch_and_transformers_alone(name: str) -> None:
+def test_a_travelling_file_needs_torch_and_transformers_alone(name):
     first, _, source = FILES[name].partition("\n")
     assert "canon_pretrain 1.2.3" in first and f"/{name} of" in first
     for node in ast.walk(ast.parse(source)):
@@ -91,7 +91,7 @@ def test_a_travelling_file_needs_torch_and_transformers_alone(name: str) -> None
                 assert top in {"torch", "transformers"} or top in sys.stdlib_module_names, module
 
 
-def test_the_face_names_every_file() -> None:
+def test_the_face_names_every_file():
     face = FILES["modeling_canon.py"]
     named = set(re.findall(r"^\s*from\s+\.(\S+)\s+import", face, flags=re.MULTILINE))
     assert {f"{name}.py" for name in named} == FILES.keys() - {"modeling_canon.py"}

@@ -71,7 +71,7 @@ def check_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_of_two_ranks(dtype: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_weights_of_two_ranks(dtype, checkpoint, tmp_path):
     assert len(list(checkpoint.glob("*.distcp"))) == 2  # each rank has a part of every tensor
     expected = {name: t.to(DTYPES[dtype]) for name, t in weights_of(checkpoint).items()}
     limit = 100_000 if dtype == "float32" else MAX_FILE_BYTES
@@ -94,7 +94,7 @@ def test_weights_of_two_ranks(dtype: str, checkpoint: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_memory_is_less_than_the_weights_once(tmp_path: Path) -> None:
+def test_memory_is_less_than_the_weights_once(tmp_path):
     args = replace(VARIANTS["nope ABCD"], vocab_size=32000, dim=576, num_heads=8, ffn_dim=1536)
     checkpoint = plant_run(tmp_path / "run", build(replace(args, num_layers=12)))
     script = (
@@ -112,7 +112,7 @@ def test_memory_is_less_than_the_weights_once(tmp_path: Path) -> None:
     assert int(done.stdout) < 0.8 * weights
 
 
-def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
+def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path):
     model = build(VARIANTS["nope ABCD"])
     with torch.no_grad():
         model.norm.weight[3] = 1e6
@@ -125,7 +125,7 @@ def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
 # ---- the other files
 
 
-def test_what_an_export_says_of_itself(checkpoint: Path, run: Path, tmp_path: Path) -> None:
+def test_what_an_export_says_of_itself(checkpoint, run, tmp_path):
     out = tmp_path / "out"
     export(checkpoint, out, with_tokenizer=False)
     names = (RECORD, "config.json", "generation_config.json")
@@ -164,9 +164,7 @@ def of_texts(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return plant_run(tmp_path_factory.mktemp("of_texts") / "run", build(args), data=data)
 
 
-def test_a_tokenizer_that_moved_or_cannot_travel(
-    of_texts: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_that_moved_or_cannot_travel(of_texts, data, tmp_path, monkeypatch):
     export(of_texts, tmp_path / "stayed")
     model, out = build(model_args_of(run_of_checkpoint(of_texts))), tmp_path / "out"
     moved = plant_run(tmp_path / "run", model, data=tmp_path / "gone")
@@ -201,7 +199,7 @@ def test_a_tokenizer_that_moved_or_cannot_travel(
 # ---- where it comes from
 
 
-def test_weights_alone_and_archives_will_do(checkpoint: Path, run: Path, tmp_path: Path) -> None:
+def test_weights_alone_and_archives_will_do(checkpoint, run, tmp_path):
     export(checkpoint, tmp_path / "full", with_tokenizer=False)
     expected = exported(tmp_path / "full")
     copy = tmp_path / "run"
@@ -224,9 +222,7 @@ def test_weights_alone_and_archives_will_do(checkpoint: Path, run: Path, tmp_pat
 
 
 @pytest.mark.parametrize("fault", ["damaged", "absent", "no step", "other model"])
-def test_a_damaged_checkpoint_is_refused(
-    fault: str, checkpoint: Path, run: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_is_refused(fault, checkpoint, run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     asked = tmp_path / "run" / "checkpoint" / f"step-{STEP}"
     if fault == "damaged":
@@ -258,7 +254,7 @@ RELEASED = [
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_the_released_class_opens_it(name: str, tmp_path: Path) -> None:
+def test_the_released_class_opens_it(name, tmp_path):
     """Issue 17, item 7: config.json as that class reads it, null included, and the same logits."""
     model = build(variant(name))
     out = export_model(tmp_path, model)
@@ -279,7 +275,7 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_plain_class_opens_it_without_code(name: str, tmp_path: Path) -> None:
+def test_a_plain_class_opens_it_without_code(name, tmp_path):
     """Issue 17, item 9: transformers' own class, the same logits, and an import gives it back."""
     model = build(variant(name))
     out = export_model(tmp_path, model)
@@ -298,7 +294,7 @@ def test_a_plain_class_opens_it_without_code(name: str, tmp_path: Path) -> None:
         check_equal(weights_of(found.checkpoint), dict(model.named_parameters()))
 
 
-def test_what_an_import_wrote_is_exported(tmp_path: Path, of_texts: Path) -> None:
+def test_what_an_import_wrote_is_exported(tmp_path, of_texts):
     """Issue 17, item 9: OUT/step-N of `hf import`, with its tokenizer."""
     export(of_texts, tmp_path / "first")
     main(["import", str(tmp_path / "first"), str(tmp_path / "imported")])
@@ -315,7 +311,7 @@ def test_what_an_import_wrote_is_exported(tmp_path: Path, of_texts: Path) -> Non
 # ---- where it goes
 
 
-def test_force_replaces_what_an_export_wrote(of_texts: Path, tmp_path: Path) -> None:
+def test_force_replaces_what_an_export_wrote(of_texts, tmp_path):
     """Issue 17, item 15: `--force` deleted all that was in OUT."""
     out = tmp_path / "out"
     export(of_texts, out, max_file_bytes=20_000)
@@ -343,7 +339,7 @@ def test_force_replaces_what_an_export_wrote(of_texts: Path, tmp_path: Path) -> 
     assert exported(out).keys() == exported(fresh).keys()
 
 
-def test_only_exports_whose_files_are_known_are_replaced(of_texts: Path, tmp_path: Path) -> None:
+def test_only_exports_whose_files_are_known_are_replaced(of_texts, tmp_path):
     """Issue 17, item 15: of an earlier version's record, or a tampered one, nothing is deleted."""
     out = tmp_path / "out"
     export(of_texts, out)
@@ -358,7 +354,7 @@ def test_only_exports_whose_files_are_known_are_replaced(of_texts: Path, tmp_pat
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
-def test_a_kill_leaves_a_whole_export_or_none_that_opens(of_texts: Path, tmp_path: Path) -> None:
+def test_a_kill_leaves_a_whole_export_or_none_that_opens(of_texts, tmp_path):
     """And the next one takes the killed one's files away (issue 17, item 15)."""
     base = tmp_path / "base"
     export(of_texts, base / "out", max_file_bytes=20_000)
@@ -393,9 +389,7 @@ def test_a_kill_leaves_a_whole_export_or_none_that_opens(of_texts: Path, tmp_pat
     assert set(found) == {"old", "none", "new"}
 
 
-def test_an_export_under_way_is_left_to_its_process(
-    of_texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_under_way_is_left_to_its_process(of_texts, tmp_path, monkeypatch):
     """Issue 17, item 15: only the folder of a killed export goes."""
     killed, other = tmp_path / ".out.exporting", tmp_path / ".another.exporting"
     for folder in (killed, other):
@@ -419,9 +413,7 @@ def test_an_export_under_way_is_left_to_its_process(
 # ---- the command
 
 
-def test_the_command_and_what_it_says(
-    of_texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_the_command_and_what_it_says(of_texts, tmp_path, capsys, monkeypatch):
     """RUN stands for its newest step (issue 17, item 10); an error leaves nothing."""
     out, back = tmp_path / "new" / "out", tmp_path / "back"
     main(["export", str(of_texts.parents[1]), str(out), "--dtype", "float16"])

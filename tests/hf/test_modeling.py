@@ -75,7 +75,7 @@ PLAIN: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 2}
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @decoded
 @torch.no_grad()
-def test_greedy_over_unequal_prompts(name: str, device: str) -> None:
+def test_greedy_over_unequal_prompts(name, device):
     model, ours = face(name)
     ids, mask = padded(PROMPTS)
     logits = model(ids, attention_mask=mask).logits
@@ -88,7 +88,7 @@ def test_greedy_over_unequal_prompts(name: str, device: str) -> None:
 
 
 @decoded
-def test_beam_search_is_that_over_full_passes(name: str) -> None:
+def test_beam_search_is_that_over_full_passes(name):
     model, ours = face(name)
     ids, mask = padded(PROMPTS[:2])
     options = {"num_beams": 3, "num_return_sequences": 3, "do_sample": False, **PLAIN}
@@ -100,7 +100,7 @@ def test_beam_search_is_that_over_full_passes(name: str) -> None:
 
 @decoded
 @torch.no_grad()
-def test_a_prompt_in_parts(name: str) -> None:
+def test_a_prompt_in_parts(name):
     model, ours = face(name)
     prompts = [PROMPTS[1] + [9], PROMPTS[0] + [4, 4]]
     ids, mask = padded(prompts)
@@ -120,7 +120,7 @@ def test_a_prompt_in_parts(name: str) -> None:
             torch.testing.assert_close(logits[12 - len(prompt) :], whole, atol=1e-4, rtol=0)
 
 
-def test_chunked_prefill_and_sampling() -> None:
+def test_chunked_prefill_and_sampling():
     model, ours = face("nope ABCD")
     ids = torch.tensor([PROMPTS[1]])
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, **PLAIN}
@@ -145,7 +145,7 @@ def test_chunked_prefill_and_sampling() -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")  # a CPU's is not compiled
 @torch.no_grad()
-def test_options_of_from_pretrained_and_positions() -> None:
+def test_options_of_from_pretrained_and_positions():
     model, ours = face("partial_rope_c ABCD qk_full", max_position_embeddings=200)
     ids = random_tokens(ours.args, rows=1, num_tokens=180)
     longer = model(ids).logits[:, :160]
@@ -165,7 +165,7 @@ def test_options_of_from_pretrained_and_positions() -> None:
 
 
 @pytest.mark.parametrize("mode", ["eval", "checkpointed"])
-def test_loss_and_gradients_are_the_next_tokens(mode: str) -> None:
+def test_loss_and_gradients_are_the_next_tokens(mode):
     model, ours = face("rope AC no_res act standard_relu2 qk_full gqa tied documents")
     if mode == "checkpointed":
         model.train()
@@ -184,7 +184,7 @@ def test_loss_and_gradients_are_the_next_tokens(mode: str) -> None:
         torch.testing.assert_close(parameter.grad, theirs[to_ours(name)].grad)
 
 
-def test_a_step_of_transformers_trainer(tmp_path: Any) -> None:
+def test_a_step_of_transformers_trainer(tmp_path):
     model, ours = face("nope A k3 no_res act cst relu2 qk_per_head gqa tied")
     before = copy.deepcopy(model.state_dict())
     rows = random_tokens(ours.args, rows=4, num_tokens=16)
@@ -215,7 +215,7 @@ class Wrapped(nn.Module):
 
 @pytest.mark.parametrize("use_cache", [False, True])
 @torch.no_grad()
-def test_every_part_of_a_layer_may_be_replaced_and_is_called_once(use_cache: bool) -> None:
+def test_every_part_of_a_layer_may_be_replaced_and_is_called_once(use_cache):
     model, ours = face("nope ABCD k2 no_res act standard documents")
     ids = random_tokens(ours.args, rows=1, num_tokens=12)
     names = [name for name, _ in model.model.layers[1].named_parameters()]
@@ -233,7 +233,7 @@ def test_every_part_of_a_layer_may_be_replaced_and_is_called_once(use_cache: boo
 
 @pytest.mark.parametrize("name", ["nope ABCD", "nope qk_full gqa tied"])
 @torch.no_grad()
-def test_a_larger_vocabulary(name: str) -> None:
+def test_a_larger_vocabulary(name):
     model, ours = face(name)
     size, ids = ours.args.vocab_size, random_tokens(ours.args, rows=1, num_tokens=12)
     model.resize_token_embeddings(size + 8, mean_resizing=False)
@@ -245,7 +245,7 @@ def test_a_larger_vocabulary(name: str) -> None:
 
 
 @torch.no_grad()
-def test_copies_and_casts_keep_the_rotation() -> None:
+def test_copies_and_casts_keep_the_rotation():
     model, ours = face("partial_rope_c ABCD qk_full")
     ids = random_tokens(ours.args, rows=1, num_tokens=40)
     low = copy.deepcopy(model).to(torch.bfloat16)
@@ -265,7 +265,7 @@ def test_copies_and_casts_keep_the_rotation() -> None:
 
 
 @pytest.mark.parametrize("init", ["paper", "lingua"])
-def test_a_new_model_has_first_values_of_the_right_size(init: str) -> None:
+def test_a_new_model_has_first_values_of_the_right_size(init):
     fields = to_fields(VARIANTS["nope ABCD"]) | {"hidden_size": 256, "vocab_size": 300}
     fields |= {"head_dim": None, "canon_pretrain": {"init": init} if init == "lingua" else None}
     model = LlamaCanonForCausalLM(LlamaCanonConfig(**fields))
@@ -296,7 +296,7 @@ WAYS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     model, _ = face("nope ABCD")
     for arguments, match in CALLS:
         with pytest.raises(ValueError, match=match):

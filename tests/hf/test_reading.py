@@ -18,7 +18,6 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.hf.config import to_fields, to_hf
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.reading import import_folder, model_toml
-from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.run import config as experiment
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import build_dataloader, open_shards
@@ -35,7 +34,7 @@ from tests.variants import VARIANTS, build, every_variant, random_tokens
 # -- the weights mean what they mean there -------------------------------------------------------
 
 
-def test_the_page_tells_every_part_apart() -> None:
+def test_the_page_tells_every_part_apart():
     """Or the grid above would see no mistake: a layout for the other, rows that were not moved."""
     config = BASE | {"qk_norm": True, "canon_set": "ABCD", "num_key_value_heads": 2}
     state = random_state(config)
@@ -65,9 +64,7 @@ RECIPES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("params", "fields"), RECIPES, ids=["1B and 3B", "8B", "Llama"])
-def test_the_released_models_as_the_hub_holds_them(
-    params: dict[str, Any], fields: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_released_models_as_the_hub_holds_them(params, fields, tmp_path):
     """Issue 17, item 8: params.json and consolidated.pth, by the folder or its subfolder."""
     config = BASE | {"canon_set": "ABCD", "rope_version": "lingua"} | params | fields
     if "hidden_dim" not in params:  # null: 8D/3, rounded up to a multiple of 256
@@ -84,7 +81,7 @@ def test_the_released_models_as_the_hub_holds_them(
         import_folder(write_lingua_folder(tmp_path / "new", params, config, state), tmp_path / "x")
 
 
-def test_a_released_folder_that_is_not_whole(tmp_path: Path) -> None:
+def test_a_released_folder_that_is_not_whole(tmp_path):
     """Issue 17, item 8: weights_only, so that a pickle runs nothing; and all is checked."""
     config = BASE | {"canon_set": "AC", "rope_version": "lingua", "intermediate_size": 512}
     state = random_state(config)
@@ -125,9 +122,7 @@ def test_a_released_folder_that_is_not_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", ["lingua", "huggingface"])
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_any_model_in_both_layouts_and_any_files(
-    version: str, position: dict[str, Any], data: st.DataObject, tmp_path_factory: Any
-) -> None:
+def test_any_model_in_both_layouts_and_any_files(version, position, data, tmp_path_factory):
     draw = data.draw
     sampled = {
         "num_key_value_heads": [None, 1, 2],
@@ -153,7 +148,7 @@ def test_any_model_in_both_layouts_and_any_files(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_transformers_own_llama(tied: bool, tmp_path: Path) -> None:
+def test_transformers_own_llama(tied, tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     own = BASE | {"num_key_value_heads": 2, "tie_word_embeddings": tied}
@@ -170,7 +165,7 @@ def test_transformers_own_llama(tied: bool, tmp_path: Path) -> None:
 
 
 @every_variant
-def test_our_own_exports(args: ModelArgs, tmp_path: Path) -> None:
+def test_our_own_exports(args, tmp_path):
     model = build(args)
     state = {to_hf(name): tensor.detach() for name, tensor in model.named_parameters()}
     found = import_folder(write_folder(tmp_path / "hf", to_fields(args), state), tmp_path / "out")
@@ -181,7 +176,7 @@ def test_our_own_exports(args: ModelArgs, tmp_path: Path) -> None:
         assert torch.equal(our_logits(found, tokens), model(tokens))
 
 
-def test_tied_with_a_stored_head(tmp_path: Path) -> None:
+def test_tied_with_a_stored_head(tmp_path):
     """In either order: names are read sorted in a file, and files as the index names them."""
     config = BASE | {"tie_word_embeddings": True, "rope_version": "lingua"}
     state = random_state(config)
@@ -202,7 +197,7 @@ def test_tied_with_a_stored_head(tmp_path: Path) -> None:
 
 
 @every_variant
-def test_the_toml_selects_the_model(args: ModelArgs, tmp_path: Path) -> None:
+def test_the_toml_selects_the_model(args, tmp_path):
     """On top of any other file, whose variant must not show through."""
     (tmp_path / "model.toml").write_text(model_toml(args, 'a "name"\n\x01 [model]\n\u2028'))
     other = 'position = "nope"\ncanon_set = "BD"\ncanon_kernel = 2\nqk_norm = "full"\ndim = 8\n'
@@ -256,9 +251,7 @@ def steps_of(run: Path) -> list[list[Any]]:
     return [[event[name] for name in FIELDS] for event in events(run, "step")]
 
 
-def test_an_import_goes_on_as_the_run_does(
-    straight: Path, data_folder: Path, tmp_path: Path
-) -> None:
+def test_an_import_goes_on_as_the_run_does(straight, data_folder, tmp_path):
     """Weights from the folder, all else from the checkpoint: bitwise the run that never left."""
     step_3 = straight / "checkpoint" / "step-3"
     export(step_3, tmp_path / "hf", with_tokenizer=False)
@@ -280,7 +273,7 @@ def test_an_import_goes_on_as_the_run_does(
     assert (told["checkpoint_step"], events(run, "resume")[0]["from_step"]) == (3, 3)
 
 
-def test_weights_alone_begin_at_step_1(straight: Path, data_folder: Path, tmp_path: Path) -> None:
+def test_weights_alone_begin_at_step_1(straight, data_folder, tmp_path):
     export(straight / "checkpoint" / "step-6", tmp_path / "hf", with_tokenizer=False)
     found = import_folder(tmp_path / "hf", tmp_path / "imported")
     run = tmp_path / "run"
@@ -301,7 +294,7 @@ def test_weights_alone_begin_at_step_1(straight: Path, data_folder: Path, tmp_pa
     assert told["model_only"] is True and told["checkpoint_step"] == 0
 
 
-def test_a_state_that_does_not_fit(straight: Path, tmp_path: Path) -> None:
+def test_a_state_that_does_not_fit(straight, tmp_path):
     step_3 = straight / "checkpoint" / "step-3"
     export(step_3, tmp_path / "hf", with_tokenizer=False)
     weights = import_folder(tmp_path / "hf", tmp_path / "weights", step=3)

@@ -39,7 +39,7 @@ UNSUPPORTED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_fields_that_are_no_model_of_ours_or_that_the_caller_knows(tmp_path: Path) -> None:
+def test_fields_that_are_no_model_of_ours_or_that_the_caller_knows(tmp_path):
     for k, fields in enumerate(UNSUPPORTED):
         refused(a_folder(tmp_path / str(k), **fields), next(iter(fields)))
     folder = a_folder(tmp_path, embedding_multiplier=1.0, model_type="granite")
@@ -56,7 +56,7 @@ def test_fields_that_are_no_model_of_ours_or_that_the_caller_knows(tmp_path: Pat
     assert found.args.position == "nope"
 
 
-def test_fields_of_any_value_end_in_a_sentence(tmp_path: Path, monkeypatch: Any) -> None:
+def test_fields_of_any_value_end_in_a_sentence(tmp_path, monkeypatch):
     folder = a_folder(tmp_path)
     monkeypatch.setattr(reading, "save_alone", lambda *args, **options: None)  # not looked at
     config = json.loads((folder / "config.json").read_text())
@@ -76,7 +76,7 @@ def test_fields_of_any_value_end_in_a_sentence(tmp_path: Path, monkeypatch: Any)
         refused(folder, "config.json")
 
 
-def test_a_claim_of_ten_million_layers(tmp_path: Path) -> None:
+def test_a_claim_of_ten_million_layers(tmp_path):
     """Issue 17, item 23: refused before a model, or a table for its positions, is built."""
     import_folder(a_folder(tmp_path / "good"), tmp_path / "good" / "out")  # what it imports
     tracemalloc.start()
@@ -89,7 +89,7 @@ def test_a_claim_of_ten_million_layers(tmp_path: Path) -> None:
     assert peak < 20e6
 
 
-def test_links_out_of_the_folder_and_of_the_hubs_cache(tmp_path: Path) -> None:
+def test_links_out_of_the_folder_and_of_the_hubs_cache(tmp_path):
     """Issue 17, item 20: no file of the user's comes into OUT, or is read, by a planted link."""
     secret = tmp_path / "id_rsa"
     secret.write_text("{}")
@@ -118,7 +118,7 @@ def test_links_out_of_the_folder_and_of_the_hubs_cache(tmp_path: Path) -> None:
     assert import_folder(snapshot, tmp_path / "out").checkpoint.is_dir()
 
 
-def test_tensors_that_are_not_the_models(tmp_path: Path) -> None:
+def test_tensors_that_are_not_the_models(tmp_path):
     config = BASE | {"num_hidden_layers": 1}
     good = random_state(config)
     q = "model.layers.0.self_attn.q_proj.weight"
@@ -138,7 +138,7 @@ def test_tensors_that_are_not_the_models(tmp_path: Path) -> None:
     check(tmp_path / "table", config, good | table)
 
 
-def test_files_that_are_not_whole(tmp_path: Path) -> None:
+def test_files_that_are_not_whole(tmp_path):
     refused(tmp_path / "absent", "config.json is missing")
     config = BASE | {"num_hidden_layers": 1}
     state = random_state(config)
@@ -185,7 +185,7 @@ class _Marker:
         return os.mkdir, (str(self.path),)
 
 
-def test_nothing_of_the_folder_is_run(tmp_path: Path) -> None:
+def test_nothing_of_the_folder_is_run(tmp_path):
     marker = tmp_path / "it-ran"
     auto_map = {"AutoConfig": "modeling_x.C", "AutoModelForCausalLM": "modeling_x.M"}
     folder = a_folder(tmp_path, auto_map=auto_map)
@@ -212,7 +212,7 @@ def _killed_import(folder: Path, out: Path) -> None:
     import_folder(folder, out)
 
 
-def test_an_import_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_is_whole_or_not_there(tmp_path, monkeypatch):
     """On a full disk; and killed: the next one takes its files away."""
     folder, out = a_folder(tmp_path), tmp_path / "out"
 

@@ -87,7 +87,7 @@ def exported(name: str) -> tokenizers.Tokenizer:
 @pytest.mark.parametrize("name", EXACT)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(text=texts)
-def test_ids_and_text_are_those_of_training(name: str, text: str) -> None:
+def test_ids_and_text_are_those_of_training(name, text):
     training, other = training_tokenizer(name), exported(name)
     ids = training.encode(text).tolist()
     assert other.encode(text).ids == ids
@@ -99,6 +99,6 @@ def test_ids_and_text_are_those_of_training(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_exact_file_is_refused(name: str) -> None:
+def test_what_has_no_exact_file_is_refused(name):
     with pytest.raises(UserError, match=REFUSED[name]):
         tokenizer_files(training_tokenizer(name), 64)

@@ -74,9 +74,7 @@ def _same(found: Tensor, expected: Tensor) -> None:
     width=st.integers(2, 4),
     every=st.integers(0, 9),
 )
-def test_any_cut_of_any_documents(
-    kind: dict[str, bool], sizes: list[int], width: int, every: int
-) -> None:
+def test_any_cut_of_any_documents(kind, sizes, width, every):
     num_tokens = max(1, sum(sizes))
     x, weight = _inputs(num_tokens, width)
     segments = _segments(num_tokens, width - 1, every)
@@ -87,7 +85,7 @@ def test_any_cut_of_any_documents(
 
 
 @torch.no_grad()
-def test_rows_are_taken_into_memory_of_their_own() -> None:
+def test_rows_are_taken_into_memory_of_their_own():
     x, weight = _inputs(40)
     expected = canon_reference(x, weight, **PLAIN)
     rows = torch.tensor([2, 0, 0, 1])
@@ -117,9 +115,7 @@ def _step(
 @torch.no_grad()
 @every_kind
 @pytest.mark.parametrize(("width", "every"), [(2, 3), (3, 0), (4, 1)])
-def test_sites_that_step_together_are_the_whole_each(
-    width: int, every: int, kind: dict[str, bool]
-) -> None:
+def test_sites_that_step_together_are_the_whole_each(width, every, kind):
     given = [_inputs(num_tokens, width) for num_tokens in (30, 31, 32)]
     segments = _segments(30, width - 1, every)
     expected = [canon_reference(x[:, :30], w, **kind, segments_BN=segments) for x, w in given]
@@ -140,7 +136,7 @@ def test_sites_that_step_together_are_the_whole_each(
 
 
 @torch.no_grad()
-def test_a_step_that_leaves_a_site_out_counts_for_the_others() -> None:
+def test_a_step_that_leaves_a_site_out_counts_for_the_others():
     x, weight = _inputs(12)
     expected = canon_reference(x, weight, **PLAIN)
     memories = [CanonMemory(x, weight, **PLAIN) for _ in range(2)]
@@ -159,7 +155,7 @@ def test_a_step_that_leaves_a_site_out_counts_for_the_others() -> None:
 
 
 @torch.no_grad()
-def test_outputs_stay_as_they_were_given() -> None:
+def test_outputs_stay_as_they_were_given():
     """Also where they are views of the memory's own numbers."""
     x, weight = _inputs(20)
     memory = CanonMemory(x, weight, **PLAIN)
@@ -176,7 +172,7 @@ def test_outputs_stay_as_they_were_given() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_kind
-def test_sums_are_float32_and_rounded_once(dtype: torch.dtype, kind: dict[str, bool]) -> None:
+def test_sums_are_float32_and_rounded_once(dtype, kind):
     x, weight = _inputs(200, dtype=dtype)
     truth = canon_reference(x.double(), weight.double(), **kind)
     theirs = (canon_reference(x, weight, **kind).double() - truth).norm()
@@ -191,7 +187,7 @@ def test_sums_are_float32_and_rounded_once(dtype: torch.dtype, kind: dict[str, b
 
 @every_kind
 @pytest.mark.parametrize("every", [0, 4])
-def test_gradients_reach_earlier_parts(every: int, kind: dict[str, bool]) -> None:
+def test_gradients_reach_earlier_parts(every, kind):
     x, weight = (tensor.requires_grad_() for tensor in _inputs(9))
     segments = _segments(9, 3, every)
     dy = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(1))
@@ -202,7 +198,7 @@ def test_gradients_reach_earlier_parts(every: int, kind: dict[str, bool]) -> Non
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
-def test_gradients_and_none_in_turns() -> None:
+def test_gradients_and_none_in_turns():
     """A prompt read without gradients is a constant of what follows; the weight's is of its own."""
     x, weight = _inputs(12)
     weight.requires_grad_()
@@ -230,7 +226,7 @@ class Kernels(TorchDispatchMode):
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_is_one_kernel_a_part_and_one_a_tap_for_all_sites(dtype: torch.dtype) -> None:
+def test_a_token_is_one_kernel_a_part_and_one_a_tap_for_all_sites(dtype):
     x, weight = _inputs(1, dtype=dtype)
     memories = [CanonMemory(x, weight, **PLAIN) for _ in range(5)]
     for memory in memories:
@@ -247,7 +243,7 @@ def test_a_token_is_one_kernel_a_part_and_one_a_tap_for_all_sites(dtype: torch.d
 
 
 @torch.no_grad()
-def test_a_compiled_step_is_compiled_twice_at_most() -> None:
+def test_a_compiled_step_is_compiled_twice_at_most():
     x, weight = _inputs(48)
     counter = CompileCounter()
 

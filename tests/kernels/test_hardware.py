@@ -42,8 +42,8 @@ def write(path: Path, text: str) -> None:
 
 
 def test_a_gpu_is_found_and_the_cpu_taken_where_it_is_asked_for(
-    broken_gpu: Path, nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    broken_gpu, nvidia_smi, monkeypatch
+):
     assert hardware.find_gpu() == str(broken_gpu)
     for value in (None, "0", "", "-1", " "):
         if value is not None:
@@ -62,8 +62,8 @@ def test_a_gpu_is_found_and_the_cpu_taken_where_it_is_asked_for(
 
 
 def test_training_evaluation_and_benches_refuse_a_broken_gpu_with_torchs_reason(
-    broken_gpu: Path, data_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    broken_gpu, data_folder, tmp_path, capsys
+):
     with pytest.raises((RuntimeError, AssertionError)) as raised:
         torch.cuda.init()
     reason = str(raised.value).splitlines()[0]
@@ -85,9 +85,7 @@ def test_training_evaluation_and_benches_refuse_a_broken_gpu_with_torchs_reason(
     ("node", "cores", "expected"),
     [("1", "48-50,144\n", {48, 49, 50, 144}), ("-1", "0-3", set()), ("1", "", set())],
 )
-def test_cores_near_a_gpu_are_those_of_its_numa_node(
-    node: str, cores: str, expected: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cores_near_a_gpu_are_those_of_its_numa_node(node, cores, expected, tmp_path, monkeypatch):
     place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {2: place}.get)
     assert hardware.near_cores(2, tmp_path) == set()
@@ -96,7 +94,7 @@ def test_cores_near_a_gpu_are_those_of_its_numa_node(
     assert hardware.near_cores(2, tmp_path) == expected
 
 
-def test_available_memory_is_the_kernels_or_the_narrowest_cgroups(tmp_path: Path) -> None:
+def test_available_memory_is_the_kernels_or_the_narrowest_cgroups(tmp_path):
     total = hardware.available_memory(tmp_path)  # nothing to read: all of it
     assert 0 < hardware.available_memory() <= total
     write(tmp_path / "proc/meminfo", f"MemTotal: 9 kB\nMemAvailable:   {total // 2048} kB\n")
@@ -122,7 +120,7 @@ esac
 """
 
 
-def test_a_gpus_clocks_power_and_throttle_reasons(nvidia_smi: Path) -> None:
+def test_a_gpus_clocks_power_and_throttle_reasons(nvidia_smi):
     assert hardware.query_gpu("0") is None, "nvidia-smi fails"
     nvidia_smi.write_text(SMI)
     numbers = {"sm_mhz": 1410, "max_sm_mhz": 1980, "memory_mhz": 2619, "power_w": 693.25}
@@ -135,7 +133,7 @@ def test_a_gpus_clocks_power_and_throttle_reasons(nvidia_smi: Path) -> None:
     assert hardware.query_gpu("0") is None
 
 
-def test_a_rate_is_that_of_many_products_in_a_row() -> None:
+def test_a_rate_is_that_of_many_products_in_a_row():
     """By a clock that counts its reads: one tick for a product, so 50 are asked for in a row."""
     ticks = iter(range(1000))
     options = {"size": 8, "seconds": 50.0, "clock": lambda: next(ticks)}

@@ -43,7 +43,7 @@ def grads_of(objective: Tensor, *leaves: Tensor, scale: float = 1.0) -> tuple[Te
 
 @every_term
 @every_chunk
-def test_derivatives_in_float64(terms: dict[str, float], chunk_tokens: int) -> None:
+def test_derivatives_in_float64(terms, chunk_tokens):
     h, weight, labels = problem(torch.float64)
     loss = functools.partial(linear_cross_entropy, chunk_tokens=chunk_tokens, **terms)
     assert torch.autograd.gradcheck(lambda h, w: loss(h, w, labels)[1], (h, weight))
@@ -60,9 +60,7 @@ def test_derivatives_in_float64(terms: dict[str, float], chunk_tokens: int) -> N
 @every_term
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("chunk_tokens", [4096, 32])
-def test_low_precision_is_no_further_from_the_truth(
-    terms: dict[str, float], dtype: torch.dtype, chunk_tokens: int
-) -> None:
+def test_low_precision_is_no_further_from_the_truth(terms, dtype, chunk_tokens):
     """With the factor of a step, which is no power of two: it may cost no rounding of its own."""
     h, weight, labels = problem(dtype, num_tokens=256, dim=64, vocab=500, spread=0.2)
     exact = [part.detach().double().requires_grad_() for part in (h, weight)]
@@ -82,7 +80,7 @@ def test_low_precision_is_no_further_from_the_truth(
         assert ours <= (2 if dtype == torch.float32 else 1.02) * plain
 
 
-def test_a_loss_whose_square_overflows_is_still_a_number() -> None:
+def test_a_loss_whose_square_overflows_is_still_a_number():
     h, weight, labels = problem(torch.float32)
     h = (h.detach() * 1e22).requires_grad_()
     expected = whole(h, weight, labels)
@@ -104,7 +102,7 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)])
-def test_only_asked_for_gradients_are_computed(needs: tuple[bool, bool]) -> None:
+def test_only_asked_for_gradients_are_computed(needs):
     h, weight, labels = problem(torch.float32)
     h.requires_grad_(needs[0])
     weight.requires_grad_(needs[1])
@@ -117,7 +115,7 @@ def test_only_asked_for_gradients_are_computed(needs: tuple[bool, bool]) -> None
     assert (h.grad is not None, weight.grad is not None) == needs
 
 
-def test_what_backward_and_labels_allow() -> None:
+def test_what_backward_and_labels_allow():
     h, weight, labels = problem(torch.float32)
     _, objective = linear_cross_entropy(h, weight, labels, chunk_tokens=5)
     first = torch.autograd.grad(objective, (h, weight), retain_graph=True)
@@ -136,7 +134,7 @@ def test_what_backward_and_labels_allow() -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=slow)])
 @every_term
-def test_it_compiles_inside_and_in_a_caller(terms: dict[str, float], backend: str) -> None:
+def test_it_compiles_inside_and_in_a_caller(terms, backend):
     h, weight, labels = problem(torch.float32, num_tokens=40)
     torch._dynamo.reset()
     inner = functools.partial(linear_cross_entropy, chunk_tokens=10, **terms)
@@ -154,9 +152,7 @@ def test_it_compiles_inside_and_in_a_caller(terms: dict[str, float], backend: st
 @every_term
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("compile_backend", [None, "inductor"])
-def test_on_a_gpu_sums_of_halves_are_float32_too(
-    terms: dict[str, float], dtype: torch.dtype, compile_backend: str | None
-) -> None:
+def test_on_a_gpu_sums_of_halves_are_float32_too(terms, dtype, compile_backend):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     own = problem(dtype, num_tokens=4096, dim=256, vocab=8192, spread=0.1)
@@ -195,7 +191,7 @@ class Peak(TorchDispatchMode):
         self.now -= size
 
 
-def test_logits_stand_for_one_chunk_only() -> None:
+def test_logits_stand_for_one_chunk_only():
     num_tokens, dim, vocab, chunk = 2048, 16, 32_000, 128
     peaks = []
     for chunk_tokens in (chunk, 0):

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import FIRST_CAPACITY, Cache
 from canon_pretrain.model.transformer import Transformer
 from tests.variants import BASE, EOS_ID, VARIANTS, build, every_variant, random_tokens, variant
@@ -106,7 +105,7 @@ def test_rows_padded_on_the_left_are_continued_and_taken_in_any_order(args):
 
 @torch.no_grad()
 @every_variant
-def test_branches_go_on_apart_from_one_prompt(args: ModelArgs) -> None:
+def test_branches_go_on_apart_from_one_prompt(args):
     model = build(args)
     prompts, more = random_tokens(args, 2, 9), random_tokens(args, 5, 4, seed=1)
     rows = torch.tensor([1, 0, 0, 1, 1])

@@ -42,7 +42,7 @@ def whole_pass(model: Transformer, prompt: list[int], answer: list[int]) -> Tens
 
 
 @every_variant
-def test_tokens_and_logits_are_those_of_whole_passes(args: ModelArgs) -> None:
+def test_tokens_and_logits_are_those_of_whole_passes(args):
     model, prompts = build(args), prompts_for(args)
     with recorded(model) as passes:
         together = generate(model, prompts, max_new_tokens=NEW)
@@ -70,7 +70,7 @@ def cut_answer(free: list[int], limit: int, eos_id: int, stop_id: int) -> tuple[
 
 
 @pytest.mark.parametrize("name", ["rope ABCD k2 standard gqa", "alibi BD k2 act qk_full gqa"])
-def test_rows_end_by_themselves_and_answers_keep_their_order(name: str) -> None:
+def test_rows_end_by_themselves_and_answers_keep_their_order(name):
     model = build(variant(name))
     prompts = prompts_for(model.args, (5, 1, 17, 2, 40, 17, 8))
     free = generate(model, prompts, max_new_tokens=NEW)
@@ -107,7 +107,7 @@ def test_rows_end_by_themselves_and_answers_keep_their_order(name: str) -> None:
     assert generate(model, [], max_new_tokens=3) == []
 
 
-def test_a_long_prompt_and_a_long_answer_fit_though_not_side_by_side() -> None:
+def test_a_long_prompt_and_a_long_answer_fit_though_not_side_by_side():
     model = build(variant("h_alibi A k2 act relu2 gqa tied documents"))
     longest = model.args.max_seq_len
     prompts, limits = prompts_for(model.args, (longest - 5, 4, 9)), [6, longest - 3, 3]
@@ -117,7 +117,7 @@ def test_a_long_prompt_and_a_long_answer_fit_though_not_side_by_side() -> None:
         assert whole_pass(model, prompt, answer).argmax(-1).tolist() == answer
 
 
-def test_the_cache_stays_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_stays_within_its_budget(monkeypatch):
     caches: list[Cache] = []
 
     def cache(*given: int, **options: int) -> Cache:
@@ -155,7 +155,7 @@ class LargestResult(TorchDispatchMode):
 
 
 @every_variant
-def test_a_step_copies_neither_the_cache_nor_the_prompt(args: ModelArgs) -> None:
+def test_a_step_copies_neither_the_cache_nor_the_prompt(args):
     """Beyond attention itself a step's work does not grow with what was read, but for its mask."""
     rows, read = 2, 150
     model, cache = build(args), Cache(args.num_layers, capacity=read + 2)
@@ -171,7 +171,7 @@ def test_a_step_copies_neither_the_cache_nor_the_prompt(args: ModelArgs) -> None
     assert seen.largest[0] <= mask < rows * read * args.kv_heads * args.head_dim / 2, seen.largest
 
 
-def test_training_goes_on_as_if_nothing_had_been_asked() -> None:
+def test_training_goes_on_as_if_nothing_had_been_asked():
     """Asked while a graph is held, between a backward pass and its step; under inference_mode."""
 
     def train(asks: bool) -> list[Tensor]:
@@ -203,7 +203,7 @@ def test_training_goes_on_as_if_nothing_had_been_asked() -> None:
         assert torch.equal(with_it, without)
 
 
-def test_draws_depend_on_the_seed_and_on_nothing_else() -> None:
+def test_draws_depend_on_the_seed_and_on_nothing_else():
     model = build(variant("rope AC no_res act standard_relu2 qk_full gqa tied documents"))
     prompts = prompts_for(model.args, (5, 1, 17, 2, 40))
 
@@ -241,9 +241,7 @@ def expected_probabilities(
     ("temperature", "top_k", "top_p"),
     [(0.5, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.6), (1.3, 5, 0.7), (1.0, 0, 1e-9)],
 )
-def test_ids_are_drawn_with_their_probabilities(
-    temperature: float, top_k: int, top_p: float
-) -> None:
+def test_ids_are_drawn_with_their_probabilities(temperature, top_k, top_p):
     logits = torch.randn(11, generator=torch.Generator().manual_seed(0)) * 2
     num_draws = 20_000
     draws = (torch.arange(num_draws, dtype=torch.float64) + 0.5) / num_draws
@@ -271,7 +269,7 @@ REFUSED: list[tuple[list[list[int]], dict[str, Any], str]] = [
 ]
 
 
-def test_what_can_not_be_done_is_refused_before_anything_is_computed() -> None:
+def test_what_can_not_be_done_is_refused_before_anything_is_computed():
     model = build(BASE)
     for prompts, options, match in REFUSED:
         with recorded(model) as passes, pytest.raises(UserError, match=match):

@@ -40,7 +40,7 @@ def compare(*words: object) -> dict[str, Any]:
         return json.loads(out.read_text())
 
 
-def test_as_a_user_types_it(tmp_path: Path) -> None:
+def test_as_a_user_types_it(tmp_path):
     run(tmp_path / "nope", 0.55)
     run(tmp_path / "canon", 0.85, canon="ABCD")
     out = tmp_path / "out" / "pair.json"
@@ -60,7 +60,7 @@ def test_as_a_user_types_it(tmp_path: Path) -> None:
     assert row["verdict"] == "better" and row["difference"] == pytest.approx(0.3)
 
 
-def test_a_sweep_means_all_of_its_runs(tmp_path: Path) -> None:
+def test_a_sweep_means_all_of_its_runs(tmp_path):
     """Issue 17, item 10: one on each side, or one of two architectures."""
     for name, canon, share in (("nope", "", 0.55), ("canon", "ABCD", 0.85)):
         for seed in range(2):
@@ -74,7 +74,7 @@ def test_a_sweep_means_all_of_its_runs(tmp_path: Path) -> None:
         compare(sweep / "nope")
 
 
-def test_held_out_loss_is_the_first_verdict(tmp_path: Path, capsys: Output) -> None:
+def test_held_out_loss_is_the_first_verdict(tmp_path, capsys):
     """Issue 17, item 1: printed first, and judged with `--suite validation` alone."""
     for name, canon, loss in (("a", "", 5.0), ("b", "A", 4.9)):
         for seed in range(2):
@@ -89,7 +89,7 @@ def test_held_out_loss_is_the_first_verdict(tmp_path: Path, capsys: Output) -> N
     assert compare(*sides, "--suite", SUITE)["held_out"] is None
 
 
-def test_groups_of_seeds(tmp_path: Path) -> None:
+def test_groups_of_seeds(tmp_path):
     a = [run(tmp_path / f"a{k}", 0.6 + 0.01 * k, k).parents[4] for k in range(4)]
     b = [run(tmp_path / f"b{k}", 0.9 + 0.01 * k, k, canon="A").parents[4] for k in range(4)]
     found = compare("--a", *a, "--b", *b)
@@ -104,7 +104,7 @@ def test_groups_of_seeds(tmp_path: Path) -> None:
     assert note == "A: its runs differ in more than their seeds"
 
 
-def test_single_results_files(tmp_path: Path) -> None:
+def test_single_results_files(tmp_path):
     """Two steps of one run, and a file outside of any run."""
     last, first = (run(tmp_path / "a", 0.5, at=at) for at in (20, 10))
     second = run(tmp_path / "b", 0.9, at=10, canon="A")
@@ -117,7 +117,7 @@ def test_single_results_files(tmp_path: Path) -> None:
     assert row["verdict"] == "better"
 
 
-def test_the_step_the_suite_and_the_seed_noise_are_the_users(tmp_path: Path) -> None:
+def test_the_step_the_suite_and_the_seed_noise_are_the_users(tmp_path):
     for name, canon in (("a", ""), ("b", "A")):
         for at, share in ((10, 0.5), (20, 0.6 if canon else 0.5)):
             run(tmp_path / name, share, at=at, canon=canon)
@@ -139,7 +139,7 @@ def test_the_step_the_suite_and_the_seed_noise_are_the_users(tmp_path: Path) -> 
             compare(*pair, *words)
 
 
-def test_what_cannot_be_compared_is_refused_with_its_reason(tmp_path: Path) -> None:
+def test_what_cannot_be_compared_is_refused_with_its_reason(tmp_path):
     run(tmp_path / "a", 0.5)
     other = planted_run(tmp_path / "b", model__canon_set="A")
     items = {"boolq": records({"acc": [1.0, 0.0]}, names=["x", "y"])}

@@ -86,7 +86,7 @@ def two_architectures(tmp_path: Path, a: float, b: float) -> list[Path]:
 # -- architectures and learning rates --------------------------------------------------------------
 
 
-def test_runs_are_grouped_by_all_but_learning_rate_and_seeds(tmp_path: Path) -> None:
+def test_runs_are_grouped_by_all_but_learning_rate_and_seeds(tmp_path):
     changes: list[dict[str, Any]] = [
         {},
         {},
@@ -111,7 +111,7 @@ def test_runs_are_grouped_by_all_but_learning_rate_and_seeds(tmp_path: Path) -> 
     assert found[3].settings["model.dim"] == 96
 
 
-def test_labels_are_short_and_unique(tmp_path: Path) -> None:
+def test_labels_are_short_and_unique(tmp_path):
     planted_run(tmp_path / "a", model__canon_set="")
     planted_run(tmp_path / "b", model__canon_set="ABCD")
     planted_run(tmp_path / "c", model__canon_set="ABCD", model__position="rope")
@@ -125,7 +125,7 @@ def test_labels_are_short_and_unique(tmp_path: Path) -> None:
     assert labels("a") == ["quickstart"] and len(set(labels("xy"))) == 2
 
 
-def test_a_repeat_of_the_same_seeds_is_no_further_seed(tmp_path: Path) -> None:
+def test_a_repeat_of_the_same_seeds_is_no_further_seed(tmp_path):
     paths = two_architectures(tmp_path, 0.5, 0.5)
     found = content(*paths, plant(tmp_path / "again", 0, right(0.9, 2000), "ABCD"))
     assert found["pairs"][0]["num_runs"] == [1, 1]
@@ -148,7 +148,7 @@ def chosen(*paths: Path) -> tuple[Architecture, Choice]:
     return one, choose(one)
 
 
-def test_the_learning_rate_is_chosen_by_the_logged_held_out_loss(tmp_path: Path) -> None:
+def test_the_learning_rate_is_chosen_by_the_logged_held_out_loss(tmp_path):
     paths = [
         rated(tmp_path / "low", 0.001, {10: 3.0, 20: 2.5}),
         rated(tmp_path / "high", 0.002, {10: 2.9, 20: 2.6, 30: 1.0}),
@@ -161,7 +161,7 @@ def test_the_learning_rate_is_chosen_by_the_logged_held_out_loss(tmp_path: Path)
     assert [x["chosen"] for x in found["architectures"][0]["recipes"]] == [True, False, False]
 
 
-def test_a_validation_of_an_early_step_does_not_choose_for_a_late_one(tmp_path: Path) -> None:
+def test_a_validation_of_an_early_step_does_not_choose_for_a_late_one(tmp_path):
     """Of equal steps the suite `validation` goes before the log."""
     paths = []
     for name, rate, early, late in (("slow", 1, 5.0, 2.0), ("fast", 2, 4.0, 3.0)):
@@ -175,7 +175,7 @@ def test_a_validation_of_an_early_step_does_not_choose_for_a_late_one(tmp_path: 
     assert choice.recipe is one.recipes[1] and "the suite `validation`" in choice.words
 
 
-def test_losses_of_different_texts_choose_no_learning_rate(tmp_path: Path) -> None:
+def test_losses_of_different_texts_choose_no_learning_rate(tmp_path):
     """Issue 17, item 17: nor are they one row or curve; they make no other architecture, and
     no further seed."""
     texts = {"low": "a" * 64, "high": "b" * 64}
@@ -197,7 +197,7 @@ def test_losses_of_different_texts_choose_no_learning_rate(tmp_path: Path) -> No
     assert [run.label for run in one.recipes[0].repeats] == ["again"]
 
 
-def test_several_learning_rates_without_a_held_out_loss_are_not_judged(tmp_path: Path) -> None:
+def test_several_learning_rates_without_a_held_out_loss_are_not_judged(tmp_path):
     paths = two_architectures(tmp_path, 0.5, 0.9)
     other = planted_run(tmp_path / "other", 5, model__canon_set="ABCD", optimizer__lr=0.001)
     found = content(*paths, other.path)
@@ -207,7 +207,7 @@ def test_several_learning_rates_without_a_held_out_loss_are_not_judged(tmp_path:
     assert "by luck" in str(found["notes"])
 
 
-def test_verdicts_are_of_the_chosen_rate_and_the_papers_table_of_the_best(tmp_path: Path) -> None:
+def test_verdicts_are_of_the_chosen_rate_and_the_papers_table_of_the_best(tmp_path):
     rng = RNG(7)
     paths = [plant(tmp_path / "base", 0, right(0.5, rng=rng), "ABCD")]
     for name, rate, loss, share in (("good", 0.001, 2.0, 0.52), ("lucky", 0.002, 3.0, 0.7)):
@@ -245,9 +245,7 @@ def test_verdicts_are_of_the_chosen_rate_and_the_papers_table_of_the_best(tmp_pa
         ((0.5, 0.9), 0.5, None),
     ],
 )
-def test_floor_ceiling_and_chance_are_uninformative(
-    tmp_path: Path, shares: tuple[float, float], chance: float | None, found: str | None
-) -> None:
+def test_floor_ceiling_and_chance_are_uninformative(tmp_path, shares, chance, found):
     """Issue 17, item 1: nothing is claimed to be detectable where nothing could show."""
     described = {"t": {"primary": ["acc"], "chance": chance}}
     paths = versus(tmp_path, "birth-year", *({"t": right(x)} for x in shares), described=described)
@@ -258,14 +256,14 @@ def test_floor_ceiling_and_chance_are_uninformative(
         assert found is None or row["detectable"] is row["seeds_needed"] is None
 
 
-def test_chance_of_undeclared_tasks_is_by_their_number_of_choices(tmp_path: Path) -> None:
+def test_chance_of_undeclared_tasks_is_by_their_number_of_choices(tmp_path):
     """Issue 17, item 1: a task of the user's that declares no chance."""
     items = [[x | {"answers": [[-1.0, False]] * 3} for x in right(share)] for share in (0.33, 0.34)]
     (row,) = content(*versus(tmp_path, "mine", *({"t": each} for each in items)))["pairs"]
     assert row["chance"] == pytest.approx(1 / 3) and row["uninformative"] == "chance"
 
 
-def test_held_out_loss_is_paired_over_documents_and_seeds(tmp_path: Path) -> None:
+def test_held_out_loss_is_paired_over_documents_and_seeds(tmp_path):
     """Issue 17, item 1: the token-weighted mean, as a ratio, against formulas by hand."""
     losses = {"a": (5.0, 5.02), "b": (4.9, 4.93)}
     paths = [
@@ -297,7 +295,7 @@ def test_held_out_loss_is_paired_over_documents_and_seeds(tmp_path: Path) -> Non
     assert half == pytest.approx(1.96 * math.sqrt((residuals**2).sum()), rel=0.08)
 
 
-def test_one_seed_each_has_a_held_out_interval_and_no_verdict(tmp_path: Path) -> None:
+def test_one_seed_each_has_a_held_out_interval_and_no_verdict(tmp_path):
     """Issue 17, item 1: documents alone say nothing of other seeds."""
     paths = [evaluated(tmp_path / "a", "", 5.0), evaluated(tmp_path / "b", "A", 4.9)]
     found = content(*paths)
@@ -309,7 +307,7 @@ def test_one_seed_each_has_a_held_out_interval_and_no_verdict(tmp_path: Path) ->
     assert content(*paths, baseline="Canon-A", seed_sigma=sigma)["pairs"][0]["verdict"] == "worse"
 
 
-def test_without_evaluations_the_logged_held_out_loss_is_said(tmp_path: Path) -> None:
+def test_without_evaluations_the_logged_held_out_loss_is_said(tmp_path):
     """Issue 17, item 1: losses of the training logs at a step that all runs have."""
     for name, canon, losses in (("a", "", {10: 5.5, 20: 5.0}), ("b", "A", {10: 5.25})):
         plant_run(tmp_path / name, validations(losses), model__canon_set=canon)
@@ -317,7 +315,7 @@ def test_without_evaluations_the_logged_held_out_loss_is_said(tmp_path: Path) ->
     assert "step 10" in words and "5.2500" in words and "5.5000" in words and "no verdict" in words
 
 
-def test_the_baseline_may_be_named_and_turns_the_signs(tmp_path: Path) -> None:
+def test_the_baseline_may_be_named_and_turns_the_signs(tmp_path):
     paths = two_architectures(tmp_path, 0.5, 0.8)
     (one,) = content(*paths)["pairs"]
     for name in ("Canon-ABCD", "canon"):
@@ -330,7 +328,7 @@ def test_the_baseline_may_be_named_and_turns_the_signs(tmp_path: Path) -> None:
         content(*paths, baseline="Mamba")
 
 
-def test_one_row_by_hand(tmp_path: Path) -> None:
+def test_one_row_by_hand(tmp_path):
     """All that a row says of two single runs, from formulas written out here."""
     (row,) = content(*two_architectures(tmp_path, 0.5, 0.6), seed_sigma={"boolq": 0.02})["pairs"]
     rng = RNG(7)
@@ -352,7 +350,7 @@ def test_one_row_by_hand(tmp_path: Path) -> None:
     assert row["seed_noise"] == {"sigma": pytest.approx(0.02), **given}
 
 
-def test_seeds_needed_and_intervals_agree_with_the_verdict(tmp_path: Path) -> None:
+def test_seeds_needed_and_intervals_agree_with_the_verdict(tmp_path):
     """Issue 17, item 3: what is within noise needs more seeds; an interval excludes 0 iff real."""
     rng, tasks, paths = RNG(7), [f"task_{k}" for k in range(12)], []
     for canon in ("", "ABCD"):
@@ -375,14 +373,14 @@ def test_seeds_needed_and_intervals_agree_with_the_verdict(tmp_path: Path) -> No
     assert any(row["seeds_needed"] for row in noise)
 
 
-def test_items_of_one_source_alone_are_not_judged(tmp_path: Path) -> None:
+def test_items_of_one_source_alone_are_not_judged(tmp_path):
     items = records({"acc": [1.0, 0.0, 1.0]}, sources=["one"] * 3)
     (row,) = content(*planted_pair(tmp_path, items, items))["pairs"]
     assert (row["verdict"], row["p"], row["num_clusters"]) == ("not judged", None, 1)
     assert "of one source" in row["why"]
 
 
-def test_holm_is_over_every_task_and_pair_of_a_suite(tmp_path: Path) -> None:
+def test_holm_is_over_every_task_and_pair_of_a_suite(tmp_path):
     rng, tasks = RNG(7), [f"task{k}" for k in range(6)]
     shares = (0.6, 0.665, 0.6)
     runs = [{task: right(share, 4000, rng) for task in tasks} for share in shares]
@@ -402,7 +400,7 @@ def test_holm_is_over_every_task_and_pair_of_a_suite(tmp_path: Path) -> None:
     assert few["family"] == {SUITE: 7}
 
 
-def test_a_suite_is_judged_by_the_mean_of_its_tasks_first(tmp_path: Path) -> None:
+def test_a_suite_is_judged_by_the_mean_of_its_tasks_first(tmp_path):
     """Issue 17, item 3: seven points on every task, which no task shows alone."""
     rng, tasks = RNG(7), [f"jrt_{k}" for k in range(8)]
     runs = [{task: right(share, rng=rng) for task in tasks} for share in (0.4, 0.49)]
@@ -415,7 +413,7 @@ def test_a_suite_is_judged_by_the_mean_of_its_tasks_first(tmp_path: Path) -> Non
     assert mean["seed_noise"]["sigma"] == pytest.approx(0.05 / 2.847)
 
 
-def test_babilong_is_one_test_per_length(tmp_path: Path) -> None:
+def test_babilong_is_one_test_per_length(tmp_path):
     """Issue 17, item 3: 20 cells are four tests and the mean of all."""
     tasks = [f"babilong_qa{k}_{length}k" for k in range(1, 6) for length in (0, 1, 2, 4)]
     run = {task: right(0.4, 100) for task in tasks}
@@ -424,7 +422,7 @@ def test_babilong_is_one_test_per_length(tmp_path: Path) -> None:
     assert rows[4]["mean_of"] == [f"babilong_qa{k}_4k" for k in range(1, 6)]
 
 
-def test_a_perplexity_is_compared_in_nats_and_shown_on_its_scale(tmp_path: Path) -> None:
+def test_a_perplexity_is_compared_in_nats_and_shown_on_its_scale(tmp_path):
     rng, runs = RNG(7), []
     weights, nats = rng.integers(50, 400, 60), rng.normal(3.0, 0.3, 60)
     for better in (0.0, 0.1):
@@ -444,7 +442,7 @@ def test_a_perplexity_is_compared_in_nats_and_shown_on_its_scale(tmp_path: Path)
     assert row["seed_noise"]["scale"] == "log"
 
 
-def test_simulated_verdicts_are_those_of_a_report(tmp_path: Path) -> None:
+def test_simulated_verdicts_are_those_of_a_report(tmp_path):
     """The same answers, once through files, joins and tables, once through the simulation."""
     drawn: list[np.ndarray] = []
     answers = simulate.answers
@@ -494,7 +492,7 @@ def test_simulated_verdicts_are_those_of_a_report(tmp_path: Path) -> None:
         assert (row["verdict"] in ("better", "worse")) == real
 
 
-def test_seeds_that_all_score_one_do_not_judge_a_single_run(tmp_path: Path) -> None:
+def test_seeds_that_all_score_one_do_not_judge_a_single_run(tmp_path):
     paths = [plant(tmp_path / f"a{k}", k, right(1.0, 400)) for k in range(3)]
     paths.append(plant(tmp_path / "b", 7, right(0.97, 400, RNG(0)), "A"))
     (row,) = content(*paths)["pairs"]
@@ -510,7 +508,7 @@ def test_seeds_that_all_score_one_do_not_judge_a_single_run(tmp_path: Path) -> N
 # -- scores by architecture ------------------------------------------------------------------------
 
 
-def test_scores_by_architecture_are_of_one_step(tmp_path: Path) -> None:
+def test_scores_by_architecture_are_of_one_step(tmp_path):
     """A seed that is evaluated further than the other would else be averaged with it."""
     first = plant(tmp_path / "a", 1, right(0.5, 400))
     second = plant(tmp_path / "b", 2, right(0.52, 400))
@@ -523,7 +521,7 @@ def test_scores_by_architecture_are_of_one_step(tmp_path: Path) -> None:
     assert any("left out" in note and "a, evaluated at step 20" in note for note in found["notes"])
 
 
-def test_one_lagging_run_does_not_pull_the_tables_to_its_step(tmp_path: Path) -> None:
+def test_one_lagging_run_does_not_pull_the_tables_to_its_step(tmp_path):
     """Issue 17, item 3: a table shows the step of the verdict, and each cell its step."""
     paths = [tmp_path / name for name in ("run-", "run-A", "run-ABCD")]
     for canon, steps in (("", (20, 40)), ("A", (20, 40)), ("ABCD", (20,))):
@@ -548,7 +546,7 @@ def test_one_lagging_run_does_not_pull_the_tables_to_its_step(tmp_path: Path) ->
     assert not any("step 40" in cell for row in tables for cell in row)
 
 
-def test_the_error_of_a_chosen_score_is_of_items_and_seeds(tmp_path: Path) -> None:
+def test_the_error_of_a_chosen_score_is_of_items_and_seeds(tmp_path):
     (row,) = content(plant(tmp_path / "a", 1, right(0.5, 400)), seed_sigma={"boolq": 0.02})[
         "scores"
     ]
@@ -575,15 +573,13 @@ FINE = records({"acc": [1.0, 0.0]})
         (FINE, [{"doc_id": 0, "acc": 1.0}], {}, "b kept no records of its items"),
     ],
 )
-def test_what_cannot_be_paired_is_refused(
-    tmp_path: Path, first: Any, second: Any, scores: dict[str, float], why: str
-) -> None:
+def test_what_cannot_be_paired_is_refused(tmp_path, first, second, scores, why):
     found = content(*planted_pair(tmp_path, first, second, scores={"boolq": scores}))
     (row,) = found["refused"]
     assert found["pairs"] == [] and why in row["why"]
 
 
-def test_items_are_joined_by_document_and_prompt_in_any_order(tmp_path: Path) -> None:
+def test_items_are_joined_by_document_and_prompt_in_any_order(tmp_path):
     """One that the data hold twice is one draw."""
     items = records({"acc": [1.0, 0.0, 1.0, 1.0]}, names=["a", "b", "a", "c"])
     (row,) = content(*planted_pair(tmp_path, items, [items[3], *items[:3]]))["pairs"]
@@ -591,7 +587,7 @@ def test_items_are_joined_by_document_and_prompt_in_any_order(tmp_path: Path) ->
     assert (row["mcnemar"]["only_a"], row["mcnemar"]["only_b"]) == (0, 0)
 
 
-def test_what_was_asked_otherwise_is_told_or_refused(tmp_path: Path) -> None:
+def test_what_was_asked_otherwise_is_told_or_refused(tmp_path):
     items = records({"acc": [1.0, 0.0, 1.0], "perplexity": [-1.0, -2.0, -3.0]})
     for name, canon, length, settings in (("a", "", 256, "x"), ("b", "ABCD", 512, "y")):
         run = planted_run(tmp_path / name, model__canon_set=canon)
@@ -606,7 +602,7 @@ def test_what_was_asked_otherwise_is_told_or_refused(tmp_path: Path) -> None:
     assert refused["why"] == f"asked differently, on which it depends ({'; '.join(told)})"
 
 
-def test_little_is_no_error(tmp_path: Path) -> None:
+def test_little_is_no_error(tmp_path):
     """One run without evaluations; and an infinite score, which is no number in JSON."""
     found = content(planted_run(tmp_path / "one").path)
     assert found["pairs"] == found["scores"] == found["refused"] == [] and found["family"] == {}
@@ -625,7 +621,7 @@ def test_little_is_no_error(tmp_path: Path) -> None:
         ("acc", metrics.mean),
     ],
 )
-def test_scores_follow_from_items_as_lm_eval_aggregates_them(metric: str, aggregation: Any) -> None:
+def test_scores_follow_from_items_as_lm_eval_aggregates_them(metric, aggregation):
     values: list[Any] = RNG(7).uniform(-3, -1, 30).tolist()
     if metric in ("word_perplexity", "bits_per_byte"):
         values = [(float(-x), int(10 * x)) for x in RNG(7).uniform(5, 90, 30)]
@@ -636,7 +632,7 @@ def test_scores_follow_from_items_as_lm_eval_aggregates_them(metric: str, aggreg
     assert scale.mean(scale.score(mean)) == pytest.approx(mean)
 
 
-def test_each_filter_of_the_answers_is_compared_with_itself(tmp_path: Path) -> None:
+def test_each_filter_of_the_answers_is_compared_with_itself(tmp_path):
     described = {"gsm": {"primary": ["match, strict"], "higher_is_better": {"match": True}}}
     for name, canon, share in (("a", "", 0.2), ("b", "ABCD", 0.8)):
         run = planted_run(tmp_path / name, model__canon_set=canon)

@@ -13,7 +13,6 @@ from canon_pretrain.report.record import Curve, RunRecord
 from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.folder import RunFolder
 from tests.report_runs import FINGERPRINT, launch, plant_run, step
-from tests.support import Runs
 
 Output = pytest.CaptureFixture[str]
 
@@ -82,22 +81,20 @@ def run_command(*arguments: object) -> int:
         ([23], 10, 23, 1),
     ],
 )
-def test_digests_part_at_the_planted_step(
-    changed: Sequence[int], theirs: int, first: int, different: int
-) -> None:
+def test_digests_part_at_the_planted_step(changed, theirs, first, different):
     result = compare_digests(lines(60), lines(60, theirs, dict.fromkeys(changed, "f")))
     counts = {"logged": [60, 60], "common": 60, "last_common": 60}
     assert result == {**counts, "different": different, "first_different": first}
 
 
-def test_steps_of_one_run_alone_do_not_count() -> None:
+def test_steps_of_one_run_alone_do_not_count():
     result = compare_digests(lines(60), lines(30) + lines(90)[6:])
     counts = {"logged": [60, 60], "common": 30, "last_common": 30}
     assert result == {**counts, "different": 0, "first_different": None}
     assert compare_digests(lines(60), [step(10, 1.0)])["common"] == 0
 
 
-def test_repeated_steps_are_compared_as_they_were_done_last(tmp_path: Path) -> None:
+def test_repeated_steps_are_compared_as_they_were_done_last(tmp_path):
     lost = lines(40, changed=dict.fromkeys(range(21, 41), "f"))[2:]
     interrupted = [*lines(20), *lost, launch("resume", from_step=20), *lines(60)[2:]]
     result = found(*pair(tmp_path, lines(60), interrupted))
@@ -113,7 +110,7 @@ def losses(*values: float) -> Curve | None:
     return Curve.of((10 * (k + 1), value) for k, value in enumerate(values))
 
 
-def test_losses_part_where_they_are_further_apart_than_rounding() -> None:
+def test_losses_part_where_they_are_further_apart_than_rounding():
     ours = losses(4.0, 3.0, 2.0, 1.0, 1.0)
     theirs = losses(4.0, 3.0 * (1 + 1e-7), 2.0 * (1 + 2e-4), 1.5, 1.0)
     result = compare_losses(ours, theirs, 1e-4)
@@ -124,7 +121,7 @@ def test_losses_part_where_they_are_further_apart_than_rounding() -> None:
     assert compare_losses(ours, theirs, 0.5)["first_beyond"] is None
 
 
-def test_losses_that_are_not_finite_are_compared_too() -> None:
+def test_losses_that_are_not_finite_are_compared_too():
     values = [math.nan, math.inf, 0.0, 1.0]
     assert compare_losses(losses(*values), losses(*values), 1e-4)["first_unequal"] is None
     for k, value in enumerate((1.0, -math.inf, math.nan, math.nan)):
@@ -137,7 +134,7 @@ def test_losses_that_are_not_finite_are_compared_too() -> None:
 # ---- what the runs are
 
 
-def test_two_launches_of_one_thing_are_the_same(tmp_path: Path, capsys: Output) -> None:
+def test_two_launches_of_one_thing_are_the_same(tmp_path, capsys):
     a, b = pair(tmp_path, lines(60), lines(40))
     plant_launch(a, patch="+ an older line")
     for run, number in ((a, 2), (a, 10), (b, 1)):
@@ -152,7 +149,7 @@ def test_two_launches_of_one_thing_are_the_same(tmp_path: Path, capsys: Output) 
     assert "  SLURM_JOB_ID (own): a -> b" in capsys.readouterr().out
 
 
-def test_every_kind_of_difference_is_in_its_section(tmp_path: Path) -> None:
+def test_every_kind_of_difference_is_in_its_section(tmp_path):
     a, b = pair(
         tmp_path,
         lines(20),
@@ -204,14 +201,14 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_each_difference_alone_is_exit_code_1(tmp_path: Path, name: str) -> None:
+def test_each_difference_alone_is_exit_code_1(tmp_path, name):
     a, b = pair(tmp_path, lines(20), lines(20))
     plant_launch(a, patch="+ one line")
     plant_launch(b, **{"patch": "+ one line"} | {name: CHANGES[name]})
     assert run_command(a.path, b.path) == 1
 
 
-def test_runs_without_records_of_their_launches_are_compared_in_the_rest(tmp_path: Path) -> None:
+def test_runs_without_records_of_their_launches_are_compared_in_the_rest(tmp_path):
     a, b = pair(tmp_path, lines(20), lines(20))
     plant_launch(b)
     sections = found(a, b)["sections"]
@@ -220,7 +217,7 @@ def test_runs_without_records_of_their_launches_are_compared_in_the_rest(tmp_pat
     assert run_command(a.path, b.path) == 0
 
 
-def test_the_command_s_document_and_errors(tmp_path: Path, capsys: Output) -> None:
+def test_the_command_s_document_and_errors(tmp_path, capsys):
     a, b = pair(tmp_path, lines(60), lines(60, changed={23: "f"}))
     assert run_command(a.path, b.path, "--json") == 1
     document = json.loads(capsys.readouterr().out)
@@ -242,7 +239,7 @@ def test_the_command_s_document_and_errors(tmp_path: Path, capsys: Output) -> No
 
 
 @pytest.mark.slow
-def test_real_runs_at_other_world_sizes_saw_the_same_data(runs: Runs, capsys: Output) -> None:
+def test_real_runs_at_other_world_sizes_saw_the_same_data(runs, capsys):
     code = run_command(runs.straight, runs.elastic, "--json", "--rtol", "1e-3")
     document = json.loads(capsys.readouterr().out)
     assert code == (0 if document["same"] else 1)

@@ -134,7 +134,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_tensorboard_shows_one_clean_curve(killed_twice: Path, capsys: Output) -> None:
+def test_tensorboard_shows_one_clean_curve(killed_twice, capsys):
     stranger = killed_twice / "tb" / "events.out.tfevents.123.other"
     stranger.parent.mkdir()
     stranger.write_bytes(b"")
@@ -163,7 +163,7 @@ def script(*actions: Callable[[], object]) -> Callable[[float], bool]:
     return ended
 
 
-def test_tensorboard_is_followed_over_launches(tmp_path: Path) -> None:
+def test_tensorboard_is_followed_over_launches(tmp_path):
     """Live over all three launches, looked at in between; the lost steps are gone in the end."""
     run = plant_run(tmp_path / "run", [])
     run.log_file.unlink()
@@ -255,7 +255,7 @@ def start(*words: object, env: dict[str, str]) -> subprocess.Popen[str]:
     )
 
 
-def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice: Path, tmp_path: Path) -> None:
+def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice, tmp_path):
     """Offline: a live copy of a run that goes on, then a whole one in its place; the planted secret
     is in none of their files."""
     home = tmp_path / "home"
@@ -309,9 +309,7 @@ def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice: Path, tmp_path
         (["--mode", "online"], None, "wandb does not begin: No API key"),
     ],
 )
-def test_what_wandb_cannot_do_is_one_message(
-    killed_twice: Path, tmp_path: Path, words: list[str], mode: str | None, message: str
-) -> None:
+def test_what_wandb_cannot_do_is_one_message(killed_twice, tmp_path, words, mode, message):
     env = environment(tmp_path, **({"WANDB_MODE": mode} if mode else {}))
     del env["WANDB_API_KEY"]
     process = start("wandb", killed_twice, *words, env=env)
@@ -323,7 +321,7 @@ def test_what_wandb_cannot_do_is_one_message(
 # -- what both need -----------------------------------------------------------------------------
 
 
-def test_runs_that_differ_in_their_seeds_alone_are_a_group(tmp_path: Path) -> None:
+def test_runs_that_differ_in_their_seeds_alone_are_a_group(tmp_path):
     def facts(name: str, **identity: Any) -> Any:
         run = plant_run(tmp_path / name, [], **identity)
         return about(RunRecord(run.path), [])
@@ -335,9 +333,7 @@ def test_runs_that_differ_in_their_seeds_alone_are_a_group(tmp_path: Path) -> No
     assert facts("e/run").name == "e/run"
 
 
-def test_a_run_in_training_is_not_copied_over_its_live_copy(
-    killed_twice: Path, capsys: Output
-) -> None:
+def test_a_run_in_training_is_not_copied_over_its_live_copy(killed_twice, capsys):
     lock = LinkLock.acquire(RunFolder(killed_twice).lock_file, heartbeat_s=60.0, say=print)
     try:
         with pytest.raises(SystemExit) as left:
@@ -353,7 +349,7 @@ def test_a_run_in_training_is_not_copied_over_its_live_copy(
 # -- beside the trainer -------------------------------------------------------------------------
 
 
-def test_commands_of_the_live_copies(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_commands_of_the_live_copies(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     job = {"enable_tensorboard": False, "enable_wandb": False, "save_tb_folder": "tb"}
     job |= {f"wandb_{name}": "" for name in ("mode", "project", "entity", "name")}
@@ -376,9 +372,7 @@ def test_commands_of_the_live_copies(tmp_path: Path, monkeypatch: Patch) -> None
     assert commands(enable_wandb=True)["wandb"][-1] == "--mode=offline"
 
 
-def test_a_live_copy_that_fails_or_hangs_ends(
-    tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_live_copy_that_fails_or_hangs_ends(tmp_path, monkeypatch, caplog):
     failing = [sys.executable, "-c", "raise SystemExit('error: no network.')"]
     hanging = ["sh", "-c", "sleep 100 & echo $! > child; wait"]
     missing = [str(tmp_path / "nothing")]
@@ -408,9 +402,7 @@ def test_a_live_copy_that_fails_or_hangs_ends(
 
 
 @pytest.mark.slow
-def test_a_run_shows_itself_in_tensorboard_while_it_trains(
-    data_folder: Path, tmp_path: Path
-) -> None:
+def test_a_run_shows_itself_in_tensorboard_while_it_trains(data_folder, tmp_path):
     """Stopped and resumed on another number of ranks; and the log has what the copies show."""
     run = tmp_path / "run"
     argv = [*debug_run(data_folder, run), "--metrics.enable_tensorboard"]

@@ -55,7 +55,7 @@ LEARNS = [at(0, "start"), step(0.1, 10, 9.0), step(0.2, 20, 8.0)]
 # ---- one run
 
 
-def test_two_kills_and_another_world_size_give_one_clean_curve(tmp_path: Path) -> None:
+def test_two_kills_and_another_world_size_give_one_clean_curve(tmp_path):
     run = record(
         tmp_path / "run",
         [
@@ -97,7 +97,7 @@ def test_two_kills_and_another_world_size_give_one_clean_curve(tmp_path: Path) -
 # ---- thinning
 
 
-def test_thinning_keeps_each_stretch_s_extremes_its_first_gap_and_the_ends() -> None:
+def test_thinning_keeps_each_stretch_s_extremes_its_first_gap_and_the_ends():
     values = np.random.default_rng(3).normal(3.0, 0.1, 20_000)
     values[[17, 10_000, 19_960]] = 50.0, -20.0, 80.0
     values[[100, 101, 5000]] = np.nan, np.inf, -np.inf
@@ -124,7 +124,7 @@ class LongRun(RunRecord):
         return Curve(np.arange(1, 500_001), values)
 
 
-def test_half_a_million_steps_are_a_page_of_a_few_megabytes(tmp_path: Path) -> None:
+def test_half_a_million_steps_are_a_page_of_a_few_megabytes(tmp_path):
     runs: list[RunRecord] = []
     for seed in (0, 1):
         events = [at(0, "start"), *(step(k / 2700, k, 3.0) for k in (1, 500_000))]
@@ -142,7 +142,7 @@ def test_half_a_million_steps_are_a_page_of_a_few_megabytes(tmp_path: Path) -> N
 # ---- seeds
 
 
-def test_a_band_is_numpy_s_minimum_and_maximum_at_common_steps() -> None:
+def test_a_band_is_numpy_s_minimum_and_maximum_at_common_steps():
     values = np.random.default_rng(5).normal(3, 1, (3, 40))
     steps = np.arange(0, 400, 10)
     logged = [
@@ -175,7 +175,7 @@ def test_a_band_is_numpy_s_minimum_and_maximum_at_common_steps() -> None:
     np.testing.assert_allclose(made.members, cut.mean(axis=2))
 
 
-def test_only_runs_that_differ_in_seeds_alone_are_joined(tmp_path: Path) -> None:
+def test_only_runs_that_differ_in_seeds_alone_are_joined(tmp_path):
     planted: dict[str, Json] = {
         "rope_seed0": {"model__init_seed": 0},
         "nope_lr": {"optimizer__lr": 0.1},
@@ -196,7 +196,7 @@ def test_only_runs_that_differ_in_seeds_alone_are_joined(tmp_path: Path) -> None
 # ---- validation and evaluations
 
 
-def test_validation_is_drawn_whole_and_by_source(tmp_path: Path) -> None:
+def test_validation_is_drawn_whole_and_by_source(tmp_path):
     events = [
         at(0, "start"),
         validation(10, 1.5, web=1.25, books=2.0),
@@ -220,7 +220,7 @@ def test_validation_is_drawn_whole_and_by_source(tmp_path: Path) -> None:
     assert run.validation[""].steps.tolist() == [20] and len(run.notices) == 1
 
 
-def test_evaluations_are_whole_results_and_the_rest_is_named(tmp_path: Path) -> None:
+def test_evaluations_are_whole_results_and_the_rest_is_named(tmp_path):
     run = plant_run(tmp_path / "run", LEARNS)
     score = {"hellaswag": {"acc": Score(0.25, 0.01), "acc_norm": Score(0.5)}}
     plant_results(run, 10, "tasks", score, limit=5)
@@ -258,9 +258,7 @@ def run_command(*arguments: object) -> object:
     return left.value.code
 
 
-def test_a_sweep_means_all_of_its_runs_and_bad_input_is_one_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_means_all_of_its_runs_and_bad_input_is_one_message(tmp_path, capsys):
     for name in ("lr10", "lr2"):
         plant_run(tmp_path / "sweep" / name, LEARNS)
     page = tmp_path / "new" / "page.html"
@@ -360,9 +358,7 @@ def lines(browser: Browser, chart: str) -> list[Json]:
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
-def test_the_page_opens_without_errors_or_requests_and_fits(
-    browser: Browser, page: Path, size: tuple[int, int]
-) -> None:
+def test_the_page_opens_without_errors_or_requests_and_fits(browser, page, size):
     browser.open(page, *size, dark=True)
     browser.assert_fits(page, size[0])
     look = browser.run("return getComputedStyle(document.body).backgroundColor")
@@ -379,7 +375,7 @@ def test_the_page_opens_without_errors_or_requests_and_fits(
         assert 0 <= left < right <= size[0]
 
 
-def test_seeds_are_a_band_and_can_be_single_lines(browser: Browser, page: Path) -> None:
+def test_seeds_are_a_band_and_can_be_single_lines(browser, page):
     browser.open(page, *DESKTOP)
     choose(browser, ("#smoothing", 0), ("#over", "steps"))
     legend = "return [...document.querySelectorAll('#legend button')].map((b) => b.textContent)"
@@ -407,7 +403,7 @@ def test_seeds_are_a_band_and_can_be_single_lines(browser: Browser, page: Path) 
     assert len(lines(browser, "loss")) == 3
 
 
-def test_smoothing_is_the_average_that_the_page_describes(browser: Browser, page: Path) -> None:
+def test_smoothing_is_the_average_that_the_page_describes(browser, page):
     browser.open(page, *DESKTOP)
     choose(browser, ("#seeds", "lines"), ("#smoothing", 4))
     said = browser.run("return document.getElementById('smoothing-value').textContent")
@@ -433,9 +429,7 @@ def test_smoothing_is_the_average_that_the_page_describes(browser: Browser, page
     assert len(lines(browser, "lr")) == 4  # the learning rate is no noise
 
 
-def test_marks_are_where_things_happened_and_texts_are_no_markup(
-    browser: Browser, page: Path
-) -> None:
+def test_marks_are_where_things_happened_and_texts_are_no_markup(browser, page):
     browser.open(page, *DESKTOP)
     choose(browser, ("#over", "steps"), ("#seeds", "lines"))
     marks = {t["role"]: t for t in traces(browser, "grad_norm")}
@@ -457,7 +451,7 @@ def test_marks_are_where_things_happened_and_texts_are_no_markup(
     assert lines(browser, "validation")[0]["y"] == [2] * 5
 
 
-def test_what_the_curves_are_drawn_over_can_be_chosen(browser: Browser, page: Path) -> None:
+def test_what_the_curves_are_drawn_over_can_be_chosen(browser, page):
     browser.open(page, *DESKTOP)
     choose(browser, ("#smoothing", 0), ("#seeds", "lines"))
     assert lines(browser, "lr")[0]["x"][:2] == [10 * TOKENS_A_STEP, 20 * TOKENS_A_STEP]

@@ -22,7 +22,7 @@ from canon_pretrain.report.profile import purpose_of, summarize
 from canon_pretrain.run import trace
 from canon_pretrain.run.trace import read_trace
 from tests.ranks import assert_same_run, launch
-from tests.support import Runs, debug_run
+from tests.support import debug_run
 
 Command = Callable[..., str]
 
@@ -61,14 +61,12 @@ def traced(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_profiling_changes_nothing_that_is_computed(
-    traced: Path, runs: Runs, data_folder: Path, tmp_path: Path
-) -> None:
+def test_profiling_changes_nothing_that_is_computed(traced, runs, data_folder, tmp_path):
     launch(*debug_run(data_folder, traced), "--profiling.profile_freq", 4, output=tmp_path)
     assert_same_run(traced, runs.straight, step=12)
 
 
-def test_a_real_trace_against_a_second_reading_of_it(traced: Path) -> None:
+def test_a_real_trace_against_a_second_reading_of_it(traced):
     (folder,) = (traced / "profile_traces").iterdir()
     assert folder.name == "iteration_4"
     assert sorted(os.listdir(folder)) == ["rank0_trace.json", "rank1_trace.json"]
@@ -113,7 +111,7 @@ def test_a_real_trace_against_a_second_reading_of_it(traced: Path) -> None:
     assert 0 <= summary["idle_share"] <= 1 + 1e-9 - summary["busy_share"]
 
 
-def test_the_command_on_a_run(traced: Path, command: Command) -> None:
+def test_the_command_on_a_run(traced, command):
     text = command(traced, "--top", 5)
     assert "step 4:" in text and "iteration_4/rank0_trace.json" in text
     assert len(text.strip().splitlines()) == 2 + 1 + 10 + 1 + 1 + 5
@@ -212,9 +210,7 @@ def assert_gpu_answers(summary: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["rank0_trace.json", "rank0_trace.json.gz"])
 @pytest.mark.parametrize("chunk", [1 << 22, 7])
-def test_a_gpu_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
-) -> None:
+def test_a_gpu_trace(tmp_path, monkeypatch, name, chunk):
     monkeypatch.setattr(trace, "CHUNK", chunk)
     path = written(tmp_path / name, gpu_events(), indent=1)
     found = read_trace(path)
@@ -224,7 +220,7 @@ def test_a_gpu_trace(
     assert_gpu_answers(summarize(read_trace(path)))
 
 
-def test_validation_within_a_traced_step_stands_by_itself(tmp_path: Path) -> None:
+def test_validation_within_a_traced_step_stands_by_itself(tmp_path):
     events = [e for e in gpu_events() if e["name"] != "canon"]
     events.append(host("validation", 85, 50, "user_annotation"))
     summary = summarize(read_trace(written(tmp_path / "trace.json", events)))
@@ -233,7 +229,7 @@ def test_validation_within_a_traced_step_stands_by_itself(tmp_path: Path) -> Non
     assert summary["purposes"]["communication"] == pytest.approx(0.2)
 
 
-def test_names_that_tell() -> None:
+def test_names_that_tell():
     for name, purpose in {
         "void cutlass::device_kernel<flash::FlashAttnFwdSm90<...>>": "attention",
         "triton_tem_fused_flex_attention_2": "attention",
@@ -246,9 +242,7 @@ def test_names_that_tell() -> None:
         assert purpose_of(name) == purpose
 
 
-def test_a_long_kernel_name_and_brackets_are_shown_as_they_are(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_kernel_name_and_brackets_are_shown_as_they_are(tmp_path, command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     events = [*gpu_events(), kernel(f"[red]k[/red]<{'x' * 300}>", 1000, 5000, 99)]
     path = written(tmp_path / "rank0_trace.json", events)
@@ -262,7 +256,7 @@ def test_a_long_kernel_name_and_brackets_are_shown_as_they_are(
 # ---- what can't be read
 
 
-def test_the_newest_trace_is_taken(tmp_path: Path, command: Command) -> None:
+def test_the_newest_trace_is_taken(tmp_path, command):
     folder = tmp_path / "run" / "profile_traces"
     for k, step in enumerate((30, 20, 10)):  # a run that went back
         path = written(folder / f"iteration_{step}" / "rank0_trace.json", gpu_events())
@@ -272,9 +266,7 @@ def test_the_newest_trace_is_taken(tmp_path: Path, command: Command) -> None:
     assert "iteration_10/" in command(tmp_path / "run")
 
 
-def test_a_file_that_ends_too_early_is_used_as_far_as_it_goes(
-    tmp_path: Path, command: Command
-) -> None:
+def test_a_file_that_ends_too_early_is_used_as_far_as_it_goes(tmp_path, command):
     path = written(tmp_path / "rank0_trace.json", gpu_events())
     content = path.read_bytes()
     path.write_bytes(content[: content.index(b'"multi_tensor_apply')])
@@ -296,7 +288,7 @@ EVENT = b'{"traceEvents": [{"ph": "X", "cat": "kernel", %s}]}'
         *(b'{"traceEvents": []}', EVENT % b'"name": "k", "ts": "x"', EVENT % b'"ts": 1'),
     ],
 )
-def test_a_file_that_is_no_trace(tmp_path: Path, command: Command, content: bytes) -> None:
+def test_a_file_that_is_no_trace(tmp_path, command, content):
     path = tmp_path / "rank0_trace.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=path.name):

@@ -128,9 +128,7 @@ def page(six: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- runs -----------------------------------------------------------------------------------------
 
 
-def test_one_run_has_its_numbers_in_all_three_formats(
-    run: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_run_has_its_numbers_in_all_three_formats(run, capsys):
     page = report([run.path], None)
     assert page == run.path / "report" / "index.html"
     loss, norm, speed = content(page)["curves"]
@@ -168,7 +166,7 @@ def test_one_run_has_its_numbers_in_all_three_formats(
     assert len(before) == 3
 
 
-def test_markdown_tables_are_whole(page: Path) -> None:
+def test_markdown_tables_are_whole(page):
     lines = markdown(page).splitlines()
     cells = [len(re.findall(r"(?<!\\)\|", text)) if text.startswith("|") else 0 for text in lines]
     assert sum(count > 0 for count in cells) > 50
@@ -188,15 +186,13 @@ def test_markdown_tables_are_whole(page: Path) -> None:
         ([], "not done at step 0 of 500"),
     ],
 )
-def test_state_of_an_unfinished_run(tmp_path: Path, events: list[Any], words: str) -> None:
+def test_state_of_an_unfinished_run(tmp_path, events, words):
     page = report([plant_run(tmp_path / "run", events).path], None)
     assert words in Page(page).text and words in markdown(page)
     assert "run: no evaluation results yet" in markdown(page)
 
 
-def test_a_failed_run_is_called_failed_first(
-    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_run_is_called_failed_first(run, tmp_path, capsys):
     """Issue 17, item 3: status.json has the failure, although the last loss looks healthy."""
     failed = plant_run(tmp_path / "failed", [launch("start"), step(10, 2.0)])
     status = StatusWriter(failed.status_file, steps=500, world_size=1)
@@ -211,7 +207,7 @@ def test_a_failed_run_is_called_failed_first(
     assert content(report([failed.path], tmp_path / "out"))["runs"][0]["state"] == "unfinished"
 
 
-def test_several_runs_are_side_by_side(run: RunFolder, tmp_path: Path) -> None:
+def test_several_runs_are_side_by_side(run, tmp_path):
     other = plant_run(tmp_path / "rope", EVENTS[:3], model__position="rope", data_fingerprint="b")
     plant_results(run, 30, "probes", {"a": {"acc": Score(0.0, bound=0.0038)}})
     plant_results(other, 20, "paper", {"lambada": {"acc": Score(0.5, 0.02)}}, limit=100, items=100)
@@ -233,7 +229,7 @@ def test_several_runs_are_side_by_side(run: RunFolder, tmp_path: Path) -> None:
     assert words in parsed.text and words in text
 
 
-def test_results_belong_to_a_run_and_to_the_content_of_a_checkpoint(run: RunFolder) -> None:
+def test_results_belong_to_a_run_and_to_the_content_of_a_checkpoint(run):
     """Issue 17, items 10 and 22: of several results of one step those of the checkpoint that is
     there are shown, and another run's are left out."""
     checkpoint = make_step(run.path / "checkpoint", 30)
@@ -255,7 +251,7 @@ def test_results_belong_to_a_run_and_to_the_content_of_a_checkpoint(run: RunFold
     assert str(other) in first and "ffffffff" in first and str(data) in second
 
 
-def test_different_questions_are_named_and_many_are_counted(tmp_path: Path) -> None:
+def test_different_questions_are_named_and_many_are_counted(tmp_path):
     old, new = (plant_run(tmp_path / name, EVENTS) for name in "ab")
     tasks = [{f"t{i}": {"version": 1 + k * (i >= 2)} for i in range(9)} for k in (0, 1)]
     plant_results(old, 30, "paper", SCORES, tasks={**tasks[0], "old": {"version": 1}})
@@ -265,7 +261,7 @@ def test_different_questions_are_named_and_many_are_counted(tmp_path: Path) -> N
     assert suite["warnings"][5:] == ["3 more parts of the question differ."]
 
 
-def test_values_that_are_not_finite_are_gaps_and_counted(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_gaps_and_counted(tmp_path):
     events = [step(1, 5.0), step(2, "NaN", "Infinity"), step(3, 4.0), step(4, "NaN")]
     planted = plant_run(tmp_path / "run", events)
     plant_results(planted, 4, "paper", {"wikitext": {"ppl": Score(math.inf)}})
@@ -277,7 +273,7 @@ def test_values_that_are_not_finite_are_gaps_and_counted(tmp_path: Path) -> None
         assert "2 of 4 logged values" in text and "not finite (Infinity)" in text
 
 
-def test_a_long_log_is_thinned_and_says_so(tmp_path: Path) -> None:
+def test_a_long_log_is_thinned_and_says_so(tmp_path):
     events = [step(k, 3.0 + (k * 37 % 101) / 1000) for k in range(1, 9001)]
     events[4567]["loss"] = 99.0
     page = report([plant_run(tmp_path / "run", events).path], None)
@@ -291,7 +287,7 @@ def test_a_long_log_is_thinned_and_says_so(tmp_path: Path) -> None:
 EVIL = "</script><script>alert(1)</script>"
 
 
-def test_text_from_files_is_never_markup(tmp_path: Path) -> None:
+def test_text_from_files_is_never_markup(tmp_path):
     # two runs of one name get their parents' too, and so a label can hold "</script>"
     paths = [tmp_path / top / "<" / "script><script>alert(1)<" / "script>" for top in "ab"]
     paths.append(tmp_path / EVIL_PATH)
@@ -320,15 +316,13 @@ def test_text_from_files_is_never_markup(tmp_path: Path) -> None:
     assert escape_markdown("a|b\n`c` <d> [e](f) *g*") == escaped
 
 
-def test_labels_tell_folders_of_one_name_apart(tmp_path: Path) -> None:
+def test_labels_tell_folders_of_one_name_apart(tmp_path):
     paths = [tmp_path / part for part in ("x/run", "y/run", "z/y/run", "other")]
     assert unique_labels(paths) == ["x/run", f"{tmp_path.name}/y/run", "z/y/run", "other"]
     assert unique_labels([tmp_path / "a\x1b[31m\n"]) == ["a\ufffd[31m\ufffd"]
 
 
-def test_refuses_what_is_no_run_or_damaged(
-    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refuses_what_is_no_run_or_damaged(run, tmp_path, capsys):
     def refused(culprit: Path, *arguments: Path | str) -> bool:
         with pytest.raises(SystemExit) as left:
             main(["report", *map(str, arguments or [run.path])])
@@ -354,9 +348,7 @@ def test_refuses_what_is_no_run_or_damaged(
     assert refused(run.config_file)
 
 
-def test_a_line_that_is_no_event_is_reported_once(
-    run: RunFolder, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_line_that_is_no_event_is_reported_once(run, caplog):
     before = read_runs([run.path])[0].events
     for line in (b'{"event": "step"}', b"[" * 100_000, b"\xff\xfe{}"):
         run.log_file.write_bytes(line + b"\n" + run.log_file.read_bytes())
@@ -367,7 +359,7 @@ def test_a_line_that_is_no_event_is_reported_once(
 # -- verdicts and scores --------------------------------------------------------------------------
 
 
-def test_verdicts_come_first_and_the_planted_difference_is_real(page: Path) -> None:
+def test_verdicts_come_first_and_the_planted_difference_is_real(page):
     (tally,) = tallies(content(page)).values()
     assert [x["task"] for x in tally["better"]] == ["discriminative, mean of 3 tasks", "piqa"]
     assert not tally["worse"]
@@ -389,9 +381,7 @@ def test_verdicts_come_first_and_the_planted_difference_is_real(page: Path) -> N
         assert places == sorted(places) and "within noise, however large it looks" in words
 
 
-def test_held_out_loss_is_the_headline_with_its_curve(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_held_out_loss_is_the_headline_with_its_curve(tmp_path, capsys):
     runs = []
     for name, canon, shift in (("nope", "", 0.0), ("canon", "ABCD", -0.1)):
         for seed in range(2):
@@ -410,7 +400,7 @@ def test_held_out_loss_is_the_headline_with_its_curve(
     assert tallies(found) == {}  # the headline is no task
 
 
-def test_tables_are_in_the_papers_order_of_suites(tmp_path: Path) -> None:
+def test_tables_are_in_the_papers_order_of_suites(tmp_path):
     paths = []
     for name in ("rope", "nope"):
         run = plant_run(tmp_path / name, EVENTS, model__position=name)
@@ -425,7 +415,7 @@ def test_tables_are_in_the_papers_order_of_suites(tmp_path: Path) -> None:
         assert suites == ["discriminative", "jrt", "babilong", "birth-year", "a", "mine"]
 
 
-def test_scores_by_architecture_with_published_ones_beside_them(page: Path) -> None:
+def test_scores_by_architecture_with_published_ones_beside_them(page):
     for each in content(page)["comparison"]["architectures"]:
         (chosen,) = [recipe for recipe in each["recipes"] if recipe["chosen"]]
         assert (chosen["learning_rate"], chosen["loss"]) == (0.004, pytest.approx(3.25))
@@ -447,9 +437,7 @@ def test_scores_by_architecture_with_published_ones_beside_them(page: Path) -> N
     assert anchors([("mine", "acc")]) is None
 
 
-def test_the_baseline_and_the_seed_noise_are_the_users(
-    six: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_baseline_and_the_seed_noise_are_the_users(six, tmp_path, capsys):
     arguments = ["report", *map(str, six), "--out", str(tmp_path)]
     main([*arguments, "--baseline", "nope", "--seed_sigma", "boolq=0.2"])
     assert "rope against nope: 0 better, 2 worse" in capsys.readouterr().out
@@ -458,9 +446,7 @@ def test_the_baseline_and_the_seed_noise_are_the_users(
     assert "Seed noise of boolq: given." in (tmp_path / "report.md").read_text()
 
 
-def test_names_are_whole_in_a_terminal_of_80_columns(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_are_whole_in_a_terminal_of_80_columns(tmp_path, capsys, monkeypatch):
     """Issue 17, item 3: `eval report`, `eval compare` and `eval run` break no name."""
     monkeypatch.setenv("COLUMNS", "80")
     runs, tasks = [], ["babilong_qa1_4k", "arc_challenge"]
@@ -479,7 +465,7 @@ def test_names_are_whole_in_a_terminal_of_80_columns(
     assert all(len(re.findall(rf"{task} .*acc_norm .*0\.5000", printed)) == 2 for task in tasks)
 
 
-def test_one_run_and_one_architecture_have_no_verdicts(six: list[Path], tmp_path: Path) -> None:
+def test_one_run_and_one_architecture_have_no_verdicts(six, tmp_path):
     page = report(six[:1], tmp_path)
     headings = [attributes.get("id") for tag, attributes in Page(page).tags if tag == "h2"]
     assert headings == ["held-out", "runs", "curves", "evaluations", "tables", "over-steps"]
@@ -491,7 +477,7 @@ def test_one_run_and_one_architecture_have_no_verdicts(six: list[Path], tmp_path
         assert "Best of learning rates" in text and "Every difference" not in text
 
 
-def test_what_has_no_verdict_is_listed_with_its_reason(tmp_path: Path) -> None:
+def test_what_has_no_verdict_is_listed_with_its_reason(tmp_path):
     rope, nope = (plant_run(tmp_path / x, EVENTS, model__position=x) for x in ("rope", "nope"))
     there = answers(0.5, 1)
     plant_answers(rope, 30, "discriminative", there, described=TASKS)
@@ -504,7 +490,7 @@ def test_what_has_no_verdict_is_listed_with_its_reason(tmp_path: Path) -> None:
     assert row in Page(page).rows and f"| {' | '.join(row)} |" in markdown(page)
 
 
-def test_accuracy_over_length_by_architecture_with_chance_for_rank(tmp_path: Path) -> None:
+def test_accuracy_over_length_by_architecture_with_chance_for_rank(tmp_path):
     kinds = {"1-hop": 0.2, "1-hop-random": 0.2, "2-hop": 0.3333}
     names = {
         f"{kind}-{length}": chance for kind, chance in kinds.items() for length in (1024, 0, 256)
@@ -553,7 +539,7 @@ def test_accuracy_over_length_by_architecture_with_chance_for_rank(tmp_path: Pat
     assert "| rope | 0.5500 | 0.4875 | 0.3000 |" in markdown(page)
 
 
-def test_the_primary_metric_is_the_declared_one_that_is_there() -> None:
+def test_the_primary_metric_is_the_declared_one_that_is_there():
     asked = {"checkpoint": "c", "step": 1, "suite": "s", "limit": None, "train_fingerprint": "f"}
     for declared, expected in (
         ({"t": {"primary": "b"}}, ["b"]),
@@ -566,7 +552,7 @@ def test_the_primary_metric_is_the_declared_one_that_is_there() -> None:
         assert each.primary_metrics("t") == expected
 
 
-def test_forty_runs_of_seventy_tasks_fit_one_page(page: Path, tmp_path: Path) -> None:
+def test_forty_runs_of_seventy_tasks_fit_one_page(page, tmp_path):
     draw = random.Random(0)
     names = [f"task_{k}" for k in range(70)]
     tasks = {name: {"version": 1, "primary": ["acc"]} for name in names}

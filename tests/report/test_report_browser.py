@@ -77,7 +77,7 @@ def column(browser: Browser, table: str, at: int) -> list[str]:
     )
 
 
-def test_plots_draw_hover_and_hide(browser: Browser, page: Path) -> None:
+def test_plots_draw_hover_and_hide(browser, page):
     browser.open(page, *DESKTOP)
     assert browser.run("return document.querySelectorAll('.plot .main-svg').length") == 0
     folded = "return document.querySelectorAll('details:not([open]) .plot').length"
@@ -117,7 +117,7 @@ def test_plots_draw_hover_and_hide(browser: Browser, page: Path) -> None:
     browser.assert_fits(page, DESKTOP[0])
 
 
-def test_tables_sort_filter_and_show_more(browser: Browser, page: Path) -> None:
+def test_tables_sort_filter_and_show_more(browser, page):
     browser.open(page, *DESKTOP)
     click = """const head = document.getElementById(arguments[0]).tHead.rows[0].cells[arguments[1]];
         head.querySelector("button").click(); return head.ariaSort"""
@@ -162,9 +162,7 @@ def test_tables_sort_filter_and_show_more(browser: Browser, page: Path) -> None:
 
 
 @pytest.mark.parametrize(("size", "dark"), [(DESKTOP, True), (PHONE, False)])
-def test_the_page_fits_its_window(
-    browser: Browser, page: Path, size: tuple[int, int], dark: bool
-) -> None:
+def test_the_page_fits_its_window(browser, page, size, dark):
     browser.open(page, *size, dark=dark)
     draw_all(browser)
     browser.assert_fits(page, size[0])
@@ -183,7 +181,7 @@ def test_the_page_fits_its_window(
     assert browser.console() == []
 
 
-def test_a_run_without_steps_draws_empty_plots(browser: Browser, tmp_path: Path) -> None:
+def test_a_run_without_steps_draws_empty_plots(browser, tmp_path):
     browser.open(report([plant_run(tmp_path / "bare", [launch("start")]).path], None), *PHONE)
     draw_all(browser)
     assert browser.console() == []

@@ -42,7 +42,7 @@ def compared(
 # -- items ----------------------------------------------------------------------------------------
 
 
-def test_the_variance_is_that_of_a_regression_on_a_constant(rng: Rng) -> None:
+def test_the_variance_is_that_of_a_regression_on_a_constant(rng):
     clusters = np.arange(600) % 40
     weights = np.repeat(rng.uniform(0.5, 4, 15), 40)  # clusters alike, items not
     values = rng.normal(size=600) + rng.normal(size=40)[clusters]
@@ -56,7 +56,7 @@ def test_the_variance_is_that_of_a_regression_on_a_constant(rng: Rng) -> None:
     assert noise.degrees_of_freedom(ours) == pytest.approx(39)
 
 
-def test_one_large_source_among_small_ones_is_no_certainty(rng: Rng) -> None:
+def test_one_large_source_among_small_ones_is_no_certainty(rng):
     """The usual cluster-robust variance is wrong 70 % of the time here, where 5 % are promised."""
     clusters = np.array([0] * 700 + list(range(1, 301)))
     wrong = 0
@@ -68,7 +68,7 @@ def test_one_large_source_among_small_ones_is_no_certainty(rng: Rng) -> None:
     assert wrong <= stats.binom.ppf(0.999, 400, 0.05)
 
 
-def test_the_bootstrap_is_that_of_scipy(rng: Rng) -> None:
+def test_the_bootstrap_is_that_of_scipy(rng):
     values = rng.normal(0.1, 1, 400)
     ours = noise.bootstrap_interval(alone(values), rng, resamples=20_000)
     theirs = stats.bootstrap(
@@ -77,7 +77,7 @@ def test_the_bootstrap_is_that_of_scipy(rng: Rng) -> None:
     assert ours == pytest.approx((theirs.low, theirs.high), abs=0.01)
 
 
-def test_the_bootstrap_of_clusters_draws_whole_clusters(rng: Rng) -> None:
+def test_the_bootstrap_of_clusters_draws_whole_clusters(rng):
     clusters = np.repeat(np.arange(50), 6)
     values = np.repeat(rng.integers(0, 2, 50), 6).astype(float)
     grouped = Clusters.of(values, np.ones(300), clusters)
@@ -89,7 +89,7 @@ def test_the_bootstrap_of_clusters_draws_whole_clusters(rng: Rng) -> None:
 
 
 @pytest.mark.parametrize(("only_a", "only_b"), [(0, 0), (9, 1), (3, 3), (500, 400), (800, 640)])
-def test_mcnemar_is_the_binomial_test_of_the_discordant_items(only_a: int, only_b: int) -> None:
+def test_mcnemar_is_the_binomial_test_of_the_discordant_items(only_a, only_b):
     a = np.array([1.0] * only_a + [0.0] * only_b + [1.0] * 7 + [0.0] * 5)
     b = np.array([0.0] * only_a + [1.0] * only_b + [1.0] * 7 + [0.0] * 5)
     found = noise.mcnemar_test(a, b)
@@ -99,7 +99,7 @@ def test_mcnemar_is_the_binomial_test_of_the_discordant_items(only_a: int, only_
     assert found["p"] == pytest.approx(exact, rel=1e-6 if found["exact"] else 0.05)
 
 
-def test_few_items_that_all_agree_are_no_certainty() -> None:
+def test_few_items_that_all_agree_are_no_certainty():
     clusters = alone(np.ones(10))
     assert noise.mean_variance(clusters) == 0
     # Bonett and Price: discordant counts 11 and 1 of 12
@@ -109,7 +109,7 @@ def test_few_items_that_all_agree_are_no_certainty() -> None:
     assert noise.difference_variance(one, bounded=True) == math.inf
 
 
-def test_what_runs_answer_on_their_own_is_in_their_spread(rng: Rng) -> None:
+def test_what_runs_answer_on_their_own_is_in_their_spread(rng):
     chances = rng.uniform(0.1, 0.9, 900)
     answers = (rng.random((300, 900)) < chances).astype(float)  # equally good runs
     found = noise.interaction_variance(Answers(answers, np.ones(900), np.arange(900)))
@@ -120,7 +120,7 @@ def test_what_runs_answer_on_their_own_is_in_their_spread(rng: Rng) -> None:
 # -- seeds ----------------------------------------------------------------------------------------
 
 
-def test_the_range_of_eight_is_2_847_sigma_and_worth_6_3_df(rng: Rng) -> None:
+def test_the_range_of_eight_is_2_847_sigma_and_worth_6_3_df(rng):
     ranges = np.ptp(rng.normal(size=(400_000, 8)), axis=1)
     assert ranges.mean() == pytest.approx(noise.RANGE_OF_8, abs=0.005)
     # worth as many degrees of freedom as the standard deviation with its coefficient of variation
@@ -132,13 +132,13 @@ def test_the_range_of_eight_is_2_847_sigma_and_worth_6_3_df(rng: Rng) -> None:
 @pytest.mark.parametrize(
     ("count", "known"), [(1, 0.0), (2, 1 / math.sqrt(math.pi)), (3, 1.5 / math.sqrt(math.pi))]
 )
-def test_the_best_of_equals_is_too_good_by_the_known_amount(count: int, known: float) -> None:
+def test_the_best_of_equals_is_too_good_by_the_known_amount(count, known):
     assert noise.expected_maximum(count) == pytest.approx(known, abs=1e-9)
     drawn = simulate.best_of_bias(count, np.random.default_rng(3))
     assert drawn == pytest.approx(known, abs=0.01)
 
 
-def test_where_the_seed_noise_comes_from() -> None:
+def test_where_the_seed_noise_comes_from():
     two = [[0.50, 0.51]]
     many = [[0.50, 0.51, 0.52], [0.4, 0.41, 0.42], [0.3, 0.31, 0.32]]
     paper = (0.03 / 2.847) ** 2
@@ -157,7 +157,7 @@ def test_where_the_seed_noise_comes_from() -> None:
     assert seed_noise([[0.5], [0.6]]) is None
 
 
-def test_published_spreads_are_the_papers() -> None:
+def test_published_spreads_are_the_papers():
     known = {"lambada_openai": 0.04, "piqa": 0.03, "jrt_fda": 0.09, "babilong_qa1_4k": 0.05}
     for task, spread in known.items():
         suite = "discriminative" if spread < 0.05 else task.partition("_")[0]
@@ -166,7 +166,7 @@ def test_published_spreads_are_the_papers() -> None:
         assert noise.published_spread(task, suite) is None
 
 
-def test_recipes_that_hardly_vary_do_not_make_others_surer() -> None:
+def test_recipes_that_hardly_vary_do_not_make_others_surer():
     saturated = [[1.0, 1.0, 1.0], [0.999, 1.0, 1.0], [0.0, 0.0, 0.0]]
     groups = [[0.5, 0.6, 0.55], [0.4, 0.52, 0.45], *saturated]
     ours = [True, True, False, False, False]
@@ -191,16 +191,14 @@ def test_recipes_that_hardly_vary_do_not_make_others_surer() -> None:
 
 @pytest.mark.parametrize("df", [1, 2, 3, 6, 29, 30, 400])
 @pytest.mark.parametrize("size", [0.1, 2.0, 5.0])
-def test_with_one_noise_the_test_is_students(df: float, size: float) -> None:
+def test_with_one_noise_the_test_is_students(df, size):
     known = 2 * stats.t.sf(size, df)
     assert decide.two_sided_p(size, 0.0, math.inf, 1.0, df) == pytest.approx(known, rel=1e-6)
     assert decide.two_sided_p(-size, 1.0, df, 0.0, 5) == pytest.approx(known, rel=1e-6)
 
 
 @pytest.mark.parametrize(("item_df", "seed_df"), [(20, 1), (61, 6), (1000, 3)])
-def test_two_estimated_noises_are_a_sum_of_two_students(
-    rng: Rng, item_df: int, seed_df: int
-) -> None:
+def test_two_estimated_noises_are_a_sum_of_two_students(rng, item_df, seed_df):
     draws = 1_000_000
     total = 0.5 * rng.standard_t(item_df, draws) + 1.5 * rng.standard_t(seed_df, draws)
     for size in (1.0, 4.0, 9.0):
@@ -209,7 +207,7 @@ def test_two_estimated_noises_are_a_sum_of_two_students(
         assert share == pytest.approx(found, abs=5 * math.sqrt(found / draws))
 
 
-def test_the_critical_value_is_where_p_is() -> None:
+def test_the_critical_value_is_where_p_is():
     for p in (0.4, 0.05, 1e-5):
         at = decide.critical_value(p, 0.01, 60, 0.02, 2)
         assert decide.two_sided_p(at, 0.01, 60, 0.02, 2) == pytest.approx(p, rel=1e-5)
@@ -219,7 +217,7 @@ def test_the_critical_value_is_where_p_is() -> None:
     assert decide.detectable(0.05, 0.0, 10, 0.0, 10) == 0
 
 
-def test_the_smallest_detectable_difference_and_the_seeds_it_takes_are_the_textbooks() -> None:
+def test_the_smallest_detectable_difference_and_the_seeds_it_takes_are_the_textbooks():
     quantiles = 1.959964 + 0.841621
     found = decide.detectable(0.05, 0.3, math.inf, 0.7, math.inf)
     assert found == pytest.approx(quantiles, rel=1e-5)
@@ -238,13 +236,13 @@ def test_the_smallest_detectable_difference_and_the_seeds_it_takes_are_the_textb
 
 @pytest.mark.parametrize("df", [1, 2, 6, 30])
 @pytest.mark.parametrize("alpha", [0.05, 0.05 / 60])
-def test_the_smallest_detectable_difference_has_students_power(df: int, alpha: float) -> None:
+def test_the_smallest_detectable_difference_has_students_power(df, alpha):
     found = decide.detectable(alpha, 0.0, math.inf, 1.0, df)
     critical = stats.t.isf(alpha / 2, df)
     assert 1 - stats.nct.cdf(critical, df, found) == pytest.approx(0.8, abs=1e-3)
 
 
-def test_holm_with_equal_weights_is_statsmodels(rng: Rng) -> None:
+def test_holm_with_equal_weights_is_statsmodels(rng):
     for p in rng.uniform(size=(3, 15)) ** 6:  # it takes 0.3 s a call
         assert decide.holm(p, np.full(15, 3.0)) == pytest.approx(multipletests(p, method="holm")[1])
     assert decide.holm(np.array([]), np.array([])).size == 0
@@ -254,7 +252,7 @@ P_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 
 
 @given(P_VALUES, st.integers(0, 10**6))
-def test_weighted_holm_gives_each_test_its_share_of_what_is_left(p: list[float], seed: int) -> None:
+def test_weighted_holm_gives_each_test_its_share_of_what_is_left(p, seed):
     """Issue 17, item 3: half of the error rate for the mean of a suite."""
     weights = np.random.default_rng(seed).uniform(0.1, 5, len(p))
     adjusted, levels = (f(np.array(p), weights) for f in (decide.holm, decide.holm_levels))
@@ -297,7 +295,7 @@ def two_sides(draw: st.DrawFn) -> Sides:
 
 @settings(max_examples=60)
 @given(two_sides(), st.integers(0, 10**6))
-def test_what_may_not_change_a_verdict(sides: Sides, seed: int) -> None:
+def test_what_may_not_change_a_verdict(sides, seed):
     """Which side is which, the order of items, the clusters' names, items twice in a cluster."""
     a, b, weights, clusters = sides
     one, swapped = (compared(*x, weights, clusters, NOISE) for x in ((a, b), (b, a)))
@@ -318,7 +316,7 @@ def test_what_may_not_change_a_verdict(sides: Sides, seed: int) -> None:
     assert twice.noise == pytest.approx(one.noise, rel=1e-5, abs=1e-9)
 
 
-def test_the_mean_of_tasks_leaves_out_a_source_of_all_of_them(rng: Rng) -> None:
+def test_the_mean_of_tasks_leaves_out_a_source_of_all_of_them(rng):
     """Issue 17, item 3: tasks of unequal size, some of whose items share a source."""
     known = SeedNoise(0.0, math.inf, "given", "")
     a, b, sizes = [], [], (60, 200, 35)
@@ -351,7 +349,7 @@ def test_the_mean_of_tasks_leaves_out_a_source_of_all_of_them(rng: Rng) -> None:
     assert found.noise.item_variance == pytest.approx(sum(alone) / 9, rel=0.05)
 
 
-def test_a_source_with_most_items_stays_a_noise(rng: Rng) -> None:
+def test_a_source_with_most_items_stays_a_noise(rng):
     """What runs answer on their own is not taken off a variance that one source makes."""
     clusters = np.array([0] * 700 + list(range(1, 301)))
     known = SeedNoise(1e-6, math.inf, "given", "")
@@ -364,7 +362,7 @@ def test_a_source_with_most_items_stays_a_noise(rng: Rng) -> None:
         assert found.noise.item_df < 2
 
 
-def test_seeds_are_not_counted_twice() -> None:
+def test_seeds_are_not_counted_twice():
     """Over items and seeds drawn anew, the estimated variance is that of the difference."""
     generator = np.random.default_rng(5)
     differences, estimates = [], []
@@ -396,7 +394,7 @@ def check(scenario: simulate.Scenario, experiments: int, seed: int) -> simulate.
     return outcome
 
 
-def test_verdicts_are_rarely_wrong_where_the_noise_is_given() -> None:
+def test_verdicts_are_rarely_wrong_where_the_noise_is_given():
     outcome = check(simulate.SCENARIOS[0], 1000, 11)
     assert outcome.false_alarms > 0.005  # not by never saying anything
     # below 80 %: answers are noisier where a difference is planted than where none is
@@ -410,7 +408,7 @@ def test_verdicts_are_rarely_wrong_where_the_noise_is_given() -> None:
 
 
 @pytest.mark.parametrize("k", [2, 5])
-def test_verdicts_are_rarely_wrong_with_a_published_range_and_with_three_seeds(k: int) -> None:
+def test_verdicts_are_rarely_wrong_with_a_published_range_and_with_three_seeds(k):
     outcome = check(simulate.SCENARIOS[k], 200, 12)
     assert outcome.found[0.1] > 0.4
 
@@ -424,12 +422,12 @@ def breach(words: str, seed: int) -> simulate.Outcome:
     "words",
     ["3 seeds, own noise, heavy", "seeds shared", "1 seed, the paper's noise, a seed"],
 )
-def test_heavy_tails_and_shared_seeds_do_not_break_the_promise(words: str) -> None:
+def test_heavy_tails_and_shared_seeds_do_not_break_the_promise(words):
     outcome = breach(words, 14)
     assert at_most_5_percent(outcome.false_alarms, 200), outcome
 
 
-def test_a_noise_that_is_stated_too_small_breaks_it() -> None:
+def test_a_noise_that_is_stated_too_small_breaks_it():
     """What the figures must not hide: the simulation sees it where the prior is wrong."""
     outcome = breach("noise twice that", 15)
     assert 0.05 < outcome.false_alarms < 0.3, outcome
@@ -437,11 +435,11 @@ def test_a_noise_that_is_stated_too_small_breaks_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("k", range(1, len(simulate.SCENARIOS)))
-def test_verdicts_are_rarely_wrong_in_a_thousand_experiments(k: int) -> None:
+def test_verdicts_are_rarely_wrong_in_a_thousand_experiments(k):
     check(simulate.SCENARIOS[k], 1000, 13)
 
 
-def test_the_papers_rule_is_wrong_in_half_of_all_comparisons() -> None:
+def test_the_papers_rule_is_wrong_in_half_of_all_comparisons():
     one_task = 2 * stats.norm.sf(noise.RANGE_OF_8 / math.sqrt(2))
     assert simulate.spread_rule(np.random.default_rng(0)) == pytest.approx(
         1 - (1 - one_task) ** 15, abs=0.015
@@ -449,6 +447,6 @@ def test_the_papers_rule_is_wrong_in_half_of_all_comparisons() -> None:
     assert 1 - (1 - one_task) ** 15 == pytest.approx(0.49, abs=0.005)
 
 
-def test_the_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_figures_are_printed(capsys):
     simulate.main(["--experiments", "10"])
     assert "0.564" in capsys.readouterr().out

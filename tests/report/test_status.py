@@ -36,7 +36,7 @@ from canon_pretrain.run.results import Score
 from canon_pretrain.run.status import Status
 from tests.checkpoint_folders import make_step
 from tests.report_runs import launch, plant_results, plant_run, step
-from tests.support import ROOT, Runs
+from tests.support import ROOT
 
 Output = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -80,7 +80,7 @@ def seen_now(*paths: Path) -> list[SimpleNamespace]:
 # ---- the facts
 
 
-def test_a_run_that_trains(tmp_path: Path) -> None:
+def test_a_run_that_trains(tmp_path):
     run = planted(tmp_path, job_id="812", nodes="n[1-2]", restart_count=2, world_size=16)
     make_step(run.path / "checkpoint", 10)
     make_step(run.path / "checkpoint", 20, "weights")
@@ -116,7 +116,7 @@ FAILED = {"state": "failed", "reason": "OutOfMemoryError: x"}
         (FAILED, "failed", "OutOfMemoryError: x"),
     ],
 )
-def test_states(tmp_path: Path, values: dict[str, Any], state: str, reason: str | None) -> None:
+def test_states(tmp_path, values, state, reason):
     run = planted(tmp_path, **values)
     seen = summary(run)
     assert (seen.state, seen.reason) == (state, reason)
@@ -132,7 +132,7 @@ def test_states(tmp_path: Path, values: dict[str, Any], state: str, reason: str 
         assert summary(run).state == "training", "the run's own heartbeat counts"
 
 
-def test_a_process_that_is_gone_is_dead_at_once(tmp_path: Path) -> None:
+def test_a_process_that_is_gone_is_dead_at_once(tmp_path):
     """A real Session, whose process is killed: its lock and its last status stay."""
     script = (
         "import os, sys; from pathlib import Path\n"
@@ -155,7 +155,7 @@ def test_a_process_that_is_gone_is_dead_at_once(tmp_path: Path) -> None:
     assert f"pid {process.pid}" in dead.holder == living.holder and dead.eta_s is None
 
 
-def test_runs_of_the_trainer(runs: Runs, tmp_path: Path) -> None:
+def test_runs_of_the_trainer(runs, tmp_path):
     straight, resumed = both = seen_now(runs.straight, runs.resumed)
     for seen, restarts in zip(both, (0, 1), strict=True):
         assert (seen.state, seen.step, seen.steps, seen.restarts) == ("done", 12, 12, restarts)
@@ -172,7 +172,7 @@ def test_runs_of_the_trainer(runs: Runs, tmp_path: Path) -> None:
     assert "step-12 is damaged: __0_0.distcp has 100 bytes" in problem
 
 
-def test_evaluations_done_and_pending(tmp_path: Path) -> None:
+def test_evaluations_done_and_pending(tmp_path):
     run = planted(tmp_path)
     for at in (10, 20):
         plant_results(run, at, "validation", {"a": {"loss": Score(1.0)}})
@@ -201,9 +201,7 @@ DAMAGE = [
 ]
 
 
-def test_damage_is_named_in_its_row_and_hides_no_run(
-    tmp_path: Path, capsys: Output, monkeypatch: Patch
-) -> None:
+def test_damage_is_named_in_its_row_and_hides_no_run(tmp_path, capsys, monkeypatch):
     for k, (name, content, _) in enumerate(DAMAGE):
         run = planted(tmp_path / f"run-{k}")
         make_step(run.path / "checkpoint", 20)
@@ -238,9 +236,7 @@ def test_damage_is_named_in_its_row_and_hides_no_run(
 # ---- which runs
 
 
-def test_runs_are_found_by_name_by_folder_and_by_pattern(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_runs_are_found_by_name_by_folder_and_by_pattern(tmp_path, monkeypatch):
     names = ["lr2", "lr10", "deep/er/run", "[bold]x[/bold] y", "archive/old"]
     for name in names:
         planted(tmp_path / name)
@@ -261,7 +257,7 @@ def test_runs_are_found_by_name_by_folder_and_by_pattern(
 
 
 @pytest.mark.parametrize("words", [["."], ["gone"], [".", "--json", "--watch"], ["--watch", "."]])
-def test_bad_input_is_exit_code_2(tmp_path: Path, monkeypatch: Patch, words: list[str]) -> None:
+def test_bad_input_is_exit_code_2(tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     if "--watch" in words:
         planted(tmp_path / "run")
@@ -273,9 +269,7 @@ def test_bad_input_is_exit_code_2(tmp_path: Path, monkeypatch: Patch, words: lis
 # ---- what is printed
 
 
-def test_piped_it_is_plain_and_of_a_log_only_the_end_is_read(
-    tmp_path: Path, capsys: Output
-) -> None:
+def test_piped_it_is_plain_and_of_a_log_only_the_end_is_read(tmp_path, capsys):
     long = "n" * 150
     planted(tmp_path / "[red]a b[/red]", job_id="812", nodes="n[1-2]", age_s=-1e9)
     run = planted(tmp_path / long, age_s=-1e9)
@@ -295,7 +289,7 @@ def test_piped_it_is_plain_and_of_a_log_only_the_end_is_read(
 
 
 @pytest.mark.parametrize("width", [60, 240])
-def test_no_line_is_wider_than_the_window(tmp_path: Path, width: int) -> None:
+def test_no_line_is_wider_than_the_window(tmp_path, width):
     names = ["short", "a-rather-long-name-of-a-run-" * 3 + "end", "\u5e45" * 60]
     for name in names:
         planted(tmp_path / name, reason="r " * 200, state="stopped", job_id="8" * 9)
@@ -309,7 +303,7 @@ def test_no_line_is_wider_than_the_window(tmp_path: Path, width: int) -> None:
         assert word in whole
 
 
-def test_json_has_every_fact_under_a_stable_name(tmp_path: Path, capsys: Output) -> None:
+def test_json_has_every_fact_under_a_stable_name(tmp_path, capsys):
     run = planted(tmp_path / "run")
     make_step(run.path / "checkpoint", 10)
     status_command(str(run.path), str(tmp_path / "x"), "--json")
@@ -356,7 +350,7 @@ def read_until(terminal: int, found: bytes, seen: bytes = b"", timeout_s: float 
     return seen
 
 
-def test_watch_follows_the_run_and_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+def test_watch_follows_the_run_and_leaves_the_terminal_as_it_was(tmp_path):
     run = planted(tmp_path / "run")
     with in_a_terminal(tmp_path, "status", ".", "--watch", "0.1") as (process, terminal):
         seen = read_until(terminal, b"4.0000")

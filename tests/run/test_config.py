@@ -35,7 +35,7 @@ def write(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def test_extends_merges_key_by_key_and_the_later_file_wins(tmp_path: Path) -> None:
+def test_extends_merges_key_by_key_and_the_later_file_wins(tmp_path):
     write(tmp_path, "base/size.toml", "[training]\nsteps = 1\nlr = 0.5\n")
     write(tmp_path, "base/data.toml", "[data]\npath = 'x'\n[training]\nsteps = 2\n")
     write(tmp_path, "mid.toml", 'extends = ["base/size.toml", "base/data.toml"]\n')
@@ -56,7 +56,7 @@ def test_extends_merges_key_by_key_and_the_later_file_wins(tmp_path: Path) -> No
         ("[training\n", r"top\.toml is not valid TOML"),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
+def test_files_that_cannot_be_read(tmp_path, text, message):
     with pytest.raises(UserError, match=message):
         read_experiment(write(tmp_path, "top.toml", text))
 
@@ -75,7 +75,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> N
         ({"training": {"parts": [1]}}, "valid string"),
     ],
 )
-def test_wrong_keys_and_types_are_refused(values: dict, message: str) -> None:
+def test_wrong_keys_and_types_are_refused(values, message):
     with pytest.raises(UserError, match=f"^f.toml: .*{message}"):
         build(Outer, values, source="f.toml")
 
@@ -84,7 +84,7 @@ ODD = {"deep": b"a = " + b"[" * 100_000, "latin-1": b'a = "\xe9"', "large": b"#"
 
 
 @pytest.mark.parametrize("kind", [*ODD, "fifo"])
-def test_an_odd_config_is_one_message(tmp_path: Path, kind: str) -> None:
+def test_an_odd_config_is_one_message(tmp_path, kind):
     """Issue 17, items 23 and 25: nested-list bombs, other encodings, FIFOs."""
     path = tmp_path / "odd.toml"
     os.mkfifo(path) if kind == "fifo" else path.write_bytes(ODD[kind])
@@ -102,6 +102,6 @@ VALUES = st.recursive(
 
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(NAMES, VALUES, max_size=4))
-def test_what_was_read_can_be_written(values: dict) -> None:
+def test_what_was_read_can_be_written(values):
     assert tomllib.loads(to_toml(values)) == values
     assert tomllib.loads(to_toml({"day": (day := datetime.date(2026, 1, 2))})) == {"day": day}

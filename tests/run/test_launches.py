@@ -58,9 +58,7 @@ def torchrun(run: str, attempt: int) -> dict[str, str]:
         (slurm("7") | torchrun("7-0", 2), slurm("7", "1") | torchrun("7-1", 0), True),
     ],
 )
-def test_who_is_a_restart(
-    first: dict[str, str], now: dict[str, str], obeyed: bool, tmp_path: Path
-) -> None:
+def test_who_is_a_restart(first, now, obeyed, tmp_path):
     path = tmp_path / "obeyed.json"
     path.write_text("damaged")
     assert not was_obeyed(path, OPTION, now)
@@ -70,9 +68,7 @@ def test_who_is_a_restart(
     assert not was_obeyed(path, "checkpoint.load_step=5", now)
 
 
-def test_another_torchrun_without_a_name_is_another_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_torchrun_without_a_name_is_another_command(tmp_path, monkeypatch):
     mark_obeyed(tmp_path / "obeyed.json", OPTION, torchrun("none", 0))
     other = os.getppid() + 1
     monkeypatch.setattr("os.getppid", lambda: other)
@@ -95,7 +91,7 @@ def write_record(run: RunFolder, facts: RunFacts) -> list[str]:
     return record(facts).write(run, config={"job": {}}, identity={}, facts=made_up)
 
 
-def test_launches_are_counted_whatever_is_lost(tmp_path: Path) -> None:
+def test_launches_are_counted_whatever_is_lost(tmp_path):
     run = RunFolder(tmp_path)
     first, problem = begin_launch(run)
     assert first.launches == 1 and problem is None
@@ -107,7 +103,7 @@ def test_launches_are_counted_whatever_is_lost(tmp_path: Path) -> None:
     assert begin_launch(run)[0] == RunFacts(first.run_id, first.created, 3), "from the records"
 
 
-def test_a_number_is_returned_by_who_left_nothing(tmp_path: Path) -> None:
+def test_a_number_is_returned_by_who_left_nothing(tmp_path):
     run = RunFolder(tmp_path)
     record(begin_launch(run)[0]).settle(run)
     assert not run.run_file.exists(), "a run that never began"
@@ -121,7 +117,7 @@ def test_a_number_is_returned_by_who_left_nothing(tmp_path: Path) -> None:
     assert read_run(run) == first
 
 
-def test_a_persons_own_readme_stays(tmp_path: Path) -> None:
+def test_a_persons_own_readme_stays(tmp_path):
     run, texts = RunFolder(tmp_path), list[str]()
     for number in (7, 8):
         write_record(run, RunFacts("0123abcd", "2026-11-20T12:00:00+00:00", number))
@@ -133,7 +129,7 @@ def test_a_persons_own_readme_stays(tmp_path: Path) -> None:
     assert launch_numbers(run) == [7, 8, 9]
 
 
-def test_a_full_disk_gives_one_sentence_and_leaves_no_half_record(tmp_path: Path) -> None:
+def test_a_full_disk_gives_one_sentence_and_leaves_no_half_record(tmp_path):
     with small_disk(tmp_path / "disk", "size=64k") as disk:
         filler = fill(disk)
         facts, problem = begin_launch(RunFolder(disk))
@@ -145,7 +141,7 @@ def test_a_full_disk_gives_one_sentence_and_leaves_no_half_record(tmp_path: Path
         assert [path.name for path in disk.rglob("*") if path.is_file()] == []
 
 
-def test_packages_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_those_that_are_installed(monkeypatch):
     without = packages()
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(setuptools.__file__).parent / "_vendor")])
     assert packages() == without
@@ -165,7 +161,7 @@ def test_packages_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch) 
         ),
     ],
 )
-def test_the_command_that_goes_on(environ: str, program: str) -> None:
+def test_the_command_that_goes_on(environ, program):
     given = ["--config", "a b.toml", "--run.stop-at", "5", "--checkpoint.fresh", "--optimizer.lr=2"]
     given += ["--checkpoint.load_step=3", "--run.allow_changes", "a.b", "c.d", "--compile.enable"]
     variables = dict(word.split("=") for word in environ.split())
@@ -173,7 +169,7 @@ def test_the_command_that_goes_on(environ: str, program: str) -> None:
     assert command_again(given, variables) == f"{program} -m canon_pretrain.train {again}"
 
 
-def test_equal_configurations_have_equal_hashes() -> None:
+def test_equal_configurations_have_equal_hashes():
     config, turned = {"a": {"x": 1, "y": [1, 2]}, "c": 3}, {"c": 3, "a": {"y": [1, 2], "x": 1}}
     other = {"a": {"x": 2, "y": [1, 2]}, "c": 3}
     assert config_hash(config) == config_hash(turned) != config_hash(other)
@@ -236,7 +232,7 @@ def json_of(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def test_secrets_of_the_environment_are_not_recorded(launched: Launched) -> None:
+def test_secrets_of_the_environment_are_not_recorded(launched):
     """Issue 17, item 20: the environment is an allow-list, and a record is its user's alone."""
     paths = (path for path in launched.fresh.path.rglob("*") if path.is_file())
     found = b"".join(path.read_bytes() for path in paths)
@@ -248,7 +244,7 @@ def test_secrets_of_the_environment_are_not_recorded(launched: Launched) -> None
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
 
-def test_a_launch_says_what_it_was(launched: Launched) -> None:
+def test_a_launch_says_what_it_was(launched):
     run = launched.first
     found, facts = json_of(run.launch_path(1) / "launch.json"), read_run(run)
     assert facts is not None and facts.launches == 1 and len(facts.run_id) == 8
@@ -267,7 +263,7 @@ def test_a_launch_says_what_it_was(launched: Launched) -> None:
     assert names == files | ({"source.patch"} if found["git"]["patch"] else set())
 
 
-def test_the_log_names_run_and_launch_in_every_line(launched: Launched) -> None:
+def test_the_log_names_run_and_launch_in_every_line(launched):
     found = newest_launch(launched.second)
     assert found is not None
     lines = [json.loads(line) for line in launched.second.log_file.read_text().splitlines()]
@@ -283,7 +279,7 @@ def test_the_log_names_run_and_launch_in_every_line(launched: Launched) -> None:
         assert head["hosts"] == found["hosts"]
 
 
-def test_only_launches_that_train_are_counted(launched: Launched) -> None:
+def test_only_launches_that_train_are_counted(launched):
     assert "going on would change it" in launched.output and "nothing to do" in launched.output
     first, refused, second = launched.first, launched.refused, launched.second
     for name in ("run.json", "config.json", "log.jsonl", "README.md"):
@@ -301,7 +297,7 @@ def test_only_launches_that_train_are_counted(launched: Launched) -> None:
     assert [launch_numbers(run) for run in folders] == [[1], [1, 2], [1, 2], [1], [1, 2]]
 
 
-def test_the_readme_names_what_is_there_and_what_to_type(launched: Launched) -> None:
+def test_the_readme_names_what_is_there_and_what_to_type(launched):
     text = launched.second.readme_file.read_text()
     names = {path.name for path in launched.second.path.iterdir()} - {"README.md"}
     assert [name for name in names if name not in text] == []

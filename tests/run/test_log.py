@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +24,7 @@ def steps(path: Path) -> list[int]:
     return [event["step"] for event in read_log(path) if event["event"] == "step"]
 
 
-def test_lines_of_a_launch_that_was_taken_over_are_dropped(tmp_path: Path) -> None:
+def test_lines_of_a_launch_that_was_taken_over_are_dropped(tmp_path):
     """Issue 17, item 13: launch 1 goes on after launch 2, with other losses, has begun and ended; a
     restored run.json gives a number again, and that launch has a head of its own."""
     path, run_file = tmp_path / "log.jsonl", tmp_path / "run.json"
@@ -58,7 +57,7 @@ def test_lines_of_a_launch_that_was_taken_over_are_dropped(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("cut", [1, 20])
-def test_a_torn_last_line_costs_itself_only(tmp_path: Path, cut: int) -> None:
+def test_a_torn_last_line_costs_itself_only(tmp_path, cut):
     path = tmp_path / "log.jsonl"
     log = RunLog(path)
     log.write("step", step=1)
@@ -76,7 +75,7 @@ def test_a_torn_last_line_costs_itself_only(tmp_path: Path, cut: int) -> None:
     assert steps(path) == [*survivors, 3]
 
 
-def test_non_finite_numbers_survive_as_strings(tmp_path: Path) -> None:
+def test_non_finite_numbers_survive_as_strings(tmp_path):
     log = RunLog(tmp_path / "log.jsonl")
     values = [1.5, math.inf, -math.inf]
     log.write("validation", step=1, sources={"a": {"loss": math.nan}}, list=values)
@@ -96,7 +95,7 @@ def _write_many(path: Path, writer: int) -> None:
     log.close()
 
 
-def test_lines_of_two_writers_never_mix(tmp_path: Path) -> None:
+def test_lines_of_two_writers_never_mix(tmp_path):
     path = tmp_path / "log.jsonl"
     writers = [FORK.Process(target=_write_many, args=(path, n)) for n in range(2)]
     for process in writers:
@@ -121,7 +120,7 @@ def _write_in_pieces(path: Path, count: int) -> None:
             file.write(line[cut:])
 
 
-def test_readers_beside_a_writer_see_whole_lines_in_order(tmp_path: Path) -> None:
+def test_readers_beside_a_writer_see_whole_lines_in_order(tmp_path):
     path, count = tmp_path / "log.jsonl", 900
     follower = LogFollower(path)
     assert follower.poll() == []  # there is no file yet
@@ -162,7 +161,7 @@ def _superseded_by_hand(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_superseded_events_are_dropped_whatever_the_order(tmp_path: Path, seed: int) -> None:
+def test_superseded_events_are_dropped_whatever_the_order(tmp_path, seed):
     chance = random.Random(seed)
     kinds = ["step"] * 6 + ["validation", "skip", "checkpoint", "resume", "start"]
     events = []
@@ -175,7 +174,7 @@ def test_superseded_events_are_dropped_whatever_the_order(tmp_path: Path, seed: 
     assert read_log(path) == read_tail(path, until=None) == _superseded_by_hand(events)
 
 
-def test_the_tail_of_a_huge_log_is_read_at_once(tmp_path: Path) -> None:
+def test_the_tail_of_a_huge_log_is_read_at_once(tmp_path):
     """1 TiB of a sparse file before the last lines: read as a whole, it would take hours."""
     path = tmp_path / "log.jsonl"
     path.touch()
@@ -198,9 +197,7 @@ def test_the_tail_of_a_huge_log_is_read_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.ESTALE])
-def test_what_a_disk_does_not_take_is_written_later_and_ends_nothing(
-    number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_disk_does_not_take_is_written_later_and_ends_nothing(number, tmp_path, caplog):
     log = RunLog(tmp_path / "log.jsonl")
     log.write("start", world_size=1)
     assert log.flush()
@@ -222,9 +219,7 @@ def test_what_a_disk_does_not_take_is_written_later_and_ends_nothing(
     assert "the last 1 line(s) could not be written" in caplog.text
 
 
-def test_a_log_that_is_removed_or_replaced_while_it_is_written_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_that_is_removed_or_replaced_while_it_is_written_goes_on(tmp_path, caplog):
     """Issue 17, item 21: `rm log.jsonl` or `sed -i` beside the trainer. What another launch
     archived together with its run.json, as a fresh start does, is not written again."""
     log, run_file = RunLog(tmp_path / "log.jsonl"), tmp_path / "run.json"
@@ -250,9 +245,7 @@ def test_a_log_that_is_removed_or_replaced_while_it_is_written_goes_on(
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
-def test_a_log_that_is_no_regular_file_is_an_error_at_once(
-    tmp_path: Path, make: Callable[[Path], object]
-) -> None:
+def test_a_log_that_is_no_regular_file_is_an_error_at_once(tmp_path, make):
     """Issue 17, item 23: a FIFO waited for ever."""
     make(path := tmp_path / "log.jsonl")
     for use in (RunLog, read_log, read_tail, lambda path: LogFollower(path).poll()):

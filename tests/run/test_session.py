@@ -48,7 +48,7 @@ def heard() -> Iterator[list[int]]:
         signal.signal(number, handler)
 
 
-def test_rank_0_holds_the_folder_and_says_how_it_ended(tmp_path: Path) -> None:
+def test_rank_0_holds_the_folder_and_says_how_it_ended(tmp_path):
     run = tmp_path / "new" / "run"
     with session(run) as held:
         assert RunFolder(run).lock_file.exists()
@@ -72,7 +72,7 @@ def test_rank_0_holds_the_folder_and_says_how_it_ended(tmp_path: Path) -> None:
         (KeyboardInterrupt(), "KeyboardInterrupt: "),
     ],
 )
-def test_an_exception_makes_it_failed(error: BaseException, reason: str, tmp_path: Path) -> None:
+def test_an_exception_makes_it_failed(error, reason, tmp_path):
     with pytest.raises(type(error)), session(tmp_path) as held:
         held.progress(5, "training")
         raise error
@@ -83,9 +83,7 @@ def test_an_exception_makes_it_failed(error: BaseException, reason: str, tmp_pat
         assert (status(tmp_path).state, status(tmp_path).launches) == ("running", 2)
 
 
-def test_a_signal_on_the_way_out_does_not_cut_it_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: list[int]
-) -> None:
+def test_a_signal_on_the_way_out_does_not_cut_it_short(tmp_path, monkeypatch, heard):
     """torchrun sends SIGTERM to the others once one rank has failed: rank 0 may be just here."""
     original = StatusWriter.end
 
@@ -99,7 +97,7 @@ def test_a_signal_on_the_way_out_does_not_cut_it_short(
     assert heard == [], "by default it would have killed the process"
 
 
-def test_other_ranks_write_nothing_but_hear_signals(tmp_path: Path) -> None:
+def test_other_ranks_write_nothing_but_hear_signals(tmp_path):
     run = tmp_path / "run"
     with session(run, rank=1) as held:
         held.progress(1, "training")
@@ -110,7 +108,7 @@ def test_other_ranks_write_nothing_but_hear_signals(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("touched", ["before", "while it waits"])
-def test_a_stop_file_counts_from_the_beginning_of_the_launch(touched: str, tmp_path: Path) -> None:
+def test_a_stop_file_counts_from_the_beginning_of_the_launch(touched, tmp_path):
     """Also for a launch that had to wait for the lock: who touches STOP then, means it."""
     run, said = RunFolder(tmp_path), []
 
@@ -131,13 +129,13 @@ def test_a_stop_file_counts_from_the_beginning_of_the_launch(touched: str, tmp_p
     assert any("left over" in text for text in said) is (touched == "before")
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "run").write_text("a file")
     with pytest.raises(UserError, match="run cannot be written to: .*--job.dump_folder"):
         session(tmp_path / "run").__enter__()
 
 
-def test_traces_of_each_launch_are_kept_apart(tmp_path: Path) -> None:
+def test_traces_of_each_launch_are_kept_apart(tmp_path):
     assert archive_traces(tmp_path / "none") is None
     (tmp_path / "launch-2").mkdir()
     for number in (1, 3):
@@ -160,9 +158,7 @@ def asked(requests: StopRequests) -> str:
 
 
 @pytest.mark.parametrize("number", SIGNALS[:3])
-def test_a_signal_is_a_request_and_handlers_come_back(
-    number: signal.Signals, heard: list[int]
-) -> None:
+def test_a_signal_is_a_request_and_handlers_come_back(number, heard):
     with StopRequests() as requests:
         assert asked(requests) == ""
         os.kill(os.getpid(), number)
@@ -172,7 +168,7 @@ def test_a_signal_is_a_request_and_handlers_come_back(
     assert heard == [number], "the handler from before is back"
 
 
-def test_only_a_second_ctrl_c_interrupts() -> None:
+def test_only_a_second_ctrl_c_interrupts():
     with StopRequests() as requests:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)  # schedulers repeat themselves
@@ -182,7 +178,7 @@ def test_only_a_second_ctrl_c_interrupts() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_the_file_is_a_request_until_it_is_obeyed(tmp_path: Path) -> None:
+def test_the_file_is_a_request_until_it_is_obeyed(tmp_path):
     file, lost = tmp_path / "STOP", [False]
     requests = StopRequests(file, lambda: lost[0])
     assert asked(requests) == "" and not requests.forget_leftover(0.0)
@@ -198,9 +194,7 @@ def test_the_file_is_a_request_until_it_is_obeyed(tmp_path: Path) -> None:
         requests.obeyed()
 
 
-def test_a_signal_that_the_parent_ignored_ends_the_process_when_let_through(
-    heard: list[int],
-) -> None:
+def test_a_signal_that_the_parent_ignored_ends_the_process_when_let_through(heard):
     """slurm/lib.sh shields torchrun's agent from SIGTERM, and ignoring is inherited."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with StopRequests() as requests:

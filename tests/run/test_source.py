@@ -46,7 +46,7 @@ def changed_program(tmp_path: Path) -> Path:
     return package
 
 
-def test_a_snapshot_is_a_program_of_its_own(run: RunFolder) -> None:
+def test_a_snapshot_is_a_program_of_its_own(run):
     """Python runs it from anywhere, also from a folder with another canon_pretrain in it."""
     snapshot = take_snapshot(run)
     assert snapshot == run.code / "001" == newest_snapshot(run) == take_snapshot(run)
@@ -94,9 +94,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
-def test_damage_is_refused_and_the_way_out_is_a_new_snapshot(
-    taken: Path, run: RunFolder, harm: Callable[[Path], object]
-) -> None:
+def test_damage_is_refused_and_the_way_out_is_a_new_snapshot(taken, run, harm):
     shutil.copytree(taken, snapshot := run.code / "001")
     check_snapshot(snapshot)
     harm(snapshot)
@@ -106,16 +104,14 @@ def test_damage_is_refused_and_the_way_out_is_a_new_snapshot(
     check_snapshot(run.code / "002")
 
 
-def test_another_users_snapshot_is_refused(taken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_users_snapshot_is_refused(taken, monkeypatch):
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
     with pytest.raises(UserError, match="no folder of yours"):
         check_snapshot(taken)
 
 
-def test_a_chain_stays_with_its_code(
-    run: RunFolder, changed_program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chain_stays_with_its_code(run, changed_program, tmp_path, monkeypatch):
     """By the run's first checkpoint at the latest; a restart of a job earlier, and whatever the
     options that it repeats."""
     first, second = run.code / "001", run.code / "002"
@@ -153,7 +149,7 @@ def test_a_chain_stays_with_its_code(
     assert gone[0] is None, "the job's check says so"
 
 
-def test_a_chain_stays_with_its_config(run: RunFolder, tmp_path: Path) -> None:
+def test_a_chain_stays_with_its_config(run, tmp_path):
     """Its restarts do; who submits again means the file as it is then."""
     own = tmp_path / "own.toml"
     own.write_text(f'extends = "{CONFIG}"\n[job]\ndump_folder = "{run.path}"\n')
@@ -202,9 +198,7 @@ def git(root: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_tree_can_be_put_together_again_from_its_own_code_only(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tree_can_be_put_together_again_from_its_own_code_only(repository, tmp_path, monkeypatch):
     """Issue 17, item 20: no key, netrc, YAML or script of the same repository is copied."""
     init, code = repository / "package" / "__init__.py", repository / "package" / "code.py"
     git(repository, "remote", "add", "origin", "https://me:planted@host:8080/x.git")
@@ -241,7 +235,7 @@ def test_a_tree_can_be_put_together_again_from_its_own_code_only(
         assert (clone / name).read_bytes() == (repository / name).read_bytes(), name
 
 
-def test_trees_without_a_commit_or_a_repository(repository: Path, tmp_path: Path) -> None:
+def test_trees_without_a_commit_or_a_repository(repository, tmp_path):
     for folder in (repository / "data" / "site-packages", tmp_path / "plain", tmp_path / "empty"):
         folder.mkdir(parents=True)
         (folder / "__init__.py").write_text("x = 1\n")
@@ -263,9 +257,7 @@ def test_trees_without_a_commit_or_a_repository(repository: Path, tmp_path: Path
         ("exec sleep 60", "took longer than"),
     ],
 )
-def test_git_that_does_not_work_is_a_sentence(
-    script: str | None, said: str, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_git_that_does_not_work_is_a_sentence(script, said, repository, tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     if script is not None:
         (tmp_path / "bin" / "git").write_text(f"#!/bin/sh\n{script}\n")

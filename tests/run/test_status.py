@@ -25,7 +25,7 @@ def writer_of(path: Path, **environ: str) -> StatusWriter:
     return StatusWriter(path, steps=100, world_size=4, environ=environ)
 
 
-def test_what_is_written_is_read(path: Path) -> None:
+def test_what_is_written_is_read(path):
     job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "3", "SLURM_JOB_NODELIST": "n[1-2]"}
     writer = writer_of(path, **job, SLURMD_NODENAME="n2")
     writer.set(checkpoint_step=20, checkpoint_saved="then", weights_only=[10], skipped_steps=1)
@@ -48,7 +48,7 @@ def test_what_is_written_is_read(path: Path) -> None:
     assert writer_of(path.parent / "gone" / "status.json").write() is False, "it ends nothing"
 
 
-def test_no_reader_ever_sees_half_of_it(path: Path) -> None:
+def test_no_reader_ever_sees_half_of_it(path):
     """Two threads write beside the one that trains; step and reason always fit together."""
     writer, seen = writer_of(path), set[int]()
     writer.write()
@@ -67,7 +67,7 @@ def test_no_reader_ever_sees_half_of_it(path: Path) -> None:
     assert [each.name for each in path.parent.iterdir()] == ["status.json"]
 
 
-def test_launches_are_counted_and_their_ends_written_at_once(path: Path) -> None:
+def test_launches_are_counted_and_their_ends_written_at_once(path):
     for launch in (1, 2, 3):
         writer = writer_of(path)
         assert (writer.status.state, writer.status.step) == ("running", 0)
@@ -87,7 +87,7 @@ def test_launches_are_counted_and_their_ends_written_at_once(path: Path) -> None
 @pytest.mark.parametrize(
     "change", [{"state": "lost"}, {"step": "many"}, {"heartbeat": "2026-01-02T03:04:05"}]
 )
-def test_a_damaged_file_is_named(path: Path, change: dict[str, object]) -> None:
+def test_a_damaged_file_is_named(path, change):
     record = asdict(status_of(written_s=0, heartbeat_s=0))
     path.write_text(json.dumps(record | change))
     with pytest.raises(UserError, match=f"{path} is damaged: {[*change][0]}: .*given"):
@@ -124,7 +124,5 @@ def status_of(written_s: float, heartbeat_s: float, **values: object) -> Status:
         (9000, 9000, {"state": "stopped", "phase": "ended"}, "stopped"),
     ],
 )
-def test_health(
-    written_s: float, heartbeat_s: float, values: dict[str, object], expected: str
-) -> None:
+def test_health(written_s, heartbeat_s, values, expected):
     assert health(status_of(written_s, heartbeat_s, **values), NOW.astimezone()) == expected

@@ -31,9 +31,7 @@ def all_jobs(cluster: SlurmCluster) -> dict[str, tuple[str, str]]:
     return {number: (name, state) for number, name, state in rows}
 
 
-def test_a_run_is_trained_watched_and_reported(
-    slurm: SlurmCluster, jobs: Jobs, tmp_path: Path
-) -> None:
+def test_a_run_is_trained_watched_and_reported(slurm, jobs, tmp_path):
     write_text_data(tmp_path / "data")
     run, pace = tmp_path / "chain's run", tmp_path / "pace"
     pace.write_text('{"training": 2}')

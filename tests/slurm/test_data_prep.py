@@ -13,8 +13,7 @@ from data_prep.__main__ import main
 from data_prep.build import unbuilt_shards
 from data_prep.plan import Limits
 from tests.corpora import build_corpus, snapshot, write_corpus, write_tokenizer
-from tests.slurm_cluster import SlurmCluster
-from tests.slurm_jobs import Job, Jobs, script
+from tests.slurm_jobs import Job, script
 from tests.support import ROOT
 
 ODD = 'it\'s "a"; $(touch HIT) 100%d'
@@ -56,9 +55,7 @@ def submitted(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
 
 
 @pytest.mark.slurm
-def test_a_sharded_build_survives_its_jobs_and_is_the_unsharded_one(
-    slurm: SlurmCluster, jobs: Jobs, tmp_path: Path
-) -> None:
+def test_a_sharded_build_survives_its_jobs_and_is_the_unsharded_one(slurm, jobs, tmp_path):
     """All three shards wait in their second unit. One meets its time limit, and is requeued alone,
     then meets it without progress; one is killed. A second submission does what is missing."""
     corpus, tokenizer = corpus_in(tmp_path)
@@ -133,9 +130,7 @@ def test_a_sharded_build_survives_its_jobs_and_is_the_unsharded_one(
 
 
 @pytest.mark.slurm
-def test_nothing_is_submitted_of_a_wrong_build(
-    slurm: SlurmCluster, jobs: Jobs, tmp_path: Path
-) -> None:
+def test_nothing_is_submitted_of_a_wrong_build(slurm, jobs, tmp_path):
     before = slurm.run("squeue", "-h").stdout
     for words, says in (
         (("--shards", 2, "--", "--source", "local", "--out", "x"), "--tokenizer"),
@@ -148,7 +143,7 @@ def test_nothing_is_submitted_of_a_wrong_build(
     assert slurm.run("squeue", "-h").stdout == before and not (tmp_path / "x.logs").exists()
 
 
-def test_locally_it_is_the_same_build(tmp_path: Path) -> None:
+def test_locally_it_is_the_same_build(tmp_path):
     corpus, tokenizer = corpus_in(tmp_path)
     environ = os.environ | {"CANON_CLUSTER_ENV": str(tmp_path / "cluster.env")}
     (tmp_path / "cluster.env").write_text(f"VENV='{sys.prefix}'\n")
@@ -161,7 +156,7 @@ def test_locally_it_is_the_same_build(tmp_path: Path) -> None:
     assert not [*tmp_path.rglob("HIT")]
 
 
-def test_shards_that_still_have_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards_that_still_have_work(tmp_path, capsys):
     """Five units (of two files) over 3 shards: 1 has the units 0 and 3, 2 has 1 and 4, 3 has 2."""
     write_corpus(tmp_path / "text", files=FILES)
     write_tokenizer(tmp_path / "tokenizer.model")

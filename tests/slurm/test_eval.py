@@ -61,9 +61,7 @@ def write_pair(folder: Path) -> Path:
     return folder / "pair.yaml"
 
 
-def test_the_time_limit_costs_the_running_task_at_most(
-    jobs: Jobs, run: Path, tmp_path: Path
-) -> None:
+def test_the_time_limit_costs_the_running_task_at_most(jobs, run, tmp_path):
     """Two ranks; USR1 when one task of two is answered: requeued, and it goes on after that one."""
     jobs.set(RANKS_PER_NODE=2)
     tasks, gate = tmp_path / "my tasks", tmp_path / "gate"
@@ -88,7 +86,7 @@ def test_the_time_limit_costs_the_running_task_at_most(
     assert not [*tmp_path.glob("**/HIT")] and not (ROOT / "HIT").exists()
 
 
-def test_a_job_that_another_has_overtaken_does_nothing(jobs: Jobs, run: Path) -> None:
+def test_a_job_that_another_has_overtaken_does_nothing(jobs, run):
     """What a watcher submits that slept between its claim and sbatch."""
     checkpoint = run / "checkpoint/step-12"
     script = (SCRIPT, "--lease", "0123456789abcdef", checkpoint, "validation")
@@ -98,7 +96,7 @@ def test_a_job_that_another_has_overtaken_does_nothing(jobs: Jobs, run: Path) ->
     assert not (run / "evals/step-12/validation").exists()
 
 
-def test_by_hand_and_scancel(jobs: Jobs, run: Path, tmp_path: Path) -> None:
+def test_by_hand_and_scancel(jobs, run, tmp_path):
     """A job that a person submits, from elsewhere; and one that is cancelled leaves no process."""
     work = (SCRIPT, run / "checkpoint/step-3", "validation", "--batch_tokens", 4096)
     job = jobs.submit(*work, flags=(CPUS,))
@@ -122,7 +120,7 @@ def test_by_hand_and_scancel(jobs: Jobs, run: Path, tmp_path: Path) -> None:
     assert not [*(run / "evals/step-6").glob("*/*/results.json")]
 
 
-def test_an_evaluation_takes_one_gpu_of_a_node(jobs: Jobs, run: Path) -> None:
+def test_an_evaluation_takes_one_gpu_of_a_node(jobs, run):
     """By sbatch as by `eval submit`; EVAL_GPUS and flags say another number."""
     jobs.set(CANON_CPU=0)
     work = (run / "checkpoint/step-3", "validation")

@@ -22,7 +22,7 @@ import pytest
 from canon_pretrain.run.folder import RunFolder
 from tests.fault_runs import resumed_from, steps
 from tests.ranks import assert_same_run, events, launch, logged_step, status
-from tests.slurm_jobs import ENDED, SITE, Job, Jobs, log_of, processes_of
+from tests.slurm_jobs import ENDED, SITE, Job, log_of, processes_of
 from tests.support import ROOT, debug_run
 
 pytestmark = pytest.mark.slurm
@@ -64,8 +64,8 @@ def assert_stopped_and_requeued(job: Job, run: Path, *, restarts: int, reason: s
 
 
 def test_a_run_that_meets_everything_is_the_run_that_met_nothing(
-    jobs: Jobs, reference: Path, data_folder: Path, tmp_path: Path
-) -> None:
+    jobs, reference, data_folder, tmp_path
+):
     """Two nodes; the time limit, a leftover STOP, preemption with its grace time, kill -9 and the
     stale lock it leaves, a node that fails; then DONE. Rank 0 lives on the second node."""
     run, pace = tmp_path / 'it\'s "a run"; $(touch HIT)', tmp_path / "pace"
@@ -146,9 +146,7 @@ def head_loss(*arguments, **options):
 """
 
 
-def test_code_that_changes_in_mid_chain_changes_no_run(
-    jobs: Jobs, data_folder: Path, tmp_path: Path
-) -> None:
+def test_code_that_changes_in_mid_chain_changes_no_run(jobs, data_folder, tmp_path):
     """Between two links another loss, a check that crashes, other job scripts and a config with
     unknown keys come into the repository; then a new job asks for that loss."""
     once = ("--checkpoint.interval", 1000)
@@ -197,9 +195,7 @@ def test_code_that_changes_in_mid_chain_changes_no_run(
     assert after == pytest.approx(1.7 * before, rel=1e-5)
 
 
-def test_usr1_to_the_steps_requeues_and_scancel_does_not(
-    jobs: Jobs, data_folder: Path, tmp_path: Path
-) -> None:
+def test_usr1_to_the_steps_requeues_and_scancel_does_not(jobs, data_folder, tmp_path):
     """Trap 2: what --signal without B: sends, to agents and workers but not to the script."""
     run, pace = tmp_path / "run", tmp_path / "pace"
     set_pace(pace, **SLOW)
@@ -218,7 +214,7 @@ def test_usr1_to_the_steps_requeues_and_scancel_does_not(
     assert "Traceback" not in log_of(run)
 
 
-def test_a_persons_stop_ends_the_job(jobs: Jobs, data_folder: Path, tmp_path: Path) -> None:
+def test_a_persons_stop_ends_the_job(jobs, data_folder, tmp_path):
     """A second job on the folder does not, nor does an environment that sbatch was not to take."""
     run, pace = tmp_path / "run", tmp_path / "pace"
     set_pace(pace, **SLOW)
@@ -238,7 +234,7 @@ def test_a_persons_stop_ends_the_job(jobs: Jobs, data_folder: Path, tmp_path: Pa
     assert "stop: stopped at step" in log_of(run) and not (run / "DONE").exists()
 
 
-def test_a_crash_loop_stops_and_says_why(jobs: Jobs, data_folder: Path, tmp_path: Path) -> None:
+def test_a_crash_loop_stops_and_says_why(jobs, data_folder, tmp_path):
     """Trap 4: torchrun's exit code is 1 for everything; the run folder tells what happened."""
     run = tmp_path / "run"
     jobs.set(MAX_RESTARTS_WITHOUT_PROGRESS=1)
@@ -250,9 +246,7 @@ def test_a_crash_loop_stops_and_says_why(jobs: Jobs, data_folder: Path, tmp_path
     assert log_of(run).count("slurm: requeue:") == 1
 
 
-def test_a_refused_run_is_not_requeued(
-    jobs: Jobs, reference: Path, data_folder: Path, tmp_path: Path
-) -> None:
+def test_a_refused_run_is_not_requeued(jobs, reference, data_folder, tmp_path):
     """The same folder with another learning rate: the trainer refuses it, and always would."""
     run = tmp_path / "run"
     shutil.copytree(reference, run, ignore=shutil.ignore_patterns("DONE"))
@@ -261,9 +255,7 @@ def test_a_refused_run_is_not_requeued(
     assert "slurm: failed: UserError" in log_of(run) and "optimizer.lr" in log_of(run)
 
 
-def test_a_node_that_is_not_fit_is_named_and_left_out(
-    jobs: Jobs, data_folder: Path, tmp_path: Path
-) -> None:
+def test_a_node_that_is_not_fit_is_named_and_left_out(jobs, data_folder, tmp_path):
     """n1 does not report: the job goes on on n2, to DONE. It knows its repository by CANON_REPO.
     Of two nodes n2 alone has a full disk: nothing is trained on it."""
     jobs.set(PREFLIGHT=1)
@@ -283,7 +275,7 @@ def test_a_node_that_is_not_fit_is_named_and_left_out(
             assert not RunFolder(run).log_file.exists(), "nothing was trained"
 
 
-def test_nodes_that_do_not_divide_the_batch_are_refused(jobs: Jobs, tmp_path: Path) -> None:
+def test_nodes_that_do_not_divide_the_batch_are_refused(jobs, tmp_path):
     """By the job at once, and by slurm/submit.sh before anything is queued."""
     folder = ("--job.dump_folder", tmp_path / "run")
     words = "Numbers of nodes that can: 1, 2, 3, 6"
@@ -302,7 +294,7 @@ def test_nodes_that_do_not_divide_the_batch_are_refused(jobs: Jobs, tmp_path: Pa
     assert "2 node(s) of 5 can't share" in job.text() and not (tmp_path / "run").exists()
 
 
-def test_submit_passes_settings_and_flags_on(jobs: Jobs, data_folder: Path, tmp_path: Path) -> None:
+def test_submit_passes_settings_and_flags_on(jobs, data_folder, tmp_path):
     jobs.settings.write_text(
         jobs.settings.read_text()
         + "export SBATCH_PARTITION=high\nSBATCH_FLAGS=(--hold '--comment=a b; $(c)')\n"
@@ -319,9 +311,7 @@ def test_submit_passes_settings_and_flags_on(jobs: Jobs, data_folder: Path, tmp_
     job.cancel()
 
 
-def test_local_is_the_same_without_slurm(
-    reference: Path, data_folder: Path, tmp_path: Path
-) -> None:
+def test_local_is_the_same_without_slurm(reference, data_folder, tmp_path):
     """kill -9 of a rank: the script starts again by itself. Ctrl-C: it saves, and stays ended."""
     run, pace = tmp_path / "a run", tmp_path / "pace"
     set_pace(pace, **SLOW)
@@ -380,9 +370,7 @@ def preflight_ranks(node: str) -> list[int]:
     return found
 
 
-def test_a_slow_node_is_named_and_the_run_goes_on(
-    jobs: Jobs, data_folder: Path, tmp_path: Path
-) -> None:
+def test_a_slow_node_is_named_and_the_run_goes_on(jobs, data_folder, tmp_path):
     """The ranks on n2 run a quarter of the time, by signals; on CPUs that is a warning."""
     run = tmp_path / "run"
     jobs.set(PREFLIGHT=1)

@@ -58,9 +58,7 @@ def bash(programs: Path, *words: object, **variables: object) -> subprocess.Comp
         ("Requested operation is presently disabled for job 7", 1, 1),
     ],
 )
-def test_a_controller_that_restarts_ends_no_chain(
-    programs: Path, words: str, tries: int, code: int
-) -> None:
+def test_a_controller_that_restarts_ends_no_chain(programs, words, tries, code):
     count = f'(($(grep -c . "{programs}/calls") > 2)) || {{ echo "{words}" >&2; exit 1; }}'
     stand_in(programs, "scontrol", count)
     done = library(programs, "requeue", SLURM_JOB_ID=7, REQUEUE_PAUSE_S=0)
@@ -68,7 +66,7 @@ def test_a_controller_that_restarts_ends_no_chain(
     assert calls(programs, "scontrol") == ["scontrol requeue 7"] * tries
 
 
-def test_a_job_that_has_not_begun_stops_nobody(programs: Path, tmp_path: Path) -> None:
+def test_a_job_that_has_not_begun_stops_nobody(programs, tmp_path):
     """Cancelled in its first seconds, a job must not stop the one that has its run folder."""
     for ours in (0, 1):
         done = library(programs, f"RUN=$1 OURS={ours}; on_term", tmp_path)
@@ -79,8 +77,8 @@ def test_a_job_that_has_not_begun_stops_nobody(programs: Path, tmp_path: Path) -
     ("once", "finished", "ends"), [(0, 0, True), (0, 1, False), (1, 0, True), (1, 1, False)]
 )
 def test_a_watch_ends_when_nothing_is_left_though_some_failed(
-    programs: Path, tmp_path: Path, once: int, finished: int, ends: bool
-) -> None:
+    programs, tmp_path, once, finished, ends
+):
     """`eval submit --once` exits with 1 for a failed look, and for evaluations failed for good."""
     body = f"case $* in *--once) exit {once} ;; *--is_finished) exit {finished} ;; esac"
     stand_in(programs, "python", body)
@@ -95,7 +93,7 @@ def test_a_watch_ends_when_nothing_is_left_though_some_failed(
     assert ("the watch ends" in log) == ends
 
 
-def test_a_queue_that_cannot_be_read_is_no_empty_one(programs: Path, tmp_path: Path) -> None:
+def test_a_queue_that_cannot_be_read_is_no_empty_one(programs, tmp_path):
     stand_in(programs, "squeue", "exit 1")
     stand_in(programs, "sbatch")
     done = bash(programs, ROOT / "slurm/sweep.sh", "submit", tmp_path)
@@ -103,7 +101,7 @@ def test_a_queue_that_cannot_be_read_is_no_empty_one(programs: Path, tmp_path: P
     assert not calls(programs, "sbatch")
 
 
-def test_a_finish_that_sbatch_refuses_is_an_error(programs: Path, tmp_path: Path) -> None:
+def test_a_finish_that_sbatch_refuses_is_an_error(programs, tmp_path):
     stand_in(programs, "squeue")
     stand_in(programs, "sbatch", "case $* in *canon-data-finish*) exit 1 ;; esac; echo 5")
     stand_in(programs, "python", f"printf '%s\\0' 1,2 '{tmp_path}/data' '{tmp_path}/data'")
@@ -116,9 +114,7 @@ def test_a_finish_that_sbatch_refuses_is_an_error(programs: Path, tmp_path: Path
     ("flags", "ranks"),
     [("--gpus-per-node=h100:4", 4), ("--gres=gpu:h100:2,nvme:9", 2), ("--gpus=12", 4), ("", 8)],
 )
-def test_the_check_knows_the_gpus_that_sbatch_is_asked_for(
-    programs: Path, flags: str, ranks: int
-) -> None:
+def test_the_check_knows_the_gpus_that_sbatch_is_asked_for(programs, flags, ranks):
     stand_in(programs, "sbatch")
     stand_in(programs, "python", "printf '%s\\0' /run 1")
     words = (ROOT / "slurm/submit.sh", *flags.split(), "--nodes=3", ROOT / "slurm/pretrain_1b3.sh")
@@ -147,8 +143,8 @@ SHARES = [
 
 @pytest.mark.parametrize(("script", "settings", "flags", "asked"), SHARES)
 def test_cluster_env_says_which_part_of_a_node_a_job_takes(
-    programs: Path, script: str, settings: str, flags: str, asked: list[str]
-) -> None:
+    programs, script, settings, flags, asked
+):
     """No #SBATCH line says otherwise; sbatch by itself has the lines of the script."""
     stand_in(programs, "sbatch", 'while [[ $1 != *.sh ]]; do shift; done; grep ^#SBATCH "$1"')
     stand_in(programs, "python", "printf '%s\\0' /run 1")
@@ -163,7 +159,7 @@ def test_cluster_env_says_which_part_of_a_node_a_job_takes(
     assert not any(name in done.stdout for name in ("gpus", "exclusive", "mem", "cpus"))
 
 
-def test_a_part_of_a_node_that_is_no_number_is_refused(programs: Path) -> None:
+def test_a_part_of_a_node_that_is_no_number_is_refused(programs):
     stand_in(programs, "sbatch")
     for name in ("GPUS_PER_NODE", "CPUS_PER_GPU", "MEM_PER_GPU"):
         settings = {"CANON_CPU": 0, "SHARED_NODES": 1, name: "many"}
@@ -171,16 +167,14 @@ def test_a_part_of_a_node_that_is_no_number_is_refused(programs: Path) -> None:
         assert done.returncode == 2 and name in done.stderr and not calls(programs, "sbatch"), done
 
 
-def test_a_job_has_as_many_ranks_as_slurm_gave_it_gpus(programs: Path) -> None:
+def test_a_job_has_as_many_ranks_as_slurm_gave_it_gpus(programs):
     for given, ranks in (({"SLURM_GPUS_PER_NODE": "a:2"}, 2), ({}, 8)):
         job = {"CANON_CPU": 0, "SLURM_JOB_ID": 7, **given}
         done = library(programs, 'set_ranks "$1"; echo "$GPUS $RANKS"', 8, **job)
         assert done.stdout == f"{ranks} {ranks}\n"
 
 
-def test_what_a_node_compiles_stays_on_it_and_is_the_users_own(
-    programs: Path, tmp_path: Path
-) -> None:
+def test_what_a_node_compiles_stays_on_it_and_is_the_users_own(programs, tmp_path):
     show = 'prepare_node; echo "$TORCHINDUCTOR_CACHE_DIR $TRITON_CACHE_DIR"; ulimit -n'
     own = tmp_path / f"canon_pretrain-{os.getuid()}"
     # each is unset, empty or set in what runs this test
@@ -202,7 +196,7 @@ def test_what_a_node_compiles_stays_on_it_and_is_the_users_own(
     assert Path(inductor).parent != own and Path(inductor).parent.stat().st_uid == os.getuid()
 
 
-def test_each_node_has_the_settings_and_slurms_name_of_itself(programs: Path) -> None:
+def test_each_node_has_the_settings_and_slurms_name_of_itself(programs):
     """Whatever `sbatch --export` was told; by that name the ranks meet."""
     stand_in(programs, "srun", 'while [[ $1 == --* ]]; do shift; done; "$@"')
     body = 'echo "$PET_LOCAL_ADDR $TRITON_CACHE_DIR ${SLURM_EXPORT_ENV-all}"'
@@ -214,7 +208,7 @@ def test_each_node_has_the_settings_and_slurms_name_of_itself(programs: Path) ->
     assert done.stdout == "n1 /t all\n", done
 
 
-def test_modules_and_a_container_stand_before_each_command(programs: Path) -> None:
+def test_modules_and_a_container_stand_before_each_command(programs):
     """cluster.env's, on the batch host and on all nodes; their words may have spaces."""
     (programs / "cluster.env").write_text(
         'module() { echo "module $*"; }\nMODULES=(cuda/12 gcc)\nCONTAINER=(box --bind "/a b")\n'
@@ -234,7 +228,7 @@ def test_modules_and_a_container_stand_before_each_command(programs: Path) -> No
     assert (programs / "words").read_text() == "<--bind></a b><python><-m><m>", "no job, no srun"
 
 
-def test_a_link_runs_the_code_and_config_that_its_chain_has(programs: Path, tmp_path: Path) -> None:
+def test_a_link_runs_the_code_and_config_that_its_chain_has(programs, tmp_path):
     """And the job script's functions of that code; nothing of it where the code is damaged."""
     snapshot = tmp_path / "a run" / "code" / "001"
     (snapshot / "slurm").mkdir(parents=True)
@@ -263,7 +257,7 @@ def test_a_link_runs_the_code_and_config_that_its_chain_has(programs: Path, tmp_
 @pytest.mark.parametrize(
     "name", ["pretrain_1b3", "sweep", "eval", "eval_report", "eval_watch", "data_prep"]
 )
-def test_help_is_the_header_and_a_script_is_no_job_without_slurm(programs: Path, name: str) -> None:
+def test_help_is_the_header_and_a_script_is_no_job_without_slurm(programs, name):
     script = ROOT / "slurm" / f"{name}.sh"
     shown = bash(programs, script, "--help")
     assert shown.returncode == 0 and f"slurm/{name}.sh" in shown.stdout

@@ -15,8 +15,7 @@ from canon_pretrain.cluster.sweep import read_sweep
 from canon_pretrain.sweep import look_at_sweep, main
 from tests.fault_runs import steps
 from tests.ranks import assert_same_run, launch, logged_step, status
-from tests.slurm_cluster import SlurmCluster
-from tests.slurm_jobs import SITE, Job, Jobs, log_of, script
+from tests.slurm_jobs import SITE, Job, log_of, script
 from tests.support import ROOT, debug_run
 
 SCRIPT = str(ROOT / "slurm" / "sweep.sh")
@@ -49,9 +48,7 @@ def alone(data: Path, folder: Path, rate: str, seed: int) -> Path:
 
 
 @pytest.mark.slurm
-def test_a_sweep_of_four_two_at_a_time_one_killed_one_cancelled(
-    slurm: SlurmCluster, jobs: Jobs, data_folder: Path, tmp_path: Path
-) -> None:
+def test_a_sweep_of_four_two_at_a_time_one_killed_one_cancelled(slurm, jobs, data_folder, tmp_path):
     """What is cancelled waits for the next submission, what is killed comes back by itself, alone;
     each run is bitwise the one that was trained by itself."""
     sweep, pace = tmp_path / 'it\'s "a sweep"; $(touch HIT) 100%d', tmp_path / "pace"
@@ -104,9 +101,7 @@ def test_a_sweep_of_four_two_at_a_time_one_killed_one_cancelled(
 
 
 @pytest.mark.slurm
-def test_runs_of_one_gpu_share_a_node(
-    slurm: SlurmCluster, jobs: Jobs, data_folder: Path, tmp_path: Path
-) -> None:
+def test_runs_of_one_gpu_share_a_node(slurm, jobs, data_folder, tmp_path):
     """Two elements train at once on n1, each with a GPU of its own, as Slurm sees it."""
     sweep, pace = tmp_path / "sweep", tmp_path / "pace"
     pace.write_text(PACED)
@@ -139,9 +134,7 @@ def local(folder: Path, **variables: object) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_locally_one_after_the_other_and_stopped_in_between(
-    data_folder: Path, tmp_path: Path
-) -> None:
+def test_locally_one_after_the_other_and_stopped_in_between(data_folder, tmp_path):
     """SIGTERM to the script: the run that trains saves, the next one does not begin."""
     sweep, pace = tmp_path / "a sweep", tmp_path / "pace"
     plan(sweep, data_folder, rates=("3e-3",))
@@ -169,7 +162,7 @@ def test_locally_one_after_the_other_and_stopped_in_between(
 
 
 @pytest.mark.slow
-def test_locally_a_run_that_fails_does_not_stop_the_rest(data_folder: Path, tmp_path: Path) -> None:
+def test_locally_a_run_that_fails_does_not_stop_the_rest(data_folder, tmp_path):
     sweep = tmp_path / "s"
     plan(sweep, data_folder, rates=("3e-3",))
     (sweep / RUNS[0]).mkdir(parents=True)
@@ -191,7 +184,7 @@ def test_locally_a_run_that_fails_does_not_stop_the_rest(data_folder: Path, tmp_
         (("."), "or --local SWEEP; this way it is a job script"),
     ],
 )
-def test_wrong_words_are_refused(words: tuple[str, ...], says: str, tmp_path: Path) -> None:
+def test_wrong_words_are_refused(words, says, tmp_path):
     squeue = tmp_path / "bin" / "squeue"
     squeue.parent.mkdir()
     squeue.write_text("#!/bin/sh\n")
