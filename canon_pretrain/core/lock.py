@@ -149,9 +149,11 @@ class LinkLock:
                     )
                 time.sleep(min(1.0, lock.heartbeat_s / 4))
         except OSError as error:
+            no_folder = isinstance(error, FileExistsError)  # of mkdir
+            why = "its folder is a file, or a link to nothing" if no_folder else error.strerror
             raise UserError(
-                f"the lock {path} cannot be taken: {error.strerror}. Expected a folder that this "
-                f"user may write, with some space left; or {way_out}"
+                f"the lock {path} cannot be taken: {why}. Expected a folder that this user may "
+                f"write, with some space left; or {way_out}"
             ) from error
         return lock
 

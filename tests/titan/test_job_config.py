@@ -104,7 +104,7 @@ def test_a_world_size_that_does_not_divide_names_the_ones_that_do():
         ("validation.steps 5", "validation.steps = 5"),
         ("profiling.enable_profiling --profiling.profile_freq 3", "profile_freq = 3"),
         ("model.name llama3", "'llama3'"),
-        ("model.canon_set ABE", '"E"'),
+        ("model.canon_set ABE", '"ABE"'),
         ("model.flavor 1b4", '"1b4"'),
         ("model.attention_backend flash_attn --model.position h_alibi", '"flash_attn"'),
         ("model.position ropee", 'Did you mean "rope"'),
