@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator
+from pydantic import Field
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
@@ -23,13 +23,8 @@ HUNG_AFTER_S, HUNG_AFTER_STEPS, SLOW_AFTER_STEPS = 60.0, 10, 3
 PATIENCE_S = 1800.0  # for a phase without steps: data, a checkpoint, a first compilation
 
 
-def _check_time(text: str) -> str:
-    if datetime.fromisoformat(text).tzinfo is None:
-        raise ValueError("the time has no time zone")
-    return text
-
-
-Time = Annotated[str, AfterValidator(_check_time)]
+_TIME = r"^\d{4}-[01]\d-[0-3]\dT[0-2]\d:[0-5]\d:[0-5]\d(\.\d+)?\+00:00$"
+Time = Annotated[str, Field(pattern=_TIME)]
 
 
 @dataclass(frozen=True)
@@ -71,20 +66,10 @@ class StatusWriter:
         launch, before = Holder.of_this_process(environ), None
         with contextlib.suppress(UserError):  # a damaged view must not keep a run from starting
             before = read_status(path)
-        self.status = Status(
-            state="running",
-            step=0,
-            steps=steps,
-            heartbeat=launch.taken,
-            written=launch.taken,
-            world_size=world_size,
-            host=launch.host,
-            pid=launch.pid,
-            job_id=launch.job_id,
-            restart_count=launch.restart_count,
-            nodes=environ.get("SLURM_JOB_NODELIST"),
-            launches=1 if before is None else before.launches + 1,
-        )
+        own = {name: getattr(launch, name) for name in ("host", "pid", "job_id", "restart_count")}
+        own |= {"world_size": world_size, "nodes": environ.get("SLURM_JOB_NODELIST")}
+        own["launches"] = 1 if before is None else before.launches + 1
+        self.status = Status("running", 0, steps, launch.taken, launch.taken, **own)
         self._memory = threading.Lock()  # held for microseconds only
         self._disk = threading.Lock()  # one writer at a time: the newest status is written last
 

@@ -14,7 +14,7 @@ from canon_pretrain.checkpoint.__main__ import main
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.checkpoint.retention import hold
-from canon_pretrain.checkpoint.weights import read_weights, tensor_shapes
+from canon_pretrain.checkpoint.weights import read_weights, stored_tensors
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.core.lock import LinkLock
 from canon_pretrain.run.folder import RunFolder
@@ -83,11 +83,8 @@ def test_checkpoints_of_another_run_are_named_and_kept(run, command):
     for step in (10, 20):
         real_step(run, step)
     set_manifest(folder.step_path(20), run_id="theirs", launch=1)
-    found = json.loads(command("verify", run, "--json", code=1)[0])
-    assert [(r["state"], r["run_id"]) for r in found] == [
-        ("whole", None),
-        ("of another run, theirs", "theirs"),
-    ]
+    output, _ = command("verify", run, code=1)
+    assert "step-10  whole" in output and "step-20  of another run, theirs" in output
 
 
 def test_list_shows_all_there_is(run, command):
@@ -130,16 +127,13 @@ def test_verify_reads_every_byte_and_moves_nothing(tmp_path, command):
     for step in (10, 20, 30):
         real_step(tmp_path, step)
     output, _ = command("verify", tmp_path)
-    assert output.count("  whole  full, ") == 3 and "GB/s" in output
+    assert output.count("  whole  full, ") == 3
     flip_byte(tmp_path / "checkpoint" / "step-20" / "__0_0.distcp")
     before = sorted(tmp_path.rglob("*"))
     output, _ = command("verify", tmp_path, code=1)
     assert sorted(tmp_path.rglob("*")) == before
     for text in ("step-10  whole", "step-30  whole", "step-20  damaged: __0_0.distcp has SHA-256 "):
         assert text in output
-    command("verify", tmp_path, "--step", 10)
-    (found,) = json.loads(command("verify", tmp_path, "--step", 20, "--json", code=1)[0])
-    assert found["step"] == 20 and found["state"].startswith("damaged: __0_0.distcp has SHA-256")
 
 
 def test_verify_runs_nothing_of_a_planted_pickle(tmp_path, command):
@@ -157,8 +151,6 @@ def test_what_can_not_be_done_is_refused(run, tmp_path, command):
     for path in (tmp_path / "empty", tmp_path / "nowhere"):
         _, error = command("list", path, code=2)
         assert f"{path} holds no config.json, no checkpoint/ and no step-N" in error
-    _, error = command("verify", run, "--step", 15, code=2)
-    assert "no step 15" in error and "step-10, step-20, step-30, step-40" in error
     assert "--keep 0" in command("prune", run, "--keep", 0, code=2)[1]
     hold(run, 10, "test")  # torch can't read what make_step wrote: the weights can't be taken
     assert "step 10, not needed, stays" in command("prune", run, "--keep", 1, code=1)[1]
@@ -205,7 +197,7 @@ def test_prune_leaves_the_weights_of_a_held_step(tmp_path, command):
     assert "step-10 replaced by its weights" in output and "step-20 deleted" in output
     stripped = tmp_path / "checkpoint" / "step-10"
     assert Manifest.read(stripped).kind == "weights"
-    assert set(tensor_shapes(stripped)) == set(weights[10])
+    assert set(stored_tensors(stripped)) == set(weights[10])
     read = read_weights(stripped, weights[10])
     assert all(torch.equal(read[name], weights[10][name]) for name in read)
     assert "step-10  whole  weights" in command("verify", tmp_path)[0]

@@ -82,8 +82,9 @@ def record(facts: RunFacts) -> LaunchRecord:
 
 def write_record(run: RunFolder, facts: RunFacts) -> list[str]:
     """A record of `facts` with made-up configuration; what it says went wrong."""
-    made_up = {"world_size": 1, "versions": {}}
-    return record(facts).write(run, config={"job": {}}, identity={}, facts=made_up)
+    if not run.config_file.exists():
+        run.write_config({"job": {}}, {})
+    return record(facts).write(run, {"world_size": 1, "versions": {}})
 
 
 def test_launches_are_counted_whatever_is_lost(tmp_path):
@@ -112,6 +113,7 @@ def test_a_persons_own_readme_stays(tmp_path):
 
 def test_a_full_disk_gives_one_sentence_and_leaves_no_half_record(tmp_path):
     with small_disk(tmp_path / "disk", "size=64k") as disk:
+        RunFolder(disk).write_config({"job": {}}, {})
         filler = fill(disk)
         facts, problem = begin_launch(RunFolder(disk))
         assert problem is not None
@@ -119,7 +121,7 @@ def test_a_full_disk_gives_one_sentence_and_leaves_no_half_record(tmp_path):
         assert "No space left" in problem
         filler.unlink()
         assert launch_numbers(RunFolder(disk)) == []
-        assert [path.name for path in disk.rglob("*") if path.is_file()] == []
+        assert [path.name for path in disk.rglob("*") if path.is_file()] == ["config.json"]
 
 
 @pytest.mark.parametrize(
