@@ -90,7 +90,6 @@ def _list(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Na
         "unfinished": sized(folder.unfinished() + folder.leftovers()),
         "quarantined": [{**q._asdict(), "path": str(q.path)} for q in folder.quarantined()],
         "archives": sized(folder.archives(run)),
-        "strays": folder.strays(),
     }
     if arguments.json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
@@ -101,8 +100,6 @@ def _list(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Na
     for name in ("unfinished", "quarantined", "archives"):
         for x in found[name]:
             print(f"{name}  {x['path']}  {size(x['bytes'])}  {x.get('reason', '')}".rstrip())
-    if found["strays"]:
-        print(f"no part of it: {', '.join(found['strays'])}")
 
 
 def _read(path: Path, run_id: str | None, *, hashes: bool) -> dict[str, Any]:

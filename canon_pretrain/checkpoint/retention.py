@@ -17,8 +17,6 @@ from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find
 from canon_pretrain.core.files import fsync_folder
 from canon_pretrain.run.folder import EVALS
 
-MAX_HELD = 4
-
 _Signature = dict[str, tuple[int, ...]]
 
 
@@ -50,7 +48,7 @@ class Retention:
     _: KW_ONLY
     holds: Callable[[], set[int]]
     strip: Callable[[Path, Path], None]
-    max_held: int = MAX_HELD
+    max_held: int = 4
     run_id: Callable[[], str | None] = lambda: None
     workers: int = 1
 
@@ -123,11 +121,8 @@ class Retention:
         return None
 
     def apply(self) -> Outcome:
-        """Set aside damaged steps, delete old ones and strip held ones."""
-        try:
-            plan = self.plan()
-        except OSError as error:
-            return Outcome(errors=[f"{self.folder.path} can't be looked through: {error}"])
+        """Set aside damaged steps, delete old ones and strip held ones. Raises OSError."""
+        plan = self.plan()
         outcome = Outcome(plan.kept, weights_only=plan.weights_only, errors=plan.errors)
         # room first: a full disk leaves none for the weights
         acts = [(self._set_aside, step) for step in sorted(plan.bad)]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -23,8 +23,7 @@ HUNG_AFTER_S, HUNG_AFTER_STEPS, SLOW_AFTER_STEPS = 60.0, 10, 3
 PATIENCE_S = 1800.0  # for a phase without steps: data, a checkpoint, a first compilation
 
 
-_TIME = r"^\d{4}-[01]\d-[0-3]\dT[0-2]\d:[0-5]\d:[0-5]\d(\.\d+)?\+00:00$"
-Time = Annotated[str, Field(pattern=_TIME)]
+Time = Annotated[str, Field(pattern=r"^\d{4}-[01]\d-[0-3]\dT[0-2]\d(:[0-5]\d){2}.*\+00:00$")]
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,6 @@ class StatusWriter:
 
     def set(self, **values: Any) -> None:
         """Set fields of `Status` by name, in memory alone."""
-        assert values.get("phase", "ended") in get_args(Phases), values
         with self._memory:
             self.status = replace(self.status, **values)
 
