@@ -320,10 +320,7 @@ def announce(
         own["devices"] = devices | {"cuda": torch.version.cuda}
         versions = ("canon_pretrain", "torch", "torchtitan")
         own["versions"] = {name: facts.get(name) for name in versions}
-        problems = record.write(
-            folder, config=config, identity=identity, code=compared.code, facts=own
-        )
-        for problem in problems:
+        for problem in record.write(folder, own):
             logger.warning(f"{problem}. The run goes on")
     for name, (old, new) in differences.items():
         mark = " (allowed by run.allow_changes)" if name in compared.changes else ""
