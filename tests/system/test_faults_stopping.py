@@ -1,6 +1,5 @@
 """Ends that nobody planned: signals, STOP, two launches on one folder, a rank that hangs."""
 
-import functools
 import json
 import os
 import signal
@@ -8,11 +7,9 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
@@ -137,15 +134,6 @@ def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(t
     said = status(run)
     assert (said.state, said.reason.partition(":")[0]) == ("failed", "KeyboardInterrupt")
     assert steps(run) == [step]
-
-
-def test_sigterm_ends_a_rank_that_waits_for_the_others_at_once(trial):
-    """torchrun sends it when rank 0 was refused; caught, it would take effect 30 seconds later."""
-    marker = trial.folder / "starting"
-    started = trial.start(before=(slow_start, marker))
-    started.wait_for(lambda: marker.with_suffix(".1").exists())
-    started.send(signal.SIGTERM, [1])
-    assert started.wait().codes[1] == -signal.SIGTERM
 
 
 def test_a_signal_before_the_first_step_stops_soon_after_it(trial):
@@ -369,25 +357,3 @@ def test_a_hang_while_a_checkpoint_is_written_ends_as_well(trial):
     took, _ = hang(started, run, saving.is_dir)
     assert took < TIMEOUT_S + CLOSE_TIMEOUT_S + 10
     assert status(run).state == "failed"
-
-
-def test_two_launches_each_have_a_file_for_their_stacks(tmp_path, monkeypatch):
-    """The one that lost the folder ends while the one that took it watches for hangs."""
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    comm = SimpleNamespace(save_traces_folder="comm_traces", train_timeout_seconds=100)
-    job, folder = SimpleNamespace(comm=comm), SimpleNamespace(path=tmp_path)
-    trainer: Any = SimpleNamespace(job_config=job, folder=folder)
-    watch = functools.partial(CanonTrainer._hang_watch, trainer)
-    path = tmp_path / "comm_traces" / "rank_0.stacks.txt"
-    old, new = watch(), watch()
-    old.__enter__()
-    new.__enter__()
-    taken = path.stat().st_ino
-    old.__exit__(None, None, None)
-    assert path.stat().st_ino == taken, "the launch that ends takes away the other's file"
-    new.__exit__(None, None, None)
-    assert not path.exists()
-    path.parent.rmdir()
-    path.parent.write_text("no folder can be made here")
-    with watch() as arm:
-        arm()  # nothing to write to: the run goes on all the same

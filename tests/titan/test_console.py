@@ -4,11 +4,9 @@ import logging
 import os
 import pty
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
-import time
 from typing import Any
 
 import pytest
@@ -85,23 +83,6 @@ def test_the_view_fits_any_width(width):
     assert len(lines) <= 11
 
 
-def test_a_view_that_begins_on_a_resumed_run_knows_its_past(monkeypatch):
-    monkeypatch.setattr("canon_pretrain.titan.console.is_terminal", lambda: True)
-    view = Console(500, 500)
-    past: list[dict[str, Any]] = [
-        {"event": "step", "step": 10, "loss": 5.0},
-        {"event": "step", "step": 20, "loss": "NaN"},
-        {"event": "step", "step": 30, "loss": 4.0},
-        {"event": "validation", **HELD_OUT, "step": 30, "loss": "Infinity"},
-        {"event": "checkpoint", "step": 30},
-    ]
-    view.begin(30, past)
-    view.end()
-    text = "\n".join(lines_of(view, 100))
-    assert "loss 4.0000 █x▁" in text and "checkpoint of step 30" in text
-    assert "validation loss inf (1.7500 bits/byte) at step 30" in text
-
-
 SCRIPT = textwrap.dedent(
     """
     import logging, sys, time
@@ -162,46 +143,6 @@ def test_a_terminal_is_left_as_it_was(end, code):
         assert plain.rstrip().endswith("after") and "step 8/500" in plain
     if code == 1:
         assert "ValueError: broken" in plain
-
-
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
-def test_the_view_stands_once_on_a_terminal_that_is_made_narrower(tmp_path):
-    """A real terminal of 100 columns, then 60, then 90: each picture shows one view."""
-    (tmp_path / "script.py").write_text(
-        SCRIPT.format(root=str(ROOT), fields=FIELDS, sleep=0, end="time.sleep(60)")
-    )
-    socket = f"canon-{os.getpid()}"
-
-    def tmux(*words: str) -> str:
-        done = subprocess.run(
-            ["tmux", "-L", socket, *words], capture_output=True, text=True, check=True
-        )
-        return done.stdout
-
-    def picture(width: int) -> list[str]:
-        tmux("resize-window", "-t", "view", "-x", str(width), "-y", "24")
-        time.sleep(0.8)  # three times as long as the view takes to look
-        # with its history: tmux scrolls where lines take more rows
-        shown = tmux("capture-pane", "-p", "-S", "-50", "-t", "view")
-        return [line for line in shown.splitlines() if line]
-
-    command = f"{sys.executable} {tmp_path / 'script.py'}"
-    tmux("-f", "/dev/null", "new-session", "-d", "-s", "view", "-x", "100", "-y", "24", command)
-    try:
-        deadline = time.monotonic() + 60
-        while "step 8/500" not in tmux("capture-pane", "-p", "-t", "view"):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        for width in (100, 60, 90):
-            lines = picture(width)
-            begins = [k for k, line in enumerate(lines) if line.startswith("step ")]
-            assert len(begins) == 1, lines
-            assert sum("grad_norm" in line for line in lines) == 1, lines
-            above = "\n".join(lines[: begins[0]])
-            assert "printed" in above and "logged" in above
-            assert len(lines[begins[0]]) == width - 1, "the bar fills the line"
-    finally:
-        tmux("kill-server")
 
 
 @pytest.mark.parametrize(

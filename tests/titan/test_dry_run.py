@@ -19,11 +19,9 @@ from canon_pretrain.titan.dry_run import (
     check_memory,
     count_memory,
     count_saved,
-    first_notes,
     make_plans,
     reference,
     saved_bytes,
-    this_machine,
     world_sizes,
 )
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
@@ -191,15 +189,6 @@ def test_this_machine_is_planned_beside_the_reference(monkeypatch):
     assert "an A100" in make_plans(big, None, None, None, ranks=1)["this machine"].device.assumed
 
 
-def test_a_long_run_and_idle_gpus_are_pointed_out(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    with_gpus(monkeypatch, "NVIDIA H100 80GB HBM3", 8, 79.6)
-    idle, long = first_notes(job_of("nope_canon"), this_machine(1), 1)
-    assert "1 of the 8 GPUs" in idle and "about 30 days" in long
-    monkeypatch.setattr(dry_run, "device_count", lambda: 1)
-    assert [*first_notes(job_of("debug"), this_machine(1), 1)] == []
-
-
 @pytest.mark.parametrize(
     ("gpu", "world", "mfu", "message"),
     [
@@ -249,15 +238,6 @@ def test_the_command_prints_the_plan_and_writes_nothing(tmp_path, capsys, monkey
             monkeypatch.setenv(name, value)
         assert bool(printed("quickstart", "")) == (rank == "0")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "words", ["--gpu h100", "--dry_run --world many", "--dry_run --model.canon_set X"]
-)
-def test_words_that_cannot_be_obeyed_leave_with_2(words):
-    with pytest.raises(SystemExit) as left:
-        main(["--config", str(CONFIGS / "nope_canon.toml"), *words.split()])
-    assert left.value.code == 2
 
 
 def test_a_job_is_refused_by_the_least_that_it_needs():
