@@ -60,24 +60,24 @@ def test_plain_lines_are_those_that_scripts_know(caplog):
 def test_a_view_that_fails_is_one_line_and_plain_lines_go_on(caplog, monkeypatch):
     console = Console(500, 500)
     monkeypatch.setattr("canon_pretrain.titan.console.is_terminal", lambda: True)
-    console.begin(3, [{"event": "step", "step": 2, "loss": None}])  # a past that is damaged
+    monkeypatch.setattr("rich.live.Live.start", lambda view: 1 / 0)
     with caplog.at_level(logging.INFO, logger="root"):
+        console.begin(3)
         console.event("step", FIELDS | {"step": 4})
     assert "no live view" in caplog.text and "step 4/500" in caplog.text
 
 
-@pytest.mark.parametrize("width", [1, 20, 40, 60, 80, 200])
-def test_the_view_fits_any_width(width):
-    lines = lines_of(a_view(), width)
-    assert all(len(line) <= width for line in lines)
-    if width < 60:
-        return
+def test_the_view_shows_what_the_readme_names():
+    lines = lines_of(a_view(), 100)
     text = " ".join(" ".join(lines).split())
     for fact in (
         *("step 250/500", "50.0%", "ETA 62 min", "loss 3.2500", "grad_norm 0.837", "MFU 45.1%"),
         *("lr 2.52e-03", "5,047 tok/s", "data wait 1.2%", "memory 54.2 GiB", "512,000 tokens"),
         *("checkpoint of step 250, 0 s ago", "skipped steps 2", "restarts 1"),
-        *("validation loss 3.5000 (1.7500 bits/byte) at step 200", "saved step 250: 14.70 MB"),
+        *(
+            "validation loss 3.5000 (1.7500 bits/byte) at step 200",
+            "of step 250: 14.70 MB in 0.2 s",
+        ),
     ):
         assert fact in text, fact
     assert len(lines) <= 11

@@ -117,11 +117,10 @@ def test_the_peak_of_the_loss_is_the_real_one(dtype, chunk_tokens, z_loss):
         _, objective = head_loss(job.loss)(h, weight, torch.zeros(num_tokens, dtype=torch.int64))
         objective.backward()
     # the weight's own gradient is not the loss's: it is counted with the gradients
-    if chunk_tokens and dtype != "float32":  # a copy, without a GPU's products of halves
+    if dtype != "float32":  # a copy, without a GPU's products of halves
         expected += 4 * weight.numel()
     # where there is one chunk, its logits are gone before there is a gradient of the weight
-    most = 1.2 if chunk_tokens else 1.1
-    assert memory.most / 1.1 < expected < most * memory.most
+    assert memory.most / 1.1 < expected < 1.2 * memory.most
 
 
 def test_parts_of_the_plan_by_hand():
@@ -161,7 +160,7 @@ def test_the_data_that_is_there_is_measured_or_refused_as_by_the_run(data_folder
 def with_gpus(monkeypatch: pytest.MonkeyPatch, name: str, count: int, gib: float) -> None:
     """A machine with so many GPUs of that name and memory."""
     monkeypatch.setattr(dry_run, "has_accelerator", lambda: True)
-    monkeypatch.setattr(dry_run, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     memory = types.SimpleNamespace(total_memory=round(gib * 2**30))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: memory)
@@ -223,8 +222,6 @@ def test_the_command_prints_the_plan_and_writes_nothing(tmp_path, capsys, monkey
         main(["--config", str(CONFIGS / f"{name}.toml"), "--dry_run", *words.split()])
         return " ".join(capsys.readouterr().out.split())
 
-    out = printed("nope_canon", "--model.tie_embeddings True --loss.z_loss 1e-4")
-    assert "nope, Canon-ABCD, QK-norm none, tie_embeddings = true, z_loss = 0.0001" in out
     out = printed("nope_canon", "--gpu H200 --world 16 --mfu 0.5")
     for text in ("1,347,463,168", "6(N - embeddings) + 12LHKT", "16 x H200", "50% MFU"):
         assert text in out

@@ -190,9 +190,9 @@ def test_a_launch_that_does_not_fit_exits_with_2(data_folder, tmp_path, capsys, 
     assert "MASTER_PORT = 'abc'" in exits_with_2(argv, capsys)
     monkeypatch.setenv("MASTER_PORT", "0")
     monkeypatch.setattr("canon_pretrain.titan.device.has_accelerator", lambda: True)
-    monkeypatch.setattr("canon_pretrain.titan.device.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     assert "5 ranks on this node, but 4 GPU(s)" in exits_with_2(argv, capsys)
-    monkeypatch.setattr("canon_pretrain.titan.device.device_count", lambda: 8)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.setattr("canon_pretrain.titan.device.take_device", lambda: None)
     message = exits_with_2(argv, capsys)
     assert "World sizes that divide it: 1, 2, 3, 4, 6, 12" in message
