@@ -14,11 +14,9 @@ import pytest
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.checkpoint.writer import VerifiedWriter
-from canon_pretrain.core.lock import LinkLock
 from canon_pretrain.run import status as run_status
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.log import RunLog
-from canon_pretrain.run.status import StatusWriter, health
+from canon_pretrain.run.status import health
 from canon_pretrain.titan.checkpoint import CLOSE_TIMEOUT_S
 from canon_pretrain.titan.trainer import CanonTrainer
 from tests.fault_runs import EVERY_2, Trial, start_torchrun, steps, wait_for, wrap
@@ -51,33 +49,9 @@ def slow_steps(rank: int, seconds: float, marker: Path | None = None) -> None:
     wrap(CanonTrainer, "train_step", before=dawdle)
 
 
-def slow_start(rank: int, marker: Path) -> None:
-    """A launch that is long busy before its first step, as with a large model."""
-
-    def dawdle(*arguments: object) -> None:
-        marker.with_suffix(f".{rank}").touch()
-        time.sleep(0.7)
-
-    wrap(CanonTrainer, "__init__", before=dawdle)
-
-
 def slow_write(rank: int) -> None:
     """A disk that takes a second for each rank's files."""
     wrap(VerifiedWriter, "write_data", before=lambda *arguments: time.sleep(1))
-
-
-def keep_a_journal(rank: int, journal: Path, seconds: float) -> None:
-    """Slow steps, and a line in `journal` for the loss of the lock and each write to the run."""
-    slow_steps(rank, seconds)
-
-    def note(line: str) -> None:
-        with open(journal, "a") as file:
-            file.write(line)
-
-    writers = ((LinkLock, "_lose"), (RunLog, "_append"), (StatusWriter, "write"))
-    for owner, name in (*writers, (VerifiedWriter, "__init__")) if rank == 0 else ():
-        line = f"{owner.__name__} {name}\n"
-        wrap(owner, name, before=lambda *_, line=line: note(line))
 
 
 SIGNALS = [(signal.SIGTERM, 1), (signal.SIGINT, 0), (signal.SIGUSR1, 1), (signal.SIGUSR2, 0)]
@@ -136,17 +110,6 @@ def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(t
     assert steps(run) == [step]
 
 
-def test_a_signal_before_the_first_step_stops_soon_after_it(trial):
-    marker = trial.folder / "starting"
-    started = trial.start(*LONG, before=(slow_start, marker))
-    for number, rank in ((signal.SIGUSR1, 1), (signal.SIGUSR2, 0)):
-        started.wait_for(marker.with_suffix(f".{rank}").exists)
-        started.send(number, [rank])
-    ended = started.wait()
-    assert ended.codes == [0, 0], ended.output
-    assert check_stopped(trial.run, "SIGUSR1, SIGUSR2", []) <= 4
-
-
 def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -203,9 +166,9 @@ def test_a_second_launch_is_refused_and_kill_9_leaves_a_folder_that_can_be_taken
 
 def test_a_restart_of_the_same_slurm_job_takes_over_a_live_launch(trial):
     """A launch with a checkpoint at each slow step, and its restart on one rank."""
-    run, journal, job = trial.run, trial.folder / "journal.jsonl", {"SLURM_JOB_ID": "7"}
+    run, job = trial.run, {"SLURM_JOB_ID": "7"}
     command = (*LONG, "--checkpoint.interval", 1)
-    old = trial.start(*command, environment=job, before=(keep_a_journal, journal, 0.15))
+    old = trial.start(*command, environment=job, before=(slow_steps, 0.15))
     old.wait_for(lambda: len(steps(run)) >= 2)
     new = trial.start(*command, ranks=1, environment=job | {"SLURM_RESTART_COUNT": "1"})
     new.wait_for(lambda: bool(events(run, "resume")))
@@ -221,10 +184,6 @@ def test_a_restart_of_the_same_slurm_job_takes_over_a_live_launch(trial):
     assert (said.state, said.restart_count, said.launches) == ("stopped", 1, 2)
     assert not RunFolder(run).lock_file.exists()
     assert [e["world_size"] for e in events(run, "resume")] == [1]
-    # what has lost its lock writes nothing any more
-    names = [line.split()[:2] for line in journal.read_text().splitlines()]
-    lost = ["LinkLock", "_lose"]
-    assert all(name == lost for name in names[names.index(lost) :]), names
 
 
 def commit_after_sleep(rank: int, step: int) -> None:

@@ -97,7 +97,7 @@ SCRIPT = textwrap.dedent(
     console.event("step", FIELDS | {{"step": 7}})
     print("printed")
     logging.getLogger().info("logged")
-    time.sleep({sleep})
+    time.sleep(0.6)
     console.event("step", FIELDS | {{"step": 8}})
     {end}
     """
@@ -107,7 +107,7 @@ SCRIPT = textwrap.dedent(
 def in_a_terminal(end: str) -> tuple[int, str]:
     """Exit code and all that a script which shows a view and then does `end` sends a terminal."""
     parent, child = pty.openpty()
-    script = SCRIPT.format(root=str(ROOT), fields=FIELDS, sleep=0.6, end=end)
+    script = SCRIPT.format(root=str(ROOT), fields=FIELDS, end=end)
     ends: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), child)
     environment = os.environ | {"TERM": "xterm-256color"}
     process = subprocess.Popen([sys.executable, "-c", script], env=environment, **ends)
@@ -127,7 +127,6 @@ def in_a_terminal(end: str) -> tuple[int, str]:
     ("end", "code"),
     [
         ("console.end(); assert sys.stdout is not stdout; console.end(); print('after')", 0),
-        ("raise ValueError('broken')", 1),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9),
     ],
 )
@@ -141,8 +140,6 @@ def test_a_terminal_is_left_as_it_was(end, code):
     assert plain.index("logged") < plain.rindex("step 7/500"), "the view is below what is printed"
     if code == 0:
         assert plain.rstrip().endswith("after") and "step 8/500" in plain
-    if code == 1:
-        assert "ValueError: broken" in plain
 
 
 @pytest.mark.parametrize(

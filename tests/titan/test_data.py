@@ -33,17 +33,6 @@ from tests.support import EOS_ID, ROOT, VOCAB_SIZE, debug_run, token_documents, 
 
 BATCH, SEQ_LEN = 12, 64
 WEIGHTS = [0.75, 0.25]
-THREAD = "read ahead"
-
-
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == THREAD]
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_is_left():
-    yield
-    assert not threads()
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.spec import head_loss
 from canon_pretrain.train import main
 from tests.kernels.test_linear_cross_entropy import Peak
-from tests.support import ROOT, debug_run, train
+from tests.support import ROOT, debug_run
 
 CONFIGS = ROOT / "train_configs"
 
@@ -202,18 +202,6 @@ def test_what_cannot_be_planned(gpu, world, mfu, message):
         make_plans(job_of("nope_canon"), gpu, world, mfu, ranks=1)
 
 
-def test_replicas_hold_all_states_each_and_share_the_batch():
-    replicas = ("--parallelism.data_parallel_replicate_degree", "2")
-    hsdp = plan_of(job_of("nope_canon", *replicas), "h100", 16, 0.4)
-    node, two = (plan_of(job_of("nope_canon"), "h100", world, 0.4) for world in (8, 16))
-    for part in ("weights", "gradients", "optimizer (two moments)"):
-        assert hsdp.memory[part] == node.memory[part] == pytest.approx(2 * two.memory[part])
-    assert (hsdp.micro_batch, hsdp.seconds) == (two.micro_batch, two.seconds)
-    assert world_sizes(job_of("nope_canon", *replicas)) == [2, 4, 6, 8, 12, 16, 24, 48]
-    with pytest.raises(UserError, match="48 can't be shared by 5 ranks"):
-        world_sizes(job_of("nope_canon", replicas[0], "5"))
-
-
 def test_the_command_prints_the_plan_and_writes_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
@@ -251,17 +239,6 @@ def test_a_job_is_refused_by_the_least_that_it_needs():
     with pytest.raises(UserError, match="1 rank.*weights 5.0, gradients 5.0, optimizer .* 10.0"):
         check_memory(compiled, laptop, 1)
     check_memory(job_of("nope_canon", "--training.enable_cpu_offload"), laptop, 1)
-
-
-HUGE = [f"--model.{name}={2**17}" for name in ("dim", "ffn_dim")]
-
-
-def test_a_job_that_cannot_fit_is_refused_before_a_weight_is_made(data_folder, tmp_path):
-    done = train(*debug_run(data_folder, tmp_path / "run"), *HUGE, ranks=2, check=False)
-    assert done.returncode == 1
-    assert done.stderr.count("error: this job can't fit") == 1
-    # ranks that read no data may have begun their session: no file is left of it
-    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
 
 
 def test_force_starts_it_all_the_same(data_folder, tmp_path, monkeypatch, capsys):

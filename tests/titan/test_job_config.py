@@ -1,15 +1,12 @@
 """The job: what a file and a command line come to, and what is refused."""
 
-import ast
-import dataclasses
 import re
 
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.model.args import FLAVORS, ModelArgs
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.job_config import CanonJobConfig, Model, micro_batch_size, shard_degree
+from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
 from tests.support import ROOT
 
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
@@ -38,23 +35,6 @@ def test_defaults_are_the_papers_and_not_torchtitans():
     assert job.checkpoint.enable
     assert not job.checkpoint.last_save_model_only
     assert job.activation_checkpoint.mode == "none"
-
-
-def test_every_model_key_of_the_toml_reaches_the_model():
-    ours = {f.name for f in dataclasses.fields(Model)} & {
-        f.name for f in dataclasses.fields(ModelArgs)
-    }
-    text = "vocab_size=77 num_layers=3 dim=128 num_heads=8 num_kv_heads=4 ffn_dim=96 bias=True "
-    text += "ffn='standard' ffn_activation='gelu' norm='layernorm' norm_eps=1e-6 canon_set='BD' "
-    text += "position='partial_rope_c' partial_rope_dim=6 rope_theta=500.0 canon_kernel=3 eos_id=3 "
-    text += "canon_residual=False canon_activation=True canon_trainable=False init='lingua' "
-    text += "tie_embeddings=True document_mask=True qk_norm='per_head' init_seed=9"
-    values = {k: ast.literal_eval(v) for k, v in (word.split("=") for word in text.split())}
-    assert ours == values.keys()
-    job = CanonJobConfig(model=Model(flavor="162M", **values))  # type: ignore[arg-type]
-    expected = dataclasses.replace(FLAVORS["162M"], max_seq_len=job.training.seq_len, **values)
-    assert job.model_args == expected
-    assert CanonJobConfig(model=Model(flavor="4M")).model_args.vocab_size == 2000
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 16, 48])

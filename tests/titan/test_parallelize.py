@@ -125,10 +125,9 @@ def test_a_pass_is_kept_until_what_it_depends_on_changes(alone, checks, data_fol
     assert choose() == "triton" and choose(code=CODE | {"titan/trainer.py": "4"}) == "triton"
     assert checks == []
     (kept,) = alone.rglob("*.json")
-    for damage in (b"", b"{", b"[]", b'{"problem": 3}', b"\xff"):
-        kept.write_bytes(damage)
-        checks += [None]
-        assert choose() == "triton" and checks == []
+    kept.write_bytes(b'{"problem": 3}')
+    checks += [None]
+    assert choose() == "triton" and checks == []
     for words, code in (
         (("--training.local_batch_size", "2"), CODE),
         (("--training.seq_len", "32"), CODE),

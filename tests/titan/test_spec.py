@@ -159,27 +159,3 @@ def test_a_line_to_zero_and_a_rate_that_stays():
     line_to_0 = rates(job_of(warmup_steps=0, decay_type="linear", min_lr_factor=0))
     assert line_to_0 == pytest.approx([1 - step / STEPS for step in range(STEPS)])
     assert rates(job_of(min_lr_factor=1.0))[WARMUP:] == pytest.approx([1.0] * (STEPS - WARMUP))
-
-
-def test_a_run_prolonged_at_a_stable_rate_is_the_longer_run():
-    """WSD and InfiniteLR do not depend on the run's length there; a cosine over the run does."""
-
-    def prolonged(steps: int, **schedule: object) -> tuple[list[float], list[float]]:
-        """12 steps of a run of 20, then on to `steps`; and the run of `steps` by itself."""
-        optimizers, begun = schedule_of(job_of(**schedule))
-        found, long = _take(optimizers, begun, 12), job_of(**schedule)
-        long.training.steps = steps
-        optimizers, resumed = schedule_of(long)
-        resumed.load_state_dict(begun.state_dict())
-        optimizers.optimizers[0].param_groups[0]["lr"] = begun.schedulers[0].get_last_lr()[0]
-        return found + _take(optimizers, resumed, steps - 12), rates(long, steps)
-
-    for steps, schedule in ((40, {"decay_ratio": 0.25}), (40, {"decay_steps": 8})):
-        joined, straight = prolonged(steps, **schedule)
-        assert joined == straight
-    joined, straight = prolonged(40)
-    assert joined != straight
-    joined, straight = prolonged(16, decay_ratio=0.25)  # a decay of its own
-    assert joined == straight
-    decay = [FLOOR + (1 - FLOOR) * cosine(k / 4) for k in range(4)]
-    assert straight[12:] == pytest.approx(decay)
