@@ -22,24 +22,19 @@ parameters, memory, disk, time. With --force train though by the estimate memory
 """
 
 
-def split_config(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Take `--config FILE` (or torchtitan's `--job.config_file FILE`) out of the command line."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    names = ("--config", "--job.config_file", "--job.config-file")
-    parser.add_argument(*names, dest="path", type=Path)
-    try:
-        options, rest = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise UserError(f"{error}. Usage: {USAGE}") from None
-    return options.path, rest
-
-
 def parse_job(arguments: Sequence[str], *, quiet: bool = False) -> CanonJobConfig:
     """Return the checked job of a command line, whose options win over its file; or UserError.
 
     A fault in the overrides is printed by tyro (not if `quiet`) and leaves with exit code 2.
     """
-    path, overrides = split_config(arguments)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    names = ("--config", "--job.config_file", "--job.config-file")  # the last two: torchtitan's
+    parser.add_argument(*names, dest="path", type=Path)
+    try:
+        options, overrides = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error}. Usage: {USAGE}") from None
+    path = options.path
     if path is not None:
         base = experiment.build(CanonJobConfig, read_experiment(path), source=str(path))
     elif any(word in ("-h", "--help") for word in overrides):
