@@ -95,11 +95,11 @@ def plan_job(
     import torch
 
     from canon_pretrain.model.args import num_parameters
-    from canon_pretrain.titan.command_line import FORCE, parse_job
+    from canon_pretrain.titan.command_line import parse_job
     from canon_pretrain.titan.data import open_shards
     from canon_pretrain.titan.job_config import shard_degree
 
-    job = parse_job([word for word in arguments if word != FORCE])
+    job = parse_job([word for word in arguments if word != "--force"])
     check_nodes(job.training.global_batch_size, nodes, ranks_per_node)
     shard_degree(job, nodes * ranks_per_node)
     if data:

