@@ -4,10 +4,8 @@ import argparse
 import gc
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -132,16 +130,6 @@ def test_attention_times_each_package_with_its_own_kernel_in_place():
     assert active() is None
 
 
-def test_generate_compares_prompts_and_answers(run):
-    tokens = ("--prompt-tokens", 8, "--new-tokens", 4, "--pairs", 2, "--batches", 1, 2)
-    result, _ = run("generate", "--flavor", "debug", "--sets", "AC", "ABCD", *tokens)
-    rows = [(row["batch"], row["canon_set"]) for row in result["rows"]]
-    assert rows == [(1, "AC"), (1, "ABCD"), (2, "AC"), (2, "ABCD")]
-    for row in result["rows"]:
-        assert row["operators"] > row["base_operators"] > 0
-        assert row["decode"]["pairs"] == 2
-
-
 def test_step_compares_with_the_least_bytes_and_the_target(run):
     options = ("--flavor", "8L512D", "--layers", 1, "--tokens", 4, "--micro-batch", 1)
     result, page = run("step", *options, *QUICK, "--sets", "ABCD")
@@ -171,26 +159,6 @@ def test_canon_counts_the_bytes_of_each_kernel(run):
     assert all(row["max_error"] < 1e-5 for row in rows.values())
 
 
-def test_what_does_not_fit_in_memory_is_left_out_and_said(run, monkeypatch, capsys):
-    build, refused = step.build, {"ABCD reference"}
-
-    def limited(work: Workload, variant: Variant, *how: Any, **options: Any) -> Any:
-        if variant.name in refused:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return build(work, variant, *how, **options)
-
-    monkeypatch.setattr(step, "build", limited)
-    result, page = run("step", *SMALL, *QUICK, "--sets", "AC", "ABCD")
-    assert [row["variant"] for row in result["rows"]] == ["AC compiled", "ABCD compiled"]
-    assert "not measured: ABCD reference: it does not fit in this GPU's memory" in page
-    refused.add("no Canon")
-    with pytest.raises(SystemExit):
-        run("step", *SMALL, *QUICK)
-    assert (
-        "give a smaller --micro-batch, --batches or --tokens, or fewer" in capsys.readouterr().err
-    )
-
-
 def counted_blocks(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[TransformerBlock]:
     blocks: weakref.WeakSet[TransformerBlock] = weakref.WeakSet()
     make_block = TransformerBlock.__init__
@@ -201,23 +169,6 @@ def counted_blocks(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[Transform
 
     monkeypatch.setattr(TransformerBlock, "__init__", counted)
     return blocks
-
-
-@pytest.mark.filterwarnings(*TORCHTITANS)
-def test_on_a_gpu_the_trainer_and_the_bare_loop_are_not_there_together(run, monkeypatch):
-    blocks, free, left = counted_blocks(monkeypatch), Machine.free_memory, []
-
-    def freed(machine: Machine) -> None:
-        free(machine)
-        left.append(len(blocks))
-
-    monkeypatch.setattr(Machine, "free_memory", freed)
-    on_cpu(monkeypatch, alone=True)
-    result, page = run("trainer", "--config", DEBUG, "--repeats", 3, "--steps", 1)
-    assert left == [0] * 4 and result["drift"] > 0
-    assert result["pairs"] == 3 and len(result["saves"]) == 3
-    assert result["tokens_per_step"] == 12 * 64
-    assert "before and after ours" in " ".join(page.split())
 
 
 def test_a_gpu_holds_one_model_at_a_time(run, monkeypatch):
@@ -333,24 +284,3 @@ def test_bad_input_is_one_message(words, message, run, capsys):
         main(words.split())
     error = capsys.readouterr().err
     assert end.value.code == 2 and error.startswith(f"error: {message}") and error.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_an_interrupted_bench_leaves_no_folder(tmp_path):
-    options = command("trainer", "--config", DEBUG, "--repeats", 10_000, temporary=tmp_path)
-    # a shell's background job, as this suite may be, hands an ignored SIGINT on
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen(**options, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    signal.signal(signal.SIGINT, before)
-    try:
-        deadline = time.monotonic() + 120
-        while not list(tmp_path.glob("canon-bench-*/run/*")):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130, errors
-    assert not list(tmp_path.glob("canon-bench-*"))

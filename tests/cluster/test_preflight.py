@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 
 from canon_pretrain import preflight
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.preflight import IN_NODE, MATMUL, MEMORY, TWO_NODES, Report, judge, main
+from canon_pretrain.preflight import IN_NODE, MATMUL, TWO_NODES, Report, judge, main
 from canon_pretrain.run.folder import RunFolder
 from tests.fault_runs import checkpoint, unharmed_run
 from tests.ranks import _context as rank_context
@@ -62,13 +60,6 @@ def test_the_plan_is_the_run_folder_and_a_checkpoints_size(data_folder, tmp_path
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     there = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     assert 0.98 * there < int(size) < 1.02 * there, "as large as a real one's tensors"
-
-
-def test_data_that_is_not_there_is_refused_where_it_is_asked_for(tmp_path):
-    arguments = list(map(str, debug_run(tmp_path / "nothing", tmp_path / "run")))
-    preflight.plan_job(arguments, 1, 2)
-    with pytest.raises(UserError, match="nothing"):
-        preflight.plan_job(arguments, 1, 2, data=True)
 
 
 def test_a_nodes_report(tmp_path, monkeypatch):
@@ -130,22 +121,6 @@ def test_the_verdict_names_nodes_for_the_script(tmp_path, capsys, monkeypatch):
     assert (code, out) == (preflight.EXIT_BROKEN_NODES, "n2\n")
     assert "node n2 is not fit: no report" in error
     assert verdict("--ranks")[:2] == (1, "")
-
-
-def test_two_ranks_meet_and_report(tmp_path):
-    """By torchrun, as a job does it: both add up numbers, and their clocks are one."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "canon_pretrain.preflight", "ranks", "--report", str(tmp_path)]
-    environ = os.environ | {"SLURMD_NODENAME": "n1", "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, check=True, env=environ, timeout=120, capture_output=True)
-    each = [json.loads((tmp_path / f"n1.rank{rank}.json").read_text()) for rank in (0, 1)]
-    assert all(report["faults"] == [] for report in each)
-    assert abs(each[0]["clock_s"] - each[1]["clock_s"]) < 2
-    merged = preflight.read_reports(tmp_path, ["n1", "n2"], ranks=True)
-    n1 = merged["n1"]
-    assert n1 is not None and n1.faults == [] and merged["n2"] is None
-    for rank, speeds in n1.speeds.items():
-        assert speeds.keys() == {MATMUL, MEMORY, IN_NODE} and min(speeds.values()) > 0, rank
 
 
 def measured(*matmul: float, device: str = "cuda", network: float = 2e11) -> Report:

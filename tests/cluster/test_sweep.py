@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from canon_pretrain.cluster.sweep import make_sweep, read_sweep, run_name
+from canon_pretrain.cluster.sweep import read_sweep, run_name
 from canon_pretrain.core.files import write_json
 from canon_pretrain.run.folder import PLAN, RunFolder
 from canon_pretrain.run.results import Score
@@ -64,16 +64,6 @@ def launch_of(folder: Path, number: int, capsys: pytest.CaptureFixture[str]) -> 
 # -- which runs
 
 
-def test_a_grid_is_each_combination_once_in_the_order_given(tmp_path):
-    other = config(tmp_path / "other.toml")
-    sweep = make_sweep([DEBUG, other], ["3e-3", "1e-3"], ["1", "0"], "both", [])
-    assert [run.name for run in sweep.runs] == [
-        "debug-lr3e-3-seed1", "debug-lr3e-3-seed0", "debug-lr1e-3-seed1", "debug-lr1e-3-seed0",
-        "other-lr3e-3-seed1", "other-lr3e-3-seed0", "other-lr1e-3-seed1", "other-lr1e-3-seed0",
-    ]  # fmt: skip
-    assert [run.name for run in make_sweep([DEBUG], [], [], "both", []).runs] == ["debug"]
-
-
 @given(st.lists(st.tuples(RATES, st.integers(0, 99)), min_size=2, max_size=6, unique=True))
 def test_names_tell_runs_apart_and_say_the_rate(runs):
     names = [run_name(Path("a/x-lr1.toml"), rate, seed) for rate, seed in runs]
@@ -100,15 +90,6 @@ def test_a_run_is_trained_with_its_own_values(seed_of, init, data, tmp_path, cap
     assert (job.model.init_seed, job.data.data_seed, job.optimizer.lr) == (init, data, 2.5e-4)
     assert Path(job.job.dump_folder) == tmp_path / "s" / "seeded-lr2.5e-4-seed7"
     assert (job.job.description, job.data.path) == (odd, "/d")
-
-
-def test_what_the_sweep_does_not_set_is_the_configs_or_may_be_given(tmp_path, capsys):
-    plan(tmp_path / "a", "--configs", DEBUG)
-    job = parse_job(["--config", *launch_of(tmp_path / "a", 1, capsys)])
-    assert (job.optimizer.lr, job.model.init_seed, job.data.data_seed) == (3e-3, None, 0)
-    given = ["--optimizer.lr", "1", "--data.data_seed", "4"]
-    plan(tmp_path / "b", "--configs", DEBUG, "--seeds", "1", "--seed_of", "init", *given)
-    assert read_sweep(tmp_path / "b").arguments == given
 
 
 @pytest.mark.parametrize(
@@ -223,11 +204,6 @@ def test_what_is_no_plan_and_numbers_of_no_run_are_named(tmp_path, capsys):
     assert "plan with the same arguments again" in refused(capsys, "run", tmp_path, 1)
 
 
-def test_planning_needs_no_torch():
-    code = "import sys, canon_pretrain.sweep; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
 # -- the table, and the runs
 
 
@@ -298,24 +274,6 @@ def test_the_table_begins_with_the_verdict_on_held_out_loss(tmp_path, capsys):
         scores = {"validation": {"nats_per_token": Score(1.0)}}
         plant_results(run, 80, "validation", scores, **more)
     assert look_at_sweep(sweep, tmp_path, NOW) == rows
-
-
-def test_what_is_left_is_what_is_not_done(tmp_path, capsys):
-    other = config(tmp_path / "b.toml")
-    plan(tmp_path / "s", "--configs", DEBUG, other, "--seeds", *range(3))
-    for name in ("debug-seed0", "b-seed1"):
-        (tmp_path / "s" / name).mkdir()
-        RunFolder(tmp_path / "s" / name).write_done(12)
-
-    def todo(*words: str) -> list[str]:
-        return printed(capsys, "todo", tmp_path / "s", *words).split("\n")
-
-    assert todo() == ["2,3,4,6", "2 4", ""]
-    assert todo("--besides", "2,4") == ["3,6", "3 6", ""]
-    assert todo("--besides", "2,3,4,6") == ["", "", ""]
-    main(["run", str(tmp_path / "s"), "1", "--print0"])
-    said = capsys.readouterr()
-    assert said.out == "" and "debug-seed0: DONE" in said.err
 
 
 @pytest.mark.slow

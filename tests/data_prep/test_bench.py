@@ -4,15 +4,11 @@ import argparse
 import importlib.util
 from typing import Any
 
-import numpy as np
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.terminal import Console
-from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep import bench
-from data_prep.bench import PARTS, TOKENS
 from data_prep.settle import train_tokenizer
 
 TEXTS = [
@@ -59,31 +55,6 @@ def test_a_builds_tokens_are_those_of_its_texts(model, tmp_path):
         bench.run_python("-m", "data_prep", "build", "--source", "local", "--files", "x")
 
 
-def test_the_table_says_what_holds():
-    measured = [("loader, CRC checked, one core", 99.0, "Mtok/s", "MISSED")]
-    measured += [("opening all parts", 0.05, "s", "goal met")]
-    facts = {"time": "now", "cpu": "test", "documents": 1, "bytes": 1, "vocab_size": 300}
-    console = Console(record=True, width=120)
-    rows = [bench.row(what, value, unit) for what, value, unit, _ in measured]
-    rows.append(bench.row("build, CPU time: ours / datatrove", None, "x"))
-    bench.print_result(facts | {"rows": rows}, console)
-    lines = [line for line in console.export_text().splitlines() if line.strip()][2:]
-    for line, (what, value, unit, verdict) in zip(lines, measured, strict=False):
-        assert what in line and f"{value:g} {unit}" in line and line.rstrip().endswith(verdict)
-    assert "not measured" in lines[2] and "met" not in lines[2]
-
-
-def test_the_sparse_split_is_as_large_as_it_says_and_can_be_read(tmp_path):
-    bench.write_sparse(tmp_path / "split", 5, 5 * (TOKENS // PARTS))
-    with TokenShards.open(tmp_path / "split") as shards:
-        assert shards.num_tokens == 5 * (TOKENS // PARTS)
-        for offset in (0, TOKENS // PARTS - 3, shards.num_tokens - 10):
-            assert np.array_equal(shards.read(offset, 10), np.zeros(10))
-    files = list((tmp_path / "split").glob("*.bin"))
-    assert sum(file.stat().st_size for file in files) == 2 * shards.num_tokens
-    assert sum(file.stat().st_blocks for file in files) * 512 < 1_000_000
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -98,8 +69,3 @@ def test_what_cannot_be_measured(words, message):
     bench.add_arguments(parser)
     with pytest.raises(UserError, match=message):
         bench.run(parser.parse_args(words))
-
-
-def test_texts_come_from_packages():
-    packages = bench.collect(300_000)
-    assert 100_000 < sum(len(text.encode()) for text in packages) <= 300_000

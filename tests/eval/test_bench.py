@@ -5,21 +5,16 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers.dynamic_module_utils
-from lm_eval.api.instance import Instance
 from rich.console import Console
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.data.tokenizer import Tokenizer
-from canon_pretrain.model.args import flavor
 from eval import bench
 from eval.__main__ import main
-from eval.bench import CASES, agreement, best_batch_size, make_requests, measure, parse_model
-from eval.model.lm import CanonLM
+from eval.bench import CASES, agreement, measure
 from tests.data_folders import plant_data, sentence
 from tests.hf_exports import plant_run
 from tests.variants import build, variant
@@ -56,17 +51,6 @@ def test_every_case_is_measured_and_agrees(tiny, tmp_path):
     assert not list(tmp_path.glob("canon-eval-bench-*"))
 
 
-def test_unequal_answers_are_not_compared(tiny, monkeypatch):
-    right = CanonLM.loglikelihood
-
-    def wrong(self: CanonLM, *args: Any, **options: Any) -> list[tuple[float, bool]]:
-        return [(score + 0.01, greedy) for score, greedy in right(self, *args, **options)]
-
-    monkeypatch.setattr(CanonLM, "loglikelihood", wrong)
-    with pytest.raises(UserError, match=r"piqa: .*1e-02"):
-        measure(argparse.Namespace(**vars(tiny) | {"cases": ["piqa"]}), print)
-
-
 SAME = [(-1.0, True), (-2.0, False)]
 
 
@@ -90,74 +74,6 @@ def test_what_counts_as_the_same_answer(name, ours, theirs, found):
             agreement(name, ours, theirs, torch.float32)
     else:
         assert agreement(name, ours, theirs, torch.float32) == found
-
-
-class Theirs:
-    """A side whose time depends on its batch size alone."""
-
-    device = torch.device("cpu")
-    batch_size_per_gpu = 0
-
-
-@pytest.mark.parametrize(
-    ("seconds", "best", "tried"),
-    [
-        ({1: 3.0, 4: 2.0, 16: 1.0}, 16, [1, 4, 16]),
-        ({1: 3.0, 4: 2.0, 16: 2.5}, 4, [1, 4, 16]),
-        ({1: 1.0, 4: 2.0, 16: 0.5}, 1, [1, 4]),
-        ({1: 3.0, 4: float("inf"), 16: 0.5}, 1, [1, 4]),  # out of memory
-    ],
-)
-def test_theirs_get_their_best_batch_size(seconds, best, tried, monkeypatch):
-    sizes: list[int] = []
-
-    def answer(theirs: Theirs, requests: list[Instance]) -> tuple[list[Any], Any]:
-        size = theirs.batch_size_per_gpu
-        if len(requests) > 1:
-            sizes.append(size)
-        if seconds[size] == float("inf"):
-            raise torch.OutOfMemoryError
-        return [], seconds[size]
-
-    monkeypatch.setattr(bench, "answer", answer)
-    requests = [Instance("loglikelihood", {}, ("a", "b"), i) for i in range(8)]
-    assert best_batch_size(Theirs(), requests) == best
-    assert sizes == tried
-
-
-def test_requests_are_of_the_lengths_of_the_suites():
-    tokenizer = Tokenizer(bench.trained_tokenizer(32000), "test")
-    asked, again = (
-        {name: [request.args for request in requests] for name, requests in made.items()}
-        for made in (make_requests(tokenizer, list(CASES), 1.0) for _ in range(2))
-    )
-    assert asked == again
-    for name, least, most in (("hellaswag", 15, 120), ("jrt", 850, 1010), ("babilong", 900, 1300)):
-        assert all(least <= len(tokenizer.encode(args[0])) <= most for args in asked[name])
-    contexts = [args[0] for args in asked["hellaswag"]]
-    assert all(len(set(contexts[i : i + 4])) == 1 for i in range(0, len(contexts), 4))
-    heads = {args[0].partition("<context>")[0] for args in asked["babilong"]}
-    assert len(heads) == 1 and len(tokenizer.encode(heads.pop())) > 200
-    for context, choice in asked["boolq"]:
-        assert len(tokenizer.encode(context + choice)) == len(tokenizer.encode(context)) + 1
-    for name, new in (("jrt", 48), ("babilong", 20), ("birth-year", 5)):
-        assert {args[1]["max_gen_toks"] for args in asked[name]} == {new}
-
-
-def test_the_model_that_is_asked_for():
-    expected = replace(flavor("8L512D"), position="nope", canon_set="ABCD")
-    assert parse_model("8L512D") == expected
-    found = parse_model("debug,position=rope,canon_set=,tie_embeddings=true,rope_theta=500")
-    assert found == replace(
-        flavor("debug"), position="rope", tie_embeddings=True, rope_theta=500.0, max_seq_len=2048
-    )
-    for text, message in (
-        ("8L51D", "8L51D"),
-        ("debug,positon=rope", 'Did you mean "position"'),
-        ("debug,dim=wide", 'dim = "wide": Input should be a valid integer'),
-    ):
-        with pytest.raises(UserError, match=message):
-            parse_model(text)
 
 
 @pytest.mark.parametrize("words", [["--repeats", "0"], ["--scale", "0"], ["--cases", "jtr"]])

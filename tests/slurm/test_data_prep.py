@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.__main__ import main
-from data_prep.build import unbuilt_shards
-from data_prep.plan import Limits
-from tests.corpora import build_corpus, snapshot, write_corpus, write_tokenizer
+from tests.corpora import snapshot, write_corpus, write_tokenizer
 from tests.slurm_jobs import Job, script
 from tests.support import ROOT
 
@@ -154,23 +151,3 @@ def test_locally_it_is_the_same_build(tmp_path):
     assert "finished before" in done.stdout
     assert snapshot(tmp_path / ODD) == snapshot(tmp_path / "one")
     assert not [*tmp_path.rglob("HIT")]
-
-
-def test_shards_that_still_have_work(tmp_path, capsys):
-    """Five units (of two files) over 3 shards: 1 has the units 0 and 3, 2 has 1 and 4, 3 has 2."""
-    write_corpus(tmp_path / "text", files=FILES)
-    write_tokenizer(tmp_path / "tokenizer.model")
-    out = tmp_path / "out"
-    assert unbuilt_shards(out, 3) == [1, 2, 3]
-    build_corpus(out, tmp_path / "text")
-    assert unbuilt_shards(out, 3) == []
-    for unit, shard in ((4, 2), (0, 1)):
-        (out / "train" / f"part-{unit:05}-0.json").rename(tmp_path / "mark")
-        assert unbuilt_shards(out, 3) == [shard]
-        # 24 documents a file: two units have more than 60 to train on
-        assert unbuilt_shards(out, 3, Limits(max_documents=60)) == ([] if unit == 4 else [shard])
-        (tmp_path / "mark").rename(out / "train" / f"part-{unit:05}-0.json")
-    capsys.readouterr()
-    words = map(str, options(tmp_path, tmp_path, out))
-    main(["build", "--unbuilt-of", "2", *words, "--max-tok", "9"])
-    assert capsys.readouterr().out == f"\0{out}\0{out}\0--max-tokens\x009\0"

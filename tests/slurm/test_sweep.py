@@ -171,24 +171,3 @@ def test_locally_a_run_that_fails_does_not_stop_the_rest(data_folder, tmp_path):
     done = script("sweep.sh", "--local", sweep, environ=environ)
     assert done.returncode == 2 and "1 run(s) failed" in done.stderr, done
     assert states(sweep)[1] == "done" and not (sweep / RUNS[0] / "DONE").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("submit",), "which sweep?"),
-        (("submit", "none"), "none: there is no such folder"),
-        (("submit", ".", "--throttle", "0"), "--throttle 0: expected a whole number above 0"),
-        (("--local", "."), "is not a sweep"),
-        (("--local", ".", "--training.steps"), "options of its runs belong to its plan"),
-        (("."), "or --local SWEEP; this way it is a job script"),
-    ],
-)
-def test_wrong_words_are_refused(words, says, tmp_path):
-    squeue = tmp_path / "bin" / "squeue"
-    squeue.parent.mkdir()
-    squeue.write_text("#!/bin/sh\n")
-    squeue.chmod(0o755)
-    environ = local(tmp_path) | {"PATH": f"{squeue.parent}:{os.environ['PATH']}"}
-    done = script("sweep.sh", *words, environ=environ, cwd=tmp_path)
-    assert done.returncode == 2 and says in done.stderr, done
