@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from canon_pretrain.bench import __main__ as bench_main
 from canon_pretrain.bench import kernels, step
 from canon_pretrain.bench.__main__ import main
-from canon_pretrain.bench.kernels import use_flash
 from canon_pretrain.bench.limits import Machine
 from canon_pretrain.bench.variants import Variant, Workload
 from canon_pretrain.core.errors import UserError
@@ -27,7 +26,6 @@ from canon_pretrain.model import canon_check
 from canon_pretrain.model.args import FLAVORS, ModelArgs, flops_per_token
 from canon_pretrain.model.transformer import TransformerBlock
 from canon_pretrain.titan.spec import BareStep, job_of, one_rank
-from tests.flash_packages import flash_impl
 from tests.support import ROOT
 
 SMALL = ("--flavor", "debug", "--tokens", 32)
@@ -38,31 +36,21 @@ DEBUG = str(ROOT / "train_configs" / "debug.toml")
 TORCHTITANS = ("ignore:Unable to enable fault handler", "ignore:In CPU autocast")
 
 
-def command(*arguments: object, temporary: Path) -> dict[str, Any]:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(temporary)}
-    words = [sys.executable, "-m", "canon_pretrain.bench", *map(str, arguments)]
-    return {"args": words, "cwd": ROOT, "env": environment, "text": True}
-
-
 @pytest.mark.slow
 def test_memory_counts_what_a_compiled_block_keeps(tmp_path):
-    options = ("--sets", "ABCD", "--backends", "reference", "compiled")
     file = tmp_path / "result.json"
-    words = command("memory", *SMALL, *options, "--json", file, temporary=tmp_path)
-    done = subprocess.run(**words, capture_output=True, timeout=600)
-    assert done.returncode == 0 and "bytes/token" in done.stdout, done
-    result = json.loads(file.read_text())
-    assert {"bench", "time", "device", "threads", "versions"} <= set(result)
-    rows = {row["variant"]: row for row in result["rows"]}
-    none = rows.pop("no Canon")["bytes_per_token"]
-    # at least the block's input, q, k and v, what attention gave, and the feed-forward's three
-    assert none >= 2 * (5 * 64 + 3 * 176)
+    words = [sys.executable, "-m", "canon_pretrain.bench", "memory", *SMALL, "--sets", "ABCD"]
+    words += ["--backends", "reference", "compiled", "--json", file]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([*map(str, words)], cwd=ROOT, env=environment, check=True)
+    base, *rows = json.loads(file.read_text())["rows"]
+    none = base["bytes_per_token"]
     # 8 D + 3 F values per token
     assert none == pytest.approx(2 * (8 * 64 + 3 * 176), rel=0.05)
-    for name, row in rows.items():
-        channels = {"A": 64, "B": 192, "C": 64, "D": 352, "ABCD": 672}[name.split()[0]]
+    assert [row["variant"] for row in rows] == ["ABCD reference", "ABCD compiled"]
+    for row in rows:
         assert row["extra_per_token"] == row["bytes_per_token"] - none
-        assert row["extra_per_channel"] == pytest.approx(row["extra_per_token"] / channels)
+        assert row["extra_per_channel"] == pytest.approx(row["extra_per_token"] / 672)
 
 
 def on_cpu(monkeypatch: pytest.MonkeyPatch, alone: bool = False) -> None:
@@ -119,15 +107,6 @@ def test_attention_tells_the_fastest_way(run):
     forward, backward = result["rows"][:2]
     assert backward["flops"] == 2.5 * forward["flops"] == 2.5 * 2 * 2 * 32**2 * 64
     assert forward["of_matmul"] == pytest.approx(forward["flops"] / forward["other_s"] / 1e11)
-
-
-def test_attention_times_each_package_with_its_own_kernel_in_place():
-    active = torch.nn.attention.current_flash_attention_impl
-    with flash_impl("fa4"):
-        for name, expected in (("fa4", "FA4"), ("cudnn", "FA4"), ("flash", None), ("fa4", "FA4")):
-            use_flash(name)
-            assert active() == expected
-    assert active() is None
 
 
 def test_step_compares_with_the_least_bytes_and_the_target(run):
@@ -209,31 +188,19 @@ def test_a_plain_steps_gradients_are_those_under_fsdp():
 
 
 def test_all_keeps_what_is_there_where_one_fails(run, monkeypatch, tmp_path):
-    fatal = "memory"
+    faults = {"canon": UserError("no such thing"), "generate": RuntimeError("a fault")}
 
     def one(arguments: argparse.Namespace, *rest: object) -> dict[str, Any]:
-        name = arguments.command
-        if name == "canon":
-            raise UserError("no such thing")
-        if name == "generate":
-            raise RuntimeError("a fault")
-        if name == fatal:
-            raise KeyboardInterrupt
-        return {"bench": name}
+        if arguments.command in faults:
+            raise faults[arguments.command]
+        return {"bench": arguments.command}
 
     monkeypatch.setattr(bench_main, "_one", one)
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit, match="1"):
         run("all")
-    assert end.value.code == 130
     results = json.loads((tmp_path / "result.json").read_text())["results"]
-    assert list(results) == ["step", "canon", "generate"]
-    assert results["canon"] == {"bench": "canon", "error": "no such thing"}
-    assert results["generate"]["error"] == "RuntimeError('a fault')"
-    fatal = ""
-    with pytest.raises(SystemExit) as end:
-        run("all")
-    assert end.value.code == 1
-    assert list(json.loads((tmp_path / "result.json").read_text())["results"]) == list(BENCHES)
+    assert tuple(results) == BENCHES
+    assert {name for name, result in results.items() if "error" in result} == faults.keys()
 
 
 def change_kernels(monkeypatch: pytest.MonkeyPatch, change: Callable[..., torch.Tensor]) -> None:

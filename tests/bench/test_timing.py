@@ -1,12 +1,10 @@
 """What the benches make of seconds: pairs, ratios, verdicts, and the limits beside them."""
 
 import dataclasses
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import torch
 
 from canon_pretrain.bench import limits, tables, timing
 from canon_pretrain.model.args import FLAVORS, flops_per_token
@@ -38,16 +36,6 @@ def test_blocks_take_turns_and_change_their_order():
     found = timing.paired(block("a", read=1, write=2), block("b", read=3, write=1), 4)
     assert "".join(calls) == "abbaabba"
     assert {part: each["ratio"] for part, each in found.items()} == {"read": 3.0, "write": 0.5}
-
-
-def test_one_thread_is_timed_by_what_it_computed(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert timing.clock_name() == "CPU"
-    assert timing.seconds_of(lambda: time.sleep(0.2)) < 0.1
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert timing.clock_name() == "clock"
-    assert timing.seconds_of(lambda: time.sleep(0.05)) >= 0.05
 
 
 def subject(name: str, seconds: float, log: list[str]) -> timing.Make:

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-from typing import Any
 
 import pytest
 
@@ -22,37 +21,25 @@ def model() -> Tokenizer:
     return Tokenizer(train_tokenizer(TEXTS, 330), "test")
 
 
-@pytest.fixture(scope="module")
-def rows(model: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("bench")
-    return [
+def test_every_row_is_measured_of_the_same_tokens(model, tmp_path, monkeypatch):
+    counted, count = [], bench.count_tokens
+    monkeypatch.setattr(
+        bench, "count_tokens", lambda out: counted.append(count(out)) or counted[-1]
+    )
+    rows = [
         *bench.measure_encoding(model, TEXTS, 2),
-        *bench.measure_builds(model, TEXTS, folder / "builds", 1),
-        *bench.measure_reading(folder / "reading", 1, tokens=1 << 17, batches=20),
-        *bench.measure_start(folder / "start", 1, parts=3, tokens=3_000_000),
+        *bench.measure_builds(model, TEXTS, tmp_path / "builds", 1),
+        *bench.measure_reading(tmp_path / "reading", 1, tokens=1 << 17, batches=20),
+        *bench.measure_start(tmp_path / "start", 1, parts=3, tokens=3_000_000),
     ]
-
-
-def test_every_row_is_measured_and_every_target_has_one(rows):
+    assert len(counted) >= 2
+    assert set(counted) == {sum(len(model.encode(text)) + 1 for text in TEXTS)}  # an EOS each
     values = {row["what"]: row["value"] for row in rows}
     assert len(values) == len(rows) and set(bench.TARGETS) < set(values)
     without_datatrove = importlib.util.find_spec("datatrove") is None
     missing = {name for name, value in values.items() if value is None}
     assert missing == ({"build, CPU time: ours / datatrove"} if without_datatrove else set())
     assert all(value > 0 for name, value in values.items() if name not in missing)
-    for name in ("sp.encode", "tokenizers"):
-        assert {f"encoding, {name}", f"encoding, empty word cache / {name}"} < set(values)
-
-
-def test_a_builds_tokens_are_those_of_its_texts(model, tmp_path):
-    counted, count = [], bench.count_tokens
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "count_tokens", lambda out: counted.append(count(out)) or counted[-1])
-        bench.measure_builds(model, TEXTS, tmp_path, 1)
-    assert len(counted) >= 2
-    assert set(counted) == {sum(len(model.encode(text)) + 1 for text in TEXTS)}  # an EOS each
-    with pytest.raises(UserError, match="(?s)failed:\n.*--tokenizer, --out"):
-        bench.run_python("-m", "data_prep", "build", "--source", "local", "--files", "x")
 
 
 @pytest.mark.parametrize(

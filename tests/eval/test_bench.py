@@ -1,55 +1,18 @@
 """`eval bench`: both sides are measured on equal requests; unequal answers are not compared."""
 
-import argparse
-import io
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import transformers.dynamic_module_utils
-from rich.console import Console
 
 from canon_pretrain.core.errors import UserError
-from eval import bench
 from eval.__main__ import main
-from eval.bench import CASES, agreement, measure
+from eval.bench import CASES, agreement
 from tests.data_folders import plant_data, sentence
 from tests.hf_exports import plant_run
 from tests.variants import build, variant
-
-
-@pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    modules = str(tmp_path / "modules")
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
-    monkeypatch.syspath_prepend(modules)
-    monkeypatch.setenv("HF_MODULES_CACHE", modules)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    return parser.parse_args("--model debug,vocab_size=400 --repeats 2 --scale 0.1".split())
-
-
-@pytest.mark.slow
-def test_every_case_is_measured_and_agrees(tiny, tmp_path):
-    result = measure(tiny, print)
-    json.dumps(result)
-    assert [case["case"] for case in result["cases"]] == list(CASES)
-    for case in result["cases"]:
-        assert case["ratio_low"] <= case["ratio"] <= case["ratio_high"]
-        assert case["base_s"] > 0 < case["other_s"]
-        if case["group"] == "generation":
-            assert case["agreement"] == f"{case['requests']} of {case['requests']} texts"
-    assert [g["target"].split(":")[0] for g in result["groups"]] == ["1.2 x", "", "1.5 x"]
-    assert result["dtype"] == "float32" and result["args"]["canon_set"] == "ABCD"
-    console = Console(width=100, record=True, file=io.StringIO())
-    bench.print_result(result, console)
-    text = console.export_text()
-    assert "generation: " in text and "; target 1.5 x: " in text
-    assert not list(tmp_path.glob("canon-eval-bench-*"))
-
 
 SAME = [(-1.0, True), (-2.0, False)]
 
@@ -85,14 +48,27 @@ def test_bad_input_is_one_message(words, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_on_a_checkpoint(tiny, tmp_path, capsys):
-    """Trained on texts shorter than those that are asked about."""
-    plant_data(tmp_path / "data", [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
-    model = build(replace(variant("rope ABCD k2 standard gqa"), vocab_size=300))
-    checkpoint = plant_run(tmp_path / "run", model, data=tmp_path / "data")
+@pytest.mark.parametrize("trained", [False, True])
+def test_every_case_is_measured_and_agrees(trained, tmp_path, monkeypatch):
+    """A trained model has seen shorter texts than those that are asked about."""
+    modules = str(tmp_path / "modules")
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
+    monkeypatch.syspath_prepend(modules)
+    monkeypatch.setenv("HF_MODULES_CACHE", modules)
+    asked = ["--model", "debug,vocab_size=400"]
+    if trained:
+        texts = [sentence(seed, 60) for seed in range(10)]
+        plant_data(tmp_path / "data", [texts[:9]], texts[9:])
+        model = build(replace(variant("rope ABCD k2 standard gqa"), vocab_size=300))
+        checkpoint = plant_run(tmp_path / "run", model, data=tmp_path / "data")
+        asked = ["--checkpoint", str(checkpoint)]
     out = tmp_path / "bench.json"
-    words = ["--repeats", "1", "--scale", "0.2", "--json", str(out)]
-    main(["bench", "--checkpoint", str(checkpoint), *words])
-    assert "answers" in capsys.readouterr().out
+    main(["bench", *asked, "--repeats", "2", "--scale", "0.1", "--json", str(out)])
     result = json.loads(out.read_text())
-    assert len(result["cases"]) == len(CASES) and result["model"] == str(checkpoint)
+    assert [case["case"] for case in result["cases"]] == list(CASES)
+    for case in result["cases"]:
+        assert case["ratio_low"] <= case["ratio"] <= case["ratio_high"]
+        assert case["base_s"] > 0 < case["other_s"]
+        if case["group"] == "generation":
+            assert case["agreement"] == f"{case['requests']} of {case['requests']} texts"
+    assert [g["target"].split(":")[0] for g in result["groups"]] == ["1.2 x", "", "1.5 x"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.corpora import snapshot, write_corpus, write_tokenizer
-from tests.slurm_jobs import Job, script
+from tests.slurm_jobs import Job, processes_of, script
 from tests.support import ROOT
 
 ODD = 'it\'s "a"; $(touch HIT) 100%d'
@@ -26,24 +26,6 @@ def corpus_in(folder: Path) -> tuple[Path, Path]:
 def options(corpus: Path, tokenizer: Path, out: object) -> list[object]:
     return ["--source", "local", "--files", corpus, "--tokenizer", tokenizer, "--out", out,
             "--holdout", 0.1, "--workers", 1]  # fmt: skip
-
-
-def build_processes(shard: str, folder: Path) -> list[int]:
-    """The ids of the processes that build this shard from `folder`, workers aside."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-            place = path.with_name("cwd").resolve()
-        except OSError:
-            continue
-        if (
-            place == folder.resolve()
-            and b"data_prep" in words
-            and words[-3:-1] == [b"--shard", shard.encode()]
-        ):
-            found.append(int(path.parent.name))
-    return found
 
 
 def submitted(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
@@ -95,7 +77,9 @@ def test_a_sharded_build_survives_its_jobs_and_is_the_unsharded_one(slurm, jobs,
     assert shards[2].until_ended() == "FAILED" and shards[2].restarts == 1
     assert "no shard has finished a unit since this job began" in log(3)
 
-    killed = build_processes("2/3", tmp_path)
+    builds = processes_of(str(tmp_path)).items()
+    shown = " data_prep ", "--shard 2/3 "
+    killed = [pid for pid, line in builds if shown[0] in line and line.endswith(shown[1])]
     assert len(killed) == 1 and shards[1].state == "RUNNING"
     os.kill(killed[0], signal.SIGKILL)
     assert shards[1].until_ended() == "FAILED"

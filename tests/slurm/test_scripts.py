@@ -109,20 +109,6 @@ def test_a_finish_that_sbatch_refuses_is_an_error(programs, tmp_path):
     assert len(calls(programs, "sbatch")) == 2
 
 
-@pytest.mark.parametrize(
-    ("flags", "ranks"),
-    [("--gpus-per-node=h100:4", 4), ("--gres=gpu:h100:2,nvme:9", 2), ("--gpus=12", 4), ("", 8)],
-)
-def test_the_check_knows_the_gpus_that_sbatch_is_asked_for(programs, flags, ranks):
-    stand_in(programs, "sbatch")
-    stand_in(programs, "python", "printf '%s\\0' /run 1")
-    words = (ROOT / "slurm/submit.sh", *flags.split(), "--nodes=3", ROOT / "slurm/pretrain_1b3.sh")
-    done = bash(programs, *words, CANON_CPU=0)
-    assert done.returncode == 0, done
-    (checked,) = calls(programs, "python")
-    assert f"--ranks_per_node {ranks} --nodes 3" in checked
-
-
 WHOLE = ["--exclusive", "--mem=0"]
 SHARES = [
     ("sweep.sh", "GPUS_PER_NODE=4 GPU_FLAG=--gres=gpu:h100:", "", ["--gres=gpu:h100:4", *WHOLE]),
@@ -156,13 +142,6 @@ def test_cluster_env_says_which_part_of_a_node_a_job_takes(
     assert given == [*asked, *flags.split()] and not Path(copy).exists()
     assert "--requeue" in done.stdout and "--nodes=1" in done.stdout
     assert not any(name in done.stdout for name in ("gpus", "exclusive", "mem", "cpus"))
-
-
-def test_a_job_has_as_many_ranks_as_slurm_gave_it_gpus(programs):
-    for given, ranks in (({"SLURM_GPUS_PER_NODE": "a:2"}, 2), ({}, 8)):
-        job = {"CANON_CPU": 0, "SLURM_JOB_ID": 7, **given}
-        done = library(programs, 'set_ranks "$1"; echo "$GPUS $RANKS"', 8, **job)
-        assert done.stdout == f"{ranks} {ranks}\n"
 
 
 def test_modules_and_a_container_stand_before_each_command(programs):

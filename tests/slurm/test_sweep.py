@@ -159,15 +159,3 @@ def test_locally_one_after_the_other_and_stopped_in_between(data_folder, tmp_pat
     assert done.returncode == 0 and "2 runs: 2 done" in done.stdout, done
     assert_same_run(one, alone(data_folder, tmp_path / "alone", "3e-3", 0), step=STEPS)
     assert "run 1" not in script("sweep.sh", "--local", sweep, environ=environ).stdout
-
-
-@pytest.mark.slow
-def test_locally_a_run_that_fails_does_not_stop_the_rest(data_folder, tmp_path):
-    sweep = tmp_path / "s"
-    plan(sweep, data_folder, rates=("3e-3",))
-    (sweep / RUNS[0]).mkdir(parents=True)
-    (sweep / RUNS[0] / "checkpoint").write_text("a file where checkpoints go")
-    environ = local(tmp_path, MAX_RESTARTS_WITHOUT_PROGRESS=1)
-    done = script("sweep.sh", "--local", sweep, environ=environ)
-    assert done.returncode == 2 and "1 run(s) failed" in done.stderr, done
-    assert states(sweep)[1] == "done" and not (sweep / RUNS[0] / "DONE").exists()
