@@ -53,8 +53,6 @@ ALL_REDUCES = 5
 MATMUL, MEMORY = "matmul", "memory"
 IN_NODE, TWO_NODES, ALL_NODES = "all-reduce in the node", "all-reduce of two nodes", "all-reduce"
 PACKAGES = ("torch", "torchtitan", "numpy")
-
-
 CLOCK_WARNING_S, CLOCK_FAULT_S = 2.0, 30.0
 """Half of the minute after which a silent run counts as dead, by another node's clock."""
 SLOW_WARNING, SLOW_FAULT = 0.8, 0.5
@@ -73,15 +71,11 @@ def check_nodes(global_batch_size: int, nodes: int, ranks_per_node: int) -> None
     worlds = valid_world_sizes(global_batch_size, ranks_per_node)
     if nodes * ranks_per_node in worlds:
         return
-    if worlds:
-        fitting = ", ".join(str(world // ranks_per_node) for world in worlds)
-        way_out = f"Numbers of nodes that can: {fitting} (sbatch --nodes), of {ranks_per_node} each"
-    else:
-        fitting = ", ".join(map(str, valid_world_sizes(global_batch_size)))
-        way_out = f"Numbers of ranks that can, on 1 node: {fitting} (GPUS_PER_NODE)"
+    fitting = ", ".join(str(world // ranks_per_node) for world in worlds) or "none"
     raise UserError(
         f"{nodes} node(s) of {ranks_per_node} can't share training.global_batch_size = "
-        f"{global_batch_size}. {way_out}"
+        f"{global_batch_size}. Numbers of nodes that can: {fitting} (sbatch --nodes), of "
+        f"{ranks_per_node} each"
     )
 
 

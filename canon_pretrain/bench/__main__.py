@@ -30,13 +30,12 @@ BRIEFLY = {
     "step": ["--sets", "AC", "ABCD", "--pairs", "7"],
     "canon": ["--pairs", "5"],
     "generate": ["--sets", "AC", "ABCD", "--pairs", "5", "--new-tokens", "32"],
-    "memory": ["--sets", "ABCD", "--counted-only"],
+    "memory": ["--sets", "ABCD"],
     "attention": [],
     "trainer": [],
 }
 """What `all` asks of each. Not of codegen, which needs a process that pretends to have a GPU."""
-LEAST = {"block_seconds": 0, "new_tokens": 2}
-"""The smallest value of a number among the options; 1 for all others."""
+LEAST = {"block_seconds": 0, "new_tokens": 2}  # of a number among the options; else 1
 
 
 def main(argv: list[str] | None = None) -> None:

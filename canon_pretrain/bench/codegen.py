@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from canon_pretrain import kernels
 from canon_pretrain.bench.limits import PEAK_FLOPS, Machine, Rates, block_traffic, step_seconds
 from canon_pretrain.bench.tables import Columns, print_lines
-from canon_pretrain.bench.variants import Bench, canon_sets_of, with_canon
+from canon_pretrain.bench.variants import Bench, Result, Say, canon_sets_of, with_canon
 from canon_pretrain.core.errors import check_choice
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
@@ -103,19 +103,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--models", nargs="+", default=list(MODELS), metavar="M", help=f"of {', '.join(MODELS)}")
     add("--sets", nargs="+", metavar="SET", help="Canon sets (default: more for nope)")
-    add("--backends", nargs="+", default=list(BACKENDS), metavar="B", help=", ".join(BACKENDS))
     about = f"count all, and write it to {RECORD.name} and {PAGE.name} in {RECORD.parent}"
     add("--record", action="store_true", help=about)
 
 
-def measure(
-    arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
-) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result:
     versions = {name: machine.facts()["versions"][name] for name in ("torch", "triton")}
     result: Row = {"counted_for": NAME, "micro_batch": MICRO_BATCH, "num_tokens": NUM_TOKENS}
     result |= {"versions": versions, "rows": []}
-    chosen = arguments.models, arguments.sets, arguments.backends
-    for case in cases(*((list(MODELS), None, BACKENDS) if arguments.record else chosen)):
+    chosen = (MODELS, None) if arguments.record else (arguments.models, arguments.sets)
+    for case in cases(*chosen):
         result["rows"].append(case._asdict() | count(case))
         say(f"{case.model}: {case.canon_set or 'no Canon'} {case.backend}")
     rows = result["rows"]
@@ -127,17 +124,13 @@ def measure(
     return result | {"computed": [computed(row, rows) for row in rows]}
 
 
-def cases(models: Sequence[str], sets: Sequence[str] | None, backends: Sequence[str]) -> list[Case]:
-    """Return what to count, each model first without Canon. Raises UserError."""
-    for option, given, known in (("--models", models, MODELS), ("--backends", backends, BACKENDS)):
-        for name in given:
-            check_choice(option, name, known)
-    found = []
+def cases(models: Iterable[str], sets: Sequence[str] | None) -> Iterator[Case]:
+    """Yield what to count, each model first without Canon. Raises UserError."""
     for model in models:
-        own = canon_sets_of(sets or (SETS if model == "nope" else BRIEF_SETS))
-        found.append(Case(model, "", "compiled"))
-        found += [Case(model, canon_set, backend) for canon_set in own for backend in backends]
-    return found
+        check_choice("--models", model, MODELS)
+        yield Case(model, "", "compiled")
+        for canon_set in canon_sets_of(sets or (SETS if model == "nope" else BRIEF_SETS)):
+            yield from (Case(model, canon_set, backend) for backend in BACKENDS)
 
 
 # -- the GPU that is not there

@@ -7,7 +7,7 @@ turns, on a GPU each is in memory alone, the one without Canon first and last.
 
 import argparse
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from canon_pretrain.bench import tables, variants
 from canon_pretrain.bench.limits import Machine
 from canon_pretrain.bench.timing import BASE, Seconds, Subject, no_garbage, now, synchronize
-from canon_pretrain.bench.variants import Variant
+from canon_pretrain.bench.variants import Result, Say, Variant
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.model.args import num_parameters
 from canon_pretrain.model.decode import generate
@@ -35,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, type=int, default=tokens, help="(default: %(default)s)")
 
 
-def measure(
-    arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
-) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result:
     num_prompt, num_new = arguments.prompt_tokens, arguments.new_tokens
     arguments.tokens = num_prompt + num_new
     work = variants.workload(arguments, machine)

@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from canon_pretrain.bench import tables, variants
 from canon_pretrain.bench.limits import Machine
 from canon_pretrain.bench.timing import NotMeasured, Step, compare_steps
+from canon_pretrain.bench.variants import Result, Say
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import compile_options
@@ -71,9 +72,7 @@ def add_canon_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(position="rope")  # B's neighbor is the rotation
 
 
-def measure_canon(
-    arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
-) -> dict[str, Any]:
+def measure_canon(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result:
     work = variants.workload(arguments, machine)
     backends, missing = variants.available(arguments.backends, work)
     rows: list[dict[str, Any]] = []
@@ -159,9 +158,7 @@ def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
     variants.add_options(parser, *SHAPE_AND_TIMING, shapes=shapes, pairs=11, block_seconds=0.1)
 
 
-def measure_attention(
-    arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
-) -> dict[str, Any]:
+def measure_attention(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result:
     work = variants.workload(arguments, machine)
     args, shape, device = work.args, (work.micro_batch, work.num_tokens), work.device
     tensors = [  # q, k and v, [B, T, heads, K], laid out as the block's projections leave them

@@ -85,8 +85,8 @@ def compare_subjects(
 
     Blocks take turns, with the base and one other in memory. `alone` (on a GPU): one subject in
     memory at a time, the base first and last; a block's partner is the mean of the base's two of
-    its number, so that a drift of the clocks falls on both. It is the `drift` among the facts of
-    BASE, else None. `free` is called before each is built. Raises NotMeasured if the base fails.
+    its number, so that a drift of the clocks falls on both. `free` is called before each is built.
+    Raises NotMeasured if the base fails.
     """
     first: Subject | None = None
 
@@ -111,11 +111,9 @@ def compare_subjects(
         except NotMeasured as why:
             failed[name] = str(why)
     if first is not None:
-        return taken, facts | {BASE: first.facts() | {"drift": None}}, failed
+        return taken, facts | {BASE: first.facts()}, failed
     after, facts[BASE] = measure(base)
     means = [{p: (a[p] + b[p]) / 2 for p in a} for a, b in zip(before, after, strict=True)]
-    (*_, last) = by_part(before, after).values()
-    facts[BASE]["drift"] = last["other_s"] / last["base_s"]
     return {name: by_part(means, blocks) for name, blocks in taken.items()}, facts, failed
 
 

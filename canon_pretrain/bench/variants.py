@@ -21,6 +21,8 @@ from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.transformer import TransformerBlock
 
 MEASURED = tuple(name for name in BACKENDS if name != "auto")
+Say = Callable[[str], None]
+Result = dict[str, Any]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -31,8 +33,8 @@ class Bench(NamedTuple):
     """
 
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    measure: Callable[[argparse.Namespace, Machine, Callable[[str], None]], dict[str, Any]]
-    print_result: Callable[[dict[str, Any], Console], None]
+    measure: Callable[[argparse.Namespace, Machine, Say], Result]
+    print_result: Callable[[Result, Console], None]
 
 
 class Variant(NamedTuple):

@@ -164,7 +164,7 @@ def test_a_gpu_holds_one_model_at_a_time(run, monkeypatch):
     options = ("--unit", "model", "--backends", "reference", "--sets", "AC")
     result, page = run("step", *SMALL, *QUICK, *options)
     assert built == [("", True), ("AC", True), ("", True), ("", False)]
-    assert result["timed"] == "forward and backward" and result["base"]["drift"] > 0
+    assert result["timed"] == "forward and backward"
     (row,) = result["rows"]
     flops = flops_per_token(ModelArgs(**result["args"] | {"canon_set": "AC"}), 32) * 2 * 32
     assert row["mfu_of_measured"] == pytest.approx(flops / row["other_s"] / 1e11)

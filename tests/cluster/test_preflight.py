@@ -42,7 +42,7 @@ def test_the_papers_batch_on_nodes_of_eight():
     config = ["--config", str(ROOT / "train_configs" / "nope_canon.toml")]
     with pytest.raises(UserError, match=r"5 node\(s\) of 8 can't share .* = 48. .*: 1, 2, 3, 6 "):
         preflight.plan_job(config, 5, 8)
-    with pytest.raises(UserError, match=r"on 1 node: 1, 2, 3, 4, 6, 8, 12, 16, 24, 48 "):
+    with pytest.raises(UserError, match="can: none "):
         preflight.plan_job(config, 1, 7)
     replicas = [*config, "--parallelism.data_parallel_replicate_degree", "2"]
     preflight.plan_job(replicas, 2, 8)

@@ -47,8 +47,6 @@ def test_every_row_is_measured_of_the_same_tokens(model, tmp_path, monkeypatch):
     [
         (["--repeats", "0"], "--repeats 0"),
         (["--megabytes", "0"], "--megabytes 0"),
-        (["--tokenizer", "/no/model"], "/no/model: cannot be read"),
-        (["--tokenizer", "train:many"], "train:many"),
     ],
 )
 def test_what_cannot_be_measured(words, message):
