@@ -184,7 +184,7 @@ def end(run: RunFolder, job: str, asked: Asked, *, restarts: int = RESTARTS) -> 
     if decision is None or (is_idle and asked != "preempted"):
         # a limit that comes before a first new step would be met again, and for ever
         futile = link.failed_restarts(newest)
-        what = _failure(own, asked) if decision is None else decision.why
+        what = _failure(own) if decision is None else decision.why
         decision = decision or Decision("requeue", f"the launch failed: {what}")
         if futile >= restarts:
             decision = _out_of_restarts(futile, newest, what)
@@ -226,10 +226,9 @@ def _asked_for(own: Status | None, asked: Asked) -> Decision | None:
     return Decision("stop", f"stopped {where} by {own.reason}, which no job script asked for")
 
 
-def _failure(own: Status | None, asked: Asked) -> str:
+def _failure(own: Status | None) -> str:
     if own is None:
-        more = "; give a launch more time (--time)" if asked == "limit" else ""
-        return f"it did not come as far as its status{more}"
+        return "it did not come as far as its status; it may need more time (--time)"
     if own.state == "running":
         return f"it was killed at step {own.step} (phase {own.phase})"
     return own.reason or own.state

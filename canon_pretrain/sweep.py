@@ -16,7 +16,6 @@ import json
 import math
 import os
 import re
-import shlex
 import statistics
 import sys
 from collections import Counter
@@ -66,21 +65,14 @@ def main(argv: list[str] | None = None) -> None:
 
 def plan(given: argparse.Namespace, passed_on: list[str]) -> None:
     """Write the plan, or add to it, and print what it holds."""
-    if given.seed_of and not given.seeds:
-        raise UserError(f"--seed_of {given.seed_of} needs --seeds, such as --seeds 0 1 2")
     if misplaced := OWN.intersection(passed_on):
         raise UserError(f"{', '.join(misplaced)}: write it before {passed_on[0]}")
-    new = sweeps.make_sweep(
-        given.configs, given.lr, given.seeds, given.seed_of or "both", passed_on
-    )
+    new = sweeps.make_sweep(given.configs, given.lr, given.seeds, given.seed_of, passed_on)
     sweep, num_new = sweeps.write_plan(given.sweep, new, extend=given.extend)
     for key in sweeps.data_differences(sweep):
         print(f"NOTE: the configs differ in {key}: runs of one seed do not see the same data")
     print(f"{given.sweep}: {len(sweep.runs)} runs, {num_new} of them new")
     show_table(look_at_sweep(sweep, given.sweep, datetime.now(UTC)))
-    name = shlex.quote(str(given.sweep))
-    print(f"on a cluster: bash slurm/sweep.sh submit {name} [--throttle K] [sbatch flags]")
-    print(f"without Slurm: bash slurm/sweep.sh --local {name}")
 
 
 def table(given: argparse.Namespace) -> None:
@@ -265,7 +257,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--configs", nargs="+", required=True, metavar="FILE.toml")
     add("--lr", nargs="+", default=[], metavar="RATE", help="default: the configs' own")
     add("--seeds", nargs="+", default=[], metavar="SEED", help="default: the configs' own")
-    add("--seed_of", choices=sweeps.SEED_KEYS, help="what the seeds are of (default: both)")
+    about = "what the seeds are of (default: %(default)s)"
+    add("--seed_of", choices=sweeps.SEED_KEYS, default="both", help=about)
     add("--extend", action="store_true", help="add runs to the plan that is there")
     shown = new("table", help="how the runs stand")
     shown.add_argument("--json", action="store_true", help="one document, for scripts")

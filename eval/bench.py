@@ -35,13 +35,13 @@ from canon_pretrain.core.files import write_json
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
 from canon_pretrain.hf.export import export
-from canon_pretrain.kernels.hardware import check_cuda
+from canon_pretrain.kernels.hardware import check_cuda, cpu_info
 from canon_pretrain.model.args import ModelArgs, flavor, num_parameters
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM
-from eval.model.subject import Subject, cpu_info, dtype_for
+from eval.model.subject import Subject, dtype_for
 
 MAX_LENGTH = 2048
 """Tokens that both sides read at most; perplexities are in windows of it."""
@@ -95,7 +95,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", metavar="FLAVOR[,FIELD=VALUE...]", help=about)
     about = "a trained one instead"
     model.add_argument("--checkpoint", type=Path, metavar="RUN/checkpoint/step-N", help=about)
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of both sides")
     add("--repeats", type=int, default=3, help="how often each case is measured (%(default)s)")
     add("--scale", type=float, help="so many times the requests (default: 1 on a CPU, 16 on a GPU)")
     add("--cases", nargs="+", metavar="CASE", help="these only, as hellaswag or jrt")
@@ -231,7 +230,7 @@ def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
         check_choice("--cases", name, CASES)
     check_cuda()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu, weights = device.type == "cuda", dtype_for(asked.dtype, device)
+    on_gpu, weights = device.type == "cuda", dtype_for("auto", device)
     dtype = str(weights).removeprefix("torch.")
     with tempfile.TemporaryDirectory(prefix="canon-eval-bench-") as scratch:
         folder = Path(scratch)

@@ -66,7 +66,7 @@ def measure(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result
         block()
         return Subject(block, lambda: {"operators": counts})
 
-    parts, facts, _ = variants.compare_variants(make, chosen, arguments, machine)
+    parts, facts, _ = variants.compare_variants(make, chosen, arguments.pairs, machine)
     rows = [
         {
             **variant.row(),
@@ -85,7 +85,6 @@ def measure(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result
         "new_tokens": num_new,
         "operators_are": "kernels" if machine.on_gpu else "operators",
         "copy_bandwidth": machine.copy_bandwidth,
-        "weight_bytes": weights,
         "weights_read_s": weights / machine.copy_bandwidth,
         "rows": rows,
     }

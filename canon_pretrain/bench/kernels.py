@@ -1,7 +1,7 @@
 """Canon's kernels and the ways of attention by themselves, forward and backward.
 
 `canon`: every form of model/canon_check.py by every backend, compiled as a block is, over the
-reference; seconds, and bytes against the copy bandwidth. `attention`: every kernel of
+reference; seconds, and bytes against the copy bandwidth. `attention`: every fused kernel of
 scaled_dot_product_attention, the packages of FlashAttention 2 to 4 and flex attention, where they
 can be had, on the shapes of a training step; `model.attention_backend` takes what is the fastest.
 Before anything is timed its values (Canon: gradients too) are compared with the formula in float64.
@@ -25,7 +25,7 @@ from canon_pretrain.bench import tables, variants
 from canon_pretrain.bench.limits import Machine
 from canon_pretrain.bench.timing import NotMeasured, Step, compare_steps
 from canon_pretrain.bench.variants import Result, Say
-from canon_pretrain.core.errors import UserError, check_choice
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.model import canon_check
@@ -142,7 +142,6 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
 }
 WAYS = (*KERNELS, "flex", "flash_attn", *FLASH_IMPLS)
 DIRECTIONS = {"forward": 1.0, "backward": 2.5}
@@ -152,8 +151,6 @@ WORST_ERROR = 3e-2
 
 
 def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
-    about = f"of {', '.join(WAYS)} (default: all here)"
-    parser.add_argument("--ways", nargs="+", metavar="WAY", help=about)
     shapes = {"cuda": (6, 4096), "cpu": (2, 1024)}
     variants.add_options(parser, *SHAPE_AND_TIMING, shapes=shapes, pairs=11, block_seconds=0.1)
 
@@ -168,9 +165,7 @@ def measure_attention(arguments: argparse.Namespace, machine: Machine, say: Say)
     usable: dict[str, dict[str, Any]] = {}
     errors: dict[str, float] = {}
     missing: dict[str, str] = {}
-    # math makes all scores, which at 4,096 tokens are more than most GPUs hold
-    for name in arguments.ways or [n for n in WAYS if n != "math" or not machine.on_gpu]:
-        check_choice("--ways", name, WAYS)
+    for name in WAYS:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch tells there why it refuses a kernel
@@ -180,7 +175,7 @@ def measure_attention(arguments: argparse.Namespace, machine: Machine, say: Say)
             usable[name] = passes(call, tensors, partial(use_flash, name))
         except (UserError, RuntimeError) as why:
             missing[name] = (str(why).strip() or type(why).__name__).splitlines()[0]
-    variants.check_any("--ways", usable, missing)
+    variants.check_any("attention by", usable, missing)
     base, both, rows = next(iter(usable)), dict.fromkeys(usable, 0.0), []
     # two products, of the half of the scores that causality leaves
     forward_flops = 2 * shape[0] * args.num_heads * shape[1] ** 2 * args.head_dim

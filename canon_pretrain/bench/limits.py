@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from canon_pretrain.bench.timing import clock_name, now, seconds_of
-from canon_pretrain.kernels.hardware import check_cuda, matmul_flops, query_gpu
+from canon_pretrain.kernels.hardware import check_cuda, cpu_info, matmul_flops, query_gpu
 from canon_pretrain.model.args import ModelArgs, flops_per_token, num_parameters
 from canon_pretrain.titan.dry_run import GPUS
 
@@ -81,10 +80,7 @@ class Machine:
     def name(self) -> str:
         if self.on_gpu:
             return torch.cuda.get_device_name(self.device)
-        info = Path("/proc/cpuinfo")
-        lines = info.read_text().splitlines() if info.exists() else []
-        models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        return f"{next(models, platform.machine())}, {torch.get_num_threads()} threads"
+        return f"{cpu_info('model name') or platform.machine()}, {torch.get_num_threads()} threads"
 
     def facts(self) -> dict[str, Any]:
         triton = version("triton") if importlib.util.find_spec("triton") else None

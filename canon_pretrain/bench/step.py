@@ -102,7 +102,7 @@ def measure_step(arguments: argparse.Namespace, machine: Machine, say: Say) -> R
         }
 
     with one_rank() if is_model else nullcontext():
-        parts, facts, failed = variants.compare_variants(make, chosen, arguments, machine)
+        parts, facts, failed = variants.compare_variants(make, chosen, arguments.pairs, machine)
         variants.check_any("--sets", parts, failed)
         whole = None
         if is_model and plain:

@@ -169,15 +169,12 @@ def variants(
 
 
 def compare_variants(
-    make: Callable[[Variant], Subject],
-    chosen: Sequence[Variant],
-    arguments: argparse.Namespace,
-    machine: Machine,
+    make: Callable[[Variant], Subject], chosen: Sequence[Variant], pairs: int, machine: Machine
 ) -> Compared:
     """Compare the `chosen` with no Canon; see compare_subjects."""
     others = {variant.name: partial(make, variant) for variant in chosen}
-    base, pairs, free = partial(make, NONE), arguments.pairs, machine.free_memory
-    return compare_subjects(base, others, pairs=pairs, alone=machine.alone, free=free)
+    how: Any = {"pairs": pairs, "alone": machine.alone, "free": machine.free_memory}
+    return compare_subjects(partial(make, NONE), others, **how)
 
 
 def canon_sets_of(given: Sequence[str]) -> list[str]:
