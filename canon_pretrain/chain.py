@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
-from canon_pretrain.core.cli import command
+from canon_pretrain.core.cli import command, positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_atomic, write_json
 from canon_pretrain.core.holder import read_count
@@ -259,7 +259,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("command", choices=("code", "begin", "end"))
     parser.add_argument("run", type=Path, metavar="RUN", nargs="?", default=Path())
     parser.add_argument("--job", required=True, help="the id that all starts of the chain share")
-    parser.add_argument("--restarts", type=int, default=RESTARTS)
+    parser.add_argument("--restarts", type=positive, default=RESTARTS)
     parser.add_argument("--asked", choices=get_args(Asked), default="none")
     parser.add_argument("--take_code", action="store_true")
     own = sys.argv[1:] if argv is None else argv
@@ -267,8 +267,6 @@ def main(argv: list[str] | None = None) -> None:
     given, launch = parser.parse_args(own[:place]), own[place + 1 :]
     run, job, restarts = RunFolder(given.run), given.job, given.restarts
     with command(prints=True):
-        if restarts < 1:
-            raise UserError(f"--restarts {restarts}: expected at least 1")
         if given.command == "code":
             snapshot, config = code_of(job, launch)
             if snapshot is not None:

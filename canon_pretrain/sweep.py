@@ -30,7 +30,7 @@ from rich.text import Text
 
 from canon_pretrain.cluster import sweep as sweeps
 from canon_pretrain.cluster.sweep import Sweep, read_sweep
-from canon_pretrain.core.cli import command
+from canon_pretrain.core.cli import command, positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import read_count
 from canon_pretrain.core.terminal import Console, printable
@@ -103,8 +103,6 @@ def run(given: argparse.Namespace) -> None:
     words = [planned.config, *sweep.options(planned, folder)]
     if given.print0:
         return print(*words, sep="\0", end="\0")
-    if given.ranks < 1:
-        raise UserError(f"--ranks {given.ranks}: expected at least 1")
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={given.ranks}"]
     launch += ["-m", "canon_pretrain.train", "--config", *words]
     sys.stdout.flush()
@@ -265,7 +263,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     shown.set_defaults(show=table)
     one = new("run", help="train one run, or resume it")
     one.add_argument("number", type=int, metavar="NUMBER", help="as in the table, from 1")
-    one.add_argument("--ranks", type=int, default=1, help="processes, one a GPU (default: 1)")
+    one.add_argument("--ranks", type=positive, default=1, help="processes, one a GPU (default: 1)")
     one.add_argument("--print0", action="store_true", help="print the launch, for scripts")
     one.set_defaults(show=run)
     todo = new("todo", description=print_todo.__doc__)

@@ -33,7 +33,7 @@ import sentencepiece
 import tokenizers
 
 from canon_pretrain.bench.tables import Columns, Target, make_console, print_table
-from canon_pretrain.core.cli import available_cores
+from canon_pretrain.core.cli import available_cores, positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_json, write_json
 from canon_pretrain.core.terminal import Console
@@ -85,19 +85,19 @@ Rows = list[dict[str, Any]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--megabytes", type=float, default=96.0, help="text at most (default: %(default)g)")
-    add("--repeats", type=int, default=3, help="how often each is measured (default: %(default)s)")
+    add("--megabytes", type=positive, default=96, help="text at most (default: %(default)s)")
+    add(
+        "--repeats",
+        type=positive,
+        default=3,
+        help="measurements of each (default: %(default)s)",
+    )
     add("--json", type=Path, metavar="FILE", help="write the figures to this file too")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure and print. Raises UserError."""
-    repeats, megabytes = arguments.repeats, arguments.megabytes
-    if repeats < 1 or megabytes <= 0:
-        raise UserError(
-            f"--repeats {repeats} --megabytes {megabytes:g}: expected at least 1, and more than 0"
-        )
-    texts = collect(int(megabytes * 1e6))
+    """Measure and print."""
+    repeats, texts = arguments.repeats, collect(arguments.megabytes * 1_000_000)
     num_bytes = sum(len(text.encode()) for text in texts)
     sample = texts[:: max(1, round(num_bytes / ENCODED_BYTES))]
     say(f"{len(texts):,} documents, {num_bytes / 1e6:.1f} MB")

@@ -30,6 +30,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from canon_pretrain.bench import tables, timing
 from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.core.cli import positive
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.files import write_json
 from canon_pretrain.core.terminal import Console
@@ -95,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", metavar="FLAVOR[,FIELD=VALUE...]", help=about)
     about = "a trained one instead"
     model.add_argument("--checkpoint", type=Path, metavar="RUN/checkpoint/step-N", help=about)
-    add("--repeats", type=int, default=3, help="how often each case is measured (%(default)s)")
+    add("--repeats", type=positive, default=3, help="how often each case is measured (%(default)s)")
     add("--scale", type=float, help="so many times the requests (default: 1 on a CPU, 16 on a GPU)")
     add("--cases", nargs="+", metavar="CASE", help="these only, as hellaswag or jrt")
     add("--json", type=Path, metavar="FILE", help="write the figures to this file too")
@@ -103,9 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Measure and print. Raises UserError, also if the two sides answer differently."""
-    repeats, scale, console = arguments.repeats, arguments.scale, tables.make_console()
-    if repeats < 1 or (scale is not None and scale <= 0):
-        raise UserError(f"--repeats {repeats} --scale {scale}: expected at least 1, and above 0")
+    console = tables.make_console()
     result = measure(arguments, partial(tables.print_lines, console))
     print_result(result, console)
     if arguments.json:

@@ -385,9 +385,13 @@ COLUMNS: Columns = {
 }
 
 
-def table(result: Row) -> list[str]:
-    """Return what the columns are, the rates that times are computed from, and a Markdown table."""
+def page(result: Row) -> str:
+    """Return PAGE: what the columns are, the rates that times are computed from, and a table."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    rates = [f"{name} {_bars(bars, '.3g')}" for name, bars in Rates()._asdict().items()]
     lines = [
+        "# What a block launches and moves on an H100, counted without one",
+        f"Written by `python -m canon_pretrain.bench codegen --record` ({versions}).",
         f"Counted for {result['counted_for']}: one block of 1.3B, {result['micro_batch']} x "
         f"{result['num_tokens']:,} tokens, bfloat16; nothing was run.",
         "launches: Inductor's kernels, forward + backward; operators: our own. KiB: read and "
@@ -396,28 +400,16 @@ def table(result: Row) -> list[str]:
         "and attention that must move (limits.py); ratio: counted over least.",
         f"Computed, not measured: a training step of the whole model on {GPUS_OF_A_NODE} GPUs, one "
         "micro-batch each; in brackets with the worst and the best rates.",
+        f"Rates: {'; '.join(rates)}; MFU is of {PEAK_FLOPS / 1e12:.0f} TFLOP/s.",
     ]
-    words = [f"{name} {_bars(bars, '.3g')}" for name, bars in Rates()._asdict().items()]
-    lines.append(f"Rates: {'; '.join(words)}; MFU is of {PEAK_FLOPS / 1e12:.0f} TFLOP/s.")
     rows = [row | computed(row, result["rows"]) for row in result["rows"]]
     cells = [[cell(row) for cell in COLUMNS.values()] for row in rows]
-    words = [f"| {' | '.join(each)} |" for each in (COLUMNS, ["---"] * len(COLUMNS), *cells)]
-    return [*(f"{line}\n" for line in lines), *words]
-
-
-def page(result: Row) -> str:
-    """Return PAGE: the same in Markdown."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    lines = [
-        "# What a block launches and moves on an H100, counted without one\n",
-        f"Written by `python -m canon_pretrain.bench codegen --record` ({versions}).\n",
-        *table(result),
-    ]
-    return "\n".join(lines) + "\n"
+    table = [f"| {' | '.join(each)} |\n" for each in (COLUMNS, ["---"] * len(COLUMNS), *cells)]
+    return "".join([*(f"{line}\n\n" for line in lines), *table])
 
 
 def print_result(result: Row, console: Console) -> None:
-    print_lines(console, *table(result))
+    print_lines(console, *page(result).splitlines())
 
 
 BENCHES = {"codegen": Bench(add_arguments, measure, print_result)}

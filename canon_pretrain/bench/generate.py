@@ -17,6 +17,7 @@ from canon_pretrain.bench import tables, variants
 from canon_pretrain.bench.limits import Machine
 from canon_pretrain.bench.timing import BASE, Seconds, Subject, no_garbage, now, synchronize
 from canon_pretrain.bench.variants import Result, Say, Variant
+from canon_pretrain.core.cli import positive
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.model.args import num_parameters
 from canon_pretrain.model.decode import generate
@@ -30,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes = dict.fromkeys(("cuda", "cpu"), (0, 0))  # of --batches and the two below
     variants.add_options(parser, "sets", "pairs", pairs=9, shapes=shapes, micro_batch=None)
     about = "rows at a time (default: 1 8 32)"
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], help=about)
+    parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8, 32], help=about)
     for option, tokens in (("--prompt-tokens", 128), ("--new-tokens", 64)):
-        parser.add_argument(option, type=int, default=tokens, help="(default: %(default)s)")
+        parser.add_argument(option, type=positive, default=tokens, help="(default: %(default)s)")
 
 
 def measure(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result:
@@ -105,7 +106,7 @@ def generation(model: Transformer, prompts: Sequence[Sequence[int]], new_tokens:
     with no_garbage():
         begin = now()
         generate(model, prompts, max_new_tokens=new_tokens, stop=stop, batch_tokens=batch_tokens)
-    return {PREFILL: stamps[0] - begin, DECODE: (stamps[-1] - stamps[0]) / (len(stamps) - 1)}
+    return {PREFILL: stamps[0] - begin, DECODE: (stamps[-1] - stamps[0]) / max(1, len(stamps) - 1)}
 
 
 def operators_per_token(

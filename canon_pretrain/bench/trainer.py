@@ -22,6 +22,7 @@ from canon_pretrain.bench.limits import Machine
 from canon_pretrain.bench.timing import STEP, Step, Subject
 from canon_pretrain.bench.variants import Result, Say
 from canon_pretrain.checkpoint.manifest import Manifest
+from canon_pretrain.core.cli import positive
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.run.config import Data
@@ -47,8 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.epilog = "Any --section.key value goes on top of the config, as for training."
     add("--config", type=Path, help=f"(default: {CONFIG}; on a GPU {' '.join(GPU_JOB)})")
-    add("--repeats", type=int, default=30, help="blocks of steps of each (default: %(default)s)")
-    add("--steps", type=int, default=3, help="steps in a block (default: %(default)s)")
+    add(
+        "--repeats",
+        type=positive,
+        default=30,
+        help="blocks of each (default: %(default)s)",
+    )
+    add("--steps", type=positive, default=3, help="steps in a block (default: %(default)s)")
 
 
 def measure(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result:

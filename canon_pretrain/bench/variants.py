@@ -11,6 +11,7 @@ import torch
 
 from canon_pretrain.bench.limits import Machine
 from canon_pretrain.bench.timing import Compared, NotMeasured, Subject, compare_subjects
+from canon_pretrain.core.cli import positive
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels import backends
@@ -80,13 +81,13 @@ class Workload:
 OPTIONS: dict[str, dict[str, Any]] = {
     "flavor": {"help": "size of the model (default: 1b3 on a GPU, 8L512D on a CPU)"},
     "position": {"default": "nope", "choices": POSITIONS, "help": "(default: %(default)s)"},
-    "layers": {"type": int, "help": "so many layers instead of the flavor's"},
+    "layers": {"type": positive, "help": "so many layers instead of the flavor's"},
     "dtype": {"choices": tuple(DTYPES), "help": "(default: bfloat16 on a GPU, else float32)"},
-    "micro-batch": {"type": int, "help": "rows (default: fits the device)"},
-    "tokens": {"type": int, "help": "of a row (default: fits the device)"},
+    "micro-batch": {"type": positive, "help": "rows (default: fits the device)"},
+    "tokens": {"type": positive, "help": "of a row (default: fits the device)"},
     "sets": {"nargs": "+", "default": ["A", "AC", "ABCD"], "help": "Canon sets, as AC"},
     "backends": {"nargs": "+", "help": f"of {', '.join(MEASURED)} (default: all here)"},
-    "pairs": {"type": int, "help": "pairs of blocks (default: %(default)s)"},
+    "pairs": {"type": positive, "help": "pairs of blocks (default: %(default)s)"},
     "block-seconds": {"type": float, "help": "in whole steps (default: %(default)s)"},
 }
 MODEL = ("flavor", "position", "layers", "dtype")

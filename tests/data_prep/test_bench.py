@@ -1,11 +1,9 @@
 """The bench measures what it says: equal ids, equal windows, a split that is really that large."""
 
-import argparse
 import importlib.util
 
 import pytest
 
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep import bench
 from data_prep.settle import train_tokenizer
@@ -40,17 +38,3 @@ def test_every_row_is_measured_of_the_same_tokens(model, tmp_path, monkeypatch):
     missing = {name for name, value in values.items() if value is None}
     assert missing == ({"build, CPU time: ours / datatrove"} if without_datatrove else set())
     assert all(value > 0 for name, value in values.items() if name not in missing)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--repeats", "0"], "--repeats 0"),
-        (["--megabytes", "0"], "--megabytes 0"),
-    ],
-)
-def test_what_cannot_be_measured(words, message):
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    with pytest.raises(UserError, match=message):
-        bench.run(parser.parse_args(words))

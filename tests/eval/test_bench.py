@@ -39,12 +39,10 @@ def test_what_counts_as_the_same_answer(name, ours, theirs, found):
         assert agreement(name, ours, theirs, torch.float32) == found
 
 
-@pytest.mark.parametrize("words", [["--repeats", "0"], ["--scale", "0"], ["--cases", "jtr"]])
-def test_bad_input_is_one_message(words, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", *words])
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and error.count("\n") == 1 and all(word in error for word in words)
+def test_an_unknown_case_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--cases", "jtr"])
+    assert "jtr" in capsys.readouterr().err
 
 
 @pytest.mark.slow
