@@ -116,7 +116,6 @@ def run(arguments: argparse.Namespace) -> None:
         "documents": len(texts),
         "bytes": num_bytes,
         "vocab_size": model.vocab_size,
-        "method": model.method,
         "rows": rows,
     }
     print_result(result, make_console())

@@ -161,9 +161,7 @@ def parse_model(text: str) -> ModelArgs:
     try:
         args = TypeAdapter(ModelArgs).validate_python(fields | given)
     except ValidationError as error:
-        (first, *_) = error.errors()
-        what = f'{first["loc"][0]} = "{first["input"]}": {first["msg"]}'
-        raise UserError(f"--model {text}: {what}") from None
+        raise UserError(f"--model {text}: {error}") from None
     return replace(args, max_seq_len=max(args.max_seq_len, MAX_LENGTH))
 
 
@@ -262,7 +260,6 @@ def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
         "device": torch.cuda.get_device_name() if on_gpu else cpu,
         "versions": {name: version(name) for name in ("torch", "transformers", "lm_eval")},
         "model": str(asked.checkpoint or f"random weights, {title}"),
-        "args": asdict(args),
         "num_parameters": num_parameters(args),
         "dtype": dtype,
         "batch_tokens": ours.batch_tokens,

@@ -29,7 +29,6 @@ Comparison = dict[str, float]
 Parts = dict[str, Comparison]
 
 STEP, BASE = "step", ""
-MAX_STEPS = 10_000
 
 
 class NotMeasured(UserError):
@@ -148,7 +147,7 @@ def no_garbage() -> Iterator[None]:
 def steps_for(step: Step, block_s: float) -> int:
     """Return the steps of a block of about `block_s` seconds, by the fastest of four."""
     fastest = min(seconds_of(step) for _ in range(4))
-    return min(MAX_STEPS, max(1, math.ceil(block_s / max(fastest, 1e-9))))
+    return min(10_000, max(1, math.ceil(block_s / max(fastest, 1e-9))))
 
 
 def compare_steps(base: Step, other: Step, *, pairs: int, block_s: float) -> Comparison:

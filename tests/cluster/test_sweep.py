@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from canon_pretrain.cluster.sweep import read_sweep
 from canon_pretrain.core.files import write_json
 from canon_pretrain.run.folder import PLAN, RunFolder
 from canon_pretrain.run.results import Score
 from canon_pretrain.run.status import Status
-from canon_pretrain.sweep import Row, look_at_sweep, main
+from canon_pretrain.sweep import Row, look_at_sweep, main, read_sweep
 from canon_pretrain.titan.command_line import parse_job
 from tests.ranks import assert_same_run, launch, status
 from tests.report_runs import launch as launch_event

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.cluster.sweep import read_sweep
-from canon_pretrain.sweep import look_at_sweep, main
+from canon_pretrain.sweep import look_at_sweep, main, read_sweep
 from tests.fault_runs import steps
 from tests.ranks import assert_same_run, launch, logged_step, status
 from tests.slurm_jobs import SITE, Job, log_of, script
