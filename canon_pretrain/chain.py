@@ -30,10 +30,8 @@ from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.source import check_snapshot, differences, newest_snapshot, take_snapshot
 from canon_pretrain.run.status import Status, read_status
 
-RESTARTS = 3
-"""Restarts without a new checkpoint after which a job chain stops."""
-WAIT_S = 30.0
-"""Three heartbeats, and Slurm's default KillWait: a launch that is cancelled has ended by then."""
+RESTARTS = 3  # without a new checkpoint, after which a job chain stops
+WAIT_S = 30.0  # three heartbeats, and Slurm's default KillWait: a cancelled launch has ended
 
 Asked = Literal["none", "limit", "preempted", "term"]
 """Who asked the launch to stop: nobody; the job script, near its time limit; Slurm, which preempts;
@@ -104,8 +102,7 @@ def code_of(job: str, arguments: Sequence[str]) -> tuple[Path | None, Path | Non
     """Return the snapshot that `job` launches from and the config that replaces its own.
 
     None is the program, or the config, as it is now: for a run without a checkpoint, a fresh one
-    and `--run.allow_changes code`, but not for a restart of the same job. `arguments` are those of
-    canon_pretrain.train. Raises UserError for a damaged snapshot.
+    and `--run.allow_changes code`, but not for a restart. Raises UserError for a damaged snapshot.
     """
     try:
         launch = parse_launch(arguments)
@@ -133,8 +130,7 @@ def begin(
     """Record a start of `job`, or return the Decision that forbids it.
 
     Forbidden if a launch of another job is alive after `wait_s` (a cancelled one may still save),
-    or if starts that were killed with their scripts used up `restarts`. `take_code` snapshots the
-    program as it is; the first start keeps its `config` for the restarts.
+    or if starts that were killed with their scripts used up `restarts`.
     """
     end_s = time.monotonic() + wait_s
     # one on another node that is silent for as long counts as dead; the trainer watches it longer

@@ -259,10 +259,9 @@ def try_device(device: "torch.device") -> tuple[list[str], dict[str, float]]:
 
 
 def rank_groups(nodes: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Return the groups that all-reduce in turn, with names of their bandwidths; `nodes` by rank.
+    """Return each node's ranks, those of each two neighbors on a ring of nodes, and all.
 
-    Each node, each two neighbors on a ring of the nodes, and all. Ranks take them in one order, so
-    none waits for a rank that waits for it.
+    Ranks take these groups in one order, so none waits for a rank that waits for it.
     """
     names = list(dict.fromkeys(nodes))
     own = {name: [rank for rank, node in enumerate(nodes) if node == name] for name in names}

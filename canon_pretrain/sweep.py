@@ -340,8 +340,7 @@ def look_at_sweep(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
 def _held_out_losses(sweep: Sweep, folder: Path) -> tuple[str, int, dict[str, float]]:
     """Return where the losses are from, their step, and those of the runs that have it.
 
-    From the evaluations if there are any, else from the logs; at the step and of the held-out text
-    that most runs have, the last step of those.
+    From the evaluations if there are any, else the logs; of the last step that most runs have.
     """
     for source, losses_of in (("suite validation", suite_losses), ("training logs", logged_losses)):
         by_run = {}

@@ -47,10 +47,8 @@ from data_prep.folder import TRAIN, say
 from data_prep.settle import train_tokenizer
 
 TEXT_FILES = (".py", ".md", ".rst", ".txt")
-ENCODED_BYTES = 12_000_000
-"""The part of the text that is encoded again and again, and that a tokenizer is trained on."""
-FILE_BYTES = 2_000_000
-"""Of an input file: `local` makes a unit of about as many, so that workers have enough of them."""
+ENCODED_BYTES = 12_000_000  # are encoded again and again, and train the tokenizer
+FILE_BYTES = 2_000_000  # of an input file: `local` makes a unit of about as many
 VOCAB_SIZE, EOS_ID = 32_000, 2
 SEQ_LEN, BATCH, BATCHES = 4096, 8, 400
 SPLIT_TOKENS = 1 << 26

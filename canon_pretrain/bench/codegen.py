@@ -1,10 +1,8 @@
 """What a 1.3B block would launch and move on an H100, counted in Inductor's code without a GPU.
 
 A `TransformerBlock` is compiled as the trainer compiles it, for an H100 that exists only for
-Inductor's code generator. Launches are counted in the generated code, bytes by Inductor's own count
-of what each kernel reads and writes. Nothing is executed: spills and what caches save are not in
-it. What the generator asks of a GPU is patched for the whole process, and it remembers some
-answers: use a process that does nothing else.
+Inductor's code generator: nothing is executed, spills and caches are not in it. What the generator
+asks of a GPU is patched, and it remembers some answers: use a process that does nothing else.
 """
 
 import argparse

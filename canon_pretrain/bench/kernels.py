@@ -144,10 +144,8 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 WAYS = (*KERNELS, "flex", "flash_attn", *FLASH_IMPLS)
-DIRECTIONS = {"forward": 1.0, "backward": 2.5}
-"""The passes, and their FLOPs over forward's: five products instead of two."""
-WORST_ERROR = 3e-2
-"""Of the largest value; bfloat16 products, summed in float32."""
+DIRECTIONS = {"forward": 1.0, "backward": 2.5}  # FLOPs: five products instead of two
+WORST_ERROR = 3e-2  # of the largest value; bfloat16 products, summed in float32
 
 
 def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
@@ -203,10 +201,7 @@ def measure_attention(arguments: argparse.Namespace, machine: Machine, say: Say)
 
 
 def make_way(name: str, args: ModelArgs, tensors: list[Tensor]) -> Way:
-    """Return the function of q_BTHK, k_BTGK and v_BTGK called `name`; it returns y_BTHK.
-
-    Raises UserError, or RuntimeError when it is first called, if it can't be had.
-    """
+    """Return the function of q_BTHK, k_BTGK and v_BTGK called `name`. Raises NotMeasured."""
     on_gpu, num_tokens = tensors[0].is_cuda, tensors[0].shape[1]
     if name in ("cudnn", "efficient", "flex") and not on_gpu:
         raise NotMeasured("needs a GPU")
@@ -232,10 +227,7 @@ def make_way(name: str, args: ModelArgs, tensors: list[Tensor]) -> Way:
 
 
 def use_flash(name: str) -> None:
-    """Make SDPA's flash kernel the one that `name` is; 0.2 ms if it was another (CPU, measured).
-
-    It is the process's, and forward and backward of several ways take turns here.
-    """
+    """Make the process's flash kernel the one that `name` is; 0.2 ms if it was another."""
     wanted = FLASH_IMPLS[name].name if name in FLASH_IMPLS else None
     if (wanted or name == "flash") and attention.current_flash_attention_impl() != wanted:
         attention.restore_flash_attention_impl(_raise_warn=False)
@@ -244,10 +236,7 @@ def use_flash(name: str) -> None:
 
 
 def check(way: Way, tensors: list[Tensor]) -> float:
-    """Return the first head's largest error against float64, of its largest value.
-
-    Raises NotMeasured if it is more than rounding.
-    """
+    """Return the first head's largest error, of its largest value; NotMeasured if it is wrong."""
     with torch.no_grad(), attention.sdpa_kernel(SDPBackend.MATH):
         q, k, v = (part[:1, :, :1].double().transpose(1, 2) for part in tensors)
         true_TK = F.scaled_dot_product_attention(q, k, v, is_causal=True)[0, 0]

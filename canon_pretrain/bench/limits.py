@@ -24,8 +24,7 @@ from canon_pretrain.kernels.hardware import check_cuda, cpu_info, matmul_flops, 
 from canon_pretrain.model.args import ModelArgs, flops_per_token, num_parameters
 from canon_pretrain.titan.dry_run import GPUS
 
-COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
-"""Far more than the caches hold."""
+COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}  # far more than the caches hold
 MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
 UNCOMPUTED = ("aten::empty", "aten::new_empty", "aten::_local_scalar_dense")
 
@@ -198,9 +197,8 @@ def step_seconds(
 ) -> float:
     """Computed seconds of a training step of one micro-batch of `num_tokens` on each GPU.
 
-    `layer_bytes` per token and `layer_launches`: of one layer, forward and backward, bytes without
-    those of products and attention. With FSDP2 (weights gathered once), float32 AdamW, clipping,
-    and the loss in chunks (linear_cross_entropy.py). `bar`: which of the rates.
+    Of one layer, both directions: `layer_bytes` per token, without products and attention. With
+    FSDP2 (weights gathered once), float32 AdamW, clipping, and the loss in chunks.
     """
     gemm, memory = rates.gemm_flops[bar], rates.memory_bytes[bar]
     q_dim, k_dim, v_dim = args.qkv_dims

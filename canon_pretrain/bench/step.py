@@ -1,14 +1,8 @@
 """Canon's price in a training step and in memory: each set and backend beside no Canon.
 
-`step --unit block` is forward and backward of one compiled block. `--unit model` is on a CPU the
-whole step (titan/spec.py), and on a GPU the model's forward and backward, of which MFU is a
-share; what FSDP2 and AdamW take on top is measured apart, of the model without Canon. On a CPU the
-two models of a comparison take turns. A GPU holds one at a time, with all of its memory, as in a
-run: each is built, measured and freed, the one without Canon first and last.
-
-`memory` counts what a compiled block keeps for backward by saved_tensors_hooks, whole storages,
-parameters left out: exact, on a CPU as on a GPU, where the peak of training steps is measured too.
-What fits on a GPU is computed by `canon_pretrain.train --dry_run --gpu`.
+`step --unit model` is on a CPU the whole step (titan/spec.py), on a GPU the model's forward and
+backward; there FSDP2 and AdamW are measured apart, without Canon. `memory` counts what a compiled
+block keeps for backward, whole storages without parameters, by saved_tensors_hooks.
 """
 
 import argparse

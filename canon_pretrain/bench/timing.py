@@ -1,11 +1,8 @@
 """Seconds of two things that take turns: the paired blocks under every bench.
 
-A block is some steps in a row, begun and ended with an idle device. A pair is a block of each of
-the two side by side, so that load of the machine meets both; the order changes from pair to pair.
-Reported is the median over the pairs of the ratio of the two.
-
-Time is CPU time of the process if one CPU thread computes (OMP_NUM_THREADS=1), which a busy machine
-hardly changes, and otherwise the clock's.
+A pair is a block of steps of each of the two side by side, so that load of the machine meets both;
+the order changes from pair to pair. Reported is the median of the pairs' ratios. Time is CPU time
+of the process if one CPU thread computes, which a busy machine hardly changes, else the clock's.
 """
 
 import gc
