@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from canon_pretrain.core.cli import positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Progress, duration, size
 from canon_pretrain.data.hub import COMMIT
@@ -26,7 +27,7 @@ from canon_pretrain.data.shards import MANIFEST
 from data_prep import folder as folders
 from data_prep import sources
 from data_prep.finish import is_finished, write_manifests
-from data_prep.folder import SPLITS, TRAIN, is_complete, positive, say, settling
+from data_prep.folder import SPLITS, TRAIN, is_complete, say, settling
 from data_prep.plan import (
     MAX_LINE_BYTES,
     NO_LIMITS,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from canon_pretrain.core.cli import available_cores
+from canon_pretrain.core.cli import available_cores, positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import free_bytes
 from canon_pretrain.core.lock import locked
@@ -69,13 +69,6 @@ def load_tokenizer(out: Path, record: TokenizerRecord) -> Tokenizer:
                 f"build into a new folder"
             )
     return tokenizer
-
-
-def positive(text: str) -> int:
-    """The number of an option that is at least 1, for argparse."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number}, expected at least 1")
-    return number
 
 
 def add_workers(parser: argparse.ArgumentParser, what: str) -> None:

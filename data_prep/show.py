@@ -16,12 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
+from canon_pretrain.core.cli import positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.data.sampler import Order, permuted_offset, window_offset
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
-from data_prep.folder import SPLITS, TRAIN, load_tokenizer, positive
+from data_prep.folder import SPLITS, TRAIN, load_tokenizer
 from data_prep.plan import load_plan
 
 WIDTH = 100

@@ -152,3 +152,10 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def cpu_info(field: str) -> str:
+    """Return a field of /proc/cpuinfo; empty elsewhere than on Linux."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((ln.partition(":")[2].strip() for ln in lines if ln.startswith(field)), "")

@@ -27,6 +27,7 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf.export import RECORD
 from canon_pretrain.hf.reading import CONFIG, folder_args, folder_weights, is_folder
+from canon_pretrain.kernels.hardware import cpu_info
 from canon_pretrain.model.transformer import Head, Transformer
 from canon_pretrain.run.folder import EVALS, RunFolder
 from canon_pretrain.run.launches import read_run
@@ -302,10 +303,3 @@ def is_faster(model: Transformer) -> bool:
     weight = model.tok_embeddings.weight
     fits = weight.device.type == "cpu" and weight.dtype == torch.float32
     return fits and torch.backends.mkldnn.is_available() and cpu_info("vendor_id") == "AuthenticAMD"
-
-
-def cpu_info(field: str) -> str:
-    """Return a field of /proc/cpuinfo; empty elsewhere than on Linux."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((ln.partition(":")[2].strip() for ln in lines if ln.startswith(field)), "")
