@@ -6,7 +6,6 @@ finite.
 
 import functools
 import math
-import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,19 +32,16 @@ class Chart:
     smooth: bool = True
     restarts: bool = False
     skips: bool = False
-    same_as: str | None = None
-    """The chart whose lines these are, over hours: the page holds them once."""
 
 
 CHARTS = (
-    Chart("loss", "Loss", "nats per token", ",.4f", skips=True),
-    Chart("hours", "Loss over time", "nats per token", ",.4f", restarts=True, same_as="loss"),
+    Chart("loss", "Loss", "nats per token", ",.4f", skips=True, restarts=True),
     Chart("grad_norm", "Gradient norm", "L2, before clipping", ",.4g", log_scale=True, skips=True),
     Chart("tokens_per_second", "Throughput", "tokens per second", ",.0f", restarts=True),
     Chart("mfu", "MFU", "share of the devices' peak", ".1%", restarts=True),
     Chart("lr", "Learning rate", "", ".3e", smooth=False),
 )
-"""Fields of `step` events by id, but for `hours`."""
+"""Fields of `step` events, by id."""
 
 
 class Entry(NamedTuple):
@@ -65,14 +61,11 @@ def join_seeds(runs: Sequence[RunRecord]) -> list[Entry]:
         alike.setdefault(run.recipe, []).append(k)
     entries: list[Entry] = []
     for members in alike.values():
-        labels = [runs[k].label for k in members]
         if len({runs[k].seeds for k in members}) == 1:
             entries += [Entry(runs[k].label, (k,)) for k in members]
-            continue
-        label = f"{os.path.commonprefix(labels)}*"
-        if len(label) < 4 or label in [entry.label for entry in entries]:
-            label = f"{labels[0]} and {len(labels) - 1} more"
-        entries.append(Entry(label, tuple(members)))
+        else:
+            label = f"{runs[members[0]].label} and {len(members) - 1} more"
+            entries.append(Entry(label, tuple(members)))
     return sorted(entries, key=lambda entry: entry.runs)
 
 

@@ -35,10 +35,7 @@ PURPOSES = {
     ),
     ATTENTION: ("attention", r"(?i)attention|flash_?(fwd|bwd|attn)|fmha|sdpa|scaled_?dot"),
     # a pad is Canon's alone in this model, and inductor names a kernel by what it fused
-    CANON: (
-        "Canon, and what torch.compile fused with it",
-        r"(?i)canon|causal_?conv1d|constant_pad_nd",
-    ),
+    CANON: ("Canon, and what is fused with it", r"(?i)canon|causal_?conv1d|constant_pad_nd"),
     "optimizer": ("the optimizer's step", r"^Optimizer\.(step|zero_grad)#"),
     "sharding": ("FSDP2's copies and casts around communication", r"(?i)^fsdp::"),
     COMMUNICATION: ("collectives", r"(?i)nccl|gloo:|c10d::"),
@@ -48,9 +45,8 @@ PURPOSES = {
 }
 """What time can be for, in words, and by which names; of several that fit the last."""
 
+# that of a Python function (a compiled graph) ends in no digit and shares an earlier one's number
 _BACKWARD = re.compile(r"^autograd::engine::evaluate_function: \w+Backward\d+$")
-"""The backward of one operator; that of a Python function (a compiled graph) ends in no digit, and
-shares its number with what ran before it."""
 
 Facts = dict[str, Any]
 
@@ -84,9 +80,9 @@ def summarize(trace: Trace) -> Facts:
         spans = [_Span(x, host.purpose_of_work(x), [(x.begin, x.end)]) for x in trace.work]
     else:  # of scopes those by which gloo marks its threads' work
         spans = [x for x in host.spans if x.event.kind == OPERATOR or _is_talk(x.event.name)]
-    if not spans:
-        raise ValueError("it holds neither operators nor kernels")
-    window = [*steps, *trace.work] or [span.event for span in host.spans]
+    if not spans or not steps:
+        raise ValueError(f"it holds no operators and kernels, or no {STEP}")
+    window = [*steps, *trace.work]
     begin, end = min(event.begin for event in window), max(event.end for event in window)
     if end <= begin:
         raise ValueError("its events take no time")
@@ -103,12 +99,11 @@ def summarize(trace: Trace) -> Facts:
         own_us = sum(until - since for since, until in span.own)
         times[span.event.name, span.purpose or OTHER].append(own_us)
     rows: list[Facts] = []
+    purposes = dict.fromkeys(PURPOSES, 0.0)
     for (name, purpose), each in times.items():
         facts = {"count": len(each), "self_us": sum(each), "share": sum(each) / (end - begin)}
         rows.append({"name": name, "purpose": purpose, **facts})
-    purposes = {
-        x: sum((row["share"] for row in rows if row["purpose"] == x), 0.0) for x in PURPOSES
-    }
+        purposes[purpose] += facts["share"]
     scopes = [x.event for x in host.spans if (x.event.kind, x.event.name) == (SCOPE, DATA)]
     waits = [_Span(each, DATA, [(each.begin, each.end)]) for each in scopes]
     purposes[DATA] = share(waits)  # all of it, beside what a device did meanwhile
@@ -116,11 +111,10 @@ def summarize(trace: Trace) -> Facts:
     rest = [span for span in spans if span.purpose != COMMUNICATION]
     busy = share(spans)
     overlapped = share(talks) + share(rest) - busy
-    # the profiler counts the steps that are done
-    numbers = {int(e.name[len(STEP) :]) + 1 for e in steps if e.name[len(STEP) :].isdigit()}
     return {
         "is_device": bool(trace.work),
-        "steps": sorted(numbers),
+        # the profiler counts the steps that are done
+        "steps": sorted({int(event.name.removeprefix(STEP)) + 1 for event in steps}),
         "window_us": end - begin,
         "busy_share": busy,
         # the host does nothing else while it waits for data, a device may
@@ -136,13 +130,6 @@ def _is_talk(name: str) -> bool:
     return purpose_of(name) == COMMUNICATION
 
 
-def _is_autograds_own(events: Sequence[Event]) -> bool:
-    """Return whether a thread runs backward passes only: one per device but the CPU."""
-    names = {event.name for event in events}
-    backward = any(name.startswith("autograd::engine") for name in names)
-    return backward and not any(name.startswith(STEP) for name in names)
-
-
 class _Host:
     """What ran on the host's threads, and its purpose."""
 
@@ -150,9 +137,10 @@ class _Host:
         self.spans: list[_Span] = []
         self._of_sequence: dict[int, str | None] = {}
         self._of_launch: dict[int, str | None] = {}
-        # sequence numbers are counted by thread: forward passes first
-        for events in sorted(threads, key=_is_autograds_own):
-            self._add(events, has_forward=not _is_autograds_own(events))
+        # sequence numbers are counted by thread: first that of forward passes, which marks steps
+        marked = [(any(e.name.startswith(STEP) for e in events), events) for events in threads]
+        for has_forward, events in sorted(marked, key=lambda x: not x[0]):
+            self._add(events, has_forward=has_forward)
 
     def purpose_of_work(self, work: Event) -> str:
         """Return a kernel's purpose: its launch's, but for communication, which its name tells."""
@@ -212,8 +200,6 @@ def add_parser(subparsers: Any) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the summary of one trace; returns the exit code. Raises UserError."""
-    if arguments.top < 0:
-        raise UserError(f"--top {arguments.top}: expected 0 or more")
     path = find_trace(arguments.folder, arguments.rank)
     trace = read_trace(path)
     try:
@@ -254,7 +240,7 @@ def print_summary(console: Console, summary: Facts) -> None:
     steps = ", ".join(map(str, summary["steps"]))
     shares = {k: f"{v:.1%}" for k, v in summary.items() if isinstance(v, float)}
     console.print(
-        f"{f'step {steps}' if steps else 'no step marked'}: {summary['window_us'] / 1000:,.1f} ms, "
+        f"step {steps}: {summary['window_us'] / 1000:,.1f} ms, "
         f"{processor} busy {shares['busy_share']}, idle {shares['idle_share']}"
     )
     exposed, overlapped = (shares[f"communication_{how}"] for how in ("exposed", "overlapped"))
