@@ -1,8 +1,4 @@
-"""Curves for a page: thinned so that half a million steps stay light, seeds joined. No torch.
-
-Thinning keeps spikes: of each stretch the lowest, the highest and the first value that is not
-finite.
-"""
+"""Curves for a page: thinned so that half a million steps stay light, seeds joined. No torch."""
 
 import functools
 import math
@@ -18,6 +14,8 @@ MAX_KNOTS = 1000
 """Points of the table of a step's tokens and hours; between two it is a straight line."""
 DIGITS = 7
 """Significant digits of a value in a page."""
+FEW_POINTS = 60
+"""A line of at most so many points shows each of them."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +50,7 @@ class Entry(NamedTuple):
 
 
 def join_seeds(runs: Sequence[RunRecord]) -> list[Entry]:
-    """Return the runs in order, those of one recipe with several pairs of seeds as one entry.
-
-    Repeats with the same seeds alone are not joined: they are no sample of anything.
-    """
+    """Return the runs in order, those of one recipe as one entry unless all have the same seeds."""
     alike: dict[str, list[int]] = {}
     for k, run in enumerate(runs):
         alike.setdefault(run.recipe, []).append(k)
@@ -75,7 +70,7 @@ def stretches(count: int, most: int) -> np.ndarray:
 
 
 def thin(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """Return which of `values` to draw, int64: the ends, and of each stretch what it must show."""
+    """Return which values to draw, int64: the ends; lowest, highest, first gap of each stretch."""
     if len(bounds) - 1 >= len(values):
         return np.arange(len(values))
     finite = np.isfinite(values)

@@ -16,7 +16,7 @@ import numpy as np
 
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.report import evaluations
-from canon_pretrain.report.curves import CHARTS, Chart, rounded, stretches, thin
+from canon_pretrain.report.curves import CHARTS, FEW_POINTS, Chart, rounded, stretches, thin
 from canon_pretrain.report.evaluations import tokens_at
 from canon_pretrain.report.items import Evaluation
 from canon_pretrain.report.record import Curve, RunRecord
@@ -28,7 +28,6 @@ MAX_STRETCHES, ALL_STRETCHES = 1333, 13_333
 """Of one line; of all lines together, so that the page opens at once."""
 LATE_STRETCHES, FEWEST_LATE, FEWEST_PER_STRETCH = 100, 8, 5
 """Points of a smoothed line, and logged steps that each is a mean of."""
-FEW_POINTS = 40
 
 SHOWN = [chart for chart in CHARTS if chart.id in ("loss", "grad_norm", "tokens_per_second")]
 PROBES = re.compile(r"(1-hop|1-hop-random|2-hop)-(\d+)")
@@ -344,8 +343,6 @@ def draw_lengths(shown: Content, labels: Sequence[str]) -> list[Plot]:
         figure["layout"]["yaxis"] |= {"range": [-0.03, 1.03]}
         if chance is not None:
             line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": chance, "y1": chance}
-            label = {"text": f"chance {chance:.3f}", "textposition": "end"}
-            line |= {"line": {"dash": "dash", "width": 1.2}, "label": label}
-            figure["layout"]["shapes"] = [line]
+            figure["layout"]["shapes"] = [line | {"line": {"dash": "dash", "width": 1.2}}]
         drawn.append((panel["series"], panel["metric"], figure))
     return drawn

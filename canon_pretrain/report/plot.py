@@ -18,7 +18,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import printable, size
 from canon_pretrain.report import curves
-from canon_pretrain.report.curves import CHARTS, Band, Chart, Entry, rounded
+from canon_pretrain.report.curves import CHARTS, FEW_POINTS, Band, Chart, Entry, rounded
 from canon_pretrain.report.record import Curve, RunRecord
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.log import json_value
@@ -28,8 +28,6 @@ TEMPLATES = Path(__file__).parent / "templates"
 PAGE_ENDINGS = (".html", ".htm")
 MAX_STRETCHES, TOTAL_STRETCHES = 2000, 16_000
 """Of a run, and shared by the runs of a page, so that one of many runs stays a few MB."""
-MARKED_POINTS = 60
-"""A line of at most so many points shows each of them."""
 
 VALIDATION = Chart(
     "validation", "Validation", "bits per byte of held-out text", ",.4f", smooth=False
@@ -46,16 +44,6 @@ Json = dict[str, Any]
 Styled = tuple[Curve | None, Json]
 """A curve, and what plotly is told of its line beside the points."""
 Charts = list[tuple[Chart, Mapping[str, Sequence[Styled]]]]
-
-
-def plot(paths: list[Path], out: Path) -> Json:
-    """Write the page of the runs that `paths` name to `out`; returns its content."""
-    if out.suffix.lower() not in PAGE_ENDINGS or out.is_dir():
-        raise UserError(f"--out {out}: expected the name of a page, such as curves.html")
-    content = page_content(RunRecord.of_all(named_runs(paths)))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(out, html_page(content).encode())
-    return content
 
 
 def html_page(content: Json) -> str:
@@ -102,17 +90,17 @@ def page_content(runs: Sequence[RunRecord]) -> Json:
 
 def _scores(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[Styled]]]:
     """Return suite -> task and metric -> the whole results of each run."""
-    points: dict[str, dict[str, list[dict[int, Score]]]] = {}
+    found: dict[str, dict[str, list[Styled]]] = {}
     for k, run in enumerate(runs):
+        points: dict[tuple[str, str], dict[int, Score]] = {}
         for (suite, step), results in sorted(run.latest.items()):
             for task, metrics in results.scores.items() if results.asked["limit"] is None else ():
                 for metric, score in metrics.items():
-                    variants, name = points.setdefault(suite, {}), printable(f"{task}, {metric}")
-                    variants.setdefault(name, [{} for _ in runs])[k][step] = score
-    return {
-        suite: {name: list(map(_scored, by_run)) for name, by_run in variants.items()}
-        for suite, variants in points.items()
-    }
+                    points.setdefault((suite, printable(f"{task}, {metric}")), {})[step] = score
+        for (suite, name), scores in points.items():
+            variants = found.setdefault(suite, {})
+            variants.setdefault(name, [(None, {})] * len(runs))[k] = _scored(scores)
+    return found
 
 
 def _scored(scores: Mapping[int, Score]) -> Styled:
@@ -171,7 +159,7 @@ def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json) -> Js
     hover = f"%{{fullData.name}}: <b>%{{y:{chart.form}}}</b>, step %{{customdata}}{words}"
     return {
         "type": "scatter",
-        "mode": "lines+markers" if len(curve.steps) <= MARKED_POINTS else "lines",
+        "mode": "lines+markers" if len(curve.steps) <= FEW_POINTS else "lines",
         "x": rounded(curve.steps),
         "y": rounded(curve.values),
         "name": label,
@@ -245,7 +233,12 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page; returns the exit code. Raises UserError."""
-    count = len(plot(arguments.runs, arguments.out)["runs"])
-    written = size(arguments.out.stat().st_size)
-    print(f"plot: {arguments.out} ({count} run{'s' * (count > 1)}, {written})")
+    out = arguments.out
+    if out.suffix.lower() not in PAGE_ENDINGS or out.is_dir():
+        raise UserError(f"--out {out}: expected the name of a page, such as curves.html")
+    runs = RunRecord.of_all(named_runs(arguments.runs))
+    page = html_page(page_content(runs)).encode()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, page)
+    print(f"plot: {out} ({len(runs)} run{'s' * (len(runs) > 1)}, {size(len(page))})")
     return 0

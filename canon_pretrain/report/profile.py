@@ -70,16 +70,15 @@ class _Span:
 def summarize(trace: Trace) -> Facts:
     """Add up a trace; times in us, shares of the window. ValueError if there is nothing in it.
 
-    Counts device work if there is any, else operators by the time that is not in one they called.
-    `purposes` are sums of own times: where device streams overlap they exceed `busy_share`.
-    `exposed` communication is that during which nothing else ran.
+    Counts device work if any, else operators without what they called. `purposes` are sums of own
+    times, also of streams that overlap; while communication is `exposed` nothing else runs.
     """
     host = _Host(trace.threads.values())
     steps = [x.event for x in host.spans if x.event.name.startswith(STEP)]
     if trace.work:
         spans = [_Span(x, host.purpose_of_work(x), [(x.begin, x.end)]) for x in trace.work]
-    else:  # of scopes those by which gloo marks its threads' work
-        spans = [x for x in host.spans if x.event.kind == OPERATOR or _is_talk(x.event.name)]
+    else:  # of scopes those by which gloo marks its work
+        spans = [x for x in host.spans if x.event.kind == OPERATOR or x.purpose == COMMUNICATION]
     if not spans or not steps:
         raise ValueError(f"it holds no operators and kernels, or no {STEP}")
     window = [*steps, *trace.work]
@@ -126,10 +125,6 @@ def summarize(trace: Trace) -> Facts:
     }
 
 
-def _is_talk(name: str) -> bool:
-    return purpose_of(name) == COMMUNICATION
-
-
 class _Host:
     """What ran on the host's threads, and its purpose."""
 
@@ -144,7 +139,7 @@ class _Host:
 
     def purpose_of_work(self, work: Event) -> str:
         """Return a kernel's purpose: its launch's, but for communication, which its name tells."""
-        if _is_talk(work.name):
+        if purpose_of(work.name) == COMMUNICATION:
             return COMMUNICATION
         return self._of_launch.get(work.link) or purpose_of(work.name) or OTHER
 
@@ -250,7 +245,6 @@ def print_summary(console: Console, summary: Facts) -> None:
         table.add_row(name, f"{summary['purposes'][name]:.1%}", words + more.get(name, ""))
     table.add_row("idle", shares["idle_share"], f"no {work} runs")
     console.print(table, "")
-    # the other columns take 47 characters: a kernel's name has what is left
     table = Table(box=None, pad_edge=False)
     table.add_column(work, no_wrap=True, max_width=max(20, console.width - 47))
     for name in ("purpose", "calls", "self ms", "share"):
