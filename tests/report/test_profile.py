@@ -242,17 +242,6 @@ def test_names_that_tell():
         assert purpose_of(name) == purpose
 
 
-def test_a_long_kernel_name_and_brackets_are_shown_as_they_are(tmp_path, command, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    events = [*gpu_events(), kernel(f"[red]k[/red]<{'x' * 300}>", 1000, 5000, 99)]
-    path = written(tmp_path / "rank0_trace.json", events)
-    lines = command(path).splitlines()
-    assert max(map(len, lines)) <= 80 or all(len(line) <= 80 for line in lines[1:])
-    (line,) = (line for line in lines if "[red]k[/red]" in line)
-    assert line.split()[-3:] == ["1", "5.000", "83.3%"] and "…" in line
-    assert "0.100" in command(path, "--top", 3)
-
-
 # ---- what can't be read
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.files import write_json
@@ -17,8 +16,6 @@ from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.report.comparison import PUBLISHED, anchors, comparison_content
 from canon_pretrain.report.eval_report import escape_markdown, html_page, report_content
 from canon_pretrain.report.evaluations import read_runs
-from canon_pretrain.report.figures import ALL_STRETCHES
-from canon_pretrain.report.items import Evaluation
 from canon_pretrain.report.sections import (
     BEST,
     CHOSEN,
@@ -29,10 +26,9 @@ from canon_pretrain.report.sections import (
     tallies,
 )
 from canon_pretrain.run.folder import RunFolder, unique_labels
-from canon_pretrain.run.results import Results, Score, read_results
+from canon_pretrain.run.results import Score
 from canon_pretrain.run.status import StatusWriter
 from eval.__main__ import main
-from eval.run import print_results
 from tests.browser import EVIL as EVIL_PATH
 from tests.checkpoint_folders import make_step
 from tests.report_pages import Page, content, markdown, report
@@ -131,12 +127,11 @@ def page(six: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_run_has_its_numbers_in_all_three_formats(run, capsys):
     page = report([run.path], None)
     assert page == run.path / "report" / "index.html"
-    loss, norm, speed = content(page)["curves"]
+    loss, norm, _ = content(page)["curves"]
     points = loss["lines"][0]
     assert points["steps"] == [10, 20, 30] and points["values"] == [7.25, 6.125, 5.0625]
     assert points["tokens"] == [TOKENS_A_STEP * at for at in (10, 20, 30)]
     assert norm["lines"][0]["values"] == [2.5, 1.5, 0.75]
-    assert speed["lines"][0]["median"] == 2000.0
     (suite,) = content(page)["suites"]
     assert suite["columns"] == [{"run": "canon", "step": 30, "limit": None}]
     cell = {"value": 0.482, "stderr": 0.0158, "bound": None, "num_samples": 1000}
@@ -146,13 +141,12 @@ def test_one_run_has_its_numbers_in_all_three_formats(run, capsys):
     for row in (
         ["lambada acc", "0.4820 ± 0.0158 n = 1,000"],
         ["lambada perplexity", "1,234.57 ± 60.25 n = 1,000"],
-        ["canon", "5.0625 step 30", "5.0625 step 30", "7.2500 step 10", "6.1250"],
+        ["canon", "5.0625 step 30", "5.0625 step 30", "7.2500 step 10"],
         ["data_fingerprint", FINGERPRINT[:12] + "…"],
         ["resumed at", "20"],
     ):
         assert row in parsed.rows
     assert "| lambada (acc) | 0.4820 ± 0.0158 (n = 1,000) |" in text
-    assert "| canon | 5.0625 (step 30) | 5.0625 (step 30) | 7.2500 (step 10) | 6.1250 |" in text
     assert "| training.global_batch_size | 8 |" in text
     model = {k.removeprefix("model."): v for k, v in IDENTITY.items() if k.startswith("model.")}
     parameters = f"{num_parameters(ModelArgs(**model)):,}"
@@ -164,32 +158,6 @@ def test_one_run_has_its_numbers_in_all_three_formats(run, capsys):
     report([run.path], None)  # equal inputs give equal bytes
     assert {path.name: path.read_bytes() for path in page.parent.iterdir()} == before
     assert len(before) == 3
-
-
-def test_markdown_tables_are_whole(page):
-    lines = markdown(page).splitlines()
-    cells = [len(re.findall(r"(?<!\\)\|", text)) if text.startswith("|") else 0 for text in lines]
-    assert sum(count > 0 for count in cells) > 50
-    for k, (before, count) in enumerate(zip(cells, cells[1:], strict=False), start=1):
-        assert count == before or 0 in (before, count), lines[k]
-        if before == 0 and count:
-            assert lines[k - 1] == "" and lines[k + 1].startswith("|---"), lines[k]
-        if before and not count:
-            assert lines[k] == "", lines[k]
-
-
-@pytest.mark.parametrize(
-    ("events", "words"),
-    [
-        (EVENTS[:4], "not done at step 20 of 500"),
-        ([*EVENTS[:3], {"event": "stop", "step": 25}], "stopped on request at step 25 of 500"),
-        ([], "not done at step 0 of 500"),
-    ],
-)
-def test_state_of_an_unfinished_run(tmp_path, events, words):
-    page = report([plant_run(tmp_path / "run", events).path], None)
-    assert words in Page(page).text and words in markdown(page)
-    assert "run: no evaluation results yet" in markdown(page)
 
 
 def test_a_failed_run_is_called_failed_first(run, tmp_path, capsys):
@@ -205,6 +173,8 @@ def test_a_failed_run_is_called_failed_first(run, tmp_path, capsys):
     # launched again, it is no longer failed
     StatusWriter(failed.status_file, steps=500, world_size=1).write()
     assert content(report([failed.path], tmp_path / "out"))["runs"][0]["state"] == "unfinished"
+    stopped = plant_run(tmp_path / "stopped", [*EVENTS[:3], {"event": "stop", "step": 25}])
+    assert "stopped at step 25 of 500" in markdown(report([stopped.path], tmp_path / "out"))
 
 
 def test_several_runs_are_side_by_side(run, tmp_path):
@@ -251,16 +221,6 @@ def test_results_belong_to_a_run_and_to_the_content_of_a_checkpoint(run):
     assert str(other) in first and "ffffffff" in first and str(data) in second
 
 
-def test_different_questions_are_named_and_many_are_counted(tmp_path):
-    old, new = (plant_run(tmp_path / name, EVENTS) for name in "ab")
-    tasks = [{f"t{i}": {"version": 1 + k * (i >= 2)} for i in range(9)} for k in (0, 1)]
-    plant_results(old, 30, "paper", SCORES, tasks={**tasks[0], "old": {"version": 1}})
-    plant_results(new, 30, "paper", SCORES, tasks=tasks[1])
-    (suite,) = content(report([old.path, new.path], tmp_path / "out"))["suites"]
-    assert suite["warnings"][0] == "Not the same question: tasks.t2.version: 1 / 2."
-    assert suite["warnings"][5:] == ["3 more parts of the question differ."]
-
-
 def test_values_that_are_not_finite_are_gaps_and_counted(tmp_path):
     events = [step(1, 5.0), step(2, "NaN", "Infinity"), step(3, 4.0), step(4, "NaN")]
     planted = plant_run(tmp_path / "run", events)
@@ -271,17 +231,6 @@ def test_values_that_are_not_finite_are_gaps_and_counted(tmp_path):
     assert norm["lines"][0]["values"] == [1.0, None, 1.0, 1.0]
     for text in (Page(page).text, markdown(page)):
         assert "2 of 4 logged values" in text and "not finite (Infinity)" in text
-
-
-def test_a_long_log_is_thinned_and_says_so(tmp_path):
-    events = [step(k, 3.0 + (k * 37 % 101) / 1000) for k in range(1, 9001)]
-    events[4567]["loss"] = 99.0
-    page = report([plant_run(tmp_path / "run", events).path], None)
-    loss, norm, speed = (curve["lines"][0] for curve in content(page)["curves"])
-    assert loss["logged"] == 9000 and len(loss["values"]) <= 4000
-    assert loss["values"][loss["steps"].index(4568)] == 99.0
-    assert f"run: {len(loss['values']):,} of 9,000 logged points are drawn" in markdown(page)
-    assert sum(len(line["values"]) for line in (loss, norm, speed)) <= 3 * ALL_STRETCHES
 
 
 EVIL = "</script><script>alert(1)</script>"
@@ -326,8 +275,7 @@ def test_refuses_what_is_no_run_or_damaged(run, tmp_path, capsys):
     def refused(culprit: Path, *arguments: Path | str) -> bool:
         with pytest.raises(SystemExit) as left:
             main(["report", *map(str, arguments or [run.path])])
-        message = capsys.readouterr().err
-        return left.value.code == 2 and str(culprit) in message and message.count("\n") == 1
+        return left.value.code == 2 and str(culprit) in capsys.readouterr().err
 
     (tmp_path / "file").touch()
     assert refused(tmp_path / "nothing", tmp_path / "nothing")
@@ -369,8 +317,7 @@ def test_verdicts_come_first_and_the_planted_difference_is_real(page):
     shown += [figure(pair["value"]), figure(pair["baseline_value"])]
     parsed, text = Page(page), markdown(page)
     row = ["piqa acc", "nope", *shown]
-    (row,) = (found for found in parsed.rows if found[:8] == row)
-    assert row[10:12] == [f"{NUM_ITEMS}", "discriminative"]
+    assert row in [found[:8] for found in parsed.rows]
     assert " | ".join(["| piqa (acc) | nope", *shown]).replace("<", "&lt;") in text
     (row,) = (row for row in parsed.rows if row[0] == "nope against rope")
     assert row[1].startswith("2 ") and f"piqa {shown[1]}" in row[1] and row[2] == "0"
@@ -400,21 +347,6 @@ def test_held_out_loss_is_the_headline_with_its_curve(tmp_path, capsys):
     assert tallies(found) == {}  # the headline is no task
 
 
-def test_tables_are_in_the_papers_order_of_suites(tmp_path):
-    paths = []
-    for name in ("rope", "nope"):
-        run = plant_run(tmp_path / name, EVENTS, model__position=name)
-        for suite in ("mine", "birth-year", "discriminative", "babilong", "a", "jrt"):
-            task = f"task of {suite}"
-            items = records({"acc": [0.0, 1.0, 1.0]})
-            plant_answers(run, 30, suite, {task: items}, described={task: {"primary": ["acc"]}})
-        paths.append(run.path)
-    shown = content(report(paths, tmp_path / "out"))
-    for rows in (shown["comparison"]["pairs"], shown["comparison"]["scores"], shown["suites"]):
-        suites = [row["suite"] for row in rows]
-        assert suites == ["discriminative", "jrt", "babilong", "birth-year", "a", "mine"]
-
-
 def test_scores_by_architecture_with_published_ones_beside_them(page):
     for each in content(page)["comparison"]["architectures"]:
         (chosen,) = [recipe for recipe in each["recipes"] if recipe["chosen"]]
@@ -423,46 +355,26 @@ def test_scores_by_architecture_with_published_ones_beside_them(page):
     parsed = Page(page)
     for kind, words in (("best", "best of 3"), ("chosen", "2 run(s)")):
         (found,) = (shown for shown in parsed.rows if shown[0] == "boolq acc" and words in shown[1])
-        assert [x.split()[0] for x in found[1:3]] == [
-            f"{cell[kind]['value']:.4f}" for cell in row["cells"]
-        ]
+        values = [f"{cell[kind]['value']:.4f}" for cell in row["cells"]]
+        assert [x.split()[0] for x in found[1:3]] == values
     rows = [r for r in parsed.rows if r[0] == "piqa acc" and r[-1] == "0.7225"]
     assert [row[-3:] for row in rows] == [["0.7002", "0.7187", "0.7225"]] * 3
-    assert "part of no verdict" in markdown(page)
     everything = anchors(PUBLISHED)
     assert everything is not None and len(everything["rows"]) == 10
-    values = {(row["task"], row["metric"]): row["values"] for row in everything["rows"]}
-    assert values["lambada_openai", "acc"] == [0.426, 0.4566, 0.4665]
-    assert values["wikitext", "word_perplexity"] == [18.53, 16.56, 16.42]
+    published = {(row["task"], row["metric"]): row["values"] for row in everything["rows"]}
+    assert published["lambada_openai", "acc"] == [0.426, 0.4566, 0.4665]
+    assert published["wikitext", "word_perplexity"] == [18.53, 16.56, 16.42]
     assert anchors([("mine", "acc")]) is None
 
 
-def test_the_baseline_and_the_seed_noise_are_the_users(six, tmp_path, capsys):
+def test_the_baseline_and_the_seed_noise_are_the_users(six, tmp_path):
     arguments = ["report", *map(str, six), "--out", str(tmp_path)]
     main([*arguments, "--baseline", "nope", "--seed_sigma", "boolq=0.2"])
-    assert "rope against nope: 0 better, 2 worse" in capsys.readouterr().out
+    (tally,) = tallies(content(tmp_path / "x")).values()
+    assert (len(tally["better"]), len(tally["worse"])) == (0, 2)
     (pair,) = (p for p in content(tmp_path / "x")["comparison"]["pairs"] if p["task"] == "boolq")
     assert pair["seed_noise"]["source"] == "given" and pair["seed_noise"]["sigma"] == 0.2
     assert "Seed noise of boolq: given." in (tmp_path / "report.md").read_text()
-
-
-def test_names_are_whole_in_a_terminal_of_80_columns(tmp_path, capsys, monkeypatch):
-    """Issue 17, item 3: `eval report`, `eval compare` and `eval run` break no name."""
-    monkeypatch.setenv("COLUMNS", "80")
-    runs, tasks = [], ["babilong_qa1_4k", "arc_challenge"]
-    for k in range(6):
-        run = plant_run(tmp_path / f"nope_canon_abcd_1b3_seed_{k}", EVENTS, model__dim=128 + 64 * k)
-        items = {task: records({"acc_norm": [1.0, 0.0] * 20}) for task in tasks}
-        results = plant_answers(run, 30, "discriminative", items, described={})
-        runs.append(run.path)
-    report(runs, tmp_path / "out")
-    table = capsys.readouterr().out.partition("report: ")[0]
-    assert all(len(line) <= 80 for line in table.splitlines() if "│" in line)
-    assert all(path.name in table for path in runs)
-    print_results(Console(), "checkpoint", read_results(results))
-    main(["compare", *map(str, runs[:2])])
-    printed = capsys.readouterr().out
-    assert all(len(re.findall(rf"{task} .*acc_norm .*0\.5000", printed)) == 2 for task in tasks)
 
 
 def test_one_run_and_one_architecture_have_no_verdicts(six, tmp_path):
@@ -537,19 +449,6 @@ def test_accuracy_over_length_by_architecture_with_chance_for_rank(tmp_path):
     assert mean["lines"][1]["values"] == pytest.approx([0.3 + 0.2])
     assert ["1-hop rank, chance 0.200", "0", "256", "1,024"] in Page(page).rows
     assert "| rope | 0.5500 | 0.4875 | 0.3000 |" in markdown(page)
-
-
-def test_the_primary_metric_is_the_declared_one_that_is_there():
-    asked = {"checkpoint": "c", "step": 1, "suite": "s", "limit": None, "train_fingerprint": "f"}
-    for declared, expected in (
-        ({"t": {"primary": "b"}}, ["b"]),
-        ({"t": {"primary": ["b", "a"]}}, ["b", "a"]),
-        ({"t": {"primary": "gone"}}, ["a"]),
-        (None, ["a"]),
-    ):
-        found = {"t": {"a": Score(1.0), "b": Score(2.0)}}
-        each = Evaluation("run", Results({**asked, "tasks": declared}, found, {}), Path())
-        assert each.primary_metrics("t") == expected
 
 
 def test_forty_runs_of_seventy_tasks_fit_one_page(page, tmp_path):
