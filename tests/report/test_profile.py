@@ -114,10 +114,8 @@ def test_a_real_trace_against_a_second_reading_of_it(traced):
 def test_the_command_on_a_run(traced, command):
     text = command(traced, "--top", 5)
     assert "step 4:" in text and "iteration_4/rank0_trace.json" in text
-    assert len(text.strip().splitlines()) == 2 + 1 + 10 + 1 + 1 + 5
     document = json.loads(command(traced, "--rank", 1, "--json", "--top", 3))
     assert document["trace"].endswith("rank1_trace.json") and len(document["rows"]) == 3
-    assert document["steps"] == [4] and set(document["purposes"]) == set(profile.PURPOSES)
     with pytest.raises(UserError, match="rank 7.*rank0, rank1.*--profiling.enable_profiling"):
         command(traced, "--rank", 7)
 
