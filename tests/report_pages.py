@@ -1,6 +1,5 @@
 """A report's page as its rows, tags and text, and the JSON and Markdown beside it, for tests."""
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from lxml import etree, html
 
-from canon_pretrain.report.eval_report import add_arguments, execute
+from eval.__main__ import main
 
 
 class Page:
@@ -28,10 +27,7 @@ def _text(element: Any) -> str:
 
 def report(runs: Sequence[Path], out: Path | None) -> Path:
     """Run the command; the page that it wrote."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    where = [] if out is None else ["--out", str(out)]
-    execute(parser.parse_args([*map(str, runs), *where]))
+    main(["report", *map(str, runs), *([] if out is None else ["--out", str(out)])])
     return (out or runs[0] / "report") / "index.html"
 
 

@@ -160,7 +160,6 @@ def test_one_run_has_its_numbers_in_all_three_formats(run, capsys):
 
 
 def test_a_failed_run_is_called_failed_first(run, tmp_path, capsys):
-    """Issue 17, item 3: status.json has the failure, although the last loss looks healthy."""
     failed = plant_run(tmp_path / "failed", [launch("start"), step(10, 2.0)])
     status = StatusWriter(failed.status_file, steps=500, world_size=1)
     status.end("failed", "loss is not finite", 17)
@@ -198,8 +197,6 @@ def test_several_runs_are_side_by_side(run, tmp_path):
 
 
 def test_results_belong_to_a_run_and_to_the_content_of_a_checkpoint(run):
-    """Issue 17, items 10 and 22: of several results of one step those of the checkpoint that is
-    there are shown, and another run's are left out."""
     checkpoint = make_step(run.path / "checkpoint", 30)
     stored = Manifest.read(checkpoint).content
     plant_results(run, 30, "mine", {"task": {"acc": Score(0.25)}}, content=stored)
