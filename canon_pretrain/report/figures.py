@@ -60,7 +60,7 @@ def training_curve(runs: Sequence[RunRecord], chart: Chart) -> Json:
     for run in runs:
         steps, tokens, values = _logged(run, chart.id)
         kept = thin(values, stretches(len(values), most))
-        line = {"run": run.label, "logged": len(values), "values": _nulls(values[kept])}
+        line: Json = {"run": run.label, "logged": len(values), "values": _nulls(values[kept])}
         line |= {"steps": steps[kept].tolist(), "tokens": tokens[kept].tolist()}
         lines.append(line | {"not_finite": int((~np.isfinite(values)).sum())})
     return {**asdict(chart), "lines": lines}
@@ -94,7 +94,7 @@ def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> 
         less = {label: own - mean.filled(np.nan) for label, own in means.items()}
         found[f"Smoothed, less {name}"] = less
     tokens = ((edges[:-1] + edges[1:]) / 2).tolist()
-    drawn = []
+    drawn: list[Json] = []
     for title, rows in found.items():
         lines = [{"run": x, "tokens": tokens, "values": _nulls(y)} for x, y in rows.items()]
         drawn.append({"title": title, "form": ",.4f", "log_scale": False, "lines": lines})

@@ -64,9 +64,9 @@ def page_content(runs: Sequence[RunRecord]) -> Json:
         for name in names
     }
     evaluations: Charts = [(VALIDATION, by_source)]
-    for k, (suite, variants) in enumerate(sorted(_scores(runs).items())):
+    for k, (suite, by_task) in enumerate(sorted(_scores(runs).items())):
         chart = Chart(f"eval_{k}", printable(suite), SCORES, ",.4f", smooth=False)
-        evaluations.append((chart, variants))
+        evaluations.append((chart, by_task))
     training: Charts = [(x, {"": [(run.curve(x.id), {}) for run in runs]}) for x in CHARTS]
     sections = []
     for title, charts in (("Training", training), ("Evaluation", evaluations)):

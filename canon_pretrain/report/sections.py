@@ -299,7 +299,8 @@ def settings(content: Content) -> Table:
 
 
 def curve(shown: Content) -> Table:
-    form, rows = f"{{:{shown['form']}}}".format, []
+    form = f"{{:{shown['form']}}}".format
+    rows: list[list[Cell]] = []
     for line in shown["lines"]:
         points = zip(line["values"], line["steps"], strict=True)
         known = [(value, step) for value, step in points if value is not None]
