@@ -37,6 +37,7 @@ LENGTHS = (
 )
 MEAN = "mean of qa1 to qa5"
 NUMBERS = ("value", "stderr")
+MAX_BARS = 8  # standard errors of more runs would hide each other, and make pages large
 
 Lines = Mapping[str, Sequence[str]]
 """Label of an architecture -> the labels of the runs that it is drawn by."""
@@ -276,7 +277,6 @@ def _figure(traces: Sequence[Json], over: str, hover: str, *, log_scale: bool = 
 
 
 def draw_curves(curves: Sequence[Content], labels: Sequence[str]) -> list[Plot]:
-    """Draw curves over tokens, each in a plot."""
     drawn: list[Plot] = []
     for curve in curves:
         traces, words = [], ""
@@ -310,8 +310,9 @@ def draw_scores(
                 text.append(f"{error}<br>step {point['step']:,}, {items}{cut}")
             symbols = ["circle" if point["limit"] is None else "circle-open" for point in points]
             more: Json = {"text": text, "mode": "lines+markers", "marker": {"symbol": symbols}}
-            bars = rounded(np.nan_to_num(np.array(kept[1], float)))
-            more["error_y"] = {"array": bars, "visible": True}
+            if len(labels) <= MAX_BARS:
+                bars = rounded(np.nan_to_num(np.array(kept[1], float)))
+                more["error_y"] = {"array": bars, "visible": True}
             x = [point[over] for point in points]
             traces.append(_trace("run", labels, line["run"], x, kept[0], **more))
         plot = (curve["task"], curve["metric"], _figure(traces, over, "<b>%{y:,.4f}</b> %{text}"))
@@ -334,7 +335,6 @@ def draw_means(
 
 
 def draw_lengths(shown: Content, labels: Sequence[str]) -> list[Plot]:
-    """Draw accuracy over length by architecture, with chance, panel by panel."""
     drawn: list[Plot] = []
     for panel in shown["panels"]:
         names, chance = [str(length) for length in panel["lengths"]], panel["chance"]

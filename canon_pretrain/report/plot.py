@@ -223,7 +223,6 @@ def add_parser(subparsers: Any) -> None:
         help="curves of several runs on one page",
         description="Overlay the curves of runs on one HTML page that works offline. Runs that "
         "differ in their seeds alone are drawn as their mean in a band.",
-        epilog="example: python -m canon_pretrain.run plot outputs/* --out curves.html",
     )
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="a run, or a folder of runs")

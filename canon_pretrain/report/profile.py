@@ -87,7 +87,6 @@ def summarize(trace: Trace) -> Facts:
         raise ValueError("its events take no time")
 
     def share(*kinds: Sequence[_Span]) -> float:
-        """Return the share of the window that the spans cover together."""
         own = sorted(interval for each in kinds for span in each for interval in span.own)
         begins, ends = np.clip(np.array(own).reshape(-1, 2), begin, end).T
         done = np.maximum.accumulate(np.append(begin, ends))[:-1]

@@ -159,7 +159,6 @@ def tally(content: Content) -> Table:
 
 
 def reasons(comparison: Content) -> Table:
-    """What has no verdict, or was asked differently, and why."""
     rows = [
         [x["architecture"], _joined(x["suite"], x["task"], x["metric"]), why]
         for x in (*comparison["pairs"], *comparison["refused"])
@@ -258,7 +257,6 @@ def _score_cell(row: Content, cell: Content | None, kind: str) -> Cell:
 
 
 def architectures(comparison: Content) -> Table:
-    """The settings of each architecture, and the losses that choose its learning rate."""
     rows: list[list[Cell]] = []
     for each in comparison["architectures"]:
         settings = each["settings"].items()
