@@ -89,21 +89,6 @@ def test_held_out_loss_is_the_first_verdict(tmp_path, capsys):
     assert compare(*sides, "--suite", SUITE)["held_out"] is None
 
 
-def test_groups_of_seeds(tmp_path):
-    a = [run(tmp_path / f"a{k}", 0.6 + 0.01 * k, k).parents[4] for k in range(4)]
-    b = [run(tmp_path / f"b{k}", 0.9 + 0.01 * k, k, canon="A").parents[4] for k in range(4)]
-    found = compare("--a", *a, "--b", *b)
-    (row,) = found["pairs"]
-    assert row["num_runs"] == [4, 4] and row["difference"] == pytest.approx(0.3)
-    assert row["seed_noise"]["source"] == "own" and row["seed_noise"]["df"] == 6
-    assert row["seed_noise"]["sigma"] == pytest.approx(np.std([0, 1, 2, 3], ddof=1) / 100)
-    assert found["notes"] == []
-    (row,) = compare("--a", *a[:2], "--b", *b[:2], "--own_noise_only")["pairs"]
-    assert row["seed_noise"]["df"] == 2
-    (note,) = compare("--a", *a[:2], b[0], "--b", *b[1:])["notes"]
-    assert note == "A: its runs differ in more than their seeds"
-
-
 def test_single_results_files(tmp_path):
     """Two steps of one run, and a file outside of any run."""
     last, first = (run(tmp_path / "a", 0.5, at=at) for at in (20, 10))
