@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from canon_pretrain.checkpoint.retention import hold
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_json
 from canon_pretrain.report.status import FACTS, find_runs, look, summarize_run
 from canon_pretrain.run.__main__ import main
@@ -61,7 +62,7 @@ def summary(run: RunFolder) -> SimpleNamespace:
 
 
 def seen_now(*paths: Path) -> list[SimpleNamespace]:
-    return [SimpleNamespace(**facts) for facts in look([str(path) for path in paths])[0]]
+    return [SimpleNamespace(**facts) for facts in look([str(path) for path in paths])]
 
 
 # ---- the facts
@@ -233,14 +234,16 @@ def test_runs_are_found_by_name_by_folder_and_by_pattern(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def found(*words: str) -> list[str]:
-        return [str(path) for path in find_runs(words)[0]]
+        return [str(path) for path in find_runs(words)]
 
     assert found(".") == ["[bold]x[/bold] y", "archive/old", "deep/er/run", "lr2", "lr10"]
     assert found("lr*") == ["lr2", "lr10"], "by number"
     assert found("lr10", "lr2", "lr10", str(tmp_path / "lr2")) == ["lr10", "lr2"], "each once"
     assert found("[bold]x[/bold] y") == ["[bold]x[/bold] y"], "a name, not a pattern"
     assert found("deep") == ["deep/er/run"]
-    assert find_runs(["lr2", "notes.txt", "nowhere*"])[1] == ["notes.txt", "nowhere*"]
+    for word in ("notes.txt", "nowhere*"):
+        with pytest.raises(UserError, match="no run in"):
+            find_runs(["lr2", word])
 
 
 @pytest.mark.parametrize("words", [["."], ["gone"], [".", "--json", "--watch"], ["--watch", "."]])
@@ -278,12 +281,11 @@ def test_piped_it_is_plain_and_of_a_log_only_the_end_is_read(tmp_path, capsys):
 def test_json_has_every_fact_under_a_stable_name(tmp_path, capsys):
     run = planted(tmp_path / "run")
     make_step(run.path / "checkpoint", 10)
-    status_command(str(run.path), str(tmp_path / "x"), "--json")
+    status_command(str(run.path), "--json")
     document = json.loads(capsys.readouterr().out)
     (record,) = document["runs"]
-    assert list(document) == ["time", "runs", "no_run_in"] and list(record) == list(FACTS)
+    assert list(document) == ["time", "runs"] and list(record) == list(FACTS)
     assert record["checkpoint"]["step"] == 10 and "no hash" in record["checkpoint"]["checked"]
-    assert document["no_run_in"] == [str(tmp_path / "x")]
 
 
 # ---- the command
@@ -301,7 +303,8 @@ def test_watch_follows_the_run_and_leaves_the_terminal_as_it_was(tmp_path):
                 seen += (line := process.stdout.readline())
                 assert line, "it ended"
             if added:
-                run.log_file.open("a").write(json.dumps(added) + "\n")
+                with run.log_file.open("a") as log:
+                    log.write(json.dumps(added) + "\n")
         process.send_signal(signal.SIGINT)
         seen = process.stdout.read()
     assert process.returncode == 0 and b"3.1415" in seen[seen.rfind(b"\x1b[?1049l") :]
