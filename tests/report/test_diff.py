@@ -34,12 +34,10 @@ def plant_launch(run: RunFolder, number: int = 1, **changes: Any) -> None:
     folder.mkdir(parents=True)
     facts = {
         "launch": number,
-        "command": {"again": f"torchrun ... --job.dump_folder {run.path}"},
         "hosts": [f"node-{run.path.name}"],
         "python": "3.11.7",
         "platform": "Linux",
         "devices": {"type": "cuda", "count": 8, "names": ["H100"]},
-        "data": {"folders": ["/data"]},
         "git": {"commit": "c0ffee", "untracked": [], "problem": None} | changes.get("git", {}),
     } | changes.get("launch", {})
     (folder / "launch.json").write_text(json.dumps(facts))
@@ -182,7 +180,7 @@ def test_every_kind_of_difference_is_in_its_section(tmp_path):
     }
     assert code.keys() == {"commit", "patch", "untracked"}
     assert code["commit"] == ["c0ffee", "decaf"] and code["patch"][1] is None
-    assert result["sections"]["launch"]["own"].keys() == {"hosts", "command"}
+    assert result["sections"]["launch"]["own"].keys() == {"hosts"}
     assert result["sections"]["config"]["own"].keys() == {"job.dump_folder"}
     assert not result["same"]
 
