@@ -5,8 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from canon_pretrain.report.items import HELD_OUT, Evaluation, Question
-from canon_pretrain.report.record import RunRecord, SingleResult, flat
-from canon_pretrain.run.folder import unique_labels
+from canon_pretrain.report.record import RunRecord, flat
 from canon_pretrain.run.log import number
 from canon_pretrain.run.results import OWN_TO_A_CHECKPOINT, SUITES, VALIDATION
 
@@ -20,14 +19,12 @@ Scored = tuple[int, str]
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Read runs and single results.json files. Raises UserError for what is neither or damaged."""
-    found: list[RunRecord] = []
-    for path, label in zip(paths, unique_labels(paths), strict=True):
-        run = SingleResult(path, label) if path.is_file() else RunRecord(path, label)
-        _ = run.identity, run.steps  # damage is reported before anything is computed
-        if not path.is_file() and run.damaged:
+    """Read runs. Raises UserError for damage, before anything is computed."""
+    found = RunRecord.of_all(paths)
+    for run in found:
+        _ = run.identity, run.steps
+        if run.damaged:
             raise run.damaged[0]
-        found.append(run)
     return found
 
 
@@ -78,16 +75,12 @@ def _common_step(suite: str, step: int | None, *sides: Iterable[RunRecord]) -> i
 
 
 def side_by_side(
-    a: Sequence[RunRecord], b: Sequence[RunRecord], suite: str, step: int | None, *, any_step: bool
+    a: Sequence[RunRecord], b: Sequence[RunRecord], suite: str, step: int | None
 ) -> list[list[Evaluation]]:
-    """Return whole results of both sides at the last step of both; two empty lists without any.
-
-    `any_step`: each run's last results instead.
-    """
-    at = step if any_step else _common_step(suite, step, a, b)
-    found = [[answers(run, suite, at) for run in side] for side in (a, b)]
-    sides = [[by_step[max(by_step)] for by_step in side if by_step] for side in found]
-    return sides if all(sides) and (any_step or at is not None) else [[], []]
+    """Return whole results of both sides at the last step of both; two empty lists without any."""
+    at = _common_step(suite, step, a, b)
+    found = [[answers(run, suite) for run in side] for side in (a, b)]
+    return [[by_step[at] for by_step in side if at in by_step] for side in found]
 
 
 def steps_shown(
