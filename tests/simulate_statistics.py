@@ -4,10 +4,7 @@
 
 An experiment is the paper's: 15 tasks of two suites, runs with the paper's seed noise, items that
 come in groups of a common source and on which architectures differ without being better. It goes
-through the same functions as a report. Printed: the share of experiments in which any verdict of a
-suite is wrong (the family-wise false-alarm rate; at most 5 % is promised) and any at all, the share
-of planted differences that are found on the mean of a suite and on its tasks, and beside it what
-simpler rules do. No torch.
+through the same functions as a report; at most 5 % wrong verdicts in a suite are promised.
 """
 
 import argparse
@@ -97,10 +94,8 @@ BREACHES = (
 class Outcome:
     """Rates over the experiments of one scenario.
 
-    `false_alarms`: experiments with any wrong verdict in a suite, of the suite with most;
-    `anywhere`: in any suite. Planted differences that are called better, by their size: `found` of
-    tasks, `found_means` of means of a suite, `found_in_one_family` of tasks where all tasks are one
-    family without means. `naive`: false alarms anywhere under simpler rules, by the rule's words.
+    `false_alarms`: with any wrong verdict in a suite, of the suite with most; `anywhere`: in any.
+    `found...`: planted differences that are called better, by size. `naive`: by simpler rules.
     """
 
     scenario: Scenario
@@ -117,10 +112,8 @@ class Outcome:
 def seed_draws(kind: str, recipes: int, seeds: int, generator: np.random.Generator) -> np.ndarray:
     """How far each run is from its recipe, in sigmas: (recipe, run).
 
-    "normal"; "1.5 times" or "2 times" that; "heavy tails" (Student's t of 3 degrees of freedom);
-    "unlike": the second recipe varies 3 times as much; "shared": half of the variance is the
-    seed's, whatever the recipe; "one luck": "normal", for all tasks at once. All but "times" and
-    "unlike" have a variance of 1.
+    All but "times" and "unlike" have a variance of 1. "shared": half of it is the seed's, whatever
+    the recipe; "one luck": "normal", for all tasks at once.
     """
     if kind == "heavy tails":
         return generator.standard_t(3, (recipes, seeds)) / math.sqrt(3)

@@ -185,23 +185,11 @@ def test_every_kind_of_difference_is_in_its_section(tmp_path):
     assert not result["same"]
 
 
-def test_runs_without_records_of_their_launches_are_compared_in_the_rest(tmp_path):
-    a, b = pair(tmp_path, lines(20), lines(20))
-    plant_launch(b)
-    sections = found(a, b)["sections"]
-    unknown = [name for name, section in sections.items() if section["unknown"] == ["A"]]
-    assert unknown == ["code", "packages", "environment"]
-    assert run_command(a.path, b.path) == 0
-
-
 def test_the_command_s_document_and_errors(tmp_path, capsys):
     a, b = pair(tmp_path, lines(60), lines(60, changed={23: "f"}))
     assert run_command(a.path, b.path, "--json") == 1
     document = json.loads(capsys.readouterr().out)
     assert document["data_digests"]["first_different"] == 23 and document["same"] is False
-    evil = plant_run(tmp_path / "evil", [launch("start")], optimizer__lr="[red]word\x1b[31m")
-    assert run_command(a.path, evil.path) == 1
-    assert "  optimizer.lr: 0.004 -> [red]word\ufffd[31m\n" in capsys.readouterr().out
     b.log_file.unlink()
     for words, named in (
         ([tmp_path / "nothing"], "nothing"),

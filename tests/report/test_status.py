@@ -21,7 +21,6 @@ from canon_pretrain.report.status import FACTS, find_runs, look, summarize_run
 from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import begin_launch
-from canon_pretrain.run.log import read_tail
 from canon_pretrain.run.results import Score
 from canon_pretrain.run.status import Status
 from tests.checkpoint_folders import make_step
@@ -114,10 +113,6 @@ def test_states(tmp_path, values, state, reason):
         seen = summary(run)
         assert (seen.state, seen.step) == ("done", 20)
         assert seen.reason == f"a launch since then is {state}: {reason}"
-    if state == "dead":
-        run.done_file.unlink()
-        run.write_config({"run": {"heartbeat_s": 30.0}}, {})
-        assert summary(run).state == "training", "the run's own heartbeat counts"
 
 
 def test_a_process_that_is_gone_is_dead_at_once(tmp_path):
@@ -189,7 +184,7 @@ DAMAGE = [
 ]
 
 
-def test_damage_is_named_in_its_row_and_hides_no_run(tmp_path, capsys, monkeypatch):
+def test_damage_is_named_in_its_row_and_hides_no_run(tmp_path, capsys):
     for k, (name, content, _) in enumerate(DAMAGE):
         run = planted(tmp_path / f"run-{k}")
         make_step(run.path / "checkpoint", 20)
@@ -198,15 +193,7 @@ def test_damage_is_named_in_its_row_and_hides_no_run(tmp_path, capsys, monkeypat
         path.write_bytes(content)
     plant_run(tmp_path / "run-done", [launch("start"), step(1, 6.0)], done=True)
     plant_run(tmp_path / "run-old", [launch("start"), step(1, 6.0)])
-    unforeseen = planted(tmp_path / "run-unforeseen")
-
-    def broken(path: Path) -> list[dict[str, Any]]:
-        if path == unforeseen.log_file:
-            raise RuntimeError("what nobody thought of")
-        return read_tail(path)
-
-    monkeypatch.setattr("canon_pretrain.report.status.read_tail", broken)
-    *damaged, done, old, last = seen_now(tmp_path)
+    *damaged, done, old = seen_now(tmp_path)
     for seen, (name, _, said) in zip(damaged, DAMAGE, strict=True):
         assert seen.checkpoint["step"] == 20
         if said is None:
@@ -216,9 +203,8 @@ def test_damage_is_named_in_its_row_and_hides_no_run(tmp_path, capsys, monkeypat
         assert said in problem and str(tmp_path) not in problem, "the row says which run it is"
     assert (done.state, done.step) == ("done", 1)
     assert (old.state, old.step, old.problems) == ("unknown", 1, ["no status.json"])
-    assert last.problems == ["RuntimeError: what nobody thought of"]
     status_command(str(tmp_path))
-    assert "run-unforeseen " in capsys.readouterr().out
+    assert "run-done " in capsys.readouterr().out
 
 
 # ---- which runs
