@@ -31,12 +31,9 @@ from canon_pretrain.report.verdicts import Measure, Options, Row
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.results import VALIDATION
 
-DEFAULT = Options()
-
 SOURCE = (
     "Published: Gated DeltaNet paper, models of 1.3B parameters trained on 100B tokens of "
-    "FineWeb-Edu. Another tokenizer, another order of the data: for orientation, part of no "
-    "verdict."
+    "FineWeb-Edu. Another tokenizer, another order of the data: part of no verdict."
 )
 MODELS = ("Transformer++", "Mamba2", "Gated DeltaNet")
 PUBLISHED = {
@@ -83,29 +80,27 @@ def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **mo
                 raise ValueError
         except ValueError:
             expected = "TASK=SIGMA or TASK:METRIC=SIGMA of a task here and a number above 0"
-            hint = suggestion(name, tasks)
-            raise UserError(f"--seed_sigma {given}: expected {expected}.{hint}") from None
+            words = f"--seed_sigma {given}: expected {expected}.{suggestion(name, tasks)}"
+            raise UserError(words) from None
     return Options(sigmas, arguments.own_noise_only, **more)
 
 
 def comparison_content(
-    runs: Sequence[RunRecord], baseline: str | None = None, options: Options = DEFAULT
+    runs: Sequence[RunRecord], baseline: str | None = None, options: Options | None = None
 ) -> Row:
     """Return architectures, verdicts of each against the baseline, and scores; JSON values only.
 
     `baseline`: the label of an architecture or of one of its runs; default: the first run's. Raises
     UserError if it is not there; what cannot be compared is listed with its reason.
     """
-    found = architectures.architectures(runs)
+    options, found = options or Options(), architectures.architectures(runs)
     choices = {each.label: architectures.choose(each) for each in found}
     measure = Measure([recipe for each in found for recipe in each.recipes], options)
     labels: dict[str | None, str] = {run.label: each.label for each in found for run in each.runs}
     labels |= {each.label: each.label for each in found} | {None: found[0].label}
     if (label := labels.get(baseline)) is None:
         there = ", ".join(map(repr, choices))
-        raise UserError(
-            f"baseline {baseline!r} is no architecture and no run here; there are {there}"
-        )
+        raise UserError(f"baseline {baseline!r} is no architecture or run; there are {there}")
     sides = {x: choice.recipe.runs for x, choice in choices.items() if choice.recipe}
     pairs = [((x, sides[x]), (label, sides[label])) for x in sides if label in sides and x != label]
     rows, refused, notes = verdicts.verdicts(measure, pairs)
@@ -274,9 +269,8 @@ def execute(arguments: argparse.Namespace) -> None:
     notes = [line for run in runs for line in run.left_out]
     for name, side in zip("AB", given, strict=True):
         recipe = architectures.recipe_of(side)  # as the user says; what it has is another matter
-        alike = [
-            each for found in architectures.architectures(recipe.runs) for each in found.recipes
-        ]
+        found = architectures.architectures(recipe.runs)
+        alike = [each for architecture in found for each in architecture.recipes]
         sides.append((name, recipe.runs))
         recipes += alike
         notes += [f"{name}: {x.label} repeats the seeds of another run" for x in recipe.repeats]

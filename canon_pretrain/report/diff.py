@@ -17,8 +17,7 @@ from canon_pretrain.report.record import Curve, RunRecord, flat, in_turn
 from canon_pretrain.run.launches import OWN_TO_A_LAUNCH, launch_numbers
 from canon_pretrain.run.log import json_value, number
 
-RTOL = 1e-4
-"""Relative: how far losses of one experiment are apart on two machines, by rounding alone."""
+RTOL = 1e-4  # how far losses of one experiment are apart on two machines, by rounding alone
 DATA = ("data_fingerprint", HELD_OUT)  # the fields of the identity that are about the data
 OWN = {
     "config": ("job.dump_folder", "job.description", *OWN_TO_A_LAUNCH),

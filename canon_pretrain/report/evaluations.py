@@ -9,10 +9,9 @@ from canon_pretrain.report.record import RunRecord, flat
 from canon_pretrain.run.log import number
 from canon_pretrain.run.results import OWN_TO_A_CHECKPOINT, SUITES, VALIDATION
 
+# what `asked` may differ in if two runs were asked the same question; and what else for one task
 OWN_TO_A_RUN = (*OWN_TO_A_CHECKPOINT, "suite", "limit")
-"""What `asked` may differ in if two runs were asked the same question."""
 OF_A_SUITE = ("tasks", HELD_OUT, "lm_eval")
-"""What else it may differ in for one task."""
 
 Scored = tuple[int, str]
 """A step, and the fingerprint of the text that a loss is of, "None" if it was not recorded."""
@@ -109,19 +108,15 @@ def asked_differently(
     evaluations: Sequence[Evaluation], ignored: Collection[str] = OWN_TO_A_RUN
 ) -> list[str]:
     """Return what was asked differently, as `dotted.name: value / value`."""
-    asked = [
-        {
-            k: json.dumps(value, sort_keys=True, ensure_ascii=False)
-            for k, value in flat(e.results.asked).items()
-            if value != {}
-        }
-        for e in evaluations
-    ]
+    asked = [flat(each.results.asked) for each in evaluations]
     found = []
     for name in dict.fromkeys(name for leaves in asked for name in leaves):
-        values = dict.fromkeys(leaves.get(name) for leaves in asked)
+        given = [leaves.get(name, {}) for leaves in asked]
+        values = dict.fromkeys(
+            "None" if x == {} else json.dumps(x, sort_keys=True, ensure_ascii=False) for x in given
+        )
         if len(values) > 1 and name.partition(".")[0] not in ignored:
-            found.append(f"{name}: {' / '.join(str(value)[:20] for value in values)}")
+            found.append(f"{name}: {' / '.join(value[:20] for value in values)}")
     return found
 
 

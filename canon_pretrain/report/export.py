@@ -371,8 +371,7 @@ def run(arguments: argparse.Namespace) -> int:
     follows, out = arguments.follow, arguments.out or arguments.folder
     if arguments.out is None and not follows and live_holder(record.folder.lock_file):
         raise UserError(
-            f"{record.folder.path} is being trained, and may show itself live in the default "
-            "place; name another with --out, or add --follow"
+            f"{record.folder.path} is being trained and may show itself live: add --out or --follow"
         )
 
     def opened(facts: About) -> TensorBoardTarget | WandbTarget:

@@ -228,8 +228,7 @@ class RunRecord:
 
     @cached_property
     def _found(self) -> tuple[list[Evaluation], list[str], list[UserError]]:
-        found: list[tuple[tuple[Any, ...], Evaluation]] = []
-        left_out, damaged = [], []
+        found, left_out, damaged = [], [], []
         for path in sorted((self.folder.path / EVALS).glob(f"step-*/*/*/{RESULTS}")):
             try:
                 each = Evaluation(self.label, read_results(path), path.parent)
@@ -239,9 +238,8 @@ class RunRecord:
             if whose := self._other_run(each.results.asked):
                 left_out.append(f"{path} is left out: it is of {whose}.")
             else:
-                found.append(((*self._order(each), path.stat().st_mtime_ns), each))
-        found.sort(key=lambda row: row[0])
-        return [each for _, each in found], left_out, damaged
+                found.append(each)
+        return sorted(found, key=self._order), left_out, damaged
 
     def _order(self, each: Evaluation) -> tuple[Any, ...]:
         own_texts = str(self.identity.get(HELD_OUT)).split("+")
@@ -250,6 +248,7 @@ class RunRecord:
             not is_outdated(self.folder, each.results),
             each.suite == VALIDATION and each.text in own_texts,
             each.results.written,
+            (each.folder / RESULTS).stat().st_mtime_ns,
         )
 
     def _other_run(self, asked: dict[str, Any]) -> str | None:

@@ -198,8 +198,7 @@ def _cells(run: Facts) -> dict[str, str]:
     }
 
 
-NUM_FIRST = 7
-"""Of the cells; the others are in a second line, in words, if the window is narrow."""
+NUM_FIRST = 7  # of the cells: the others are in a second line if the window is narrow
 COLORS = {
     **dict.fromkeys(ALIVE, "cyan"),
     **dict.fromkeys(("hung", "dead", "failed"), "bold red"),

@@ -35,10 +35,8 @@ NO_TEST = dict.fromkeys(
 )
 
 Row = dict[str, Any]
-Side = tuple[str, Sequence[RunRecord]]
-"""An architecture's label and its runs."""
-Evaluated = Sequence[Sequence[Evaluation]]
-"""The evaluations of a side and of the baseline."""
+Side = tuple[str, Sequence[RunRecord]]  # an architecture's label and its runs
+Evaluated = Sequence[Sequence[Evaluation]]  # of a side and of the baseline
 
 
 @dataclass(frozen=True)
