@@ -93,7 +93,8 @@ def comparison_content(
     `baseline`: the label of an architecture or of one of its runs; default: the first run's. Raises
     UserError if it is not there; what cannot be compared is listed with its reason.
     """
-    options, found = options or Options(), architectures.architectures(runs)
+    options = options or Options()
+    found = architectures.architectures(runs)
     choices = {each.label: architectures.choose(each) for each in found}
     measure = Measure([recipe for each in found for recipe in each.recipes], options)
     labels: dict[str | None, str] = {run.label: each.label for each in found for run in each.runs}
