@@ -10,8 +10,10 @@ same plan skips what is committed, builds the rest, and ends with the same bytes
 import argparse
 import re
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -39,7 +41,7 @@ from data_prep.plan import (
 )
 from data_prep.readers import SUFFIXES
 from data_prep.settle import TokenizerRequest, settle_plan
-from data_prep.units import UnitJob, run_jobs
+from data_prep.units import UnitJob, new_counts, run_jobs
 
 
 @dataclass(frozen=True)
@@ -244,11 +246,38 @@ def _encode(stream: TrainingStream, jobs: list[UnitJob], workers: int, shard: Sh
     )
     if before := num_units - len(jobs):
         say(f"resuming: {before:,} of {num_units:,} units are finished or not needed")
-    started, tokens = time.monotonic(), 0
-    with Progress() as progress:
-        progress.update(0.0, f"{before}/{num_units} units")
-        for done, new_tokens in enumerate(run_jobs(jobs, workers, stream.needs), 1):
-            tokens += new_tokens
-            speed = tokens / (time.monotonic() - started)
-            words = f"{before + done}/{num_units} units, {tokens:,} tokens, {speed:,.0f} tokens/s"
-            progress.update(done / len(jobs), words)
+    started, counts = time.monotonic(), new_counts(len(plan.units))
+    finished: list[int] = []
+
+    def show() -> None:
+        each = np.frombuffer(counts, dtype=np.int64).reshape(-1, 2)
+        documents, tokens = each.sum(axis=0)
+        per_unit = max(each[finished, 1].mean(), 1) if finished else np.inf
+        speed = tokens / (time.monotonic() - started)
+        progress.update(
+            min(tokens / (per_unit * len(jobs)), 1.0),
+            f"{before + len(finished)}/{num_units} units, {documents:,} documents, {tokens:,} "
+            f"tokens, {speed:,.0f} tokens/s",
+        )
+
+    with Progress() as progress, _repeated(show):
+        for unit in run_jobs(jobs, workers, stream.needs, counts):
+            finished.append(unit)
+
+
+@contextmanager
+def _repeated(action: Callable[[], None], every_s: float = 1.0) -> Iterator[None]:
+    """Call `action` again and again while the block runs: a unit may take many minutes."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(every_s):
+            action()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
