@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
@@ -57,9 +56,6 @@ class Shard:
         if not match or not 1 <= int(match[1]) <= int(match[2]):
             raise UserError(f"--shard {text!r}: expected i/n with 1 <= i <= n, such as 1/8 to 8/8")
         return cls(int(match[1]), int(match[2]))
-
-    def __str__(self) -> str:
-        return f"{self.index}/{self.count}"
 
     def units(self, num_units: int) -> range:
         return range(self.index - 1, num_units, self.count)
@@ -162,10 +158,8 @@ def build(
         say(f"tokenizer: {loaded.vocab_size:,} ids, encoded by {loaded.method}")
         _encode(stream, jobs, workers, shard or ALL_UNITS)
         if shard:
-            say(
-                f"{out}: shard {shard} is built in {duration(time.monotonic() - started)}; when "
-                f"all {shard.count} are: python -m data_prep finish {out}"
-            )
+            way = f"when all {shard.count} are: python -m data_prep finish {out}"
+            say(f"{out}: shard {shard.index}/{shard.count} is built; {way}")
             return
         with settling(out):
             write_manifests(out, plan, limits)
@@ -177,13 +171,13 @@ def _check_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file, expected a folder; give a new one")
     if out.is_dir() and not (out / PLAN).exists():
-        ours = (f"{folders.LOCK}*", f"{PLAN}.*tmp")
-        for name in sorted(path.name for path in out.iterdir()):
-            if not any(fnmatch(name, known) for known in ours):
-                raise UserError(
-                    f"--out {out}: holds other files ({name}) and no {PLAN}; give a new or empty "
-                    f"folder"
-                )
+        names = sorted(path.name for path in out.iterdir())
+        others = [name for name in names if not name.startswith((folders.LOCK, f"{PLAN}."))]
+        if others:
+            raise UserError(
+                f"--out {out}: holds other files ({others[0]}) and no {PLAN}; give a new or empty "
+                f"folder"
+            )
 
 
 class TrainingStream:
@@ -195,8 +189,7 @@ class TrainingStream:
 
     def unbuilt(self) -> list[int]:
         """The units that are not built, up to where the built ones reach a limit."""
-        missing = []
-        counts = np.zeros(2, dtype=np.int64)
+        missing, counts = [], np.zeros(2, dtype=np.int64)
         for unit in range(len(self.plan.units)):
             if self.limits.reached(*counts):
                 break
@@ -241,7 +234,7 @@ def _encode(stream: TrainingStream, jobs: list[UnitJob], workers: int, shard: Sh
     num_units = len(shard.units(len(plan.units)))
     say(
         f"{plan.source}: {len(plan.inputs):,} inputs, {size(sum(i.size for i in plan.inputs))}, "
-        f"{num_units:,} of {len(plan.units):,} units (shard {shard}); {workers} worker(s); "
+        f"{num_units:,} of {len(plan.units):,} units; {workers} worker(s); "
         f"plan {plan.sha256[:12]}"
     )
     if before := num_units - len(jobs):

@@ -1,7 +1,6 @@
 """Build units, in this process or in several: read inputs, encode them, write both splits' parts.
 
-A unit is a range of the plan's inputs, and its parts depend on the plan alone, not on who builds it
-or when. Worker processes are spawned and end with their parent.
+A unit is a range of the plan's inputs, and its parts depend on the plan alone.
 """
 
 import multiprocessing

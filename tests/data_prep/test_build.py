@@ -153,7 +153,7 @@ def test_the_command_twice_and_with_other_options(tmp_path, capsys):
         ({"shard": "4/3"}, "expected i/n"),
         ({"tokenizer": "/no/tokenizer.model"}, "No such file"),
         ({"tokenizer": "train:many"}, "expected train:N"),
-        ({"tokenizer": "train:10"}, "too small"),
+        ({"tokenizer": "train:10"}, "smaller than required_chars"),
     ],
 )
 def test_bad_arguments(tmp_path, changed, message):

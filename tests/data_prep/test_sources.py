@@ -129,6 +129,7 @@ def test_hashes_that_the_hub_left_behind(tmp_path):
         ("local", ["c"], {}, "--files .*/c: no file or folder"),
         ("local", ["a/y.csv"], {}, r"y\.csv: no file of a known format"),
         ("local", ["a", "a/x.jsonl"], {}, r"x\.jsonl is already given by"),
+        ("local", ["loop"], {}, "loop/a was reached before"),
         ("slimpajama", ["a"], {}, "no files train/chunk.* of slimpajama"),
         ("fineweb-edu", ["two"], {}, "several folders hold"),
         # no folder is ever guessed: of two samples, neither is the one of 100BT
@@ -143,5 +144,6 @@ def test_refusals(tmp_path, source, files, more, message):
     make(tmp_path / "two", FINEWEB.format(0, 0), "copy/" + FINEWEB.format(0, 0))
     make(tmp_path / "samples", "10BT/000_00000.parquet", "350BT/000_00000.parquet")
     make(tmp_path / "m", "sample/350BT/000_00000.parquet")
+    (make(tmp_path / "loop", "x.jsonl") / "a").symlink_to(tmp_path / "loop")
     with pytest.raises(UserError, match=message):
         select(source, [tmp_path / name for name in files], **more)

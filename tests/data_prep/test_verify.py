@@ -1,5 +1,6 @@
 """verify: whole folders pass, a flipped byte in any file is found and named, and repaired."""
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -135,7 +136,6 @@ def test_a_manifest_that_fits_itself_and_not_the_plan(data, refused):
         ({}, [*names[:2], *names[3:]], "lists part-"),
         ({"vocab_size": 301}, names, "vocab_size is 301, the plan's is 300"),
         ({"tokenizer_sha256": "0" * 64}, names, "tokenizer_sha256 is"),
-        ({"limits": {"max_tokens": 9}}, names, "more than the limit 9"),
     ]
     for changes, listed, fault in forged:
         path.write_bytes(good)
@@ -207,9 +207,13 @@ def test_repair_needs_room_its_tokenizer_and_no_other_repair(data, monkeypatch, 
     before = snapshot(data)
     with locked(data / verify_module.LOCK, "x"):
         assert "another process" in refused(data, repair=True)
+
+    def full(ids: np.ndarray) -> np.ndarray:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     with monkeypatch.context() as patch:
-        patch.setattr(verify_module, "free_bytes", lambda path: 10)
-        assert "make room" in refused(data, repair=True)
+        patch_writer(patch, full)
+        assert "the disk is full" in refused(data, repair=True)
 
     assert snapshot(data) == before
     flip(data / "tokenizer.model", 0)
