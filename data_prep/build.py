@@ -189,7 +189,8 @@ class TrainingStream:
 
     def unbuilt(self) -> list[int]:
         """The units that are not built, up to where the built ones reach a limit."""
-        missing, counts = [], np.zeros(2, dtype=np.int64)
+        missing: list[int] = []
+        counts = np.zeros(2, dtype=np.int64)
         for unit in range(len(self.plan.units)):
             if self.limits.reached(*counts):
                 break
