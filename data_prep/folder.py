@@ -86,18 +86,16 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
     """Raise UserError where the disk of `folder` is full or refuses; other errors pass through."""
-    refused = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE, errno.EFBIG)
     try:
         yield
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):  # also where the quota is used up
             fault = f"the disk is full{where}, {size(free_bytes(folder))} are free; make room"
-        elif error.errno in refused:
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE):
             fault = f"cannot be written: {error.strerror}{where}; check disk and permissions"
         else:
             raise
         raise UserError(
-            f"{folder}: {fault} and run the same command again, which continues: what was finished "
-            f"stays whole"
+            f"{folder}: {fault} and run the same command again, which continues"
         ) from error

@@ -3,9 +3,8 @@
     python -m data_prep show DATA --document K [--split train|validation] [--ids]
     python -m data_prep show DATA --window I --seed S [--seq-len T] [--order permute]
 
-A window is sample I of a run with data_seed S: seq_len + 1 tokens, read through the same sampler
-and shards as in training. Lines of text begin with "│ ", other lines are ours; characters that
-could act on the terminal become U+FFFD.
+A window is sample I of a run with data_seed S: seq_len + 1 tokens. Lines of text begin with "│ ";
+characters that could act on the terminal become U+FFFD.
 """
 
 import argparse
