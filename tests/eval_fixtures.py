@@ -190,44 +190,46 @@ def babilong(task: str, length: str) -> Rows:
     return [_babilong_row(task, fill, at) for at in range(6)]
 
 
+# facts, question and target by task
+BABILONG = {
+    "qa1": (
+        "{who} went to the {a}. {other} moved to the {c}. {who} went to the {b}.",
+        "Where is {who}? ",
+        "{b}",
+    ),
+    "qa2": (
+        "{who} went to the {a}. {who} took the {thing} there. {who} went to the {b}.",
+        "Where is the {thing}? ",
+        "{b}",
+    ),
+    "qa3": (
+        "{who} took the {thing}. {who} went to the {a}. {who} went to the {b}. "
+        "{who} went to the {c}.",
+        "Where was the {thing} before the {c}? ",
+        "{b}",
+    ),
+    "qa4": (
+        "The {a} is north of the {b}. The {c} is south of the {b}.",
+        "What is north of the {b}? ",
+        "{a}",
+    ),
+    "qa5": (
+        "Bill took the {thing} there. Bill gave the {thing} to Jeff.",
+        "What did Bill give to Jeff? ",
+        "{thing}",
+    ),
+}
+
+
 def _babilong_row(task: str, fill: int, at: int) -> dict[str, Any]:
-    first, second, third = (PLACES[(at + k) % 6] for k in (0, 1, 2))
     who, other = ("Mary", "John") if at % 2 else ("John", "Mary")
-    thing = ("apple", "football", "milk")[at % 3]
-    giver, taker = (("Bill", "Fred"), ("Jeff", "Mary"))[at % 2]
-    facts, question, target = {
-        "qa1": (
-            f"{who} went to the {first}. {other} moved to the {third}. {who} went to the {second}.",
-            f"Where is {who}? ",
-            second,
-        ),
-        "qa2": (
-            f"{who} went to the {first}. {who} took the {thing} there. {who} went to the {second}.",
-            f"Where is the {thing}? ",
-            second,
-        ),
-        "qa3": (
-            f"{who} took the {thing}. {who} went to the {first}. {who} went to the {second}. "
-            f"{who} went to the {third}.",
-            f"Where was the {thing} before the {third}? ",
-            second,
-        ),
-        "qa4": (
-            f"The {first} is north of the {second}. The {third} is south of the {second}.",
-            f"What is north of the {second}? ",
-            first,
-        ),
-        "qa5": (
-            f"{giver} took the {thing} there. {giver} gave the {thing} to {taker}.",
-            f"What did {giver} give to {taker}? " if at % 3 else f"Who gave the {thing}? ",
-            thing if at % 3 else giver,
-        ),
-    }[task]
-    text = facts
+    named = dict(zip("abc", (PLACES[(at + k) % 6] for k in range(3)), strict=True))
+    named |= {"who": who, "other": other, "thing": ("apple", "football", "milk")[at % 3]}
+    text, question, target = (part.format(**named) for part in BABILONG[task])
     if fill:
-        sentences = facts.split(". ")
-        text = words((task, at, "a"), fill // 2) + " " + ". ".join(sentences[:-1]) + ". "
-        text += words((task, at, "b"), fill - fill // 2) + " " + sentences[-1]
+        first, _, last = text.rpartition(". ")
+        text = words((task, at, "a"), fill // 2) + f" {first}. "
+        text += words((task, at, "b"), fill - fill // 2) + " " + last
     return {"target": target, "question": question, "input": text}
 
 

@@ -26,7 +26,7 @@ from canon_pretrain.data.shards import TokenShards
 from eval.model.lm import CanonLM
 from eval.model.ranks import Ranks
 from eval.validation import model_loss
-from tests.scripted_lm import Letters, requests
+from tests.scripted_lm import Full, Letters, requests
 from tests.support import write_data
 from tests.variants import VARIANTS, build
 
@@ -88,25 +88,13 @@ def plumbing(ranks: Ranks) -> Any:
     }
 
 
-class Small(torch.nn.Module):
-    """A model that runs out of memory above so many tokens, on one rank alone."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self.inner, self.most = build(VARIANTS["rope"]).eval(), most
-        self.args, self.tok_embeddings = self.inner.args, self.inner.tok_embeddings
-
-    def forward(self, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
-        if tokens.numel() > self.most:
-            raise torch.OutOfMemoryError("made up")
-        time.sleep(0.005)  # or one rank would do all batches before the other begins
-        return self.inner(tokens, **options)
-
-
 def memory(ranks: Ranks) -> Any:
     """The last rank has less memory than the others."""
     said: list[str] = []
-    model: Any = Small(60 if ranks.rank == ranks.world_size - 1 else 10_000)
+    most = 60 if ranks.rank == ranks.world_size - 1 else 10_000
+    model: Any = Full(build(VARIANTS["rope"]).eval(), most)
+    # or one rank would do all batches before the other begins
+    model.register_forward_pre_hook(lambda *_: time.sleep(0.005))
     given = {"max_length": 30, "batch_tokens": 300, "ranks": ranks, "say": said.append}
     lm = CanonLM(model, Letters(), **given)
     choices = [(TEXT[:n], TEXT[n : n + 4]) for n in range(3, 60)]

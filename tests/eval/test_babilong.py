@@ -108,10 +108,6 @@ instruction = " Say it. "
 context = "C1"
 question = "Q1"
 answer = "A1"
-[[qa1.examples]]
-context = "C2"
-question = "Q2"
-answer = "A2"
 """
 
 
@@ -119,12 +115,9 @@ def test_prompts_can_be_replaced(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(OWN)
     prompts = read_prompts("qa1", path)
-    examples = [("C1", "Q1", "A1"), ("C2", "Q2", "A2")]
-    assert prompts.of("C", "Q ") == laid_out("Say it.", examples)
-    path.write_text(OWN.replace("C2", "C3"))
+    assert prompts.of("C", "Q ") == laid_out("Say it.", [("C1", "Q1", "A1")])
+    path.write_text(OWN.replace("C1", "C3"))
     assert read_prompts("qa1", path).sha256 != prompts.sha256
-    path.write_text(OWN.replace('" Say it. "', '"Say it."\nanswer_format = "So."'))
-    assert read_prompts("qa1", path).before.startswith("Say it. So.\n\n<context>\nC1\n")
 
 
 NAME = "DEFAULT_PROMPTS_ZEYUAN"
@@ -152,34 +145,26 @@ def test_the_wording_of_the_papers_release(tmp_path):
     assert read_prompts("qa2", path).of("C {x}", "Q ") == "Do it.|E|Say so.|C {x}|Q |A:"
 
 
-REFUSED: list[tuple[str, str | bytes, str]] = [
+REFUSED: list[tuple[str, str, str]] = [
     ("mine.toml", "[qa1", "Expected '\\]'"),
     ("mine.toml", "[qa2]", "qa2.instruction: Field required"),
-    ("mine.toml", OWN.replace("[qa1]", "[qa11]").replace("[qa1.", "[qa11."), "qa11"),
-    ("mine.toml", OWN.replace("instruction", "instructions"), "qa1.instruction"),
-    ("mine.toml", OWN.replace('" Say it. "', '" "'), "qa1.instruction: .*' '"),
-    ("mine.toml", OWN.replace('"A2"', '"A2"\nmore = 1'), r"examples\.1\.more"),
-    ("mine.toml", OWN.replace('"A2"', '"A2."'), r"examples\.1\.answer: .*'A2\.'"),
+    ("mine.toml", OWN.replace('"A1"', '"A1"\nmore = 1'), r"examples\.0\.more"),
+    ("mine.toml", OWN.replace('"A1"', '"A1."'), r"examples\.0\.answer: .*'A1\.'"),
     ("mine.toml", OWN.replace("qa1", "qa2"), "has no 'qa1'"),
     # what is not literal data
-    ("prompts.py", "def", ""),
-    ("prompts.py", "x = 1", "has no"),
     ("prompts.py", f"{NAME} = {{'qa1': {{'instruction': open('/etc/passwd').read()}}}}", ""),
     ("prompts.py", f"{NAME} = {{'qa1': {{'instruction': ' ', 'examples': 'b'}}}}", ""),
     ("prompts.py", f"{NAME} = " + "[" * 5000, ""),
     ("prompts.py", RELEASE + "DEFAULT_TEMPLATE_ZEYUAN = '{context} {question} {context.x}'", ""),
-    ("prompts.py", b"\xff", ""),
 ]
 
 
 @pytest.mark.parametrize(("name", "content", "message"), REFUSED)
 def test_prompts_are_checked(tmp_path, name, content, message):
     path = tmp_path / name
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_text(content)
     with pytest.raises(UserError, match=f"babilong_prompts .*{name}.*{message}"):
         read_prompts("qa1", path)
-    with pytest.raises(UserError, match="babilong_prompts .*none.toml: cannot be read: No such"):
-        read_prompts("qa1", tmp_path / "none.toml")
 
 
 # ---- the tasks
@@ -262,9 +247,5 @@ def test_what_would_be_cut_is_refused(staged, tmp_path):
 def test_rows_of_something_else_are_refused(tmp_path):
     row = {"input": "Mary went to the cellar.", "question": "Where is Mary? ", "target": "cellar"}
     write_staged(tmp_path, "babilong_qa1_0k", [row], revision="f" * 40)
-    for length, message in (
-        ("0k", "qa1_0k, row 0: the target 'cellar' is none"),
-        ("1k", "eval sta"),
-    ):
-        with pytest.raises(UserError, match=message):
-            load(qa="qa1", context=length, staged=str(tmp_path))
+    with pytest.raises(UserError, match="qa1_0k, row 0: the target 'cellar' is none"):
+        load(qa="qa1", context="0k", staged=str(tmp_path))

@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from eval.model.budget import FILE, MOST, batch_tokens_for, largest, remembered, trial_of
-from eval.model.lm import CanonLM
-from tests.variants import VARIANTS, build
+from eval.model.budget import FILE, MOST, largest, remembered
 
 
 def test_it_is_looked_for_once_per_model(tmp_path):
@@ -47,12 +45,3 @@ def test_a_gpus_budget_is_doubled(memory, start, expected, num_trials):
     assert calls == [512, *(512 << doubling for doubling in range(num_trials))]
     with pytest.raises(UserError, match="512 tokens .*--max_length"):
         largest(lambda tokens: None)
-
-
-def test_the_budget_of_this_machine(tmp_path):
-    lm = CanonLM(build(VARIANTS["nope ABCD"]).eval(), None, max_length=60)
-    assert 512 <= batch_tokens_for(lm, tmp_path, lambda line: None) <= 32768
-    # a GPU's trials, here on the CPU: both kinds of work take time, and more for more tokens
-    trial = trial_of(lm)
-    few, many = (min(trial(n) or 0 for _ in range(3)) for n in (64, 4096))
-    assert 0 < few < many

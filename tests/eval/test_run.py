@@ -28,7 +28,6 @@ from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Results, read_results, read_samples
-from data_prep.settle import train_tokenizer
 from eval.__main__ import main
 from eval.harness import open_tasks
 from eval.model.lm import CanonLM
@@ -272,16 +271,6 @@ def test_cut_contexts_are_counted(copy, ask, task_file, kind):
     assert "lost their beginning" not in ask(str(task_file), *SHORT, of=copy)
 
 
-def test_a_continuation_without_tokens_names_its_item(ask, task_file):
-    """Issue 17, item 3: the task and the document, and no traceback."""
-    choices = "{{['red', 'green', ''] if 'Blood' in question else ['red', 'green', 'blue']}}"
-    task_file.write_text(
-        TASK.replace("[red, green, blue]", f'"{choices}"') + 'target_delimiter: ""\n'
-    )
-    error = ask(str(task_file), "--out", task_file.parent / "out", code=2)
-    assert "colours, document 1: " in error and "0 tokens" in error
-
-
 @pytest.mark.parametrize("source", ["", ", source: page"])
 def test_exact_match_has_a_standard_error(task_file, source):
     """Issue 17, item 3: exact_match has a standard error, over the sources if a task names them."""
@@ -354,18 +343,6 @@ def test_what_does_not_load(copy, ask, task_file):
         assert "step-3 is damaged: .metadata has" in ask("validation", of=copy, code=2)
 
 
-def test_text_needs_the_tokenizer_of_the_data(copy, ask):
-    words = ("--data", copy.parent / "data")
-    path = copy.parent / "data" / "tokenizer.model"
-    path.write_bytes(train_tokenizer([document(9)], 290))
-    error = ask("birth-year", *SHORT, *words, of=copy, code=2)
-    assert "tokenizer" in error and "expected" in error
-    path.unlink()
-    for suite in ("birth-year", "zen_of_python"):
-        assert "only --suite validation does without" in ask(suite, *words, of=copy, code=2)
-    assert "this checkpoint" in ask("validation", *words, of=copy)
-
-
 def test_a_full_disk_for_the_probes_is_one_message(ask, tmp_path):
     with small_disk(tmp_path / "full", "size=64k"):
         error = ask("birth-year", *SHORT, "--out", tmp_path / "full/out", code=2)
@@ -428,25 +405,6 @@ def test_results_belong_to_what_was_evaluated(copy, ask, tmp_path):
     scores = [results.scores["zen_of_python"]["bits_per_byte"].value for results in found]
     assert scores[0] != scores[1] and found[0].asked["content"] != found[1].asked["content"]
     assert len(paths_of(other, "zen_of_python")) == 2
-
-
-def test_an_option_is_part_of_its_question(copy, ask, task_file):
-    """A file by its content, wherever it lies; one of another suite's tasks not at all."""
-    tmp_path = task_file.parent
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.toml").write_text("x = 1")
-
-    def asked(suite: object, option: str) -> bool:
-        return "written to" in ask(str(suite), "--option", option, of=copy)
-
-    assert asked(task_file, "jrt_tokens=7") and asked(task_file, "jrt_tokens=8")
-    assert asked(task_file, f"prompts={tmp_path}/a.toml")
-    assert not asked(task_file, f"prompts={tmp_path}/b.toml")
-    (tmp_path / "b.toml").write_text("x = 2")
-    assert asked(task_file, f"prompts={tmp_path}/b.toml")
-    assert asked("zen_of_python", "beauty=1") and asked("zen_of_python", "jrt_tokens=7")
-    assert not asked("zen_of_python", "jrt_tokens=8")
-    assert asked("validation", "jrt_tokens=7") and not asked("validation", "jrt_tokens=8")
 
 
 def test_submit_and_run_agree_on_what_is_answered(copy, ask, tmp_path, monkeypatch):

@@ -4,11 +4,8 @@ import argparse
 import json
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +16,6 @@ from eval.staged import CATALOGUE, REVISIONS, load_staged
 from tests.checkpoint_folders import fill, small_disk
 from tests.eval_fixtures import fixture, rows_of
 from tests.fake_hub import Client, FakeHub, dataset_files
-from tests.support import ROOT
 
 OLD, NEW = "a" * 40, "b" * 40
 COUNTS = {key: len(rows_of(key)) for key in CATALOGUE}
@@ -167,55 +163,30 @@ def test_a_full_disk(hub, client, tmp_path):
 
 
 def test_without_a_hub(hub, client, tmp_path):
-    words = ("--only", "piqa", "boolq", "--to")
-    home = tmp_path / "home"
-    with (
-        closing(Client(hub.url, home, HF_HUB_OFFLINE="1")) as offline,
-        closing(Client("http://127.0.0.1:1", home)) as nowhere,
-    ):
-        offline.start(*words, tmp_path / "offline")
-        nowhere.start(*words, tmp_path / "nowhere")
-        said = "run `python -m eval stage` on a machine with network, such as a login node, and "
-        out = offline.output()
-        assert "HF_HUB_OFFLINE" in out and said in out, out
-        out = nowhere.output()
+    words = ("--only", "piqa", "boolq", "--to", tmp_path / "out")
+    with closing(Client("http://127.0.0.1:1", tmp_path / "home")) as nowhere:
+        out = nowhere.run(*words)
         assert out.startswith("error: baber/piqa@142f6d7367fd: the hub cannot be reached"), out
-        assert said in out
+        assert "run `python -m eval stage` on a machine with network, such as a login node" in out
     del hub.repos["baber/piqa"]
     hub.repos["aps/super_glue"] = {NEW: {}}
-    out = client.run(*words, tmp_path)
+    out = client.run(*words)
     assert "[1/2] piqa: refused: " in out and "no such dataset, or log in" in out
     assert "[2/2] boolq: refused: " in out and "no such revision" in out
-    hub.status = 418
-    assert "the hub answered 418; run the same command again" in client.run(*words, tmp_path)
 
 
 def test_typing_errors(tmp_path):
-    def typed(*words: str, to: Path = tmp_path) -> str:
+    (tmp_path / "pins.json").write_text('{"baber/piqa": "main"}')
+    for words, message in (
+        ("--suite discriminativ", 'Did you mean "discriminative"'),
+        ("--suite jrt --only piqa", "is of --suite discriminative, not of jrt"),
+        ("", "pins.json is damaged"),
+    ):
         parser = argparse.ArgumentParser()
         stage.add_arguments(parser)
-        with pytest.raises(UserError) as caught:
-            stage.execute(parser.parse_args([*words, "--to", str(to)]))
-        return str(caught.value)
-
-    both = typed("--pin", f"arc_easy={OLD}", f"arc_challenge={NEW}")
-    assert "two commits of allenai/ai2_arc" in both
-    for words, message in (
-        (("--suite", "discriminativ"), 'Did you mean "discriminative"'),
-        (("--suite", "birth-year"), '"birth-year" is not known'),
-        (("--only", "jrt_swd"), 'Did you mean "jrt_swde"'),
-        (("--suite", "jrt", "--only", "piqa"), "is of --suite discriminative, not of jrt"),
-        (("--pin", "piqa=main"), "--pin piqa=main: expected KEY=COMMIT"),
-    ):
-        assert message in typed(*words)
-    assert not (tmp_path / "pins.json").exists()
-    (tmp_path / "pins.json").write_text('{"baber/piqa": "main"}')
-    assert "pins.json is damaged" in typed()
-    (tmp_path / "file").write_text("")
-    assert "cannot be written: " in typed(to=tmp_path / "file")
-
-
-def test_help_and_typing_errors_need_no_heavy_imports():
-    code = "import sys, eval.stage; print([m for m in ('torch', 'datasets', 'pyarrow', "
-    code += "'huggingface_hub') if m in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT) == b"[]\n"
+        with pytest.raises(UserError, match=message):
+            stage.execute(parser.parse_args([*words.split(), "--to", str(tmp_path)]))
+    with pytest.raises(UserError, match="two commits of allenai/ai2_arc"):
+        stage.parse_pins([f"arc_easy={OLD}", f"arc_challenge={NEW}"])
+    with pytest.raises(UserError, match="--pin piqa=main: expected KEY=COMMIT"):
+        stage.parse_pins(["piqa=main"])
