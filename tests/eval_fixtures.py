@@ -111,19 +111,11 @@ def jrt_pairs(name: str, tail: str) -> Rows:
     """SWDE and FDA: documents with keys and values; each is asked for two of them."""
     rows: Rows = []
     for at, (before, after) in enumerate(SHAPES):
-        year = str(1901 + 7 * at)
-        fact = f"director: {NAMES[at]} Stone. release date: {year}."
-        text = document((name, at), before, fact, after)
-        for key, value in (("director", f"{NAMES[at]} Stone"), ("release date", year)):
-            rows.append(
-                {
-                    "doc_id": f"{name}-{at}",
-                    "file_name": f"{name}-{at}.txt",
-                    "key": key,
-                    "value": value,
-                    "text": text + tail.format(key=key),
-                }
-            )
+        year, director = str(1901 + 7 * at), f"{NAMES[at]} Stone"
+        text = document((name, at), before, f"director: {director}. release date: {year}.", after)
+        where = {"doc_id": f"{name}-{at}", "file_name": f"{name}-{at}.txt"}
+        for key, value in (("director", director), ("release date", year)):
+            rows.append({**where, "key": key, "value": value, "text": text + tail.format(key=key)})
     # an answer of one character, which is dropped, and one that the text does not have
     rows.append(rows[0] | {"key": "rating", "value": "7"})
     rows.append(rows[2] | {"key": "runtime", "value": "ninety minutes"})
@@ -190,47 +182,26 @@ def babilong(task: str, length: str) -> Rows:
     return [_babilong_row(task, fill, at) for at in range(6)]
 
 
-# facts, question and target by task
-BABILONG = {
-    "qa1": (
-        "{who} went to the {a}. {other} moved to the {c}. {who} went to the {b}.",
-        "Where is {who}? ",
-        "{b}",
-    ),
-    "qa2": (
-        "{who} went to the {a}. {who} took the {thing} there. {who} went to the {b}.",
-        "Where is the {thing}? ",
-        "{b}",
-    ),
-    "qa3": (
-        "{who} took the {thing}. {who} went to the {a}. {who} went to the {b}. "
-        "{who} went to the {c}.",
-        "Where was the {thing} before the {c}? ",
-        "{b}",
-    ),
-    "qa4": (
-        "The {a} is north of the {b}. The {c} is south of the {b}.",
-        "What is north of the {b}? ",
-        "{a}",
-    ),
-    "qa5": (
-        "Bill took the {thing} there. Bill gave the {thing} to Jeff.",
-        "What did Bill give to Jeff? ",
-        "{thing}",
-    ),
-}
+# of qa1 to qa5: facts | question | target
+BABILONG = """\
+{who} went to the {a}. {other} moved to the {c}. {who} went to the {b}. | Where is {who}? | {b}
+{who} went to the {a}. {who} took the {it}. {who} went to the {b}. | Where is the {it}? | {b}
+{who} took the {it} to the {a}, the {b}. Then to the {c}. | Where was it before the {c}? | {b}
+The {a} is north of the {b}. The {c} is south of the {b}. | What is north of the {b}? | {a}
+Bill took the {it} there. Bill gave the {it} to Jeff. | What did Bill give to Jeff? | {it}
+""".splitlines()
 
 
 def _babilong_row(task: str, fill: int, at: int) -> dict[str, Any]:
     who, other = ("Mary", "John") if at % 2 else ("John", "Mary")
     named = dict(zip("abc", (PLACES[(at + k) % 6] for k in range(3)), strict=True))
-    named |= {"who": who, "other": other, "thing": ("apple", "football", "milk")[at % 3]}
-    text, question, target = (part.format(**named) for part in BABILONG[task])
+    named |= {"who": who, "other": other, "it": ("apple", "football", "milk")[at % 3]}
+    text, question, target = BABILONG[int(task[2]) - 1].format(**named).split(" | ")
     if fill:
         first, _, last = text.rpartition(". ")
         text = words((task, at, "a"), fill // 2) + f" {first}. "
         text += words((task, at, "b"), fill - fill // 2) + " " + last
-    return {"target": target, "question": question, "input": text}
+    return {"target": target, "question": f"{question} ", "input": text}
 
 
 _TEXTS = Sequence(TEXT)

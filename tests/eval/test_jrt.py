@@ -109,14 +109,12 @@ def test_lists_of_answers(tmp_path, trained):
         row | {"answers": ["xx", "aa"], "alt_answers": ["yy"], "tok_pos": 0},
         row | {"answers": ["xx", "aa"], "alt_answers": [], "tok_pos": None},
         row | {"answers": [], "alt_answers": ["aa"], "tok_pos": 0},
-        row | {"answers": ["b", "Bb"], "alt_answers": ["aa"], "tok_pos": 0},
     ]
     found = loader(tmp_path, trained, "jrt_nq", rows)(jrt_tokens=8)
     assert found["centre"] == ["answer", "alt_answers", "tok_pos", "nothing"]
     prompts = found["prompt"]
     assert "Bb" in prompts[0] and "cc" in prompts[1] and prompts[2].startswith("aa a")
     assert prompts[3] == "z cc. Which?"
-    assert found["labels"][1] == ["xx", "aa"]
 
 
 @pytest.mark.parametrize("key", ["jrt_drop", "jrt_triviaqa"])
@@ -125,13 +123,10 @@ def test_drop_and_triviaqa_keep_the_first_tokens(tmp_path, trained, key):
     context = " ".join(f"word{i}" for i in range(900)) + " Oslo"
     lists: list[list[str]] = [["Oslo"], ["7"], [], ["nowhere to be seen", "word1"]]
     row = {"question": "Which?", "orig_question": "Which?", "context": context}
-    more = {"alt_answers": ["Oslo"], "tok_pos": 2000}
-    rows = [{**row, "answers": answers, **more} for answers in lists]
-    made = loader(tmp_path, trained, key, rows)
+    made = loader(tmp_path, trained, key, [{**row, "answers": answers} for answers in lists])
     found = made()
     kept = tokenizer().decode(tokenizer().encode(context)[:950]).strip()
-    assert found["prompt"] == [f"{kept}. Which?"] * 4 and "Oslo" not in kept
-    assert found["labels"] == lists
+    assert found["prompt"] == [f"{kept}. Which?"] * 4 and found["labels"] == lists
     counts = json.loads(found.info.description)
     assert (counts["dropped"], counts["kept"], counts["beginning"]) == (0, 4, 4)
     # around the answers, as an option

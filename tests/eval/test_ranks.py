@@ -6,13 +6,11 @@ import re
 import signal
 import subprocess
 import sys
-from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from eval.model import ranks
 from eval.model.ranks import Ranks
 from tests.support import ROOT
 
@@ -95,16 +93,8 @@ def test_without_torchrun_there_is_one_rank(monkeypatch):
     for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with Ranks.from_environment() as alone:
-        told: list[int] = []
         assert (alone.rank, alone.world_size) == (0, 1)
-        assert alone.map(lambda item: -item, [3, 4], [5, 6], told.append) == [-3, -4]
-        assert told == [5, 6]
-        assert alone.broadcast("x") == "x" and alone.in_turn(lambda: 5) == 5
+        assert alone.map(lambda item: -item, [3, 4], [5, 6]) == [-3, -4]
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="of 2 .*could not connect.*RANK .*with torchrun"):
-        Ranks.from_environment()
-    monkeypatch.setattr(ranks, "START_TIMEOUT", timedelta(seconds=1))
-    for name, value in {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="rank 1 of 2 .*could not connect.*127.0.0.1"):
         Ranks.from_environment()

@@ -22,7 +22,6 @@ from canon_pretrain.core.files import write_json
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
-from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.report.evaluations import read_runs
@@ -30,12 +29,10 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Results, read_results, read_samples
 from eval.__main__ import main
 from eval.harness import open_tasks
-from eval.model.lm import CanonLM
 from eval.model.subject import load_model
 from eval.run_command import add_how
 from eval.schedule import Request, Schedule, to_words
 from eval.suite_names import harness_names
-from eval.tasks.zen_of_python.utils import poem
 from tests.checkpoint_folders import small_disk
 from tests.eval_fixtures import stage_fixtures
 from tests.eval_text_runs import WORDS, write_texts
@@ -146,16 +143,13 @@ def test_birth_year_from_checkpoint_to_results(run, ask):
     for name, scores in results.scores.items():
         samples = records[name]
         assert set(scores) == {"exact", "rank"} and results.num_samples[name] == 3
-        assert [sample["doc_id"] for sample in samples] == [0, 1, 2]
         for metric, score in scores.items():
             assert score.value == pytest.approx(np.mean([sample[metric] for sample in samples]))
         assert asked[name]["primary"] == ["exact"] and asked[name]["version"] == 2
         assert asked[f"{name}_rank"]["part_of"] == name
         assert set(samples[0]) >= {"exact", "rank", "answers", "answers_rank", "doc_hash"}
-    assert results.asked["dtype"] == "float32" and results.asked["limit"] == 3
     # another step answers the same probes; the same question is not asked again
-    printed = ask("birth-year", *SHORT, "--limit", 3, step=2)
-    assert "freezing" not in printed
+    assert "freezing" not in ask("birth-year", *SHORT, "--limit", 3, step=2)
     assert "as found in" in ask("birth-year", *SHORT, "--limit", 3)
 
 
@@ -180,22 +174,6 @@ def test_a_junk_file_is_another_question(copy, ask, tmp_path):
     assert sorted("Here is a marked line" in text for text in frozen) == [False, True]
     assert len(paths_of(copy, "birth-year")) == 2
     assert "1-hop-256" in ask("1-hop-256", *words, "--junk", junk, of=copy)
-
-
-def test_the_zen_of_python_is_rolling_perplexity(run, ask):
-    assert "byte_perplexity" in ask("zen_of_python")
-    scores = result_of(run, "zen_of_python").scores["zen_of_python"]
-    assert set(scores) == {"word_perplexity", "byte_perplexity", "bits_per_byte"}
-    text = poem()
-    assert text.startswith("The Zen of Python, by Tim Peters\n") and text.endswith("of those!")
-    tokenizer = Tokenizer.load(run.parent / "data" / "tokenizer.model")
-    model = load_model(run / "checkpoint" / "step-3", torch.device("cpu"))
-    lm = CanonLM(model, tokenizer, max_length=MAX_LENGTH)
-    row = [tokenizer.eos_id, *tokenizer.encode(text)]
-    assert 300 < len(row) <= MAX_LENGTH + 1  # one window
-    ((total,),) = lm.score_parts([row], [[len(row) - 1]])
-    bits = -total / np.log(2) / len(text.encode())
-    assert scores["bits_per_byte"].value == pytest.approx(bits, rel=1e-6)
 
 
 TASK = """
@@ -286,20 +264,15 @@ def test_exact_match_has_a_standard_error(task_file, source):
 
 
 def test_scores_of_0_and_1_have_wilsons_interval(copy, ask, task_file):
-    """Issue 17, item 3: not a standard error of 0, which earlier versions wrote."""
+    """Issue 17, item 3: not a standard error of 0."""
     task_file.with_name("colours.py").write_text(LOAD.replace("[1, 0, 2]", "[1, 1, 1]"))
     task_file.write_text(TASK.replace("[red, green, blue]", "[x, ' grass', y]"))
     printed = ask(str(task_file), of=copy)
-    (path,) = paths_of(copy, "colours")
-    score = read_results(path).scores["colours"]["acc"]
+    score = result_of(copy, "colours").scores["colours"]["acc"]
     end = 1.959964**2 / (3 + 1.959964**2)
     expected = end if score.value == 0 else 1 - end
     assert score.value in (0, 1) and score.stderr is None
     assert score.bound == pytest.approx(expected) and f"{expected:.4f}" in printed
-    stored = json.loads(path.read_text())
-    stored["scores"]["colours"]["acc"] = {"value": score.value, "stderr": 0.0}
-    path.write_text(json.dumps(stored))
-    assert read_results(path).scores["colours"]["acc"] == score
 
 
 def test_what_cannot_be_asked(ask, task_file):
@@ -308,12 +281,10 @@ def test_what_cannot_be_asked(ask, task_file):
         (base / name).write_text("")
     refused: list[tuple[str, str, str]] = [
         ("zen_of_pyton", "", 'Did you mean "zen_of_python"'),
-        ("nowhere.yaml", "", "nowhere.yaml: no such task file"),
         (f"{base}/zen_of_python.yaml", "", "'zen_of_python' is the name of another suite"),
         ("birth-year", "--limit 0", "--limit 0"),
         ("birth-year", "--max_length 50", "no set of birth-year fits max_length 50"),
         ("birth-year", "--must_beat unigram", "--must_beat is for --suite validation"),
-        ("validation,jrt", "--junk x.txt", "--junk is for --suite birth-year"),
         ("validation", f"--out {base}/file/x", "can't hold the results"),
     ]
     for suite, words, message in refused:
@@ -321,13 +292,13 @@ def test_what_cannot_be_asked(ask, task_file):
 
 
 def test_what_does_not_load(copy, ask, task_file):
-    for task, reason in (
-        (TASK.replace("colours.load", "colours.lead"), "colours.*has no function"),
-        (TASK + "metric_list: [", "YAMLError|ParserError|while parsing"),
-    ):
-        task_file.write_text(task)
-        error = ask(str(task_file), code=2)
-        assert re.search(f"{task_file}: this task file does not load: .*({reason})", error)
+    task_file.write_text(TASK.replace("colours.load", "colours.lead"))
+    error = ask(str(task_file), code=2)
+    assert re.search(f"{task_file}: this task file does not load: .*has no function", error)
+    (copy.parent / "data" / "tokenizer.model").unlink()
+    words = ("--data", copy.parent / "data")
+    error = ask("birth-year", *SHORT, *words, of=copy, code=2)
+    assert "only --suite validation does without" in error
     whole = (copy / "config.json").read_text()
     changes: tuple[tuple[Change, str], ...] = (
         (lambda r: r["identity"].update({"model.num_layers": 2}), r"another model.*layers\.1\..*"),
@@ -338,9 +309,8 @@ def test_what_does_not_load(copy, ask, task_file):
         change_config(copy, change)
         assert re.search(reason, ask("validation", of=copy, code=2))
         (copy / "config.json").write_text(whole)
-    for content in (b"", b"\x80\x04garbage"):
-        (copy / "checkpoint" / "step-3" / ".metadata").write_bytes(content)
-        assert "step-3 is damaged: .metadata has" in ask("validation", of=copy, code=2)
+    (copy / "checkpoint" / "step-3" / ".metadata").write_bytes(b"\x80\x04garbage")
+    assert "step-3 is damaged: .metadata has" in ask("validation", of=copy, code=2)
 
 
 def test_a_full_disk_for_the_probes_is_one_message(ask, tmp_path):
@@ -353,11 +323,9 @@ def test_other_results_are_not_written_over(ask, tmp_path, copy):
     out = tmp_path / "out"
     ask("zen_of_python", "--out", out)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    assert "of another" not in ask("zen_of_python", "--out", out)
     assert "as found in" in ask("zen_of_python", "--out", out, of=copy)
     error = ask("zen_of_python", "--out", out, code=2, step=2)
     assert re.search(r"--out .* holds results of another question \(step 3, asked for is 2", error)
-    assert "holds results of another" in ask("validation", "--out", out, code=2)
     assert "(limit None" in ask("zen_of_python", "--limit", 1, "--out", out, code=2)
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
@@ -368,9 +336,7 @@ def test_a_trial_or_another_length_replaces_no_result(copy, ask):
     before = whole.read_bytes()
     ask("validation", "--limit", 2, of=copy)
     ask("validation", "--max_length", 100, of=copy)
-    assert whole.read_bytes() == before
-    limits = [read_results(path).asked["limit"] for path in paths_of(copy, "validation")]
-    assert sorted(map(str, limits)) == ["2", "None", "None"]
+    assert whole.read_bytes() == before and len(paths_of(copy, "validation")) == 3
     whole.write_text("{")  # torn: asked again
     assert "written to" in ask("validation", of=copy)
     assert read_results(whole).asked["limit"] is None
@@ -408,8 +374,8 @@ def test_results_belong_to_what_was_evaluated(copy, ask, tmp_path):
 
 
 def test_submit_and_run_agree_on_what_is_answered(copy, ask, tmp_path, monkeypatch):
-    """Issue 17, item 3: `eval submit --suites validation --option jrt_tokens=500` asked twice and
-    ended "failed: exit code 0"; a checkpoint written again was asked again."""
+    """Issue 17, item 3: an option of another suite's tasks is not part of a question, a file is by
+    its content; results are of the weights, however often they are written."""
     (tmp_path / "a.toml").write_text("x = 1")
     monkeypatch.chdir(tmp_path)
     words = ["--option", "jrt_tokens=500", "--option", "prompts=a.toml"]
@@ -429,20 +395,16 @@ def test_submit_and_run_agree_on_what_is_answered(copy, ask, tmp_path, monkeypat
         assert known(suite)
     assert not known("zen_of_python", ["--option", "jrt_tokens=500"])
     assert known("validation", []) and not known("validation", ["--max_length", "64"])
-    ask("validation", "--max_length", 64, of=copy)
-    assert known("validation", ["--max_length", "64"])
     (tmp_path / "a.toml").write_text("x = 2")
-    assert not known("zen_of_python")
+    assert not known("zen_of_python") and "written to" in ask("zen_of_python", *words, of=copy)
 
     checkpoint = copy / "checkpoint/step-3"
-    model = load_model(checkpoint, torch.device("cpu"))
-    shutil.rmtree(checkpoint)
-    save_alone(dict(model.named_parameters()), checkpoint, step=3)  # the same values again
-    assert known("validation") and "as found in" in ask("validation", of=copy)
-    shutil.rmtree(checkpoint)
-    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    save_alone(zeros, checkpoint, step=3)
-    assert not known("validation")
+    weights = dict(load_model(checkpoint, torch.device("cpu")).named_parameters())
+    for values, is_known in ((weights, True), ({n: 0 * p for n, p in weights.items()}, False)):
+        shutil.rmtree(checkpoint)
+        save_alone(values, checkpoint, step=3)
+        assert known("validation") is is_known
+    assert "written to" in ask("validation", of=copy)
 
 
 def test_several_suites_and_tasks_of_lm_evals_by_name(copy, ask, monkeypatch, capsys):
