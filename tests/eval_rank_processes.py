@@ -15,19 +15,15 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.data.shards import TokenShards
 from eval.model.lm import CanonLM
 from eval.model.ranks import Ranks
-from eval.validation import model_loss
 from tests.scripted_lm import Full, Letters, requests
-from tests.support import write_data
 from tests.variants import VARIANTS, build
 
 TIMEOUT_S = 60.0
@@ -53,17 +49,6 @@ def answers(ranks: Ranks) -> dict[str, Any]:
         "told": sum(told),
         "rank": (lm.rank, lm.world_size),
     }
-
-
-def validation(ranks: Ranks) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        write_data(Path(folder))
-        shards = TokenShards.open(Path(folder) / "validation")
-        model = build(replace(VARIANTS["rope"], vocab_size=512)).eval()
-        lm = CanonLM(model, None, max_length=30, batch_tokens=100, ranks=ranks)
-        loss, _ = model_loss(lm, shards, seq_len=30, limit=40)
-        shards.close()
-    return [loss.nats_per_token.hex(), loss.num_tokens]
 
 
 def plumbing(ranks: Ranks) -> Any:
@@ -141,7 +126,6 @@ def refuses(ranks: Ranks) -> None:
 
 SCENARIOS: dict[str, tuple[Callable[[Ranks], Any], tuple[int, ...]]] = {
     "answers": (answers, (1, 3)),
-    "validation": (validation, (1, 2)),
     "plumbing": (plumbing, (3,)),
     "memory": (memory, (2,)),
     "raises": (ends(1, fails(UserError("this item is broken"))), (3,)),

@@ -183,25 +183,6 @@ def test_generations(pairs):
     assert {0, 1} < lengths
 
 
-def test_where_theirs_is_not_right(pairs):
-    """An answer's first space is no part of it for them; a prompt of no tokens is beyond them."""
-    pair = pairs["rope"]
-
-    def written(lm: CanonLM | HFLM, prompt: str, *until: str) -> str:
-        given = (prompt, {"until": [*until], "max_gen_toks": 5})
-        return lm.generate_until([Instance("generate_until", {}, given, 0)])[0]
-
-    answers = {prompt: written(pair.ours, prompt) for prompt in (sentence(k, 5) for k in range(9))}
-    prompt, answer = next((p, a) for p, a in answers.items() if a[0] == " ")
-    assert written(pair.theirs, prompt) == answer[1:]
-    stop = answer[:2]
-    assert written(pair.ours, prompt, stop) == ""
-    assert written(pair.theirs, prompt, stop) == answer[1:].split(stop)[0] != ""
-    with pytest.raises((IndexError, RuntimeError)):  # which, is the exported class's
-        written(pair.theirs, "")
-    assert written(pair.ours, "")
-
-
 @pytest.mark.parametrize("name", [NAMES[0], NAMES[5]])
 def test_with_bos(pairs, name):
     """Before every text then, an empty context excepted, and the first to go where it is long."""

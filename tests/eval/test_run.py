@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -351,9 +350,6 @@ def test_results_belong_to_what_was_evaluated(copy, ask, tmp_path):
     ask("zen_of_python", *words, of=copy)
     assert result_of(copy, "zen_of_python").asked["run_id"] == "0123abcd"
     moved = copy.rename(copy.with_name("moved"))
-    assert "as found in" in ask("zen_of_python", *words, of=moved)
-    os.utime(moved / "checkpoint/step-3/.metadata")
-    assert "as found in" in ask("zen_of_python", *words, of=moved)
     strip_to_weights(moved / "checkpoint/step-3", moved / "checkpoint/stripped")
     shutil.rmtree(moved / "checkpoint/step-3")
     (moved / "checkpoint/stripped").rename(moved / "checkpoint/step-3")
@@ -370,7 +366,6 @@ def test_results_belong_to_what_was_evaluated(copy, ask, tmp_path):
     found = [run.evaluations[-1].results for run in read_runs([moved, other])]
     scores = [results.scores["zen_of_python"]["bits_per_byte"].value for results in found]
     assert scores[0] != scores[1] and found[0].asked["content"] != found[1].asked["content"]
-    assert len(paths_of(other, "zen_of_python")) == 2
 
 
 def test_submit_and_run_agree_on_what_is_answered(copy, ask, tmp_path, monkeypatch):
@@ -489,12 +484,10 @@ def test_validation_is_of_the_runs_own_text(copy, ask, tmp_path):
     write_shards(part, document, num_bytes=[99], **header)
     assert "is not the held-out text of" in ask("validation", of=copy, code=2)
     ask("validation", "--held_out", part.parent, of=copy)
-    found = [read_results(path).asked for path in paths_of(copy, "validation")]
     with TokenShards.open(part) as other:
         fingerprints = {own, other.fingerprint}
-    assert {asked["held_out_fingerprint"] for asked in found} == fingerprints
+    paths = paths_of(copy, "validation")
+    assert {read_results(path).asked["held_out_fingerprint"] for path in paths} == fingerprints
     shutil.rmtree(part)
     change(str(tmp_path / "apart"))
     assert "as found in" in ask("validation", of=copy)
-    write_shards(part, document, **(header | {"tokenizer_sha256": "f"}))
-    assert "another tokenizer" in ask("validation", "--held_out", part.parent, of=copy, code=2)
