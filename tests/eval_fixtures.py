@@ -35,11 +35,10 @@ def arc(word: str) -> Rows:
     rows: Rows = []
     for at, thing in enumerate(THINGS):
         count = (4, 4, 3, 5)[at % 4]
-        names = list("12345" if at % 5 == 0 else "ABCDE")[:count]
+        names = list("ABCDE" if at % 5 else "12345")[:count]
         texts = [f"{word} {THINGS[at - k]}{' and more' * (k % 3)}" for k in range(count)]
-        choices = {"text": texts, "label": names}
-        question, key = f"Which one is made of {thing}?", names[at % count]
-        rows.append({"question": question, "choices": choices, "answerKey": key})
+        row = {"question": f"Which one is made of {thing}?", "answerKey": names[at % count]}
+        rows.append({**row, "choices": {"text": texts, "label": names}})
     return rows
 
 
@@ -125,17 +124,11 @@ def jrt_pairs(name: str, tail: str) -> Rows:
 def jrt_squad() -> Rows:
     rows: Rows = []
     for at, (before, after) in enumerate(SHAPES):
-        context = document(("squad", at), before, f"The {THINGS[at]} is in Oslo{at}.", after)
-        for part, value in ((f"The {THINGS[at]} is in", f"Oslo{at}"), ("In Oslo there is", "a")):
-            question = f"Where is the {THINGS[at]}?"
-            rows.append(
-                {
-                    "context": f"{context}\nQuestion: {question}",
-                    "question": question,
-                    "text": f" {context} {part} ",
-                    "value": value,
-                }
-            )
+        thing, question = THINGS[at], f"Where is the {THINGS[at]}?"
+        text = document(("squad", at), before, f"The {thing} is in Oslo{at}.", after)
+        row = {"context": f"{text}\nQuestion: {question}", "question": question}
+        for part, value in ((f"The {thing} is in", f"Oslo{at}"), ("In Oslo there is", "a")):
+            rows.append({**row, "text": f" {text} {part} ", "value": value})
     return rows
 
 

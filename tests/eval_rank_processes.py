@@ -26,7 +26,7 @@ from eval.model.ranks import Ranks
 from tests.scripted_lm import Full, Letters, requests
 from tests.variants import VARIANTS, build
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 60
 TEXT = "now is better than never although never is often better than right now"
 
 
@@ -109,10 +109,6 @@ def fails(error: Exception) -> Callable[[], Any]:
     return act
 
 
-def dies() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def raises_between(ranks: Ranks) -> None:
     if ranks.rank == 1:
         time.sleep(0.2)
@@ -131,8 +127,8 @@ SCENARIOS: dict[str, tuple[Callable[[Ranks], Any], tuple[int, ...]]] = {
     "raises": (ends(1, fails(UserError("this item is broken"))), (3,)),
     "raises_first": (ends(0, fails(KeyError("nothing"))), (3,)),
     "raises_between": (raises_between, (3,)),
-    "is_killed": (ends(1, dies), (3,)),
-    "first_is_killed": (ends(0, dies), (3,)),
+    "is_killed": (ends(1, lambda: os.kill(os.getpid(), signal.SIGKILL)), (3,)),
+    "first_is_killed": (ends(0, lambda: os.kill(os.getpid(), signal.SIGKILL)), (3,)),
     "refuses": (refuses, (3,)),
 }
 
@@ -142,31 +138,24 @@ def in_ranks(function: Callable[[Ranks], Any], world_size: int, folder: Path) ->
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    started = time.monotonic()
-    pids = []
+    started, ranks = time.monotonic(), dict[int, int]()
     for rank in range(world_size):
         pid = os.fork()
         if not pid:
+            signal.alarm(TIMEOUT_S)
             names = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
             names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ |= {name: str(value) for name, value in names.items()}
             os._exit(_rank(function, folder / f"{rank}.json"))
-        pids.append(pid)
+        ranks[pid] = rank
     ended: dict[int, dict[str, Any]] = {}
     while len(ended) < world_size:
-        for rank, pid in enumerate(pids):
-            if rank in ended:
-                continue
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
-                path = folder / f"{rank}.json"
-                said = json.loads(path.read_text()) if path.exists() else {}
-                path.unlink(missing_ok=True)
-                code = os.waitstatus_to_exitcode(status)
-                ended[rank] = {**said, "code": code, "seconds": time.monotonic() - started}
-            elif time.monotonic() > started + TIMEOUT_S:
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
+        pid, status = os.waitpid(-1, 0)
+        path = folder / f"{ranks[pid]}.json"
+        said = json.loads(path.read_text()) if path.exists() else {}
+        path.unlink(missing_ok=True)
+        code = os.waitstatus_to_exitcode(status)
+        ended[ranks[pid]] = {**said, "code": code, "seconds": time.monotonic() - started}
     return [ended[rank] for rank in range(world_size)]
 
 

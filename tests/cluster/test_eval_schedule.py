@@ -108,8 +108,8 @@ def test_from_the_first_checkpoint_to_the_report(slurm, run):
     assert slurm.names == ["eval-run-step-10-jrt", "eval-run-step-20-jrt"]
     assert watch.one_pass() and len(slurm.jobs()) == 2, "a second look adds nothing"
     words = slurm.words("1")
-    log = f"--output={run}/evals/step-10/jrt/slurm-%j.log"
-    assert log in words and "--partition=short" in words and "--parsable" in words
+    assert f"--output={run}/evals/step-10/jrt/slurm-%j.log" in words
+    assert "--partition=short" in words and "--parsable" in words
     lease = leases_of(run, 10, "jrt").current()
     assert lease is not None and lease.job == "1" and lease.cluster == "fake"
     asked = [lease.id, f"{run}/checkpoint/step-10", "jrt", "--max_length", "64"]
@@ -134,17 +134,15 @@ def test_from_the_first_checkpoint_to_the_report(slurm, run):
             answer(run, step, suite)
             slurm.end(f"step-{step}-{suite}-", "COMPLETED")
     for _ in range(2):
-        watch.one_pass()
+        assert not watch.is_finished(watch.one_pass()), "the report does not stand yet"
         assert slurm.names.count("eval-report-run") == 1
-    assert not watch.is_finished(watch.look()), "the report does not stand yet"
     number = [*slurm.jobs()][-1]
     words = slurm.words(number)
-    words = words[words.index("--mark") + 1 :]
-    assert words[1:] == [str(run), "--out", f"{run}/report"]
-    Path(words[0]).write_text("now")
+    mark, *words = words[words.index("--mark") + 1 :]
+    assert words == [str(run), "--out", f"{run}/report"]
+    Path(mark).touch()
     slurm.set(number, "FORGOTTEN")
-    assert watch.is_finished(watch.one_pass())
-    assert slurm.names.count("eval-report-run") == 1
+    assert watch.is_finished(watch.one_pass()) and slurm.names.count("eval-report-run") == 1
 
 
 def test_watchers_that_race_give_out_each_piece_once(slurm, tmp_path):

@@ -44,12 +44,6 @@ def written(lm: CanonLM, asked: list[tuple[str, dict]]) -> list[str]:
     return lm.generate_until(requests("generate_until", asked))
 
 
-def test_no_bos_and_eos_before_a_text(lm):
-    for flag in (None, True, False):
-        assert lm.tok_encode("ab", add_special_tokens=flag) == [97, 98]
-    assert lm.loglikelihood_rolling(requests("loglikelihood_rolling", [("",)])) == [0.0]
-
-
 def test_softmax_is_float32_for_a_bfloat16_model(model):
     half = Transformer(ARGS).eval()
     half.load_state_dict(model.state_dict())

@@ -243,8 +243,7 @@ def test_cut_contexts_are_counted(copy, ask, task_file, kind):
     for _ in range(2):  # the second time as found
         printed = ask(str(task_file), "--max_length", 50, of=copy)
         assert result_of(copy, "colours").truncated == {"colours": 1}
-        (line,) = [line for line in printed.splitlines() if "lost their beginning" in line]
-        assert "max_length 50" in line and "colours 1 of 3" in line
+        assert "colours 1 of 3" in printed and "lost their beginning" in printed
     assert "lost their beginning" not in ask(str(task_file), *SHORT, of=copy)
 
 
@@ -410,18 +409,9 @@ def test_several_suites_and_tasks_of_lm_evals_by_name(copy, ask, monkeypatch, ca
     splits = datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), rows))
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: splits)
     ask("openbookqa,validation,openbookqa", of=copy)
-    results = result_of(copy, "openbookqa")
-    assert set(results.scores["openbookqa"]) == {"acc", "acc_norm"}
-    assert results.num_samples == {"openbookqa": 3}
+    assert set(result_of(copy, "openbookqa").scores["openbookqa"]) == {"acc", "acc_norm"}
     assert len(paths_of(copy, "validation")) == 1
     assert ask("openbookqa", of=copy).count("as found in") == 1
-
-    def unreachable(*_: object, **__: object) -> None:
-        raise ConnectionError("Couldn't reach 'allenai/openbookqa' on the Hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    assert "HF_HOME" in ask("openbookqa", "--limit", 1, of=copy, code=2)
-    assert 'Did you mean "openbookqa"' in ask("openbokqa", code=2)
     main(["tasks", "--grep", "^(openbookqa|jrt_fda|validation)$"])
     listed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert listed == [["validation", "suite"], ["jrt_fda", "ours"], ["openbookqa", "task"]]
@@ -440,22 +430,14 @@ def test_names_are_those_of_lm_evals_own_index():
         assert kind == "tag" or ours[name].path == entry.yaml_path
 
 
-def test_of_a_mixture_one_folder_is_named(run, copy, ask, tmp_path):
-    first, second = run.parent / "data", tmp_path / "second"
-    with TokenShards.open(first / "train") as shards:
-        write_shards(
-            second / "train",
-            [np.append(np.arange(5, 60), shards.eos_id)],
-            vocab_size=shards.vocab_size,
-            eos_id=shards.eos_id,
-            tokenizer_sha256=shards.tokenizer_sha256,
-        )
+def test_of_a_mixture_one_folder_is_named(copy, ask, tmp_path):
+    first, second = copy.parent / "data", tmp_path / "second"
+    shutil.copytree(first / "validation", second / "train")
     mixture = {"path": "", "paths": [str(first), str(second)], "weights": [0.25, 0.75]}
     fingerprint = Mixture.open([first, second], [0.25, 0.75]).fingerprint
     change_config(copy, lambda r: r["identity"].update(data_fingerprint=fingerprint))
     change_config(copy, lambda r: r["config"].update(data=mixture))
-    message = ask("validation", of=copy, code=2)
-    assert f"a mixture of {first}, {second}: name the one" in message
+    assert f"a mixture of {first}, {second}: name the one" in ask("validation", of=copy, code=2)
     assert "bits/byte" in ask("validation", "--data", first, of=copy)
     change_config(copy, lambda r: r["config"].update(data=mixture | {"weights": [0.5, 0.5]}))
     assert "is not what" in ask("validation", "--data", first, of=copy, code=2)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from eval import staged
 from eval.staged import CATALOGUE, load_staged, write_staged
 from tests.checkpoint_folders import small_disk
 from tests.eval_fixtures import fixture, rows_of, stage_fixtures
@@ -94,27 +93,25 @@ class Killed(BaseException):
 
 def test_killed_anywhere_it_is_the_old_the_new_or_not_staged(folder, monkeypatch):
     old, new = rows_of("boolq"), rows_of("boolq")[:5]
-    seen = set()
+    seen, steps = set(), 0
+
+    def counted(real: Callable[..., Any], fatal: int) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == fatal:
+                raise Killed
+            return real(*arguments, **options)
+
+        return call
+
     for fatal in range(1, 100):
         write_staged(folder, "boolq", old, revision="0" * 40)
         steps = 0
-
-        def counted(real: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*arguments: Any, **options: Any) -> Any:
-                nonlocal steps
-                steps += 1
-                if steps == fatal:  # noqa: B023
-                    raise Killed
-                return real(*arguments, **options)
-
-            return call
-
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, suppress(Killed):
             for name in ("fsync", "rename", "unlink", "open"):
-                patch.setattr(os, name, counted(getattr(os, name)))
-            patch.setattr(staged, "open", counted(open), raising=False)
-            with suppress(Killed):
-                write_staged(folder, "boolq", new, revision="1" * 40)
+                patch.setattr(os, name, counted(getattr(os, name), fatal))
+            write_staged(folder, "boolq", new, revision="1" * 40)
         try:
             rows = load_staged("boolq", folder).to_list()
             assert rows in (old, new)

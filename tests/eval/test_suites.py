@@ -62,15 +62,12 @@ def test_all_suites_by_one_command_alike_on_one_rank_and_on_two(base, tmp_path, 
     one, two = results_in(tmp_path / "one"), results_in(tmp_path / "two")
     assert set(one) == set(two) == set(SUITES)
     for suite in SUITES:
-        assert one[suite] == two[suite]
+        assert one[suite] == two[suite] and suite in printed
         samples = read_samples(tmp_path / "one" / suite)
         assert samples == read_samples(tmp_path / "two" / suite)
         assert set(samples) == ({suite} if suite == "validation" else set(one[suite].scores))
-        assert suite in printed and suite in done.stdout
     # each score of Figures 17 and 25
-    assert len(one["discriminative"].scores) == 9 and len(one["jrt"].scores) == 12
-    assert len(one["babilong"].scores) == 20
-    assert one["discriminative"].asked["tasks"]["hellaswag"]["primary"] == ["acc_norm"]
+    assert [len(one[s].scores) for s in ("discriminative", "jrt", "babilong")] == [9, 12, 20]
     assert one["jrt"].asked["tasks"]["jrt_fda"]["counts"]["kept"] > 0
     assert done.stdout.count("written to") == len(SUITES)  # the first rank alone prints
 
