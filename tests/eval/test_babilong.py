@@ -200,11 +200,6 @@ def scores(tasks: dict[str, Task], answer: Callable[[dict[str, str]], str]) -> d
     return {name: found["results"][name]["acc,none"] for name in tasks}
 
 
-def another(row: dict[str, str]) -> str:
-    labels = PLACES if row["target"] in PLACES else GIVING
-    return next(x for x in labels if x != row["target"] and x not in row["question"])
-
-
 def test_the_suite_complete(staged):
     tasks = load_tasks(staged=str(staged))
     assert list(tasks) == NAMES
@@ -221,7 +216,7 @@ def test_the_suite_complete(staged):
     # the question's own places are dropped
     right = scores(tasks, lambda row: f"{row['question']} {row['target'].upper()}")
     assert set(right.values()) == {1.0}
-    wrong = scores(tasks, lambda row: f"{row['target']} or {another(row)}")
+    wrong = scores(tasks, lambda row: " ".join([*PLACES, *GIVING]))
     assert set(wrong.values()) == {0.0}
 
 

@@ -11,15 +11,15 @@ import pytest
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
+from eval.harness import HARNESS_FOLDERS
 from eval.staged import CATALOGUE, DISCRIMINATIVE
+from eval.suite_names import harness_tasks
 from tests.eval_fixtures import fixture, rows_of, stage_fixtures
 from tests.support import ROOT
 
 TASKS = ROOT / "eval" / "tasks"
 NAMES = [data.key for data in CATALOGUE.values() if data.suite == DISCRIMINATIVE]
-# to index all of the harness's tasks takes ten seconds
-FOLDERS = "piqa hellaswag winogrande arc siqa super_glue/boolq lambada wikitext".split()
-HARNESS = [Path(lm_eval.tasks.__file__).parent / folder for folder in FOLDERS]
+HARNESS = [harness_tasks() / folder for folder in HARNESS_FOLDERS]
 
 
 @pytest.fixture(scope="module")

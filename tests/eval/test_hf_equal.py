@@ -236,8 +236,7 @@ def run(environment: dict[str, str], folder: Path, words: list[Any]) -> None:
     command = [sys.executable, "-m", *map(str, words)]
     told = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 300}
     done = subprocess.run(command, cwd=folder, env=environment, **told)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "y/N" not in done.stdout + done.stderr
+    assert done.returncode == 0 and "y/N" not in done.stdout + done.stderr, done
 
 
 def same_sample(task: str, row: dict[str, Any], other: dict[str, Any]) -> None:

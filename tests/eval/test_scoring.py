@@ -120,24 +120,22 @@ def test_requests_equal_the_rules_in_words(name, asked, texts, batch_tokens):
     assert sum(told) == sum(map(request_cost, requests("loglikelihood", asked) + rolling))
 
 
-def item(seed: int, context: int, choices: list[int]) -> list[Pair]:
-    rng = random.Random(seed)
-    before = [rng.randrange(3, 40) for _ in range(context)]
-    return [Pair([*before, *(rng.randrange(3, 40) for _ in range(n))], n) for n in choices]
-
-
 def test_the_context_of_choices_is_read_once():
-    model = model_of("nope ABCD")
-    pairs = [pair for seed in range(6) for pair in item(seed, 60, [8, 8, 8, 8])]
+    model, draw, pairs = model_of("nope ABCD"), random.Random(0), list[Pair]()
+    for _ in range(6):
+        before = draw.choices(range(3, 40), k=60)
+        pairs += [Pair(before + draw.choices(range(3, 40), k=8), 8) for _ in range(4)]
     counts: list[tuple[int, int]] = []
     handle = model.register_forward_hook(
         lambda _, given, logits: counts.append((given[0].numel(), logits.shape[0]))
     )
     scored(model, pairs, Planner(100_000, 100_000))
     handle.remove()
-    assert sum(read for read, _ in counts) == 6 * (60 + 4 * 7)
     # the first token of each choice is scored by the context's last one, made once
-    assert sum(logits for _, logits in counts) == 6 * (1 + 4 * 7)
+    assert [sum(column) for column in zip(*counts, strict=True)] == [
+        6 * (60 + 4 * 7),
+        6 * (1 + 4 * 7),
+    ]
 
 
 def test_logits_that_are_not_finite_are_no_scores():

@@ -1,6 +1,5 @@
 """`eval stage` against a hub on this machine, asked by the real `datasets` and huggingface_hub."""
 
-import argparse
 import json
 import signal
 from collections.abc import Iterator
@@ -164,20 +163,3 @@ def test_without_a_hub(hub, client, tmp_path):
     out = client.run(*words)
     assert "[1/2] piqa: refused: " in out and "no such dataset, or log in" in out
     assert "[2/2] boolq: refused: " in out and "no such revision" in out
-
-
-def test_typing_errors(tmp_path):
-    (tmp_path / "pins.json").write_text('{"baber/piqa": "main"}')
-    for words, message in (
-        ("--suite discriminativ", 'Did you mean "discriminative"'),
-        ("--suite jrt --only piqa", "is of --suite discriminative, not of jrt"),
-        ("", "pins.json is damaged"),
-    ):
-        parser = argparse.ArgumentParser()
-        stage.add_arguments(parser)
-        with pytest.raises(UserError, match=message):
-            stage.execute(parser.parse_args([*words.split(), "--to", str(tmp_path)]))
-    with pytest.raises(UserError, match="two commits of allenai/ai2_arc"):
-        stage.parse_pins([f"arc_easy={OLD}", f"arc_challenge={NEW}"])
-    with pytest.raises(UserError, match="--pin piqa=main: expected KEY=COMMIT"):
-        stage.parse_pins(["piqa=main"])
