@@ -112,9 +112,7 @@ def find_suite(given: str) -> tuple[str, Path | None]:
         if not path.is_file():
             raise UserError(f"--suite {given}: no such task file")
         if path.stem == VALIDATION or path.resolve() != files.get(path.stem, path).resolve():
-            raise UserError(
-                f"--suite {given}: '{path.stem}' is the name of another suite; rename the file"
-            )
+            raise UserError(f"{given}: '{path.stem}' is the name of another suite; rename the file")
         return path.stem, path
     if given in harness_names():
         return given, harness_names()[given].path
@@ -166,10 +164,10 @@ def execute(arguments: argparse.Namespace) -> None:
         raise UserError(f"--grep {arguments.grep!r}: no regular expression: {error}") from None
     ours = {VALIDATION: TASKS.with_name("validation.py")} | task_files()
     known = {name: HarnessName("suite", ours[name]) for name in SUITES}
-    for name in sorted(ours):
-        known.setdefault(name, HarnessName("ours", ours[name]))
-    for name in sorted(harness_names()):
-        known.setdefault(name, harness_names()[name])
+    others = {name: HarnessName("ours", ours[name]) for name in sorted(ours)}
+    known |= {name: found for name, found in others.items() if name not in known}
+    theirs = sorted(harness_names().items())
+    known |= {name: found for name, found in theirs if name not in known}
     found = [name for name in known if pattern.search(name)]
     if not found:
         raise UserError(f"none of {len(known):,} names matches --grep {arguments.grep!r}")

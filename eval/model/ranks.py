@@ -51,9 +51,8 @@ class Ranks:
             dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), **given)
         except (RuntimeError, ValueError) as error:
             raise UserError(
-                f"rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']} (WORLD_SIZE) could "
-                f"not connect to the others: {error}. Start several processes with torchrun, or "
-                "unset WORLD_SIZE"
+                f"rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']} could not connect to "
+                f"the others: {error}. Start them with torchrun, or unset WORLD_SIZE"
             ) from None
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         return cls(rank, world_size, local_rank, dist.PrefixStore("map", store))

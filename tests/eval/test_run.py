@@ -314,7 +314,7 @@ def test_what_does_not_load(copy, ask, task_file):
 def test_a_full_disk_for_the_probes_is_one_message(ask, tmp_path):
     with small_disk(tmp_path / "full", "size=64k"):
         error = ask("birth-year", *SHORT, "--out", tmp_path / "full/out", code=2)
-    assert "full/out can't hold the results: No space left" in error
+    assert "full/out/probes can't hold the results: No space left" in error
 
 
 def test_other_results_are_not_written_over(ask, tmp_path, copy):

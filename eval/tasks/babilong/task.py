@@ -53,10 +53,7 @@ def load(
         # the question's last space is in the paper's prompts too
         question, target = row["question"], row["target"].strip()
         if target.lower() not in map(str.lower, LABELS[qa]):
-            raise UserError(
-                f"{key}, row {place}: the target {target!r} is none of {', '.join(LABELS[qa])}: "
-                "this is not the data set that the task is about"
-            )
+            raise UserError(f"{key}, row {place}: the target {target!r} is none of {LABELS[qa]}")
         prompt = prompts.of(row["input"], question)
         document = {"task": qa, "prompt": prompt, "question": question, "target": target}
         documents.append({**document, "prompts": prompts.sha256})
