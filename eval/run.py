@@ -209,10 +209,8 @@ class Evaluation:
         if self.arguments.out is None:
             return None
         name = next(n for n in sorted({*before, *now}) if before.get(n) != now.get(n))
-        raise UserError(
-            f"--out {plan.folder} holds results of another question ({name} {before.get(name)!r}, "
-            f"asked for is {now.get(name)!r}): choose another folder"
-        )
+        what = f"{name} {before.get(name)!r}, asked for is {now.get(name)!r}"
+        raise UserError(f"--out {plan.folder} holds results of another question ({what})")
 
     def _answer(self, plan: Plan, lm: CanonLM, work: Work) -> None:
         unfinished = Unfinished(plan.folder, plan.asked)
@@ -286,8 +284,8 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{folder} can't hold the results: {error.strerror}. What earlier calls wrote is kept, "
-            "and the same command goes on from there; --out DIR writes elsewhere"
+            f"{folder} can't hold the results: {error.strerror}. Make room and give the same "
+            "command again: it goes on from what it wrote; --out DIR writes elsewhere"
         ) from None
 
 

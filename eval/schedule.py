@@ -119,14 +119,11 @@ def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool
 
 @dataclass(frozen=True)
 class Entry:
-    """One suite (a name, or a task's YAML) of one checkpoint; `attempts`: its jobs so far.
-
-    `state`: one of IN_FLIGHT, FINAL, "to come" and "waiting".
-    """
+    """One suite (a name, or a task's YAML) of one checkpoint; `attempts`: its jobs so far."""
 
     step: int
     suite: str
-    state: str
+    state: str  # one of IN_FLIGHT, FINAL, "to come" and "waiting"
     lease: Lease | None = None
     attempts: int = 0
     why: str = ""
@@ -145,10 +142,8 @@ class Schedule:
         last, interval = int(training.get("steps", 0)), int(checkpoint.get("interval", 1))
         every = request.every or interval
         if every < 1 or every % interval:
-            raise UserError(
-                f"--every {request.every}: {path} saves a checkpoint each {interval} steps "
-                "(checkpoint.interval); expected a multiple of that"
-            )
+            saved = f"{path} saves a checkpoint each {interval} steps"
+            raise UserError(f"--every {request.every}: {saved}; expected a multiple of that")
         self.steps = sorted({*range(every, last + 1, every), *([last] if last else [])})
 
     def look(self, queue: Slurm) -> list[Entry]:

@@ -1,7 +1,6 @@
 """`eval stage`: download the suites' data sets once, at fixed commits, for offline machines.
 
-DIR/pins.json names a commit per repository that the catalogue does not pin (the one found first),
-or that the user pinned; copied to another site it stages the same data there.
+DIR/pins.json names a commit per repository that the catalogue does not pin, or that the user chose.
 """
 
 import argparse
@@ -82,11 +81,10 @@ def choose(suite: str, only: Sequence[str] | None) -> list[DataSet]:
     """Return the data sets of a suite, or of all, and of them those of `only`."""
     check_choice("--suite", suite, (*SUITES, ALL))
     found = [data for data in CATALOGUE.values() if suite in (ALL, data.suite)]
-    wanted = found if only is None else [staged.data_set(key) for key in only]
-    for data in wanted:
-        if data not in found:
-            raise UserError(f"--only {data.key}: is of --suite {data.suite}, not of {suite}")
-    return [data for data in found if data in wanted]
+    for key in only or ():
+        if staged.data_set(key) not in found:
+            raise UserError(f"--only {key}: is of another suite than --suite {suite}")
+    return [data for data in found if only is None or data.key in only]
 
 
 def read_pins(folder: Path) -> dict[str, str]:

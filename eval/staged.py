@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     import datasets
 
 DISCRIMINATIVE, JRT, BABILONG = "discriminative", "jrt", "babilong"
-SUITES = (DISCRIMINATIVE, JRT, BABILONG)
-"""The suites that need staged data; birth-year hides its statements in wikitext's."""
+SUITES = (DISCRIMINATIVE, JRT, BABILONG)  # birth-year hides its statements in wikitext's text
 
 BABILONG_TASKS = ("qa1", "qa2", "qa3", "qa4", "qa5")
 BABILONG_LENGTHS = ("0k", "1k", "2k", "4k")

@@ -52,8 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--retries", type=int, metavar="R", help=about)
     about = "let these options replace those of schedule.json"
     add("--change", action="store_true", help=about)
-    about = "of the report (default: RUN/report of one run or sweep, ./report of several)"
-    add("--report", type=Path, metavar="DIR", help=about)
+    add("--report", type=Path, metavar="DIR", help="default: RUN/report, of several runs ./report")
     add("--once", action="store_true", help="look once, and end")
     about = f"jobs at a time, of all these runs (default: {MAX_IN_FLIGHT}; with --local 1)"
     add("--max_in_flight", type=int, metavar="K", help=about)
@@ -112,10 +111,7 @@ def _confirm_task_files(suites: list[str], arguments: argparse.Namespace) -> Non
     files = [s for s in suites if is_task_file(s) and not Path(s).resolve().is_relative_to(TASKS)]
     if not files or arguments.trust_task_files:
         return
-    what = (
-        f"{', '.join(dict.fromkeys(files))}: a task file is code, and its templates and functions "
-        "can run any command as you"
-    )
+    what = f"{', '.join(dict.fromkeys(files))}: a task file is code, which can run any command"
     answer = ""
     if sys.stdin.isatty():
         with contextlib.suppress(EOFError):
@@ -205,10 +201,9 @@ class Watcher:
         if work.is_done():
             return "done", str(self.out)
         state, _, ended = work.leases.judge(work.leases.current(), self.queue)
-        if state is not None:
-            return state, ended
         failed = sum(lease.job is not None for lease in work.leases.all())
-        return "failed" if failed > self.schedules[0].request.retries else "waiting", ended
+        is_over = failed > self.schedules[0].request.retries
+        return state or ("failed" if is_over else "waiting"), ended
 
     def _is_evaluated(self, overview: Overview) -> bool:
         return not self.absent and all(s.is_finished(found) for s, found in overview)
@@ -375,8 +370,9 @@ def show(watcher: Watcher, arguments: argparse.Namespace) -> None:
 
 
 def _table(run: Path, found: list[Entry]) -> Table:
-    suites = dict.fromkeys(suite_name(entry.suite) for entry in found)
-    table = Table("step", *map(Text, suites), title=Text(str(run)), title_justify="left")
+    table = Table("step", title=Text(str(run)), title_justify="left")
+    for suite in dict.fromkeys(entry.suite for entry in found):
+        table.add_column(Text(suite_name(suite)))
     for step in dict.fromkeys(entry.step for entry in found if entry.state != "to come"):
         states = (entry.state for entry in found if entry.step == step)
         table.add_row(f"{step:>5,}", *states)

@@ -118,8 +118,8 @@ def find_suite(given: str) -> tuple[str, Path | None]:
         return given, harness_names()[given].path
     near = suggestion(given, [*SUITES, ALL, *files]) or suggestion(given, harness_names())
     raise UserError(
-        f"unknown suite '{given}'; expected {', '.join(SUITES)}, or {ALL}; or a task or group that "
-        f"`python -m eval tasks` lists; or the path of a task's YAML.{near}"
+        f"unknown suite '{given}'; expected {', '.join(SUITES)}, {ALL}, a name that "
+        f"`python -m eval tasks` lists, or a task's YAML.{near}"
     )
 
 
@@ -164,15 +164,12 @@ def execute(arguments: argparse.Namespace) -> None:
         raise UserError(f"--grep {arguments.grep!r}: no regular expression: {error}") from None
     ours = {VALIDATION: TASKS.with_name("validation.py")} | task_files()
     known = {name: HarnessName("suite", ours[name]) for name in SUITES}
-    others = {name: HarnessName("ours", ours[name]) for name in sorted(ours)}
-    known |= {name: found for name, found in others.items() if name not in known}
-    theirs = sorted(harness_names().items())
-    known |= {name: found for name, found in theirs if name not in known}
+    for name in sorted(ours):
+        known.setdefault(name, HarnessName("ours", ours[name]))
+    for name, theirs in sorted(harness_names().items()):
+        known.setdefault(name, theirs)
     found = [name for name in known if pattern.search(name)]
     if not found:
         raise UserError(f"none of {len(known):,} names matches --grep {arguments.grep!r}")
-    roots = (harness_tasks().parents[1], TASKS.parents[1])
     for name in found:
-        kind, path = known[name]
-        root = next(root for root in roots if path.is_relative_to(root))
-        print(f"{name:40} {kind:5} {path.relative_to(root)}")
+        print(f"{name:40} {known[name].kind:5} {known[name].path}")

@@ -1,8 +1,4 @@
-"""A checkpoint as lm_eval sees it: the three kinds of request, answered by our Transformer.
-
-No BOS unless asked for, EOS where a text needs a token before its first one (as in training),
-log-softmax in float32, greedy decoding. Batches do not depend on the number of ranks.
-"""
+"""A checkpoint as lm_eval sees it: the three kinds of request, answered by our Transformer."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -157,8 +157,7 @@ class Ranks:
                 dist.all_gather_object(shares, value)
             except (RuntimeError, ValueError) as error:
                 # gloo: a connection was closed, or WORK_TIMEOUT is over
-                raise RankFailed(
-                    f"rank {self.rank} of {self.world_size} lost another rank, whose own output "
-                    f"says why, unless it was killed ({str(error).strip().splitlines()[0]})"
-                ) from None
+                why = str(error).strip().splitlines()[0]
+                who = f"rank {self.rank} of {self.world_size} lost another rank"
+                raise RankFailed(f"{who}, whose own output says why ({why})") from None
         return shares

@@ -1,8 +1,4 @@
-"""The Babilong tasks for the YAML files here: documents, prompts, score (spec/eval.md section 3).
-
-The layout of a prompt is the specification's, the wording ours (prompts.toml), a file's like it,
-lm_eval's own or the paper's release's; whatever it is from is read as data and never run.
-"""
+"""The Babilong tasks for the YAML files here: documents, prompts, score (spec/eval.md section 3)."""
 
 import ast
 import hashlib
@@ -186,7 +182,5 @@ def _laid_out(layout: object, parts: Mapping[str, str]) -> Prompts:
         elif field is not None:
             pieces[-1] += parts[field]
     if places != ["context", "question"]:
-        raise ValueError(
-            f"the layout {layout!r} is not one of {', '.join(parts)}, then context, then question"
-        )
+        raise ValueError(f"the layout {layout!r} lacks a context, then a question")
     return Prompts(*pieces)
