@@ -1,7 +1,6 @@
 """Small data sets in the schema of every staged one, written as `eval stage` leaves them.
 
-The columns are those that the tasks read; SQuAD's `context` holds "Question:" since the public task
-code cuts there. The rows never differ.
+SQuAD's `context` holds "Question:" since the public task code cuts there. The rows never differ.
 """
 
 import random

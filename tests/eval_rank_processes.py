@@ -2,8 +2,7 @@
 
     python -m tests.eval_rank_processes OUT.json
 
-One process imports lm_eval, which takes seconds, and forks the ranks of every scenario. What each
-rank returned, or raised, how it ended and when stands in OUT.json by the scenario's name.
+One process imports lm_eval, which takes seconds, and forks the ranks of every scenario.
 """
 
 import json

@@ -1,7 +1,6 @@
 """Many (context, continuation) pairs scored in few passes: the plan, and the passes over a batch.
 
-Only distinct sequences are read; one that begins another is answered on the way; what several begin
-with is read once and continued from a `Cache`. Of several plans the cheapest is taken.
+What several sequences begin with is read once and continued from a `Cache`, where that is cheaper.
 
 Shapes: B rows, T tokens, V vocabulary, M places whose logits are needed, N scored tokens.
 """

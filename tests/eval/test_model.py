@@ -24,7 +24,7 @@ def test_bfloat16_rounds_weights_and_keeps_the_rotary_tables(tmp_path):
 
 
 @every_variant
-def test_faster_products_give_the_same_numbers(args) -> None:  # type: ignore[no-untyped-def]
+def test_faster_products_give_the_same_numbers(args):
     model, tokens = build(args).eval(), random_tokens(args, 3, 20)
     with torch.inference_mode():
         whole = model(tokens)
