@@ -28,7 +28,6 @@ POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx")
 class TaskTokenizer:
     """Text to ids and back, without BOS and EOS; `sha256` is the training tokenizer's, if known."""
 
-    name: str
     sha256: str
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
@@ -56,9 +55,8 @@ def _of_data(folder: Path) -> TaskTokenizer:
         found = load_tokenizer(folder, eos=eos)
     except UserError as error:
         raise UserError(f"{error}. This task reads text: {WAY_OUT}") from None
-    name = str(folder / found.file_name if folder.is_dir() else folder)
     encode = lambda text: found.encode(text).tolist()  # noqa: E731
-    return TaskTokenizer(name, found.sha256, encode, lambda ids: found.decode(list(ids)))
+    return TaskTokenizer(found.sha256, encode, lambda ids: found.decode(list(ids)))
 
 
 @functools.lru_cache(maxsize=4)
@@ -88,7 +86,7 @@ def _of_export(name: str, revision: str | None) -> TaskTokenizer:
     plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     # not verbose: a document longer than the model's length is no mistake before it is cut
     encode = lambda text: list(found.encode(text, add_special_tokens=False, verbose=False))  # noqa: E731
-    return TaskTokenizer(name, sha256, encode, lambda ids: str(found.decode(list(ids), **plain)))
+    return TaskTokenizer(sha256, encode, lambda ids: str(found.decode(list(ids), **plain)))
 
 
 def known_max_length(metadata: Mapping[str, Any]) -> int | None:
