@@ -1,7 +1,6 @@
 """What is evaluated: a checkpoint with what its run says about it, or an exported folder.
 
-An export has its tokenizer with it and belongs to no run: its results need a place (--out), and
-what reads shards needs --data. Rotary tables stay float32 whatever the dtype of the weights.
+An export belongs to no run: its results need --out, and what reads shards needs --data.
 """
 
 import contextlib
@@ -83,10 +82,7 @@ class Subject:
     def train_shards(self) -> TokenShards:
         """The shards trained on; raises UserError if an export was given none."""
         if self.train is None:
-            raise UserError(
-                f"{self.checkpoint} is an export, which names no data: give the folder of a build "
-                "with --data"
-            )
+            raise UserError(f"{self.checkpoint} is an export, which names no data: give --data")
         return self.train
 
     @property
@@ -95,8 +91,7 @@ class Subject:
         if self.held_out is None:
             raise UserError(
                 f"no held-out text for {self.checkpoint} in {self.train_shards.folder.parent}: "
-                "name a folder of the same tokenizer with --held_out, or build the data with "
-                "--holdout above 0"
+                "name a folder of the same tokenizer with --held_out, or build with --holdout"
             )
         return self.held_out
 
@@ -181,8 +176,8 @@ def _open_checkpoint(
     record = folder.read_config()
     if "imported_from" in (record.get("config") or ()):
         raise UserError(
-            f"{folder.path} is an import, which names no data: evaluate the folder that it came "
-            "from, or what `python -m canon_pretrain.hf export` makes of it"
+            f"{folder.path} is an import, which names no data: evaluate what "
+            "`python -m canon_pretrain.hf export` makes of it"
         )
     try:
         config, identity = record["config"], record["identity"]
@@ -198,10 +193,7 @@ def _open_checkpoint(
             "one whose held-out part and tokenizer to use with --data"
         )
     if data is None and not recorded.is_dir():
-        raise UserError(
-            f"{recorded}, the data of {folder.path}, is not there: name the folder that it was "
-            "moved to with --data"
-        )
+        raise UserError(f"{recorded} is not there: name the folder it was moved to with --data")
     data = data or recorded
     train = TokenShards.open(data / "train")
     found = train.fingerprint

@@ -7,7 +7,6 @@ Options come through the task's metadata: `jrt_tokens`, what a context is cut to
 
 import hashlib
 import json
-import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +27,6 @@ ALTERNATIVE, TOKEN_POSITION = "alt_answers", "tok_pos"
 ANSWER, NOTHING, BEGINNING = "answer", "nothing", "beginning"
 CENTRES = (ANSWER, ALTERNATIVE, TOKEN_POSITION, NOTHING, BEGINNING)
 OPTION = "jrt_"
-# below its own name the harness shows what is logged
-LOG = logging.getLogger(f"lm_eval.{__name__}")
 Row = Mapping[str, Any]
 Options = tuple[int, str, tuple[str, ...]]  # tokens of a cut, field that is cut, those around
 
@@ -217,18 +214,14 @@ def load(
             found = _item(STYLES[dataset], raw, tokenizer, options, twice)
         except KeyError as error:
             raise UserError(
-                f"{dataset}: the staged rows have no field {error}, only {', '.join(raw)}; the "
-                f"options {dataset}_context and {dataset}_answers name what to cut and what to "
-                "look for"
+                f"{dataset}: the staged rows have no field {error}, only {', '.join(raw)}; see the "
+                f"options {dataset}_context and {dataset}_answers"
             ) from None
         if found is not None:
             items.append({"row": number, **found[0]})
             num_cut += not found[1]
     if not items:
-        raise UserError(
-            f"{dataset}: none of {len(rows)} rows has an answer of two characters or more in "
-            f"{', '.join(options[2])}"
-        )
+        raise UserError(f"{dataset}: no row has an answer of two characters in {options[2]}")
     dropped = len(rows) - len(items)
     counts = {"rows": len(rows), "dropped": dropped, "kept": len(items), "cut": num_cut}
     centres = [item["centre"] for item in items]
@@ -237,9 +230,6 @@ def load(
     if max_length is not None:
         prompts = [str(item["prompt"]) for item in items]
         counts["too_long"] = len(lengths_beyond(prompts, max_length - ANSWER_TOKENS, metadata))
-    text = ", ".join(f"{name} {count}" for name, count in counts.items())
-    level = logging.WARNING if counts.get("too_long") else logging.INFO
-    LOG.log(level, "%s%s: %s (%s)", dataset, "_twice" if twice else "", text, tokenizer.name)
     made = datasets.Dataset.from_list(items)
     # the harness makes them part of the results; too_long: prompts that lose their beginning
     made.info.description = json.dumps(counts)
