@@ -2,7 +2,6 @@
 
 import contextlib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,19 +80,6 @@ def test_training_evaluation_and_benches_refuse_a_broken_gpu_with_torchs_reason(
     train.main([*command, "--dry_run"])
 
 
-@pytest.mark.parametrize(
-    ("node", "cores", "expected"),
-    [("1", "48-50,144\n", {48, 49, 50, 144}), ("-1", "0-3", set()), ("1", "", set())],
-)
-def test_cores_near_a_gpu_are_those_of_its_numa_node(node, cores, expected, tmp_path, monkeypatch):
-    place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", {2: place}.get)
-    assert hardware.near_cores(2, tmp_path) == set()
-    write(tmp_path / "sys/bus/pci/devices/0000:dc:01.0/numa_node", f"{node}\n")
-    write(tmp_path / "sys/devices/system/node/node1/cpulist", cores)
-    assert hardware.near_cores(2, tmp_path) == expected
-
-
 def test_available_memory_is_the_kernels_or_the_narrowest_cgroups(tmp_path):
     total = hardware.available_memory(tmp_path)  # nothing to read: all of it
     assert 0 < hardware.available_memory() <= total
@@ -131,10 +117,3 @@ def test_a_gpus_clocks_power_and_throttle_reasons(nvidia_smi):
     assert other is not None and other["power_limit_w"] is None and other["throttled_by"] == []
     nvidia_smi.write_text("#!/bin/sh\necho No devices were found\n")
     assert hardware.query_gpu("0") is None
-
-
-def test_a_rate_is_that_of_many_products_in_a_row():
-    """By a clock that counts its reads: one tick for a product, so 50 are asked for in a row."""
-    ticks = iter(range(1000))
-    options = {"size": 8, "seconds": 50.0, "clock": lambda: next(ticks)}
-    assert hardware.matmul_flops(torch.device("cpu"), torch.float32, **options) == 2 * 8**3 * 50 / 1
