@@ -49,10 +49,16 @@ class _Files:
 
 
 def export(
-    checkpoint: Path, out: Path, *, dtype: str = "float32", tokenizer: Path | None = None,
-    eos: str | None = None, with_tokenizer: bool = True, force: bool = False,
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: str = "float32",
+    tokenizer: Path | None = None,
+    eos: str | None = None,
+    with_tokenizer: bool = True,
+    force: bool = False,
     max_file_bytes: int = writing.MAX_FILE_BYTES,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Write a checkpoint to the new folder `out`, with weights of `dtype`; return its RECORD.
 
     `checkpoint` is RUN/checkpoint/step-N, or RUN for the newest; all its files are checked first.
@@ -270,10 +276,17 @@ def _readme(args: ModelArgs, dtype: str, step: int, *, has_tokenizer: bool) -> s
     trust = "" if plain else "trust_remote_code=True"
     call = f'from_pretrained("THIS FOLDER"{trust and f", {trust}"})'
     text = _README.format(
-        layers=args.num_layers, width=args.dim, position=args.position, dtype=dtype, step=step,
+        layers=args.num_layers,
+        width=args.dim,
+        position=args.position,
+        dtype=dtype,
+        step=step,
         canon=f"Canon-{args.canon_set}" if args.canon_set else "no Canon layers",
-        parameters=num_parameters(args), loaders=", ".join(loads.values()), record=RECORD,
+        parameters=num_parameters(args),
+        loaders=", ".join(loads.values()),
+        record=RECORD,
         loads="\n".join(f"    {what} = {loader}.{call}" for what, loader in loads.items()),
-        lm_eval_trust=trust and f",{trust}", serving=serving,
-    )  # fmt: skip
+        lm_eval_trust=trust and f",{trust}",
+        serving=serving,
+    )
     return text + _TOKENIZER_NOTE * has_tokenizer

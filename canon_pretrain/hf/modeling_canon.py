@@ -201,9 +201,13 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
             nn.init.trunc_normal_(module.weight, 0.0, std, -3 * std, 3 * std)
 
     def _prepare_cache_for_generation(  # type: ignore[override]
-        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any,
-        batch_size: int, max_cache_length: int,
-    ) -> None:  # fmt: skip
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
         self._check_length(max_cache_length)
         asked = generation_config.cache_implementation
         if asked not in (None, "dynamic"):
@@ -222,12 +226,19 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
             )
 
     def forward(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-        past_key_values: DecodingCache | None = None, inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None, use_cache: bool | None = None,
-        output_attentions: bool | None = None, output_hidden_states: bool | None = None,
-        return_dict: bool | None = None, logits_to_keep: int | Tensor = 0, **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:  # fmt: skip
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: DecodingCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Return logits [B, T, V], or those of the last `logits_to_keep` tokens.
 
         `attention_mask`: 1 for tokens, 0 for padding on either side, [B, S] or [B, T]. `labels`

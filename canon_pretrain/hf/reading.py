@@ -53,9 +53,13 @@ class Imported(NamedTuple):
 
 
 def import_folder(
-    source: Path, out: Path, *, step: int = 0, state_from: Path | None = None,
+    source: Path,
+    out: Path,
+    *,
+    step: int = 0,
+    state_from: Path | None = None,
     ignore: Iterable[str] = (),
-) -> Imported:  # fmt: skip
+) -> Imported:
     """Write the weights of the folder `source` as OUT/step-N; N is `step`, or that of `state_from`.
 
     `state_from`, a full checkpoint of the same model, has the optimizer, schedule and place in the

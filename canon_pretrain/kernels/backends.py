@@ -31,9 +31,13 @@ TRITON_CAPABILITY = (8, 0)
 
 
 def canon_reference(
-    x_BTC: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool,
+    x_BTC: Tensor,
+    weight_C1K: Tensor,
+    *,
+    residual: bool,
+    activation: bool,
     segments_BN: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Mix every token with its K - 1 predecessors, each channel by itself; y_BTC in x's dtype.
 
         y_t = [x_t +] act(sum_{j=0..K-1} W[:, 0, K-1-j] * x_{t-j}),    x_{<0} = 0
@@ -148,9 +152,16 @@ def canon(x_BTC: Tensor, weight_C1K: Tensor, *, backend: str = "auto", **options
 
 
 def canon_gate(
-    gate_BTF: Tensor, up_BTF: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool,
-    relu2: bool, segments_BN: Tensor | None = None, backend: str = "auto",
-) -> Tensor:  # fmt: skip
+    gate_BTF: Tensor,
+    up_BTF: Tensor,
+    weight_C1K: Tensor,
+    *,
+    residual: bool,
+    activation: bool,
+    relu2: bool,
+    segments_BN: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
     """Compute act(canon(gate)) * canon(up), [B, T, F]: Canon-D and the gate behind it.
 
     The weight's rows are gate's, then up's; act is silu, or relu squared with `relu2`.

@@ -30,18 +30,27 @@ _RECOMPUTED_TAPS = 4
 
 
 def canon_compiled(
-    x_BTC: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool,
+    x_BTC: Tensor,
+    weight_C1K: Tensor,
+    *,
+    residual: bool,
+    activation: bool,
     segments_BN: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Compute `canon_reference` up to the order of additions; gradients repeat bit by bit."""
     y_BTC: Tensor = _Canon.apply(x_BTC, weight_C1K, segments_BN, (residual, activation))
     return y_BTC
 
 
 def canon_gate_compiled(
-    gate_BTF: Tensor, up_BTF: Tensor, weight_C1K: Tensor, *, residual: bool, relu2: bool,
+    gate_BTF: Tensor,
+    up_BTF: Tensor,
+    weight_C1K: Tensor,
+    *,
+    residual: bool,
+    relu2: bool,
     segments_BN: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Compute act(canon(gate)) * canon(up), [B, T, F], with act silu or relu squared.
 
     The weight is gate's and up's, [2F, 1, K]. Rounded once, where the composition rounds twice.
@@ -54,9 +63,12 @@ def canon_gate_compiled(
 class _Canon(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_BTC: Tensor, weight_C1K: Tensor, segments_BN: Tensor | None,
+        ctx: Any,
+        x_BTC: Tensor,
+        weight_C1K: Tensor,
+        segments_BN: Tensor | None,
         kind: tuple[bool, bool],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         ctx.save_for_backward(x_BTC, weight_C1K, segments_BN)
         ctx.residual, ctx.activation = residual, activation = kind
         pieces = convolve(x_BTC, _taps_of(weight_C1K, sum_dtype(x_BTC)), segments_BN)
@@ -88,9 +100,13 @@ class _Canon(torch.autograd.Function):
 class _CanonGate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate_BTF: Tensor, up_BTF: Tensor, weight_C1K: Tensor,
-        segments_BN: Tensor | None, kind: tuple[bool, bool],
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        gate_BTF: Tensor,
+        up_BTF: Tensor,
+        weight_C1K: Tensor,
+        segments_BN: Tensor | None,
+        kind: tuple[bool, bool],
+    ) -> Tensor:
         ctx.save_for_backward(gate_BTF, up_BTF, weight_C1K, segments_BN)
         ctx.residual, ctx.relu2 = residual, relu2 = kind
         taps = zip((gate_BTF, up_BTF), _gate_taps(gate_BTF, weight_C1K, residual), strict=True)
@@ -228,9 +244,13 @@ def _taps_of(weight_C1K: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def convolve(
-    x_BTC: Tensor, taps_KC: Tensor, segments_BN: Tensor | None, *, back: bool = False,
+    x_BTC: Tensor,
+    taps_KC: Tensor,
+    segments_BN: Tensor | None,
+    *,
+    back: bool = False,
     again: bool = False,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """Return sum_j taps[K-1-j] * x_{t-j} in the dtype of the taps: pieces of [B, T, C] along T.
 
     `back`: its transpose, of x_{t+j}. `again`: recomputed in backward; see `_shift`.

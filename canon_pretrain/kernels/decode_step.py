@@ -51,9 +51,12 @@ class CanonMemory:
         return taps_KC[:, None, None].contiguous()
 
     def read(
-        self, parts: tuple[Tensor, ...], weight_C1K: Tensor, segments_BN: Tensor | None = None,
+        self,
+        parts: tuple[Tensor, ...],
+        weight_C1K: Tensor,
+        segments_BN: Tensor | None = None,
         backend: str = "auto",
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:
         """Return `canon_reference` over all tokens, for the `parts` of the next ones.
 
         The parts are side by side in the weight's rows. `segments_BN` as there; None if the tokens

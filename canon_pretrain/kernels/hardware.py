@@ -67,9 +67,13 @@ def check_cuda() -> None:
 
 
 def matmul_flops(
-    device: "torch.device", dtype: "torch.dtype", *, size: int, seconds: float,
+    device: "torch.device",
+    dtype: "torch.dtype",
+    *,
+    size: int,
+    seconds: float,
     clock: Callable[[], float] = time.perf_counter,
-) -> float:  # fmt: skip
+) -> float:
     """Return the FLOP/s of square products of random numbers, repeated for about `seconds`.
 
     A GPU is soon as warm, and as limited in power, as in training; a burst is faster.

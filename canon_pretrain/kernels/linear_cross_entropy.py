@@ -25,9 +25,15 @@ Terms = tuple[float, float]
 
 
 def linear_cross_entropy(
-    h_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, chunk_tokens: int, z_loss: float = 0.0,
-    squared_loss: float = 0.0, compile_backend: str | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    h_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    *,
+    chunk_tokens: int,
+    z_loss: float = 0.0,
+    squared_loss: float = 0.0,
+    compile_backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy of each token, detached, and the sum that is minimized.
 
     The cross-entropy l of the logits h W^T is in nats [N], 0 where the label is IGNORE_INDEX. The
@@ -51,9 +57,14 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, terms: Terms,
-        chunk_tokens: int, compile_backend: str | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        h_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        terms: Terms,
+        chunk_tokens: int,
+        compile_backend: str | None,
+    ) -> tuple[Tensor, Tensor]:
         needs_h, needs_weight, *_ = ctx.needs_input_grad
         differentiate = _compiled(compile_backend) if compile_backend else _differentiate
         wide_weight_VD = _wide(weight_VD) if needs_h else None

@@ -36,16 +36,22 @@ class Package(NamedTuple):
 
 PACKAGES = {
     "causal_conv1d": Package(
-        "causal-conv1d", "causal_conv1d", "causal_conv1d.cpp_functions",
+        "causal-conv1d",
+        "causal_conv1d",
+        "causal_conv1d.cpp_functions",
         ("causal_conv1d_fwd_function", "causal_conv1d_bwd_function"),
         (1, 6),  # before, the weight's gradient is added up by atomics
         "pip install --no-build-isolation 'causal-conv1d>=1.6,<2'",
     ),
     "fla": Package(
-        "fla-core", "fla", "fla.modules.causal_conv1d",
-        ("causal_conv1d_fwd", "causal_conv1d_bwd"), (0, 6), "pip install 'fla-core>=0.6,<0.7'",
+        "fla-core",
+        "fla",
+        "fla.modules.causal_conv1d",
+        ("causal_conv1d_fwd", "causal_conv1d_bwd"),
+        (0, 6),
+        "pip install 'fla-core>=0.6,<0.7'",
     ),
-}  # fmt: skip
+}
 
 
 def package_problem(backend: str) -> str | None:
@@ -71,9 +77,14 @@ def package_problem(backend: str) -> str | None:
 
 
 def canon_by_package(
-    backend: str, x_BTC: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool,
+    backend: str,
+    x_BTC: Tensor,
+    weight_C1K: Tensor,
+    *,
+    residual: bool,
+    activation: bool,
     segments_BN: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Compute `canon_reference` by the kernels of a package, or `canon_compiled` what they refuse.
 
     Sums are float32, and rounded once; with `activation` and `residual` causal-conv1d's y and fla's
@@ -98,9 +109,13 @@ def canon_by_package(
 
 @torch.library.custom_op("canon_pretrain::canon_package", mutates_args=())
 def package_forward(
-    x_BTC: Tensor, taps_CK: Tensor, segments_BT: Tensor | None, backend: str, residual: bool,
+    x_BTC: Tensor,
+    taps_CK: Tensor,
+    segments_BT: Tensor | None,
+    backend: str,
+    residual: bool,
     activation: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return [x +] [silu of] the convolution, contiguous, in the dtype of x.
 
     `segments_BT`: int32, none below 0.
@@ -119,9 +134,14 @@ def package_forward(
 
 @torch.library.custom_op("canon_pretrain::canon_package_backward", mutates_args=())
 def package_backward(
-    dy_BTC: Tensor, x_BTC: Tensor, taps_CK: Tensor, segments_BT: Tensor | None, backend: str,
-    residual: bool, activation: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dy_BTC: Tensor,
+    x_BTC: Tensor,
+    taps_CK: Tensor,
+    segments_BT: Tensor | None,
+    backend: str,
+    residual: bool,
+    activation: bool,
+) -> tuple[Tensor, Tensor]:
     """Return dx_BTC in the dtype of x, and dtaps_CK in float32."""
     run = _function(backend, 1)
     if backend == "fla":

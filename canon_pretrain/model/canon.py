@@ -108,10 +108,15 @@ class CanonGate(CanonOfParts):
 
 
 def normed(
-    norm: nn.RMSNorm | nn.LayerNorm, canon: nn.Module | None, h_BTD: Tensor,
-    added_BTD: Tensor | None = None, near_BN: Segments = None, cache: Memory = None, *,
+    norm: nn.RMSNorm | nn.LayerNorm,
+    canon: nn.Module | None,
+    h_BTD: Tensor,
+    added_BTD: Tensor | None = None,
+    near_BN: Segments = None,
+    cache: Memory = None,
+    *,
     readers: int = 1,
-) -> tuple[Tensor, Stream]:  # fmt: skip
+) -> tuple[Tensor, Stream]:
     """Return h + added and Canon(norm(h + added)), [B, T, D], both of which a block reads.
 
     Where Canon's backend has one kernel for it (RMSNorm), which adds up the gradients of all

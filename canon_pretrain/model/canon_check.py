@@ -184,9 +184,12 @@ def make_inputs(
 
 
 def compare(
-    form: Form, module: nn.Module, run: Callable[..., tuple[Tensor, ...]],
-    inputs: Sequence[Tensor], near_BN: Tensor | None = None,
-) -> float:  # fmt: skip
+    form: Form,
+    module: nn.Module,
+    run: Callable[..., tuple[Tensor, ...]],
+    inputs: Sequence[Tensor],
+    near_BN: Tensor | None = None,
+) -> float:
     """Return the largest error of `run`, which is `module` or its compiled form, against float64.
 
     An error is a share of its own value plus the usual size of a channel, or a weight, beside it.

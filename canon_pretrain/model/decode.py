@@ -26,12 +26,20 @@ BATCH_TOKENS = 8192
 # not inference_mode: a model may generate between training steps, and backward refuses its tensors
 @torch.no_grad()
 def generate(
-    model: Transformer, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | Sequence[int],
-    eos_id: int | None = None, stop: Callable[[int, list[int]], bool] | None = None,
-    ended: Callable[[int], None] | None = None, temperature: float = 0.0, top_k: int = 0,
-    top_p: float = 1.0, generator: torch.Generator | None = None, batch_tokens: int = BATCH_TOKENS,
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int],
+    eos_id: int | None = None,
+    stop: Callable[[int, list[int]], bool] | None = None,
+    ended: Callable[[int], None] | None = None,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+    batch_tokens: int = BATCH_TOKENS,
     read_tokens: int | None = None,
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """Return the tokens that `model` generates after each prompt, in the order of the prompts.
 
     An answer ends at `max_new_tokens` (one number, or one per prompt), before `eos_id`, or with the

@@ -148,10 +148,16 @@ class Transformer(nn.Module):
             self.output = Head(args.dim, args.vocab_size)
 
     def forward(
-        self, tokens_BT: Tensor, *, is_real_BT: Tensor | None = None, cache: Cache | None = None,
-        logits_to_keep: int = 0, logits_at_M: Tensor | None = None,
-        labels_BT: Tensor | None = None, loss: HeadLoss | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        tokens_BT: Tensor,
+        *,
+        is_real_BT: Tensor | None = None,
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
+        logits_at_M: Tensor | None = None,
+        labels_BT: Tensor | None = None,
+        loss: HeadLoss | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits_BTV for int64 token ids; with `labels_BT`, what `loss` computes of them.
 
         `is_real_BT` (bool): false for padding, which no token sees, on either side of a row but not

@@ -31,10 +31,17 @@ class _CanonRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, h_BTC: Tensor, added_BTC: Tensor | None, weight_C1K: Tensor, gain: Tensor | None,
-        segments_BN: Tensor | None, cos_TR: Tensor | None, sin_TR: Tensor | None,
-        options: tuple[int, int, bool, bool, str, float], readers: int,
-    ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+        ctx: Any,
+        h_BTC: Tensor,
+        added_BTC: Tensor | None,
+        weight_C1K: Tensor,
+        gain: Tensor | None,
+        segments_BN: Tensor | None,
+        cos_TR: Tensor | None,
+        sin_TR: Tensor | None,
+        options: tuple[int, int, bool, bool, str, float],
+        readers: int,
+    ) -> Tensor | tuple[Tensor, ...]:
         y_BTC, rstd_BT, sum_BTC = canon_rows(
             h_BTC, weight_C1K, gain, segments_BN, added_BTC, cos_TR, sin_TR, *options
         )
@@ -59,11 +66,20 @@ class _CanonRows(torch.autograd.Function):
 
 
 def canon_triton(
-    x_BTC: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool,
-    segments_BN: Tensor | None = None, gain: Tensor | None = None, norm: str = "none",
-    eps: float = 0.0, cos_TR: Tensor | None = None, sin_TR: Tensor | None = None,
-    head_dim: int = 0, rope_heads: int = 0,
-) -> Tensor:  # fmt: skip
+    x_BTC: Tensor,
+    weight_C1K: Tensor,
+    *,
+    residual: bool,
+    activation: bool,
+    segments_BN: Tensor | None = None,
+    gain: Tensor | None = None,
+    norm: str = "none",
+    eps: float = 0.0,
+    cos_TR: Tensor | None = None,
+    sin_TR: Tensor | None = None,
+    head_dim: int = 0,
+    rope_heads: int = 0,
+) -> Tensor:
     """Compute `canon_reference` of a whole sequence, with what is beside it.
 
     `norm` "full": RMSNorm before Canon (A, C, QK-norm), with a gain of x's width. "per_head":
@@ -84,10 +100,17 @@ def canon_triton(
 
 
 def norm_canon_stream_triton(
-    h_BTD: Tensor, gain_D: Tensor, weight_D1K: Tensor, *, eps: float, residual: bool,
-    activation: bool, segments_BN: Tensor | None = None, added_BTD: Tensor | None = None,
+    h_BTD: Tensor,
+    gain_D: Tensor,
+    weight_D1K: Tensor,
+    *,
+    eps: float,
+    residual: bool,
+    activation: bool,
+    segments_BN: Tensor | None = None,
+    added_BTD: Tensor | None = None,
     readers: int = 1,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """Return h + added, and Canon(RMSNorm(h + added)) `readers` times: Canon-A and -C.
 
     At most MAX_READERS; each takes one of the equal results.
@@ -111,10 +134,20 @@ def norm_canon_stream_triton(
 
 
 def canon_qkv_triton(
-    q_BTX: Tensor, k_BTY: Tensor, v_BTY: Tensor, weight_C1K: Tensor, *, head_dim: int, qk_norm: str,
-    q_gain: Tensor | None = None, k_gain: Tensor | None = None, cos_TR: Tensor | None = None,
-    sin_TR: Tensor | None = None, rope_share: int = 1, **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q_BTX: Tensor,
+    k_BTY: Tensor,
+    v_BTY: Tensor,
+    weight_C1K: Tensor,
+    *,
+    head_dim: int,
+    qk_norm: str,
+    q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None,
+    cos_TR: Tensor | None = None,
+    sin_TR: Tensor | None = None,
+    rope_share: int = 1,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return q_BTHK, k_BTGK and v_BTGK after Canon-B, QK-norm and rotation; see `canon_triton`.
 
     `qk_norm` is a norm of `canon_triton`, whose other `options` are for all parts. One in
@@ -138,9 +171,15 @@ def canon_qkv_triton(
 
 
 def canon_gate_triton(
-    gate_BTF: Tensor, up_BTF: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool,
-    relu2: bool, segments_BN: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    gate_BTF: Tensor,
+    up_BTF: Tensor,
+    weight_C1K: Tensor,
+    *,
+    residual: bool,
+    activation: bool,
+    relu2: bool,
+    segments_BN: Tensor | None = None,
+) -> Tensor:
     """Return act(Canon-D(gate)) * Canon-D(up), [B, T, F], with act silu, or relu squared."""
     if up_BTF.shape != gate_BTF.shape:
         raise ValueError(f"gate is {tuple(gate_BTF.shape)}, up {tuple(up_BTF.shape)}; not equal.")

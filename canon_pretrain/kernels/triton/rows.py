@@ -250,10 +250,20 @@ def canon_rows_backward_kernel(
 
 @torch.library.custom_op("canon_pretrain::canon_rows", mutates_args=())
 def canon_rows(
-    x_BTC: Tensor, weight_C1K: Tensor, gain: Tensor | None, segments_BN: Tensor | None,
-    added_BTC: Tensor | None, cos_TR: Tensor | None, sin_TR: Tensor | None, head_dim: int,
-    rope_heads: int, residual: bool, activation: bool, norm: str, eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x_BTC: Tensor,
+    weight_C1K: Tensor,
+    gain: Tensor | None,
+    segments_BN: Tensor | None,
+    added_BTC: Tensor | None,
+    cos_TR: Tensor | None,
+    sin_TR: Tensor | None,
+    head_dim: int,
+    rope_heads: int,
+    residual: bool,
+    activation: bool,
+    norm: str,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return y_BTC of x + added; 1 / rms per token, float32 [B, T]; and x + added, rounded.
 
     The second is [0] without the full norm, the last without `added`.
@@ -285,11 +295,23 @@ def _canon_rows_like(
 
 @torch.library.custom_op("canon_pretrain::canon_rows_backward", mutates_args=())
 def canon_rows_backward(
-    dys_BTC: Sequence[Tensor], x_BTC: Tensor, weight_C1K: Tensor, gain: Tensor | None,
-    segments_BN: Tensor | None, cos_TR: Tensor | None, sin_TR: Tensor | None, rstd_BT: Tensor,
-    more_BTC: Tensor | None, head_dim: int, rope_heads: int, residual: bool, activation: bool,
-    norm: str, eps: float, want_sums: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dys_BTC: Sequence[Tensor],
+    x_BTC: Tensor,
+    weight_C1K: Tensor,
+    gain: Tensor | None,
+    segments_BN: Tensor | None,
+    cos_TR: Tensor | None,
+    sin_TR: Tensor | None,
+    rstd_BT: Tensor,
+    more_BTC: Tensor | None,
+    head_dim: int,
+    rope_heads: int,
+    residual: bool,
+    activation: bool,
+    norm: str,
+    eps: float,
+    want_sums: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x (and, added to it, `more`), of the weight and of the gain.
 
     `dys`: one to three gradients of y, which are added up, each from one of y's readers.
