@@ -201,13 +201,9 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
             nn.init.trunc_normal_(module.weight, 0.0, std, -3 * std, 3 * std)
 
     def _prepare_cache_for_generation(  # type: ignore[override]
-        self,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
+        self, generation_config: Any, model_kwargs: dict[str, Any], *others: Any
     ) -> None:
+        *_, max_cache_length = others  # after the mode of generation and the number of rows
         self._check_length(max_cache_length)
         asked = generation_config.cache_implementation
         if asked not in (None, "dynamic"):

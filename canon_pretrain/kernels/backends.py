@@ -15,7 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from canon_pretrain.core.errors import UserError, check_choice
-from canon_pretrain.kernels.compiled import canon_compiled, canon_gate_compiled, sum_dtype
+from canon_pretrain.kernels.compiled import (
+    Segments,
+    canon_compiled,
+    canon_gate_compiled,
+    sum_dtype,
+)
 
 BACKENDS = ("auto", "reference", "compiled", "causal_conv1d", "fla", "triton")
 OPTIONAL = {
@@ -31,14 +36,9 @@ TRITON_CAPABILITY = (8, 0)
 
 
 def canon_reference(
-    x_BTC: Tensor,
-    weight_C1K: Tensor,
-    *,
-    residual: bool,
-    activation: bool,
-    segments_BN: Tensor | None = None,
+    x: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool, segments_BN: Segments = None
 ) -> Tensor:
-    """Mix every token with its K - 1 predecessors, each channel by itself; y_BTC in x's dtype.
+    """Mix every token with its K - 1 predecessors, each channel by itself; [B, T, C] in x's dtype.
 
         y_t = [x_t +] act(sum_{j=0..K-1} W[:, 0, K-1-j] * x_{t-j}),    x_{<0} = 0
 
@@ -47,13 +47,13 @@ def canon_reference(
     `segments_BN`: the segments of the tokens and of the K - 1 places before them; a token is mixed
     with its own segment only. None: all in one. Raises ValueError if the shapes do not fit.
     """
-    if x_BTC.ndim != 3 or weight_C1K.ndim != 3 or weight_C1K.shape[:2] != (x_BTC.shape[2], 1):
+    if x.ndim != 3 or weight_C1K.ndim != 3 or weight_C1K.shape[:2] != (x.shape[2], 1):
         raise ValueError(
-            f"Canon got x of shape {tuple(x_BTC.shape)} and a weight of shape "
+            f"Canon got x of shape {tuple(x.shape)} and a weight of shape "
             f"{tuple(weight_C1K.shape)}; expected [B, T, C] and [C, 1, K] with the same C."
         )
-    num_tokens, num_taps = x_BTC.shape[1], weight_C1K.shape[2]
-    x = x_BTC.to(sum_dtype(x_BTC))
+    num_tokens, num_taps, dtype = x.shape[1], weight_C1K.shape[2], x.dtype
+    x = x.to(sum_dtype(x))
     taps_CK = weight_C1K[:, 0].to(x.dtype)
     # one pad for all taps: a pad per tap saves a copy each for backward, and ran 1.75x slower
     padded = F.pad(x, (0, 0, num_taps - 1, 0))
@@ -69,7 +69,7 @@ def canon_reference(
         y = F.silu(y)
     if residual:
         y = x + y
-    return y.to(x_BTC.dtype)
+    return y.to(dtype)
 
 
 def choose(backend: str, num_taps: int = 0) -> str:

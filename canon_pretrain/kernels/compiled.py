@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Segments = Tensor | None
+"""The segments of the tokens and of the K - 1 places before them, int32 [B, N]; None: one."""
 CHUNK = 16
 """Tokens in the first sums of a weight gradient on a CPU."""
 _CUDA_CHUNKS = (256, 128, 64, 32)
@@ -30,15 +32,10 @@ _RECOMPUTED_TAPS = 4
 
 
 def canon_compiled(
-    x_BTC: Tensor,
-    weight_C1K: Tensor,
-    *,
-    residual: bool,
-    activation: bool,
-    segments_BN: Tensor | None = None,
+    x: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool, segments_BN: Segments = None
 ) -> Tensor:
     """Compute `canon_reference` up to the order of additions; gradients repeat bit by bit."""
-    y_BTC: Tensor = _Canon.apply(x_BTC, weight_C1K, segments_BN, (residual, activation))
+    y_BTC: Tensor = _Canon.apply(x, weight_C1K, segments_BN, (residual, activation))
     return y_BTC
 
 
@@ -55,19 +52,15 @@ def canon_gate_compiled(
 
     The weight is gate's and up's, [2F, 1, K]. Rounded once, where the composition rounds twice.
     """
-    kind = (residual, relu2)
-    y_BTF: Tensor = _CanonGate.apply(gate_BTF, up_BTF, weight_C1K, segments_BN, kind)
+    given = gate_BTF, up_BTF, weight_C1K, segments_BN
+    y_BTF: Tensor = _CanonGate.apply(*given, (residual, relu2))
     return y_BTF
 
 
 class _Canon(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_BTC: Tensor,
-        weight_C1K: Tensor,
-        segments_BN: Tensor | None,
-        kind: tuple[bool, bool],
+        ctx: Any, x_BTC: Tensor, weight_C1K: Tensor, segments_BN: Segments, kind: tuple[bool, bool]
     ) -> Tensor:
         ctx.save_for_backward(x_BTC, weight_C1K, segments_BN)
         ctx.residual, ctx.activation = residual, activation = kind
@@ -100,17 +93,12 @@ class _Canon(torch.autograd.Function):
 class _CanonGate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        gate_BTF: Tensor,
-        up_BTF: Tensor,
-        weight_C1K: Tensor,
-        segments_BN: Tensor | None,
-        kind: tuple[bool, bool],
+        ctx: Any, gate_BTF: Tensor, up_BTF: Tensor, weight: Tensor, segments: Segments, kind: Any
     ) -> Tensor:
-        ctx.save_for_backward(gate_BTF, up_BTF, weight_C1K, segments_BN)
+        ctx.save_for_backward(gate_BTF, up_BTF, weight, segments)
         ctx.residual, ctx.relu2 = residual, relu2 = kind
-        taps = zip((gate_BTF, up_BTF), _gate_taps(gate_BTF, weight_C1K, residual), strict=True)
-        gates, ups = (convolve(x, each, segments_BN) for x, each in taps)
+        taps = zip((gate_BTF, up_BTF), _gate_taps(gate_BTF, weight, residual), strict=True)
+        gates, ups = (convolve(x, each, segments) for x, each in taps)
         act = (lambda g: F.relu(g).square()) if relu2 else F.silu
         pairs = zip(gates, ups, strict=True)
         return _join([(act(gate) * up).to(gate_BTF.dtype) for gate, up in pairs])
@@ -244,12 +232,7 @@ def _taps_of(weight_C1K: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def convolve(
-    x_BTC: Tensor,
-    taps_KC: Tensor,
-    segments_BN: Tensor | None,
-    *,
-    back: bool = False,
-    again: bool = False,
+    x_BTC: Tensor, taps_KC: Tensor, segments_BN: Segments, back: bool = False, again: bool = False
 ) -> list[Tensor]:
     """Return sum_j taps[K-1-j] * x_{t-j} in the dtype of the taps: pieces of [B, T, C] along T.
 
@@ -388,9 +371,7 @@ def _same(segments_BN: Tensor | None, place: int, other: int, length: int) -> Te
     return (ends[0] == ends[1])[..., None]
 
 
-def _same_shifted(
-    segments_BN: Tensor | None, num_tokens: int, j: int, *, ahead: int = 0
-) -> Tensor | None:
+def _same_shifted(segments_BN: Segments, num_tokens: int, j: int, ahead: int = 0) -> Tensor | None:
     """Return `_same` of the tokens t + `ahead` and t + `ahead` - j, [B, T, 1]."""
     if segments_BN is None:
         return None

@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from canon_pretrain.kernels.backends import canon
-from canon_pretrain.kernels.compiled import sum_dtype
+from canon_pretrain.kernels.compiled import Segments, sum_dtype
+
+Parts = tuple[Tensor, ...]
 
 
 class CanonMemory:
@@ -51,12 +53,8 @@ class CanonMemory:
         return taps_KC[:, None, None].contiguous()
 
     def read(
-        self,
-        parts: tuple[Tensor, ...],
-        weight_C1K: Tensor,
-        segments_BN: Tensor | None = None,
-        backend: str = "auto",
-    ) -> tuple[Tensor, ...]:
+        self, parts: Parts, weight_C1K: Tensor, segments_BN: Segments = None, backend: str = "auto"
+    ) -> Parts:
         """Return `canon_reference` over all tokens, for the `parts` of the next ones.
 
         The parts are side by side in the weight's rows. `segments_BN` as there; None if the tokens
@@ -88,9 +86,7 @@ class CanonMemory:
             self._add(x_B1C, _same_as_before(tail_BN, i, reach))
         return outputs
 
-    def _after_past(
-        self, parts: tuple[Tensor, ...], outputs: tuple[Tensor, ...], segments_BN: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def _after_past(self, parts: Parts, outputs: Parts, segments_BN: Segments) -> Parts:
         """Add the tokens before to `outputs`, which were computed without them."""
         reach = self._reach
         differentiable = torch.is_grad_enabled()
@@ -139,7 +135,7 @@ class CanonMemory:
         self._sums_PB1C = window_KB1C[1:]
         return window_KB1C[0]
 
-    def _step_parts(self, step: "CanonStep", parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _step_parts(self, step: "CanonStep", parts: Parts) -> Parts:
         step.inputs[self._slot] = parts
         step.num_read += 1
         pairs = zip(parts, self._own, strict=True)
@@ -230,11 +226,11 @@ def _same_as_before(segments_BN: Tensor | None, token: int, reach: int) -> Tenso
     return (segments_BN[:, place] == segments_BN[:, place - 1])[:, None, None]
 
 
-def _joined(parts: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
+def _joined(parts: Parts | list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def _split(y_BTC: Tensor, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _split(y_BTC: Tensor, parts: Parts) -> Parts:
     if len(parts) == 1:
         return (y_BTC,)
     # not Tensor.split, which is Python

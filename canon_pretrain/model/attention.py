@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from canon_pretrain.kernels.backends import triton_kernels
+from canon_pretrain.kernels.compiled import Segments
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
-from canon_pretrain.model.cache import Memory, Segments
+from canon_pretrain.model.cache import Memory
 from canon_pretrain.model.canon import CanonOfParts, Stream, canon_at, for_readers
 
 

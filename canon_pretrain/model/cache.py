@@ -84,8 +84,6 @@ class LayerCache:
 
 
 Memory = LayerCache | None
-Segments = Tensor | None
-"""The segments of the tokens and of the places before them that Canon reaches, int32; None: one."""
 
 
 class Cache:

@@ -18,11 +18,11 @@ from canon_pretrain.kernels.backends import (
     ffn_activation,
     triton_kernels,
 )
-from canon_pretrain.kernels.decode_step import CanonMemory
+from canon_pretrain.kernels.compiled import Segments
+from canon_pretrain.kernels.decode_step import CanonMemory, Parts
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.cache import LayerCache, Memory, Segments
+from canon_pretrain.model.cache import LayerCache, Memory
 
-Parts = tuple[Tensor, ...]
 Stream = Tensor | Parts
 
 

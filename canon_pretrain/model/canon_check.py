@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from canon_pretrain.kernels.backends import TRITON_TAPS, backend_problem, check_canon_backend
+from canon_pretrain.kernels.compiled import Segments
+from canon_pretrain.kernels.decode_step import Parts
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.attention import Attention, Rope
@@ -27,6 +29,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-4, torch.float16: 2**-7}
 MAX_TOKENS = 1 << 15
 """Of the micro-batch that is checked: 1.3 GB per activation of 1b3's feed-forward in float64."""
 HEAD_TOKENS = 8
+Run = Callable[..., Parts]
 
 
 class WrongCanon(Exception):
@@ -184,11 +187,7 @@ def make_inputs(
 
 
 def compare(
-    form: Form,
-    module: nn.Module,
-    run: Callable[..., tuple[Tensor, ...]],
-    inputs: Sequence[Tensor],
-    near_BN: Tensor | None = None,
+    form: Form, module: nn.Module, run: Run, inputs: Sequence[Tensor], near_BN: Segments = None
 ) -> float:
     """Return the largest error of `run`, which is `module` or its compiled form, against float64.
 
