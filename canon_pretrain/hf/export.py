@@ -220,73 +220,55 @@ def _small_files(
     return files
 
 
-_README = """\
-# {layers} layers of width {width}, position {position}, {canon}
-
-{parameters:,} parameters in {dtype}, from step {step:,} of their training.
-
-    from transformers import {loaders}
-{loads}
-
-    lm_eval --model hf --model_args pretrained=THIS_FOLDER{lm_eval_trust} --tasks ...
-
-{serving}
-`{record}` says what these weights were made from, and lists the files.
-"""
-_TOKENIZER_NOTE = """\
-The tokenizer adds no BOS, as in training; a text that needs a token before its first
-one begins with EOS.
-"""
-_PLAIN = """\
-A plain {architecture} of transformers: no code is in this folder, and vLLM and SGLang
-serve it as any model of that class. {llama_cpp}
-"""
-_LLAMA_CPP = "So does llama.cpp, after its convert_hf_to_gguf.py."
-_NO_LLAMA_CPP = """llama.cpp does not: it gives three of four layers of this
-class rotary positions, whatever config.json says; here no layer has them."""
 _OWN = """\
 Needs torch and transformers (4.57 or later); the modeling code is in this folder.
-
 vLLM, SGLang and llama.cpp don't serve it: it is none of their classes.
 """
-_CANON = """\
-vLLM's and SGLang's way to run a class of transformers packs the tokens of all requests
-into one row, in which Canon would mix neighboring requests and lose its state from
-one step to the next. So `_supports_attention_backend` is not set: they refuse the model.
+_CANON = """
+vLLM's and SGLang's way to run a class of transformers packs the tokens of all requests into
+one row, in which Canon would mix neighboring requests and lose its state from one step to the
+next. So `_supports_attention_backend` is not set: they refuse the model.
 
-A plugin for vLLM would hold, beside keys and values, one convolution state per layer and
-sequence: the last {reach} inputs of sites {sites} side by side, {channels:,} channels,
-{kilobytes:,.0f} KB in bfloat16; as its ShortConv models hold theirs.
+A plugin would hold, beside keys and values, one convolution state per layer and sequence: the
+last {reach} inputs of sites {sites}, {channels:,} channels, {kilobytes:,.0f} KB in bfloat16.
 """
 
 
 def _readme(args: ModelArgs, dtype: str, step: int, *, has_tokenizer: bool) -> str:
-    plain = plain_fields(args)
-    serving = _OWN
+    plain, serving = plain_fields(args), _OWN
     if plain is not None:
-        llama_cpp = _NO_LLAMA_CPP if args.position == "nope" else _LLAMA_CPP
-        serving = _PLAIN.format(architecture=plain["architectures"][0], llama_cpp=llama_cpp)
+        serving = (
+            f"A plain {plain['architectures'][0]} of transformers, without code here: vLLM and "
+        )
+        serving += "SGLang serve it as any model of that class"
+        serving += ".\n" if args.position == "nope" else ", and so does llama.cpp.\n"
     if args.canon_set:
         channels, reach = sum(args.canon_channels.values()), args.canon_kernel - 1
         sizes = {"reach": reach, "channels": channels, "kilobytes": 2 * channels * reach / 1000}
         serving += _CANON.format(sites=", ".join(args.canon_set), **sizes)
-    loads = {"model": "AutoModelForCausalLM"}
     if has_tokenizer:
-        loads["tokenizer"] = "AutoTokenizer"
-    trust = "" if plain else "trust_remote_code=True"
-    call = f'from_pretrained("THIS FOLDER"{trust and f", {trust}"})'
-    text = _README.format(
-        layers=args.num_layers,
-        width=args.dim,
-        position=args.position,
-        dtype=dtype,
-        step=step,
-        canon=f"Canon-{args.canon_set}" if args.canon_set else "no Canon layers",
-        parameters=num_parameters(args),
-        loaders=", ".join(loads.values()),
-        record=RECORD,
-        loads="\n".join(f"    {what} = {loader}.{call}" for what, loader in loads.items()),
-        lm_eval_trust=trust and f",{trust}",
-        serving=serving,
+        serving += (
+            "\nThe tokenizer adds no BOS, as in training; EOS begins a text without context.\n"
+        )
+    loads = {"model": "AutoModelForCausalLM"} | (
+        {"tokenizer": "AutoTokenizer"} if has_tokenizer else {}
     )
-    return text + _TOKENIZER_NOTE * has_tokenizer
+    trust = "" if plain else "trust_remote_code=True"
+    lines = [
+        f'{name} = {loader}.from_pretrained("THIS FOLDER"{trust and f", {trust}"})'
+        for name, loader in loads.items()
+    ]
+    call = "\n    ".join([f"from transformers import {', '.join(loads.values())}", *lines])
+    canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon layers"
+    return f"""\
+# {args.num_layers} layers of width {args.dim}, position {args.position}, {canon}
+
+{num_parameters(args):,} parameters in {dtype}, from step {step:,} of their training.
+
+    {call}
+
+    lm_eval --model hf --model_args pretrained=THIS_FOLDER{trust and f",{trust}"} --tasks ...
+
+{serving}
+`{RECORD}` says what these weights were made from, and lists the files.
+"""

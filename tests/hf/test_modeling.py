@@ -143,6 +143,13 @@ def test_chunked_prefill_and_sampling():
     assert len({tuple(row) for row in sampled.sequences.tolist()}) > 1
 
 
+@torch.no_grad()
+def test_longer_than_in_training():
+    model, ours = face("partial_rope_c ABCD qk_full", max_position_embeddings=200)
+    ids = random_tokens(ours.args, rows=1, num_tokens=180)
+    torch.testing.assert_close(model(ids).logits[:, :160], ours(ids[:, :160]), atol=1e-4, rtol=0)
+
+
 # ---- training
 
 
