@@ -7,8 +7,8 @@
        /canon_pretrain.json     what it was made from, and the names of these files
        /README.md               how to load it
 
-It is written beside OUT and renamed. In an OUT that is replaced, the old export's files are, one by
-one, with config.json away in between: it is whole, or no program loads it.
+It is written beside OUT and renamed. The files of an OUT that is replaced are replaced one by one,
+with config.json away in between: it is whole, or no program loads it.
 """
 
 import contextlib
@@ -61,12 +61,10 @@ def export(
 ) -> dict[str, Any]:
     """Write a checkpoint to the new folder `out`, with weights of `dtype`; return its RECORD.
 
-    `checkpoint` is RUN/checkpoint/step-N, or RUN for the newest; all its files are checked first.
-    `tokenizer` is a file or folder, else that of the run's data folder (of an import its own);
-    `eos` names its end of a text if neither the file nor the data says it. `force` replaces the
-    files of an earlier export and nothing else in `out`. Raises UserError, and leaves `out` as it
-    was, for a damaged checkpoint, weights that `dtype` can't hold, a tokenizer that is missing or
-    can't be carried over, and an `out` that may not be replaced.
+    `checkpoint` is RUN/checkpoint/step-N, or RUN for the newest. `tokenizer` is a file or folder,
+    by default that of the run's data (of an import its own); `eos` names its end of a text if
+    nothing else does. `force` replaces the files of an earlier export and nothing else in `out`.
+    Raises UserError, and leaves `out` as it was, if a check fails.
     """
     old = _files_of_export(out, force=force)
     if old is not None:
@@ -237,35 +235,27 @@ last {reach} inputs of sites {sites}, {channels:,} channels, {kilobytes:,.0f} KB
 def _readme(args: ModelArgs, dtype: str, step: int, *, has_tokenizer: bool) -> str:
     plain, serving = plain_fields(args), _OWN
     if plain is not None:
-        serving = (
-            f"A plain {plain['architectures'][0]} of transformers, without code here: vLLM and "
-        )
-        serving += "SGLang serve it as any model of that class"
-        serving += ".\n" if args.position == "nope" else ", and so does llama.cpp.\n"
+        others = "vLLM and SGLang" if args.position == "nope" else "vLLM, SGLang and llama.cpp"
+        serving = f"A plain {plain['architectures'][0]}: no code is in this folder, and {others}\n"
+        serving += "serve it as any model of that class.\n"
     if args.canon_set:
         channels, reach = sum(args.canon_channels.values()), args.canon_kernel - 1
         sizes = {"reach": reach, "channels": channels, "kilobytes": 2 * channels * reach / 1000}
         serving += _CANON.format(sites=", ".join(args.canon_set), **sizes)
     if has_tokenizer:
-        serving += (
-            "\nThe tokenizer adds no BOS, as in training; EOS begins a text without context.\n"
-        )
-    loads = {"model": "AutoModelForCausalLM"} | (
-        {"tokenizer": "AutoTokenizer"} if has_tokenizer else {}
-    )
+        serving += "\nThe tokenizer adds no BOS, as in training; EOS begins a text of no context.\n"
+    loads = [("model", "AutoModelForCausalLM"), ("tokenizer", "AutoTokenizer")][: 1 + has_tokenizer]
     trust = "" if plain else "trust_remote_code=True"
-    lines = [
-        f'{name} = {loader}.from_pretrained("THIS FOLDER"{trust and f", {trust}"})'
-        for name, loader in loads.items()
-    ]
-    call = "\n    ".join([f"from transformers import {', '.join(loads.values())}", *lines])
+    call = f'from_pretrained("THIS FOLDER"{trust and f", {trust}"})'
+    lines = [f"from transformers import {', '.join(loader for _, loader in loads)}"]
+    loading = "\n    ".join([*lines, *(f"{name} = {loader}.{call}" for name, loader in loads)])
     canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon layers"
     return f"""\
 # {args.num_layers} layers of width {args.dim}, position {args.position}, {canon}
 
 {num_parameters(args):,} parameters in {dtype}, from step {step:,} of their training.
 
-    {call}
+    {loading}
 
     lm_eval --model hf --model_args pretrained=THIS_FOLDER{trust and f",{trust}"} --tasks ...
 

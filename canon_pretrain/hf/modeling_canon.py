@@ -1,8 +1,8 @@
 """An exported model in transformers: from_pretrained(OUT, trust_remote_code=True).
 
-The model is `Transformer`; the files beside this one are copies of its own. Its parts are in a tree
-with the names of LlamaCanonForCausalLM, and the next forward pass uses a part that is replaced
-there (LoRA, a larger vocabulary). B rows, T tokens, S tokens with those before them, V vocabulary.
+The model is `Transformer`, in copies. Its parts are in a tree with the names of
+LlamaCanonForCausalLM; a forward pass uses a part that is replaced there (LoRA, a larger
+vocabulary). B rows, T tokens, S tokens with those before them, V vocabulary.
 """
 
 from collections.abc import Iterable
@@ -47,10 +47,7 @@ class LlamaCanonConfig(PretrainedConfig):
 
 
 class DecodingCache(HFCache):
-    """`Cache`, which holds Canon's last inputs beside keys and values, under transformers' names.
-
-    It can't forget tokens again, so assisted generation is refused.
-    """
+    """`Cache` under transformers' names. It can't forget tokens: no assisted generation."""
 
     is_compileable = False
     is_croppable = False
@@ -121,8 +118,7 @@ class LlamaCanonDecoderLayer(GradientCheckpointingLayer):
 class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
     """`Transformer` for transformers. Raises ValueError for what it can't do.
 
-    Positions count from the first column of `input_ids` and its cache, padding included, which for
-    relative positions is the same as counting without.
+    Positions are relative: they count from the first column, padding included.
     """
 
     core: Transformer

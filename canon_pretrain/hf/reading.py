@@ -5,8 +5,7 @@
                                               OUT/model.toml   the [model] section, to `extends`
                                               OUT/tokenizer.*  the tokenizer, if it is there
 
-It reads JSON and safetensors, and of the released models lingua's two files (lingua.py): no code of
-the folder is run, nothing is unpickled freely, no link out of the folder is followed. OUT is
+No code of the folder is run, nothing is unpickled freely, no link out of it is followed. OUT is
 written beside it and renamed.
 """
 
@@ -62,10 +61,9 @@ def import_folder(
 ) -> Imported:
     """Write the weights of the folder `source` as OUT/step-N; N is `step`, or that of `state_from`.
 
-    `state_from`, a full checkpoint of the same model, has the optimizer, schedule and place in the
-    data that training continues with. `ignore` names fields of config.json that change nothing.
-    Takes the memory of the weights in float32 (of the whole state with `state_from`). Raises
-    UserError, with nothing written, for no such model, and if `out` exists or is being written.
+    `state_from` is a full checkpoint of the same model, of which training continues. `ignore` names
+    fields of config.json that change nothing. Raises UserError, with nothing written, for no such
+    model, and if `out` exists or is being written.
     """
     if os.path.lexists(out):
         raise UserError(f"{out} exists: name a new folder")
@@ -208,11 +206,7 @@ def halves_to_pairs(args: ModelArgs) -> dict[str, Tensor]:
 
 
 def model_toml(args: ModelArgs, source: str) -> str:
-    """Return the [model] section that selects `args`, whatever the files beside it say.
-
-    Every key is written, so that none of another file, or of a later flavor, shows through. The
-    flavor is the one that comes nearest.
-    """
+    """Return the [model] section that selects `args`, with every key, whatever is beside it."""
     values = asdict(args)
     flavor = max(FLAVORS, key=lambda name: len(asdict(FLAVORS[name]).items() & values.items()))
     seq_len = values.pop("max_seq_len")

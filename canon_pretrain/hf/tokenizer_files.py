@@ -30,10 +30,7 @@ UNKNOWN = " \u2047 "
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
-    """Return the content of tokenizer.json and tokenizer_config.json, by file name.
-
-    Raises UserError for a tokenizer that can't be carried over with the same ids.
-    """
+    """Return both files' contents by name; UserError if they would not give the same ids."""
     if tokenizer.file_name == SENTENCEPIECE_FILE:
         content = _from_sentencepiece(tokenizer.model)
     else:

@@ -29,10 +29,7 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 @contextmanager
 def folder_beside(out: Path, doing: str) -> Iterator[Path]:
-    """Make the folder .OUT.`doing`, anew after a killed process, and remove it at the end.
-
-    Raises UserError while another process does the same.
-    """
+    """Make .OUT.`doing`, anew after a kill, and remove it at the end; one process at a time."""
     out.parent.mkdir(parents=True, exist_ok=True)
     folder, lock = (out.with_name(f".{out.name}.{doing}{end}") for end in ("", ".lock"))
     with locked(lock, str(out)):

@@ -73,10 +73,7 @@ def canon_reference(
 
 
 def choose(backend: str, num_taps: int = 0) -> str:
-    """Return the backend for a kernel of `num_taps`: `compiled` for `auto`, and for too many taps.
-
-    In a run on a GPU titan/parallelize.py replaces `auto` before the model is built.
-    """
+    """Return the backend for a kernel of `num_taps`: `compiled` for `auto`, and for too many taps."""
     too_wide = backend == "triton" and num_taps > TRITON_TAPS
     return "compiled" if backend == "auto" or too_wide else backend
 
@@ -84,8 +81,7 @@ def choose(backend: str, num_taps: int = 0) -> str:
 def compile_options(device_type: str, backend: str) -> dict[str, Any]:
     """Return `options` of torch.compile for a block by inductor, with and without Canon.
 
-    On a GPU inductor stores in float32 whatever has more than 8 reads or 30 operations, as the sums
-    of `compiled` have; with these limits it computes them where they are used (NOTES.md).
+    On a GPU it would else store in float32 what has more than 8 reads or 30 operations (NOTES.md).
     """
     if device_type != "cuda" or choose(backend) != "compiled":
         return {}
@@ -162,10 +158,7 @@ def canon_gate(
     segments_BN: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute act(canon(gate)) * canon(up), [B, T, F]: Canon-D and the gate behind it.
-
-    The weight's rows are gate's, then up's; act is silu, or relu squared with `relu2`.
-    """
+    """Compute act(canon(gate)) * canon(up), [B, T, F]; the weight's first F rows are gate's."""
     options: dict[str, Any] = {"residual": residual, "segments_BN": segments_BN}
     if fused := triton_kernels(backend, gate_BTF):
         options |= {"activation": activation, "relu2": relu2}

@@ -1,9 +1,7 @@
 """Canon for a sequence that is read in parts; `model/cache.py` holds a `CanonMemory` per site.
 
 It remembers sums, not inputs: what the tokens so far add to each of the next P outputs. All sites
-of a model read a single token together (`CanonStep`): a site's output is its sum plus its own tap,
-one `addcmul` per part; what the token adds to later ones is computed once for all sites. Starting
-kernels, not their arithmetic, is a token's time (NOTES.md).
+read a single token together (`CanonStep`): starting kernels is a token's time (NOTES.md).
 
 Shapes: B rows, T tokens, C channels (in `CanonStep` those of all sites), K taps of the kernel,
 P = K - 1, N = P + T.
@@ -55,10 +53,9 @@ class CanonMemory:
     def read(
         self, parts: Parts, weight_C1K: Tensor, segments_BN: Segments = None, backend: str = "auto"
     ) -> Parts:
-        """Return `canon_reference` over all tokens, for the `parts` of the next ones.
+        """Return `canon_reference` over all tokens for the next ones, whose channels are in `parts`.
 
-        The parts are side by side in the weight's rows. `segments_BN` as there; None if the tokens
-        continue the last one's segment. `backend` reads what is more than P tokens.
+        Without segments they continue the last one's. `backend` reads more than P tokens.
         """
         if self._step is not None:
             if self._step.is_open and not torch.compiler.is_compiling():
@@ -118,10 +115,7 @@ class CanonMemory:
         return steps[0] if len(steps) == 1 else torch.cat(steps, dim=1)
 
     def _add(self, x_B1C: Tensor, same_B11: Tensor | None) -> Tensor:
-        """Add one token and return its own sum, with its residual if there is no activation.
-
-        `same_B11`: false where a row begins another segment; None: nowhere.
-        """
+        """Add one token; return its sum. `same_B11`: false where a row begins another segment."""
         self._holds = True
         window_KB1C = F.pad(self._sums_PB1C, (0, 0, 0, 0, 0, 0, 0, 1))
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -154,10 +148,9 @@ class CanonMemory:
 
 
 class CanonStep:
-    """The next token of all `memories`, whose sums have one device and dtype.
+    """The next token of all `memories`, whose sums become views of one tensor.
 
-    The memories' sums become views of one tensor; between `begin` and `end` each site is read once.
-    `is_stale`: a memory has been read otherwise since, and this step must not be used again.
+    Between `begin` and `end` each is read once. `is_stale`: one has been read otherwise since.
     """
 
     def __init__(self, memories: Sequence[CanonMemory]) -> None:

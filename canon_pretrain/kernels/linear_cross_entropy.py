@@ -1,8 +1,7 @@
 """The head's matrix product and the cross-entropy after it, a few thousand tokens at a time.
 
-Whole logits of a vocabulary of 32,000 take 128 KB of float32 per token, more than a layer keeps of
-it. Here they exist for one chunk of tokens: forward computes a chunk's gradient at once and
-multiplies it into those of the head's input and weight.
+Logits exist for one chunk of tokens: forward computes its gradient at once and multiplies it into
+those of the head's input and weight.
 
 Shapes: N tokens, D hidden, V vocabulary, C tokens of a chunk.
 """

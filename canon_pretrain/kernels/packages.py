@@ -20,13 +20,11 @@ from canon_pretrain.kernels.compiled import Segments, canon_compiled
 DEVICE_TYPES = ("cuda",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CONV1D_TAPS = (2, 3, 4)
-_SILU = {False: None, True: "silu"}
 
 
 class Package(NamedTuple):
     """Where a package's functions for forward and backward are, and how it is installed."""
 
-    name: str
     module: str
     functions: str
     needed: tuple[str, str]
@@ -36,7 +34,6 @@ class Package(NamedTuple):
 
 PACKAGES = {
     "causal_conv1d": Package(
-        "causal-conv1d",
         "causal_conv1d",
         "causal_conv1d.cpp_functions",
         ("causal_conv1d_fwd_function", "causal_conv1d_bwd_function"),
@@ -44,7 +41,6 @@ PACKAGES = {
         "pip install --no-build-isolation 'causal-conv1d>=1.6,<2'",
     ),
     "fla": Package(
-        "fla-core",
         "fla",
         "fla.modules.causal_conv1d",
         ("causal_conv1d_fwd", "causal_conv1d_bwd"),
@@ -58,21 +54,21 @@ def package_problem(backend: str) -> str | None:
     """Return why the package of `backend` can't be used here, or None; no kernel is tried."""
     package = PACKAGES[backend]
     if importlib.util.find_spec(package.module) is None:
-        return f"the package {package.name} is not installed: {package.install}"
+        return f"the package {package.module} is not installed: {package.install}"
     try:
         version = importlib.import_module(package.module).__version__
         for index in (0, 1):
             _function(backend, index)
         is_old = tuple(int(part) for part in version.split(".")[:2]) < package.first_version
     except (ImportError, OSError, RuntimeError, AttributeError, ValueError) as error:
-        return f"the package {package.name} can't be imported: {type(error).__name__}: {error}"
+        return f"the package {package.module} can't be imported: {type(error).__name__}: {error}"
     if is_old:
-        return f"{package.name} {version} is too old: {package.install}"
+        return f"{package.module} {version} is too old: {package.install}"
     by_atomics = os.environ.get("CAUSAL_CONV1D_DETERMINISTIC", "").startswith("0")
     if backend == "causal_conv1d" and by_atomics:
         return "CAUSAL_CONV1D_DETERMINISTIC=0 is set, so weight gradients would differ; unset it"
     if not torch.cuda.is_available():
-        return f"{package.name} needs a CUDA device, and there is none"
+        return f"{package.module} needs a CUDA device, and there is none"
     return None
 
 
@@ -81,9 +77,8 @@ def canon_by_package(
 ) -> Tensor:
     """Compute `canon_reference` by the kernels of a package, or `canon_compiled` what they refuse.
 
-    Sums are float32, and rounded once; with `activation` and `residual` causal-conv1d's y and fla's
-    dx are rounded twice. fla picks its blocks by timing, so its weight gradient may round
-    differently in another process; it takes no segments.
+    Sums are float32, rounded once; with both of `kind` causal-conv1d's y and fla's dx twice. fla
+    times its blocks: its weight gradient may round differently in another process.
     """
     fits = x_BTC.device.type in DEVICE_TYPES and weight_C1K.device == x_BTC.device
     fits &= x_BTC.dtype in DTYPES and weight_C1K.dtype in DTYPES and x_BTC.numel() > 0
@@ -109,7 +104,7 @@ def package_forward(
     run = _function(backend, 0)
     if backend == "fla":
         x_BTC = x_BTC.contiguous()
-        options = {"residual": x_BTC if adds else None, "activation": _SILU[silu]}
+        options = {"residual": x_BTC if adds else None, "activation": "silu" if silu else None}
         y_BTC: Tensor = run(x=x_BTC, weight=taps_CK, bias=None, **options)[0]
         return y_BTC
     segments = None if segments_BT is None else segments_BT.contiguous()
@@ -128,7 +123,7 @@ def package_backward(
         x, dy = x.contiguous(), dy.contiguous()
         with torch.cuda.device_of(x):  # Triton launches on the current device
             given = {"x": x, "dy": dy, "dht": None, "weight": taps}
-            dx_BTC, dtaps_CK, *_ = run(**given, activation=_SILU[silu])
+            dx_BTC, dtaps_CK, *_ = run(**given, activation="silu" if silu else None)
         return dx_BTC + dy if adds else dx_BTC, dtaps_CK
     dx_BTC = x.new_empty(x.shape)
     segments = None if segments is None else segments.contiguous()

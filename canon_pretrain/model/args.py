@@ -1,7 +1,5 @@
 """What a model is: its sizes, its variant, and the numbers that follow without building it.
 
-A flavor is a size; the variants of the paper are set on top.
-
 Letters: L layers, D hidden, H heads, G key-value heads, K head dim, F ffn dim, V vocabulary, T
 tokens.
 """
@@ -262,7 +260,7 @@ FLAVORS: Mapping[str, ModelArgs] = MappingProxyType(
 
 
 def flavor(name: str) -> ModelArgs:
-    """Return the flavor called `name`; raise UserError, with the nearest name, if there is none."""
+    """Return the flavor called `name`, or raise UserError with the nearest one."""
     if name not in FLAVORS:
         known = f"expected one of {', '.join(FLAVORS)}.{suggestion(name, FLAVORS)}"
         raise UserError(f'model flavor "{name}" is not known; {known}')

@@ -1,8 +1,7 @@
 """softmax(q k^T / sqrt(K) + bias) v over the tokens that each token may see, by the fastest way.
 
-`Transformer` builds one `Attend` and one mask per batch; every `Attention` calls it. Three ways to
-the same numbers: PyTorch's scaled_dot_product_attention (SDPA), its flex attention, and the package
-flash_attn. The packages of FlashAttention 3 and 4 replace SDPA's flash kernel.
+Three ways to the same numbers: PyTorch's scaled_dot_product_attention (SDPA), its flex attention,
+the package flash_attn. The packages of FlashAttention 3 and 4 replace SDPA's flash kernel.
 
 Shapes: B batch, T queries, S keys, H heads, G key-value heads, K head dim.
 """
@@ -61,11 +60,10 @@ _SDPA_ORDERS |= dict.fromkeys(("flash", *FLASH_IMPLS), [_FLASH, _CUDNN, *_SDPA_K
 class Attend(nn.Module):
     """The attention of one model, without parameters; `backend` is one of BACKENDS.
 
-    `auto`: SDPA if a token sees all before it, or without a GPU; flex on a GPU for ALiBi, H-ALiBi
-    and segments. `flex` takes it for those on a CPU too, forward only. `cudnn` and `flash` are SDPA
-    with that one of its GPU kernels first (`auto`: cuDNN's). `fa3` and `fa4` are `flash` with that
-    package behind it, in the whole process. A sequence that is read in parts takes SDPA with a mask
-    instead of flex. Raises UserError for a backend that can't compute this model.
+    `auto`: SDPA, but flex on a GPU for ALiBi, H-ALiBi and segments; `flex` takes it on a CPU too,
+    forward only. `cudnn` and `flash` are SDPA with that kernel first (`auto`: cuDNN's), `fa3` and
+    `fa4` `flash` with that package behind it, in the whole process. What is read in parts takes
+    SDPA instead of flex. Raises UserError for a backend that can't compute this model.
     """
 
     def __init__(self, args: ModelArgs, backend: str = "auto") -> None:

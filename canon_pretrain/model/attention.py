@@ -97,8 +97,7 @@ class Rope(nn.Module):
 class Attention(nn.Module):
     """q, k, v -> QK-norm -> Canon-B over [q|k|v] -> heads -> rotation -> causal softmax -> wo.
 
-    QK-norm per head is after the split into heads instead (seed 001). `rope` (None if positions are
-    not rotary) and `attend` are the model's.
+    QK-norm per head is after the split into heads instead. `rope` and `attend` are the model's.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Whether a Canon backend computes the formula here: values and gradients against float64.
 
-`titan/parallelize.py` asks before a run takes a kernel; `bench canon` times the same forms. A form
-is Canon at one site with its neighbors, made of the model's own modules: the norm before A and C,
-the rotation after B, the activation after D.
+A form is Canon at one site with its neighbors, made of the model's own modules: the norm before A
+and C, the rotation after B, the activation after D. `bench canon` times the same.
 
 Shapes: B batch, T tokens, C channels, N = K - 1 + T.
 """
@@ -136,8 +135,7 @@ def training_problem(
 ) -> str | None:
     """Return why a training step of `args` must not take `backend` on `device`, or None.
 
-    `shape`: rows and tokens of a micro-batch; rows past MAX_TOKENS are left out. A kernel that
-    fails, or does not compile, is a reason too. The caller's random state is not used.
+    `shape`: rows and tokens of a micro-batch; rows past MAX_TOKENS are left out.
     """
     if problem := backend_problem(backend, device.type, dtype):
         return problem

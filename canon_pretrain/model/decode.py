@@ -43,19 +43,15 @@ def generate(
     """Return the tokens that `model` generates after each prompt, in the order of the prompts.
 
     An answer ends at `max_new_tokens` (one number, or one per prompt), before `eos_id`, or with the
-    token for which `stop(i, tokens)` is true: called with the prompt's index and its answer so far
-    after every token. `ended(i)` is called once per prompt, when its answer is whole.
+    token for which `stop(i, tokens)`, asked of prompt i's answer after every token, is true.
+    `ended(i)` is called when it is whole. `temperature` 0 takes the likeliest token, the lowest id
+    of equals; above 0 tokens are drawn from softmax(logits / temperature), of the `top_k` likeliest
+    (0: all) and of those of a joint probability of `top_p`. `generator` draws a number per prompt
+    and place beforehand, so batches change no answer.
 
-    `temperature` 0 takes the likeliest token, the lowest id of equals. Above 0 tokens are drawn
-    from softmax(logits / temperature), of the `top_k` likeliest only (0: all), and of those only
-    the likeliest that together have a probability of `top_p`; numbers are drawn from `generator`,
-    one per prompt and place before anything is read, so batches change no answer.
-
-    `batch_tokens` bounds the tokens of a batch's cache, with room for its answers; a longer
-    sequence is a batch of its own, and its prompt is read in parts. `read_tokens` further bounds
-    the tokens that are read at once: a CPU reads faster what fits its caches. If the model is
-    sharded, all ranks must ask for the same. Raises UserError, before anything is computed, for an
-    empty prompt, a token that the model does not have, and more tokens than max_seq_len.
+    `batch_tokens` bounds the tokens of a batch's cache, answers included; a longer sequence is a
+    batch of its own. `read_tokens` bounds those that are read at once. On a sharded model all ranks
+    must ask for the same. Raises UserError, before anything is computed, for what can't be done.
     """
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     _check_prompts(model, prompts, limits)

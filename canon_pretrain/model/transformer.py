@@ -160,14 +160,11 @@ class Transformer(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits_BTV for int64 token ids; with `labels_BT`, what `loss` computes of them.
 
-        `is_real_BT` (bool): false for padding, which no token sees, on either side of a row but not
-        between two real tokens, where Canon would count it; None if there is none.
-        `cache`: what was read before these tokens, updated here; the logits are those of one pass
-        over all, however they are split.
+        `is_real_BT` (bool): false for padding on either side of a row, not between two real tokens.
+        `cache`: what was read before these tokens, updated here.
         `logits_to_keep`: only for that many last tokens, 0 for all. `logits_at_M` (int64): only for
-        the tokens at these places of the B * T, row after row; the result is logits_MV then.
-        `labels_BT` (int64, one per token) and `loss`: the result is (nats_BT, the sum that is
-        minimized), and whole logits are never needed.
+        the tokens at these places of the B * T; the result is logits_MV then.
+        `labels_BT` (int64) and `loss`: the result is (nats_BT, the sum that is minimized).
         Raises UserError past max_seq_len tokens.
         """
         num_tokens = tokens_BT.shape[1]
@@ -224,10 +221,9 @@ class Transformer(nn.Module):
     ) -> None:
         """Initialize every parameter, and compute the rotary tables again.
 
-        `write(parameter, initial_value)` is called once per parameter, in the model's order, and
-        stores this process's share of it; by default the whole value. The values depend on `args`
-        alone. `buffer_device`: of the tables; by default the parameters'. Raises ValueError
-        (default writer) for a parameter that is still on the meta device.
+        `write(parameter, initial_value)` stores this process's share of each; by default the whole
+        value, with ValueError on the meta device. `buffer_device`: of the tables; by default the
+        parameters'.
         """
         for name, parameter in self.named_parameters():
             value = initial_value(self.args, name, parameter.shape)
