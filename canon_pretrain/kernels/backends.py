@@ -1,6 +1,5 @@
 """The Canon formula, every backend that computes it, and which one a model takes.
 
-Optional backends are imported when a model is built; a traced function only looks them up.
 Shapes: B batch, T tokens, C channels, K taps of the kernel, N = K - 1 + T, F ffn dim.
 """
 
@@ -73,7 +72,7 @@ def canon_reference(
 
 
 def choose(backend: str, num_taps: int = 0) -> str:
-    """Return the backend for a kernel of `num_taps`: `compiled` for `auto`, and for too many taps."""
+    """Return the backend for a kernel of `num_taps`: `compiled` for `auto` and for too many."""
     too_wide = backend == "triton" and num_taps > TRITON_TAPS
     return "compiled" if backend == "auto" or too_wide else backend
 

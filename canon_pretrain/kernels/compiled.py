@@ -1,15 +1,12 @@
 """Canon in plain torch with a backward pass of its own: forward keeps only its input and weight.
 
-torch.compile fuses it with the norm, the activation and the residual beside it. Canon-D and the
-gate behind it are one function: joining the pieces of two mixed tensors would cut the activation
-off into passes of its own. The sums over shifted tokens have three forms:
+torch.compile fuses it with what is beside it; Canon-D and the gate behind it are one function. The
+sums over shifted tokens have three forms (NOTES.md has the figures):
 
 - Eager: every operation is a pass over memory, so additions are made in place.
-- torch.compile for a CPU: two pieces, the P tokens at the border and all others, joined at the end.
-  No shift needs a mask or a padded copy, so inductor keeps whole vectors and the partitioner has
-  nothing to save (it saves a padded input rather than pad it again in backward).
-- torch.compile for a GPU: a shift is a pad, which inductor's Triton code loads with a mask; `cat`
-  of two pieces would write both to memory. NOTES.md has the figures.
+- torch.compile for a CPU: two pieces, the P tokens at the border and all others, joined at the end:
+  no shift needs a mask or a padded copy, which the partitioner would save.
+- torch.compile for a GPU: a shift is a pad, which inductor's Triton code loads with a mask.
 
 Shapes: B batch, T tokens, C channels, F channels of gate and of up, K taps of the kernel,
 P = K - 1, N = P + T.
@@ -48,10 +45,7 @@ def canon_gate_compiled(
     relu2: bool,
     segments_BN: Tensor | None = None,
 ) -> Tensor:
-    """Compute act(canon(gate)) * canon(up), [B, T, F], with act silu or relu squared.
-
-    The weight is gate's and up's, [2F, 1, K]. Rounded once, where the composition rounds twice.
-    """
+    """Compute act(canon(gate)) * canon(up), [B, T, F], rounded once; the weight is [2F, 1, K]."""
     given = gate_BTF, up_BTF, weight_C1K, segments_BN
     y_BTF: Tensor = _CanonGate.apply(*given, (residual, relu2))
     return y_BTF

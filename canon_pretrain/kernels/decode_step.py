@@ -53,7 +53,7 @@ class CanonMemory:
     def read(
         self, parts: Parts, weight_C1K: Tensor, segments_BN: Segments = None, backend: str = "auto"
     ) -> Parts:
-        """Return `canon_reference` over all tokens for the next ones, whose channels are in `parts`.
+        """Return `canon_reference` over all tokens for the next ones, whose channels are `parts`.
 
         Without segments they continue the last one's. `backend` reads more than P tokens.
         """

@@ -90,10 +90,9 @@ class Attend(nn.Module):
     def mask(
         self, num_queries: int, segments_BS: Tensor | None, num_keys: int, device: torch.device
     ) -> Mask:
-        """Return what the last `num_queries` of `num_keys` tokens may see; one for all layers.
+        """Return what the last `num_queries` of `num_keys` tokens may see; None: all before them.
 
-        `segments_BS` (int32): the segments of all of them, or None for a single one. None: all up
-        to the token itself, which needs no mask if the queries are all the tokens, or one.
+        `segments_BS` (int32): the segments of all of them, or None for a single one.
         """
         whole, offset = num_queries == num_keys, num_keys - num_queries
         num_heads, windowed = self.args.num_heads, self.args.position == "h_alibi"

@@ -70,11 +70,7 @@ class Canon(nn.Module):
 
 
 class CanonOfParts(Canon):
-    """One Canon layer over several tensors side by side: [q|k|v] at B, [gate|up] at D.
-
-    Channels do not mix, so each part is mixed by its own rows of the weight: the paper's
-    concatenation would be one more copy of everything.
-    """
+    """One Canon layer over several tensors, each with its rows of the weight: [q|k|v], [gate|up]."""
 
     def forward(  # type: ignore[override]
         self, parts: Parts, near_BN: Segments = None, cache: Memory = None
@@ -119,8 +115,7 @@ def normed(
 ) -> tuple[Tensor, Stream]:
     """Return h + added and Canon(norm(h + added)), [B, T, D], both of which a block reads.
 
-    Where Canon's backend has one kernel for it (RMSNorm), which adds up the gradients of all
-    `readers` too, the second is a tuple: one for each of them (`for_readers`).
+    By one kernel, where Canon's backend has it: the second is then a tuple, one per reader.
     """
     # an export's user may have put an adapter around `canon`
     if isinstance(canon, Canon) and isinstance(norm, nn.RMSNorm) and cache is None:

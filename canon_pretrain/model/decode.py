@@ -1,8 +1,7 @@
 """Text generation as tokens: many prompts, read and continued together with a `Cache`.
 
-The tokens are those of a full pass over the whole sequence at every step. In a batch all rows end
-at the same place: shorter ones have padding on their left, which no token sees. A row that has
-ended is removed.
+The tokens are those of full passes. In a batch shorter rows have padding on their left, and a row
+that has ended is removed.
 
 The cache holds 2 L G K numbers per token (keys and values) and L C K float32 numbers per row
 (Canon's sums; C channels of all sites of a block, K taps). For `1b3` that is 384 KiB per token in
@@ -144,11 +143,7 @@ def _read(model: Transformer, rows: Sequence[Sequence[int]], cache: Cache, chunk
 def batches(
     prompts: Sequence[Sequence[int]], limits: Sequence[int], batch_tokens: int, max_seq_len: int
 ) -> Iterator[list[int]]:
-    """Yield the prompts of each batch as indices, the longest prompts first.
-
-    Then little is padding, and what does not fit in memory fails at once. A row's padding counts:
-    a short prompt with a long answer may not fit beside a long prompt.
-    """
+    """Yield the prompts of each batch as indices, the longest first; a row's padding counts."""
     batch: list[int] = []
     longest = limit = 0
     for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):

@@ -1,8 +1,7 @@
 """Initial weights as pure functions: the same bits at any world size, in any order, in any split.
 
-A single process copies all rows of each parameter's `InitialValue`, a rank of a sharded run only
-its own. FSDP2's own random initialization writes the same shard on every rank on a CPU, and depends
-on the world size elsewhere.
+FSDP2's own random initialization writes the same shard on every rank on a CPU, and depends on the
+world size elsewhere.
 """
 
 import hashlib
