@@ -61,9 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add = into.add_argument
     add("folder", type=Path, metavar="HF_FOLDER")
     add("out", type=Path, metavar="OUT", help="a new folder")
-    add(
-        "--state-from", type=Path, metavar="RUN/checkpoint/step-N", help="optimizer, schedule, data"
-    )
+    add("--state-from", type=Path, metavar="RUN/checkpoint/step-N", help="all but weights")
     add("--step", type=int, default=0, metavar="N", help="the checkpoint's name (0)")
     add("--ignore", nargs="+", default=[], metavar="FIELD", help="fields that change nothing")
     return parser

@@ -203,19 +203,15 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         self._check_length(max_cache_length)
         asked = generation_config.cache_implementation
         if asked not in (None, "dynamic"):
-            raise ValueError(
-                f'cache_implementation = "{asked}" is not for this model: leave it out'
-            )
+            raise ValueError(f'leave out cache_implementation = "{asked}": it has its own')
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = DecodingCache(self.core.args.num_layers)
 
     def _check_length(self, num_tokens: int) -> None:
         limit = self.config.max_position_embeddings
         if num_tokens > limit:
-            raise ValueError(
-                f"{num_tokens} tokens are more than max_position_embeddings = {limit}; for more "
-                "than in training load it with from_pretrained(..., max_position_embeddings=N)"
-            )
+            way_out = "for more load it with from_pretrained(..., max_position_embeddings=N)"
+            raise ValueError(f"{num_tokens} tokens > max_position_embeddings = {limit}; {way_out}")
 
     def forward(
         self,

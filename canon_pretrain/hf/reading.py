@@ -93,10 +93,7 @@ def import_folder(
 
 
 def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
-    """Return the model that the folder `source` describes; nothing is built of it.
-
-    Raises UserError if it is none of ours, or much larger than the weights in the folder.
-    """
+    """Return the model of the folder; UserError if it is not ours or larger than its weights."""
     params = _params(source)
     path = _file(source, params or CONFIG)
     config = read_json(path, finite=False)
@@ -179,8 +176,7 @@ def meta_parameters(args: ModelArgs) -> dict[str, Tensor]:
 def halves_to_pairs(args: ModelArgs) -> dict[str, Tensor]:
     """Return by our parameter name the order of its rows that turns rotary halves into pairs.
 
-    Llama's code rotates dim i of a head with dim i + R/2, ours 2i with 2i + 1. Whatever acts on q
-    or k channel by channel moves along: QK-norm's gains and Canon-B.
+    Llama's code rotates dim i of a head with dim i + R/2, ours 2i with 2i + 1.
     """
     half = args.rope_dim // 2
     pairs = torch.stack((torch.arange(half), torch.arange(half) + half), dim=1).flatten()

@@ -129,8 +129,7 @@ class _CanonGate(torch.autograd.Function):
 def _gate_backward_on_gpu(ctx: Any, dy_BTF: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of gate, up and the weight.
 
-    They need dy act'(canon(gate)) canon(up) of a token and of the K - 1 after it: recomputed from
-    shifted inputs up to `_RECOMPUTED_TAPS`; with more (K^2 products) rounded, stored and shifted.
+    Of later tokens dy act'(canon(gate)) canon(up) is recomputed; past `_RECOMPUTED_TAPS` stored.
     """
     gate_BTF, up_BTF, weight_C1K, segments_BN = ctx.saved_tensors
     taps = _gate_taps(gate_BTF, weight_C1K, ctx.residual)
@@ -268,10 +267,7 @@ def convolve(
 
 
 def weight_sums(d_BTC: Tensor, x_BTC: Tensor, num_taps: int, segments_BN: Tensor | None) -> Tensor:
-    """Return sum_{b,t} d_{t+j} * x_t, the gradient of tap K-1-j: [C, 1, K], repeatable bit by bit.
-
-    The shifts are on d, which only backward has: shifted copies of x would be saved.
-    """
+    """Return sum_{b,t} d_{t+j} * x_t, the gradient of tap K-1-j, [C, 1, K], bit by bit."""
     dtype = sum_dtype(x_BTC)
     d, x = d_BTC.to(dtype), x_BTC.to(dtype)
     num_tokens, reach = x.shape[1], num_taps - 1
@@ -324,8 +320,7 @@ def _token_sums(products: Sequence[Tensor]) -> Tensor:
 def _shift(x_BTC: Tensor, j: int, *, again: bool = False) -> Tensor:
     """Return x_{t-j}, 0 where there is none; the form for a GPU.
 
-    `again`: in backward, of what forward has shifted. The same operator would make both one value,
-    and torch's partitioner saves a pad instead of recomputing it.
+    `again`: by another operator than forward's, or torch's partitioner would save it.
     """
     if j == 0:
         return x_BTC
@@ -349,10 +344,7 @@ def _masked(x: Tensor, own: Tensor | None) -> Tensor:
 
 
 def _same(segments_BN: Tensor | None, place: int, other: int, length: int) -> Tensor | None:
-    """Return whether `length` places from `place` and from `other` share a segment, [B, length, 1].
-
-    Any value past the last place. None if all do.
-    """
+    """Return whether `length` places from `place` and `other` share a segment; None if all do."""
     if segments_BN is None or place == other:
         return None
     ends = []

@@ -22,10 +22,7 @@ Parts = tuple[Tensor, ...]
 
 
 class CanonMemory:
-    """What the tokens read so far add to the next outputs of one Canon site, in `sum_dtype`.
-
-    With gradients enabled nothing is written in place, and they reach earlier parts.
-    """
+    """What the tokens read so far add to the next outputs of one Canon site, in `sum_dtype`."""
 
     def __init__(
         self, x_BTC: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool

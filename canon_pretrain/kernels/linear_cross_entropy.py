@@ -37,8 +37,7 @@ def linear_cross_entropy(
 
     The cross-entropy l of the logits h W^T is in nats [N], 0 where the label is IGNORE_INDEX. The
     sum is over l + z_loss (logsumexp of the logits)^2 + squared_loss l^2 of the other tokens.
-    Logits have the inputs' dtype; all after them, gradients too, is float32 (float64 for float64)
-    until backward returns. `compile_backend`: compiles what is between a chunk's matrix products.
+    Logits have the inputs' dtype; all after them is in `sum_dtype` until backward returns.
     """
     terms = (z_loss, squared_loss)
     if torch.is_grad_enabled() and (h_ND.requires_grad or weight_VD.requires_grad):

@@ -1,7 +1,7 @@
 """Canon by the GPU kernels of other packages: causal-conv1d (CUDA) and fla-core (Triton).
 
-Their autograd functions are opaque to torch.compile, so one custom operator is around both
-packages' forward functions and one around their backward functions: blocks stay one graph.
+One custom operator is around both packages' forward functions and one around those for backward:
+blocks stay one graph.
 
 Shapes: B batch, T tokens, C channels, K taps of the kernel, N = K - 1 + T.
 """

@@ -202,10 +202,7 @@ def _check_position(args: ModelArgs) -> None:
 
 
 def num_parameters(args: ModelArgs) -> int:
-    """Return N, the parameters of `Transformer(args)`, in closed form; cst-Canon's count as well.
-
-    Canon-A and -C have D channels, -B those of q, k and v, -D 2F (F where not gated).
-    """
+    """Return N, the parameters of `Transformer(args)`, in closed form; those of cst-Canon too."""
     q_dim, k_dim, v_dim = args.qkv_dims
     layer = args.dim * (2 * q_dim + k_dim + v_dim + args.ffn_in_dim + args.ffn_dim + 2)
     layer += sum(args.canon_channels.values()) * args.canon_kernel

@@ -29,10 +29,7 @@ MAX_FLASH_HEAD_DIM = 256
 
 
 class FlashImpl(NamedTuple):
-    """A package that takes the place of SDPA's flash kernel; `name` is that of torch's registry.
-
-    `version`: for pip. `majors`: of the compute capabilities that it has training kernels for.
-    """
+    """A package in the place of SDPA's flash kernel; `majors` of the GPUs that it can train on."""
 
     name: str
     package: str

@@ -1,8 +1,7 @@
 """Causal multi-head attention with optional QK-norm, Canon-B, grouped heads and rotary layouts.
 
-The first half of a `TransformerBlock`, in the paper's order (section 4, Canon-B). Rotation is of
-interleaved pairs (0,1), (2,3), .. as torchtitan's and lingua's, in real arithmetic: torch.compile
-generates no code for complex numbers.
+Rotation is of interleaved pairs (0,1), (2,3), .. as torchtitan's and lingua's, in real arithmetic:
+torch.compile generates no code for complex numbers.
 
 Shapes: B batch, T tokens, S tokens seen, D hidden, H heads, G key-value heads, K head dim, R
 rotated pairs of a head (rope_dim / 2).
@@ -56,10 +55,9 @@ def apply_rope(x_BTHK: Tensor, cos_TR: Tensor, sin_TR: Tensor, rope_heads: int) 
 
 
 class Rope(nn.Module):
-    """The rotation of one model: its tables as non-persistent float32 buffers, and their use.
+    """The rotation of one model, which its blocks share: its float32 tables, and their use.
 
-    A module that the blocks share, not an argument: FSDP2's mixed precision casts floating-point
-    arguments of a block to bfloat16, and 8 bits of a cosine are too few.
+    Not an argument: FSDP2's mixed precision casts those of a block to bfloat16.
     """
 
     cos_TR: Tensor

@@ -24,10 +24,7 @@ NOWHERE = -2
 
 
 def document_numbers(tokens_BT: Tensor, eos_id: int, first_B: Tensor | None = None) -> Tensor:
-    """Return each token's document in its row, int32 [B, T], counted from `first_B` (or 0).
-
-    EOS belongs to the document that it ends.
-    """
+    """Return each token's document, int32 [B, T], from `first_B` (or 0) on; EOS is in its own."""
     ends_BT = (tokens_BT == eos_id).to(torch.int32)
     numbers_BT = ends_BT.cumsum(dim=1, dtype=torch.int32) - ends_BT
     return numbers_BT if first_B is None else numbers_BT + first_B[:, None]

@@ -70,7 +70,7 @@ class Canon(nn.Module):
 
 
 class CanonOfParts(Canon):
-    """One Canon layer over several tensors, each with its rows of the weight: [q|k|v], [gate|up]."""
+    """One Canon layer over several tensors, each with its rows of the weight: q, k, v; gate, up."""
 
     def forward(  # type: ignore[override]
         self, parts: Parts, near_BN: Segments = None, cache: Memory = None

@@ -36,10 +36,7 @@ class WrongCanon(Exception):
 
 
 class Form(NamedTuple):
-    """A module of activations [B, T, C] of `widths`, and near_BN or None; it returns a tuple.
-
-    `moved`: the least values per token that forward and backward read or write.
-    """
+    """A module of activations [B, T, C] of `widths`; each way moves at least `moved` per token."""
 
     name: str
     widths: tuple[int, ...]
@@ -189,8 +186,7 @@ def compare(
 ) -> float:
     """Return the largest error of `run`, which is `module` or its compiled form, against float64.
 
-    An error is a share of its own value plus the usual size of a channel, or a weight, beside it.
-    Raises WrongCanon if one of values or gradients is more than rounding.
+    A share of the value plus the usual size beside it; WrongCanon if it is more than rounding.
     """
     weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
     options: dict[str, Any] = {} if near_BN is None else {"near_BN": near_BN}

@@ -100,9 +100,8 @@ def generate(
 def sample(
     logits_BV: Tensor, draws_B: Tensor, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
-    """Return the ids that the numbers `draws_B` in [0, 1) select, int64 [B]; see `generate`.
+    """Return the first id whose sum of probabilities exceeds `draws_B` in [0, 1), int64 [B].
 
-    The first id at which the sum of probabilities, in the order of the ids, exceeds the number.
     Raises UserError for logits that are not finite.
     """
     ranked_BV, ids_BV = (logits_BV.double() / temperature).sort(descending=True, stable=True)

@@ -75,10 +75,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self, h_BTD: Tensor, mask: Mask = None, near_BN: Tensor | None = None, cache: Memory = None
     ) -> Tensor:
-        """Return the residual stream after this block, [B, T, D]; `mask` is from `Attend.mask`.
-
-        `cache`: what this block remembers of earlier tokens, updated here.
-        """
+        """Return the residual stream after this block, [B, T, D]; `mask` is from `Attend.mask`."""
         near = near_BN, cache
         h_BTD, x_BTD = normed(self.attention_norm, self.canon_a, h_BTD, None, *near, readers=3)
         y_BTD = self.attention(x_BTD, mask, *near)
@@ -95,10 +92,7 @@ def norm_of(args: ModelArgs) -> nn.RMSNorm | nn.LayerNorm:
 
 
 class Head(nn.Linear):
-    """A linear layer without bias, which computes the loss inside its forward.
-
-    FSDP2 has the head's whole weight only there, and a loss by chunks needs it (titan/spec.py).
-    """
+    """A linear layer with the loss inside its forward: there FSDP2 has its whole weight."""
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
@@ -123,10 +117,9 @@ def head_output(
 
 
 class Transformer(nn.Module):
-    """A Llama, or GPT with rotary or no positions, with any of the variants of `ModelArgs`.
+    """The model of `args`, not usable before `init_weights` (or a loaded checkpoint).
 
-    Not usable before `init_weights` (or a loaded checkpoint). `attention_backend`: see `Attend`;
-    `canon_backend`: see `kernels/backends.py`. Raises UserError for one that can't be had.
+    Backends: see `Attend`, `kernels/backends.py`. Raises UserError for one that can't be had.
     """
 
     def __init__(
