@@ -3,9 +3,8 @@
 Canon needs its own: what the last K - 1 inputs of every site add to the next outputs
 (kernels/decode_step.py), or a prompt read in parts would differ from one read whole.
 
-Every token has the number of its segment: attention and Canon mix it only with earlier tokens of
-the same segment. Segments are the documents of a row if the model masks documents (else a row is
-one segment), and padding is a segment of its own.
+Attention and Canon mix a token only with earlier ones of its segment: a document of a row if the
+model masks documents, else the row; padding is a segment of its own.
 
 Shapes: B rows, T new tokens, S tokens so far, G key-value heads, K head dim, C channels, P the
 places before a token that Canon reaches.
@@ -16,7 +15,6 @@ import copy
 import torch
 from torch import Tensor
 
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.kernels.decode_step import CanonMemory, CanonStep, steps_of
 
 FIRST_CAPACITY = 64
@@ -26,10 +24,7 @@ NOWHERE = -2
 
 
 def document_numbers(tokens_BT: Tensor, eos_id: int, first_B: Tensor | None = None) -> Tensor:
-    """Return each token's document in its row, int32 [B, T], counted from `first_B` (or 0).
-
-    EOS belongs to the document that it ends.
-    """
+    """Return each token's document, int32 [B, T], from `first_B` (or 0) on; EOS is in its own."""
     ends_BT = (tokens_BT == eos_id).to(torch.int32)
     numbers_BT = ends_BT.cumsum(dim=1, dtype=torch.int32) - ends_BT
     return numbers_BT if first_B is None else numbers_BT + first_B[:, None]
@@ -84,20 +79,14 @@ class LayerCache:
 
 
 Memory = LayerCache | None
-Segments = Tensor | None
-"""The segments of the tokens and of the places before them that Canon reaches, int32; None: one."""
 
 
 class Cache:
-    """The memory of a model of `num_layers` blocks, `length` tokens long.
-
-    It has room for `capacity` tokens at first, and doubles when that is too small.
-    """
+    """The memory of a model of `num_layers` blocks; its room, `capacity` at first, doubles."""
 
     def __init__(self, num_layers: int, capacity: int = FIRST_CAPACITY) -> None:
         self.layers = [LayerCache(capacity) for _ in range(num_layers)]
         self.length = 0
-        self._is_whole = True  # no layer has read more than another
         self._steps: list[CanonStep] = []  # where the last tokens were single ones
         self._segments: Tensor | None = None  # int32 [B, length]; None: all in one
         self._were_given = self._go_on = False  # about the last tokens
@@ -118,10 +107,7 @@ class Cache:
         return self._segments
 
     def near(self, num_tokens: int, reach: int) -> Tensor | None:
-        """Return `near_segments` of the last tokens; None if they all continue one segment.
-
-        A single token is compared: one wait for the device, and less work in every layer.
-        """
+        """Return `near_segments` of the last tokens; None if they all continue one segment."""
         if self._segments is None or self._go_on:
             return None
         near_BN = near_segments(self._segments, num_tokens, reach)
@@ -129,13 +115,7 @@ class Cache:
         return None if is_one and torch.equal(near_BN[:, -1], near_BN[:, -2]) else near_BN
 
     def begin(self, num_tokens: int, near_BN: Tensor | None) -> None:
-        """Start the next tokens in all layers; UserError if not all layers read the last ones."""
-        if not self._is_whole:
-            raise UserError(
-                f"after {self.length} tokens an error left some layers without the next ones: read "
-                "all again into a new cache"
-            )
-        self._is_whole = False
+        """Start the next tokens in all layers; after an error on the way take a new cache."""
         for layer in self.layers:
             layer.start = self.length
         if num_tokens == 1 and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
@@ -151,7 +131,6 @@ class Cache:
         for step in self._steps:
             step.end()
         self.length += num_tokens
-        self._is_whole = True
 
     def branch(self, rows_N: Tensor) -> "Cache":
         """Return a memory of these rows (int64; repeats allowed); self is not changed."""

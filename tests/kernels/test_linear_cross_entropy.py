@@ -104,43 +104,6 @@ def test_a_loss_whose_square_overflows_is_still_a_number():
         assert grad.isfinite().all()
 
 
-class Products(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
-        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)])
-def test_only_asked_for_gradients_are_computed(needs):
-    h, weight, labels = problem(torch.float32)
-    h.requires_grad_(needs[0])
-    weight.requires_grad_(needs[1])
-    with Products() as products:
-        _, objective = linear_cross_entropy(h, weight, labels, chunk_tokens=6)
-    assert products.count == 2 * (1 + sum(needs))
-    assert objective.requires_grad == any(needs)
-    if any(needs):
-        objective.backward()
-    assert (h.grad is not None, weight.grad is not None) == needs
-
-
-def test_what_backward_and_labels_allow():
-    h, weight, labels = problem(torch.float32)
-    _, objective = linear_cross_entropy(h, weight, labels, chunk_tokens=5)
-    first = torch.autograd.grad(objective, (h, weight), retain_graph=True)
-    factor = torch.ones((), requires_grad=True)
-    again = torch.autograd.grad(objective, (h, weight), factor, create_graph=True)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        again[0].sum().backward()
-    labels[0] = len(weight)
-    for context in (torch.enable_grad(), torch.no_grad()):
-        with context, pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-            linear_cross_entropy(h, weight, labels, chunk_tokens=4)
-
-
 # what torch itself says when it traces an autograd function
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=slow)])
