@@ -169,10 +169,10 @@ def run_jobs(
 ) -> Iterator[int]:
     """Run the `wanted` jobs in order, here or in `workers` processes; yield the finished units."""
     if workers == 1 or len(jobs) < 2:
-        for job in jobs:
-            if wanted(job.unit):
-                build_unit(job, counts)
-                yield job.unit
+        for each in jobs:
+            if wanted(each.unit):
+                build_unit(each, counts)
+                yield each.unit
         return
     waiting, running = iter(jobs), set[Future[int]]()
     with worker_pool(min(workers, len(jobs)), counts) as pool:

@@ -292,6 +292,7 @@ def writing(folder: Path) -> Iterator[None]:
 def print_results(console: Console, subject: str, results: Results) -> None:
     """Print the scores of one suite; losses best first. `subject` names what was evaluated."""
     asked, counts = results.asked, results.num_samples
+    columns: tuple[str, ...]
     rows: list[tuple[str, ...]] = []
     if asked["suite"] == VALIDATION:
         title = f"held-out loss over {counts[VALIDATION]:,} tokens: {subject}"
