@@ -124,6 +124,20 @@ def _nvidia_smi(*arguments: str) -> str:
         return ""
 
 
+def near_cores(gpu: int, root: Path = Path("/")) -> set[int]:
+    """Return the cores of the NUMA node that has `gpu`; none if the system names none."""
+    import torch
+
+    place: Any = torch.cuda.get_device_properties(gpu)
+    name = f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0"
+    node = _read(root / "sys/bus/pci/devices" / name / "numa_node").strip()
+    if not node.isdigit():  # -1: not known, as in many virtual machines
+        return set()
+    cpulist = _read(root / f"sys/devices/system/node/node{node}/cpulist")
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", cpulist)
+    return {core for first, last in ranges for core in range(int(first), int(last or first) + 1)}
+
+
 def available_memory(root: Path = Path("/")) -> int:
     """Return the bytes of main memory for new work: available, within every cgroup's limit."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]

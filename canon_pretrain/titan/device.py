@@ -12,6 +12,7 @@ from typing import Any
 from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import read_count
+from canon_pretrain.kernels.hardware import near_cores
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -99,7 +100,19 @@ def check_launch() -> None:
 
 def take_device() -> None:
     """Make this rank's GPU the current one, before anything else makes a context on GPU 0."""
+    if not has_accelerator():
+        return
     import torch
 
-    if has_accelerator():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    gpu = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(gpu)
+    if os.environ.get("NUMA_BINDING") != "0":
+        run_on(near_cores(gpu))
+
+
+def run_on(cores: set[int]) -> None:
+    """Keep this process on those of `cores` that it may use, if any."""
+    if allowed := cores & os.sched_getaffinity(0):
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):  # it has ended
+                os.sched_setaffinity(int(thread), allowed)
