@@ -71,15 +71,16 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     check_cuda()
     micro_batch_size(job, world_size)
     shard_degree(job, world_size)
-    data = None
+    data, notes = None, []
     if os.environ["LOCAL_RANK"] == "0":  # the others of its node receive what it has read
         data = open_data(job)
+        here = dry_run.this_machine(int(os.environ["LOCAL_WORLD_SIZE"]))
         if not options.force:
-            here = dry_run.this_machine(int(os.environ["LOCAL_WORLD_SIZE"]))
             dry_run.check_memory(job, here, world_size)
+        notes = [*data.notices, *dry_run.first_notes(job, here, world_size)]
     init_logging(rank)
-    for notice in data.notices if data is not None else []:
-        logger.info(f"NOTE: {notice}")
+    for note in notes:
+        logger.info(f"NOTE: {note}")
     trainer = record = None
     with Session(
         RunFolder(Path(job.job.dump_folder)),

@@ -268,6 +268,8 @@ class Watcher:
             self._run_here(work, lease, words)
             return True
         log = f"{str(work.log_folder).replace('%', '%%')}/slurm-%j.log"
+        if "\\" in log:  # sbatch would take it for a sign of its own
+            log = "/dev/null"
         flags = [f"--job-name={lease.name}", f"--output={log}", *work.flags]
         try:
             job = self.queue.submit(work.script, words, flags)

@@ -15,6 +15,7 @@ import copy
 import torch
 from torch import Tensor
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.kernels.decode_step import CanonMemory, CanonStep, steps_of
 
 FIRST_CAPACITY = 64
@@ -87,6 +88,7 @@ class Cache:
     def __init__(self, num_layers: int, capacity: int = FIRST_CAPACITY) -> None:
         self.layers = [LayerCache(capacity) for _ in range(num_layers)]
         self.length = 0
+        self._is_whole = True  # no layer has read more than another
         self._steps: list[CanonStep] = []  # where the last tokens were single ones
         self._segments: Tensor | None = None  # int32 [B, length]; None: all in one
         self._were_given = self._go_on = False  # about the last tokens
@@ -115,7 +117,13 @@ class Cache:
         return None if is_one and torch.equal(near_BN[:, -1], near_BN[:, -2]) else near_BN
 
     def begin(self, num_tokens: int, near_BN: Tensor | None) -> None:
-        """Start the next tokens in all layers; after an error on the way take a new cache."""
+        """Start the next tokens in all layers; UserError if not all layers read the last ones."""
+        if not self._is_whole:
+            raise UserError(
+                f"after {self.length} tokens an error left some layers without the next ones: read "
+                "all again into a new cache"
+            )
+        self._is_whole = False
         for layer in self.layers:
             layer.start = self.length
         if num_tokens == 1 and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
@@ -131,6 +139,7 @@ class Cache:
         for step in self._steps:
             step.end()
         self.length += num_tokens
+        self._is_whole = True
 
     def branch(self, rows_N: Tensor) -> "Cache":
         """Return a memory of these rows (int64; repeats allowed); self is not changed."""

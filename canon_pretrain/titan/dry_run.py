@@ -8,7 +8,9 @@ tensor that autograd keeps for backward is added up.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import json
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +52,8 @@ LEAST_KEPT = 0.64
 # measured with the quickstart's model on 2 ranks of one core each: 9,000 tokens/s at 6.4 MFLOP
 CPU_FLOPS_PER_RANK = 3e10
 ADVICE = "training.local_batch_size (it changes no result), use more"
+SHOWN_ANYWAY = """num_layers num_heads dim ffn_dim vocab_size max_seq_len norm_eps position
+    canon_set qk_norm""".split()
 GPUS = {"a100": (79.2, 312e12), "h100": (79.6, 989e12), "h200": (139.8, 989e12)}
 """Usable memory in GiB and dense bf16 FLOP/s, from the vendor's data sheets."""
 
@@ -258,6 +262,18 @@ def world_sizes(job: CanonJobConfig) -> list[int]:
     return sizes
 
 
+def first_notes(job: CanonJobConfig, device: Device, world_size: int) -> Iterator[str]:
+    """Yield what a user should know before a real run starts to use up their time."""
+    ranks, devices = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if has_accelerator() and ranks < devices:
+        yield f"this run uses {ranks} of the {devices} GPUs of this node (--nproc-per-node)"
+    training = job.training
+    tokens = job.last_step * training.global_batch_size * training.seq_len
+    flops = tokens * flops_per_token(job.model_args, training.seq_len)
+    if (days := flops / (world_size * device.flops_per_s) / DAY_S) > 7:
+        yield f"this run takes about {days:,.0f} days in all, assuming {device.assumed} (--dry_run)"
+
+
 # -- tables --------------------------------------------------------------------------------------
 
 
@@ -292,10 +308,15 @@ def _facts(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
     trained = f", {plan.trained:,} of them trained" if plan.trained != plan.parameters else ""
     kept, each = plan.checkpoints_kept, plan.checkpoint_bytes
     itemsize = dtype_for(args.vocab_size).itemsize
-    canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon"
+    settings, defaults = vars(args) | vars(job.loss), vars(ModelArgs()) | vars(Loss())
+    variant = [args.position, f"Canon-{args.canon_set}" if args.canon_set else "no Canon"]
+    variant += [f"QK-norm {args.qk_norm}"]
+    for name, value in settings.items():
+        if name not in SHOWN_ANYWAY and value != defaults[name]:
+            variant.append(f"{name} = {json.dumps(value)}")
     return {
         "model": f"{job.model.flavor}: {args.num_layers} layers, {args.num_heads} heads, hidden "
-        f"{args.dim}, F {args.ffn_dim}, {args.position}, {canon}, QK-norm {args.qk_norm}",
+        f"{args.dim}, F {args.ffn_dim}, {', '.join(variant)}",
         "parameters": f"{plan.parameters:,}{trained}",
         "FLOPs per token": f"{_short(plan.flops_per_token)} by {FLOPS_FORMULA}",
         "steps": f"{training.steps:,} of {plan.tokens // training.steps:,} tokens: "

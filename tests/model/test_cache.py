@@ -130,3 +130,21 @@ def test_past_max_seq_len_is_refused_and_changes_nothing():
 
 
 # -- documents ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_cache_that_an_error_left_half_read_is_refused():
+    """Some layers' Canon memories hold the tokens then, others' do not."""
+    model = build(variant("nope ABCD"))
+    tokens, cache = random_tokens(model.args, rows=1, num_tokens=7), Cache(model.args.num_layers)
+    model(tokens[:, :5], cache=cache)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.layers["1"].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens[:, 5:6], cache=cache)
+    hook.remove()
+    with pytest.raises(UserError, match="new cache"):
+        model(tokens[:, 5:6], cache=cache)

@@ -19,16 +19,18 @@ from canon_pretrain.titan.dry_run import (
     check_memory,
     count_memory,
     count_saved,
+    first_notes,
     make_plans,
     reference,
     saved_bytes,
+    this_machine,
     world_sizes,
 )
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.spec import head_loss
 from canon_pretrain.train import main
 from tests.kernels.test_linear_cross_entropy import Peak
-from tests.support import ROOT, debug_run
+from tests.support import ROOT, debug_run, train
 
 CONFIGS = ROOT / "train_configs"
 
@@ -188,6 +190,15 @@ def test_this_machine_is_planned_beside_the_reference(monkeypatch):
     assert "an A100" in make_plans(big, None, None, None, ranks=1)["this machine"].device.assumed
 
 
+def test_a_long_run_and_idle_gpus_are_pointed_out(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with_gpus(monkeypatch, "NVIDIA H100 80GB HBM3", 8, 79.6)
+    idle, long = first_notes(job_of("nope_canon"), this_machine(1), 1)
+    assert "1 of the 8 GPUs" in idle and "about 30 days" in long
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert [*first_notes(job_of("debug"), this_machine(1), 1)] == []
+
+
 @pytest.mark.parametrize(
     ("gpu", "world", "mfu", "message"),
     [
@@ -210,6 +221,8 @@ def test_the_command_prints_the_plan_and_writes_nothing(tmp_path, capsys, monkey
         main(["--config", str(CONFIGS / f"{name}.toml"), "--dry_run", *words.split()])
         return " ".join(capsys.readouterr().out.split())
 
+    out = printed("nope_canon", "--model.tie_embeddings True --loss.z_loss 1e-4")
+    assert "nope, Canon-ABCD, QK-norm none, tie_embeddings = true, z_loss = 0.0001" in out
     out = printed("nope_canon", "--gpu H200 --world 16 --mfu 0.5")
     for text in ("1,347,463,168", "6(N - embeddings) + 12LHKT", "16 x H200", "50% MFU"):
         assert text in out
@@ -257,3 +270,35 @@ def test_force_starts_it_all_the_same(data_folder, tmp_path, monkeypatch, capsys
     with pytest.raises(Begun):
         main([*arguments, "--force"])
     assert plan_job([*arguments, "--force"], 1, 2) == plan_job(arguments, 1, 2)
+
+
+def test_replicas_hold_all_states_each_and_share_the_batch():
+    replicas = ("--parallelism.data_parallel_replicate_degree", "2")
+    hsdp = plan_of(job_of("nope_canon", *replicas), "h100", 16, 0.4)
+    node, two = (plan_of(job_of("nope_canon"), "h100", world, 0.4) for world in (8, 16))
+    for part in ("weights", "gradients", "optimizer (two moments)"):
+        assert hsdp.memory[part] == node.memory[part] == pytest.approx(2 * two.memory[part])
+    assert (hsdp.micro_batch, hsdp.seconds) == (two.micro_batch, two.seconds)
+    assert world_sizes(job_of("nope_canon", *replicas)) == [2, 4, 6, 8, 12, 16, 24, 48]
+    with pytest.raises(UserError, match="48 can't be shared by 5 ranks"):
+        world_sizes(job_of("nope_canon", replicas[0], "5"))
+
+
+@pytest.mark.parametrize(
+    "words", ["--gpu h100", "--dry_run --world many", "--dry_run --model.canon_set X"]
+)
+def test_words_that_cannot_be_obeyed_leave_with_2(words):
+    with pytest.raises(SystemExit) as left:
+        main(["--config", str(CONFIGS / "nope_canon.toml"), *words.split()])
+    assert left.value.code == 2
+
+
+HUGE = [f"--model.{name}={2**17}" for name in ("dim", "ffn_dim")]
+
+
+def test_a_job_that_cannot_fit_is_refused_before_a_weight_is_made(data_folder, tmp_path):
+    done = train(*debug_run(data_folder, tmp_path / "run"), *HUGE, ranks=2, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("error: this job can't fit") == 1
+    # ranks that read no data may have begun their session: no file is left of it
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
