@@ -125,7 +125,7 @@ def comparison_content(
         "refused": refused,
         "steps": steps,
         "scores": _scores(found, choices, measure, steps),
-        "notes": [*_notes(found, steps), *notes],
+        "notes": [*_notes(found, choices[label], label, steps), *notes],
     }
     return finite(content)
 
@@ -214,8 +214,12 @@ def _cell(
     return {"step": best.step, "best": found, "chosen": mean}
 
 
-def _notes(found: Sequence[Architecture], steps: Steps) -> list[str]:
+def _notes(found: Sequence[Architecture], choice: Choice, baseline: str, steps: Steps) -> list[str]:
     notes = []
+    if len(found) == 1:
+        notes.append("One architecture only: there is nothing to compare it with.")
+    if len(found) > 1 and choice.recipe is None:
+        notes.append(f"The baseline {baseline} has no chosen learning rate: no verdicts.")
     if len(tried := {len(each.recipes) for each in found}) > 1:
         notes.append(
             f"Not all architectures were tried at {max(tried)} learning rates: the best of more of "
@@ -279,9 +283,9 @@ def execute(arguments: argparse.Namespace) -> None:
     pair = sides[1], sides[0]
     rows, refused, left = verdicts.verdicts(Measure(recipes, options), [pair])
     if not rows:
-        reasons = [f"{x['suite']} {x['task'] or ''}: {x['why']}" for x in refused] or ["no results"]
+        reasons = [f"{x['suite']} {x['task'] or ''}: {x['why']}" for x in refused]
         how = "`python -m eval run` evaluates a checkpoint"
-        raise UserError(f"nothing to compare: {'; '.join(reasons)}. {how}")
+        raise UserError(f"nothing to compare: {'; '.join([*reasons, *map(_have, runs)])}. {how}")
     is_asked = options.suites is None or VALIDATION in options.suites
     content = {
         **{name.lower(): [run.label for run in side] for name, side in sides},
@@ -313,6 +317,14 @@ def _sides(arguments: argparse.Namespace) -> Sequence[Sequence[RunRecord]]:
             "(`compare --a RUN RUN --b RUN RUN`)"
         )
     return sides
+
+
+def _have(run: RunRecord) -> str:
+    there = [
+        f"{x.suite} at step {x.step}{' with --limit (not a result)' * (x.limit is not None)}"
+        for x in run.evaluations
+    ]
+    return f"{run.label} has {', '.join(dict.fromkeys(there)) or 'no results'}"
 
 
 def _print(content: Row) -> None:

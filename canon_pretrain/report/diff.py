@@ -85,6 +85,7 @@ def _recorded(run: RunRecord, shared: Iterable[str]) -> dict[str, Any]:
             "launches": len(run.heads),
             "world_sizes": in_turn(head.get("world_size") for head in run.heads),
             "hosts": facts.get("hosts"),
+            "canon_backend": facts.get("canon_backend"),
             "last_step": int(run.clock.steps[-1]),
         },
     }

@@ -133,6 +133,9 @@ class Measure:
         _check_items(items, others, differing)
         if differing and is_loss(metric):
             raise Refused(f"asked differently, on which it depends ({'; '.join(differing)})")
+        # records of an older version may lack the sources
+        coarse = min(items, others, key=lambda each: each.sources.size)
+        a = a._replace(clusters_N=coarse.clusters_N)
         b = Answers(b.values_RN, *a[1:])
         values = [_score(metric, side.values_RN.mean(axis=0), a.weights_N) for side in (a, b)]
         is_share = all(((x.values_RN >= 0) & (x.values_RN <= 1)).all() for x in (a, b))
@@ -140,8 +143,8 @@ class Measure:
         chance = both[0].chance(question.task, metric)
         if chance is None and metric.startswith("acc"):
             chance = items.chance
-        extreme = _extreme((a, b), chance) if bounded and items.sources.size > 1 else None
-        return Task(question, (a, b), items.sources, values, bounded, chance, extreme, differing)
+        extreme = _extreme((a, b), chance) if bounded and coarse.sources.size > 1 else None
+        return Task(question, (a, b), coarse.sources, values, bounded, chance, extreme, differing)
 
     def row(self, tasks: Sequence[Task], sides: Evaluated) -> tuple[Row, Paired | None]:
         """Return the row of a task, or of the mean of several; a shared source is one draw."""

@@ -89,6 +89,21 @@ def test_held_out_loss_is_the_first_verdict(tmp_path, capsys):
     assert compare(*sides, "--suite", SUITE)["held_out"] is None
 
 
+def test_groups_of_seeds(tmp_path):
+    a = [run(tmp_path / f"a{k}", 0.6 + 0.01 * k, k).parents[4] for k in range(4)]
+    b = [run(tmp_path / f"b{k}", 0.9 + 0.01 * k, k, canon="A").parents[4] for k in range(4)]
+    found = compare("--a", *a, "--b", *b)
+    (row,) = found["pairs"]
+    assert row["num_runs"] == [4, 4] and row["difference"] == pytest.approx(0.3)
+    assert row["seed_noise"]["source"] == "own" and row["seed_noise"]["df"] == 6
+    assert row["seed_noise"]["sigma"] == pytest.approx(np.std([0, 1, 2, 3], ddof=1) / 100)
+    assert found["notes"] == []
+    (row,) = compare("--a", *a[:2], "--b", *b[:2], "--own_noise_only")["pairs"]
+    assert row["seed_noise"]["df"] == 2
+    (note,) = compare("--a", *a[:2], b[0], "--b", *b[1:])["notes"]
+    assert note == "A: its runs differ in more than their seeds"
+
+
 def test_the_step_the_suite_and_the_seed_noise_are_the_users(tmp_path):
     for name, canon in (("a", ""), ("b", "A")):
         for at, share in ((10, 0.5), (20, 0.6 if canon else 0.5)):
@@ -119,8 +134,8 @@ def test_what_cannot_be_compared_is_refused_with_its_reason(tmp_path):
     planted_run(tmp_path / "bare")
     for name, match in (
         ("b", "of them 0 in common.*max_length: 64 / 256"),
-        ("trial", "no whole result at a step that both have"),
-        ("bare", "no whole result at a step that both have"),
+        ("trial", r"trial has disc.* with --limit \(not a result\)"),
+        ("bare", "a has discriminative at step 20; bare has no results"),
         ("nowhere", "is not a run folder"),
         ("a", "given twice"),
     ):

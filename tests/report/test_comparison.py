@@ -107,6 +107,13 @@ def test_runs_are_grouped_by_all_but_learning_rate_and_seeds(tmp_path):
     assert found[3].label == "rope, dim 96, decay_type cosine"
 
 
+def test_a_repeat_of_the_same_seeds_is_no_further_seed(tmp_path):
+    paths = two_architectures(tmp_path, 0.5, 0.5)
+    found = content(*paths, plant(tmp_path / "again", 0, right(0.9, 2000), "ABCD"))
+    assert found["pairs"][0]["num_runs"] == [1, 1]
+    assert any("again" in note and "not used" in note for note in found["notes"])
+
+
 def rated(folder: Path, rate: float, losses: dict[int, Any]) -> Path:
     plant_run(folder, validations(losses), optimizer__lr=rate)
     return folder
@@ -170,6 +177,15 @@ def test_losses_of_different_texts_choose_no_learning_rate(tmp_path):
     assert chosen(*paths)[1].losses == [3.0, 2.9]
     one, _ = chosen(*paths, rated(tmp_path / "again", 0.001, {20: 2.5}))
     assert [run.label for run in one.recipes[0].repeats] == ["again"]
+
+
+def test_several_learning_rates_without_a_held_out_loss_are_not_judged(tmp_path):
+    paths = two_architectures(tmp_path, 0.5, 0.9)
+    planted_run(tmp_path / "other", 5, model__canon_set="ABCD", optimizer__lr=0.001)
+    for baseline, said in (("nope", "by luck"), ("canon", "has no chosen learning rate")):
+        found = content(*paths, tmp_path / "other", baseline=baseline)
+        assert found["pairs"] == [] and said in str(found["notes"])
+    assert "suite `validation`" in found["architectures"][1]["choice"]
 
 
 def test_verdicts_are_of_the_chosen_rate_and_the_papers_table_of_the_best(tmp_path):
@@ -338,6 +354,22 @@ def test_seeds_needed_and_intervals_agree_with_the_verdict(tmp_path):
     assert any(row["seeds_needed"] for row in noise)
 
 
+def test_items_of_one_source_alone_are_not_judged(tmp_path):
+    items = records({"acc": [1.0, 0.0, 1.0]}, sources=["one"] * 3)
+    (row,) = content(*planted_pair(tmp_path, items, items))["pairs"]
+    assert (row["verdict"], row["p"], row["num_clusters"]) == ("not judged", None, 1)
+    assert "of one source" in row["why"]
+
+
+@pytest.mark.parametrize("older", [0, 1])
+def test_sources_that_one_side_lacks_are_the_other_s(tmp_path, older):
+    sides = [records({"acc": [1.0, 0.0] * 20}, sources=[*"abcdefgh"] * 5) for _ in range(2)]
+    for record in sides[older]:
+        del record["source"]
+    (row,) = content(*planted_pair(tmp_path, *sides))["pairs"]
+    assert row["num_clusters"] == 8
+
+
 def test_holm_is_over_every_task_and_pair_of_a_suite(tmp_path):
     rng, tasks = RNG(7), [f"task{k}" for k in range(6)]
     shares = (0.6, 0.665, 0.6)
@@ -444,6 +476,9 @@ def test_seeds_that_all_score_one_do_not_judge_a_single_run(tmp_path):
     assert (row["seed_noise"]["source"], row["verdict"]) == ("paper", "within noise")
     (row,) = content(*paths, own_noise_only=True)["pairs"]
     assert row["verdict"] == "not judged"
+    # where the other side has seeds of its own, both sides tell
+    (row,) = content(*paths, plant(tmp_path / "c", 8, right(0.975, 400, RNG(1)), "A"))["pairs"]
+    assert row["seed_noise"]["source"] == "own and paper"
 
 
 # -- scores by architecture ------------------------------------------------------------------------

@@ -85,6 +85,12 @@ def test_digests_part_at_the_planted_step(changed, theirs, first, different):
     assert result == {**counts, "different": different, "first_different": first}
 
 
+def test_steps_of_one_run_alone_do_not_count():
+    result = compare_digests(lines(60), lines(30) + lines(90)[6:])
+    counts = {"logged": [60, 60], "common": 30, "last_common": 30}
+    assert result == {**counts, "different": 0, "first_different": None}
+
+
 def test_repeated_steps_are_compared_as_they_were_done_last(tmp_path):
     lost = lines(40, changed=dict.fromkeys(range(21, 41), "f"))[2:]
     interrupted = [*lines(20), *lost, launch("resume", from_step=20), *lines(60)[2:]]
@@ -183,6 +189,20 @@ def test_every_kind_of_difference_is_in_its_section(tmp_path):
     assert result["sections"]["launch"]["own"].keys() == {"hosts"}
     assert result["sections"]["config"]["own"].keys() == {"job.dump_folder"}
     assert not result["same"]
+
+
+CHANGES: dict[str, Any] = {
+    **{"patch": "+ another line", "git": {"commit": "decaf"}},
+    **{"packages": {"numpy": "2.2.0"}, "around": {"OMP_NUM_THREADS": "8"}},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_difference_alone_is_exit_code_1(tmp_path, name):
+    a, b = pair(tmp_path, lines(20), lines(20))
+    plant_launch(a, patch="+ one line")
+    plant_launch(b, **{"patch": "+ one line"} | {name: CHANGES[name]})
+    assert run_command(a.path, b.path) == 1
 
 
 def test_the_command_s_document_and_errors(tmp_path, capsys):

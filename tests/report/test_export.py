@@ -336,6 +336,10 @@ def test_commands_of_the_live_copies(tmp_path, monkeypatch):
     assert commands(enable_wandb=True, wandb_project="p", wandb_tags=["a", "b"]) == {
         "wandb": ["wandb", *both, "--project=p", "--mode=online", "--tags", "a", "b"]
     }
+    assert commands(enable_tensorboard=True, save_tb_folder="x") == {
+        "tensorboard": ["tensorboard", *both, "--tb_folder=x"]
+    }
+    assert commands(enable_wandb=True, wandb_mode="disabled") == {}
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert commands(enable_wandb=True)["wandb"][-1] == "--mode=offline"
 

@@ -99,6 +99,14 @@ def test_few_items_that_all_agree_are_no_certainty():
     assert noise.difference_variance(one, bounded=True) == math.inf
 
 
+def test_what_runs_answer_on_their_own_is_in_their_spread(rng):
+    chances = rng.uniform(0.1, 0.9, 900)
+    answers = (rng.random((300, 900)) < chances).astype(float)  # equally good runs
+    found = noise.interaction_variance(Answers(answers, np.ones(900), np.arange(900)))
+    assert found == pytest.approx((chances * (1 - chances)).mean() / 900, rel=0.02)
+    assert found == pytest.approx(answers.mean(axis=1).var(ddof=1), rel=0.3)
+
+
 # -- seeds ----------------------------------------------------------------------------------------
 
 
@@ -135,6 +143,14 @@ def test_where_the_seed_noise_comes_from():
         assert found is not None and (found.source, found.df) == (source, df)
         assert found.variance == pytest.approx(variance)
     assert seed_noise([[0.5], [0.6]]) is None
+
+
+def test_published_spreads_are_the_papers():
+    known = {"lambada_openai": 0.04, "piqa": 0.03, "jrt_fda": 0.09, "babilong_qa1_4k": 0.05}
+    for task, spread in known.items():
+        suite = "discriminative" if spread < 0.05 else task.partition("_")[0]
+        assert noise.published_spread(task, suite) == spread
+    assert noise.published_spread("1-hop-256", "birth-year") is None
 
 
 def test_recipes_that_hardly_vary_do_not_make_others_surer():
@@ -278,6 +294,16 @@ def test_the_mean_of_tasks_leaves_out_a_source_of_all_of_them(rng):
     assert found.noise.item_variance == pytest.approx(by_hand)
 
 
+def test_a_source_with_most_items_stays_a_noise(rng):
+    """What runs answer on their own is not taken off a variance that one source makes."""
+    clusters = np.array([0] * 700 + list(range(1, 301)))
+    a, b = ((rng.random((3, 1000)) < 0.5).astype(float) for _ in range(2))
+    found = compared(a, b, np.ones(1000), clusters, SeedNoise(1e-6, math.inf, "given", "")).noise
+    alone = Clusters.of(a.mean(axis=0) - b.mean(axis=0), np.ones(1000), clusters)
+    assert found.item_variance == pytest.approx(noise.difference_variance(alone, bounded=True))
+    assert found.item_variance > 0 and found.item_df < 2
+
+
 def test_seeds_are_not_counted_twice():
     """Over items and seeds drawn anew, the estimated variance is that of the difference."""
     generator = np.random.default_rng(5)
@@ -336,6 +362,19 @@ def test_heavy_tails_and_shared_seeds_do_not_break_the_promise(words):
     (scenario,) = [each for each in simulate.BREACHES if words in each.words]
     outcome = simulate.simulate(scenario, 200, np.random.default_rng(14), ())
     assert at_most_5_percent(outcome.false_alarms, 200), outcome
+
+
+def test_a_noise_that_is_stated_too_small_breaks_it():
+    """What the figures must not hide: the simulation sees it where the prior is wrong."""
+    (scenario,) = [each for each in simulate.BREACHES if "noise twice that" in each.words]
+    outcome = simulate.simulate(scenario, 200, np.random.default_rng(15), ())
+    assert 0.05 < outcome.false_alarms < 0.3, outcome
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", range(1, len(simulate.SCENARIOS)))
+def test_verdicts_are_rarely_wrong_in_a_thousand_experiments(k):
+    check(simulate.SCENARIOS[k], 1000, 13)
 
 
 def test_the_papers_rule_is_wrong_in_half_of_all_comparisons():

@@ -113,6 +113,10 @@ def test_states(tmp_path, values, state, reason):
         seen = summary(run)
         assert (seen.state, seen.step) == ("done", 20)
         assert seen.reason == f"a launch since then is {state}: {reason}"
+    if state == "dead":
+        run.done_file.unlink()
+        run.write_config({"run": {"heartbeat_s": 30.0}}, {})
+        assert summary(run).state == "training", "the run's own heartbeat counts"
 
 
 def test_a_process_that_is_gone_is_dead_at_once(tmp_path):
