@@ -23,6 +23,7 @@ from canon_pretrain.report.noise import (
     RANGE_OF_8,
     Answers,
     Paired,
+    expected_maximum,
     mean_variance,
     paired,
     seed_noise,
@@ -323,6 +324,9 @@ def main(argv: list[str] | None = None) -> None:
     show("planted differences that are found", [*columns, "detectable"], power)
     unlike = {x.scenario.words: (x.false_alarms, x.anywhere) for x in breaches}
     show("where what is assumed does not hold", ["false alarm in a suite", "anywhere"], unlike)
+    apart = 1 - (1 - 2 * stats.norm.sf(RANGE_OF_8 / math.sqrt(2))) ** len(SPREADS)
+    print(f"\nbeyond the spread of 8 seeds on any task: {100 * apart:.0f} % false alarms")
+    print(f"best of 2 equals: too good by {expected_maximum(2):.3f} sigma")
 
 
 if __name__ == "__main__":

@@ -249,6 +249,7 @@ COLUMNS = {
     "95 % interval": lambda row: interval(row["ci"]),
     "detectable": lambda row: figure(row["detectable"]),
 }
+NARROW = 6  # columns that are shown in a terminal of less than 120
 STYLES = {verdicts.BETTER: "green", verdicts.WORSE: "red"}
 
 
@@ -335,15 +336,16 @@ def _print(content: Row) -> None:
 
     if content["held_out"]:
         show(content["held_out"], style="bold")
+    names = [*COLUMNS][: None if console.width >= 120 else NARROW]
     show(*(f"{name.upper()}: {', '.join(content[name])}" for name in ("a", "b")))
     for suite in dict.fromkeys(row["suite"] for row in content["pairs"]):
         rows = [row for row in content["pairs"] if row["suite"] == suite]
         title = f"{suite}, A at step {rows[0]['baseline_step']}, B at step {rows[0]['step']}"
         table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
-        for name in COLUMNS:
-            table.add_column(name)
+        for name in names:
+            table.add_column(name, no_wrap=name != names[0])
         for row in rows:
-            cells = (Text(words(row)) for words in COLUMNS.values())
+            cells = (Text(COLUMNS[name](row)) for name in names)
             table.add_row(*cells, style=STYLES.get(row["verdict"]))
         console.print(table)
     tests = ", ".join(f"{suite} {count} tests" for suite, count in content["family"].items())

@@ -116,7 +116,8 @@ def joined(rows: Iterable[Row]) -> list[Row]:
     by_step: dict[int, Row] = {}
     for row in rows:
         before = by_step.get(row.step, row)
-        by_step[row.step] = before._replace(values={**before.values, **row.values})
+        values = {**before.values, **row.values}
+        by_step[row.step] = before._replace(tokens=before.tokens or row.tokens, values=values)
     return [by_step[step] for step in sorted(by_step)]
 
 

@@ -384,4 +384,6 @@ def test_the_papers_rule_is_wrong_in_half_of_all_comparisons():
 
 def test_the_figures_are_printed(capsys):
     simulate.main(["--experiments", "10"])
-    assert "3 seeds, own noise, heavy tails | " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    for words in ("3 seeds, own noise, heavy tails | ", ": 49 % false alarms", "0.564 sigma"):
+        assert words in printed

@@ -214,6 +214,12 @@ def test_damage_is_named_in_its_row_and_hides_no_run(tmp_path, capsys):
 # ---- which runs
 
 
+def test_an_unforeseen_fault_in_a_run_is_its_problem(tmp_path, monkeypatch):
+    monkeypatch.setattr("canon_pretrain.report.status.read_tail", lambda path: 1 // 0)
+    (seen,) = seen_now(planted(tmp_path).path)
+    assert seen.problems == ["ZeroDivisionError: integer division or modulo by zero"]
+
+
 def test_runs_are_found_by_name_by_folder_and_by_pattern(tmp_path, monkeypatch):
     names = ["lr2", "lr10", "deep/er/run", "[bold]x[/bold] y", "archive/old"]
     for name in names:
