@@ -94,6 +94,17 @@ def test_quarantine_keeps_all_but_interrupted_saves_for_room(folder):
     assert len(list(target.parent.iterdir())) == 4
 
 
+def test_of_a_link_only_the_link_goes(folder, tmp_path):
+    before = contents(target := make_step(tmp_path / "elsewhere", 6))
+    folder.path.mkdir(parents=True)
+    for name in (".saving-step-6", ".deleting-step-7"):
+        (folder.path / name).symlink_to(target)
+    assert not any("can't" in sentence for sentence in folder.recover())
+    assert folder.quarantined()[0].path.is_symlink() and folder.lack_of_room(1 << 60)
+    assert folder.quarantined() == folder.leftovers() == []
+    assert contents(target) == before
+
+
 def test_recover_killed_anywhere_is_finished_by_the_next(tmp_path):
     numbers = itertools.count()
 

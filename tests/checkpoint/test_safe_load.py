@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
 from canon_pretrain.checkpoint.safe_load import (
+    ALLOWED,
     METADATA,
     SafePlanner,
     SafeReader,
@@ -198,6 +199,16 @@ def test_an_allowed_class_is_not_changed(checkpoint):
     with pytest.raises(DamagedCheckpoint, match="sets attributes of what is no record"):
         read_metadata(checkpoint)
     assert not hasattr(Metadata, "planted")
+
+
+def test_nothing_that_is_allowed_reaches_outside():
+    """The list itself: torch's records, an enum, two constructors, dtypes, two lookups."""
+    places = {"torch", "torch.serialization", "pathlib", "pathlib._local", "builtins"}
+    records = {f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem")}
+    assert {module for module, _ in ALLOWED} == places | records
+    assert ALLOWED["builtins", "getattr"] is not getattr
+    for (module, name), value in ALLOWED.items():
+        assert isinstance(value, torch.dtype) or module != "torch" or name == "Size"
 
 
 STEP, W = MetadataIndex("train_state.step"), MetadataIndex("w", (0, 0))

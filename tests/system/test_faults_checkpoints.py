@@ -130,6 +130,16 @@ def test_rolling_back_leaves_a_branch_that_nothing_comes_back_to(base, trial):
     assert len(list((run / "archive").iterdir())) == 1
 
 
+def test_a_requeued_roll_back_goes_on_though_its_step_was_deleted_since(base, trial):
+    run = copy(base, trial.run, last=4)
+    back = (*EVERY_2, "--checkpoint.keep_latest_k", 2, "--checkpoint.load_step", 2)
+    for restarts, stop_at in (("0", 6), ("1", 7)):
+        job = {"SLURM_JOB_ID": "9", "SLURM_RESTART_COUNT": restarts}
+        trial.launch(*back, "--run.stop_at", stop_at, ranks=1, environment=job)
+        assert 2 not in steps(run)
+    assert resumed_from(run) == [2, 6]
+
+
 def test_a_requeued_fresh_start_goes_on(base, trial):
     run = copy(base, trial.run)
     for restarts, stop_at in (("0", 2), ("1", 3)):

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from canon_pretrain.checkpoint.manifest import verify
+from canon_pretrain.checkpoint.retention import hold
 from canon_pretrain.core.files import free_bytes
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.titan import trainer as trainer_module
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager, Staging
 from canon_pretrain.titan.trainer import CanonTrainer
 from tests.checkpoint_folders import small_disk
-from tests.fault_runs import EVERY_2, STEPS, checkpoint, resumed_from, steps, wrap
-from tests.ranks import assert_refused, assert_same_run, events, status
+from tests.fault_runs import EVERY_2, STEPS, checkpoint, copy, resumed_from, steps, wrap
+from tests.ranks import assert_refused, assert_same_run, differences, events, status, whole_state
 
 NEEDED = 3 << 20
 """Bytes: about what a checkpoint of the debug model takes."""
@@ -246,3 +247,14 @@ def test_a_disk_slower_than_the_interval_does_not_hold_up_training(base, trial):
     (first, *_) = events(run, "checkpoint")
     assert first["step"] == 2 and first["stall_seconds"] < first["seconds"]
     assert_same_run(run, base, step=STEPS)
+
+
+def test_a_held_step_keeps_its_weights_alone(base, trial):
+    hold(run := copy(base, trial.run, last=8), 2, "validation")
+    trial.launch(*EVERY_2, "--checkpoint.keep_latest_k", 2, "--run.stop_at", 9, ranks=1)
+    assert steps(run) == [2, 8, 9]
+    assert [verify(checkpoint(run, k)).kind for k in (2, 8, 9)] == ["weights", "full", "full"]
+    weights, whole = whole_state(checkpoint(run, 2)), whole_state(checkpoint(base, 2))
+    assert weights and not any(name.startswith("optimizer.") for name in weights)
+    assert differences(weights, {name: whole[name] for name in weights}) == []
+    assert events(run, "retention")[-1]["weights_only"] == status(run).weights_only == [2]

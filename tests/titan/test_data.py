@@ -142,6 +142,23 @@ def take(iterator: Iterator[Any]) -> torch.Tensor:
     return torch.cat([inputs["input"], labels], dim=1)
 
 
+def test_a_state_is_gone_on_from_exactly(data):
+    ahead, plain = loader(data, 4), loader(data, 0)
+    batches = iter(ahead)
+    first, _, _ = (take(batches) for _ in range(3))  # a step
+    copied, state = first.clone(), ahead.state_dict()
+    after = [take(batches) for _ in range(5)]
+    assert torch.equal(first, copied), "what is read next is written elsewhere"
+    ahead.load_state_dict(state)  # back, in the middle of iterating, with more in the queue
+    plain.load_state_dict(state)
+    for each in (batches, rest := iter(plain)):
+        assert all(torch.equal(take(each), expected) for expected in after)
+    ahead.close()  # goes back to what was taken
+    assert ahead.loader.state_dict() == ahead.state_dict() == plain.state_dict()
+    assert torch.equal(take(batches), take(rest))
+    ahead.close()
+
+
 def test_a_read_that_hangs_holds_up_no_checkpoint_and_the_end_once(data, monkeypatch, caplog):
     batches = loader(data, 3)
     free, read = threading.Event(), batches.loader.next_batch

@@ -1,10 +1,13 @@
 """The job: what a file and a command line come to, and what is refused."""
 
+import ast
+import dataclasses
 import re
 
 import pytest
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.model.args import FLAVORS
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
 from tests.support import ROOT
@@ -35,6 +38,20 @@ def test_defaults_are_the_papers_and_not_torchtitans():
     assert job.checkpoint.enable
     assert not job.checkpoint.last_save_model_only
     assert job.activation_checkpoint.mode == "none"
+
+
+def test_every_model_key_reaches_the_model():
+    text = "vocab_size=77 num_layers=3 dim=128 num_heads=8 num_kv_heads=4 ffn_dim=96 bias=True "
+    text += "ffn='standard' ffn_activation='gelu' norm='layernorm' norm_eps=1e-6 canon_set='BD' "
+    text += "position='partial_rope_c' partial_rope_dim=6 rope_theta=500.0 canon_kernel=3 eos_id=3 "
+    text += "canon_residual=False canon_activation=True canon_trainable=False init='lingua' "
+    text += "tie_embeddings=True document_mask=True qk_norm='per_head' init_seed=9 flavor='162M'"
+    words = [f"--model.{word}".replace("'", "") for word in text.split()]
+    job = parse_job(["--config", DEBUG, *words])
+    values = {k: ast.literal_eval(v) for k, v in (word.split("=") for word in text.split())}
+    base = FLAVORS[values.pop("flavor")]
+    assert values.keys() == vars(job.model).keys() & vars(base).keys()
+    assert job.model_args == dataclasses.replace(base, max_seq_len=job.training.seq_len, **values)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 16, 48])

@@ -108,6 +108,12 @@ def test_what_would_change_the_run_is_refused_until_it_is_named(name, old, new, 
     assert check_identity(run, identity, [",".join(changes)]) == changes
 
 
+def test_a_name_that_no_run_has_is_refused_even_in_a_new_folder(tmp_path):
+    for name in ("optimizer.rate", "metrics.log_freq"):
+        with pytest.raises(UserError, match=f"names {name}, which is not part"):
+            check_identity(RunFolder(tmp_path), run_identity(job(), "shards"), [name])
+
+
 def test_all_else_is_only_noted(tmp_path):
     run = recorded(tmp_path, "--run.stop_at", 5)
     words = ("--metrics.log_freq", 3, "--checkpoint.interval", 2, "--loss.chunk_tokens", 0)

@@ -11,8 +11,10 @@ from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
 
 from canon_pretrain.run.config import Loss, build
+from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig, check_job
-from canon_pretrain.titan.spec import build_schedule, head_loss
+from canon_pretrain.titan.spec import build_schedule, head_loss, learning_rate_factor
+from tests.support import ROOT
 
 FORMS = [Loss(), Loss(z_loss=0.3), Loss(squared_loss=0.3)]
 every_form = pytest.mark.parametrize("config", FORMS, ids=str)
@@ -159,3 +161,24 @@ def test_a_line_to_zero_and_a_rate_that_stays():
     line_to_0 = rates(job_of(warmup_steps=0, decay_type="linear", min_lr_factor=0))
     assert line_to_0 == pytest.approx([1 - step / STEPS for step in range(STEPS)])
     assert rates(job_of(min_lr_factor=1.0))[WARMUP:] == pytest.approx([1.0] * (STEPS - WARMUP))
+
+
+def test_a_run_prolonged_at_a_stable_rate_is_the_longer_run():
+    """WSD and InfiniteLR do not depend on the run's length there; a cosine over the run does."""
+    for schedule, is_same in (
+        ({"decay_ratio": 0.25}, True),
+        ({"decay_steps": 8}, True),
+        ({}, False),
+    ):
+        long = job_of(**schedule)
+        long.training.steps = 40
+        assert (rates(long, 15) == rates(job_of(**schedule), 15)) is is_same
+
+
+def test_infinite_lr_of_seed_000():
+    """Warm-up 500, cosine over 50,000 steps from 1e-3 towards 1e-4, and no further."""
+    job = parse_job(["--config", str(ROOT / "train_configs/tiny/llama.toml")])
+    known = {0: 2e-6, 499: 1e-3, 500: 1e-3, 25_500: 5.5e-4, 50_500: 1e-4, 10**6: 1e-4}
+    for step, rate in known.items():
+        factor = learning_rate_factor(step, config=job.lr_scheduler)
+        assert job.optimizer.lr * factor == pytest.approx(rate)

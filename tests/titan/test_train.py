@@ -179,16 +179,19 @@ def test_a_launch_that_does_not_fit_exits_with_2(data_folder, tmp_path, capsys, 
     monkeypatch.setenv("RANK", "0")
     argv = debug_run(data_folder, tmp_path / "run")
     assert "LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE" in exits_with_2(argv, capsys)
-    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NUMA_BINDING"):
         monkeypatch.setenv(name, "0")
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "5")
+    monkeypatch.setattr("canon_pretrain.titan.dry_run.has_accelerator", lambda: False)
     monkeypatch.setattr("canon_pretrain.titan.device.has_accelerator", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     assert "5 ranks on this node, but 4 GPU(s)" in exits_with_2(argv, capsys)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    monkeypatch.setattr("canon_pretrain.titan.device.take_device", lambda: None)
+    taken = list[int]()
+    monkeypatch.setattr("torch.cuda.set_device", taken.append)
     message = exits_with_2(argv, capsys)
+    assert taken == [0], "a rank takes its GPU before all else"
     assert "World sizes that divide it: 1, 2, 3, 4, 6, 12" in message
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
