@@ -265,3 +265,9 @@ def test_run_trains_and_a_second_time_does_nothing(data_folder, tmp_path):
     again = run()
     assert again.returncode == 0 and "debug-seed3: DONE, nothing to do" in again.stderr
     assert status(tmp_path / "s" / "debug-seed3").launches == 1
+
+
+@pytest.mark.parametrize("module", ["canon_pretrain.chain", "canon_pretrain.sweep", "eval.stage"])
+def test_a_login_nodes_commands_need_no_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -209,3 +209,17 @@ def test_opening_a_damaged_split_is_refused(split, name):
     with pytest.raises(ShardError, match=message) as caught:
         TokenShards.open(split)
     assert str(split) in str(caught.value)
+
+
+def test_the_fingerprint_names_the_stream_and_its_tokenizer(tmp_path):
+    texts, found = [np.arange(5), np.arange(5, 20)], []
+    for name, documents, sha256 in (
+        ("a", texts, "x"),
+        ("b", texts, "x"),
+        ("c", texts, "y"),
+        ("d", texts[::-1], "x"),
+    ):
+        known: dict[str, Any] = {"vocab_size": VOCAB, "eos_id": 2, "tokenizer_sha256": sha256}
+        write_shards(tmp_path / name, documents, **known)
+        found.append(TokenShards.open(tmp_path / name).fingerprint)
+    assert found[0] == found[1] and len(set(found)) == 3
