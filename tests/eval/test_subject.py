@@ -100,7 +100,6 @@ def test_an_import_is_evaluated_by_its_export(copy, tmp_path):
 
 
 def test_text_or_a_tokenizer_of_another_vocabulary_is_refused(base, tmp_path):
-    """Its loss would be a number that means nothing."""
     step = base / "run" / "checkpoint" / "step-3"
     write_data(tmp_path / "text")  # of another tokenizer
     with pytest.raises(UserError, match="another tokenizer than"):
