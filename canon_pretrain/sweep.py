@@ -246,7 +246,9 @@ def plan(given: argparse.Namespace, passed_on: list[str]) -> None:
     """Write the plan, or add to it, and print what it holds."""
     if misplaced := OWN.intersection(passed_on):
         raise UserError(f"{', '.join(misplaced)}: write it before {passed_on[0]}")
-    new = make_sweep(given.configs, given.lr, given.seeds, given.seed_of, passed_on)
+    if given.seed_of and not given.seeds:
+        raise UserError(f"--seed_of {given.seed_of} needs --seeds, such as --seeds 0 1 2")
+    new = make_sweep(given.configs, given.lr, given.seeds, given.seed_of or "both", passed_on)
     sweep, num_new = write_plan(given.sweep, new, extend=given.extend)
     for key in data_differences(sweep):
         print(f"NOTE: the configs differ in {key}: runs of one seed do not see the same data")
@@ -435,8 +437,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--configs", nargs="+", required=True, metavar="FILE.toml")
     add("--lr", nargs="+", default=[], metavar="RATE", help="default: the configs' own")
     add("--seeds", nargs="+", default=[], metavar="SEED", help="default: the configs' own")
-    about = "what the seeds are of (default: %(default)s)"
-    add("--seed_of", choices=SEED_KEYS, default="both", help=about)
+    add("--seed_of", choices=SEED_KEYS, help="what the seeds are of (default: both)")
     add("--extend", action="store_true", help="add runs to the plan that is there")
     shown = new("table", help="how the runs stand")
     shown.add_argument("--json", action="store_true", help="one document, for scripts")

@@ -199,6 +199,8 @@ def _split_content(tokenizer: Tokenizer, shards: TokenShards, counts: Counts) ->
         "unused_ids": int((counts.tokens == 0).sum()),
         "frequencies": {"ranks": ranks.tolist(), "counts": ordered[ranks - 1].tolist()},
         **_groups(marks),
+        # marks know nothing of the limit that ends the stream inside a part
+        "groups_count_more": sum(mark.documents for mark in marks) > shards.num_documents,
         **{what: dict(sorted(total.items())) for what, total in reasons.items()},
     }
 
@@ -351,12 +353,16 @@ def facts(split: dict[str, Any]) -> dict[str, str]:
 
 
 def notes(content: dict[str, Any]) -> Iterator[str]:
-    """Yield what was skipped and repaired."""
+    """Yield what was skipped and repaired, and what the table of groups does not tell."""
     for split in content["splits"]:
         for field, words in (("skipped", "rows skipped"), ("repaired", "documents repaired")):
             if split[field]:
                 counts = ", ".join(f"{count:,} {why}" for why, count in split[field].items())
                 yield f"{split['split']}: {words}: {counts}."
+        if split["groups_count_more"]:
+            yield f"{split['split']}: groups count to the end of the part that the limit cuts."
+        if split["num_groups"] > MAX_GROUPS:
+            yield f"{split['split']}: {split['num_groups']:,} groups; the largest are shown."
 
 
 def _ratio(one: int, other: int) -> str:

@@ -307,6 +307,10 @@ def _manifest_faults(folder: Path, manifest: Manifest, plan: Plan) -> Iterator[s
         # a limit ends the stream where it likes
         if not any(manifest.limits.values()) and (unit, part) != (len(plan.units), 0):
             yield f"ends before unit {unit}, part {part}; the plan has {len(plan.units)} units"
+    for what in ("documents", "tokens"):
+        most, have = manifest.limits[f"max_{what}"], getattr(manifest, f"num_{what}")
+        if folder.name == TRAIN and most is not None and have > most:
+            yield f"num_{what} is {have}, more than the limit {most}"
     if cut := manifest.cut:
         try:
             ends = np.fromfile(folder / f"{marks[-1].name}.docs", dtype="<u8")

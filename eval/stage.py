@@ -181,4 +181,5 @@ def fetch(data: DataSet, commit: str, cache: Path) -> "datasets.Dataset":
 
 def _described(manifest: Manifest, data: DataSet) -> str:
     known = manifest.splits[data.split]
-    return f"{known.rows:,} documents, {size(known.bytes)}, commit {manifest.revision[:12]}"
+    odd = f" (expected {data.documents:,})" if known.rows != data.documents else ""
+    return f"{known.rows:,} documents{odd}, {size(known.bytes)}, commit {manifest.revision[:12]}"

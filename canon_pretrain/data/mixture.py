@@ -35,6 +35,11 @@ def exact_weight(weight: float) -> Fraction:
 
 def thresholds(shares: Sequence[Fraction]) -> np.ndarray:
     """Return the words at which the next source begins, uint64 [len(shares) - 1], of 2**64."""
+    if min(shares) * (1 << 64) < 1:
+        raise UserError(
+            f"data.weights has a share of {float(min(shares)):.3g}, which would never be drawn; "
+            f"leave that folder out"
+        )
     ends = itertools.accumulate(shares)
     return np.array([math.floor(end * (1 << 64)) for end in ends][:-1], dtype=np.uint64)
 

@@ -172,3 +172,12 @@ def test_of_two_jobs_that_begin_at_once_the_one_with_the_lock_goes_on(run):
     assert json.loads(run.status_file.read_text()) == status, "it is the other one's"
     write_json(run.status_file, status | {"state": "stopped", "reason": "the file STOP"})
     assert end(run, "7", "limit").next == "requeue"
+
+
+def test_a_checkpoint_folder_of_another_name_is_found(run):
+    run.write_config({"checkpoint": {"folder": "saves"}}, {})
+    for step in (0, 5):
+        begin(run, "7", restarts=1)
+        launch(run, "running", 9)
+        (run.path / "saves" / f"step-{step}").mkdir(parents=True)
+        assert end(run, "7", "none", restarts=1).next == "requeue"

@@ -302,6 +302,18 @@ def test_steps_that_are_gone_or_damaged_hold_up_nothing(slurm, run):
     assert held_steps(run) == set() and slurm.names == ["eval-report-run"]
 
 
+def test_a_branch_that_is_left_takes_its_leases_along(slurm, run):
+    watch = watcher(run, "jrt", every=10)
+    watch.one_pass()
+    lease = leases_of(run, 20, "jrt").current()
+    assert lease is not None
+    CheckpointFolder(run / "checkpoint").archive_after(15, run, "a test")
+    assert begin(leases_of(run, 20, "jrt"), "2", lease.id, 3)[0] == 3
+    save(run, 20)
+    watch.one_pass()
+    assert slurm.names.count("eval-run-step-20-jrt") == 2 and held_steps(run) == {10, 20, 30, 40}
+
+
 # ---- what counts as answered, and what was asked for
 
 

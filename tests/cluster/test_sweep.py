@@ -88,6 +88,7 @@ def test_a_run_is_trained_with_its_own_values(seed_of, init, data, tmp_path, cap
         (("--configs", DEBUG, "--seeds", "1.5"), "--seeds 1.5"),
         (("--configs", DEBUG, "--seeds", str(1 << 63)), "less than 9223372036854775808"),
         (("--configs", "none.toml"), "none.toml is missing"),
+        (("--configs", DEBUG, "--seed_of", "data"), "--seed_of data needs --seeds"),
         ((*GRID, "--optimizer.lr", "1"), "--optimizer.lr: the sweep sets this of each run"),
         ((*GRID, "--data.data-seed=3"), "by --seeds"),
         ((*GRID, "--training.steps", "9", "--extend"), "--extend: write it before"),

@@ -71,6 +71,7 @@ def test_the_fingerprint_is_of_data_shares_and_order(folders, tmp_path):
         ([0.5, -0.5, 1], "has -0.5"),
         ([1, 1, float("nan")], "has nan"),
         ([1, 1, float("inf")], "has inf"),
+        ([1, 1e-30, 1], "a share of 5e-31, which would never be drawn"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(folders, weights, message):

@@ -209,3 +209,13 @@ def test_opening_a_damaged_split_is_refused(split, name):
     with pytest.raises(ShardError, match=message) as caught:
         TokenShards.open(split)
     assert str(split) in str(caught.value)
+
+
+def test_the_fingerprint_names_the_stream_and_its_tokenizer(tmp_path):
+    texts, found = [np.arange(5), np.arange(5, 20)], []
+    same_and_others = (texts, "x"), (texts, "x"), (texts, "y"), (texts[::-1], "x")
+    for number, (documents, sha256) in enumerate(same_and_others):
+        known: dict[str, Any] = {"vocab_size": VOCAB, "eos_id": 2, "tokenizer_sha256": sha256}
+        write_shards(tmp_path / str(number), documents, **known)
+        found.append(TokenShards.open(tmp_path / str(number)).fingerprint)
+    assert found[0] == found[1] and len(set(found)) == 3

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import tokenizers
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import sha256_file
 from canon_pretrain.data.shards import TokenShards
+from data_prep import build as build_module
 from data_prep.__main__ import main
 from data_prep.plan import Options, load_plan
 from tests.checkpoint_folders import fill, small_disk
@@ -204,6 +206,20 @@ def test_an_input_changed_between_runs(base, corpus, tmp_path):
     corpus.rename(tmp_path / "moved")
     build_corpus(out, tmp_path / "moved")
     assert snapshot(out) == {**snapshot(base / "data"), "plan.json": before["plan.json"]}
+
+
+def test_an_input_that_changes_while_it_is_built(corpus, tmp_path, monkeypatch):
+    """Between the hashing of the small inputs and the reading: its unit is not committed."""
+    out, changed, run_jobs = tmp_path / "data", corpus / "part7.jsonl", build_module.run_jobs
+
+    def change_first(*arguments: Any) -> Any:
+        changed.write_bytes(changed.read_bytes().replace(b"the", b"thx", 1))
+        return run_jobs(*arguments)
+
+    monkeypatch.setattr(build_module, "run_jobs", change_first)
+    with pytest.raises(UserError, match=r"part7\.jsonl"):
+        build_corpus(out, corpus)
+    assert not list(out.glob("*/part-00003-*")) and committed(out)
 
 
 def test_large_inputs_are_hashed_while_they_are_read(base, corpus, tmp_path, monkeypatch):

@@ -136,12 +136,19 @@ def test_a_manifest_that_fits_itself_and_not_the_plan(data, refused):
         ({}, [*names[:2], *names[3:]], "lists part-"),
         ({"vocab_size": 301}, names, "vocab_size is 301, the plan's is 300"),
         ({"tokenizer_sha256": "0" * 64}, names, "tokenizer_sha256 is"),
+        ({"limits": {"max_tokens": 9}}, names, "more than the limit 9"),
     ]
     for changes, listed, fault in forged:
         path.write_bytes(good)
         forge_manifest(data / "train", listed, **changes)
         said = refused(data, "size")
         assert "train/manifest.json: " in said and fault in said
+    stored = json.loads(good)
+    path.write_text(json.dumps(stored | {"num_tokens": stored["num_tokens"] + 1}))
+    assert "does not fit the commit marks" in refused(data, "size")
+    stored["parts"][0]["name"] = "../x"
+    path.write_text(json.dumps(stored))
+    assert "train/manifest.json: cannot be read" in refused(data)
 
 
 def test_limits(data, refused):
@@ -158,6 +165,24 @@ def test_limits(data, refused):
     assert "where no document ends" in refused(data, "size")
     forge_manifest(data / "train", names[:1], cut=None)
     assert "the splits do not end together" in refused(data, "size")
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"inputs": {"m0.jsonl": "0" * 64}}, "was made from m0.jsonl with sha256 0000"),
+        ({"unit": 1}, "is the mark of part-00001-0"),
+        ({"max_id": -1}, "no commit mark of this format"),
+    ],
+)
+def test_a_mark_of_something_else_is_found(data, change, fault, refused):
+    """Marks and manifest agree with each other; the plan says something else."""
+    path = data / "train/part-00000-0.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | change))
+    if "max_id" not in change:
+        forge_manifest(data / "train", names_of(data / "train"))
+    said = refused(data, "size")
+    assert "train/part-00000-0.json: " in said and fault in said
 
 
 def test_repair_gives_every_damaged_file_its_bytes_again(data, capsys):
@@ -221,3 +246,15 @@ def test_repair_needs_room_its_tokenizer_and_no_other_repair(data, monkeypatch, 
     flip(data / "tokenizer.model", 0)
     assert snapshot(data) == before
     verify(data, repair=True)
+
+
+def test_the_command(data, capsys):
+    main(["verify", str(data), "--level", "sample"])
+    flip(data / "train/part-00001-0.bin")
+    root = json.loads((data / "plan.json").read_bytes())["root"]
+    command = ["verify", str(data), "--repair", "--workers", "2", "--root"]
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, str(data)])
+    assert "unit 1 cannot be repaired" in capsys.readouterr().out
+    main([*command, root])
+    assert "ok again, 1 part(s) rebuilt" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """The JRT suite: prompts, what becomes of rows, options; and all of it, answered."""
 
 import json
+import logging
 import string
 from collections.abc import Callable
 from pathlib import Path
@@ -134,13 +135,15 @@ def test_drop_and_triviaqa_keep_the_first_tokens(tmp_path, trained, key):
     assert found["row"] == [0, 3] and "Oslo. Which?" in found["prompt"][0]
 
 
-def test_prompts_that_do_not_fit_are_counted(tmp_path, trained):
+def test_prompts_that_do_not_fit_are_counted(tmp_path, trained, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("lm_eval"), "propagate", True)
     made = loader(tmp_path, trained, "jrt_fda", [PAGE, PAGE | {"text": PAGE["text"] * 2}])
     first, second = (len(tokenizer().encode(item["prompt"])) + 48 for item in made())
     assert first < second
     for max_length, count in ((second, 0), (second - 1, 1), (first - 1, 2)):
         counts = json.loads(made(max_length=max_length).info.description)
         assert counts["too_long"] == count
+    assert caplog.messages[1] == "jrt_fda: 2 prompts will lose their beginning"
 
 
 def test_unknown_options_and_missing_fields(tmp_path, trained):

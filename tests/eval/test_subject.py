@@ -14,6 +14,7 @@ from canon_pretrain.hf.export import export
 from canon_pretrain.hf.reading import import_folder
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import question_of
+from data_prep.settle import train_tokenizer
 from eval.model.lm import CanonLM
 from eval.model.subject import Subject
 from eval.validation import model_loss
@@ -96,3 +97,14 @@ def test_an_import_is_evaluated_by_its_export(copy, tmp_path):
     for path in (found.checkpoint, found.checkpoint.parent):
         with pytest.raises(UserError, match="is an import.*canon_pretrain.hf export"):
             Subject.open(path, None)
+
+
+def test_text_or_a_tokenizer_of_another_vocabulary_is_refused(base, tmp_path):
+    step = base / "run" / "checkpoint" / "step-3"
+    write_data(tmp_path / "text")  # of another tokenizer
+    with pytest.raises(UserError, match="another tokenizer than"):
+        Subject.open(step, held_out=tmp_path / "text").check_held_out()
+    data = Path(shutil.copytree(base / "data", tmp_path / "data"))
+    (data / "tokenizer.model").write_bytes(train_tokenizer([sentence(1, 999)], 290))
+    with pytest.raises(UserError, match="expected"):
+        Subject.open(step, data).tokenizer  # noqa: B018

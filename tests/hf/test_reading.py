@@ -239,3 +239,19 @@ def test_a_state_that_does_not_fit(straight, tmp_path):
     shutil.copytree(step_3, torn)
     flip_byte(next(torn.glob("*.distcp")))
     refused(tmp_path / "hf", "step-3.*damaged|sha", state_from=torn)
+
+
+def test_transformers_own_llama(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    own = BASE | {"num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**own)).eval()
+    state = random_state(own)
+    model.load_state_dict(state)
+    with torch.no_grad():
+        theirs = model(TOKENS).logits
+    assert (llama_canon.logits(own, state, TOKENS) - theirs).abs().max() < 1e-4
+    model.save_pretrained(tmp_path / "hf", max_shard_size="200KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    found = import_folder(tmp_path / "hf", tmp_path / "out")
+    assert (our_logits(found) - theirs).abs().max() < 1e-4

@@ -119,3 +119,22 @@ def test_names_and_values_are_the_same_under_compile_and_checkpoint_wrappers():
     assert {plain_name(name) for name in wrapped} == set(whole)
     for name, parameter in wrapped.items():  # cast to the parameter's dtype
         assert torch.equal(parameter, whole[plain_name(name)].bfloat16())
+
+
+CHANGES = (
+    *({"canon_trainable": False}, {"document_mask": True, "canon_activation": True}),
+    *({"position": "alibi", "ffn_activation": "relu2"}, {"tie_embeddings": True}),
+    {"ffn": "standard", "norm": "layernorm"},
+)
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_what_a_variant_shares_with_others_starts_at_the_same_values(changes):
+    args = replace(FULL, init_seed=5)
+    expected, given = _initialised(args), _initialised(replace(args, **changes))
+    assert given.keys() <= expected.keys()
+    for name, value in given.items():
+        if value.shape == expected[name].shape:
+            assert torch.equal(value, expected[name]), name
+        else:  # Canon-D without the gate's channels
+            assert "ffn" in changes and "canon_d" in name

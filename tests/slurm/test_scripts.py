@@ -174,3 +174,15 @@ def test_help_is_the_header_and_a_script_is_no_job_without_slurm(programs, name)
     assert "#SBATCH --" not in shown.stdout and "set -euo" not in shown.stdout
     refused = bash(programs, script, ".")
     assert refused.returncode == 2 and refused.stderr.startswith("error: "), refused
+
+
+def test_what_a_node_compiles_is_in_a_folder_of_the_users_own(programs, tmp_path):
+    own = tmp_path / f"canon_pretrain-{os.getuid()}"
+    unset = {"TMPDIR": tmp_path, "TORCHINDUCTOR_CACHE_DIR": "", "TRITON_CACHE_DIR": ""}
+    show = 'prepare_node; echo "$TORCHINDUCTOR_CACHE_DIR $TRITON_CACHE_DIR"'
+    assert library(programs, show, **unset).stdout == f"{own}/inductor {own}/triton\n"
+    assert own.stat().st_mode & 0o777 == 0o700
+    own.rmdir()
+    own.symlink_to("/usr")  # as another user may leave it in /tmp
+    folder = Path(library(programs, show, **unset).stdout.split()[0]).parent
+    assert folder.parent == tmp_path and folder != own and not folder.is_symlink()

@@ -7,6 +7,7 @@ Options come through the task's metadata: `jrt_tokens`, what a context is cut to
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ ALTERNATIVE, TOKEN_POSITION = "alt_answers", "tok_pos"
 ANSWER, NOTHING, BEGINNING = "answer", "nothing", "beginning"
 CENTRES = (ANSWER, ALTERNATIVE, TOKEN_POSITION, NOTHING, BEGINNING)
 OPTION = "jrt_"
+# below its own name the harness shows what is logged
+LOG = logging.getLogger(f"lm_eval.{__name__}")
 Row = Mapping[str, Any]
 Options = tuple[int, str, tuple[str, ...]]  # tokens of a cut, field that is cut, those around
 
@@ -230,6 +233,8 @@ def load(
     if max_length is not None:
         prompts = [str(item["prompt"]) for item in items]
         counts["too_long"] = len(lengths_beyond(prompts, max_length - ANSWER_TOKENS, metadata))
+        if counts["too_long"]:
+            LOG.warning("%s: %d prompts will lose their beginning", dataset, counts["too_long"])
     made = datasets.Dataset.from_list(items)
     # the harness makes them part of the results; too_long: prompts that lose their beginning
     made.info.description = json.dumps(counts)
