@@ -351,7 +351,7 @@ def test_one_run_has_one_schedule(run):
     with pytest.raises(UserError, match="schedule.json is damaged"):
         settle(run, {})
     assert settle(run, {"every": 20}, change=True) == settle(run, {}) == Request([*ALL], every=20)
-    with pytest.raises(UserError, match=r"--every 7: .* each 5 steps .*a multiple"):
+    with pytest.raises(UserError, match=r"--every 7: .* each 5 steps.*a multiple"):
         Schedule(run, Request(SUITES, 7))
     write_run(run, last=37)
     for every, steps in ((15, [15, 30, 37]), (None, [*range(5, 36, 5), 37]), (50, [37])):
