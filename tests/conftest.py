@@ -47,12 +47,6 @@ def runs(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return folders
 
 
-@pytest.fixture
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """A Slurm cluster of two nodes; the tests that need it are skipped where it can't be."""
