@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
-from canon_pretrain.core.cli import command
+from canon_pretrain.core.cli import command, positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_atomic, write_json
 from canon_pretrain.core.holder import read_count
@@ -30,10 +30,8 @@ from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.source import check_snapshot, differences, newest_snapshot, take_snapshot
 from canon_pretrain.run.status import Status, read_status
 
-RESTARTS = 3
-"""Restarts without a new checkpoint after which a job chain stops."""
-WAIT_S = 30.0
-"""Three heartbeats, and Slurm's default KillWait: a launch that is cancelled has ended by then."""
+RESTARTS = 3  # without a new checkpoint, after which a job chain stops
+WAIT_S = 30.0  # three heartbeats, and Slurm's default KillWait: a cancelled launch has ended
 
 Asked = Literal["none", "limit", "preempted", "term"]
 """Who asked the launch to stop: nobody; the job script, near its time limit; Slurm, which preempts;
@@ -104,8 +102,7 @@ def code_of(job: str, arguments: Sequence[str]) -> tuple[Path | None, Path | Non
     """Return the snapshot that `job` launches from and the config that replaces its own.
 
     None is the program, or the config, as it is now: for a run without a checkpoint, a fresh one
-    and `--run.allow_changes code`, but not for a restart of the same job. `arguments` are those of
-    canon_pretrain.train. Raises UserError for a damaged snapshot.
+    and `--run.allow_changes code`, but not for a restart. Raises UserError for a damaged snapshot.
     """
     try:
         launch = parse_launch(arguments)
@@ -133,8 +130,7 @@ def begin(
     """Record a start of `job`, or return the Decision that forbids it.
 
     Forbidden if a launch of another job is alive after `wait_s` (a cancelled one may still save),
-    or if starts that were killed with their scripts used up `restarts`. `take_code` snapshots the
-    program as it is; the first start keeps its `config` for the restarts.
+    or if starts that were killed with their scripts used up `restarts`.
     """
     end_s = time.monotonic() + wait_s
     # one on another node that is silent for as long counts as dead; the trainer watches it longer
@@ -184,7 +180,7 @@ def end(run: RunFolder, job: str, asked: Asked, *, restarts: int = RESTARTS) -> 
     if decision is None or (is_idle and asked != "preempted"):
         # a limit that comes before a first new step would be met again, and for ever
         futile = link.failed_restarts(newest)
-        what = _failure(own, asked) if decision is None else decision.why
+        what = _failure(own) if decision is None else decision.why
         decision = decision or Decision("requeue", f"the launch failed: {what}")
         if futile >= restarts:
             decision = _out_of_restarts(futile, newest, what)
@@ -226,10 +222,9 @@ def _asked_for(own: Status | None, asked: Asked) -> Decision | None:
     return Decision("stop", f"stopped {where} by {own.reason}, which no job script asked for")
 
 
-def _failure(own: Status | None, asked: Asked) -> str:
+def _failure(own: Status | None) -> str:
     if own is None:
-        more = "; give a launch more time (--time)" if asked == "limit" else ""
-        return f"it did not come as far as its status{more}"
+        return "it did not come as far as its status; it may need more time (--time)"
     if own.state == "running":
         return f"it was killed at step {own.step} (phase {own.phase})"
     return own.reason or own.state
@@ -260,7 +255,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("command", choices=("code", "begin", "end"))
     parser.add_argument("run", type=Path, metavar="RUN", nargs="?", default=Path())
     parser.add_argument("--job", required=True, help="the id that all starts of the chain share")
-    parser.add_argument("--restarts", type=int, default=RESTARTS)
+    parser.add_argument("--restarts", type=positive, default=RESTARTS)
     parser.add_argument("--asked", choices=get_args(Asked), default="none")
     parser.add_argument("--take_code", action="store_true")
     own = sys.argv[1:] if argv is None else argv
@@ -268,8 +263,6 @@ def main(argv: list[str] | None = None) -> None:
     given, launch = parser.parse_args(own[:place]), own[place + 1 :]
     run, job, restarts = RunFolder(given.run), given.job, given.restarts
     with command(prints=True):
-        if restarts < 1:
-            raise UserError(f"--restarts {restarts}: expected at least 1")
         if given.command == "code":
             snapshot, config = code_of(job, launch)
             if snapshot is not None:

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     import torch
 
 TIMEOUT_S = 600
-WRITE_BYTES = 1 << 20
 LEAST_FREE = 0.9
 """The share of a GPU's memory that must be free; a process of a former job may hold the rest."""
 MATMUL_SIZE = {"cuda": 8192, "cpu": 512}
@@ -53,8 +52,6 @@ ALL_REDUCES = 5
 MATMUL, MEMORY = "matmul", "memory"
 IN_NODE, TWO_NODES, ALL_NODES = "all-reduce in the node", "all-reduce of two nodes", "all-reduce"
 PACKAGES = ("torch", "torchtitan", "numpy")
-
-
 CLOCK_WARNING_S, CLOCK_FAULT_S = 2.0, 30.0
 """Half of the minute after which a silent run counts as dead, by another node's clock."""
 SLOW_WARNING, SLOW_FAULT = 0.8, 0.5
@@ -73,15 +70,11 @@ def check_nodes(global_batch_size: int, nodes: int, ranks_per_node: int) -> None
     worlds = valid_world_sizes(global_batch_size, ranks_per_node)
     if nodes * ranks_per_node in worlds:
         return
-    if worlds:
-        fitting = ", ".join(str(world // ranks_per_node) for world in worlds)
-        way_out = f"Numbers of nodes that can: {fitting} (sbatch --nodes), of {ranks_per_node} each"
-    else:
-        fitting = ", ".join(map(str, valid_world_sizes(global_batch_size)))
-        way_out = f"Numbers of ranks that can, on 1 node: {fitting} (GPUS_PER_NODE)"
+    fitting = ", ".join(str(world // ranks_per_node) for world in worlds) or "none"
     raise UserError(
         f"{nodes} node(s) of {ranks_per_node} can't share training.global_batch_size = "
-        f"{global_batch_size}. {way_out}"
+        f"{global_batch_size}. Numbers of nodes that can: {fitting} (sbatch --nodes), of "
+        f"{ranks_per_node} each"
     )
 
 
@@ -95,11 +88,11 @@ def plan_job(
     import torch
 
     from canon_pretrain.model.args import num_parameters
-    from canon_pretrain.titan.command_line import FORCE, parse_job
+    from canon_pretrain.titan.command_line import parse_job
     from canon_pretrain.titan.data import open_shards
     from canon_pretrain.titan.job_config import shard_degree
 
-    job = parse_job([word for word in arguments if word != FORCE])
+    job = parse_job([word for word in arguments if word != "--force"])
     check_nodes(job.training.global_batch_size, nodes, ranks_per_node)
     shard_degree(job, nodes * ranks_per_node)
     if data:
@@ -169,11 +162,9 @@ def report_node(run: Path, checkpoint_bytes: int, gpus: int) -> Report:
                 f"{free:,} bytes are free in {run}, a checkpoint takes about {checkpoint_bytes:,}"
             )
         with tempfile.NamedTemporaryFile(dir=run, prefix=f".preflight-{host_name()}-") as file:
-            file.write(content := os.urandom(WRITE_BYTES))
+            file.write(os.urandom(1 << 20))
             file.flush()
             os.fsync(file.fileno())
-            if Path(file.name).read_bytes() != content:
-                disk.append(f"{run}: what was written is not what is read")
     except OSError as error:
         disk.append(f"{run} cannot be written to: {error.strerror}")
     if gpus:
@@ -268,10 +259,9 @@ def try_device(device: "torch.device") -> tuple[list[str], dict[str, float]]:
 
 
 def rank_groups(nodes: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Return the groups that all-reduce in turn, with names of their bandwidths; `nodes` by rank.
+    """Return each node's ranks, those of each two neighbors on a ring of nodes, and all.
 
-    Each node, each two neighbors on a ring of the nodes, and all. Ranks take them in one order, so
-    none waits for a rank that waits for it.
+    Ranks take these groups in one order, so none waits for a rank that waits for it.
     """
     names = list(dict.fromkeys(nodes))
     own = {name: [rank for rank, node in enumerate(nodes) if node == name] for name in names}

@@ -17,7 +17,6 @@ from canon_pretrain.kernels.hardware import check_cuda
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
 from canon_pretrain.titan import device
-from canon_pretrain.titan.command_line import FORCE, check_names, parse_job
 from canon_pretrain.titan.console import init_logging, logger
 
 
@@ -28,7 +27,6 @@ def main(argv: list[str] | None = None) -> None:
     quiet = os.environ.get("LOCAL_RANK", "0") != "0" and "LOCAL_WORLD_SIZE" in os.environ
     try:
         check_encoding()
-        check_names(argv)  # torch takes seconds to import
         device.prepare_process()
     except UserError as error:
         exit_with(error, quiet=quiet)
@@ -56,6 +54,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     import torch
 
     from canon_pretrain.titan import dry_run
+    from canon_pretrain.titan.command_line import parse_job
     from canon_pretrain.titan.data import open_data
     from canon_pretrain.titan.job_config import micro_batch_size, shard_degree
     from canon_pretrain.titan.launch import checkpoints_outside, prepare_folder
@@ -112,7 +111,7 @@ def _own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return --force, and --dry_run with its options; and the words that are left for the job."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--dry_run", "--dry-run", action="store_true")
-    parser.add_argument(FORCE, action="store_true")
+    parser.add_argument("--force", action="store_true")
     parser.add_argument("--gpu")
     parser.add_argument("--world", type=int)
     parser.add_argument("--mfu", type=float)

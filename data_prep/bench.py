@@ -33,7 +33,7 @@ import sentencepiece
 import tokenizers
 
 from canon_pretrain.bench.tables import Columns, Target, make_console, print_table
-from canon_pretrain.core.cli import available_cores
+from canon_pretrain.core.cli import available_cores, positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_json, write_json
 from canon_pretrain.core.terminal import Console
@@ -44,13 +44,11 @@ from canon_pretrain.data.shards import TokenShards, part_name, read_manifest
 from canon_pretrain.data.tokenizer import HF_FILE, Tokenizer
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
 from data_prep.folder import TRAIN, say
-from data_prep.settle import TokenizerRequest, train_tokenizer
+from data_prep.settle import train_tokenizer
 
 TEXT_FILES = (".py", ".md", ".rst", ".txt")
-ENCODED_BYTES = 12_000_000
-"""The part of the text that is encoded again and again, and that a tokenizer is trained on."""
-FILE_BYTES = 2_000_000
-"""Of an input file: `local` makes a unit of about as many, so that workers have enough of them."""
+ENCODED_BYTES = 12_000_000  # are encoded again and again, and train the tokenizer
+FILE_BYTES = 2_000_000  # of an input file: `local` makes a unit of about as many
 VOCAB_SIZE, EOS_ID = 32_000, 2
 SEQ_LEN, BATCH, BATCHES = 4096, 8, 400
 SPLIT_TOKENS = 1 << 26
@@ -85,28 +83,23 @@ Rows = list[dict[str, Any]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    about = "a SentencePiece model, or one trained on the text (default: %(default)s)"
-    add("--tokenizer", default="train:32000", metavar="train:N|PATH", help=about)
-    add("--megabytes", type=float, default=96.0, help="text at most (default: %(default)g)")
-    add("--repeats", type=int, default=3, help="how often each is measured (default: %(default)s)")
+    add("--megabytes", type=positive, default=96, help="text at most (default: %(default)s)")
+    add(
+        "--repeats",
+        type=positive,
+        default=3,
+        help="measurements of each (default: %(default)s)",
+    )
     add("--json", type=Path, metavar="FILE", help="write the figures to this file too")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure and print. Raises UserError."""
-    repeats, megabytes = arguments.repeats, arguments.megabytes
-    if repeats < 1 or megabytes <= 0:
-        raise UserError(
-            f"--repeats {repeats} --megabytes {megabytes:g}: expected at least 1, and more than 0"
-        )
-    request = TokenizerRequest.parse(arguments.tokenizer, None)
-    if request.given and request.given.file_name == HF_FILE:
-        raise UserError(f"--tokenizer {arguments.tokenizer}: expected a SentencePiece model")
-    texts = collect(int(megabytes * 1e6))
+    """Measure and print."""
+    repeats, texts = arguments.repeats, collect(arguments.megabytes * 1_000_000)
     num_bytes = sum(len(text.encode()) for text in texts)
     sample = texts[:: max(1, round(num_bytes / ENCODED_BYTES))]
     say(f"{len(texts):,} documents, {num_bytes / 1e6:.1f} MB")
-    model = request.given or Tokenizer(train_tokenizer(sample, request.vocab_size), request.name)
+    model = Tokenizer(train_tokenizer(sample, VOCAB_SIZE), f"train:{VOCAB_SIZE}")
     with tempfile.TemporaryDirectory(prefix="canon-data-bench-") as scratch:
         folder = Path(scratch)
         rows = measure_encoding(model, sample, repeats)
@@ -121,7 +114,6 @@ def run(arguments: argparse.Namespace) -> None:
         "documents": len(texts),
         "bytes": num_bytes,
         "vocab_size": model.vocab_size,
-        "method": model.method,
         "rows": rows,
     }
     print_result(result, make_console())
@@ -211,7 +203,12 @@ def measure_builds(model: Tokenizer, texts: Sequence[str], folder: Path, repeats
         for number, (name, command) in enumerate(commands.items()):
             out = folder / f"out-{turn}-{number}"
             before = os.times()
-            run_python(*command, "--out", str(out))
+            done = subprocess.run(
+                [sys.executable, *command, "--out", str(out)], stderr=subprocess.PIPE, text=True,
+                stdout=subprocess.DEVNULL,
+            )  # fmt: skip
+            if done.returncode:
+                raise UserError(f"{name} failed: {done.stderr[-2000:]}")
             used = [now - then for now, then in zip(os.times(), before, strict=True)]
             cpu_s[name] = min(cpu_s[name], used[2] + used[3])  # of the children
             clock_s[name] = min(clock_s[name], used[4])
@@ -224,15 +221,6 @@ def measure_builds(model: Tokenizer, texts: Sequence[str], folder: Path, repeats
     beside = cpu_s[theirs] / cpu_s[one] if theirs in commands else None
     rows.append(row("build, CPU time: ours / datatrove", beside, "x"))
     return [*rows, row("build, clock: 2 workers / 1", clock_s[one] / clock_s[two], "x")]
-
-
-def run_python(*words: str) -> str:
-    """Run Python with these arguments; returns its stdout. Raises UserError where it fails."""
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
-    if done.returncode:
-        shown = " ".join(word for word in words if "\n" not in word)
-        raise UserError(f"bench: python {shown} failed:\n{done.stderr[-2000:]}")
-    return done.stdout
 
 
 def count_tokens(out: Path) -> int:

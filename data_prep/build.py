@@ -10,14 +10,16 @@ same plan skips what is committed, builds the rest, and ends with the same bytes
 import argparse
 import re
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
 
+from canon_pretrain.core.cli import positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Progress, duration, size
 from canon_pretrain.data.hub import COMMIT
@@ -26,7 +28,7 @@ from canon_pretrain.data.shards import MANIFEST
 from data_prep import folder as folders
 from data_prep import sources
 from data_prep.finish import is_finished, write_manifests
-from data_prep.folder import SPLITS, TRAIN, is_complete, positive, say, settling
+from data_prep.folder import SPLITS, TRAIN, is_complete, say, settling
 from data_prep.plan import (
     MAX_LINE_BYTES,
     NO_LIMITS,
@@ -39,7 +41,7 @@ from data_prep.plan import (
 )
 from data_prep.readers import SUFFIXES
 from data_prep.settle import TokenizerRequest, settle_plan
-from data_prep.units import UnitJob, run_jobs
+from data_prep.units import UnitJob, new_counts, run_jobs
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,6 @@ class Shard:
         if not match or not 1 <= int(match[1]) <= int(match[2]):
             raise UserError(f"--shard {text!r}: expected i/n with 1 <= i <= n, such as 1/8 to 8/8")
         return cls(int(match[1]), int(match[2]))
-
-    def __str__(self) -> str:
-        return f"{self.index}/{self.count}"
 
     def units(self, num_units: int) -> range:
         return range(self.index - 1, num_units, self.count)
@@ -160,10 +159,8 @@ def build(
         say(f"tokenizer: {loaded.vocab_size:,} ids, encoded by {loaded.method}")
         _encode(stream, jobs, workers, shard or ALL_UNITS)
         if shard:
-            say(
-                f"{out}: shard {shard} is built in {duration(time.monotonic() - started)}; when "
-                f"all {shard.count} are: python -m data_prep finish {out}"
-            )
+            way = f"when all {shard.count} are: python -m data_prep finish {out}"
+            say(f"{out}: shard {shard.index}/{shard.count} is built; {way}")
             return
         with settling(out):
             write_manifests(out, plan, limits)
@@ -175,13 +172,13 @@ def _check_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file, expected a folder; give a new one")
     if out.is_dir() and not (out / PLAN).exists():
-        ours = (f"{folders.LOCK}*", f"{PLAN}.*tmp")
-        for name in sorted(path.name for path in out.iterdir()):
-            if not any(fnmatch(name, known) for known in ours):
-                raise UserError(
-                    f"--out {out}: holds other files ({name}) and no {PLAN}; give a new or empty "
-                    f"folder"
-                )
+        names = sorted(path.name for path in out.iterdir())
+        others = [name for name in names if not name.startswith((folders.LOCK, f"{PLAN}."))]
+        if others:
+            raise UserError(
+                f"--out {out}: holds other files ({others[0]}) and no {PLAN}; give a new or empty "
+                f"folder"
+            )
 
 
 class TrainingStream:
@@ -193,7 +190,7 @@ class TrainingStream:
 
     def unbuilt(self) -> list[int]:
         """The units that are not built, up to where the built ones reach a limit."""
-        missing = []
+        missing: list[int] = []
         counts = np.zeros(2, dtype=np.int64)
         for unit in range(len(self.plan.units)):
             if self.limits.reached(*counts):
@@ -239,16 +236,43 @@ def _encode(stream: TrainingStream, jobs: list[UnitJob], workers: int, shard: Sh
     num_units = len(shard.units(len(plan.units)))
     say(
         f"{plan.source}: {len(plan.inputs):,} inputs, {size(sum(i.size for i in plan.inputs))}, "
-        f"{num_units:,} of {len(plan.units):,} units (shard {shard}); {workers} worker(s); "
+        f"{num_units:,} of {len(plan.units):,} units; {workers} worker(s); "
         f"plan {plan.sha256[:12]}"
     )
     if before := num_units - len(jobs):
         say(f"resuming: {before:,} of {num_units:,} units are finished or not needed")
-    started, tokens = time.monotonic(), 0
-    with Progress() as progress:
-        progress.update(0.0, f"{before}/{num_units} units")
-        for done, new_tokens in enumerate(run_jobs(jobs, workers, stream.needs), 1):
-            tokens += new_tokens
-            speed = tokens / (time.monotonic() - started)
-            words = f"{before + done}/{num_units} units, {tokens:,} tokens, {speed:,.0f} tokens/s"
-            progress.update(done / len(jobs), words)
+    started, counts = time.monotonic(), new_counts(len(plan.units))
+    finished: list[int] = []
+
+    def show() -> None:
+        each = np.frombuffer(counts, dtype=np.int64).reshape(-1, 2)
+        documents, tokens = each.sum(axis=0)
+        per_unit = max(each[finished, 1].mean(), 1) if finished else np.inf
+        speed = tokens / (time.monotonic() - started)
+        progress.update(
+            min(tokens / (per_unit * len(jobs)), 1.0),
+            f"{before + len(finished)}/{num_units} units, {documents:,} documents, {tokens:,} "
+            f"tokens, {speed:,.0f} tokens/s",
+        )
+
+    with Progress() as progress, _repeated(show):
+        for unit in run_jobs(jobs, workers, stream.needs, counts):
+            finished.append(unit)
+
+
+@contextmanager
+def _repeated(action: Callable[[], None], every_s: float = 1.0) -> Iterator[None]:
+    """Call `action` again and again while the block runs: a unit may take many minutes."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(every_s):
+            action()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -86,11 +86,6 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
             f"({manifest.num_bytes / max(manifest.num_tokens, 1):.3f} bytes/token), "
             f"fingerprint {manifest.fingerprint[:12]}"
         )
-    if units < len(plan.units) or cut:
-        say(
-            f"limited: the training stream ends in unit {units - 1}, after which "
-            f"{len(plan.units) - units:,} of {len(plan.units):,} units are left out"
-        )
     # of whole units: rows without a document are counted in a unit's last mark
     whole = [*held_out, *read_marks(out / TRAIN, range(units))]
     for what in ("repaired", "skipped"):

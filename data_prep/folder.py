@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from canon_pretrain.core.cli import available_cores
+from canon_pretrain.core.cli import available_cores, positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import free_bytes
 from canon_pretrain.core.lock import locked
@@ -71,13 +71,6 @@ def load_tokenizer(out: Path, record: TokenizerRecord) -> Tokenizer:
     return tokenizer
 
 
-def positive(text: str) -> int:
-    """The number of an option that is at least 1, for argparse."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number}, expected at least 1")
-    return number
-
-
 def add_workers(parser: argparse.ArgumentParser, what: str) -> None:
     words = f"{what} (default: the cores, %(default)s)"
     cores = available_cores()
@@ -93,18 +86,16 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
     """Raise UserError where the disk of `folder` is full or refuses; other errors pass through."""
-    refused = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE, errno.EFBIG)
     try:
         yield
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):  # also where the quota is used up
             fault = f"the disk is full{where}, {size(free_bytes(folder))} are free; make room"
-        elif error.errno in refused:
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE):
             fault = f"cannot be written: {error.strerror}{where}; check disk and permissions"
         else:
             raise
         raise UserError(
-            f"{folder}: {fault} and run the same command again, which continues: what was finished "
-            f"stays whole"
+            f"{folder}: {fault} and run the same command again, which continues"
         ) from error

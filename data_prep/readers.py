@@ -2,11 +2,8 @@
 
 A file that is cut short, damaged or not the one that the plan knows ends in an error that names it
 and the row, never in fewer documents; that error may come after its last good row, so what was read
-counts once `rows()` has ended. What no reader can see without a known size or hash: whole frames or
-lines missing at the end, and a flipped bit where the format has no checksum.
-
-A model sees valid Unicode only, and no document is lost for a broken character: bytes that are no
-UTF-8 and lone surrogates become U+FFFD, and the document is counted as repaired, by reason.
+counts once `rows()` has ended. Bytes that are no UTF-8 and lone surrogates become U+FFFD, and the
+document is counted as repaired, by reason.
 """
 
 import ast
@@ -19,7 +16,7 @@ import stat
 import tokenize
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -43,10 +40,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SUFFIXES = (".jsonl.zst", ".jsonl.gz", ".jsonl", ".parquet", ".txt")
 
 _MISSING = object()
-_NEWLINES = re.compile(rb"\n*")
 _SURROGATES = re.compile("[\ud800-\udfff]")
-# what the handler "surrogateescape" never makes of a byte
-_NO_ESCAPED_BYTES = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -69,19 +63,15 @@ class Skipped:
 Rows = Iterator[Document | Skipped]
 
 
-def from_text(text: str, group: str = "", *, escaped_bytes: bool = False) -> Document | Skipped:
-    """Return the row of a decoded text (with `escaped_bytes`: by "surrogateescape"), repaired."""
+def from_text(text: str, group: str = "") -> Document | Skipped:
+    """Return the row of a decoded text: each lone surrogate becomes U+FFFD."""
     if not text:
         return Skipped("empty")
     try:
         return Document(text, text.encode(), group)
     except UnicodeEncodeError:
-        if not escaped_bytes:
-            text = clean(text)
-            return Document(text, text.encode(), group, "lone surrogate")
-    raw = _NO_ESCAPED_BYTES.sub("\ufffd", text).encode(errors="surrogateescape")
-    text = raw.decode(errors="replace")
-    return Document(text, text.encode(), group, INVALID_UTF8)
+        text = clean(text)
+        return Document(text, text.encode(), group, "lone surrogate")
 
 
 def from_utf8(utf8: bytes, group: str = "") -> Document | Skipped:
@@ -206,7 +196,7 @@ class InputReader:
         self._check_end()
 
     def _lines(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        """Lines without their end and without most blank ones, each joined once."""
+        """Lines without their end, each joined once."""
         pending: list[bytes] = []
         length = 0
         for piece in pieces:
@@ -215,7 +205,7 @@ class InputReader:
                 self._check_line(length + end - start)
                 yield b"".join([*pending, piece[start:end]])
                 pending, length = [], 0
-                start = _NEWLINES.match(piece, end).end()  # type: ignore[union-attr]
+                start = end + 1
             pending.append(piece[start:])
             length += len(piece) - start
             self._check_line(length)
@@ -227,11 +217,10 @@ class InputReader:
             self._fail(f"a line of more than {most:,} bytes; split it, or give --max-line-bytes")
 
     def _parse(self, line: bytes) -> Document | Skipped:
-        escaped_bytes = False
         try:
-            decoded = line.decode()
+            decoded, is_valid = line.decode(), True
         except UnicodeDecodeError:
-            decoded, escaped_bytes = line.decode(errors="surrogateescape"), True
+            decoded, is_valid = line.decode(errors="replace"), False
         try:
             row = json.loads(decoded)
         except (ValueError, RecursionError) as error:
@@ -245,7 +234,10 @@ class InputReader:
             self._fail(f"the field {self.text_field!r} is a {type(text).__name__}, no string")
         group = _look_up(row, self.group_field) if self.group_field else ""
         named = clean(group) if isinstance(group, str) else ""
-        return from_text(text or "", named, escaped_bytes=escaped_bytes)
+        document = from_text(text or "", named)
+        if isinstance(document, Document) and not is_valid and "\ufffd" in document.text:
+            return replace(document, repaired=INVALID_UTF8)
+        return document
 
     # Parquet
 

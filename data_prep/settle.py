@@ -1,8 +1,4 @@
-"""Settle what a build will do: its plan, made or compared with the folder's, and its tokenizer.
-
-The order of writing is the way back from a kill: plan.json, then the tokenizer, which a run that
-finds it missing makes again.
-"""
+"""Settle what a build will do: its plan, made or compared with the folder's, and its tokenizer."""
 
 import io
 import time
@@ -26,8 +22,6 @@ from data_prep.readers import Document, InputReader
 # SentencePiece holds what it learns from in memory, several times; more text changes few pieces.
 TRAIN_BYTES = 100_000_000
 TRAIN_INPUTS = 16
-# 256 bytes and <unk>, <s>, </s>
-MIN_VOCAB_SIZE = 259
 MAX_LINE_BYTES = 1 << 16
 MAX_CHARACTER_BYTES = 4
 # Written into the model file: a number taken from the machine would change its hash.
@@ -142,12 +136,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
 
     Raises UserError for a vocabulary that these texts cannot give.
     """
-    asked = f"--tokenizer train:{vocab_size}"
-    if vocab_size < MIN_VOCAB_SIZE:
-        raise UserError(
-            f"{asked}: too small: the byte and control pieces alone are {MIN_VOCAB_SIZE}; "
-            f"try train:2048"
-        )
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -172,7 +160,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
     except RuntimeError as error:
         # "INTERNAL: src/file.cc(12) [(condition)] The reason."
         reason = str(error).rpartition("] ")[2].strip() or "there is no text to train on"
-        raise UserError(f"{asked}: cannot be trained on this source: {reason}") from None
+        raise UserError(
+            f"--tokenizer train:{vocab_size}: cannot be trained on this source: {reason}"
+        ) from None
     return model.getvalue()
 
 

@@ -3,9 +3,8 @@
     python -m data_prep show DATA --document K [--split train|validation] [--ids]
     python -m data_prep show DATA --window I --seed S [--seq-len T] [--order permute]
 
-A window is sample I of a run with data_seed S: seq_len + 1 tokens, read through the same sampler
-and shards as in training. Lines of text begin with "│ ", other lines are ours; characters that
-could act on the terminal become U+FFFD.
+A window is sample I of a run with data_seed S: seq_len + 1 tokens. Lines of text begin with "│ ";
+characters that could act on the terminal become U+FFFD.
 """
 
 import argparse
@@ -16,12 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
+from canon_pretrain.core.cli import positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.data.sampler import Order, permuted_offset, window_offset
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
-from data_prep.folder import SPLITS, TRAIN, load_tokenizer, positive
+from data_prep.folder import SPLITS, TRAIN, load_tokenizer
 from data_prep.plan import load_plan
 
 WIDTH = 100

@@ -1,8 +1,7 @@
 """The texts that shards are made from: which files a source has, in which order and units.
 
-A source of the hub is downloaded at a pinned commit, file by file when a unit needs it, or read
-from a copy on disk. Paths of inputs are relative to one root and their order is never the disk's,
-so that a folder may move, and a mirror makes the same plan as a download.
+Paths of inputs are relative to one root and their order is never the disk's, so that a folder may
+move, and a mirror makes the same plan as a download.
 """
 
 import os
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from canon_pretrain.core.errors import UserError, check_choice
-from canon_pretrain.core.terminal import size
 from canon_pretrain.data import hub
 from data_prep.folder import say
 from data_prep.plan import Input
@@ -147,11 +145,8 @@ def _select_local(files: Sequence[Path], text_field: str) -> Selection:
     return Selection(LOCAL, ON_DISK, root, inputs, text_field, unit_bytes=UNIT_BYTES)
 
 
-Listing = tuple[str, Path, tuple[Input, ...]]
-"""Version, root and inputs."""
-
-
-def _list_hub(source: str, known: HubSource, commit: str) -> Listing:
+def _list_hub(source: str, known: HubSource, commit: str) -> tuple[str, Path, tuple[Input, ...]]:
+    """The version, root and inputs of a dataset on the hub."""
     if not hub.COMMIT.fullmatch(commit):
         commit = hub.find_commit(known.repo, commit, WAYS_OUT)
     root = hub.snapshot(known.repo, commit)
@@ -166,16 +161,14 @@ def _list_hub(source: str, known: HubSource, commit: str) -> Listing:
             f"{known.repo}@{commit[:12]}: no files {'/'.join(known.tail)} in it; give the "
             f"--revision of a commit that has them, or leave it out"
         )
-    say(
-        f"{source}: {len(inputs):,} files, {size(sum(file.size for file in inputs))} at commit "
-        f"{commit[:12]}, fetched when they are needed into {root}"
-    )
+    say(f"{source}: commit {commit[:12]}, fetched when needed into {root}")
     return commit, root, tuple(sorted(inputs, key=lambda file: natural_order(file.path)))
 
 
 def _list_mirror(
     source: str, known: HubSource, files: Sequence[Path], revision: str | None
-) -> Listing:
+) -> tuple[str, Path, tuple[Input, ...]]:
+    """The version, root and inputs of a copy on disk."""
     if revision is not None and not hub.COMMIT.fullmatch(revision):
         raise UserError(
             f"--revision {revision} with --files: a copy on disk has no branches or tags; give the "
@@ -244,10 +237,7 @@ def find_files(given: Sequence[Path]) -> tuple[list[Path], frozenset[Path]]:
             raise UserError(f"--files {path}: no file or folder of this name")
         for file in [absolute] if absolute in named else _walk(absolute):
             if file in found:
-                raise UserError(
-                    f"--files {path}: {file} is already given by {found[file]}; name it once, or "
-                    f"its documents would be in the stream twice"
-                )
+                raise UserError(f"--files {path}: {file} is already given by {found[file]}")
             found[file] = path
     return list(found), frozenset(named)
 
@@ -260,10 +250,7 @@ def _walk(root: Path) -> Iterator[Path]:
 
     for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
         if (identity := os.path.realpath(folder)) in seen:
-            raise UserError(
-                f"--files {root}: {folder} is a link to a folder that was reached before; name the "
-                f"folders that are meant"
-            )
+            raise UserError(f"--files {root}: {folder} was reached before, through another link")
         seen.add(identity)
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(folder) / name for name in names if not name.startswith("."))
@@ -291,14 +278,9 @@ def match_tails(files: Sequence[Path], tail: Sequence[str]) -> tuple[Path, dict[
 
 
 def to_inputs(files: Mapping[str, Path], hashes: Mapping[str, str]) -> tuple[Input, ...]:
-    """Return inputs in natural order, with the sizes that the files have. Raises UserError."""
+    """Return inputs in natural order, with the sizes that the files have. Raises OSError."""
     paths = sorted(files, key=natural_order)
-    try:
-        return tuple(Input(p, files[p].stat().st_size, hashes.get(p, "")) for p in paths)
-    except OSError as error:
-        raise UserError(
-            f"{error.filename}: cannot be read: {error.strerror}; every input is needed"
-        ) from None
+    return tuple(Input(p, files[p].stat().st_size, hashes.get(p, "")) for p in paths)
 
 
 def name_some(paths: Iterable[Path]) -> str:

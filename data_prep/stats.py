@@ -3,9 +3,7 @@
     python -m data_prep stats DATA [--html FILE] [--workers N]
 
 Every token is read once, its CRC32 checked. A document is known by the 8-byte BLAKE2b digest of its
-ids: in a corpus of 97 million, the chance of one false copy is 0.0003. Digests and lengths are
-kept, about 12 bytes a document. Tables go to the terminal; `--html` writes a page with the same
-tables and plots.
+ids: in a corpus of 97 million, the chance of one false copy is 0.0003.
 """
 
 import argparse
@@ -73,10 +71,7 @@ def stats(folder: Path, html: Path | None = None, *, workers: int = 1) -> dict[s
 
 @dataclass
 class Counts:
-    """Of some of a split's documents, in order.
-
-    `tokens` int64 [vocab_size] counts each id, `lengths` uint32 and `digests` uint64 [documents].
-    """
+    """Of documents in order: counts of ids, int64 [vocab_size]; uint32 and uint64 [documents]."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -213,7 +208,7 @@ def _split_content(tokenizer: Tokenizer, shards: TokenShards, counts: Counts) ->
 def _length_content(lengths: np.ndarray) -> dict[str, Any]:
     """Lengths in tokens, the EOS among them; bin k has those in [2^k, 2^(k+1))."""
     if not len(lengths):
-        return {"quantiles": (0, 0, 0), "longest": 0, "longest_document": None, "bins": []}
+        return {"quantiles": (0, 0, 0), "longest": 0, "longest_document": "–", "bins": []}
     quantiles = np.quantile(lengths, [0.01, 0.5, 0.99], method="inverted_cdf").astype(int)
     bins = np.frexp(lengths.astype(np.float64))[1] - 1
     documents, tokens = np.bincount(bins), np.bincount(bins, weights=lengths)
@@ -235,8 +230,8 @@ def _length_content(lengths: np.ndarray) -> dict[str, Any]:
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """Return what one id adds to a text, in quotes; a name for the ids that add nothing."""
-    if token in (tokenizer.eos_id, tokenizer.bos_id):
-        return "EOS" if token == tokenizer.eos_id else "BOS"
+    if token == tokenizer.eos_id:
+        return "EOS"
     # after itself: at a text's beginning SentencePiece drops a piece's leading space
     twice, once = tokenizer.decode([token, token]), tokenizer.decode([token])
     text = twice[len(once) :] if twice.startswith(once) else once
@@ -244,7 +239,7 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 
 
 def _groups(marks: list[CommitMark]) -> dict[str, Any]:
-    """Documents, tokens and bytes by group, of the whole parts; the largest groups first."""
+    """Documents, tokens and bytes by group, of whole parts (no limit's cut); the largest first."""
     sums: dict[str, np.ndarray] = {}
     for mark in marks:
         for group, numbers in mark.groups.items():
@@ -346,10 +341,9 @@ def facts(split: dict[str, Any]) -> dict[str, str]:
         "text": size(num_bytes),
         "bytes a token": _ratio(num_bytes, tokens),
         "on disk": size(split["stored_bytes"]),
-        "text to disk": _ratio(num_bytes, split["stored_bytes"]),
         "tokens a document": _ratio(tokens, documents),
         "median (1 % to 99 %)": "{1:,} ({0:,} to {2:,})".format(*lengths["quantiles"]),
-        "longest document": f"{lengths['longest']:,}",
+        "longest document": "{longest:,} (number {longest_document})".format(**lengths),
         "exact copies": " = ".join(_share(copies["copies"], documents)),
         "tokens in them": " = ".join(_share(copies["copied_tokens"], tokens)),
         "also in the other split": f"{copies['elsewhere']:,}",
@@ -359,19 +353,16 @@ def facts(split: dict[str, Any]) -> dict[str, str]:
 
 
 def notes(content: dict[str, Any]) -> Iterator[str]:
-    """Yield sentences on what is worth knowing beside the figures."""
+    """Yield what was skipped and repaired, and what the table of groups does not tell."""
     for split in content["splits"]:
-        name = split["split"]
         for field, words in (("skipped", "rows skipped"), ("repaired", "documents repaired")):
             if split[field]:
                 counts = ", ".join(f"{count:,} {why}" for why, count in split[field].items())
-                yield f"{name}: {words}: {counts}."
-        if split["documents"]:
-            yield f"{name}: the longest document is number {split['lengths']['longest_document']}."
+                yield f"{split['split']}: {words}: {counts}."
         if split["groups_count_more"]:
-            yield f"{name}: groups are counted to the end of the part in which the limit falls."
-        if (num_groups := split["num_groups"]) > MAX_GROUPS:
-            yield f"{name}: {num_groups:,} groups; the largest are shown."
+            yield f"{split['split']}: groups count to the end of the part that the limit cuts."
+        if split["num_groups"] > MAX_GROUPS:
+            yield f"{split['split']}: {split['num_groups']:,} groups; the largest are shown."
 
 
 def _ratio(one: int, other: int) -> str:

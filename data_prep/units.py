@@ -1,7 +1,6 @@
 """Build units, in this process or in several: read inputs, encode them, write both splits' parts.
 
-A unit is a range of the plan's inputs, and its parts depend on the plan alone, not on who builds it
-or when. Worker processes are spawned and end with their parent.
+A unit is a range of the plan's inputs, and its parts depend on the plan alone.
 """
 
 import multiprocessing
@@ -17,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -60,14 +59,21 @@ class UnitJob:
 
 # once per process: what it has learned of the text's words stays warm
 _kept_tokenizer = lru_cache(maxsize=1)(load_tokenizer)
+# in a worker process: the build's `new_counts`
+_counts: Any = None
 
 
-def build_unit(job: UnitJob) -> int:
-    """Write one unit's parts in both splits, or none of them; return how many tokens are new."""
+def new_counts(num_units: int) -> Any:
+    """Return what a build's processes share, int64 [units, 2]: documents and tokens so far."""
+    return multiprocessing.get_context("spawn").RawArray("q", 2 * num_units)
+
+
+def build_unit(job: UnitJob, counts: Any = None) -> None:
+    """Write one unit's parts in both splits, or none of them."""
     with unit_lock(job.folder, job.unit):
         # a killed run's worker may have committed it, or may come here after another run did
         if is_complete(job.folder, job.unit, job.plan_sha256):
-            return 0
+            return
         tokenizer = _kept_tokenizer(job.folder, job.plan.tokenizer)
         # before anything that the inputs made is removed
         sources.fetch(job.plan.source, job.plan.source_version, job.root, job.plan.inputs)
@@ -75,7 +81,7 @@ def build_unit(job: UnitJob) -> int:
             (job.folder / split).mkdir(exist_ok=True)
             remove_unit(job.folder / split, job.unit)
         try:
-            return _write_unit(job, tokenizer)
+            _write_unit(job, tokenizer, counts)
         except BaseException:
             # half a unit is of no use to the next run, and may be what fills the disk
             for split in SPLITS:
@@ -84,13 +90,13 @@ def build_unit(job: UnitJob) -> int:
             raise
 
 
-def _write_unit(job: UnitJob, tokenizer: Tokenizer) -> int:
+def _write_unit(job: UnitJob, tokenizer: Tokenizer, counts: Any) -> None:
     plan, options = job.plan, job.plan.options
     bos = np.array([plan.tokenizer.bos_id] if options.bos else [], dtype=np.int64)
     eos = np.array([plan.tokenizer.eos_id], dtype=np.int64)
     skipped: Counter[str] = Counter()
     hashes: dict[str, str] = {}
-    row, tokens = -1, 0
+    row = -1
     with job.writer(TRAIN) as train, job.writer(VALIDATION) as validation:
         for known in plan.inputs:
             fields = plan.text_field, plan.group_field
@@ -109,19 +115,22 @@ def _write_unit(job: UnitJob, tokenizer: Tokenizer) -> int:
                     group=document.group,
                     repaired=document.repaired,
                 )
-                tokens += len(ids)
+                if counts is not None:  # no lock: this process alone builds the unit
+                    counts[2 * job.unit] += 1
+                    counts[2 * job.unit + 1] += len(ids)
             hashes[known.path] = reader.sha256
         validation.finish()
         # rows that made no document belong to no split: counted once, in train's last mark
         train.finish(skipped, hashes)
-    return tokens
 
 
 # ---- processes
 
 
-def end_with_parent() -> None:
+def start_worker(counts: Any) -> None:
     """Let this worker process end with its parent (else it would go on), silently at Ctrl-C."""
+    global _counts
+    _counts = counts
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -134,11 +143,11 @@ def end_with_parent() -> None:
 
 
 @contextmanager
-def worker_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+def worker_pool(workers: int, counts: Any = None) -> Iterator[ProcessPoolExecutor]:
     """Start processes that end with this one; a killed one is a UserError in the block."""
     # spawn: a fork would copy SentencePiece's and rich's threads in an unknown state
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent) as pool:
+    with ProcessPoolExecutor(workers, context, start_worker, (counts,)) as pool:
         try:
             yield pool
         except BrokenProcessPool:
@@ -150,26 +159,34 @@ def worker_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+def _build_in_worker(job: UnitJob) -> int:
+    build_unit(job, _counts)
+    return job.unit
+
+
 def run_jobs(
-    jobs: Sequence[UnitJob], workers: int, wanted: Callable[[int], bool] = lambda unit: True
+    jobs: Sequence[UnitJob], workers: int, wanted: Callable[[int], bool], counts: Any
 ) -> Iterator[int]:
-    """Run the `wanted` jobs in order, here or in `workers` processes; yield each unit's tokens."""
+    """Run the `wanted` jobs in order, here or in `workers` processes; yield the finished units."""
     if workers == 1 or len(jobs) < 2:
-        yield from (build_unit(job) for job in jobs if wanted(job.unit))
+        for each in jobs:
+            if wanted(each.unit):
+                build_unit(each, counts)
+                yield each.unit
         return
     waiting, running = iter(jobs), set[Future[int]]()
-    with worker_pool(min(workers, len(jobs))) as pool:
+    with worker_pool(min(workers, len(jobs)), counts) as pool:
         try:
             while True:
                 while len(running) < workers and (job := next(waiting, None)):
                     if wanted(job.unit):
-                        running.add(pool.submit(build_unit, job))
+                        running.add(pool.submit(_build_in_worker, job))
                 if not running:
                     return
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    tokens = future.result()
+                    unit = future.result()
                     running.remove(future)
-                    yield tokens
+                    yield unit
         except (UserError, OSError) as error:
             if others := len(running) - 1:
                 say(f"failed: {error}\nending once {others} other unit(s) in work are built")

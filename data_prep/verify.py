@@ -2,9 +2,8 @@
 
     python -m data_prep verify DATA [--level size|sample|full] [--workers N] [--repair]
 
-Every fault is listed, not only the first. `--repair` rebuilds damaged parts from their inputs: a
-unit, the least that can be built by itself, is built again beside the data, and a damaged part is
-replaced only by files whose commit mark is the one in the manifest.
+`--repair` builds the units of damaged parts again beside the data, and replaces a part only by
+files whose commit mark is the one in the manifest.
 """
 
 import argparse
@@ -21,9 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import free_bytes, publish, sha256_file
+from canon_pretrain.core.files import publish, sha256_file
 from canon_pretrain.core.lock import locked, remove_locks
-from canon_pretrain.core.terminal import Progress, size
+from canon_pretrain.core.terminal import Progress
 from canon_pretrain.data import shards
 from canon_pretrain.data.blocks import BLOCK_BYTES, BlockReader, ShardError, block_crcs
 from canon_pretrain.data.shards import CommitMark, Manifest, dtype_for, part_name, read_mark
@@ -348,12 +347,6 @@ def rebuild(
     """Build one unit in `scratch` and give its files to `parts`. Raises UserError."""
     if unit >= len(plan.units):
         raise UserError(f"the plan has {len(plan.units)} units only")
-    needed = sum(path.stat().st_size for path in folder.glob(f"*/part-{unit:05d}-*"))
-    if (free := free_bytes(folder)) < needed:
-        raise UserError(
-            f"{folder}: {size(free)} are free, rebuilding unit {unit} beside the data needs about "
-            f"{size(needed)}; make room"
-        )
     tokenizer = load_tokenizer(folder, plan.tokenizer)
     (scratch / tokenizer.file_name).write_bytes(tokenizer.model)
     # the hashes that the inputs had are in the unit's last mark: a changed one is refused by name

@@ -1,7 +1,4 @@
-"""Ask checkpoints, and report what they answered: `python -m eval COMMAND`, or `canon-eval`.
-
-It reads what training left on disk and writes RUN/evals/step-N/SUITE/QUESTION/results.json.
-"""
+"""Ask checkpoints, and report what they answered: `python -m eval COMMAND`, or `canon-eval`."""
 
 import argparse
 import sys

@@ -30,18 +30,19 @@ from pydantic import TypeAdapter, ValidationError
 
 from canon_pretrain.bench import tables, timing
 from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.core.cli import positive
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.files import write_json
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
 from canon_pretrain.hf.export import export
-from canon_pretrain.kernels.hardware import check_cuda
+from canon_pretrain.kernels.hardware import check_cuda, cpu_info
 from canon_pretrain.model.args import ModelArgs, flavor, num_parameters
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM
-from eval.model.subject import Subject, cpu_info, dtype_for
+from eval.model.subject import Subject, dtype_for
 
 MAX_LENGTH = 2048
 """Tokens that both sides read at most; perplexities are in windows of it."""
@@ -55,23 +56,18 @@ NO_TEXT = 3 + 256
 CHOICE, ROLLING, GENERATION = "multiple choice", "perplexity", "generation"
 KINDS = {CHOICE: "loglikelihood", ROLLING: "loglikelihood_rolling", GENERATION: "generate_until"}
 """lm_eval's requests by group."""
-TARGETS = {
-    CHOICE: tables.Target((1.2,), True, "x"),
-    GENERATION: tables.Target((1.5,), True, "x"),
-}
-"""How many times as fast ours should be on a CPU."""
+# how many times as fast ours should be on a CPU
+TARGETS = {kind: tables.Target((x,), True, "x") for kind, x in ((CHOICE, 1.2), (GENERATION, 1.5))}
 
 
 class Form(NamedTuple):
     """What a suite's requests look like; {6-14} is the place of a text of 6 to 14 tokens."""
 
     group: str
-    items: int
-    """At scale 1."""
+    items: int  # at scale 1
     prompt: str
     choices: tuple[str, ...] = ()
-    head: str = ""
-    """Before every prompt, the same each time."""
+    head: str = ""  # before every prompt, the same each time
     new_tokens: int = 0
     until: tuple[str, ...] = ()
 
@@ -95,8 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", metavar="FLAVOR[,FIELD=VALUE...]", help=about)
     about = "a trained one instead"
     model.add_argument("--checkpoint", type=Path, metavar="RUN/checkpoint/step-N", help=about)
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of both sides")
-    add("--repeats", type=int, default=3, help="how often each case is measured (%(default)s)")
+    add("--repeats", type=positive, default=3, help="how often each case is measured (%(default)s)")
     add("--scale", type=float, help="so many times the requests (default: 1 on a CPU, 16 on a GPU)")
     add("--cases", nargs="+", metavar="CASE", help="these only, as hellaswag or jrt")
     add("--json", type=Path, metavar="FILE", help="write the figures to this file too")
@@ -104,9 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> None:
     """Measure and print. Raises UserError, also if the two sides answer differently."""
-    repeats, scale, console = arguments.repeats, arguments.scale, tables.make_console()
-    if repeats < 1 or (scale is not None and scale <= 0):
-        raise UserError(f"--repeats {repeats} --scale {scale}: expected at least 1, and above 0")
+    console = tables.make_console()
     result = measure(arguments, partial(tables.print_lines, console))
     print_result(result, console)
     if arguments.json:
@@ -163,9 +156,7 @@ def parse_model(text: str) -> ModelArgs:
     try:
         args = TypeAdapter(ModelArgs).validate_python(fields | given)
     except ValidationError as error:
-        (first, *_) = error.errors()
-        what = f'{first["loc"][0]} = "{first["input"]}": {first["msg"]}'
-        raise UserError(f"--model {text}: {what}") from None
+        raise UserError(f"--model {text}: {error}") from None
     return replace(args, max_seq_len=max(args.max_seq_len, MAX_LENGTH))
 
 
@@ -231,7 +222,7 @@ def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
         check_choice("--cases", name, CASES)
     check_cuda()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu, weights = device.type == "cuda", dtype_for(asked.dtype, device)
+    on_gpu, weights = device.type == "cuda", dtype_for("auto", device)
     dtype = str(weights).removeprefix("torch.")
     with tempfile.TemporaryDirectory(prefix="canon-eval-bench-") as scratch:
         folder = Path(scratch)
@@ -264,7 +255,6 @@ def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
         "device": torch.cuda.get_device_name() if on_gpu else cpu,
         "versions": {name: version(name) for name in ("torch", "transformers", "lm_eval")},
         "model": str(asked.checkpoint or f"random weights, {title}"),
-        "args": asdict(args),
         "num_parameters": num_parameters(args),
         "dtype": dtype,
         "batch_tokens": ours.batch_tokens,

@@ -40,8 +40,7 @@ IDENTITY = ("doc_id", "filter", "doc_hash", "prompt_hash", "target")
 NUMBERS = (bool, int, float, np.number, np.bool_)
 # files beside a task file that may be part of it
 FILE_KINDS = (".yaml", ".yml", ".py", ".json", ".toml", ".txt")
-CONNECT = """. Load its data once where there is a network, with HF_HOME on a disk that this \
-machine has too: python -c 'from lm_eval.tasks import TaskManager; TaskManager().load(["{}"])'"""
+CONNECT = ". Load its data once where there is a network, with HF_HOME on a disk of both machines"
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def open_tasks(
                 raise error.__cause__ from None
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             if isinstance(error, ConnectionError):
-                reason += CONNECT.format(name)
+                reason += CONNECT
             raise UserError(f"{path}: this task file does not load: {reason}") from error
 
 

@@ -1,8 +1,7 @@
 """`eval run`: ask one checkpoint one suite or several, print the scores and record them.
 
-A question that was answered is read from RUN/evals; an interrupted suite resumes with its task.
-What can be refused is refused before the model is loaded. Under torchrun every rank goes through
-the same tasks, and the batches of each are shared out (model/ranks.py).
+A question that was answered is read from RUN/evals; what can be refused is refused before the model
+is loaded. Under torchrun the batches of each task are shared out (model/ranks.py).
 """
 
 import argparse
@@ -57,7 +56,6 @@ class Work:
     done: int = 0
 
     def advance(self, name: str, cost: int) -> None:
-        """Report work done in the task `name`."""
         self.done += cost
         share = min(1.0, self.done / self.total)
         self.progress.update(share, f"{name}: {share:.0%} of all")
@@ -163,10 +161,7 @@ class Evaluation:
         elif subject.folder is not None and subject.evals is not None:
             folder = stored.results_folder(subject.folder, asked)
         else:
-            raise UserError(
-                f"{subject.checkpoint} belongs to no run, or to a branch that its run left: "
-                "give a folder with --out"
-            )
+            raise UserError(f"{subject.checkpoint} is of no run, or its run left it: give --out")
         # now: nobody waits hours to learn that it can't be
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -185,7 +180,8 @@ class Evaluation:
             corpus = lambda: find_corpus(arguments.junk, staged)  # noqa: E731
             advance = lambda probe: self.say(f"freezing the probes {probe} in {folder}")  # noqa: E731
             frozen = FrozenSets(folder, self.subject.tokenizer, corpus)
-            sets, left_out = frozen.sets(max_length, advance)
+            with writing(folder):
+                sets, left_out = frozen.sets(max_length, advance)
             metadata |= {"probes": str(folder), "junk": str(arguments.junk or "")}
             # each is asked for its greedy answer, and for the rank of its years
             asked = [task for one in sets for task in (one.name, f"{one.name}_rank")]
@@ -213,10 +209,8 @@ class Evaluation:
         if self.arguments.out is None:
             return None
         name = next(n for n in sorted({*before, *now}) if before.get(n) != now.get(n))
-        raise UserError(
-            f"--out {plan.folder} holds results of another question ({name} {before.get(name)!r}, "
-            f"asked for is {now.get(name)!r}): choose another folder"
-        )
+        what = f"{name} {before.get(name)!r}, asked for is {now.get(name)!r}"
+        raise UserError(f"--out {plan.folder} holds results of another question ({what})")
 
     def _answer(self, plan: Plan, lm: CanonLM, work: Work) -> None:
         unfinished = Unfinished(plan.folder, plan.asked)
@@ -262,10 +256,7 @@ class Evaluation:
             return
         ours, theirs = (results.scores[t]["bits_per_byte"].value for t in (VALIDATION, rival))
         if ours >= theirs:
-            raise UserError(
-                f"the checkpoint's {ours:.4f} bits per byte do not beat the {rival} model's "
-                f"{theirs:.4f}, as --must_beat asks"
-            )
+            raise UserError(f"{ours:.4f} bits/byte do not beat the {rival} model's {theirs:.4f}")
 
 
 def merged(
@@ -293,50 +284,50 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{folder} can't hold the results: {error.strerror}. What earlier calls wrote is kept, "
-            "and the same command goes on from there; --out DIR writes elsewhere"
+            f"{folder} can't hold the results: {error.strerror}. Make room and give the same "
+            "command again: it goes on from what it wrote; --out DIR writes elsewhere"
         ) from None
 
 
 def print_results(console: Console, subject: str, results: Results) -> None:
     """Print the scores of one suite; losses best first. `subject` names what was evaluated."""
     asked, counts = results.asked, results.num_samples
-    rows: list[tuple[Text | str, ...]] = []
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]] = []
     if asked["suite"] == VALIDATION:
         title = f"held-out loss over {counts[VALIDATION]:,} tokens: {subject}"
-        labels, numbers = ["model"], ["nats/token", "bits/byte"]
-        losses = results.scores.items()
-        for name, scores in sorted(losses, key=lambda item: item[1]["bits_per_byte"].value):
+        columns, num_labels = ("model", "nats/token", "bits/byte"), 1
+        losses = [(scores["bits_per_byte"].value, name) for name, scores in results.scores.items()]
+        for bits, name in sorted(losses):
             model = "this checkpoint" if name == VALIDATION else f"{name} of the training shards"
-            values = (scores[metric].value for metric in ("nats_per_token", "bits_per_byte"))
-            rows.append((model, *(f"{value:.4f}" for value in values)))
+            nats = results.scores[name]["nats_per_token"].value
+            rows.append((model, f"{nats:.4f}", f"{bits:.4f}"))
     else:
         limit = asked["limit"]
         cut = "" if limit is None else f"; the first {limit:,} items only: not a result"
         title = f"{asked['suite']}: {subject}{cut}"
-        labels, numbers = ["task", "metric"], ["score", "+-", "items"]
+        columns, num_labels = ("task", "metric", "score", "+-", "items"), 2
         for task, metrics in results.scores.items():
-            primary = asked["tasks"].get(task, {}).get("primary", ())
             for metric, score in metrics.items():
                 noise = "" if score.stderr is None else f"{score.stderr:.4f}"
                 if score.bound is not None:
                     noise = stored.bound_words(score.value, score.bound)
-                label = Text(metric, "bold" if metric in primary else "")
-                rows.append((Text(task), label, f"{score.value:.4f}", noise, f"{counts[task]:,}"))
+                rows.append((task, metric, f"{score.value:.4f}", noise, f"{counts[task]:,}"))
     table = Table(title=Text(title), title_justify="left")
-    for column in labels:
-        table.add_column(column, no_wrap=True)
-    for column in numbers:
-        table.add_column(column, justify="right", no_wrap=True)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < num_labels else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     console.print(table)
-    for task, count in results.truncated.items():
-        if count:
-            words = f"{task} {count:,} of {counts[task]:,} contexts longer than "
-            words += f"max_length {asked['max_length']} lost their beginning (--max_length)"
-            console.print(Text(words), soft_wrap=True)
+    lines = [
+        f"{task} {count:,} of {counts[task]:,} contexts longer than max_length "
+        f"{asked['max_length']} lost their beginning (--max_length)"
+        for task, count in results.truncated.items()
+        if count
+    ]
     for task, described in asked["tasks"].items():
         if found := described.get("counts"):
             words = ", ".join(f"{name} {count:,}" for name, count in found.items())
-            console.print(Text(f"documents of {task}: {words}"), soft_wrap=True)
+            lines.append(f"documents of {task}: {words}")
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)

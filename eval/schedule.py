@@ -4,8 +4,7 @@
     RUN/evals/step-N/SUITE/leases/                 who evaluates it (cluster/leases.py)
     RUN/evals/step-N/SUITE/leases/restarts.json    how often the job began again, and what it gained
 
-A suite of a step is done if there is a whole results.json of the checkpoint that is there, asked
-with the options of the request. No torch.
+No torch.
 """
 
 import argparse
@@ -107,11 +106,11 @@ def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool
         asked = replace(known or Request(list(SUITES)), **given)
         # two watchers with two minds would hold and release checkpoints in turns
         if known is not None and asked != known and not change:
-            pairs = [(name, getattr(known, name), value) for name, value in given.items()]
-            differing = (f"{name} {a!r}, given {b!r}" for name, a, b in pairs if a != b)
+            before = {name: getattr(known, name) for name in given}
+            name = next(name for name in given if before[name] != given[name])
             raise UserError(
-                f"{path} says otherwise: {'; '.join(differing)}. Leave the options out to go on as "
-                "it says, or give --change to replace it"
+                f"{path} says {name} {before[name]!r}, given {given[name]!r}: leave the options "
+                "out to go on as it says, or give --change to replace it"
             )
         if keep and asked != known:
             write_json(path, asdict(asked))
@@ -120,14 +119,11 @@ def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool
 
 @dataclass(frozen=True)
 class Entry:
-    """One suite (a name, or a task's YAML) of one checkpoint; `attempts`: its jobs so far.
-
-    `state`: one of IN_FLIGHT, FINAL, "to come" and "waiting".
-    """
+    """One suite (a name, or a task's YAML) of one checkpoint; `attempts`: its jobs so far."""
 
     step: int
     suite: str
-    state: str
+    state: str  # one of IN_FLIGHT, FINAL, "to come" and "waiting"
     lease: Lease | None = None
     attempts: int = 0
     why: str = ""
@@ -146,10 +142,8 @@ class Schedule:
         last, interval = int(training.get("steps", 0)), int(checkpoint.get("interval", 1))
         every = request.every or interval
         if every < 1 or every % interval:
-            raise UserError(
-                f"--every {request.every}: {path} saves a checkpoint each {interval} steps "
-                "(checkpoint.interval); expected a multiple of that"
-            )
+            saved = f"{path} saves a checkpoint each {interval} steps"
+            raise UserError(f"--every {request.every}: {saved}; expected a multiple of that")
         self.steps = sorted({*range(every, last + 1, every), *([last] if last else [])})
 
     def look(self, queue: Slurm) -> list[Entry]:
@@ -171,7 +165,7 @@ class Schedule:
         return is_done and all(entry.state in FINAL for entry in overview)
 
     def has_results(self, step: int, suite: str) -> bool:
-        """Return whether the suite of this step is done, see the module."""
+        """Return whether there is a whole results.json of this checkpoint, asked as requested."""
         folder = self.run.path / EVALS / f"step-{step}" / suite_name(suite)
         for path in folder.glob(f"*/{RESULTS}"):
             try:

@@ -1,11 +1,9 @@
 """`eval stage`: download the suites' data sets once, at fixed commits, for offline machines.
 
-DIR/pins.json names a commit per repository that the catalogue does not pin (the one found first),
-or that the user pinned; copied to another site it stages the same data there.
+DIR/pins.json names a commit per repository that the catalogue does not pin, or that the user chose.
 """
 
 import argparse
-import errno
 import math
 import shutil
 from collections.abc import Callable, Sequence
@@ -65,20 +63,17 @@ def execute(arguments: argparse.Namespace) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / LOCK, str(folder), patience_s=math.inf, on_wait=wait):
-            pins = Pins(folder)
-            pins.add(parse_pins(arguments.pin))
+            add_pins(folder, parse_pins(arguments.pin))
             shutil.rmtree(folder / DOWNLOADS, ignore_errors=True)  # what a killed one left
             try:
                 allows = arguments.allow_count
-                _each(folder, chosen, lambda data: _stage(folder, data, pins, allows), "staged")
+                _each(folder, chosen, lambda data: _stage(folder, data, allows), "staged")
             finally:
                 shutil.rmtree(folder / DOWNLOADS, ignore_errors=True)
     except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        way_out = "make room" if is_full else "choose another folder with --to"
         raise UserError(
-            f"{folder}: cannot be written: {error.strerror}; {way_out} and run the same command "
-            "again: what is staged stays"
+            f"{folder}: cannot be written: {error.strerror}; make room, or choose another folder "
+            "with --to, and run the same command again: what is staged stays"
         ) from None
 
 
@@ -86,30 +81,27 @@ def choose(suite: str, only: Sequence[str] | None) -> list[DataSet]:
     """Return the data sets of a suite, or of all, and of them those of `only`."""
     check_choice("--suite", suite, (*SUITES, ALL))
     found = [data for data in CATALOGUE.values() if suite in (ALL, data.suite)]
-    wanted = found if only is None else [staged.data_set(key) for key in only]
-    for data in wanted:
-        if data not in found:
-            raise UserError(f"--only {data.key}: is of --suite {data.suite}, not of {suite}")
-    return [data for data in found if data in wanted]
+    for key in only or ():
+        if staged.data_set(key) not in found:
+            raise UserError(f"--only {key}: is of another suite than --suite {suite}")
+    return [data for data in found if only is None or data.key in only]
 
 
-class Pins:
-    """The commits of repositories in `folder`/pins.json."""
+def read_pins(folder: Path) -> dict[str, str]:
+    """Return the commit by repository of `folder`/pins.json."""
+    try:
+        return read_record(folder / PINS, dict[str, Commit])
+    except UnreadableFile as error:
+        if error.is_missing:
+            return {}
+        raise UserError(f"{error}; restore it, or delete it to pin anew") from None
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / PINS
-        self.commits: dict[str, str] = {}
-        if self._path.exists():
-            try:
-                self.commits = read_record(self._path, dict[str, Commit])
-            except UnreadableFile as error:
-                raise UserError(f"{error}; restore it, or delete it to pin anew") from None
 
-    def add(self, commits: dict[str, str]) -> None:
-        """Pin repositories from now on."""
-        if self.commits | commits != self.commits:
-            self.commits |= commits
-            write_json(self._path, dict(sorted(self.commits.items())))
+def add_pins(folder: Path, commits: dict[str, str]) -> None:
+    """Pin repositories from now on."""
+    known = read_pins(folder)
+    if known | commits != known:
+        write_json(folder / PINS, dict(sorted((known | commits).items())))
 
 
 def parse_pins(given: Sequence[str]) -> dict[str, str]:
@@ -137,32 +129,30 @@ def _each(folder: Path, chosen: list[DataSet], act: Callable[[DataSet], str], st
             failed.append(data.key)
         print(f"[{number}/{len(chosen)}] {data.key}: {line}", flush=True)
     if failed:
-        raise UserError(
-            f"{len(failed)} of {len(chosen)} data sets are not {state} in {folder}: "
-            f"{', '.join(failed)}; the reasons are above"
-        )
+        count = f"{len(failed)} of {len(chosen)} data sets"
+        raise UserError(f"{count} are not {state} in {folder}: {', '.join(failed)}; see above")
     print(f"{state} in {folder}: {len(chosen)} of {len(chosen)} data sets", flush=True)
 
 
-def _stage(folder: Path, data: DataSet, pins: Pins, allow_count: bool) -> str:
-    pinned = pins.commits.get(data.path) or data.revision
+def _stage(folder: Path, data: DataSet, allow_count: bool) -> str:
+    pinned = read_pins(folder).get(data.path) or data.revision
     with suppress(UserError):  # not staged, or not whole
         manifest, _ = staged.verify(data.key, folder)
         if pinned in (None, manifest.revision):
             # without a pins.json: the folder came from elsewhere, and keeps its own commit
             if pinned is None:
-                pins.add({data.path: manifest.revision})
+                add_pins(folder, {data.path: manifest.revision})
             return f"is staged, {_described(manifest, data)}"
     commit = hub.find_commit(data.path, pinned, WAYS_OUT)
     if pinned is None:
-        pins.add({data.path: commit})
+        add_pins(folder, {data.path: commit})
     what, way_out = f"{data.path}@{commit[:12]} {data.split}", f"--pin {data.key}=COMMIT"
     print(f"    {what} ...", flush=True)
     rows = fetch(data, commit, folder / DOWNLOADS)
     if missing := [name for name in data.columns if name not in rows.column_names]:
         raise UserError(
-            f"{what}: has no column {', '.join(missing)} (but {', '.join(rows.column_names)}), "
-            f"which its task needs; choose another commit with {way_out}"
+            f"{what}: has no column {', '.join(missing)} (but {', '.join(rows.column_names)}); "
+            f"choose another commit with {way_out}"
         )
     if not len(rows) or (not allow_count and len(rows) != data.documents):
         raise UserError(

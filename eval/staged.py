@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     import datasets
 
 DISCRIMINATIVE, JRT, BABILONG = "discriminative", "jrt", "babilong"
-SUITES = (DISCRIMINATIVE, JRT, BABILONG)
-"""The suites that need staged data; birth-year hides its statements in wikitext's."""
+SUITES = (DISCRIMINATIVE, JRT, BABILONG)  # birth-year hides its statements in wikitext's text
 
 BABILONG_TASKS = ("qa1", "qa2", "qa3", "qa4", "qa5")
 BABILONG_LENGTHS = ("0k", "1k", "2k", "4k")
@@ -165,24 +164,17 @@ def verify(key: str, folder: Path) -> tuple[Manifest, bytes]:
     expected = {"version": MANIFEST_VERSION, "key": key, "path": data.path, "config": data.config}
     found = {name: getattr(manifest, name) for name in expected}
     if found != expected or set(manifest.splits) != {data.split}:
-        splits = ", ".join(manifest.splits)
-        raise UserError(
-            f"{path}: of {found} with splits {splits}, expected {expected} with {data.split}; "
-            f"{restage(key, folder)}"
-        )
+        raise UserError(f"{path}: of {found}, expected {expected}; {restage(key, folder)}")
     known = manifest.splits[data.split]
     path = folder / key / known.file
     try:
         content = path.read_bytes()
+        sha256 = hashlib.sha256(content).hexdigest()
+        fault = "" if sha256 == known.sha256 else "was changed after it was staged"
     except OSError as error:
-        raise UserError(
-            f"{path}: cannot be read: {error.strerror}; {restage(key, folder)}"
-        ) from None
-    if (sha256 := hashlib.sha256(content).hexdigest()) != known.sha256:
-        raise UserError(
-            f"{path}: was changed after it was staged (sha256 {sha256[:16]}, not "
-            f"{known.sha256[:16]}); {restage(key, folder)}"
-        )
+        fault = f"cannot be read: {error.strerror}"
+    if fault:
+        raise UserError(f"{path}: {fault}; {restage(key, folder)}")
     return manifest, content
 
 

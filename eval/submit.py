@@ -1,8 +1,6 @@
 """`eval submit`: evaluate a run's checkpoints as they come, each suite of each once, by Slurm jobs.
 
-One look after another: hold checkpoints, give work out, and report at the end. Any number of
-watchers may run at once, kept apart by cluster/leases.py; a killed one costs nothing. Meanwhile the
-trainer's retention keeps what is still to be evaluated.
+Any number of watchers may run at once, kept apart by cluster/leases.py; a killed one costs nothing.
 """
 
 import argparse
@@ -44,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "RUN/evals/schedule.json: later calls need no options."
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="runs, or sweeps")
-    add = parser.add_argument_group("what").add_argument
+    add = parser.add_argument
     add("--suites", metavar="A,B", help=f"suites, tasks or task files (default: {ALL})")
     about = "use task files outside eval/tasks without asking: they are code"
     add("--trust_task_files", action="store_true", help=about)
@@ -54,9 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--retries", type=int, metavar="R", help=about)
     about = "let these options replace those of schedule.json"
     add("--change", action="store_true", help=about)
-    about = "of the report (default: RUN/report of one run or sweep, ./report of several)"
-    add("--report", type=Path, metavar="DIR", help=about)
-    add = parser.add_argument_group("when and where").add_argument
+    add("--report", type=Path, metavar="DIR", help="default: RUN/report, of several runs ./report")
     add("--once", action="store_true", help="look once, and end")
     about = f"jobs at a time, of all these runs (default: {MAX_IN_FLIGHT}; with --local 1)"
     add("--max_in_flight", type=int, metavar="K", help=about)
@@ -64,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--local", action="store_true", help="run them here, one after the other")
     about = "a flag for each job, such as --sbatch=--partition=short (may be given again)"
     add("--sbatch", action="append", metavar="FLAG", help=about)
-    add = parser.add_argument_group("instead").add_argument
     add("--status", action="store_true", help="a table of what is done and what not")
     add("--json", action="store_true", help="the same as JSON")
     add("--is_finished", action="store_true", help="exit code 0 if nothing is left, else 1")
@@ -80,9 +75,7 @@ def execute(arguments: argparse.Namespace) -> None:
     if not SCRIPTS.is_dir():
         raise UserError(f"{SCRIPTS} is not there: install from the repository, with pip install -e")
     named = [Path(os.path.abspath(run)) for run in arguments.runs]
-    runs = named_runs(named, planned=True)
-    if len(set(runs)) < len(runs):
-        raise UserError("a run is named twice")
+    runs = [*dict.fromkeys(named_runs(named, planned=True))]
     # of a throttled sweep some runs begin days after others, whose checkpoints do not wait for them
     absent = [run for run in runs if not RunFolder(run).config_file.exists()]
     if len(absent) < len(runs):
@@ -118,11 +111,8 @@ def _confirm_task_files(suites: list[str], arguments: argparse.Namespace) -> Non
     files = [s for s in suites if is_task_file(s) and not Path(s).resolve().is_relative_to(TASKS)]
     if not files or arguments.trust_task_files:
         return
-    what = (
-        f"{', '.join(dict.fromkeys(files))}: a task file is code, and its templates and functions "
-        "can run any command as you"
-    )
-    answer = "no"
+    what = f"{', '.join(dict.fromkeys(files))}: a task file is code, which can run any command"
+    answer = ""
     if sys.stdin.isatty():
         with contextlib.suppress(EOFError):
             answer = input(f"{what}. Have the jobs use it? [y/N] ")
@@ -136,8 +126,7 @@ def _queue(*, needed: bool) -> Slurm:
     slurm = Slurm()
     if needed and not slurm.is_there():
         raise UserError(
-            "this machine has no Slurm (sbatch, squeue, scontrol): run the evaluations here with "
-            "--local, or call this on a login node"
+            "no Slurm here (sbatch, squeue, scontrol): give --local, or log in elsewhere"
         )
     try:
         slurm.look()
@@ -176,10 +165,6 @@ class Watcher:
     def say(self, line: str) -> None:
         self.console.print(f"{time.strftime('%H:%M:%S')} {line}", soft_wrap=True, markup=False)
 
-    def say_absent(self) -> None:
-        for run in self.absent:
-            self.say(f"{run}: it has not begun, or is no run folder")
-
     def look(self) -> Overview:
         return [(schedule, schedule.look(self.queue)) for schedule in self.schedules]
 
@@ -201,7 +186,8 @@ class Watcher:
         if self._is_evaluated(overview) and self.report_state()[0] == "waiting":
             work = self._report_work()
             self._start(work, work.leases.current())
-        self.say_absent()
+        for run in self.absent:
+            self.say(f"{run}: it has not begun, or is no run folder")
         self.say(summary(overview))
         return overview
 
@@ -215,10 +201,9 @@ class Watcher:
         if work.is_done():
             return "done", str(self.out)
         state, _, ended = work.leases.judge(work.leases.current(), self.queue)
-        if state is not None:
-            return state, ended
         failed = sum(lease.job is not None for lease in work.leases.all())
-        return "failed" if failed > self.schedules[0].request.retries else "waiting", ended
+        is_over = failed > self.schedules[0].request.retries
+        return state or ("failed" if is_over else "waiting"), ended
 
     def _is_evaluated(self, overview: Overview) -> bool:
         return not self.absent and all(s.is_finished(found) for s, found in overview)
@@ -302,13 +287,11 @@ class Watcher:
 
     def _changed(self, work: Work, lease: Lease) -> str:
         """Return what has changed since the look, now that all see the claim; empty if nothing."""
-        if not work.leases.is_current(lease.id):
-            return "another watcher has a later claim"
         if work.is_done():
             return "it is done"
         if work.script == "eval.sh" and self._num_in_flight() > self.max_in_flight:
             return f"{self.max_in_flight} are in flight"
-        return ""
+        return "" if work.leases.is_current(lease.id) else "another watcher has a later claim"
 
     def _run_here(self, work: Work, lease: Lease, words: list[str]) -> None:
         lease = work.leases.record(lease, job=LOCAL)
@@ -376,36 +359,23 @@ def show(watcher: Watcher, arguments: argparse.Namespace) -> None:
         content = {"runs": runs, "report": report[0], "finished": finished}
         console.file.write(json.dumps(content, indent=1) + "\n")
         return
-    lines = []
+    reasons = ("failed", "missing", "damaged", "waiting")
     for schedule, found in overview:
-        console.print(_table(str(schedule.run.path), found))
+        console.print(_table(schedule.run.path, found))
         for entry in found:
-            if entry.why and entry.state in ("failed", "missing", "damaged", "waiting"):
-                what = f"step {entry.step} {suite_name(entry.suite)}"
-                lines.append(f"{what}: {entry.state}: {entry.why}")
+            if entry.why and entry.state in reasons:
+                line = f"step {entry.step} {suite_name(entry.suite)}: {entry.state}: {entry.why}"
+                console.print(Text(line), soft_wrap=True)
     words = "finished" if finished else "going on"
-    lines.append(f"{words}: {summary(overview)}; report: {' '.join(filter(None, report))}")
-    for line in lines:
-        console.print(Text(line), soft_wrap=True)
-    watcher.say_absent()
+    line = f"{words}: {summary(overview)}; report: {' '.join(filter(None, report))}"
+    console.print(Text(line), soft_wrap=True)
 
 
-def _table(title: str, found: list[Entry]) -> Table:
-    table = Table(title=Text(title), title_justify="left")
-    table.add_column("step", justify="right")
+def _table(run: Path, found: list[Entry]) -> Table:
+    table = Table("step", title=Text(str(run)), title_justify="left")
     for suite in dict.fromkeys(entry.suite for entry in found):
         table.add_column(Text(suite_name(suite)))
-    steps = list(dict.fromkeys(entry.step for entry in found if entry.state != "to come"))
-    for step in steps:
-        cells = []
-        for entry in (entry for entry in found if entry.step == step):
-            words = entry.state
-            if entry.state in ("running", "queued") and entry.lease is not None:
-                words += f" {entry.lease.job}"
-            if entry.attempts > (0 if entry.state in ("waiting", "failed") else 1):
-                words += f" ({entry.attempts} {'try' if entry.attempts == 1 else 'tries'})"
-            cells.append(words)
-        table.add_row(f"{step:,}", *cells)
-    if later := sorted({entry.step for entry in found} - set(steps)):
-        table.caption = f"{len(later)} steps to come, the next is {later[0]:,}"
+    for step in dict.fromkeys(entry.step for entry in found if entry.state != "to come"):
+        states = (entry.state for entry in found if entry.step == step)
+        table.add_row(f"{step:>5,}", *states)
     return table

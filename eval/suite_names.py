@@ -112,16 +112,14 @@ def find_suite(given: str) -> tuple[str, Path | None]:
         if not path.is_file():
             raise UserError(f"--suite {given}: no such task file")
         if path.stem == VALIDATION or path.resolve() != files.get(path.stem, path).resolve():
-            raise UserError(
-                f"--suite {given}: '{path.stem}' is the name of another suite; rename the file"
-            )
+            raise UserError(f"{given}: '{path.stem}' is the name of another suite; rename the file")
         return path.stem, path
     if given in harness_names():
         return given, harness_names()[given].path
     near = suggestion(given, [*SUITES, ALL, *files]) or suggestion(given, harness_names())
     raise UserError(
-        f"unknown suite '{given}'; expected {', '.join(SUITES)}, or {ALL}; or a task or group that "
-        f"`python -m eval tasks` lists; or the path of a task's YAML.{near}"
+        f"unknown suite '{given}'; expected {', '.join(SUITES)}, {ALL}, a name that "
+        f"`python -m eval tasks` lists, or a task's YAML.{near}"
     )
 
 
@@ -168,13 +166,10 @@ def execute(arguments: argparse.Namespace) -> None:
     known = {name: HarnessName("suite", ours[name]) for name in SUITES}
     for name in sorted(ours):
         known.setdefault(name, HarnessName("ours", ours[name]))
-    for name in sorted(harness_names()):
-        known.setdefault(name, harness_names()[name])
+    for name, theirs in sorted(harness_names().items()):
+        known.setdefault(name, theirs)
     found = [name for name in known if pattern.search(name)]
     if not found:
         raise UserError(f"none of {len(known):,} names matches --grep {arguments.grep!r}")
-    roots = (harness_tasks().parents[1], TASKS.parents[1])
     for name in found:
-        kind, path = known[name]
-        root = next(root for root in roots if path.is_relative_to(root))
-        print(f"{name:40} {kind:5} {path.relative_to(root)}")
+        print(f"{name:40} {known[name].kind:5} {known[name].path}")

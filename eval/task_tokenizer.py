@@ -1,8 +1,7 @@
 """The evaluated model's tokenizer and length, inside a task: to cut documents and measure prompts.
 
 A task's metadata name them: `tokenizer` from `eval run`, `pretrained` (an exported folder) from
-`lm_eval --model_args`. A harness cuts the beginning off a prompt that is too long, and its facts
-are gone: tasks that hide facts in a long context call `check_fit`.
+`lm_eval --model_args`.
 """
 
 import functools
@@ -16,7 +15,7 @@ from typing import Any
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_json
 from canon_pretrain.data.shards import TokenShards
-from canon_pretrain.data.tokenizer import FILE_NAMES, HF_FILE, load_tokenizer
+from canon_pretrain.data.tokenizer import HF_FILE, load_tokenizer
 
 HF_CONFIG = "tokenizer_config.json"
 WAY_OUT = """name it with --metadata '{"tokenizer": "FOLDER"}': a data folder, an exported \
@@ -29,7 +28,6 @@ POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx")
 class TaskTokenizer:
     """Text to ids and back, without BOS and EOS; `sha256` is the training tokenizer's, if known."""
 
-    name: str
     sha256: str
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
@@ -57,9 +55,8 @@ def _of_data(folder: Path) -> TaskTokenizer:
         found = load_tokenizer(folder, eos=eos)
     except UserError as error:
         raise UserError(f"{error}. This task reads text: {WAY_OUT}") from None
-    name = str(folder / found.file_name if folder.is_dir() else folder)
     encode = lambda text: found.encode(text).tolist()  # noqa: E731
-    return TaskTokenizer(name, found.sha256, encode, lambda ids: found.decode(list(ids)))
+    return TaskTokenizer(found.sha256, encode, lambda ids: found.decode(list(ids)))
 
 
 @functools.lru_cache(maxsize=4)
@@ -84,21 +81,18 @@ def _of_export(name: str, revision: str | None) -> TaskTokenizer:
         sha256 = str(read_json(folder / RECORD)["tokenizer"]["sha256"])
     except (UnreadableFile, KeyError, TypeError):
         # no export of ours, or one that got its tokenizer from elsewhere since
-        files = [folder / file for file in FILE_NAMES if (folder / file).is_file()]
         vocabulary = json.dumps(sorted(found.get_vocab().items())).encode()
-        sha256 = hashlib.sha256(files[0].read_bytes() if files else vocabulary).hexdigest()
+        sha256 = hashlib.sha256(vocabulary).hexdigest()
     plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     # not verbose: a document longer than the model's length is no mistake before it is cut
     encode = lambda text: list(found.encode(text, add_special_tokens=False, verbose=False))  # noqa: E731
-    return TaskTokenizer(name, sha256, encode, lambda ids: str(found.decode(list(ids), **plain)))
+    return TaskTokenizer(sha256, encode, lambda ids: str(found.decode(list(ids), **plain)))
 
 
 def known_max_length(metadata: Mapping[str, Any]) -> int | None:
     """Return the tokens that the model reads at most, if a task's metadata or config.json tell."""
     for name in ("max_length", *POSITIONS):
         if (given := metadata.get(name)) is not None:
-            if not str(given).isdecimal():
-                raise UserError(f"{name} {given!r}: expected a number of tokens")
             return int(given)
     try:
         config = read_json(Path(str(metadata.get("pretrained"))) / "config.json", finite=False)
@@ -117,12 +111,14 @@ def lengths_beyond(prompts: Iterable[str], room: int, metadata: Mapping[str, Any
 
 
 def check_fit(name: str, longest: int, *, answer_tokens: int, metadata: Mapping[str, Any]) -> None:
-    """Raise UserError if the longest prompt and its answer exceed the model's length, if known."""
+    """Raise UserError if the longest prompt and its answer exceed the model's length, if known.
+
+    A harness would cut the beginning off, and with it the facts that a long context hides.
+    """
     max_length = known_max_length(metadata)
     if max_length is not None and longest + answer_tokens > max_length:
         raise UserError(
             f"{name}: prompts of up to {longest} tokens and an answer of {answer_tokens} do not "
             f"fit max_length {max_length}: give the model at least {longest + answer_tokens} "
-            "(python -m eval run: --max_length N; lm_eval --model hf: --model_args "
-            "...,max_length=N,max_position_embeddings=N), or leave the task out"
+            "(--max_length N; lm_eval --model_args max_length=N,max_position_embeddings=N)"
         )

@@ -49,10 +49,6 @@ def validation_task(
     return TaskPlan(described, cost, ask)
 
 
-def _loss(total_nats: float, num_tokens: int, shards: TokenShards) -> HeldOutLoss:
-    return held_out_loss([total_nats], [num_tokens], [shards.num_bytes / shards.num_tokens])
-
-
 def model_loss(
     lm: CanonLM, shards: TokenShards, *, seq_len: int, limit: int | None = None
 ) -> tuple[HeldOutLoss, list[dict[str, Any]]]:
@@ -77,7 +73,9 @@ def model_loss(
         tokens.update(known)
         for document, score in zip(known, parts, strict=True):
             nats[document].append(-score)
-    loss = _loss(math.fsum(chain.from_iterable(nats.values())), tokens.total(), shards)
+    total_nats = math.fsum(chain.from_iterable(nats.values()))
+    bytes_per_token = shards.num_bytes / shards.num_tokens
+    loss = held_out_loss([total_nats], [tokens.total()], [bytes_per_token])
     # a token's loss depends on what precedes it: on the other documents and on the windows
     asked = hashlib.sha256(f"{shards.fingerprint} {seq_len}".encode()).hexdigest()[:16]
     records: list[dict[str, Any]] = []
@@ -150,5 +148,6 @@ def baseline_losses(
     for offset, size in windows(held_out.num_tokens, seq_len, limit):
         totals += models.nats(held_out.read(offset, size))
         count += size - 1
-    losses = [_loss(total, count, held_out) for total in totals.tolist()]
+    bytes_per_token = held_out.num_bytes / held_out.num_tokens
+    losses = [held_out_loss([total], [count], [bytes_per_token]) for total in totals.tolist()]
     return dict(zip(("unigram", "bigram"), losses, strict=True))

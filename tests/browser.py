@@ -30,18 +30,14 @@ class Browser:
         self.driver = driver
 
     def open(self, page: Path, width: int, height: int, *, dark: bool = False) -> None:
-        """Open a local page in a window of that inner size, and wait until its curves stand."""
-        self.resize(width, height)
+        """Open a local page, under 600 px as on a phone, and wait until its curves are drawn."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         self.requests()
         self.driver.get(page.resolve().as_uri())
         self.wait_for("return document.documentElement.dataset.drawn")
-
-    def resize(self, width: int, height: int) -> None:
-        """Give the window that inner size; under 600 px it is a phone's."""
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     def assert_fits(self, page: Path, width: int) -> None:
         """The page asked for nothing, said nothing, and it and its plots are not too wide."""

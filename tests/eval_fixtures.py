@@ -1,7 +1,6 @@
 """Small data sets in the schema of every staged one, written as `eval stage` leaves them.
 
-The columns are those that the tasks read; SQuAD's `context` holds "Question:" since the public task
-code cuts there. The rows never differ.
+SQuAD's `context` holds "Question:" since the public task code cuts there. The rows never differ.
 """
 
 import random
@@ -35,11 +34,10 @@ def arc(word: str) -> Rows:
     rows: Rows = []
     for at, thing in enumerate(THINGS):
         count = (4, 4, 3, 5)[at % 4]
-        names = list("12345" if at % 5 == 0 else "ABCDE")[:count]
+        names = list("ABCDE" if at % 5 else "12345")[:count]
         texts = [f"{word} {THINGS[at - k]}{' and more' * (k % 3)}" for k in range(count)]
-        choices = {"text": texts, "label": names}
-        question, key = f"Which one is made of {thing}?", names[at % count]
-        rows.append({"question": question, "choices": choices, "answerKey": key})
+        row = {"question": f"Which one is made of {thing}?", "answerKey": names[at % count]}
+        rows.append({**row, "choices": {"text": texts, "label": names}})
     return rows
 
 
@@ -111,19 +109,11 @@ def jrt_pairs(name: str, tail: str) -> Rows:
     """SWDE and FDA: documents with keys and values; each is asked for two of them."""
     rows: Rows = []
     for at, (before, after) in enumerate(SHAPES):
-        year = str(1901 + 7 * at)
-        fact = f"director: {NAMES[at]} Stone. release date: {year}."
-        text = document((name, at), before, fact, after)
-        for key, value in (("director", f"{NAMES[at]} Stone"), ("release date", year)):
-            rows.append(
-                {
-                    "doc_id": f"{name}-{at}",
-                    "file_name": f"{name}-{at}.txt",
-                    "key": key,
-                    "value": value,
-                    "text": text + tail.format(key=key),
-                }
-            )
+        year, director = str(1901 + 7 * at), f"{NAMES[at]} Stone"
+        text = document((name, at), before, f"director: {director}. release date: {year}.", after)
+        where = {"doc_id": f"{name}-{at}", "file_name": f"{name}-{at}.txt"}
+        for key, value in (("director", director), ("release date", year)):
+            rows.append({**where, "key": key, "value": value, "text": text + tail.format(key=key)})
     # an answer of one character, which is dropped, and one that the text does not have
     rows.append(rows[0] | {"key": "rating", "value": "7"})
     rows.append(rows[2] | {"key": "runtime", "value": "ninety minutes"})
@@ -133,17 +123,11 @@ def jrt_pairs(name: str, tail: str) -> Rows:
 def jrt_squad() -> Rows:
     rows: Rows = []
     for at, (before, after) in enumerate(SHAPES):
-        context = document(("squad", at), before, f"The {THINGS[at]} is in Oslo{at}.", after)
-        for part, value in ((f"The {THINGS[at]} is in", f"Oslo{at}"), ("In Oslo there is", "a")):
-            question = f"Where is the {THINGS[at]}?"
-            rows.append(
-                {
-                    "context": f"{context}\nQuestion: {question}",
-                    "question": question,
-                    "text": f" {context} {part} ",
-                    "value": value,
-                }
-            )
+        thing, question = THINGS[at], f"Where is the {THINGS[at]}?"
+        text = document(("squad", at), before, f"The {thing} is in Oslo{at}.", after)
+        row = {"context": f"{text}\nQuestion: {question}", "question": question}
+        for part, value in ((f"The {thing} is in", f"Oslo{at}"), ("In Oslo there is", "a")):
+            rows.append({**row, "text": f" {text} {part} ", "value": value})
     return rows
 
 
@@ -190,45 +174,26 @@ def babilong(task: str, length: str) -> Rows:
     return [_babilong_row(task, fill, at) for at in range(6)]
 
 
+# of qa1 to qa5: facts | question | target
+BABILONG = """\
+{who} went to the {a}. {other} moved to the {c}. {who} went to the {b}. | Where is {who}? | {b}
+{who} went to the {a}. {who} took the {it}. {who} went to the {b}. | Where is the {it}? | {b}
+{who} took the {it} to the {a}, the {b}. Then to the {c}. | Where was it before the {c}? | {b}
+The {a} is north of the {b}. The {c} is south of the {b}. | What is north of the {b}? | {a}
+Bill took the {it} there. Bill gave the {it} to Jeff. | What did Bill give to Jeff? | {it}
+""".splitlines()
+
+
 def _babilong_row(task: str, fill: int, at: int) -> dict[str, Any]:
-    first, second, third = (PLACES[(at + k) % 6] for k in (0, 1, 2))
     who, other = ("Mary", "John") if at % 2 else ("John", "Mary")
-    thing = ("apple", "football", "milk")[at % 3]
-    giver, taker = (("Bill", "Fred"), ("Jeff", "Mary"))[at % 2]
-    facts, question, target = {
-        "qa1": (
-            f"{who} went to the {first}. {other} moved to the {third}. {who} went to the {second}.",
-            f"Where is {who}? ",
-            second,
-        ),
-        "qa2": (
-            f"{who} went to the {first}. {who} took the {thing} there. {who} went to the {second}.",
-            f"Where is the {thing}? ",
-            second,
-        ),
-        "qa3": (
-            f"{who} took the {thing}. {who} went to the {first}. {who} went to the {second}. "
-            f"{who} went to the {third}.",
-            f"Where was the {thing} before the {third}? ",
-            second,
-        ),
-        "qa4": (
-            f"The {first} is north of the {second}. The {third} is south of the {second}.",
-            f"What is north of the {second}? ",
-            first,
-        ),
-        "qa5": (
-            f"{giver} took the {thing} there. {giver} gave the {thing} to {taker}.",
-            f"What did {giver} give to {taker}? " if at % 3 else f"Who gave the {thing}? ",
-            thing if at % 3 else giver,
-        ),
-    }[task]
-    text = facts
+    named = dict(zip("abc", (PLACES[(at + k) % 6] for k in range(3)), strict=True))
+    named |= {"who": who, "other": other, "it": ("apple", "football", "milk")[at % 3]}
+    text, question, target = BABILONG[int(task[2]) - 1].format(**named).split(" | ")
     if fill:
-        sentences = facts.split(". ")
-        text = words((task, at, "a"), fill // 2) + " " + ". ".join(sentences[:-1]) + ". "
-        text += words((task, at, "b"), fill - fill // 2) + " " + sentences[-1]
-    return {"target": target, "question": question, "input": text}
+        first, _, last = text.rpartition(". ")
+        text = words((task, at, "a"), fill // 2) + f" {first}. "
+        text += words((task, at, "b"), fill - fill // 2) + " " + last
+    return {"target": target, "question": f"{question} ", "input": text}
 
 
 _TEXTS = Sequence(TEXT)

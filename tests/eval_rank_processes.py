@@ -2,8 +2,7 @@
 
     python -m tests.eval_rank_processes OUT.json
 
-One process imports lm_eval, which takes seconds, and forks the ranks of every scenario. What each
-rank returned, or raised, how it ended and when stands in OUT.json by the scenario's name.
+One process imports lm_eval, which takes seconds, and forks the ranks of every scenario.
 """
 
 import json
@@ -15,22 +14,18 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.data.shards import TokenShards
 from eval.model.lm import CanonLM
 from eval.model.ranks import Ranks
-from eval.validation import model_loss
-from tests.scripted_lm import Letters, requests
-from tests.support import write_data
+from tests.scripted_lm import Full, Letters, requests
 from tests.variants import VARIANTS, build
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 60
 TEXT = "now is better than never although never is often better than right now"
 
 
@@ -55,17 +50,6 @@ def answers(ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def validation(ranks: Ranks) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        write_data(Path(folder))
-        shards = TokenShards.open(Path(folder) / "validation")
-        model = build(replace(VARIANTS["rope"], vocab_size=512)).eval()
-        lm = CanonLM(model, None, max_length=30, batch_tokens=100, ranks=ranks)
-        loss, _ = model_loss(lm, shards, seq_len=30, limit=40)
-        shards.close()
-    return [loss.nats_per_token.hex(), loss.num_tokens]
-
-
 def plumbing(ranks: Ranks) -> Any:
     """Order, sharing, and who is told what."""
     told, mine = list[int](), list[int]()
@@ -88,25 +72,13 @@ def plumbing(ranks: Ranks) -> Any:
     }
 
 
-class Small(torch.nn.Module):
-    """A model that runs out of memory above so many tokens, on one rank alone."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self.inner, self.most = build(VARIANTS["rope"]).eval(), most
-        self.args, self.tok_embeddings = self.inner.args, self.inner.tok_embeddings
-
-    def forward(self, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
-        if tokens.numel() > self.most:
-            raise torch.OutOfMemoryError("made up")
-        time.sleep(0.005)  # or one rank would do all batches before the other begins
-        return self.inner(tokens, **options)
-
-
 def memory(ranks: Ranks) -> Any:
     """The last rank has less memory than the others."""
     said: list[str] = []
-    model: Any = Small(60 if ranks.rank == ranks.world_size - 1 else 10_000)
+    most = 60 if ranks.rank == ranks.world_size - 1 else 10_000
+    model: Any = Full(build(VARIANTS["rope"]).eval(), most)
+    # or one rank would do all batches before the other begins
+    model.register_forward_pre_hook(lambda *_: time.sleep(0.005))
     given = {"max_length": 30, "batch_tokens": 300, "ranks": ranks, "say": said.append}
     lm = CanonLM(model, Letters(), **given)
     choices = [(TEXT[:n], TEXT[n : n + 4]) for n in range(3, 60)]
@@ -136,10 +108,6 @@ def fails(error: Exception) -> Callable[[], Any]:
     return act
 
 
-def dies() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def raises_between(ranks: Ranks) -> None:
     if ranks.rank == 1:
         time.sleep(0.2)
@@ -153,14 +121,13 @@ def refuses(ranks: Ranks) -> None:
 
 SCENARIOS: dict[str, tuple[Callable[[Ranks], Any], tuple[int, ...]]] = {
     "answers": (answers, (1, 3)),
-    "validation": (validation, (1, 2)),
     "plumbing": (plumbing, (3,)),
     "memory": (memory, (2,)),
     "raises": (ends(1, fails(UserError("this item is broken"))), (3,)),
     "raises_first": (ends(0, fails(KeyError("nothing"))), (3,)),
     "raises_between": (raises_between, (3,)),
-    "is_killed": (ends(1, dies), (3,)),
-    "first_is_killed": (ends(0, dies), (3,)),
+    "is_killed": (ends(1, lambda: os.kill(os.getpid(), signal.SIGKILL)), (3,)),
+    "first_is_killed": (ends(0, lambda: os.kill(os.getpid(), signal.SIGKILL)), (3,)),
     "refuses": (refuses, (3,)),
 }
 
@@ -170,31 +137,24 @@ def in_ranks(function: Callable[[Ranks], Any], world_size: int, folder: Path) ->
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    started = time.monotonic()
-    pids = []
+    started, ranks = time.monotonic(), dict[int, int]()
     for rank in range(world_size):
         pid = os.fork()
         if not pid:
+            signal.alarm(TIMEOUT_S)
             names = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
             names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ |= {name: str(value) for name, value in names.items()}
             os._exit(_rank(function, folder / f"{rank}.json"))
-        pids.append(pid)
+        ranks[pid] = rank
     ended: dict[int, dict[str, Any]] = {}
     while len(ended) < world_size:
-        for rank, pid in enumerate(pids):
-            if rank in ended:
-                continue
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
-                path = folder / f"{rank}.json"
-                said = json.loads(path.read_text()) if path.exists() else {}
-                path.unlink(missing_ok=True)
-                code = os.waitstatus_to_exitcode(status)
-                ended[rank] = {**said, "code": code, "seconds": time.monotonic() - started}
-            elif time.monotonic() > started + TIMEOUT_S:
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
+        pid, status = os.waitpid(-1, 0)
+        path = folder / f"{ranks[pid]}.json"
+        said = json.loads(path.read_text()) if path.exists() else {}
+        path.unlink(missing_ok=True)
+        code = os.waitstatus_to_exitcode(status)
+        ended[ranks[pid]] = {**said, "code": code, "seconds": time.monotonic() - started}
     return [ended[rank] for rank in range(world_size)]
 
 

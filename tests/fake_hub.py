@@ -43,9 +43,9 @@ def dataset_files(splits: dict[tuple[str, str], datasets.Dataset]) -> Files:
 class FakeHub(ThreadingHTTPServer):
     """`repos` maps a path to its commits (the last one is main), a commit to its files.
 
-    `stalled` is the end of a file's name: it comes only when `released` is set. `faults` maps a
-    file's name to "wrong bytes" or "broken once"; `refusals` part of a path to a status. Parquet
-    files are of LFS, as on the real hub, and a listing has `page_files` entries a page.
+    `stalled` is the end of a file's name: it comes only when `released` is set. Files of `wrong`
+    come with wrong bytes; `refusals` maps part of a path to a status. Parquet files are of LFS, as
+    on the real hub, and a listing has `page_files` entries a page.
     """
 
     daemon_threads = True
@@ -56,7 +56,7 @@ class FakeHub(ThreadingHTTPServer):
         self.asked: list[str] = []
         self.status = 0
         self.refusals: dict[str, int] = {}
-        self.faults: dict[str, str] = {}
+        self.wrong: set[str] = set()
         self.page_files = 1000
         self.stalled = ""
         self.waiting, self.released = threading.Event(), threading.Event()
@@ -153,8 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
             server.released.wait(60)
         etag = hashlib.sha256(content).hexdigest() if name.endswith(".parquet") else _sha1(content)
         headers = {"X-Repo-Commit": commit, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
-        fault = server.faults.get(name)
-        if fault == "wrong bytes":
+        if name in server.wrong:
             content = content[:-1] + b"?"
         first, _, last = (self.headers.get("Range") or "bytes=0-")[6:].partition("-")
         end = min(int(last or len(content)) + 1, len(content))
@@ -163,29 +162,19 @@ class _Handler(BaseHTTPRequestHandler):
             status = 206
             headers["Content-Range"] = f"bytes {first}-{end - 1}/{len(content)}"
         body = content[int(first) : end]
-        if fault == "broken once" and self.command == "GET" and not int(first):
-            server.faults.clear()
-            self.close_connection = True
-            return self.reply(body, status, headers, stop=len(body) // 2)
         self.reply(body, status, headers)
 
     def missing(self, what: str) -> None:
         self.reply(b"{}", 404, {"X-Error-Code": f"{what}NotFound"})
 
-    def reply(
-        self,
-        body: bytes,
-        status: int = 200,
-        headers: dict[str, str] | None = None,
-        stop: int | None = None,
-    ) -> None:
+    def reply(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body[:stop])
+            self.wfile.write(body)
 
 
 def _children(files: Files, folder: str) -> list[str]:

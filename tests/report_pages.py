@@ -1,52 +1,33 @@
 """A report's page as its rows, tags and text, and the JSON and Markdown beside it, for tests."""
 
-import argparse
 import json
 from collections.abc import Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.report.eval_report import add_arguments, execute
+from lxml import etree, html
+
+from eval.__main__ import main
 
 
-class Page(HTMLParser):
+class Page:
     """A page's elements, the texts of its table rows, and all text outside of scripts."""
 
     def __init__(self, page: Path) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.rows: list[list[str]] = []
-        self.text = ""
-        self._inside: list[str] = []
-        self.feed(page.read_text())
-        self.text = " ".join(self.text.split())
+        tree = html.parse(str(page), html.HTMLParser(encoding="utf-8", huge_tree=True)).getroot()
+        self.tags = [(x.tag, dict(x.attrib)) for x in tree.iter() if isinstance(x.tag, str)]
+        self.rows = [[_text(cell) for cell in row] for row in tree.iter("tr")]
+        etree.strip_elements(tree, "script", "style", with_tail=False)
+        self.text = _text(tree)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "link", "input"):
-            self._inside.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
 
-    def handle_endtag(self, tag: str) -> None:
-        assert self._inside.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self._inside and self._inside[-1] not in ("script", "style"):
-            self.text += " " + data
-        if "td" in self._inside or "th" in self._inside:
-            self.rows[-1][-1] = " ".join(f"{self.rows[-1][-1]} {data}".split())
+def _text(element: Any) -> str:
+    return " ".join(" ".join(element.itertext()).split())
 
 
 def report(runs: Sequence[Path], out: Path | None) -> Path:
     """Run the command; the page that it wrote."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    where = [] if out is None else ["--out", str(out)]
-    execute(parser.parse_args([*map(str, runs), *where]))
+    main(["report", *map(str, runs), *([] if out is None else ["--out", str(out)])])
     return (out or runs[0] / "report") / "index.html"
 
 

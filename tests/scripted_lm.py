@@ -1,10 +1,13 @@
-"""A model of lm_eval's that answers by functions, a tokenizer of letters, and requests for both."""
+"""Models that answer by functions or run out of memory, small tokenizers, and requests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
+
+from canon_pretrain.model.transformer import Transformer
 
 
 class ScriptedLM(LM):
@@ -31,6 +34,34 @@ class ScriptedLM(LM):
     def loglikelihood_rolling(self, requests: list[Instance], **_: Any) -> list[float]:
         assert self.score is not None
         return [self.score(request) for request in requests]
+
+
+class Bytes:
+    """One token a byte, and EOS last: a character may be cut in two."""
+
+    vocab_size, eos_id = 257, 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class Full(torch.nn.Module):
+    """Runs out of memory with more than so many tokens in a pass and its cache."""
+
+    def __init__(self, model: Transformer, most: int) -> None:
+        super().__init__()
+        self.inner, self.most, self.refused = model, most, 0
+        self.args, self.tok_embeddings = model.args, model.tok_embeddings
+
+    def forward(self, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+        cache = options.get("cache")
+        if tokens.numel() + tokens.shape[0] * (cache.length if cache else 0) > self.most:
+            self.refused += 1
+            raise torch.OutOfMemoryError("made up")
+        return self.inner(tokens, **options)
 
 
 class Letters:

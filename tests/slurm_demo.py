@@ -60,8 +60,6 @@ def tell(cluster: SlurmCluster) -> None:
     def is_idle() -> bool:
         return not cluster.run("squeue", "-h", "-t", "PENDING,RUNNING,COMPLETING").stdout
 
-    say("two nodes")
-    run("sinfo")
     say("text -> shards: an array of two jobs, then one that finishes and verifies")
     run(
         "bash", "slurm/data_prep.sh", "submit", "--shards", 2, "--cpus-per-task=1",
@@ -103,8 +101,6 @@ def tell(cluster: SlurmCluster) -> None:
     run("python", "-m", "eval", "submit", RUN, "--status")
     run("python", "-m", "canon_pretrain.run", "status", RUN)
     run("squeue", "--states=all", "--format=%.6i %.40j %.10T %.8M %.6D")
-    run("grep", "-v", "step ", RUN / "slurm.log")
-    print(f"\nreport: {(RUN / 'report/index.html').resolve()}")
 
 
 def main() -> None:

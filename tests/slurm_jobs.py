@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -161,13 +162,12 @@ def log_of(run: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def processes_of(text: str) -> list[str]:
-    found = []
+def processes_of(text: str) -> dict[int, str]:
+    """The command lines with `text` in them, their words ended by spaces, by process."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
+        with suppress(OSError):
             line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if text in line and int(path.parent.name) != os.getpid():
-            found.append(line)
+            if text in line and int(path.parent.name) != os.getpid():
+                found[int(path.parent.name)] = line
     return found

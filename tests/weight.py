@@ -1,11 +1,12 @@
 """Count what the next person has to carry: `python -m tests.weight`.
 
 Product is `canon_pretrain data_prep eval`. A private helper is a function whose name begins with
-one underscore; it is used once if its name occurs at its definition and at one more place. Circles
-are strongly connected components of the graph of all imports, lazy and TYPE_CHECKING ones as well.
+one underscore; it is used once if its name occurs at its definition and at one more place. A circle
+is one in the graph of all imports, lazy and TYPE_CHECKING ones as well.
 """
 
 import ast
+import graphlib
 import json
 import re
 import statistics
@@ -46,31 +47,13 @@ def imported(tree: ast.AST, known: dict[str, Path]) -> Iterator[str]:
             yield from (name for name in (node.module, *names) if name in known)
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Return the strongly connected components of more than one module (Tarjan, 1972)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(name: str) -> None:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for other in graph[name]:
-            if other not in index:
-                visit(other)
-            if other in stack:
-                low[name] = min(low[name], low[other])
-        if low[name] == index[name]:
-            circle = stack[stack.index(name) :]
-            del stack[stack.index(name) :]
-            if len(circle) > 1:
-                found.append(sorted(circle))
-
-    for name in graph:
-        if name not in index:
-            visit(name)
-    return found
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return modules that import each other in turn, the first one again at the end; [] if none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def loaded_by_train() -> list[str]:
@@ -108,7 +91,7 @@ def weigh() -> dict[str, object]:
             lengths[-1],
         ),
         "private helpers used once, %": round(100 * len(once) / len(functions), 1),
-        "circles of imports": circles(graph),
+        "a circle of imports": circle(graph),
         "own files that train loads": len(loaded_by_train()),
         "lines by package": dict(sorted(_by_package(sources).items())),
     }

@@ -1,10 +1,8 @@
 """What a 1.3B block would launch and move on an H100, counted in Inductor's code without a GPU.
 
 A `TransformerBlock` is compiled as the trainer compiles it, for an H100 that exists only for
-Inductor's code generator. Launches are counted in the generated code, bytes by Inductor's own count
-of what each kernel reads and writes. Nothing is executed: spills and what caches save are not in
-it. What the generator asks of a GPU is patched for the whole process, and it remembers some
-answers: use a process that does nothing else.
+Inductor's code generator: nothing is executed, spills and caches are not in it. What the generator
+asks of a GPU is patched, and it remembers some answers: use a process that does nothing else.
 """
 
 import argparse
@@ -13,7 +11,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +27,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from canon_pretrain import kernels
 from canon_pretrain.bench.limits import PEAK_FLOPS, Machine, Rates, block_traffic, step_seconds
 from canon_pretrain.bench.tables import Columns, print_lines
-from canon_pretrain.bench.variants import Bench, canon_sets_of, with_canon
+from canon_pretrain.bench.variants import Bench, Result, Say, canon_sets_of, with_canon
 from canon_pretrain.core.errors import check_choice
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
@@ -103,19 +101,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--models", nargs="+", default=list(MODELS), metavar="M", help=f"of {', '.join(MODELS)}")
     add("--sets", nargs="+", metavar="SET", help="Canon sets (default: more for nope)")
-    add("--backends", nargs="+", default=list(BACKENDS), metavar="B", help=", ".join(BACKENDS))
     about = f"count all, and write it to {RECORD.name} and {PAGE.name} in {RECORD.parent}"
     add("--record", action="store_true", help=about)
 
 
-def measure(
-    arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
-) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result:
     versions = {name: machine.facts()["versions"][name] for name in ("torch", "triton")}
     result: Row = {"counted_for": NAME, "micro_batch": MICRO_BATCH, "num_tokens": NUM_TOKENS}
     result |= {"versions": versions, "rows": []}
-    chosen = arguments.models, arguments.sets, arguments.backends
-    for case in cases(*((list(MODELS), None, BACKENDS) if arguments.record else chosen)):
+    chosen = (MODELS, None) if arguments.record else (arguments.models, arguments.sets)
+    for case in cases(*chosen):
         result["rows"].append(case._asdict() | count(case))
         say(f"{case.model}: {case.canon_set or 'no Canon'} {case.backend}")
     rows = result["rows"]
@@ -127,17 +122,13 @@ def measure(
     return result | {"computed": [computed(row, rows) for row in rows]}
 
 
-def cases(models: Sequence[str], sets: Sequence[str] | None, backends: Sequence[str]) -> list[Case]:
-    """Return what to count, each model first without Canon. Raises UserError."""
-    for option, given, known in (("--models", models, MODELS), ("--backends", backends, BACKENDS)):
-        for name in given:
-            check_choice(option, name, known)
-    found = []
+def cases(models: Iterable[str], sets: Sequence[str] | None) -> Iterator[Case]:
+    """Yield what to count, each model first without Canon. Raises UserError."""
     for model in models:
-        own = canon_sets_of(sets or (SETS if model == "nope" else BRIEF_SETS))
-        found.append(Case(model, "", "compiled"))
-        found += [Case(model, canon_set, backend) for canon_set in own for backend in backends]
-    return found
+        check_choice("--models", model, MODELS)
+        yield Case(model, "", "compiled")
+        for canon_set in canon_sets_of(sets or (SETS if model == "nope" else BRIEF_SETS)):
+            yield from (Case(model, canon_set, backend) for backend in BACKENDS)
 
 
 # -- the GPU that is not there
@@ -392,9 +383,13 @@ COLUMNS: Columns = {
 }
 
 
-def table(result: Row) -> list[str]:
-    """Return what the columns are, the rates that times are computed from, and a Markdown table."""
+def page(result: Row) -> str:
+    """Return PAGE: what the columns are, the rates that times are computed from, and a table."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    rates = [f"{name} {_bars(bars, '.3g')}" for name, bars in Rates()._asdict().items()]
     lines = [
+        "# What a block launches and moves on an H100, counted without one",
+        f"Written by `python -m canon_pretrain.bench codegen --record` ({versions}).",
         f"Counted for {result['counted_for']}: one block of 1.3B, {result['micro_batch']} x "
         f"{result['num_tokens']:,} tokens, bfloat16; nothing was run.",
         "launches: Inductor's kernels, forward + backward; operators: our own. KiB: read and "
@@ -403,28 +398,16 @@ def table(result: Row) -> list[str]:
         "and attention that must move (limits.py); ratio: counted over least.",
         f"Computed, not measured: a training step of the whole model on {GPUS_OF_A_NODE} GPUs, one "
         "micro-batch each; in brackets with the worst and the best rates.",
+        f"Rates: {'; '.join(rates)}; MFU is of {PEAK_FLOPS / 1e12:.0f} TFLOP/s.",
     ]
-    words = [f"{name} {_bars(bars, '.3g')}" for name, bars in Rates()._asdict().items()]
-    lines.append(f"Rates: {'; '.join(words)}; MFU is of {PEAK_FLOPS / 1e12:.0f} TFLOP/s.")
     rows = [row | computed(row, result["rows"]) for row in result["rows"]]
     cells = [[cell(row) for cell in COLUMNS.values()] for row in rows]
-    words = [f"| {' | '.join(each)} |" for each in (COLUMNS, ["---"] * len(COLUMNS), *cells)]
-    return [*(f"{line}\n" for line in lines), *words]
-
-
-def page(result: Row) -> str:
-    """Return PAGE: the same in Markdown."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    lines = [
-        "# What a block launches and moves on an H100, counted without one\n",
-        f"Written by `python -m canon_pretrain.bench codegen --record` ({versions}).\n",
-        *table(result),
-    ]
-    return "\n".join(lines) + "\n"
+    table = [f"| {' | '.join(each)} |\n" for each in (COLUMNS, ["---"] * len(COLUMNS), *cells)]
+    return "".join([*(f"{line}\n\n" for line in lines), *table])
 
 
 def print_result(result: Row, console: Console) -> None:
-    print_lines(console, *table(result))
+    print_lines(console, *page(result).splitlines())
 
 
 BENCHES = {"codegen": Bench(add_arguments, measure, print_result)}

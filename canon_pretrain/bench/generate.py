@@ -7,7 +7,7 @@ turns, on a GPU each is in memory alone, the one without Canon first and last.
 
 import argparse
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from canon_pretrain.bench import tables, variants
 from canon_pretrain.bench.limits import Machine
 from canon_pretrain.bench.timing import BASE, Seconds, Subject, no_garbage, now, synchronize
-from canon_pretrain.bench.variants import Variant
+from canon_pretrain.bench.variants import Result, Say, Variant
+from canon_pretrain.core.cli import positive
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.model.args import num_parameters
 from canon_pretrain.model.decode import generate
@@ -30,14 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes = dict.fromkeys(("cuda", "cpu"), (0, 0))  # of --batches and the two below
     variants.add_options(parser, "sets", "pairs", pairs=9, shapes=shapes, micro_batch=None)
     about = "rows at a time (default: 1 8 32)"
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32], help=about)
+    parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8, 32], help=about)
     for option, tokens in (("--prompt-tokens", 128), ("--new-tokens", 64)):
-        parser.add_argument(option, type=int, default=tokens, help="(default: %(default)s)")
+        parser.add_argument(option, type=positive, default=tokens, help="(default: %(default)s)")
 
 
-def measure(
-    arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
-) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result:
     num_prompt, num_new = arguments.prompt_tokens, arguments.new_tokens
     arguments.tokens = num_prompt + num_new
     work = variants.workload(arguments, machine)
@@ -68,7 +67,7 @@ def measure(
         block()
         return Subject(block, lambda: {"operators": counts})
 
-    parts, facts, _ = variants.compare_variants(make, chosen, arguments, machine)
+    parts, facts, _ = variants.compare_variants(make, chosen, arguments.pairs, machine)
     rows = [
         {
             **variant.row(),
@@ -87,7 +86,6 @@ def measure(
         "new_tokens": num_new,
         "operators_are": "kernels" if machine.on_gpu else "operators",
         "copy_bandwidth": machine.copy_bandwidth,
-        "weight_bytes": weights,
         "weights_read_s": weights / machine.copy_bandwidth,
         "rows": rows,
     }
@@ -108,7 +106,7 @@ def generation(model: Transformer, prompts: Sequence[Sequence[int]], new_tokens:
     with no_garbage():
         begin = now()
         generate(model, prompts, max_new_tokens=new_tokens, stop=stop, batch_tokens=batch_tokens)
-    return {PREFILL: stamps[0] - begin, DECODE: (stamps[-1] - stamps[0]) / (len(stamps) - 1)}
+    return {PREFILL: stamps[0] - begin, DECODE: (stamps[-1] - stamps[0]) / max(1, len(stamps) - 1)}
 
 
 def operators_per_token(

@@ -1,7 +1,7 @@
 """Canon's kernels and the ways of attention by themselves, forward and backward.
 
 `canon`: every form of model/canon_check.py by every backend, compiled as a block is, over the
-reference; seconds, and bytes against the copy bandwidth. `attention`: every kernel of
+reference; seconds, and bytes against the copy bandwidth. `attention`: every fused kernel of
 scaled_dot_product_attention, the packages of FlashAttention 2 to 4 and flex attention, where they
 can be had, on the shapes of a training step; `model.attention_backend` takes what is the fastest.
 Before anything is timed its values (Canon: gradients too) are compared with the formula in float64.
@@ -24,7 +24,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 from canon_pretrain.bench import tables, variants
 from canon_pretrain.bench.limits import Machine
 from canon_pretrain.bench.timing import NotMeasured, Step, compare_steps
-from canon_pretrain.core.errors import UserError, check_choice
+from canon_pretrain.bench.variants import Result, Say
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.model import canon_check
@@ -71,9 +72,7 @@ def add_canon_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(position="rope")  # B's neighbor is the rotation
 
 
-def measure_canon(
-    arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
-) -> dict[str, Any]:
+def measure_canon(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result:
     work = variants.workload(arguments, machine)
     backends, missing = variants.available(arguments.backends, work)
     rows: list[dict[str, Any]] = []
@@ -143,25 +142,18 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
 }
 WAYS = (*KERNELS, "flex", "flash_attn", *FLASH_IMPLS)
-DIRECTIONS = {"forward": 1.0, "backward": 2.5}
-"""The passes, and their FLOPs over forward's: five products instead of two."""
-WORST_ERROR = 3e-2
-"""Of the largest value; bfloat16 products, summed in float32."""
+DIRECTIONS = {"forward": 1.0, "backward": 2.5}  # FLOPs: five products instead of two
+WORST_ERROR = 3e-2  # of the largest value; bfloat16 products, summed in float32
 
 
 def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
-    about = f"of {', '.join(WAYS)} (default: all here)"
-    parser.add_argument("--ways", nargs="+", metavar="WAY", help=about)
     shapes = {"cuda": (6, 4096), "cpu": (2, 1024)}
     variants.add_options(parser, *SHAPE_AND_TIMING, shapes=shapes, pairs=11, block_seconds=0.1)
 
 
-def measure_attention(
-    arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
-) -> dict[str, Any]:
+def measure_attention(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result:
     work = variants.workload(arguments, machine)
     args, shape, device = work.args, (work.micro_batch, work.num_tokens), work.device
     tensors = [  # q, k and v, [B, T, heads, K], laid out as the block's projections leave them
@@ -171,9 +163,7 @@ def measure_attention(
     usable: dict[str, dict[str, Any]] = {}
     errors: dict[str, float] = {}
     missing: dict[str, str] = {}
-    # math makes all scores, which at 4,096 tokens are more than most GPUs hold
-    for name in arguments.ways or [n for n in WAYS if n != "math" or not machine.on_gpu]:
-        check_choice("--ways", name, WAYS)
+    for name in WAYS:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch tells there why it refuses a kernel
@@ -183,7 +173,7 @@ def measure_attention(
             usable[name] = passes(call, tensors, partial(use_flash, name))
         except (UserError, RuntimeError) as why:
             missing[name] = (str(why).strip() or type(why).__name__).splitlines()[0]
-    variants.check_any("--ways", usable, missing)
+    variants.check_any("attention by", usable, missing)
     base, both, rows = next(iter(usable)), dict.fromkeys(usable, 0.0), []
     # two products, of the half of the scores that causality leaves
     forward_flops = 2 * shape[0] * args.num_heads * shape[1] ** 2 * args.head_dim
@@ -211,10 +201,7 @@ def measure_attention(
 
 
 def make_way(name: str, args: ModelArgs, tensors: list[Tensor]) -> Way:
-    """Return the function of q_BTHK, k_BTGK and v_BTGK called `name`; it returns y_BTHK.
-
-    Raises UserError, or RuntimeError when it is first called, if it can't be had.
-    """
+    """Return the function of q_BTHK, k_BTGK and v_BTGK called `name`. Raises NotMeasured."""
     on_gpu, num_tokens = tensors[0].is_cuda, tensors[0].shape[1]
     if name in ("cudnn", "efficient", "flex") and not on_gpu:
         raise NotMeasured("needs a GPU")
@@ -240,10 +227,7 @@ def make_way(name: str, args: ModelArgs, tensors: list[Tensor]) -> Way:
 
 
 def use_flash(name: str) -> None:
-    """Make SDPA's flash kernel the one that `name` is; 0.2 ms if it was another (CPU, measured).
-
-    It is the process's, and forward and backward of several ways take turns here.
-    """
+    """Make the process's flash kernel the one that `name` is; 0.2 ms if it was another."""
     wanted = FLASH_IMPLS[name].name if name in FLASH_IMPLS else None
     if (wanted or name == "flash") and attention.current_flash_attention_impl() != wanted:
         attention.restore_flash_attention_impl(_raise_warn=False)
@@ -252,10 +236,7 @@ def use_flash(name: str) -> None:
 
 
 def check(way: Way, tensors: list[Tensor]) -> float:
-    """Return the first head's largest error against float64, of its largest value.
-
-    Raises NotMeasured if it is more than rounding.
-    """
+    """Return the first head's largest error, of its largest value; NotMeasured if it is wrong."""
     with torch.no_grad(), attention.sdpa_kernel(SDPBackend.MATH):
         q, k, v = (part[:1, :, :1].double().transpose(1, 2) for part in tensors)
         true_TK = F.scaled_dot_product_attention(q, k, v, is_causal=True)[0, 0]

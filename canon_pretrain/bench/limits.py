@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +20,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from canon_pretrain.bench.timing import clock_name, now, seconds_of
-from canon_pretrain.kernels.hardware import check_cuda, matmul_flops, query_gpu
+from canon_pretrain.kernels.hardware import check_cuda, cpu_info, matmul_flops, query_gpu
 from canon_pretrain.model.args import ModelArgs, flops_per_token, num_parameters
 from canon_pretrain.titan.dry_run import GPUS
 
-COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
-"""Far more than the caches hold."""
+COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}  # far more than the caches hold
 MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
 UNCOMPUTED = ("aten::empty", "aten::new_empty", "aten::_local_scalar_dense")
 
@@ -81,10 +79,7 @@ class Machine:
     def name(self) -> str:
         if self.on_gpu:
             return torch.cuda.get_device_name(self.device)
-        info = Path("/proc/cpuinfo")
-        lines = info.read_text().splitlines() if info.exists() else []
-        models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        return f"{next(models, platform.machine())}, {torch.get_num_threads()} threads"
+        return f"{cpu_info('model name') or platform.machine()}, {torch.get_num_threads()} threads"
 
     def facts(self) -> dict[str, Any]:
         triton = version("triton") if importlib.util.find_spec("triton") else None
@@ -202,9 +197,8 @@ def step_seconds(
 ) -> float:
     """Computed seconds of a training step of one micro-batch of `num_tokens` on each GPU.
 
-    `layer_bytes` per token and `layer_launches`: of one layer, forward and backward, bytes without
-    those of products and attention. With FSDP2 (weights gathered once), float32 AdamW, clipping,
-    and the loss in chunks (linear_cross_entropy.py). `bar`: which of the rates.
+    Of one layer, both directions: `layer_bytes` per token, without products and attention. With
+    FSDP2 (weights gathered once), float32 AdamW, clipping, and the loss in chunks.
     """
     gemm, memory = rates.gemm_flops[bar], rates.memory_bytes[bar]
     q_dim, k_dim, v_dim = args.qkv_dims

@@ -1,19 +1,12 @@
 """Canon's price in a training step and in memory: each set and backend beside no Canon.
 
-`step --unit block` is forward and backward of one compiled block. `--unit model` is on a CPU the
-whole step (titan/spec.py), and on a GPU the model's forward and backward, of which MFU is a
-share; what FSDP2 and AdamW take on top is measured apart, of the model without Canon. On a CPU the
-two models of a comparison take turns. A GPU holds one at a time, with all of its memory, as in a
-run: each is built, measured and freed, the one without Canon first and last.
-
-`memory` counts what a compiled block keeps for backward by saved_tensors_hooks, whole storages,
-parameters left out: exact, on a CPU as on a GPU, where the peak of training steps is measured too.
-What fits on a GPU is computed by `canon_pretrain.train --dry_run --gpu`.
+`step --unit model` is on a CPU the whole step (titan/spec.py), on a GPU the model's forward and
+backward; there FSDP2 and AdamW are measured apart, without Canon. `memory` counts what a compiled
+block keeps for backward, whole storages without parameters, by saved_tensors_hooks.
 """
 
 import argparse
 import statistics
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -23,7 +16,7 @@ import torch
 from canon_pretrain.bench import tables, variants
 from canon_pretrain.bench.limits import Machine, block_flops_per_token, least_extra
 from canon_pretrain.bench.timing import BASE, STEP, Subject, block_of, seconds_of, steps_for
-from canon_pretrain.bench.variants import NONE, Variant, Workload
+from canon_pretrain.bench.variants import NONE, Result, Say, Variant, Workload
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.model.args import CANON_SITES, FLOPS_FORMULA, ModelArgs, flops_per_token
 from canon_pretrain.model.attend import Attend
@@ -71,9 +64,7 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     variants.add_options(parser, *names, shapes=shapes, pairs=15, block_seconds=0.5)
 
 
-def measure_step(
-    arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
-) -> dict[str, Any]:
+def measure_step(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result:
     work = variants.workload(arguments, machine)
     unit = arguments.unit or ("model" if machine.on_gpu else "block")
     is_model, plain = unit == "model", machine.alone
@@ -89,10 +80,9 @@ def measure_step(
         before = torch.cuda.memory_allocated()
         with variants.failing(variant.backend):
             step = build(work, variant, is_model, plain=plain)
-            compile_s = seconds_of(step)
+            seconds_of(step)
         peak = torch.cuda.max_memory_allocated() - before or None
-        facts = {"compile_s": compile_s, "peak_bytes": peak}
-        return Subject(block_of(step, steps_for(step, block_s)), lambda: facts)
+        return Subject(block_of(step, steps_for(step, block_s)), lambda: {"peak_bytes": peak})
 
     def speed(canon_set: str, seconds: float) -> dict[str, Any]:
         args = variants.with_canon(work.args, canon_set)
@@ -106,7 +96,7 @@ def measure_step(
         }
 
     with one_rank() if is_model else nullcontext():
-        parts, facts, failed = variants.compare_variants(make, chosen, arguments, machine)
+        parts, facts, failed = variants.compare_variants(make, chosen, arguments.pairs, machine)
         variants.check_any("--sets", parts, failed)
         whole = None
         if is_model and plain:
@@ -165,12 +155,9 @@ def print_step(result: dict[str, Any], console: Console) -> None:
         "least": lambda row: f"{row['least']:+.1%}" if "least" in row else "",
         "target": lambda row: tables.verdict(targets, row),
     }
-    how = "pairs of neighboring blocks"
-    if base["drift"] is not None:
-        how = f"blocks of each alone, beside none's before and after ({base['drift'] - 1:+.1%})"
     lines = [
         f"{result['timed']} of the {unit}: {result['work']}; attention by {result['attention']}; "
-        f"medians of {rows[0]['pairs']} {how}; spread: 10th to 90th percentile",
+        f"medians of {rows[0]['pairs']} pairs of blocks; spread: 10th to 90th percentile",
         tables.peaks_line(result["peaks"]),
         f"limits: the products alone take {tables.ms(base['mfu_of_measured'] * base['other_s'])} "
         f"ms of none's {tables.ms(base['other_s'])} at the measured matmul peak "
@@ -186,11 +173,6 @@ def print_step(result: dict[str, Any], console: Console) -> None:
     if base["peak_bytes"]:
         peaks = [f"{row['variant']} {row['peak_bytes'] / GIB:.1f}" for row in (base, *rows)]
         lines.append(f"peak memory of each by itself in GiB: {', '.join(peaks)}")
-    is_1b3 = unit == "model" and (args.num_layers, args.dim, args.position) == (24, 2048, "nope")
-    if is_1b3 and "H200" in result["device"]:
-        best = min(rows, key=lambda row: (row["canon_set"] != "ABCD", row["ratio"]))
-        share = best["mfu_of_stated"]
-        lines.append(f"MFU of {best['variant']}: {share:.1%}; target {tables.MFU.verdict(share)}")
     tables.print_table(console, [base, *rows], columns, *lines)
 
 
@@ -198,16 +180,12 @@ def print_step(result: dict[str, Any], console: Console) -> None:
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "no training steps on a GPU"
-    parser.add_argument("--counted-only", action="store_true", help=about)
     names = (*variants.SHAPE, "sets", "backends")
     variants.add_options(parser, *names, shapes={"cuda": (3, 4096), "cpu": (1, 512)})
     parser.set_defaults(flavor="1b3", dtype="bfloat16", sets=[*CANON_SITES, "AC", "ABCD"])
 
 
-def measure_memory(
-    arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
-) -> dict[str, Any]:
+def measure_memory(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result:
     work = variants.workload(arguments, machine)
     backends, missing = variants.available(arguments.backends, work)
     rows: list[dict[str, Any]] = []
@@ -224,7 +202,7 @@ def measure_memory(
             row |= {"extra_per_token": extra, "extra_per_channel": extra / sum(channels.values())}
         rows.append(row)
     peaks = {}
-    if machine.on_gpu and not arguments.counted_only:
+    if machine.on_gpu:
         with one_rank():
             for canon_set in ("", "ABCD"):  # two training steps of each
                 machine.free_memory()

@@ -36,7 +36,6 @@ STEP = {"ABCD": Target((0.08, 0.05, 0.03)), "AC": Target((0.025, 0.015, 0.01))} 
 CPU_BLOCK = {"ABCD": Target((0.15, 0.10, 0.05))}  # compiled, 8L512D, float32
 GENERATION = {"ABCD": Target((0.10, 0.05, 0.03))}  # decoding
 SAVED_BYTES = {"ABCD": Target((4.0, 2.0, 2.0), unit="B")}  # a token, site and channel, bfloat16
-MFU = Target((0.50, 0.55, 0.60), more_is_better=True)  # 1.3B NoPE with ABCD on one H200
 TRAINER = Target((0.03,))  # the trainer's step beyond a bare loop's
 
 

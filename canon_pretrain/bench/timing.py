@@ -1,11 +1,8 @@
 """Seconds of two things that take turns: the paired blocks under every bench.
 
-A block is some steps in a row, begun and ended with an idle device. A pair is a block of each of
-the two side by side, so that load of the machine meets both; the order changes from pair to pair.
-Reported is the median over the pairs of the ratio of the two.
-
-Time is CPU time of the process if one CPU thread computes (OMP_NUM_THREADS=1), which a busy machine
-hardly changes, and otherwise the clock's.
+A pair is a block of steps of each of the two side by side, so that load of the machine meets both;
+the order changes from pair to pair. Reported is the median of the pairs' ratios. Time is CPU time
+of the process if one CPU thread computes, which a busy machine hardly changes, else the clock's.
 """
 
 import gc
@@ -29,7 +26,6 @@ Comparison = dict[str, float]
 Parts = dict[str, Comparison]
 
 STEP, BASE = "step", ""
-MAX_STEPS = 10_000
 
 
 class NotMeasured(UserError):
@@ -85,8 +81,8 @@ def compare_subjects(
 
     Blocks take turns, with the base and one other in memory. `alone` (on a GPU): one subject in
     memory at a time, the base first and last; a block's partner is the mean of the base's two of
-    its number, so that a drift of the clocks falls on both. It is the `drift` among the facts of
-    BASE, else None. `free` is called before each is built. Raises NotMeasured if the base fails.
+    its number, so that a drift of the clocks falls on both. `free` is called before each is built.
+    Raises NotMeasured if the base fails.
     """
     first: Subject | None = None
 
@@ -111,11 +107,9 @@ def compare_subjects(
         except NotMeasured as why:
             failed[name] = str(why)
     if first is not None:
-        return taken, facts | {BASE: first.facts() | {"drift": None}}, failed
+        return taken, facts | {BASE: first.facts()}, failed
     after, facts[BASE] = measure(base)
     means = [{p: (a[p] + b[p]) / 2 for p in a} for a, b in zip(before, after, strict=True)]
-    (*_, last) = by_part(before, after).values()
-    facts[BASE]["drift"] = last["other_s"] / last["base_s"]
     return {name: by_part(means, blocks) for name, blocks in taken.items()}, facts, failed
 
 
@@ -150,7 +144,7 @@ def no_garbage() -> Iterator[None]:
 def steps_for(step: Step, block_s: float) -> int:
     """Return the steps of a block of about `block_s` seconds, by the fastest of four."""
     fastest = min(seconds_of(step) for _ in range(4))
-    return min(MAX_STEPS, max(1, math.ceil(block_s / max(fastest, 1e-9))))
+    return min(10_000, max(1, math.ceil(block_s / max(fastest, 1e-9))))
 
 
 def compare_steps(base: Step, other: Step, *, pairs: int, block_s: float) -> Comparison:

@@ -19,8 +19,10 @@ import numpy as np
 
 from canon_pretrain.bench import tables, timing, variants
 from canon_pretrain.bench.limits import Machine
-from canon_pretrain.bench.timing import BASE, STEP, Step, Subject
+from canon_pretrain.bench.timing import STEP, Step, Subject
+from canon_pretrain.bench.variants import Result, Say
 from canon_pretrain.checkpoint.manifest import Manifest
+from canon_pretrain.core.cli import positive
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.run.config import Data
@@ -46,13 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.epilog = "Any --section.key value goes on top of the config, as for training."
     add("--config", type=Path, help=f"(default: {CONFIG}; on a GPU {' '.join(GPU_JOB)})")
-    add("--repeats", type=int, default=30, help="blocks of steps of each (default: %(default)s)")
-    add("--steps", type=int, default=3, help="steps in a block (default: %(default)s)")
+    add(
+        "--repeats",
+        type=positive,
+        default=30,
+        help="blocks of each (default: %(default)s)",
+    )
+    add("--steps", type=positive, default=3, help="steps in a block (default: %(default)s)")
 
 
-def measure(
-    arguments: argparse.Namespace, machine: Machine, say: Callable[[str], None]
-) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result:
     repeats, steps = arguments.repeats, arguments.steps
     config, overrides = arguments.config or CONFIG, arguments.overrides
     if arguments.config is None and machine.on_gpu:
@@ -88,7 +93,6 @@ def measure(
         "overrides": overrides,
         "tokens_per_step": job.training.global_batch_size * job.training.seq_len,
         **parts["ours"][STEP],
-        **facts[BASE],
         "steps_a_block": steps,
         **facts["ours"],
     }
@@ -143,9 +147,7 @@ def _save(trainer: CanonTrainer, data: Any) -> dict[str, float]:
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    tokens, drift = result["tokens_per_step"], ""
-    if result["drift"] is not None:
-        drift = f", the bare loop's before and after ours: {result['drift'] - 1:+.1%}"
+    tokens = result["tokens_per_step"]
     columns: tables.Columns = {
         "step": lambda row: row[0],
         "ms": lambda row: tables.ms(row[1]),
@@ -154,7 +156,7 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     lines = [
         f"{result['config']} {' '.join(result['overrides'])}, {tokens:,} tokens per step",
         f"ours takes {tables.extra(result)} ({tables.spread(result)}, {result['pairs']} pairs of "
-        f"blocks of {result['steps_a_block']} steps{drift}); target "
+        f"blocks of {result['steps_a_block']} steps); target "
         f"{tables.TRAINER.verdict(result['ratio'] - 1)}",
     ]
     for save in result["saves"]:

@@ -11,6 +11,7 @@ import torch
 
 from canon_pretrain.bench.limits import Machine
 from canon_pretrain.bench.timing import Compared, NotMeasured, Subject, compare_subjects
+from canon_pretrain.core.cli import positive
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels import backends
@@ -21,6 +22,8 @@ from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.transformer import TransformerBlock
 
 MEASURED = tuple(name for name in BACKENDS if name != "auto")
+Say = Callable[[str], None]
+Result = dict[str, Any]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -31,8 +34,8 @@ class Bench(NamedTuple):
     """
 
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    measure: Callable[[argparse.Namespace, Machine, Callable[[str], None]], dict[str, Any]]
-    print_result: Callable[[dict[str, Any], Console], None]
+    measure: Callable[[argparse.Namespace, Machine, Say], Result]
+    print_result: Callable[[Result, Console], None]
 
 
 class Variant(NamedTuple):
@@ -78,13 +81,13 @@ class Workload:
 OPTIONS: dict[str, dict[str, Any]] = {
     "flavor": {"help": "size of the model (default: 1b3 on a GPU, 8L512D on a CPU)"},
     "position": {"default": "nope", "choices": POSITIONS, "help": "(default: %(default)s)"},
-    "layers": {"type": int, "help": "so many layers instead of the flavor's"},
+    "layers": {"type": positive, "help": "so many layers instead of the flavor's"},
     "dtype": {"choices": tuple(DTYPES), "help": "(default: bfloat16 on a GPU, else float32)"},
-    "micro-batch": {"type": int, "help": "rows (default: fits the device)"},
-    "tokens": {"type": int, "help": "of a row (default: fits the device)"},
+    "micro-batch": {"type": positive, "help": "rows (default: fits the device)"},
+    "tokens": {"type": positive, "help": "of a row (default: fits the device)"},
     "sets": {"nargs": "+", "default": ["A", "AC", "ABCD"], "help": "Canon sets, as AC"},
     "backends": {"nargs": "+", "help": f"of {', '.join(MEASURED)} (default: all here)"},
-    "pairs": {"type": int, "help": "pairs of blocks (default: %(default)s)"},
+    "pairs": {"type": positive, "help": "pairs of blocks (default: %(default)s)"},
     "block-seconds": {"type": float, "help": "in whole steps (default: %(default)s)"},
 }
 MODEL = ("flavor", "position", "layers", "dtype")
@@ -167,15 +170,12 @@ def variants(
 
 
 def compare_variants(
-    make: Callable[[Variant], Subject],
-    chosen: Sequence[Variant],
-    arguments: argparse.Namespace,
-    machine: Machine,
+    make: Callable[[Variant], Subject], chosen: Sequence[Variant], pairs: int, machine: Machine
 ) -> Compared:
     """Compare the `chosen` with no Canon; see compare_subjects."""
     others = {variant.name: partial(make, variant) for variant in chosen}
-    base, pairs, free = partial(make, NONE), arguments.pairs, machine.free_memory
-    return compare_subjects(base, others, pairs=pairs, alone=machine.alone, free=free)
+    how: Any = {"pairs": pairs, "alone": machine.alone, "free": machine.free_memory}
+    return compare_subjects(partial(make, NONE), others, **how)
 
 
 def canon_sets_of(given: Sequence[str]) -> list[str]:

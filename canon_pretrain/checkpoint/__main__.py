@@ -1,7 +1,7 @@
 """Show a run's checkpoints, prove them whole, and make room.
 
     python -m canon_pretrain.checkpoint list RUN [--json]
-    python -m canon_pretrain.checkpoint verify RUN [--step N] [--json]
+    python -m canon_pretrain.checkpoint verify RUN
     python -m canon_pretrain.checkpoint prune RUN --keep K [--quarantine] [--archive] [--dry_run]
 
 Exit code 1: a checkpoint is damaged or of another run, or not all could be pruned; 2: bad input.
@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import sys
-import time
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
@@ -54,9 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     for each, act in ((show, _list), (check, _verify), (prune, _prune)):
         each.add_argument("run", type=Path, metavar="RUN", help="a run folder")
         each.set_defaults(act=act)
-    for each in (show, check):
-        each.add_argument("--json", action="store_true")
-    check.add_argument("--step", type=int, metavar="N", help="this one only")
+    show.add_argument("--json", action="store_true")
     prune.add_argument("--keep", type=int, required=True, metavar="K", help="1 or more")
     prune.add_argument("--quarantine", action="store_true", help="delete quarantined ones, too")
     prune.add_argument("--archive", action="store_true", help="delete archived branches, too")
@@ -93,7 +90,6 @@ def _list(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Na
         "unfinished": sized(folder.unfinished() + folder.leftovers()),
         "quarantined": [{**q._asdict(), "path": str(q.path)} for q in folder.quarantined()],
         "archives": sized(folder.archives(run)),
-        "strays": folder.strays(),
     }
     if arguments.json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
@@ -104,21 +100,17 @@ def _list(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Na
     for name in ("unfinished", "quarantined", "archives"):
         for x in found[name]:
             print(f"{name}  {x['path']}  {size(x['bytes'])}  {x.get('reason', '')}".rstrip())
-    if found["strays"]:
-        print(f"no part of it: {', '.join(found['strays'])}")
 
 
 def _read(path: Path, run_id: str | None, *, hashes: bool) -> dict[str, Any]:
     """Return the facts of one checkpoint, and its state by sizes or, with `hashes`, every byte."""
     facts: dict[str, Any] = {"step": int(path.name.removeprefix("step-")), "path": str(path)}
-    start = time.perf_counter()
     try:
         manifest = Manifest.read(path)
         facts = asdict(manifest) | facts | {"bytes": manifest.total_bytes, "state": "whole"}
         facts["num_files"] = len(facts.pop("files"))
         verify(path, hashes=hashes, workers=_WORKERS)
         if hashes:
-            facts["seconds"] = time.perf_counter() - start
             from canon_pretrain.checkpoint.safe_load import check_safe  # torch, behind the parser
 
             check_safe(path)
@@ -135,34 +127,26 @@ def _line(facts: dict[str, Any]) -> str:
     if "kind" in facts:  # its manifest can be read
         parts = f"{facts['num_files']} file(s)", f"{facts['world_size']} rank(s)"
         words = [facts["kind"], *words, *parts, f"saved {facts['saved']}"]
-    if "seconds" in facts:
-        words.append(f"{facts['bytes'] / max(facts['seconds'], 1e-9) / 1e9:.2f} GB/s")
     words += ["held"] * facts.get("held", False)
     return f"step-{facts['step']}  {facts['state']}  {', '.join(words)}"
 
 
 def _verify(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Namespace) -> None:
     """Read every byte; exit with code 1 if a checkpoint is damaged, or of another run."""
-    steps = folder.steps()
-    if arguments.step is not None:
-        if arguments.step not in steps:
-            raise UserError(f"no step {arguments.step} in {folder.path}; there: {_names(steps)}")
-        steps = [arguments.step]
-    results = []
+    steps, states = folder.steps(), set[str]()
     for step in steps:
-        results.append(facts := _read(folder.step_path(step), run_id, hashes=True))
-        if not arguments.json:
-            print(_line(facts))
-    if arguments.json:
-        print(json.dumps(results, indent=2, ensure_ascii=False))
-    elif not results:
+        print(_line(facts := _read(folder.step_path(step), run_id, hashes=True)))
+        states.add(facts["state"])
+    if not steps:
         print(f"no checkpoint in {folder.path}")
-    if any(facts["state"] != "whole" for facts in results):
+    if states - {"whole"}:
         raise SystemExit(EXIT_DAMAGED)
 
 
 def _prune(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Namespace) -> None:
     """Delete, or say what would go; exit with code 1 if something could not be done."""
+    from canon_pretrain.checkpoint.weights import strip_to_weights  # torch, behind the parser
+
     if (keep := arguments.keep) < 1:
         raise UserError(f"--keep {keep}: expected 1 or more")
     if others := folder.of_other_runs(run_id):
@@ -170,8 +154,8 @@ def _prune(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: N
         if run_id is None:
             raise UserError(f"{folder.path} holds {names}: expected those of one run")
         print(f"skipped, not of run {run_id}: {names}")
-    options: dict[str, Any] = {"run_id": lambda: run_id, "workers": _WORKERS}
-    retention = Retention(folder, keep, holds=lambda: held_steps(run), strip=_strip, **options)
+    given: dict[str, Any] = {"holds": lambda: held_steps(run), "run_id": lambda: run_id}
+    retention = Retention(folder, keep, strip=strip_to_weights, workers=_WORKERS, **given)
     doomed = [found.path for found in folder.quarantined()] if arguments.quarantine else []
     doomed += folder.archives(run) if arguments.archive else []
     freed, gone, errors = 0, list[Path](), list[str]()
@@ -199,8 +183,7 @@ def _prune(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: N
         gone += [folder.step_path(step) for step in outcome.deleted]
     would = "would be " * arguments.dry_run
     for path in gone:
-        waited = path in map(folder.step_path, outcome.over_bound)
-        print(f"{path} {would}deleted{', though an evaluation waits for it' * waited}")
+        print(f"{path} {would}deleted")
     for step in outcome.stripped:
         print(f"step-{step} {would}replaced by its weights: an evaluation waits for it")
     for step, fault in sorted(outcome.bad.items()):
@@ -212,12 +195,6 @@ def _prune(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: N
         print(f"error: {text}", file=sys.stderr)
     if errors:
         raise SystemExit(EXIT_DAMAGED)
-
-
-def _strip(checkpoint: Path, temporary: Path) -> None:
-    from canon_pretrain.checkpoint.weights import strip_to_weights  # torch, when needed
-
-    strip_to_weights(checkpoint, temporary)
 
 
 def _names(steps: list[int]) -> str:

@@ -19,12 +19,12 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
 from canon_pretrain.core.files import free_bytes, fsync_folder, rename, write_atomic
+from canon_pretrain.core.holder import utc_now
 from canon_pretrain.run.folder import CHECKPOINTS, EVALS, RunFolder
 
 QUARANTINE, ARCHIVE, HOLDS = "quarantine", "archive", "holds"
@@ -123,7 +123,7 @@ class CheckpointFolder:
         names = (self.path / QUARANTINE / f"{path.name}.{k}" for k in itertools.count(1))
         target = next(p for p in names if not any(map(os.path.lexists, (p, _reason_file(p)))))
         _move(path, target)
-        _write_note(_reason_file(target), f"{_now()}\n{reason}\n")
+        _write_note(_reason_file(target), f"{utc_now()}\n{reason}\n")
         return target
 
     def quarantined(self) -> list[Quarantined]:
@@ -158,12 +158,9 @@ class CheckpointFolder:
 
     def _quarantined_saves(self) -> list[Path]:
         """Interrupted saves in quarantine, the oldest first, by their files' times."""
-
-        def last_write_ns(folder: Path) -> int:
-            return max((path.lstat().st_mtime_ns for path in _files(folder)), default=0)
-
         found = [path for path in self._quarantine_entries() if path.name.startswith(_SAVING)]
-        return sorted(found, key=last_write_ns)
+        times = [max((f.lstat().st_mtime_ns for f in _files(path)), default=0) for path in found]
+        return [path for _, path in sorted(zip(times, found, strict=True))]
 
     # -- steps that leave
 
@@ -271,7 +268,7 @@ class CheckpointFolder:
             for p in filter(os.path.lexists, moves)
         ]
         moved = "\n".join(f"{source} -> {target}" for source, target in pairs)
-        note = f"{archive.name}, {_now()}\n\nWhy: {why}\n\n{_ARCHIVE_NOTE}\n\n{moved}\n"
+        note = f"{archive.name}, {utc_now()}\n\nWhy: {why}\n\n{_ARCHIVE_NOTE}\n\n{moved}\n"
         _write_note(archive / "README.txt", note)
         for source, target in pairs:
             _make_folder(target.parent)
@@ -331,10 +328,6 @@ def _make_folder(folder: Path) -> None:
         _make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         fsync_folder(folder.parent)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _reason_file(path: Path) -> Path:

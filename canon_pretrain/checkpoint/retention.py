@@ -7,8 +7,6 @@ right: newer broken ones cost no good one. No torch here.
 """
 
 import contextlib
-import os
-import threading
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -18,8 +16,6 @@ from canon_pretrain.checkpoint.folder import HOLDS, CheckpointFolder, entries, s
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults, verify
 from canon_pretrain.core.files import fsync_folder
 from canon_pretrain.run.folder import EVALS
-
-MAX_HELD = 4
 
 _Signature = dict[str, tuple[int, ...]]
 
@@ -52,13 +48,12 @@ class Retention:
     _: KW_ONLY
     holds: Callable[[], set[int]]
     strip: Callable[[Path, Path], None]
-    max_held: int = MAX_HELD
+    max_held: int = 4
     run_id: Callable[[], str | None] = lambda: None
     workers: int = 1
 
     def __post_init__(self) -> None:
         self._verified: dict[int, _Signature] = {}
-        self._lock = threading.Lock()
 
     def trust(self, step: int) -> None:
         """Treat `step`, which its writer has hashed, as verified while no file of it is touched."""
@@ -126,27 +121,23 @@ class Retention:
         return None
 
     def apply(self) -> Outcome:
-        """Set aside damaged steps, delete old ones and strip held ones."""
-        with self._lock:
+        """Set aside damaged steps, delete old ones and strip held ones. Raises OSError."""
+        plan = self.plan()
+        outcome = Outcome(plan.kept, weights_only=plan.weights_only, errors=plan.errors)
+        # room first: a full disk leaves none for the weights
+        acts = [(self._set_aside, step) for step in sorted(plan.bad)]
+        acts += [(self._delete, step) for step in plan.deleted]
+        acts += [(self._strip, step) for step in plan.stripped]
+        for act, step in acts:
+            if not self.folder.may_change():
+                outcome.errors.append("left as it is: the folder is another launch's now")
+                break
             try:
-                plan = self.plan()
-            except OSError as error:
-                return Outcome(errors=[f"{self.folder.path} can't be looked through: {error}"])
-            outcome = Outcome(plan.kept, weights_only=plan.weights_only, errors=plan.errors)
-            # room first: a full disk leaves none for the weights
-            acts = [(self._set_aside, step) for step in sorted(plan.bad)]
-            acts += [(self._delete, step) for step in plan.deleted]
-            acts += [(self._strip, step) for step in plan.stripped]
-            for act, step in acts:
-                if not self.folder.may_change():
-                    outcome.errors.append("left as it is: the folder is another launch's now")
-                    break
-                try:
-                    act(step, plan, outcome)
-                except Exception as error:  # torch raises RuntimeError and more on a full disk
-                    what = f"damaged ({plan.bad[step]})" if step in plan.bad else "not needed"
-                    outcome.errors.append(f"step {step}, {what}, stays as it is: {error}")
-                    self._verified.pop(step, None)
+                act(step, plan, outcome)
+            except Exception as error:  # torch raises RuntimeError and more on a full disk
+                what = f"damaged ({plan.bad[step]})" if step in plan.bad else "not needed"
+                outcome.errors.append(f"step {step}, {what}, stays as it is: {error}")
+                self._verified.pop(step, None)
         outcome.weights_only.sort()
         return outcome
 
@@ -200,7 +191,7 @@ def held_steps(run: Path) -> set[int]:
 
 def hold(run: Path, step: int, name: str) -> None:
     """Ask retention for the weights of `step`, durably, until `release` with the same name."""
-    path = _hold_file(run, step, name)
+    path = run / EVALS / HOLDS / f"step-{step}.{name}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     fsync_folder(path.parent)
@@ -208,10 +199,4 @@ def hold(run: Path, step: int, name: str) -> None:
 
 def release(run: Path, step: int, name: str) -> None:
     """Take back a `hold`, if there is one."""
-    _hold_file(run, step, name).unlink(missing_ok=True)
-
-
-def _hold_file(run: Path, step: int, name: str) -> Path:
-    if not name or os.sep in name or "\0" in name or step < 0:
-        raise ValueError(f"step {step}, name {name!r}: expected a step, and a name without /")
-    return run / EVALS / HOLDS / f"step-{step}.{name}"
+    (run / EVALS / HOLDS / f"step-{step}.{name}").unlink(missing_ok=True)

@@ -32,23 +32,16 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 
 def check_checkpoint(checkpoint: Path) -> None:
-    """Raise UserError, naming the steps that exist, unless `checkpoint` has its two tables."""
+    """Raise UserError, naming the steps beside it, unless `checkpoint` is whole by its sizes."""
     checkpoint_step(checkpoint)
-    if fault := _fault(checkpoint):
-        folder = CheckpointFolder(checkpoint.parent)
-        steps = [str(step) for step in folder.steps() if not _fault(folder.step_path(step))]
-        raise UserError(f"{fault}; steps in {folder.path}: {', '.join(steps) or 'none'}")
-
-
-def _fault(checkpoint: Path) -> str | None:
-    """Why a folder is no finished checkpoint; None if it is one."""
-    if not checkpoint.is_dir():
-        return f"no checkpoint at {checkpoint}"
     try:
+        if not checkpoint.is_dir():
+            raise UserError(f"no checkpoint at {checkpoint}")
         verify(checkpoint, hashes=False)
-    except DamagedCheckpoint as error:
-        return str(error)
-    return None
+    except UserError as error:
+        folder = CheckpointFolder(checkpoint.parent)
+        steps = ", ".join(map(str, folder.steps())) or "none"
+        raise UserError(f"{error}; steps in {folder.path}: {steps}") from None
 
 
 def read_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -79,7 +72,7 @@ def check_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> Manifest:
         manifest = verify(checkpoint, workers=HASH_WORKERS)
     except OSError as error:
         raise UserError(f"{checkpoint} cannot be read: {error}") from None
-    stored = tensor_shapes(checkpoint)
+    stored = {name: entry.size for name, entry in stored_tensors(checkpoint).items()}
     config = run_of_checkpoint(checkpoint).config_file
     for name in [*like, *(name for name in stored if not name.startswith(TRAINING_STATE))]:
         sizes = stored.get(name), like[name].shape if name in like else None
@@ -102,12 +95,8 @@ def read_plain_values(checkpoint: Path, beginnings: tuple[str, ...]) -> dict[str
     return state
 
 
-def tensor_shapes(checkpoint: Path) -> dict[str, torch.Size]:
-    """Return the shape by name of every tensor in a checkpoint: weights and optimizer state."""
-    return {name: entry.size for name, entry in _stored_tensors(checkpoint).items()}
-
-
-def _stored_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
+def stored_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
+    """Return the metadata by name of every tensor in a checkpoint: weights and optimizer state."""
     stored = read_metadata(checkpoint).state_dict_metadata.items()
     return {name: entry for name, entry in stored if isinstance(entry, TensorStorageMetadata)}
 
@@ -130,7 +119,7 @@ def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
     manifest = verify(checkpoint, workers=HASH_WORKERS)
     weights = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in _stored_tensors(checkpoint).items()
+        for name, entry in stored_tensors(checkpoint).items()
         if not name.startswith(TRAINING_STATE)
     }
     load_alone(weights, checkpoint)

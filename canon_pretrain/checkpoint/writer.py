@@ -99,15 +99,11 @@ class _WrittenFile(WriteResult):
     entry: FileEntry
 
 
-def _always() -> bool:
-    return True  # not a lambda: torch's process executor pickles the writer
-
-
 class VerifiedWriter(dcp.FileSystemWriter):
     """Saves to `temporary`, and renames it to `final` once all of it and its manifest are synced.
 
     One per save; the same paths on all ranks. If they are equal, the caller renames. If it fails,
-    with FileExistsError or any rank's OSError, the caller removes `temporary` (remove_unfinished).
+    with FileExistsError or any rank's OSError, the caller removes `temporary`.
     The coordinator asks `may_commit` before the rename. `origin`: run_id, launch, weights_of.
     """
 
@@ -119,7 +115,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
         step: int,
         kind: Kind = "full",
         world_size: int,
-        may_commit: Callable[[], bool] = _always,
+        may_commit: Callable[[], bool] | None = None,
         **origin: Any,
     ) -> None:
         assert temporary.parent == final.parent, "a rename makes the checkpoint whole"
@@ -178,7 +174,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
         manifest.write(self.temporary)  # syncs the names in the folder too
         if self.final != self.temporary:
             self._refuse_existing()
-            if not self._may_commit():
+            if self._may_commit is not None and not self._may_commit():
                 raise PermissionError(f"{self.final} is no longer this process's to write")
             rename(self.temporary, self.final)
         fsync_folder(self.final.parent)
@@ -198,11 +194,6 @@ def without_ranks() -> Iterator[None]:
         yield
 
 
-def remove_unfinished(temporary: Path) -> None:
-    """Remove what a failed save left, as far as possible: the next save needs its disk space."""
-    shutil.rmtree(temporary, ignore_errors=True)
-
-
 def save_alone(
     state: dict[str, Any], checkpoint: Path, *, step: int, in_place: bool = False, **facts: Any
 ) -> None:
@@ -215,5 +206,5 @@ def save_alone(
     except CheckpointException as error:
         failure, _ = error.failures[0]
         if not isinstance(failure, FileExistsError):
-            remove_unfinished(temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
         raise failure from None

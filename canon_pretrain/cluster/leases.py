@@ -4,9 +4,8 @@
 
 A watcher claims work and records the Slurm job that it then submits; the job asks, before it
 begins, whether the work is still its own. A claim is made by a link, which NFS and Lustre keep
-atomic: of many that claim only one wins. The highest number counts, and none is ever deleted:
-whoever finds its job gone makes the next one. In doubt a job lives: its work is given out again
-only when Slurm says that the job is gone.
+atomic. The highest number counts, and none is ever deleted: whoever finds its job gone makes the
+next one. In doubt a job lives: its work is given out again only when Slurm says that it is gone.
 """
 
 import os

@@ -1,5 +1,6 @@
 """What every command has in common: streams that lose words rather than fail, and one error."""
 
+import argparse
 import codecs
 import contextlib
 import io
@@ -72,6 +73,13 @@ def words() -> Iterator[None]:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
         sys.stdout, sys.stderr = before
+
+
+def positive(text: str) -> int:
+    """Return the number of an option that is at least 1, for argparse."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number}, expected at least 1")
+    return number
 
 
 def available_cores() -> int:

@@ -2,7 +2,7 @@
 
 import time
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Self
 
 import rich.console
@@ -54,12 +54,9 @@ class Console(rich.console.Console):
 class Progress:
     """A bar on a terminal; elsewhere a line every 5 s, after the first minute every 30 s."""
 
-    def __init__(
-        self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True)
-        self._clock = clock
-        self._started = self._shown = clock()
+        self._started = self._shown = time.monotonic()
         self._has_bar = self.console.is_terminal and not self.console.quiet
         columns = (rich.progress.BarColumn(), rich.progress.TextColumn("{task.description}"))
         self._bar = rich.progress.Progress(*columns, console=self.console, transient=True)
@@ -75,11 +72,11 @@ class Progress:
 
     def update(self, share: float, text: str, *, final: bool = False) -> None:
         """Show `text` and the time left, where `share` in [0, 1] of the work is done."""
-        elapsed = self._clock() - self._started
+        elapsed = time.monotonic() - self._started
         if 0 < share < 1 and elapsed > 1:
             text += f", about {duration(elapsed / share * (1 - share))} left"
         if self._has_bar:
             self._bar.update(self._task, completed=share, description=text)
-        elif final or self._clock() - self._shown >= (5.0 if elapsed < 60 else 30.0):
-            self._shown = self._clock()
+        elif final or time.monotonic() - self._shown >= (5.0 if elapsed < 60 else 30.0):
+            self._shown = time.monotonic()
             self.console.print(text, highlight=False, soft_wrap=True, markup=False)

@@ -1,8 +1,6 @@
-"""The held-out part of the data, cut into windows: what a loss on it is a mean over.
+"""The held-out part of the data, cut into the windows of the trainer and of `--suite validation`.
 
-The trainer and `python -m eval run --suite validation` take the same windows, and so the same
-numbers. Every held-out token but the first is predicted once: windows of `seq_len + 1` tokens
-overlap by one, the last is shorter.
+Every token but the first is predicted once: windows of `seq_len + 1` tokens overlap by one.
 """
 
 import math

@@ -1,10 +1,9 @@
 """An HF tokenizer.json, read with the package `tokenizers`; one of `Tokenizer`'s two formats.
 
-That package matches every registered special token in a text, so that a literal `</s>` becomes
-the end of a document, and obeys a truncation or padding that the file asks for. Here it does
-neither. It takes 5 GB and a minute for a document of 30 MB, which is therefore encoded in slices
-for two known kinds of file: Llama-2's (one BPE over the whole text, for which the argument in
-pieces.py holds), and those that split a text by a known expression first.
+That package matches every registered special token in a text and obeys a truncation or padding that
+the file asks for: here it does neither. It takes 5 GB for a document of 30 MB, which is encoded in
+slices for two known kinds of file: Llama-2's (the argument is in pieces.py), and those that split a
+text by a known expression first.
 """
 
 import json

@@ -99,7 +99,7 @@ def list_files(repo: str, commit: str, folder: str, ways_out: WaysOut) -> list[H
 
 
 def fetch(repo: str, commit: str, root: Path, files: Sequence[HubFile], ways_out: WaysOut) -> None:
-    """Make sure that `files` are in `root`, the commit's snapshot, whole. Raises UserError."""
+    """Make sure that `files` are in `root`, the commit's snapshot. Raises UserError."""
     from huggingface_hub import hf_hub_download
 
     for known in files:
@@ -114,11 +114,6 @@ def fetch(repo: str, commit: str, root: Path, files: Sequence[HubFile], ways_out
             place: dict[str, Any] = {"revision": commit, "cache_dir": root.parents[2]}
             with hub_errors(repo, commit, ways_out, known.path):
                 hf_hub_download(repo, known.path, repo_type="dataset", **place)
-        if (found := path.stat().st_size) != known.size:
-            raise UserError(
-                f"{path}: {found:,} bytes, the hub has {known.size:,}; delete it and its target in "
-                f"blobs/, and run the same command again"
-            )
 
 
 def known_hashes(root: Path, paths: dict[str, Path]) -> tuple[str, dict[str, str]]:

@@ -136,18 +136,13 @@ class BatchLoader:
     def load_state_dict(self, state: dict[str, Any], allow: Collection[str] = frozenset()) -> None:
         """Continue at any world's `state`; fields of `allow` may differ. Raises UserError."""
         current = self.state_dict()
-        if missing := [field for field in current if field not in state]:
-            raise UserError(
-                f"the checkpoint's data-loader state has no {missing[0]!r} (it has "
-                f"{sorted(state)}): it is not from this loader; start a new run"
-            )
-        changed = [field for field in _IDENTITY if state[field] != current[field]]
+        changed = [field for field in _IDENTITY if state.get(field) != current[field]]
         for field in changed:
             if field not in allow:
                 raise UserError(
                     f"the checkpoint's data order does not fit this run: {field} is "
-                    f"{state[field]!r} in the checkpoint, {current[field]!r} now; set it back, or "
-                    f"start a new run"
+                    f"{state.get(field)!r} in the checkpoint, {current[field]!r} now; set it back, "
+                    f"or start a new run"
                 )
         next_sample = state["next_sample"]
         origin = next_sample if changed else state["origin"]

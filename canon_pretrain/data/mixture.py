@@ -34,10 +34,7 @@ def exact_weight(weight: float) -> Fraction:
 
 
 def thresholds(shares: Sequence[Fraction]) -> np.ndarray:
-    """Return the 64-bit words at which the next source begins, uint64 [len(shares) - 1].
-
-    Raises UserError for a share below 2**-64; shares add up to 1.
-    """
+    """Return the words at which the next source begins, uint64 [len(shares) - 1], of 2**64."""
     if min(shares) * (1 << 64) < 1:
         raise UserError(
             f"data.weights has a share of {float(min(shares)):.3g}, which would never be drawn; "

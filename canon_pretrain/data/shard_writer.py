@@ -1,8 +1,7 @@
 """Writing a split of token shards, part by part: the other half of `shards.py`.
 
 A part is committed by its mark: .bin, .docs and .crc are written under temporary names, synced and
-renamed, and only then the mark. What is written depends on the documents and options alone, never
-on time, process or machine.
+renamed, and only then the mark. What is written depends on the documents and options alone.
 """
 
 import hashlib
@@ -236,8 +235,6 @@ def write_shards(
     max_part_tokens: int = shards.MAX_PART_TOKENS,
 ) -> None:
     """Write `documents` (int arrays, each ending with EOS) as a split. Raises ShardError."""
-    if (folder / MANIFEST).exists():
-        raise ShardError(f"{folder}: holds a split already; give a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     documents = list(documents)
     sizes = [0] * len(documents) if num_bytes is None else num_bytes

@@ -78,8 +78,7 @@ class Tokenizer:
     names the token that ends a document (by its text or id) where the file leaves that open.
 
     A literal `</s>` in a text is text, never the EOS id. With a SentencePiece model,
-    `decode(encode(text)) == text` for every text of valid Unicode without U+2581, which that format
-    reads as a space; a tokenizer.json may normalise. Raises UserError for content that is neither.
+    `decode(encode(text)) == text` for all valid Unicode without U+2581. Raises UserError.
     """
 
     def __init__(self, model: bytes, name: str, *, eos: str | int | None = None) -> None:

@@ -27,10 +27,8 @@ def _export(checkpoint: Path, out: Path, dtype: str, no_tokenizer: bool, **optio
     record = export(checkpoint, out, dtype=dtype, with_tokenizer=not no_tokenizer, **options)
     files = [name for name in record["files"] if name.endswith(".safetensors")]
     megabytes = sum((out / name).stat().st_size for name in files) / 1e6
-    size = f"{dtype}, {megabytes:,.1f} MB in {len(files)} file(s)"
-    print(
-        f"exported step {record['step']} to {out}: {record['num_parameters']:,} parameters, {size}"
-    )
+    size = f"{record['num_parameters']:,} parameters, {dtype}, {megabytes:,.1f} MB"
+    print(f"exported step {record['step']} to {out}: {size}")
 
 
 def _import(folder: Path, out: Path, **options: Any) -> None:
@@ -51,8 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     out = commands.add_parser("export", help="a checkpoint as a folder for transformers")
     out.set_defaults(run=_export)
     add = out.add_argument
-    about = "its newest step, or RUN/checkpoint/step-N"
-    add("checkpoint", type=Path, metavar="RUN", help=about)
+    add("checkpoint", type=Path, metavar="RUN", help="its newest step, or RUN/checkpoint/step-N")
     add("out", type=Path, metavar="OUT", help="a new folder")
     add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     add("--tokenizer", type=Path, metavar="PATH", help="where the tokenizer is now")
@@ -64,11 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     add = into.add_argument
     add("folder", type=Path, metavar="HF_FOLDER")
     add("out", type=Path, metavar="OUT", help="a new folder")
-    about = "take optimizer, schedule and data position from here, for a run that goes on"
-    add("--state-from", type=Path, metavar="RUN/checkpoint/step-N", help=about)
+    add("--state-from", type=Path, metavar="RUN/checkpoint/step-N", help="all but weights")
     add("--step", type=int, default=0, metavar="N", help="the checkpoint's name (0)")
-    about = "fields of config.json that are known to change nothing"
-    add("--ignore", nargs="+", default=[], metavar="FIELD", help=about)
+    add("--ignore", nargs="+", default=[], metavar="FIELD", help="fields that change nothing")
     return parser
 
 

@@ -1,8 +1,7 @@
 """A model's fields in config.json and its parameter names, ours and LlamaCanon's, both ways.
 
-Where the released LlamaCanonConfig can express a model, its fields alone do. The rest is in the
-sub-dictionary `canon_pretrain`, and `rope_version` is then a word that the released class refuses:
-it would load such weights and compute something else. No value is null: the released class
+What the released LlamaCanonConfig can't express is in the sub-dictionary `canon_pretrain`, and
+`rope_version` is then a word that the released class refuses. No value is null: that class
 multiplies by a key that is there. A copy travels with every export. No torch, no transformers.
 """
 
@@ -163,10 +162,7 @@ def to_fields(args: ModelArgs) -> dict[str, Any]:
 
 
 def plain_fields(args: ModelArgs) -> dict[str, Any] | None:
-    """Return the config.json by which a class of transformers computes what `args` do.
-
-    With `architectures` and `model_type`; None if there is no such class.
-    """
+    """Return the config.json by which a class of transformers computes `args`, or None."""
     kind, architecture = PLAIN.get((args.position, args.qk_norm), ("", ""))
     is_llama_like = (args.canon_set, args.ffn, args.ffn_activation) == ("", "gated", "silu")
     is_llama_like &= (args.norm, args.bias) == ("rmsnorm", False)
@@ -189,10 +185,7 @@ def unknown(given: Iterable[str]) -> list[str]:
 
 
 def layout(given: Mapping[str, Any]) -> str:
-    """Return how the rotated dims of a head lie: LINGUA in pairs, HUGGINGFACE in halves.
-
-    Raises UserError for a rope_version of neither.
-    """
+    """Return how the rotated dims of a head lie: LINGUA in pairs, HUGGINGFACE in halves."""
     version = given.get("rope_version", HUGGINGFACE)
     if version not in (LINGUA, HUGGINGFACE, OWN):
         _refuse("rope_version", version, f'expected "{LINGUA}" or "{HUGGINGFACE}"')
@@ -200,11 +193,7 @@ def layout(given: Mapping[str, Any]) -> str:
 
 
 def to_args(given: Mapping[str, Any]) -> ModelArgs:
-    """Return the model that the fields of a config.json describe, with DEFAULTS for the others.
-
-    `rope_version` is `layout`'s. Raises UserError, naming the field, for what these models can't
-    be.
-    """
+    """Return the model that a config.json describes; UserError, naming the field, if it is none."""
     found = _checked_fields(given)
     num_kv_heads = found["num_key_value_heads"] or 0
     qk_norm = "full" if found["qk_norm"] else "none"

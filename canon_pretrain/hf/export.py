@@ -7,8 +7,8 @@
        /canon_pretrain.json     what it was made from, and the names of these files
        /README.md               how to load it
 
-It is written beside OUT and renamed. In an OUT that is replaced, the old export's files are, one by
-one, with config.json away in between: it is whole, or no program loads it.
+It is written beside OUT and renamed. The files of an OUT that is replaced are replaced one by one,
+with config.json away in between: it is whole, or no program loads it.
 """
 
 import contextlib
@@ -49,18 +49,22 @@ class _Files:
 
 
 def export(
-    checkpoint: Path, out: Path, *, dtype: str = "float32", tokenizer: Path | None = None,
-    eos: str | None = None, with_tokenizer: bool = True, force: bool = False,
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: str = "float32",
+    tokenizer: Path | None = None,
+    eos: str | None = None,
+    with_tokenizer: bool = True,
+    force: bool = False,
     max_file_bytes: int = writing.MAX_FILE_BYTES,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Write a checkpoint to the new folder `out`, with weights of `dtype`; return its RECORD.
 
-    `checkpoint` is RUN/checkpoint/step-N, or RUN for the newest; all its files are checked first.
-    `tokenizer` is a file or folder, else that of the run's data folder (of an import its own);
-    `eos` names its end of a text if neither the file nor the data says it. `force` replaces the
-    files of an earlier export and nothing else in `out`. Raises UserError, and leaves `out` as it
-    was, for a damaged checkpoint, weights that `dtype` can't hold, a tokenizer that is missing or
-    can't be carried over, and an `out` that may not be replaced.
+    `checkpoint` is RUN/checkpoint/step-N, or RUN for the newest. `tokenizer` is a file or folder,
+    by default that of the run's data (of an import its own); `eos` names its end of a text if
+    nothing else does. `force` replaces the files of an earlier export and nothing else in `out`.
+    Raises UserError, and leaves `out` as it was, if a check fails.
     """
     old = _files_of_export(out, force=force)
     if old is not None:
@@ -214,66 +218,47 @@ def _small_files(
     return files
 
 
-_README = """\
-# {layers} layers of width {width}, position {position}, {canon}
-
-{parameters:,} parameters in {dtype}, from step {step:,} of their training.
-
-    from transformers import {loaders}
-{loads}
-
-    lm_eval --model hf --model_args pretrained=THIS_FOLDER{lm_eval_trust} --tasks ...
-
-{serving}
-`{record}` says what these weights were made from, and lists the files.
-"""
-_TOKENIZER_NOTE = """\
-The tokenizer adds no BOS, as in training; a text that needs a token before its first
-one begins with EOS.
-"""
-_PLAIN = """\
-A plain {architecture} of transformers: no code is in this folder, and vLLM and SGLang
-serve it as any model of that class. {llama_cpp}
-"""
-_LLAMA_CPP = "So does llama.cpp, after its convert_hf_to_gguf.py."
-_NO_LLAMA_CPP = """llama.cpp does not: it gives three of four layers of this
-class rotary positions, whatever config.json says; here no layer has them."""
 _OWN = """\
 Needs torch and transformers (4.57 or later); the modeling code is in this folder.
-
 vLLM, SGLang and llama.cpp don't serve it: it is none of their classes.
 """
-_CANON = """\
-vLLM's and SGLang's way to run a class of transformers packs the tokens of all requests
-into one row, in which Canon would mix neighboring requests and lose its state from
-one step to the next. So `_supports_attention_backend` is not set: they refuse the model.
+_CANON = """
+vLLM's and SGLang's way to run a class of transformers packs the tokens of all requests into
+one row, in which Canon would mix neighboring requests and lose its state from one step to the
+next. So `_supports_attention_backend` is not set: they refuse the model.
 
-A plugin for vLLM would hold, beside keys and values, one convolution state per layer and
-sequence: the last {reach} inputs of sites {sites} side by side, {channels:,} channels,
-{kilobytes:,.0f} KB in bfloat16; as its ShortConv models hold theirs.
+A plugin would hold, beside keys and values, one convolution state per layer and sequence: the
+last {reach} inputs of sites {sites}, {channels:,} channels, {kilobytes:,.0f} KB in bfloat16.
 """
 
 
 def _readme(args: ModelArgs, dtype: str, step: int, *, has_tokenizer: bool) -> str:
-    plain = plain_fields(args)
-    serving = _OWN
+    plain, serving = plain_fields(args), _OWN
     if plain is not None:
-        llama_cpp = _NO_LLAMA_CPP if args.position == "nope" else _LLAMA_CPP
-        serving = _PLAIN.format(architecture=plain["architectures"][0], llama_cpp=llama_cpp)
+        others = "vLLM and SGLang" if args.position == "nope" else "vLLM, SGLang and llama.cpp"
+        serving = f"A plain {plain['architectures'][0]}: no code is in this folder, and {others}\n"
+        serving += "serve it as any model of that class.\n"
     if args.canon_set:
         channels, reach = sum(args.canon_channels.values()), args.canon_kernel - 1
         sizes = {"reach": reach, "channels": channels, "kilobytes": 2 * channels * reach / 1000}
         serving += _CANON.format(sites=", ".join(args.canon_set), **sizes)
-    loads = {"model": "AutoModelForCausalLM"}
     if has_tokenizer:
-        loads["tokenizer"] = "AutoTokenizer"
+        serving += "\nThe tokenizer adds no BOS, as in training; EOS begins a text of no context.\n"
+    loads = [("model", "AutoModelForCausalLM"), ("tokenizer", "AutoTokenizer")][: 1 + has_tokenizer]
     trust = "" if plain else "trust_remote_code=True"
     call = f'from_pretrained("THIS FOLDER"{trust and f", {trust}"})'
-    text = _README.format(
-        layers=args.num_layers, width=args.dim, position=args.position, dtype=dtype, step=step,
-        canon=f"Canon-{args.canon_set}" if args.canon_set else "no Canon layers",
-        parameters=num_parameters(args), loaders=", ".join(loads.values()), record=RECORD,
-        loads="\n".join(f"    {what} = {loader}.{call}" for what, loader in loads.items()),
-        lm_eval_trust=trust and f",{trust}", serving=serving,
-    )  # fmt: skip
-    return text + _TOKENIZER_NOTE * has_tokenizer
+    lines = [f"from transformers import {', '.join(loader for _, loader in loads)}"]
+    loading = "\n    ".join([*lines, *(f"{name} = {loader}.{call}" for name, loader in loads)])
+    canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon layers"
+    return f"""\
+# {args.num_layers} layers of width {args.dim}, position {args.position}, {canon}
+
+{num_parameters(args):,} parameters in {dtype}, from step {step:,} of their training.
+
+    {loading}
+
+    lm_eval --model hf --model_args pretrained=THIS_FOLDER{trust and f",{trust}"} --tasks ...
+
+{serving}
+`{RECORD}` says what these weights were made from, and lists the files.
+"""

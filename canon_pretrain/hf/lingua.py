@@ -1,7 +1,6 @@
 """The released models as the hub holds them: FOLDER/default/params.json and consolidated.pth.
 
-That is how lingua, which trained them, writes a model: its names are ours but for `canonA` and its
-kin, its rotary layout is ours, and the pickled weights are read with torch's weights_only.
+Lingua's names are ours but for `canonA` and its kin, and so is its rotary layout.
 """
 
 import pickle

@@ -1,8 +1,8 @@
 """An exported model in transformers: from_pretrained(OUT, trust_remote_code=True).
 
-The model is `Transformer`; the files beside this one are copies of its own. Its parts are in a tree
-with the names of LlamaCanonForCausalLM, and the next forward pass uses a part that is replaced
-there (LoRA, a larger vocabulary). B rows, T tokens, S tokens with those before them, V vocabulary.
+The model is `Transformer`, in copies. Its parts are in a tree with the names of
+LlamaCanonForCausalLM; a forward pass uses a part that is replaced there (LoRA, a larger
+vocabulary). B rows, T tokens, S tokens with those before them, V vocabulary.
 """
 
 from collections.abc import Iterable
@@ -47,10 +47,7 @@ class LlamaCanonConfig(PretrainedConfig):
 
 
 class DecodingCache(HFCache):
-    """`Cache`, which holds Canon's last inputs beside keys and values, under transformers' names.
-
-    It can't forget tokens again, so assisted generation is refused.
-    """
+    """`Cache` under transformers' names. It can't forget tokens: no assisted generation."""
 
     is_compileable = False
     is_croppable = False
@@ -121,8 +118,7 @@ class LlamaCanonDecoderLayer(GradientCheckpointingLayer):
 class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
     """`Transformer` for transformers. Raises ValueError for what it can't do.
 
-    Positions count from the first column of `input_ids` and its cache, padding included, which for
-    relative positions is the same as counting without.
+    Positions are relative: they count from the first column, padding included.
     """
 
     core: Transformer
@@ -201,33 +197,36 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
             nn.init.trunc_normal_(module.weight, 0.0, std, -3 * std, 3 * std)
 
     def _prepare_cache_for_generation(  # type: ignore[override]
-        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any,
-        batch_size: int, max_cache_length: int,
-    ) -> None:  # fmt: skip
+        self, generation_config: Any, model_kwargs: dict[str, Any], *others: Any
+    ) -> None:
+        *_, max_cache_length = others  # after the mode of generation and the number of rows
         self._check_length(max_cache_length)
         asked = generation_config.cache_implementation
         if asked not in (None, "dynamic"):
-            raise ValueError(
-                f'cache_implementation = "{asked}" is not for this model: leave it out'
-            )
+            raise ValueError(f'leave out cache_implementation = "{asked}": it has its own')
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = DecodingCache(self.core.args.num_layers)
 
     def _check_length(self, num_tokens: int) -> None:
         limit = self.config.max_position_embeddings
         if num_tokens > limit:
-            raise ValueError(
-                f"{num_tokens} tokens are more than max_position_embeddings = {limit}; for more "
-                "than in training load it with from_pretrained(..., max_position_embeddings=N)"
-            )
+            way_out = "for more load it with from_pretrained(..., max_position_embeddings=N)"
+            raise ValueError(f"{num_tokens} tokens > max_position_embeddings = {limit}; {way_out}")
 
     def forward(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-        past_key_values: DecodingCache | None = None, inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None, use_cache: bool | None = None,
-        output_attentions: bool | None = None, output_hidden_states: bool | None = None,
-        return_dict: bool | None = None, logits_to_keep: int | Tensor = 0, **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:  # fmt: skip
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: DecodingCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Return logits [B, T, V], or those of the last `logits_to_keep` tokens.
 
         `attention_mask`: 1 for tokens, 0 for padding on either side, [B, S] or [B, T]. `labels`

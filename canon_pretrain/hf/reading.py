@@ -5,8 +5,7 @@
                                               OUT/model.toml   the [model] section, to `extends`
                                               OUT/tokenizer.*  the tokenizer, if it is there
 
-It reads JSON and safetensors, and of the released models lingua's two files (lingua.py): no code of
-the folder is run, nothing is unpickled freely, no link out of the folder is followed. OUT is
+No code of the folder is run, nothing is unpickled freely, no link out of it is followed. OUT is
 written beside it and renamed.
 """
 
@@ -53,15 +52,18 @@ class Imported(NamedTuple):
 
 
 def import_folder(
-    source: Path, out: Path, *, step: int = 0, state_from: Path | None = None,
+    source: Path,
+    out: Path,
+    *,
+    step: int = 0,
+    state_from: Path | None = None,
     ignore: Iterable[str] = (),
-) -> Imported:  # fmt: skip
+) -> Imported:
     """Write the weights of the folder `source` as OUT/step-N; N is `step`, or that of `state_from`.
 
-    `state_from`, a full checkpoint of the same model, has the optimizer, schedule and place in the
-    data that training continues with. `ignore` names fields of config.json that change nothing.
-    Takes the memory of the weights in float32 (of the whole state with `state_from`). Raises
-    UserError, with nothing written, for no such model, and if `out` exists or is being written.
+    `state_from` is a full checkpoint of the same model, of which training continues. `ignore` names
+    fields of config.json that change nothing. Raises UserError, with nothing written, for no such
+    model, and if `out` exists or is being written.
     """
     if os.path.lexists(out):
         raise UserError(f"{out} exists: name a new folder")
@@ -91,10 +93,7 @@ def import_folder(
 
 
 def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
-    """Return the model that the folder `source` describes; nothing is built of it.
-
-    Raises UserError if it is none of ours, or much larger than the weights in the folder.
-    """
+    """Return the model of the folder; UserError if it is not ours or larger than its weights."""
     params = _params(source)
     path = _file(source, params or CONFIG)
     config = read_json(path, finite=False)
@@ -177,8 +176,7 @@ def meta_parameters(args: ModelArgs) -> dict[str, Tensor]:
 def halves_to_pairs(args: ModelArgs) -> dict[str, Tensor]:
     """Return by our parameter name the order of its rows that turns rotary halves into pairs.
 
-    Llama's code rotates dim i of a head with dim i + R/2, ours 2i with 2i + 1. Whatever acts on q
-    or k channel by channel moves along: QK-norm's gains and Canon-B.
+    Llama's code rotates dim i of a head with dim i + R/2, ours 2i with 2i + 1.
     """
     half = args.rope_dim // 2
     pairs = torch.stack((torch.arange(half), torch.arange(half) + half), dim=1).flatten()
@@ -204,11 +202,7 @@ def halves_to_pairs(args: ModelArgs) -> dict[str, Tensor]:
 
 
 def model_toml(args: ModelArgs, source: str) -> str:
-    """Return the [model] section that selects `args`, whatever the files beside it say.
-
-    Every key is written, so that none of another file, or of a later flavor, shows through. The
-    flavor is the one that comes nearest.
-    """
+    """Return the [model] section that selects `args`, with every key, whatever is beside it."""
     values = asdict(args)
     flavor = max(FLAVORS, key=lambda name: len(asdict(FLAVORS[name]).items() & values.items()))
     seq_len = values.pop("max_seq_len")

@@ -1,8 +1,7 @@
 """The training tokenizer as the files that AutoTokenizer reads, with the very same ids.
 
 `split_special_tokens` keeps the name of a special token in a text from being read as that token.
-`bos_token` is the EOS token, as in GPT-2: no BOS was seen in training, and lm_eval puts it before a
-text that has no context.
+`bos_token` is EOS, as in GPT-2: lm_eval puts it before a text that has no context.
 """
 
 import json
@@ -30,10 +29,7 @@ UNKNOWN = " \u2047 "
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
-    """Return the content of tokenizer.json and tokenizer_config.json, by file name.
-
-    Raises UserError for a tokenizer that can't be carried over with the same ids.
-    """
+    """Return both files' contents by name; UserError if they would not give the same ids."""
     if tokenizer.file_name == SENTENCEPIECE_FILE:
         content = _from_sentencepiece(tokenizer.model)
     else:
@@ -109,11 +105,7 @@ def _decoders(facts: ModelFacts, unknown: str) -> list[Any]:
 def _model(
     processor: sentencepiece.SentencePieceProcessor, pieces: list[str], facts: ModelFacts
 ) -> models.Model:
-    """Return pieces with scores, or with every pair of pieces that makes one, the best first.
-
-    SentencePiece merges the pair whose piece has the highest score, so all pairs of a piece rank
-    alike, and the leftmost goes first; here they rank one after the other.
-    """
+    """Return pieces with scores, or with every pair of pieces that makes one, the best first."""
     scores = {piece: processor.get_score(i) for i, piece in enumerate(pieces)}
     matched = {  # no text matches the others
         piece

@@ -29,10 +29,7 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 @contextmanager
 def folder_beside(out: Path, doing: str) -> Iterator[Path]:
-    """Make the folder .OUT.`doing`, anew after a killed process, and remove it at the end.
-
-    Raises UserError while another process does the same.
-    """
+    """Make .OUT.`doing`, anew after a kill, and remove it at the end; one process at a time."""
     out.parent.mkdir(parents=True, exist_ok=True)
     folder, lock = (out.with_name(f".{out.name}.{doing}{end}") for end in ("", ".lock"))
     with locked(lock, str(out)):
@@ -67,10 +64,7 @@ def plan_files(
 def write_files(
     folder: Path, plans: Plans, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> None:
-    """Write the files of `plans` and an index of several; CPU `tensors` come in their order.
-
-    Not by safetensors' own writer: it needs all tensors at once, here one is in memory at a time.
-    """
+    """Write the files of `plans`, one of `tensors` (in their order) in memory at a time."""
     stream = iter(tensors)
     total = 0
     for file_name, shapes in plans.items():
@@ -100,8 +94,7 @@ def write_files(
 def travelling_files(version: str | None) -> Mapping[str, str]:
     """Return modeling_canon.py and all that it imports of this package, by file name.
 
-    `from canon_pretrain.model.args import` becomes `from .args import`, for machines without this
-    package. Each file notes the `version` of this package.
+    `from canon_pretrain.model.args import` becomes `from .args import`.
     """
     sources: dict[str, str] = {}
     paths: dict[str, Path] = {}

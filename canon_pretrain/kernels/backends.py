@@ -1,6 +1,5 @@
 """The Canon formula, every backend that computes it, and which one a model takes.
 
-Optional backends are imported when a model is built; a traced function only looks them up.
 Shapes: B batch, T tokens, C channels, K taps of the kernel, N = K - 1 + T, F ffn dim.
 """
 
@@ -15,7 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from canon_pretrain.core.errors import UserError, check_choice
-from canon_pretrain.kernels.compiled import canon_compiled, canon_gate_compiled, sum_dtype
+from canon_pretrain.kernels.compiled import (
+    Segments,
+    canon_compiled,
+    canon_gate_compiled,
+    sum_dtype,
+)
 
 BACKENDS = ("auto", "reference", "compiled", "causal_conv1d", "fla", "triton")
 OPTIONAL = {
@@ -31,10 +35,9 @@ TRITON_CAPABILITY = (8, 0)
 
 
 def canon_reference(
-    x_BTC: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool,
-    segments_BN: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Mix every token with its K - 1 predecessors, each channel by itself; y_BTC in x's dtype.
+    x: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool, segments_BN: Segments = None
+) -> Tensor:
+    """Mix every token with its K - 1 predecessors, each channel by itself; [B, T, C] in x's dtype.
 
         y_t = [x_t +] act(sum_{j=0..K-1} W[:, 0, K-1-j] * x_{t-j}),    x_{<0} = 0
 
@@ -43,13 +46,13 @@ def canon_reference(
     `segments_BN`: the segments of the tokens and of the K - 1 places before them; a token is mixed
     with its own segment only. None: all in one. Raises ValueError if the shapes do not fit.
     """
-    if x_BTC.ndim != 3 or weight_C1K.ndim != 3 or weight_C1K.shape[:2] != (x_BTC.shape[2], 1):
+    if x.ndim != 3 or weight_C1K.ndim != 3 or weight_C1K.shape[:2] != (x.shape[2], 1):
         raise ValueError(
-            f"Canon got x of shape {tuple(x_BTC.shape)} and a weight of shape "
+            f"Canon got x of shape {tuple(x.shape)} and a weight of shape "
             f"{tuple(weight_C1K.shape)}; expected [B, T, C] and [C, 1, K] with the same C."
         )
-    num_tokens, num_taps = x_BTC.shape[1], weight_C1K.shape[2]
-    x = x_BTC.to(sum_dtype(x_BTC))
+    num_tokens, num_taps, dtype = x.shape[1], weight_C1K.shape[2], x.dtype
+    x = x.to(sum_dtype(x))
     taps_CK = weight_C1K[:, 0].to(x.dtype)
     # one pad for all taps: a pad per tap saves a copy each for backward, and ran 1.75x slower
     padded = F.pad(x, (0, 0, num_taps - 1, 0))
@@ -65,14 +68,11 @@ def canon_reference(
         y = F.silu(y)
     if residual:
         y = x + y
-    return y.to(x_BTC.dtype)
+    return y.to(dtype)
 
 
 def choose(backend: str, num_taps: int = 0) -> str:
-    """Return the backend for a kernel of `num_taps`: `compiled` for `auto`, and for too many taps.
-
-    In a run on a GPU titan/parallelize.py replaces `auto` before the model is built.
-    """
+    """Return the backend for a kernel of `num_taps`: `compiled` for `auto` and for too many."""
     too_wide = backend == "triton" and num_taps > TRITON_TAPS
     return "compiled" if backend == "auto" or too_wide else backend
 
@@ -80,8 +80,7 @@ def choose(backend: str, num_taps: int = 0) -> str:
 def compile_options(device_type: str, backend: str) -> dict[str, Any]:
     """Return `options` of torch.compile for a block by inductor, with and without Canon.
 
-    On a GPU inductor stores in float32 whatever has more than 8 reads or 30 operations, as the sums
-    of `compiled` have; with these limits it computes them where they are used (NOTES.md).
+    On a GPU it would else store in float32 what has more than 8 reads or 30 operations (NOTES.md).
     """
     if device_type != "cuda" or choose(backend) != "compiled":
         return {}
@@ -148,13 +147,17 @@ def canon(x_BTC: Tensor, weight_C1K: Tensor, *, backend: str = "auto", **options
 
 
 def canon_gate(
-    gate_BTF: Tensor, up_BTF: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool,
-    relu2: bool, segments_BN: Tensor | None = None, backend: str = "auto",
-) -> Tensor:  # fmt: skip
-    """Compute act(canon(gate)) * canon(up), [B, T, F]: Canon-D and the gate behind it.
-
-    The weight's rows are gate's, then up's; act is silu, or relu squared with `relu2`.
-    """
+    gate_BTF: Tensor,
+    up_BTF: Tensor,
+    weight_C1K: Tensor,
+    *,
+    residual: bool,
+    activation: bool,
+    relu2: bool,
+    segments_BN: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Compute act(canon(gate)) * canon(up), [B, T, F]; the weight's first F rows are gate's."""
     options: dict[str, Any] = {"residual": residual, "segments_BN": segments_BN}
     if fused := triton_kernels(backend, gate_BTF):
         options |= {"activation": activation, "relu2": relu2}

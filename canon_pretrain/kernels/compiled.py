@@ -1,15 +1,12 @@
 """Canon in plain torch with a backward pass of its own: forward keeps only its input and weight.
 
-torch.compile fuses it with the norm, the activation and the residual beside it. Canon-D and the
-gate behind it are one function: joining the pieces of two mixed tensors would cut the activation
-off into passes of its own. The sums over shifted tokens have three forms:
+torch.compile fuses it with what is beside it; Canon-D and the gate behind it are one function. The
+sums over shifted tokens have three forms (NOTES.md has the figures):
 
 - Eager: every operation is a pass over memory, so additions are made in place.
-- torch.compile for a CPU: two pieces, the P tokens at the border and all others, joined at the end.
-  No shift needs a mask or a padded copy, so inductor keeps whole vectors and the partitioner has
-  nothing to save (it saves a padded input rather than pad it again in backward).
-- torch.compile for a GPU: a shift is a pad, which inductor's Triton code loads with a mask; `cat`
-  of two pieces would write both to memory. NOTES.md has the figures.
+- torch.compile for a CPU: two pieces, the P tokens at the border and all others, joined at the end:
+  no shift needs a mask or a padded copy, which the partitioner would save.
+- torch.compile for a GPU: a shift is a pad, which inductor's Triton code loads with a mask.
 
 Shapes: B batch, T tokens, C channels, F channels of gate and of up, K taps of the kernel,
 P = K - 1, N = P + T.
@@ -22,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Segments = Tensor | None
+"""The segments of the tokens and of the K - 1 places before them, int32 [B, N]; None: one."""
 CHUNK = 16
 """Tokens in the first sums of a weight gradient on a CPU."""
 _CUDA_CHUNKS = (256, 128, 64, 32)
@@ -30,33 +29,33 @@ _RECOMPUTED_TAPS = 4
 
 
 def canon_compiled(
-    x_BTC: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool,
-    segments_BN: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool, segments_BN: Segments = None
+) -> Tensor:
     """Compute `canon_reference` up to the order of additions; gradients repeat bit by bit."""
-    y_BTC: Tensor = _Canon.apply(x_BTC, weight_C1K, segments_BN, (residual, activation))
+    y_BTC: Tensor = _Canon.apply(x, weight_C1K, segments_BN, (residual, activation))
     return y_BTC
 
 
 def canon_gate_compiled(
-    gate_BTF: Tensor, up_BTF: Tensor, weight_C1K: Tensor, *, residual: bool, relu2: bool,
+    gate_BTF: Tensor,
+    up_BTF: Tensor,
+    weight_C1K: Tensor,
+    *,
+    residual: bool,
+    relu2: bool,
     segments_BN: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Compute act(canon(gate)) * canon(up), [B, T, F], with act silu or relu squared.
-
-    The weight is gate's and up's, [2F, 1, K]. Rounded once, where the composition rounds twice.
-    """
-    kind = (residual, relu2)
-    y_BTF: Tensor = _CanonGate.apply(gate_BTF, up_BTF, weight_C1K, segments_BN, kind)
+) -> Tensor:
+    """Compute act(canon(gate)) * canon(up), [B, T, F], rounded once; the weight is [2F, 1, K]."""
+    given = gate_BTF, up_BTF, weight_C1K, segments_BN
+    y_BTF: Tensor = _CanonGate.apply(*given, (residual, relu2))
     return y_BTF
 
 
 class _Canon(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_BTC: Tensor, weight_C1K: Tensor, segments_BN: Tensor | None,
-        kind: tuple[bool, bool],
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, x_BTC: Tensor, weight_C1K: Tensor, segments_BN: Segments, kind: tuple[bool, bool]
+    ) -> Tensor:
         ctx.save_for_backward(x_BTC, weight_C1K, segments_BN)
         ctx.residual, ctx.activation = residual, activation = kind
         pieces = convolve(x_BTC, _taps_of(weight_C1K, sum_dtype(x_BTC)), segments_BN)
@@ -88,13 +87,12 @@ class _Canon(torch.autograd.Function):
 class _CanonGate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate_BTF: Tensor, up_BTF: Tensor, weight_C1K: Tensor,
-        segments_BN: Tensor | None, kind: tuple[bool, bool],
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(gate_BTF, up_BTF, weight_C1K, segments_BN)
+        ctx: Any, gate_BTF: Tensor, up_BTF: Tensor, weight: Tensor, segments: Segments, kind: Any
+    ) -> Tensor:
+        ctx.save_for_backward(gate_BTF, up_BTF, weight, segments)
         ctx.residual, ctx.relu2 = residual, relu2 = kind
-        taps = zip((gate_BTF, up_BTF), _gate_taps(gate_BTF, weight_C1K, residual), strict=True)
-        gates, ups = (convolve(x, each, segments_BN) for x, each in taps)
+        taps = zip((gate_BTF, up_BTF), _gate_taps(gate_BTF, weight, residual), strict=True)
+        gates, ups = (convolve(x, each, segments) for x, each in taps)
         act = (lambda g: F.relu(g).square()) if relu2 else F.silu
         pairs = zip(gates, ups, strict=True)
         return _join([(act(gate) * up).to(gate_BTF.dtype) for gate, up in pairs])
@@ -131,8 +129,7 @@ class _CanonGate(torch.autograd.Function):
 def _gate_backward_on_gpu(ctx: Any, dy_BTF: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of gate, up and the weight.
 
-    They need dy act'(canon(gate)) canon(up) of a token and of the K - 1 after it: recomputed from
-    shifted inputs up to `_RECOMPUTED_TAPS`; with more (K^2 products) rounded, stored and shifted.
+    Of later tokens dy act'(canon(gate)) canon(up) is recomputed; past `_RECOMPUTED_TAPS` stored.
     """
     gate_BTF, up_BTF, weight_C1K, segments_BN = ctx.saved_tensors
     taps = _gate_taps(gate_BTF, weight_C1K, ctx.residual)
@@ -228,9 +225,8 @@ def _taps_of(weight_C1K: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def convolve(
-    x_BTC: Tensor, taps_KC: Tensor, segments_BN: Tensor | None, *, back: bool = False,
-    again: bool = False,
-) -> list[Tensor]:  # fmt: skip
+    x_BTC: Tensor, taps_KC: Tensor, segments_BN: Segments, back: bool = False, again: bool = False
+) -> list[Tensor]:
     """Return sum_j taps[K-1-j] * x_{t-j} in the dtype of the taps: pieces of [B, T, C] along T.
 
     `back`: its transpose, of x_{t+j}. `again`: recomputed in backward; see `_shift`.
@@ -271,10 +267,7 @@ def convolve(
 
 
 def weight_sums(d_BTC: Tensor, x_BTC: Tensor, num_taps: int, segments_BN: Tensor | None) -> Tensor:
-    """Return sum_{b,t} d_{t+j} * x_t, the gradient of tap K-1-j: [C, 1, K], repeatable bit by bit.
-
-    The shifts are on d, which only backward has: shifted copies of x would be saved.
-    """
+    """Return sum_{b,t} d_{t+j} * x_t, the gradient of tap K-1-j, [C, 1, K], bit by bit."""
     dtype = sum_dtype(x_BTC)
     d, x = d_BTC.to(dtype), x_BTC.to(dtype)
     num_tokens, reach = x.shape[1], num_taps - 1
@@ -327,8 +320,7 @@ def _token_sums(products: Sequence[Tensor]) -> Tensor:
 def _shift(x_BTC: Tensor, j: int, *, again: bool = False) -> Tensor:
     """Return x_{t-j}, 0 where there is none; the form for a GPU.
 
-    `again`: in backward, of what forward has shifted. The same operator would make both one value,
-    and torch's partitioner saves a pad instead of recomputing it.
+    `again`: by another operator than forward's, or torch's partitioner would save it.
     """
     if j == 0:
         return x_BTC
@@ -352,10 +344,7 @@ def _masked(x: Tensor, own: Tensor | None) -> Tensor:
 
 
 def _same(segments_BN: Tensor | None, place: int, other: int, length: int) -> Tensor | None:
-    """Return whether `length` places from `place` and from `other` share a segment, [B, length, 1].
-
-    Any value past the last place. None if all do.
-    """
+    """Return whether `length` places from `place` and `other` share a segment; None if all do."""
     if segments_BN is None or place == other:
         return None
     ends = []
@@ -368,9 +357,7 @@ def _same(segments_BN: Tensor | None, place: int, other: int, length: int) -> Te
     return (ends[0] == ends[1])[..., None]
 
 
-def _same_shifted(
-    segments_BN: Tensor | None, num_tokens: int, j: int, *, ahead: int = 0
-) -> Tensor | None:
+def _same_shifted(segments_BN: Segments, num_tokens: int, j: int, ahead: int = 0) -> Tensor | None:
     """Return `_same` of the tokens t + `ahead` and t + `ahead` - j, [B, T, 1]."""
     if segments_BN is None:
         return None

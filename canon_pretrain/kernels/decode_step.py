@@ -1,9 +1,7 @@
 """Canon for a sequence that is read in parts; `model/cache.py` holds a `CanonMemory` per site.
 
 It remembers sums, not inputs: what the tokens so far add to each of the next P outputs. All sites
-of a model read a single token together (`CanonStep`): a site's output is its sum plus its own tap,
-one `addcmul` per part; what the token adds to later ones is computed once for all sites. Starting
-kernels, not their arithmetic, is a token's time (NOTES.md).
+read a single token together (`CanonStep`): starting kernels is a token's time (NOTES.md).
 
 Shapes: B rows, T tokens, C channels (in `CanonStep` those of all sites), K taps of the kernel,
 P = K - 1, N = P + T.
@@ -18,14 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from canon_pretrain.kernels.backends import canon
-from canon_pretrain.kernels.compiled import sum_dtype
+from canon_pretrain.kernels.compiled import Segments, sum_dtype
+
+Parts = tuple[Tensor, ...]
 
 
 class CanonMemory:
-    """What the tokens read so far add to the next outputs of one Canon site, in `sum_dtype`.
-
-    With gradients enabled nothing is written in place, and they reach earlier parts.
-    """
+    """What the tokens read so far add to the next outputs of one Canon site, in `sum_dtype`."""
 
     def __init__(
         self, x_BTC: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool
@@ -51,13 +48,11 @@ class CanonMemory:
         return taps_KC[:, None, None].contiguous()
 
     def read(
-        self, parts: tuple[Tensor, ...], weight_C1K: Tensor, segments_BN: Tensor | None = None,
-        backend: str = "auto",
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Return `canon_reference` over all tokens, for the `parts` of the next ones.
+        self, parts: Parts, weight_C1K: Tensor, segments_BN: Segments = None, backend: str = "auto"
+    ) -> Parts:
+        """Return `canon_reference` over all tokens for the next ones, whose channels are `parts`.
 
-        The parts are side by side in the weight's rows. `segments_BN` as there; None if the tokens
-        continue the last one's segment. `backend` reads what is more than P tokens.
+        Without segments they continue the last one's. `backend` reads more than P tokens.
         """
         if self._step is not None:
             if self._step.is_open and not torch.compiler.is_compiling():
@@ -85,9 +80,7 @@ class CanonMemory:
             self._add(x_B1C, _same_as_before(tail_BN, i, reach))
         return outputs
 
-    def _after_past(
-        self, parts: tuple[Tensor, ...], outputs: tuple[Tensor, ...], segments_BN: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def _after_past(self, parts: Parts, outputs: Parts, segments_BN: Segments) -> Parts:
         """Add the tokens before to `outputs`, which were computed without them."""
         reach = self._reach
         differentiable = torch.is_grad_enabled()
@@ -119,10 +112,7 @@ class CanonMemory:
         return steps[0] if len(steps) == 1 else torch.cat(steps, dim=1)
 
     def _add(self, x_B1C: Tensor, same_B11: Tensor | None) -> Tensor:
-        """Add one token and return its own sum, with its residual if there is no activation.
-
-        `same_B11`: false where a row begins another segment; None: nowhere.
-        """
+        """Add one token; return its sum. `same_B11`: false where a row begins another segment."""
         self._holds = True
         window_KB1C = F.pad(self._sums_PB1C, (0, 0, 0, 0, 0, 0, 0, 1))
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -136,7 +126,7 @@ class CanonMemory:
         self._sums_PB1C = window_KB1C[1:]
         return window_KB1C[0]
 
-    def _step_parts(self, step: "CanonStep", parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _step_parts(self, step: "CanonStep", parts: Parts) -> Parts:
         step.inputs[self._slot] = parts
         step.num_read += 1
         pairs = zip(parts, self._own, strict=True)
@@ -155,10 +145,9 @@ class CanonMemory:
 
 
 class CanonStep:
-    """The next token of all `memories`, whose sums have one device and dtype.
+    """The next token of all `memories`, whose sums become views of one tensor.
 
-    The memories' sums become views of one tensor; between `begin` and `end` each site is read once.
-    `is_stale`: a memory has been read otherwise since, and this step must not be used again.
+    Between `begin` and `end` each is read once. `is_stale`: one has been read otherwise since.
     """
 
     def __init__(self, memories: Sequence[CanonMemory]) -> None:
@@ -227,11 +216,11 @@ def _same_as_before(segments_BN: Tensor | None, token: int, reach: int) -> Tenso
     return (segments_BN[:, place] == segments_BN[:, place - 1])[:, None, None]
 
 
-def _joined(parts: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
+def _joined(parts: Parts | list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def _split(y_BTC: Tensor, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _split(y_BTC: Tensor, parts: Parts) -> Parts:
     if len(parts) == 1:
         return (y_BTC,)
     # not Tensor.split, which is Python

@@ -44,10 +44,7 @@ def find_gpu() -> str | None:
 
 
 def check_cuda() -> None:
-    """Raise UserError, with torch's reason, if this node has a GPU that torch can't use.
-
-    An empty CUDA_VISIBLE_DEVICES, or -1, asks for the CPU: nothing is checked then.
-    """
+    """Raise UserError if this node has a GPU that torch can't use, unless the CPU is asked for."""
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -67,13 +64,14 @@ def check_cuda() -> None:
 
 
 def matmul_flops(
-    device: "torch.device", dtype: "torch.dtype", *, size: int, seconds: float,
+    device: "torch.device",
+    dtype: "torch.dtype",
+    *,
+    size: int,
+    seconds: float,
     clock: Callable[[], float] = time.perf_counter,
-) -> float:  # fmt: skip
-    """Return the FLOP/s of square products of random numbers, repeated for about `seconds`.
-
-    A GPU is soon as warm, and as limited in power, as in training; a burst is faster.
-    """
+) -> float:
+    """Return the FLOP/s of square products, repeated until a GPU is as warm as in training."""
     import torch
 
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -104,10 +102,7 @@ def _sustained(step: Callable[[], Any], seconds: float, clock: Callable[[], floa
 
 
 def query_gpu(gpu: str) -> dict[str, Any] | None:
-    """Return the GPU_FACTS of `gpu` (nvidia-smi's index or UUID) as they are now.
-
-    A figure that it does not have is None; so is the result if nvidia-smi does not answer.
-    """
+    """Return the GPU_FACTS of `gpu` (nvidia-smi's index or UUID) now, None for one it lacks."""
     query = f"--query-gpu={','.join(GPU_FACTS.values())}"
     line = _nvidia_smi(f"--id={gpu}", query, "--format=csv,noheader,nounits").strip()
     words = [word.strip() for word in line.split(",")]
@@ -166,3 +161,10 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def cpu_info(field: str) -> str:
+    """Return a field of /proc/cpuinfo; empty elsewhere than on Linux."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((ln.partition(":")[2].strip() for ln in lines if ln.startswith(field)), "")

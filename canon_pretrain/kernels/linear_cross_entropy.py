@@ -1,8 +1,7 @@
 """The head's matrix product and the cross-entropy after it, a few thousand tokens at a time.
 
-Whole logits of a vocabulary of 32,000 take 128 KB of float32 per token, more than a layer keeps of
-it. Here they exist for one chunk of tokens: forward computes a chunk's gradient at once and
-multiplies it into those of the head's input and weight.
+Logits exist for one chunk of tokens: forward computes its gradient at once and multiplies it into
+those of the head's input and weight.
 
 Shapes: N tokens, D hidden, V vocabulary, C tokens of a chunk.
 """
@@ -25,25 +24,29 @@ Terms = tuple[float, float]
 
 
 def linear_cross_entropy(
-    h_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, chunk_tokens: int, z_loss: float = 0.0,
-    squared_loss: float = 0.0, compile_backend: str | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    h_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    *,
+    chunk_tokens: int,
+    z_loss: float = 0.0,
+    squared_loss: float = 0.0,
+    compile_backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy of each token, detached, and the sum that is minimized.
 
     The cross-entropy l of the logits h W^T is in nats [N], 0 where the label is IGNORE_INDEX. The
     sum is over l + z_loss (logsumexp of the logits)^2 + squared_loss l^2 of the other tokens.
-    Logits have the inputs' dtype; all after them, gradients too, is float32 (float64 for float64)
-    until backward returns. `compile_backend`: compiles what is between a chunk's matrix products.
+    Logits have the inputs' dtype; all after them is in `sum_dtype` until backward returns.
     """
     terms = (z_loss, squared_loss)
     if torch.is_grad_enabled() and (h_ND.requires_grad or weight_VD.requires_grad):
         options = terms, chunk_tokens, compile_backend
-        found: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(
-            h_ND, weight_VD, labels_N, *options
-        )
+        found: tuple[Tensor, Tensor]
+        found = _LinearCrossEntropy.apply(h_ND, weight_VD, labels_N, options)
         return found
     chunks = _chunks(h_ND, labels_N, chunk_tokens)
-    parts = [_score(h_CD @ weight_VD.T, labels_C, terms) for h_CD, labels_C in chunks]
+    parts = [_score(h_CD @ weight_VD.T, labels_C, terms)[1:3] for h_CD, labels_C in chunks]
     nats_N, added_N = (_joined(list(column)) for column in zip(*parts, strict=True))
     return nats_N, (nats_N + added_N).sum()
 
@@ -51,9 +54,9 @@ def linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, terms: Terms,
-        chunk_tokens: int, compile_backend: str | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any, h_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, options: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor]:
+        terms, chunk_tokens, compile_backend = options
         needs_h, needs_weight, *_ = ctx.needs_input_grad
         differentiate = _compiled(compile_backend) if compile_backend else _differentiate
         wide_weight_VD = _wide(weight_VD) if needs_h else None
@@ -84,7 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 # rounded once, after the factor, which is 1 / tokens of a global batch
                 out = torch.empty_like(saved, dtype=dtype)
                 scaled[i] = torch.mul(saved, grads[1], out=out)
-        return *scaled, None, None, None, None
+        return *scaled, None, None
 
 
 def _chunks(h_ND: Tensor, labels_N: Tensor, chunk_tokens: int) -> list[tuple[Tensor, Tensor]]:
@@ -97,35 +100,28 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _score(logits_CV: Tensor, labels_C: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy of each token and what is minimized beside it, [C] each."""
-    values_CV = logits_CV.to(sum_dtype(logits_CV))
-    nats_C = F.cross_entropy(values_CV, labels_C, reduction="none", ignore_index=IGNORE_INDEX)
-    return nats_C, _added(nats_C, values_CV, labels_C, terms)[0]
-
-
-def _added(
-    nats_C: Tensor, logits_CV: Tensor, labels_C: Tensor, terms: Terms
-) -> tuple[Tensor, Tensor | None]:
-    """Return the terms beside the cross-entropy, [C], and logsumexp if it is one of them."""
+def _score(
+    logits_CV: Tensor, labels_C: Tensor, terms: Terms
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return log p [C, V]; cross-entropy, the terms beside it and logsumexp if it is one, [C]."""
     z_loss, squared_loss = terms
+    log_p_CV = F.log_softmax(logits_CV.to(sum_dtype(logits_CV)), dim=-1)
+    nats_C = F.nll_loss(log_p_CV, labels_C, reduction="none", ignore_index=IGNORE_INDEX)
     if not z_loss:
         # a factor of 0 must make no NaN of an infinite square
         squared_C = squared_loss * nats_C.square() if squared_loss else torch.zeros_like(nats_C)
-        return squared_C, None
+        return log_p_CV, nats_C, squared_C, None
     own_C = logits_CV.gather(1, labels_C.clamp(min=0)[:, None])[:, 0]
     z_C = nats_C + own_C.to(sum_dtype(logits_CV))
-    return z_loss * z_C.square() * (labels_C != IGNORE_INDEX), z_C
+    return log_p_CV, nats_C, z_loss * z_C.square() * (labels_C != IGNORE_INDEX), z_C
 
 
 def _differentiate(
     logits_CV: Tensor, labels_C: Tensor, terms: Terms
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `_score`, and the derivative of its sum by the logits, in their dtype."""
+    """Return both of `_score`, and the derivative of their sum by the logits, in their dtype."""
     z_loss, squared_loss = terms
-    log_p_CV = F.log_softmax(logits_CV.to(sum_dtype(logits_CV)), dim=-1)
-    nats_C = F.nll_loss(log_p_CV, labels_C, reduction="none", ignore_index=IGNORE_INDEX)
-    added_C, z_C = _added(nats_C, logits_CV, labels_C, terms)
+    log_p_CV, nats_C, added_C, z_C = _score(logits_CV, labels_C, terms)
     is_real_C = labels_C != IGNORE_INDEX
     by_nats_C = is_real_C * (1 + 2 * squared_loss * nats_C)  # of the sum, by l
     by_z_C = by_nats_C  # and by logsumexp: l holds it too

@@ -1,7 +1,7 @@
 """Canon by the GPU kernels of other packages: causal-conv1d (CUDA) and fla-core (Triton).
 
-Their autograd functions are opaque to torch.compile, so one custom operator is around both
-packages' forward functions and one around their backward functions: blocks stay one graph.
+One custom operator is around both packages' forward functions and one around those for backward:
+blocks stay one graph.
 
 Shapes: B batch, T tokens, C channels, K taps of the kernel, N = K - 1 + T.
 """
@@ -15,18 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from canon_pretrain.kernels.compiled import canon_compiled
+from canon_pretrain.kernels.compiled import Segments, canon_compiled
 
 DEVICE_TYPES = ("cuda",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CONV1D_TAPS = (2, 3, 4)
-_SILU = {False: None, True: "silu"}
 
 
 class Package(NamedTuple):
     """Where a package's functions for forward and backward are, and how it is installed."""
 
-    name: str
     module: str
     functions: str
     needed: tuple[str, str]
@@ -36,113 +34,110 @@ class Package(NamedTuple):
 
 PACKAGES = {
     "causal_conv1d": Package(
-        "causal-conv1d", "causal_conv1d", "causal_conv1d.cpp_functions",
+        "causal_conv1d",
+        "causal_conv1d.cpp_functions",
         ("causal_conv1d_fwd_function", "causal_conv1d_bwd_function"),
         (1, 6),  # before, the weight's gradient is added up by atomics
         "pip install --no-build-isolation 'causal-conv1d>=1.6,<2'",
     ),
     "fla": Package(
-        "fla-core", "fla", "fla.modules.causal_conv1d",
-        ("causal_conv1d_fwd", "causal_conv1d_bwd"), (0, 6), "pip install 'fla-core>=0.6,<0.7'",
+        "fla",
+        "fla.modules.causal_conv1d",
+        ("causal_conv1d_fwd", "causal_conv1d_bwd"),
+        (0, 6),
+        "pip install 'fla-core>=0.6,<0.7'",
     ),
-}  # fmt: skip
+}
 
 
 def package_problem(backend: str) -> str | None:
     """Return why the package of `backend` can't be used here, or None; no kernel is tried."""
     package = PACKAGES[backend]
     if importlib.util.find_spec(package.module) is None:
-        return f"the package {package.name} is not installed: {package.install}"
+        return f"the package {package.module} is not installed: {package.install}"
     try:
         version = importlib.import_module(package.module).__version__
         for index in (0, 1):
             _function(backend, index)
         is_old = tuple(int(part) for part in version.split(".")[:2]) < package.first_version
     except (ImportError, OSError, RuntimeError, AttributeError, ValueError) as error:
-        return f"the package {package.name} can't be imported: {type(error).__name__}: {error}"
+        return f"the package {package.module} can't be imported: {type(error).__name__}: {error}"
     if is_old:
-        return f"{package.name} {version} is too old: {package.install}"
+        return f"{package.module} {version} is too old: {package.install}"
     by_atomics = os.environ.get("CAUSAL_CONV1D_DETERMINISTIC", "").startswith("0")
     if backend == "causal_conv1d" and by_atomics:
         return "CAUSAL_CONV1D_DETERMINISTIC=0 is set, so weight gradients would differ; unset it"
     if not torch.cuda.is_available():
-        return f"{package.name} needs a CUDA device, and there is none"
+        return f"{package.module} needs a CUDA device, and there is none"
     return None
 
 
 def canon_by_package(
-    backend: str, x_BTC: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool,
-    segments_BN: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    backend: str, x_BTC: Tensor, weight_C1K: Tensor, segments_BN: Segments = None, **kind: bool
+) -> Tensor:
     """Compute `canon_reference` by the kernels of a package, or `canon_compiled` what they refuse.
 
-    Sums are float32, and rounded once; with `activation` and `residual` causal-conv1d's y and fla's
-    dx are rounded twice. fla picks its blocks by timing, so its weight gradient may round
-    differently in another process; it takes no segments.
+    Sums are float32, rounded once; with both of `kind` causal-conv1d's y and fla's dx twice. fla
+    times its blocks: its weight gradient may round differently in another process.
     """
     fits = x_BTC.device.type in DEVICE_TYPES and weight_C1K.device == x_BTC.device
     fits &= x_BTC.dtype in DTYPES and weight_C1K.dtype in DTYPES and x_BTC.numel() > 0
     takes = weight_C1K.shape[2] in CONV1D_TAPS and x_BTC.shape[2] % 8 == 0
     if not fits or not (segments_BN is None if backend == "fla" else takes):
-        options: Any = {"residual": residual, "activation": activation}
-        return canon_compiled(x_BTC, weight_C1K, segments_BN=segments_BN, **options)
+        return canon_compiled(x_BTC, weight_C1K, segments_BN=segments_BN, **kind)
+    residual, activation = kind["residual"], kind["activation"]
     taps_CK = weight_C1K[:, 0].float()
     if residual and not activation:  # the residual is 1 more of a token's own tap
         taps_CK = taps_CK + F.pad(taps_CK.new_ones(1), (taps_CK.shape[1] - 1, 0))
     # causal-conv1d leaves out places below 0, which are our padding
     segments_BT = None if segments_BN is None else segments_BN[:, taps_CK.shape[1] - 1 :] + 1
-    adds = residual and activation
-    y_BTC: Tensor = package_forward(x_BTC, taps_CK, segments_BT, backend, adds, activation)
+    kinds = residual and activation, activation
+    y_BTC: Tensor = package_forward(x_BTC, taps_CK, segments_BT, backend, *kinds)
     return y_BTC
 
 
 @torch.library.custom_op("canon_pretrain::canon_package", mutates_args=())
 def package_forward(
-    x_BTC: Tensor, taps_CK: Tensor, segments_BT: Tensor | None, backend: str, residual: bool,
-    activation: bool,
-) -> Tensor:  # fmt: skip
-    """Return [x +] [silu of] the convolution, contiguous, in the dtype of x.
-
-    `segments_BT`: int32, none below 0.
-    """
+    x_BTC: Tensor, taps_CK: Tensor, segments_BT: Segments, backend: str, adds: bool, silu: bool
+) -> Tensor:
+    """Return [x +] [silu of] the convolution, contiguous, in x's dtype; segments are int32 >= 0."""
     run = _function(backend, 0)
     if backend == "fla":
         x_BTC = x_BTC.contiguous()
-        options = {"residual": x_BTC if residual else None, "activation": _SILU[activation]}
+        options = {"residual": x_BTC if adds else None, "activation": "silu" if silu else None}
         y_BTC: Tensor = run(x=x_BTC, weight=taps_CK, bias=None, **options)[0]
         return y_BTC
     segments = None if segments_BT is None else segments_BT.contiguous()
-    y_BCT = run(_channel_last(x_BTC), taps_CK, None, segments, None, None, activation)
+    y_BCT = run(_channel_last(x_BTC), taps_CK, None, segments, None, None, silu)
     y_BTC = y_BCT.transpose(1, 2).contiguous()
-    return x_BTC + y_BTC if residual else y_BTC
+    return x_BTC + y_BTC if adds else y_BTC
 
 
 @torch.library.custom_op("canon_pretrain::canon_package_backward", mutates_args=())
 def package_backward(
-    dy_BTC: Tensor, x_BTC: Tensor, taps_CK: Tensor, segments_BT: Tensor | None, backend: str,
-    residual: bool, activation: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dy: Tensor, x: Tensor, taps: Tensor, segments: Segments, backend: str, adds: bool, silu: bool
+) -> tuple[Tensor, Tensor]:
     """Return dx_BTC in the dtype of x, and dtaps_CK in float32."""
     run = _function(backend, 1)
     if backend == "fla":
-        x_BTC, dy_BTC = x_BTC.contiguous(), dy_BTC.contiguous()
-        with torch.cuda.device_of(x_BTC):  # Triton launches on the current device
-            given = {"x": x_BTC, "dy": dy_BTC, "dht": None, "weight": taps_CK}
-            dx_BTC, dtaps_CK, *_ = run(**given, activation=_SILU[activation])
-        return dx_BTC + dy_BTC if residual else dx_BTC, dtaps_CK
-    dx_BTC = x_BTC.new_empty(x_BTC.shape)
-    segments = None if segments_BT is None else segments_BT.contiguous()
-    both = _channel_last(x_BTC), taps_CK, None, _channel_last(dy_BTC), segments
+        x, dy = x.contiguous(), dy.contiguous()
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            given = {"x": x, "dy": dy, "dht": None, "weight": taps}
+            dx_BTC, dtaps_CK, *_ = run(**given, activation="silu" if silu else None)
+        return dx_BTC + dy if adds else dx_BTC, dtaps_CK
+    dx_BTC = x.new_empty(x.shape)
+    segments = None if segments is None else segments.contiguous()
+    both = _channel_last(x), taps, None, _channel_last(dy), segments
     # It adds up in a fixed order only under torch's flag. Set directly:
     # torch.use_deterministic_algorithms sets inductor's options too
     wanted = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     try:
-        dtaps_CK = run(*both, None, None, _channel_last(dx_BTC), False, activation)[1]
+        dtaps_CK = run(*both, None, None, _channel_last(dx_BTC), False, silu)[1]
     finally:
         torch._C._set_deterministic_algorithms(wanted, warn_only=warn_only)
-    return dx_BTC + dy_BTC if residual else dx_BTC, dtaps_CK
+    return dx_BTC + dy if adds else dx_BTC, dtaps_CK
 
 
 @package_forward.register_fake

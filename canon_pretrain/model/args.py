@@ -1,7 +1,5 @@
 """What a model is: its sizes, its variant, and the numbers that follow without building it.
 
-A flavor is a size; the variants of the paper are set on top.
-
 Letters: L layers, D hidden, H heads, G key-value heads, K head dim, F ffn dim, V vocabulary, T
 tokens.
 """
@@ -32,8 +30,7 @@ CANON_KERNELS = range(2, 17)
 class ModelArgs:
     """The whole description of one model; equal args give equal initial weights.
 
-    `num_kv_heads`: G, the heads of k and v (grouped-query attention); 0 for as many as H, and
-    stored so where H itself is given.
+    `num_kv_heads`: G, the heads of k and v (grouped-query attention); 0 for as many as H.
     `position`: the partial layouts rotate one quarter of the dimensions (Figure 22): `a` half of
     the heads, half of each one's dims; `b` a quarter of the heads, all dims; `c` all heads, a
     quarter of each one's dims, or `partial_rope_dim` of them (stored as 0 for a quarter). `alibi`
@@ -43,13 +40,11 @@ class ModelArgs:
     `canon_trainable=False`: cst-Canon, fixed at its initial values (Figure 20).
     `ffn`: `gated` w2(act(w1 x) * w3 x), `standard` w2(act(w1 x)); `ffn_activation`: `silu`, or
     `relu2`, the square of relu (Figure 21), or `gelu`, GPT2's tanh form, in the standard one only.
-    `norm`, `bias`: `layernorm` and biases in it and in the blocks' linear layers are the original
-    GPT2's (Figure 11). QK-norm is RMSNorm in any case; the output matrix has no bias.
+    `norm`, `bias`: `layernorm`, and biases in it and in the blocks' linear layers (Figure 11).
     `qk_norm`: `full` RMSNorm over the whole vector of q and of k, before Canon-B (the released
     models); `per_head` over each head's K dims, one gain for all heads, after Canon-B (Qwen3's).
     `tie_embeddings`: the output matrix is the token embedding.
-    `document_mask`: attention and Canon stop at the start of a token's document; `eos_id`, read
-    with it only, is the token that ends one, and belongs to the document that it ends.
+    `document_mask`: attention and Canon stop at the start of a document; `eos_id` ends one.
     `init`: `paper` N(0, 0.02); `lingua` a normal of std fan_in^-1/2 cut at 3 sigma.
 
     A field that is added later has the default that means what earlier versions did. Raises
@@ -207,10 +202,7 @@ def _check_position(args: ModelArgs) -> None:
 
 
 def num_parameters(args: ModelArgs) -> int:
-    """Return N, the parameters of `Transformer(args)`, in closed form; cst-Canon's count as well.
-
-    Canon-A and -C have D channels, -B those of q, k and v, -D 2F (F where not gated).
-    """
+    """Return N, the parameters of `Transformer(args)`, in closed form; those of cst-Canon too."""
     q_dim, k_dim, v_dim = args.qkv_dims
     layer = args.dim * (2 * q_dim + k_dim + v_dim + args.ffn_in_dim + args.ffn_dim + 2)
     layer += sum(args.canon_channels.values()) * args.canon_kernel
@@ -228,10 +220,9 @@ FLOPS_FORMULA = "PaLM's formula, 6(N - embeddings) + 12LHKT, causality not halve
 
 
 def flops_per_token(args: ModelArgs, seq_len: int) -> int:
-    """Return the training FLOPs of one token: 6 (N - V D) + 12 L H K T, T being `seq_len`.
+    """Return the training FLOPs of one token, 6 (N - V D) + 12 L H K T, as torchtitan counts them.
 
-    PaLM's model FLOPs (Chowdhery et al. 2022, appendix B), as torchtitan counts them: the token
-    embedding only as the output matrix, all T x T scores, nothing recomputed.
+    PaLM's (Chowdhery et al. 2022, appendix B); the embedding counts only as the output matrix.
     """
     embedding = 0 if args.tie_embeddings else args.vocab_size * args.dim
     attention = 12 * args.num_layers * args.num_heads * args.head_dim * seq_len
@@ -262,7 +253,7 @@ FLAVORS: Mapping[str, ModelArgs] = MappingProxyType(
 
 
 def flavor(name: str) -> ModelArgs:
-    """Return the flavor called `name`; raise UserError, with the nearest name, if there is none."""
+    """Return the flavor called `name`, or raise UserError with the nearest one."""
     if name not in FLAVORS:
         known = f"expected one of {', '.join(FLAVORS)}.{suggestion(name, FLAVORS)}"
         raise UserError(f'model flavor "{name}" is not known; {known}')

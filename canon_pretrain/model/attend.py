@@ -1,8 +1,7 @@
 """softmax(q k^T / sqrt(K) + bias) v over the tokens that each token may see, by the fastest way.
 
-`Transformer` builds one `Attend` and one mask per batch; every `Attention` calls it. Three ways to
-the same numbers: PyTorch's scaled_dot_product_attention (SDPA), its flex attention, and the package
-flash_attn. The packages of FlashAttention 3 and 4 replace SDPA's flash kernel.
+Three ways to the same numbers: PyTorch's scaled_dot_product_attention (SDPA), its flex attention,
+the package flash_attn. The packages of FlashAttention 3 and 4 replace SDPA's flash kernel.
 
 Shapes: B batch, T queries, S keys, H heads, G key-value heads, K head dim.
 """
@@ -30,10 +29,7 @@ MAX_FLASH_HEAD_DIM = 256
 
 
 class FlashImpl(NamedTuple):
-    """A package that takes the place of SDPA's flash kernel; `name` is that of torch's registry.
-
-    `version`: for pip. `majors`: of the compute capabilities that it has training kernels for.
-    """
+    """A package in the place of SDPA's flash kernel; `majors` of the GPUs that it can train on."""
 
     name: str
     package: str
@@ -61,11 +57,10 @@ _SDPA_ORDERS |= dict.fromkeys(("flash", *FLASH_IMPLS), [_FLASH, _CUDNN, *_SDPA_K
 class Attend(nn.Module):
     """The attention of one model, without parameters; `backend` is one of BACKENDS.
 
-    `auto`: SDPA if a token sees all before it, or without a GPU; flex on a GPU for ALiBi, H-ALiBi
-    and segments. `flex` takes it for those on a CPU too, forward only. `cudnn` and `flash` are SDPA
-    with that one of its GPU kernels first (`auto`: cuDNN's). `fa3` and `fa4` are `flash` with that
-    package behind it, in the whole process. A sequence that is read in parts takes SDPA with a mask
-    instead of flex. Raises UserError for a backend that can't compute this model.
+    `auto`: SDPA, but flex on a GPU for ALiBi, H-ALiBi and segments; `flex` takes it on a CPU too,
+    forward only. `cudnn` and `flash` are SDPA with that kernel first (`auto`: cuDNN's), `fa3` and
+    `fa4` `flash` with that package behind it, in the whole process. What is read in parts takes
+    SDPA instead of flex. Raises UserError for a backend that can't compute this model.
     """
 
     def __init__(self, args: ModelArgs, backend: str = "auto") -> None:
@@ -92,10 +87,9 @@ class Attend(nn.Module):
     def mask(
         self, num_queries: int, segments_BS: Tensor | None, num_keys: int, device: torch.device
     ) -> Mask:
-        """Return what the last `num_queries` of `num_keys` tokens may see; one for all layers.
+        """Return what the last `num_queries` of `num_keys` tokens may see; None: all before them.
 
-        `segments_BS` (int32): the segments of all of them, or None for a single one. None: all up
-        to the token itself, which needs no mask if the queries are all the tokens, or one.
+        `segments_BS` (int32): the segments of all of them, or None for a single one.
         """
         whole, offset = num_queries == num_keys, num_keys - num_queries
         num_heads, windowed = self.args.num_heads, self.args.position == "h_alibi"

@@ -1,8 +1,7 @@
 """Causal multi-head attention with optional QK-norm, Canon-B, grouped heads and rotary layouts.
 
-The first half of a `TransformerBlock`, in the paper's order (section 4, Canon-B). Rotation is of
-interleaved pairs (0,1), (2,3), .. as torchtitan's and lingua's, in real arithmetic: torch.compile
-generates no code for complex numbers.
+Rotation is of interleaved pairs (0,1), (2,3), .. as torchtitan's and lingua's, in real arithmetic:
+torch.compile generates no code for complex numbers.
 
 Shapes: B batch, T tokens, S tokens seen, D hidden, H heads, G key-value heads, K head dim, R
 rotated pairs of a head (rope_dim / 2).
@@ -15,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from canon_pretrain.kernels.backends import triton_kernels
+from canon_pretrain.kernels.compiled import Segments
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
-from canon_pretrain.model.cache import Memory, Segments
+from canon_pretrain.model.cache import Memory
 from canon_pretrain.model.canon import CanonOfParts, Stream, canon_at, for_readers
 
 
@@ -55,10 +55,9 @@ def apply_rope(x_BTHK: Tensor, cos_TR: Tensor, sin_TR: Tensor, rope_heads: int) 
 
 
 class Rope(nn.Module):
-    """The rotation of one model: its tables as non-persistent float32 buffers, and their use.
+    """The rotation of one model, which its blocks share: its float32 tables, and their use.
 
-    A module that the blocks share, not an argument: FSDP2's mixed precision casts floating-point
-    arguments of a block to bfloat16, and 8 bits of a cosine are too few.
+    Not an argument: FSDP2's mixed precision casts those of a block to bfloat16.
     """
 
     cos_TR: Tensor
@@ -96,8 +95,7 @@ class Rope(nn.Module):
 class Attention(nn.Module):
     """q, k, v -> QK-norm -> Canon-B over [q|k|v] -> heads -> rotation -> causal softmax -> wo.
 
-    QK-norm per head is after the split into heads instead (seed 001). `rope` (None if positions are
-    not rotary) and `attend` are the model's.
+    QK-norm per head is after the split into heads instead. `rope` and `attend` are the model's.
     """
 
     def __init__(

@@ -3,9 +3,8 @@
 Canon needs its own: what the last K - 1 inputs of every site add to the next outputs
 (kernels/decode_step.py), or a prompt read in parts would differ from one read whole.
 
-Every token has the number of its segment: attention and Canon mix it only with earlier tokens of
-the same segment. Segments are the documents of a row if the model masks documents (else a row is
-one segment), and padding is a segment of its own.
+Attention and Canon mix a token only with earlier ones of its segment: a document of a row if the
+model masks documents, else the row; padding is a segment of its own.
 
 Shapes: B rows, T new tokens, S tokens so far, G key-value heads, K head dim, C channels, P the
 places before a token that Canon reaches.
@@ -26,10 +25,7 @@ NOWHERE = -2
 
 
 def document_numbers(tokens_BT: Tensor, eos_id: int, first_B: Tensor | None = None) -> Tensor:
-    """Return each token's document in its row, int32 [B, T], counted from `first_B` (or 0).
-
-    EOS belongs to the document that it ends.
-    """
+    """Return each token's document, int32 [B, T], from `first_B` (or 0) on; EOS is in its own."""
     ends_BT = (tokens_BT == eos_id).to(torch.int32)
     numbers_BT = ends_BT.cumsum(dim=1, dtype=torch.int32) - ends_BT
     return numbers_BT if first_B is None else numbers_BT + first_B[:, None]
@@ -84,15 +80,10 @@ class LayerCache:
 
 
 Memory = LayerCache | None
-Segments = Tensor | None
-"""The segments of the tokens and of the places before them that Canon reaches, int32; None: one."""
 
 
 class Cache:
-    """The memory of a model of `num_layers` blocks, `length` tokens long.
-
-    It has room for `capacity` tokens at first, and doubles when that is too small.
-    """
+    """The memory of a model of `num_layers` blocks; its room, `capacity` at first, doubles."""
 
     def __init__(self, num_layers: int, capacity: int = FIRST_CAPACITY) -> None:
         self.layers = [LayerCache(capacity) for _ in range(num_layers)]
@@ -118,10 +109,7 @@ class Cache:
         return self._segments
 
     def near(self, num_tokens: int, reach: int) -> Tensor | None:
-        """Return `near_segments` of the last tokens; None if they all continue one segment.
-
-        A single token is compared: one wait for the device, and less work in every layer.
-        """
+        """Return `near_segments` of the last tokens; None if they all continue one segment."""
         if self._segments is None or self._go_on:
             return None
         near_BN = near_segments(self._segments, num_tokens, reach)

@@ -18,11 +18,11 @@ from canon_pretrain.kernels.backends import (
     ffn_activation,
     triton_kernels,
 )
-from canon_pretrain.kernels.decode_step import CanonMemory
+from canon_pretrain.kernels.compiled import Segments
+from canon_pretrain.kernels.decode_step import CanonMemory, Parts
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.cache import LayerCache, Memory, Segments
+from canon_pretrain.model.cache import LayerCache, Memory
 
-Parts = tuple[Tensor, ...]
 Stream = Tensor | Parts
 
 
@@ -70,11 +70,7 @@ class Canon(nn.Module):
 
 
 class CanonOfParts(Canon):
-    """One Canon layer over several tensors side by side: [q|k|v] at B, [gate|up] at D.
-
-    Channels do not mix, so each part is mixed by its own rows of the weight: the paper's
-    concatenation would be one more copy of everything.
-    """
+    """One Canon layer over several tensors, each with its rows of the weight: q, k, v; gate, up."""
 
     def forward(  # type: ignore[override]
         self, parts: Parts, near_BN: Segments = None, cache: Memory = None
@@ -108,14 +104,18 @@ class CanonGate(CanonOfParts):
 
 
 def normed(
-    norm: nn.RMSNorm | nn.LayerNorm, canon: nn.Module | None, h_BTD: Tensor,
-    added_BTD: Tensor | None = None, near_BN: Segments = None, cache: Memory = None, *,
+    norm: nn.RMSNorm | nn.LayerNorm,
+    canon: nn.Module | None,
+    h_BTD: Tensor,
+    added_BTD: Tensor | None = None,
+    near_BN: Segments = None,
+    cache: Memory = None,
+    *,
     readers: int = 1,
-) -> tuple[Tensor, Stream]:  # fmt: skip
+) -> tuple[Tensor, Stream]:
     """Return h + added and Canon(norm(h + added)), [B, T, D], both of which a block reads.
 
-    Where Canon's backend has one kernel for it (RMSNorm), which adds up the gradients of all
-    `readers` too, the second is a tuple: one for each of them (`for_readers`).
+    By one kernel, where Canon's backend has it: the second is then a tuple, one per reader.
     """
     # an export's user may have put an adapter around `canon`
     if isinstance(canon, Canon) and isinstance(norm, nn.RMSNorm) and cache is None:

@@ -1,8 +1,7 @@
 """Whether a Canon backend computes the formula here: values and gradients against float64.
 
-`titan/parallelize.py` asks before a run takes a kernel; `bench canon` times the same forms. A form
-is Canon at one site with its neighbors, made of the model's own modules: the norm before A and C,
-the rotation after B, the activation after D.
+A form is Canon at one site with its neighbors, made of the model's own modules: the norm before A
+and C, the rotation after B, the activation after D. `bench canon` times the same.
 
 Shapes: B batch, T tokens, C channels, N = K - 1 + T.
 """
@@ -15,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from canon_pretrain.kernels.backends import TRITON_TAPS, backend_problem, check_canon_backend
+from canon_pretrain.kernels.compiled import Segments
+from canon_pretrain.kernels.decode_step import Parts
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.attention import Attention, Rope
@@ -27,6 +28,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-4, torch.float16: 2**-7}
 MAX_TOKENS = 1 << 15
 """Of the micro-batch that is checked: 1.3 GB per activation of 1b3's feed-forward in float64."""
 HEAD_TOKENS = 8
+Run = Callable[..., Parts]
 
 
 class WrongCanon(Exception):
@@ -34,10 +36,7 @@ class WrongCanon(Exception):
 
 
 class Form(NamedTuple):
-    """A module of activations [B, T, C] of `widths`, and near_BN or None; it returns a tuple.
-
-    `moved`: the least values per token that forward and backward read or write.
-    """
+    """A module of activations [B, T, C] of `widths`; each way moves at least `moved` per token."""
 
     name: str
     widths: tuple[int, ...]
@@ -133,8 +132,7 @@ def training_problem(
 ) -> str | None:
     """Return why a training step of `args` must not take `backend` on `device`, or None.
 
-    `shape`: rows and tokens of a micro-batch; rows past MAX_TOKENS are left out. A kernel that
-    fails, or does not compile, is a reason too. The caller's random state is not used.
+    `shape`: rows and tokens of a micro-batch; rows past MAX_TOKENS are left out.
     """
     if problem := backend_problem(backend, device.type, dtype):
         return problem
@@ -184,13 +182,11 @@ def make_inputs(
 
 
 def compare(
-    form: Form, module: nn.Module, run: Callable[..., tuple[Tensor, ...]],
-    inputs: Sequence[Tensor], near_BN: Tensor | None = None,
-) -> float:  # fmt: skip
+    form: Form, module: nn.Module, run: Run, inputs: Sequence[Tensor], near_BN: Segments = None
+) -> float:
     """Return the largest error of `run`, which is `module` or its compiled form, against float64.
 
-    An error is a share of its own value plus the usual size of a channel, or a weight, beside it.
-    Raises WrongCanon if one of values or gradients is more than rounding.
+    A share of the value plus the usual size beside it; WrongCanon if it is more than rounding.
     """
     weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
     options: dict[str, Any] = {} if near_BN is None else {"near_BN": near_BN}

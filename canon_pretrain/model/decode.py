@@ -1,8 +1,7 @@
 """Text generation as tokens: many prompts, read and continued together with a `Cache`.
 
-The tokens are those of a full pass over the whole sequence at every step. In a batch all rows end
-at the same place: shorter ones have padding on their left, which no token sees. A row that has
-ended is removed.
+The tokens are those of full passes. In a batch shorter rows have padding on their left, and a row
+that has ended is removed.
 
 The cache holds 2 L G K numbers per token (keys and values) and L C K float32 numbers per row
 (Canon's sums; C channels of all sites of a block, K taps). For `1b3` that is 384 KiB per token in
@@ -26,28 +25,32 @@ BATCH_TOKENS = 8192
 # not inference_mode: a model may generate between training steps, and backward refuses its tensors
 @torch.no_grad()
 def generate(
-    model: Transformer, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | Sequence[int],
-    eos_id: int | None = None, stop: Callable[[int, list[int]], bool] | None = None,
-    ended: Callable[[int], None] | None = None, temperature: float = 0.0, top_k: int = 0,
-    top_p: float = 1.0, generator: torch.Generator | None = None, batch_tokens: int = BATCH_TOKENS,
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int],
+    eos_id: int | None = None,
+    stop: Callable[[int, list[int]], bool] | None = None,
+    ended: Callable[[int], None] | None = None,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+    batch_tokens: int = BATCH_TOKENS,
     read_tokens: int | None = None,
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """Return the tokens that `model` generates after each prompt, in the order of the prompts.
 
     An answer ends at `max_new_tokens` (one number, or one per prompt), before `eos_id`, or with the
-    token for which `stop(i, tokens)` is true: called with the prompt's index and its answer so far
-    after every token. `ended(i)` is called once per prompt, when its answer is whole.
+    token for which `stop(i, tokens)`, asked of prompt i's answer after every token, is true.
+    `ended(i)` is called when it is whole. `temperature` 0 takes the likeliest token, the lowest id
+    of equals; above 0 tokens are drawn from softmax(logits / temperature), of the `top_k` likeliest
+    (0: all) and of those of a joint probability of `top_p`. `generator` draws a number per prompt
+    and place beforehand, so batches change no answer.
 
-    `temperature` 0 takes the likeliest token, the lowest id of equals. Above 0 tokens are drawn
-    from softmax(logits / temperature), of the `top_k` likeliest only (0: all), and of those only
-    the likeliest that together have a probability of `top_p`; numbers are drawn from `generator`,
-    one per prompt and place before anything is read, so batches change no answer.
-
-    `batch_tokens` bounds the tokens of a batch's cache, with room for its answers; a longer
-    sequence is a batch of its own, and its prompt is read in parts. `read_tokens` further bounds
-    the tokens that are read at once: a CPU reads faster what fits its caches. If the model is
-    sharded, all ranks must ask for the same. Raises UserError, before anything is computed, for an
-    empty prompt, a token that the model does not have, and more tokens than max_seq_len.
+    `batch_tokens` bounds the tokens of a batch's cache, answers included; a longer sequence is a
+    batch of its own. `read_tokens` bounds those that are read at once. On a sharded model all ranks
+    must ask for the same. Raises UserError, before anything is computed, for what can't be done.
     """
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     _check_prompts(model, prompts, limits)
@@ -97,9 +100,8 @@ def generate(
 def sample(
     logits_BV: Tensor, draws_B: Tensor, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
-    """Return the ids that the numbers `draws_B` in [0, 1) select, int64 [B]; see `generate`.
+    """Return the first id whose sum of probabilities exceeds `draws_B` in [0, 1), int64 [B].
 
-    The first id at which the sum of probabilities, in the order of the ids, exceeds the number.
     Raises UserError for logits that are not finite.
     """
     ranked_BV, ids_BV = (logits_BV.double() / temperature).sort(descending=True, stable=True)
@@ -140,11 +142,7 @@ def _read(model: Transformer, rows: Sequence[Sequence[int]], cache: Cache, chunk
 def batches(
     prompts: Sequence[Sequence[int]], limits: Sequence[int], batch_tokens: int, max_seq_len: int
 ) -> Iterator[list[int]]:
-    """Yield the prompts of each batch as indices, the longest prompts first.
-
-    Then little is padding, and what does not fit in memory fails at once. A row's padding counts:
-    a short prompt with a long answer may not fit beside a long prompt.
-    """
+    """Yield the prompts of each batch as indices, the longest first; a row's padding counts."""
     batch: list[int] = []
     longest = limit = 0
     for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):

@@ -75,10 +75,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self, h_BTD: Tensor, mask: Mask = None, near_BN: Tensor | None = None, cache: Memory = None
     ) -> Tensor:
-        """Return the residual stream after this block, [B, T, D]; `mask` is from `Attend.mask`.
-
-        `cache`: what this block remembers of earlier tokens, updated here.
-        """
+        """Return the residual stream after this block, [B, T, D]; `mask` is from `Attend.mask`."""
         near = near_BN, cache
         h_BTD, x_BTD = normed(self.attention_norm, self.canon_a, h_BTD, None, *near, readers=3)
         y_BTD = self.attention(x_BTD, mask, *near)
@@ -95,10 +92,7 @@ def norm_of(args: ModelArgs) -> nn.RMSNorm | nn.LayerNorm:
 
 
 class Head(nn.Linear):
-    """A linear layer without bias, which computes the loss inside its forward.
-
-    FSDP2 has the head's whole weight only there, and a loss by chunks needs it (titan/spec.py).
-    """
+    """A linear layer with the loss inside its forward: there FSDP2 has its whole weight."""
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
@@ -123,10 +117,9 @@ def head_output(
 
 
 class Transformer(nn.Module):
-    """A Llama, or GPT with rotary or no positions, with any of the variants of `ModelArgs`.
+    """The model of `args`, not usable before `init_weights` (or a loaded checkpoint).
 
-    Not usable before `init_weights` (or a loaded checkpoint). `attention_backend`: see `Attend`;
-    `canon_backend`: see `kernels/backends.py`. Raises UserError for one that can't be had.
+    Backends: see `Attend`, `kernels/backends.py`. Raises UserError for one that can't be had.
     """
 
     def __init__(
@@ -148,20 +141,23 @@ class Transformer(nn.Module):
             self.output = Head(args.dim, args.vocab_size)
 
     def forward(
-        self, tokens_BT: Tensor, *, is_real_BT: Tensor | None = None, cache: Cache | None = None,
-        logits_to_keep: int = 0, logits_at_M: Tensor | None = None,
-        labels_BT: Tensor | None = None, loss: HeadLoss | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        tokens_BT: Tensor,
+        *,
+        is_real_BT: Tensor | None = None,
+        cache: Cache | None = None,
+        logits_to_keep: int = 0,
+        logits_at_M: Tensor | None = None,
+        labels_BT: Tensor | None = None,
+        loss: HeadLoss | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits_BTV for int64 token ids; with `labels_BT`, what `loss` computes of them.
 
-        `is_real_BT` (bool): false for padding, which no token sees, on either side of a row but not
-        between two real tokens, where Canon would count it; None if there is none.
-        `cache`: what was read before these tokens, updated here; the logits are those of one pass
-        over all, however they are split.
+        `is_real_BT` (bool): false for padding on either side of a row, not between two real tokens.
+        `cache`: what was read before these tokens, updated here.
         `logits_to_keep`: only for that many last tokens, 0 for all. `logits_at_M` (int64): only for
-        the tokens at these places of the B * T, row after row; the result is logits_MV then.
-        `labels_BT` (int64, one per token) and `loss`: the result is (nats_BT, the sum that is
-        minimized), and whole logits are never needed.
+        the tokens at these places of the B * T; the result is logits_MV then.
+        `labels_BT` (int64) and `loss`: the result is (nats_BT, the sum that is minimized).
         Raises UserError past max_seq_len tokens.
         """
         num_tokens = tokens_BT.shape[1]
@@ -218,10 +214,9 @@ class Transformer(nn.Module):
     ) -> None:
         """Initialize every parameter, and compute the rotary tables again.
 
-        `write(parameter, initial_value)` is called once per parameter, in the model's order, and
-        stores this process's share of it; by default the whole value. The values depend on `args`
-        alone. `buffer_device`: of the tables; by default the parameters'. Raises ValueError
-        (default writer) for a parameter that is still on the meta device.
+        `write(parameter, initial_value)` stores this process's share of each; by default the whole
+        value, with ValueError on the meta device. `buffer_device`: of the tables; by default the
+        parameters'.
         """
         for name, parameter in self.named_parameters():
             value = initial_value(self.args, name, parameter.shape)

@@ -22,10 +22,7 @@ TELLING = ("model.position", "model.canon_set", "model.num_layers", "model.dim",
 
 
 class Recipe(NamedTuple):
-    """Runs that differ in the seed alone: one architecture at one learning rate.
-
-    `repeats`: runs with the seeds of an earlier one, which are not a further draw; not in `runs`.
-    """
+    """Runs that differ in the seed alone; `repeats` have the seeds of an earlier one in `runs`."""
 
     learning_rate: float | None
     runs: list[RunRecord]
@@ -41,7 +38,6 @@ class Architecture(NamedTuple):
 
     @property
     def runs(self) -> list[RunRecord]:
-        """All of them, without repeats."""
         return [run for recipe in self.recipes for run in recipe.runs]
 
 
@@ -91,7 +87,6 @@ def architectures(runs: Sequence[RunRecord]) -> list[Architecture]:
 
 
 def recipe_of(runs: Sequence[RunRecord]) -> Recipe:
-    """Return the runs as one recipe; of those that are alike, seeds too, the first counts."""
     seen: list[dict[str, Any]] = []
     recipe = Recipe(runs[0].identity.get(LEARNING_RATE), [], [])
     for run in runs:
@@ -120,17 +115,14 @@ def _labels(runs: Sequence[RunRecord], differing: Sequence[str]) -> list[str]:
 def _word(name: str, value: Any) -> str:
     if name == "model.canon_set":
         return f"Canon-{value}" if value else "no Canon"
-    text = str(value)
-    short = text if len(text) <= 16 else text[:12]
-    return text if name == "model.position" else f"{name.rpartition('.')[2]} {short}"
+    text = str(value)[:16]
+    return text if name == "model.position" else f"{name.rpartition('.')[2]} {text}"
 
 
 def choose(architecture: Architecture) -> Choice:
     """Choose the learning rate with the lowest held-out loss, at the last step that all have.
 
-    Losses of different texts are never compared. By the suite `validation`, or by the log if that
-    goes further; never by the scores that are to be compared. A loss that is not finite is worse
-    than any.
+    Of one text; by the suite `validation`, or by the log if that goes further. Not finite is worst.
     """
     recipes = architecture.recipes
     own = [str(run.identity.get(HELD_OUT)) for run in architecture.runs]
@@ -153,7 +145,6 @@ def choose(architecture: Architecture) -> Choice:
         return Choice(recipes[losses.index(best)], words, losses, step)
     words = (
         f"{len(recipes)} learning rates without a finite held-out loss at a step and of a text that"
-        " they share: evaluate them on the suite `validation` (--held_out names a text), or name "
-        "the runs of one learning rate only"
+        " they share: evaluate them on the suite `validation`, or name the runs of one only"
     )
     return Choice(None, words, losses, step)

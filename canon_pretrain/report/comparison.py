@@ -31,12 +31,9 @@ from canon_pretrain.report.verdicts import Measure, Options, Row
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.results import VALIDATION
 
-DEFAULT = Options()
-
 SOURCE = (
     "Published: Gated DeltaNet paper, models of 1.3B parameters trained on 100B tokens of "
-    "FineWeb-Edu. Another tokenizer, another order of the data: for orientation, part of no "
-    "verdict."
+    "FineWeb-Edu. Another tokenizer, another order of the data: part of no verdict."
 )
 MODELS = ("Transformer++", "Mamba2", "Gated DeltaNet")
 PUBLISHED = {
@@ -59,12 +56,11 @@ Steps = Mapping[str, Mapping[str, int]]
 
 def add_noise_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options on the noise between seeds of `eval compare` and `eval report`."""
-    sigma = "the standard deviation of the score over seeds, taken as known; also "
-    sigma += "TASK:METRIC=SIGMA, of the logarithm for a perplexity"
-    given = {"action": "append", "default": [], "metavar": "TASK=SIGMA"}
-    parser.add_argument("--seed_sigma", help=sigma, **given)  # type: ignore[arg-type]
-    own = "take the seed noise from these runs alone, never from what the paper publishes"
-    parser.add_argument("--own_noise_only", action="store_true", help=own)
+    add = parser.add_argument
+    about = "known deviation of the score over seeds; TASK:METRIC=SIGMA of a perplexity's logarithm"
+    add("--seed_sigma", action="append", default=[], metavar="TASK=SIGMA", help=about)
+    about = "take the seed noise from these runs alone, never from what the paper publishes"
+    add("--own_noise_only", action="store_true", help=about)
 
 
 def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **more: Any) -> Options:
@@ -84,19 +80,20 @@ def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **mo
                 raise ValueError
         except ValueError:
             expected = "TASK=SIGMA or TASK:METRIC=SIGMA of a task here and a number above 0"
-            hint = suggestion(name, tasks)
-            raise UserError(f"--seed_sigma {given}: expected {expected}.{hint}") from None
+            words = f"--seed_sigma {given}: expected {expected}.{suggestion(name, tasks)}"
+            raise UserError(words) from None
     return Options(sigmas, arguments.own_noise_only, **more)
 
 
 def comparison_content(
-    runs: Sequence[RunRecord], baseline: str | None = None, options: Options = DEFAULT
+    runs: Sequence[RunRecord], baseline: str | None = None, options: Options | None = None
 ) -> Row:
     """Return architectures, verdicts of each against the baseline, and scores; JSON values only.
 
     `baseline`: the label of an architecture or of one of its runs; default: the first run's. Raises
     UserError if it is not there; what cannot be compared is listed with its reason.
     """
+    options = options or Options()
     found = architectures.architectures(runs)
     choices = {each.label: architectures.choose(each) for each in found}
     measure = Measure([recipe for each in found for recipe in each.recipes], options)
@@ -104,9 +101,7 @@ def comparison_content(
     labels |= {each.label: each.label for each in found} | {None: found[0].label}
     if (label := labels.get(baseline)) is None:
         there = ", ".join(map(repr, choices))
-        raise UserError(
-            f"baseline {baseline!r} is no architecture and no run here; there are {there}"
-        )
+        raise UserError(f"baseline {baseline!r} is no architecture or run; there are {there}")
     sides = {x: choice.recipe.runs for x, choice in choices.items() if choice.recipe}
     pairs = [((x, sides[x]), (label, sides[label])) for x in sides if label in sides and x != label]
     rows, refused, notes = verdicts.verdicts(measure, pairs)
@@ -130,7 +125,7 @@ def comparison_content(
         "refused": refused,
         "steps": steps,
         "scores": _scores(found, choices, measure, steps),
-        "notes": [*_notes(found, choices, label, steps), *notes],
+        "notes": [*_notes(found, choices[label], label, steps), *notes],
     }
     return finite(content)
 
@@ -219,12 +214,12 @@ def _cell(
     return {"step": best.step, "best": found, "chosen": mean}
 
 
-def _notes(
-    found: Sequence[Architecture], choices: Mapping[str, Choice], baseline: str, steps: Steps
-) -> list[str]:
+def _notes(found: Sequence[Architecture], choice: Choice, baseline: str, steps: Steps) -> list[str]:
     notes = []
     if len(found) == 1:
         notes.append("One architecture only: there is nothing to compare it with.")
+    if len(found) > 1 and choice.recipe is None:
+        notes.append(f"The baseline {baseline} has no chosen learning rate: no verdicts.")
     if len(tried := {len(each.recipes) for each in found}) > 1:
         notes.append(
             f"Not all architectures were tried at {max(tried)} learning rates: the best of more of "
@@ -232,8 +227,6 @@ def _notes(
         )
     repeats = [run for each in found for recipe in each.recipes for run in recipe.repeats]
     notes += [f"{run.label}: the seeds of another run here; not used." for run in repeats]
-    if choices[baseline].recipe is None and len(found) > 1:
-        notes.append(f"The baseline {baseline} has no chosen learning rate: no verdicts.")
     for suite, shown in steps.items():
         for each in found if suite != VALIDATION else ():
             for run in each.runs:
@@ -256,15 +249,14 @@ COLUMNS = {
     "95 % interval": lambda row: interval(row["ci"]),
     "detectable": lambda row: figure(row["detectable"]),
 }
-NARROW = 6
-"""Columns that are shown in a terminal of less than 120."""
+NARROW = 6  # columns that are shown in a terminal of less than 120
 STYLES = {verdicts.BETTER: "green", verdicts.WORSE: "red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `eval compare`."""
     add = parser.add_argument
-    about = "two runs, sweeps or results.json files; or one sweep of two architectures"
+    about = "two runs or sweeps, or one sweep of two architectures"
     add("pair", type=Path, nargs="*", metavar="A B", help=about)
     add("--a", type=Path, nargs="+", default=[], metavar="RUN", help="seeds of A, the baseline")
     add("--b", type=Path, nargs="+", default=[], metavar="RUN", help="seeds of B")
@@ -278,17 +270,13 @@ def execute(arguments: argparse.Namespace) -> None:
     """Print the comparison. Raises UserError if the two sides cannot be compared."""
     given = _sides(arguments)
     runs = [run for side in given for run in side]
-    more = {"step": arguments.step, "suites": arguments.suite}
-    # whoever names single results wants these
-    any_step = all(path.is_file() for path in [*arguments.pair, *arguments.a])
-    options = noise_options(arguments, runs, any_step=any_step, **more)
+    options = noise_options(arguments, runs, step=arguments.step, suites=arguments.suite)
     sides, recipes = [], []
     notes = [line for run in runs for line in run.left_out]
     for name, side in zip("AB", given, strict=True):
         recipe = architectures.recipe_of(side)  # as the user says; what it has is another matter
-        alike = [
-            each for found in architectures.architectures(recipe.runs) for each in found.recipes
-        ]
+        found = architectures.architectures(recipe.runs)
+        alike = [each for architecture in found for each in architecture.recipes]
         sides.append((name, recipe.runs))
         recipes += alike
         notes += [f"{name}: {x.label} repeats the seeds of another run" for x in recipe.repeats]
@@ -296,7 +284,9 @@ def execute(arguments: argparse.Namespace) -> None:
     pair = sides[1], sides[0]
     rows, refused, left = verdicts.verdicts(Measure(recipes, options), [pair])
     if not rows:
-        raise UserError(f"nothing to compare: {_reasons(runs, refused)}")
+        reasons = [f"{x['suite']} {x['task'] or ''}: {x['why']}" for x in refused]
+        how = "`python -m eval run` evaluates a checkpoint"
+        raise UserError(f"nothing to compare: {'; '.join([*reasons, *map(_have, runs)])}. {how}")
     is_asked = options.suites is None or VALIDATION in options.suites
     content = {
         **{name.lower(): [run.label for run in side] for name, side in sides},
@@ -309,20 +299,13 @@ def execute(arguments: argparse.Namespace) -> None:
     _print(content)
     if arguments.json:
         stored = json.dumps(finite(content), indent=1, ensure_ascii=False, allow_nan=False)
-        try:
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(arguments.json, stored.encode())
-        except OSError as error:
-            path = arguments.json
-            raise UserError(f"--json {path}: cannot be written: {error.strerror}") from None
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(arguments.json, stored.encode())
 
 
 def _sides(arguments: argparse.Namespace) -> Sequence[Sequence[RunRecord]]:
     pair, a, b = arguments.pair, arguments.a, arguments.b
-    paths = [
-        [run for path in side for run in ([path] if path.is_file() else named_runs([path]))]
-        for side in (a or pair[:1], b or pair[1:])
-    ]
+    paths = [named_runs(side) for side in (a or pair[:1], b or pair[1:])]
     runs = evaluations.read_runs([*paths[0], *paths[1]])
     sides = [runs[: len(paths[0])], runs[len(paths[0]) :]]
     if len(pair) == 1 and not (a or b):
@@ -331,23 +314,18 @@ def _sides(arguments: argparse.Namespace) -> Sequence[Sequence[RunRecord]]:
     is_pair = len(pair) in (1, 2) and not (a or b)
     if len(sides) != 2 or not (is_pair or (a and b and not pair)):
         raise UserError(
-            f"expected two runs (`compare A B`), one sweep of two architectures, or seeds of each "
-            f"(`compare --a RUN RUN --b RUN RUN`); got {len(pair)} with {len(sides)} "
-            f"architecture(s), and {len(a)} with --a, {len(b)} with --b"
+            "expected two runs (`compare A B`), one sweep of two architectures, or seeds of each "
+            "(`compare --a RUN RUN --b RUN RUN`)"
         )
     return sides
 
 
-def _reasons(runs: Sequence[RunRecord], refused: Sequence[Row]) -> str:
-    words = [f"{x['task']} {x['metric']}: {x['why']}" for x in refused if x["task"]]
-    for run in runs if not words else ():
-        have = [
-            f"{each.suite} at step {each.step}"
-            + " with --limit (not a result)" * (each.limit is not None)
-            for each in run.evaluations
-        ]
-        words.append(f"{run.label} has {', '.join(dict.fromkeys(have)) or 'no results'}")
-    return f"{'; '.join(words)}. `python -m eval run` evaluates a checkpoint"
+def _have(run: RunRecord) -> str:
+    there = [
+        f"{x.suite} at step {x.step}{' with --limit (not a result)' * (x.limit is not None)}"
+        for x in run.evaluations
+    ]
+    return f"{run.label} has {', '.join(dict.fromkeys(there)) or 'no results'}"
 
 
 def _print(content: Row) -> None:

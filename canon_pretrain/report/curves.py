@@ -1,12 +1,7 @@
-"""Curves for a page: thinned so that half a million steps stay light, seeds joined. No torch.
-
-Thinning keeps spikes: of each stretch the lowest, the highest and the first value that is not
-finite.
-"""
+"""Curves for a page: thinned so that half a million steps stay light, seeds joined. No torch."""
 
 import functools
 import math
-import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +14,8 @@ MAX_KNOTS = 1000
 """Points of the table of a step's tokens and hours; between two it is a straight line."""
 DIGITS = 7
 """Significant digits of a value in a page."""
+FEW_POINTS = 60
+"""A line of at most so many points shows each of them."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +30,16 @@ class Chart:
     smooth: bool = True
     restarts: bool = False
     skips: bool = False
-    same_as: str | None = None
-    """The chart whose lines these are, over hours: the page holds them once."""
 
 
 CHARTS = (
-    Chart("loss", "Loss", "nats per token", ",.4f", skips=True),
-    Chart("hours", "Loss over time", "nats per token", ",.4f", restarts=True, same_as="loss"),
+    Chart("loss", "Loss", "nats per token", ",.4f", skips=True, restarts=True),
     Chart("grad_norm", "Gradient norm", "L2, before clipping", ",.4g", log_scale=True, skips=True),
     Chart("tokens_per_second", "Throughput", "tokens per second", ",.0f", restarts=True),
     Chart("mfu", "MFU", "share of the devices' peak", ".1%", restarts=True),
     Chart("lr", "Learning rate", "", ".3e", smooth=False),
 )
-"""Fields of `step` events by id, but for `hours`."""
+"""Fields of `step` events, by id."""
 
 
 class Entry(NamedTuple):
@@ -56,23 +50,17 @@ class Entry(NamedTuple):
 
 
 def join_seeds(runs: Sequence[RunRecord]) -> list[Entry]:
-    """Return the runs in order, those of one recipe with several pairs of seeds as one entry.
-
-    Repeats with the same seeds alone are not joined: they are no sample of anything.
-    """
+    """Return the runs in order, those of one recipe as one entry unless all have the same seeds."""
     alike: dict[str, list[int]] = {}
     for k, run in enumerate(runs):
         alike.setdefault(run.recipe, []).append(k)
     entries: list[Entry] = []
     for members in alike.values():
-        labels = [runs[k].label for k in members]
         if len({runs[k].seeds for k in members}) == 1:
             entries += [Entry(runs[k].label, (k,)) for k in members]
-            continue
-        label = f"{os.path.commonprefix(labels)}*"
-        if len(label) < 4 or label in [entry.label for entry in entries]:
-            label = f"{labels[0]} and {len(labels) - 1} more"
-        entries.append(Entry(label, tuple(members)))
+        else:
+            label = f"{runs[members[0]].label} and {len(members) - 1} more"
+            entries.append(Entry(label, tuple(members)))
     return sorted(entries, key=lambda entry: entry.runs)
 
 
@@ -82,7 +70,7 @@ def stretches(count: int, most: int) -> np.ndarray:
 
 
 def thin(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """Return which of `values` to draw, int64: the ends, and of each stretch what it must show."""
+    """Return which values to draw, int64: the ends; lowest, highest, first gap of each stretch."""
     if len(bounds) - 1 >= len(values):
         return np.arange(len(values))
     finite = np.isfinite(values)

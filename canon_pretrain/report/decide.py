@@ -16,10 +16,8 @@ from scipy import optimize, stats
 from scipy.special import ndtr
 
 ALPHA, POWER = 0.05, 0.8
-KNOWN_FROM = 5000
-"""Degrees of freedom from which a variance counts as known."""
+KNOWN_FROM = 5000  # degrees of freedom from which a variance counts as known
 MOST_SEEDS = 1024
-"""More seeds than this nobody trains."""
 
 
 class Noise(NamedTuple):
@@ -129,10 +127,7 @@ def detectable(alpha: float, *noise: float) -> float:
 def seeds_needed(
     difference: float, alpha: float, noise_with: Callable[[int], Sequence[float]]
 ) -> int | None:
-    """Return the fewest seeds R per side, with `noise_with(R)`, that make `difference` detectable.
-
-    None if MOST_SEEDS are too few.
-    """
+    """Return the fewest seeds per side that make `difference` detectable, at most MOST_SEEDS."""
 
     def is_enough(seeds: int) -> bool:
         return detectable(alpha, *noise_with(seeds)) <= abs(difference)

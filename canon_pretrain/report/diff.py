@@ -17,10 +17,8 @@ from canon_pretrain.report.record import Curve, RunRecord, flat, in_turn
 from canon_pretrain.run.launches import OWN_TO_A_LAUNCH, launch_numbers
 from canon_pretrain.run.log import json_value, number
 
-RTOL = 1e-4
-"""Relative: how far losses of one experiment are apart on two machines, by rounding alone."""
-DATA = ("data_fingerprint", HELD_OUT)
-"""The fields of the identity that are about the data."""
+RTOL = 1e-4  # how far losses of one experiment are apart on two machines, by rounding alone
+DATA = ("data_fingerprint", HELD_OUT)  # the fields of the identity that are about the data
 OWN = {
     "config": ("job.dump_folder", "job.description", *OWN_TO_A_LAUNCH),
     "environment": (
@@ -88,8 +86,6 @@ def _recorded(run: RunRecord, shared: Iterable[str]) -> dict[str, Any]:
             "world_sizes": in_turn(head.get("world_size") for head in run.heads),
             "hosts": facts.get("hosts"),
             "canon_backend": facts.get("canon_backend"),
-            "command": (facts.get("command") or {}).get("again"),
-            "data_folders": (facts.get("data") or {}).get("folders"),
             "last_step": int(run.clock.steps[-1]),
         },
     }
@@ -226,10 +222,9 @@ def add_parser(subparsers: Any) -> None:
         "diff",
         help="how two runs differ, and from which step on",
         description="Compare two run folders: identity, data, config, code, packages, environment; "
-        "and their logs: from which step on they saw other data (digests), and from which their "
-        "losses part. What is each run's own (its folder, job ids, world size) counts for nothing; "
-        "nor do steps that one of them has not reached. Exit code 0: same; 1: different; "
-        "2: trouble.",
+        "and from which step on they saw other data, and their losses part. What is each run's own "
+        "(its folder, job ids, world size) does not count. Exit code 0: same; 1: different; 2: "
+        "trouble.",
     )
     for name in ("a", "b"):
         parser.add_argument(name, type=Path, metavar=name.upper(), help="a run folder")

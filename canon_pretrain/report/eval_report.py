@@ -30,8 +30,6 @@ VERSION = 5
 TEMPLATES = Path(__file__).parent / "templates"
 SHOWN_BY: dict[str, Any] = {"tables": sections, "figures": figures}
 LAUNCHED = ("world_size", "torch", "torchtitan")
-MAX_DIFFERENCES = 5
-"""Sentences at most on how the questions of one suite differ."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,18 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--baseline",
         metavar="LABEL",
-        help="the architecture that the others are compared with, by its label in the report or "
-        "that of one of its runs (default: that of the first run)",
+        help="an architecture, or one of its runs, that the others are compared with (default: the "
+        "first run's)",
     )
     comparisons.add_noise_arguments(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the page is written")
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Write the report of `arguments.runs` into `arguments.out`, and its scores to the terminal.
+    """Write the report of `arguments.runs`, and its scores to the terminal. UserError, OSError.
 
-    Without `out`: RUN/report for one run or sweep, ./report for several. Raises UserError for what
-    is no run, a run without a log, and an unknown baseline; OSError.
+    Without `arguments.out`: RUN/report for one run or sweep, ./report for several.
     """
     runs = evaluations.read_runs(named_runs(arguments.runs))
     options = comparisons.noise_options(arguments, runs)
@@ -102,18 +99,11 @@ def _print(content: Content, path: Path) -> None:
                 table.add_row(task, Text(label), f"{value} {error}", items)
         table.add_section()
     console.print(table)
-    for label, tally in sections.tallies(content).items():
-        counts = ", ".join(f"{len(found)} {verdict}" for verdict, found in tally.items())
-        words = f"{label} against {content['comparison']['baseline']}: {counts}"
-        console.print(Text(words), soft_wrap=True)
     console.print(Text(f"report: {path.resolve()}"), soft_wrap=True)
 
 
 def report_content(runs: Sequence[RunRecord], comparison: Content) -> dict[str, Any]:
-    """Return everything that the report shows of `runs`, JSON values only, numbers unrounded.
-
-    `comparison` is the value of comparison.comparison_content.
-    """
+    """Return all that the report shows, JSON values only, by comparison.comparison_content."""
     steps = {suite: comparisons.suite_step(shown) for suite, shown in comparison["steps"].items()}
     names = {each.suite for run in runs for each in run.evaluations}
     ordered = sorted(names, key=evaluations.suite_order)
@@ -126,8 +116,8 @@ def report_content(runs: Sequence[RunRecord], comparison: Content) -> dict[str, 
     baseline = lines[comparison["baseline"]] if len(lines) > 1 else ()
     warnings = [line for run in runs for line in run.left_out]
     data = {str(run.identity.get("data_fingerprint"))[:12]: run.label for run in runs}
-    each = "; ".join(f"{label}: {fingerprint}" for fingerprint, label in data.items())
     if len(data) > 1:
+        each = "; ".join(f"{label}: {fingerprint}" for fingerprint, label in data.items())
         warnings.insert(0, f"These runs were trained on different data ({each}).")
     own = [{"setting": name, "values": [x]} for name, x in runs[0].identity.items()]
     return {
@@ -157,16 +147,14 @@ def _run(run: RunRecord) -> dict[str, Any]:
         parameters = num_parameters(ModelArgs(**model))
     except (TypeError, UserError):  # another version recorded other fields than ours
         parameters = None
-    step = 0  # a resume goes back to its checkpoint
-    for event in run.events:
-        if event["event"] in ("start", "resume", "step", "stop", "done"):
-            step = event.get("step", event.get("from_step", 0))
+    # a resume goes back to its checkpoint
+    at = [event for event in run.events if event["event"] in ("resume", "step", "stop", "done")]
     ended = "stopped" if run.events and run.events[-1]["event"] == "stop" else "unfinished"
     return {
         "label": run.label,
         "state": "failed" if failure else "done" if run.is_done else ended,
         "failure": failure[1] if failure else None,
-        "step": failure[0] if failure else step,
+        "step": failure[0] if failure else at[-1].get("step", at[-1].get("from_step")) if at else 0,
         "total_steps": identity.get("training.steps"),
         "facts": {
             "tokens": run.steps[-1]["tokens"] if run.steps else 0,
@@ -183,8 +171,7 @@ def _run(run: RunRecord) -> dict[str, Any]:
 
 
 def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str, Any]:
-    found = {run: [e for e in run.evaluations if e.suite == suite] for run in runs}
-    latest = {run: each[-1] for run, each in found.items() if each}
+    latest = {run: each for run in runs for each in run.evaluations if each.suite == suite}
     columns = list(latest.values())
     tasks: dict[str, dict[str, Any]] = {}
     for each in columns:
@@ -201,19 +188,12 @@ def _suite(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str,
         for metric in metrics
     ]
     warnings = [
-        f"{each.run}: the first {each.limit} items only: not a result."
-        for each in columns
-        if each.limit is not None
-    ]
-    warnings += [
         f"{each.run}: its checkpoint is no longer what was evaluated; evaluate it again."
         for run, each in latest.items()
         if is_outdated(run.folder, each.results)
     ]
     unlike = evaluations.asked_differently(columns)
-    warnings += [printable(f"Not the same question: {x}.") for x in unlike[:MAX_DIFFERENCES]]
-    if len(unlike) > MAX_DIFFERENCES:
-        warnings.append(f"{len(unlike) - MAX_DIFFERENCES} more parts of the question differ.")
+    warnings += [printable(f"Not the same question: {x}.") for x in unlike]
     return {
         "suite": suite,
         "suite_step": max(each.step for each in columns) if step is None else step,

@@ -5,29 +5,25 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from canon_pretrain.report.items import HELD_OUT, Evaluation, Question
-from canon_pretrain.report.record import RunRecord, SingleResult, flat
-from canon_pretrain.run.folder import unique_labels
+from canon_pretrain.report.record import RunRecord, flat
 from canon_pretrain.run.log import number
 from canon_pretrain.run.results import OWN_TO_A_CHECKPOINT, SUITES, VALIDATION
 
+# what `asked` may differ in if two runs were asked the same question; and what else for one task
 OWN_TO_A_RUN = (*OWN_TO_A_CHECKPOINT, "suite", "limit")
-"""What `asked` may differ in if two runs were asked the same question."""
 OF_A_SUITE = ("tasks", HELD_OUT, "lm_eval")
-"""What else it may differ in for one task."""
 
 Scored = tuple[int, str]
 """A step, and the fingerprint of the text that a loss is of, "None" if it was not recorded."""
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Read runs and single results.json files. Raises UserError for what is neither or damaged."""
-    found: list[RunRecord] = []
-    for path, label in zip(paths, unique_labels(paths), strict=True):
-        run = SingleResult(path, label) if path.is_file() else RunRecord(path, label)
-        _ = run.identity, run.steps  # damage is reported before anything is computed
-        if not path.is_file() and run.damaged:
+    """Read runs. Raises UserError for damage, before anything is computed."""
+    found = RunRecord.of_all(paths)
+    for run in found:
+        _ = run.identity, run.steps
+        if run.damaged:
             raise run.damaged[0]
-        found.append(run)
     return found
 
 
@@ -78,16 +74,12 @@ def _common_step(suite: str, step: int | None, *sides: Iterable[RunRecord]) -> i
 
 
 def side_by_side(
-    a: Sequence[RunRecord], b: Sequence[RunRecord], suite: str, step: int | None, *, any_step: bool
+    a: Sequence[RunRecord], b: Sequence[RunRecord], suite: str, step: int | None
 ) -> list[list[Evaluation]]:
-    """Return whole results of both sides at the last step of both; two empty lists without any.
-
-    `any_step`: each run's last results instead.
-    """
-    at = step if any_step else _common_step(suite, step, a, b)
-    found = [[answers(run, suite, at) for run in side] for side in (a, b)]
-    sides = [[by_step[max(by_step)] for by_step in side if by_step] for side in found]
-    return sides if all(sides) and (any_step or at is not None) else [[], []]
+    """Return whole results of both sides at the last step of both; two empty lists without any."""
+    at = _common_step(suite, step, a, b)
+    found = [[answers(run, suite) for run in side] for side in (a, b)]
+    return [[by_step[at] for by_step in side if at in by_step] for side in found]
 
 
 def steps_shown(
@@ -116,19 +108,15 @@ def asked_differently(
     evaluations: Sequence[Evaluation], ignored: Collection[str] = OWN_TO_A_RUN
 ) -> list[str]:
     """Return what was asked differently, as `dotted.name: value / value`."""
-    asked = [
-        {
-            k: json.dumps(value, sort_keys=True, ensure_ascii=False)
-            for k, value in flat(e.results.asked).items()
-            if value != {}
-        }
-        for e in evaluations
-    ]
+    asked = [flat(each.results.asked) for each in evaluations]
     found = []
     for name in dict.fromkeys(name for leaves in asked for name in leaves):
-        values = dict.fromkeys(leaves.get(name) for leaves in asked)
+        given = [leaves.get(name, {}) for leaves in asked]
+        values = dict.fromkeys(
+            "None" if x == {} else json.dumps(x, sort_keys=True, ensure_ascii=False) for x in given
+        )
         if len(values) > 1 and name.partition(".")[0] not in ignored:
-            found.append(f"{name}: {' / '.join(str(value)[:20] for value in values)}")
+            found.append(f"{name}: {' / '.join(value[:20] for value in values)}")
     return found
 
 

@@ -1,16 +1,12 @@
-"""`python -m canon_pretrain.run export wandb|tensorboard RUN`: the log, in another tool's form.
-
-RUN/log.jsonl is the run; wandb and TensorBoard show copies that can be made again at any time:
+"""`python -m canon_pretrain.run export wandb|tensorboard RUN`: copies of RUN/log.jsonl.
 
     DIR/tb/events.out.tfevents.TIME.RUN_ID.canon    one file, that replaces the run's others
     DIR/wandb/offline-run-TIME-ID                   for `wandb sync`: one folder per run, since
                                                     syncing a second one would replace the first's
     online                                          the run with the log's run_id
 
-A copy begins from the whole log, without superseded steps, so a run of many launches is one curve.
-With `--follow` it continues as the log grows: so metrics.enable_wandb and enable_tensorboard show a
-run live (run/live_export.py). TensorBoard's own format is used, not torch: a laptop can make it,
-with the same bytes every time. wandb gets no console output, source code or git data.
+A copy begins from the whole log, without superseded steps; with `--follow` it continues as the log
+grows (run/background.py). TensorBoard's own format is written, not by torch: a laptop can make it.
 """
 
 import argparse
@@ -25,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -33,18 +29,15 @@ from typing import Any, BinaryIO, NamedTuple
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import fsync_folder
 from canon_pretrain.core.lock import live_holder
-from canon_pretrain.report.record import RunRecord
+from canon_pretrain.report.record import RunRecord, seconds
 from canon_pretrain.run.launches import allowed_environment
 from canon_pretrain.run.log import HEADS, LogFollower, drop_superseded, number
 
 POLL_S = 1.0
-FINISH_S = 60.0
-"""What a live copy has to end in once its trainer has gone: then it is killed."""
-WANDB_INIT_S, WANDB_FINISH_S = 60.0, 40.0
-"""To finish, less than FINISH_S, so that wandb itself reports what it could not send."""
-MODES = ("online", "offline", "disabled")
-ENDING = ".canon"
-"""Marks the files that a new copy of the run may remove; others in the folder are kept."""
+FINISH_S = 60.0  # what a live copy has to end in once its trainer has gone: then it is killed
+WANDB_INIT_S, WANDB_FINISH_S = 60.0, 40.0  # less than FINISH_S: wandb reports what is not sent
+MODES = ("online", "offline")
+ENDING = ".canon"  # of the files that a new copy of the run may remove
 
 GROUPS = {
     "train": ("loss", "max_loss", "grad_norm", "lr", "skipped_steps", "restarts"),
@@ -98,7 +91,7 @@ def row_of(event: Event) -> Row | None:
         return None
     try:
         numbers = {name: number(value) for name, value in values.items() if value is not None}
-        return Row(int(event["step"]), int(event.get("tokens") or 0), _seconds(event), numbers)
+        return Row(int(event["step"]), int(event.get("tokens") or 0), _time(event), numbers)
     except (TypeError, ValueError) as error:
         raise UserError(f"the log is damaged at step {event['step']}: {error}") from None
 
@@ -128,17 +121,14 @@ def joined(rows: Iterable[Row]) -> list[Row]:
     return [by_step[step] for step in sorted(by_step)]
 
 
+def _time(event: Event) -> float:
+    found = seconds(event.get("time"))
+    return found if math.isfinite(found) else 0.0
+
+
 def plain(name: str) -> str:
     """Return `name` as both tools take it in a chart's name: other characters become `_`."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", name)
-
-
-def _seconds(event: Event) -> float:
-    """Return an event's time in seconds since 1970; 0 if it has none."""
-    try:
-        return datetime.fromisoformat(event["time"]).timestamp()
-    except (KeyError, TypeError, ValueError):
-        return 0.0
 
 
 def about(run: RunRecord, events: list[dict[str, Any]]) -> About:
@@ -157,7 +147,7 @@ def about(run: RunRecord, events: list[dict[str, Any]]) -> About:
         group="-".join((*tags, _digest(run.recipe)[:6])),
         tags=tags,
         config=run.config | {"identity": run.identity, "launches": len(heads), "launch": newest},
-        began=_seconds(events[0]) if events else 0.0,
+        began=_time(events[0]) if events else 0.0,
     )
 
 
@@ -172,13 +162,9 @@ class TensorBoardTarget:
     """Writes rows to an event file in `folder`; a `live` one can be read while it grows."""
 
     def __init__(self, folder: Path, facts: About, *, live: bool) -> None:
-        try:
-            from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
-            from tensorboard.summary.writer.record_writer import (  # type: ignore[import-untyped]
-                RecordWriter,
-            )
-        except ImportError:
-            raise UserError("TensorBoard is not installed: pip install tensorboard") from None
+        from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
+        from tensorboard.summary.writer import record_writer  # type: ignore[import-untyped]
+
         self._events, self._folder, self._began = event_pb2, folder, facts.began
         self._step = -1
         folder.mkdir(parents=True, exist_ok=True)
@@ -189,7 +175,7 @@ class TensorBoardTarget:
         self._before = set(ours) - {self._final}
         self._path = self._final if live else folder / f".{self._final.name}.tmp"
         self._file: BinaryIO = open(self._path, "wb")  # noqa: SIM115 - as long as the target lives
-        self._writer = RecordWriter(self._file)
+        self._writer = record_writer.RecordWriter(self._file)
         self._write(wall_time=facts.began, file_version="brain.Event:2")
         self.restart(-1)  # a TensorBoard that is open has the steps of the file before
         if live:
@@ -235,23 +221,14 @@ class WandbTarget:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        facts: About,
-        *,
-        live: bool,
-        mode: Any,
-        tags: Sequence[str],
-        **options: Any,
+        self, folder: Path, facts: About, *, live: bool, mode: Any, tags: list[str], **options: Any
     ) -> None:
         if mode not in MODES:
             raise UserError(f"WANDB_MODE = {mode!r}: expected one of {', '.join(MODES)}")
         if mode != "online":
             os.environ["WANDB_ERROR_REPORTING"] = "false"  # else it tells its makers, offline too
-        try:
-            import wandb
-        except ImportError:
-            raise UserError("wandb is not installed: pip install wandb") from None
+        import wandb
+
         # a live wandb sends this process's arguments and all SLURM_ variables: a job's comment may
         # hold anything
         del sys.argv[1:]
@@ -304,11 +281,8 @@ class WandbTarget:
     def finish(self) -> str:
         self._run.finish()
         self.flush()
-        if self._mode == "disabled":
-            return "wandb is disabled, nothing was written"
         if self._mode == "online":
             return f"{self._run.url or 'wandb'}"
-        # the time of the run, not of this copy: every copy has the same name
         began = datetime.fromtimestamp(self._facts.began, UTC)
         final = self._folder / f"offline-run-{began:%Y%m%d_%H%M%S}-{self._facts.run_id}"
         (made,) = self._offline_folders()
@@ -379,10 +353,10 @@ def add_parser(subparsers: Any) -> None:
     mode, project = given("WANDB_MODE") or "offline", given("WANDB_PROJECT") or "canon_pretrain"
     add("--mode", choices=MODES, default=mode, help="wandb's (default: %(default)s)")
     add("--project", default=project, help="wandb's (default: %(default)s)")
-    entity = given("WANDB_ENTITY") or given("WANDB_TEAM")
-    add("--entity", default=entity, help="wandb's (default: $WANDB_ENTITY, or the account's own)")
-    name = given("WANDB_NAME") or given("WANDB_RUN_NAME")
-    add("--name", default=name, help="wandb's (default: $WANDB_NAME, or the run folder's name)")
+    for option, otherwise in (("entity", "the account's own"), ("name", "the run folder's name")):
+        variable = f"WANDB_{option.upper()}"
+        about_it = f"wandb's (default: ${variable}, or {otherwise})"
+        add(f"--{option}", default=given(variable), help=about_it)
     add("--tags", nargs="*", default=[], metavar="TAG")
     # metrics.save_tb_folder; and how the trainer starts it: until its end of the pipe closes, and
     # deaf to its signals
@@ -398,8 +372,7 @@ def run(arguments: argparse.Namespace) -> int:
     follows, out = arguments.follow, arguments.out or arguments.folder
     if arguments.out is None and not follows and live_holder(record.folder.lock_file):
         raise UserError(
-            f"{record.folder.path} is being trained, and may show itself live in the default "
-            "place; name another with --out, or add --follow"
+            f"{record.folder.path} is being trained and may show itself live: add --out or --follow"
         )
 
     def opened(facts: About) -> TensorBoardTarget | WandbTarget:

@@ -7,7 +7,8 @@ color. No torch.
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.report import evaluations
-from canon_pretrain.report.curves import CHARTS, Chart, rounded, stretches, thin
+from canon_pretrain.report.curves import CHARTS, FEW_POINTS, Chart, rounded, stretches, thin
 from canon_pretrain.report.evaluations import tokens_at
 from canon_pretrain.report.items import Evaluation
 from canon_pretrain.report.record import Curve, RunRecord
@@ -23,21 +24,20 @@ from canon_pretrain.report.verdicts import BABILONG
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.results import Results
 
-MAX_STRETCHES, ALL_STRETCHES, FEWEST_STRETCHES = 1333, 13_333, 100
-"""Of one line; of all lines together, so that the page opens at once; of one of very many lines."""
+MAX_STRETCHES, ALL_STRETCHES = 1333, 13_333
+"""Of one line; of all lines together, so that the page opens at once."""
 LATE_STRETCHES, FEWEST_LATE, FEWEST_PER_STRETCH = 100, 8, 5
 """Points of a smoothed line, and logged steps that each is a mean of."""
-MAX_BARS = 8
-"""Standard errors of more runs would hide each other."""
-FEW_POINTS = 40
 
 SHOWN = [chart for chart in CHARTS if chart.id in ("loss", "grad_norm", "tokens_per_second")]
 PROBES = re.compile(r"(1-hop|1-hop-random|2-hop)-(\d+)")
 LENGTHS = (
-    ("probes", "1-hop and 2-hop over L", "tokens of junk text (L)", PROBES),
-    ("babilong", "Babilong over context length", "thousand tokens of context", BABILONG),
+    ("1-hop and 2-hop over L", "tokens of junk text (L)", PROBES),
+    ("Babilong over context length", "thousand tokens of context", BABILONG),
 )
 MEAN = "mean of qa1 to qa5"
+NUMBERS = ("value", "stderr")
+MAX_BARS = 8  # standard errors of more runs would hide each other, and make pages large
 
 Lines = Mapping[str, Sequence[str]]
 """Label of an architecture -> the labels of the runs that it is drawn by."""
@@ -56,17 +56,14 @@ def _logged(run: RunRecord, field: str) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 def training_curve(runs: Sequence[RunRecord], chart: Chart) -> Json:
     """Return one field over tokens: a line per run with thinned points, None for a gap."""
-    most = ALL_STRETCHES // (len(runs) * len(SHOWN))
-    most = max(FEWEST_STRETCHES, min(MAX_STRETCHES, most))
+    most = min(MAX_STRETCHES, 1 + ALL_STRETCHES // (len(runs) * len(SHOWN)))
     lines = []
     for run in runs:
         steps, tokens, values = _logged(run, chart.id)
-        finite, kept = values[np.isfinite(values)], thin(values, stretches(len(values), most))
-        line: Json = {"run": run.label, "logged": len(values)}
-        line["not_finite"] = len(values) - len(finite)
-        line["median"] = float(np.median(finite)) if len(finite) else None
+        kept = thin(values, stretches(len(values), most))
+        line: Json = {"run": run.label, "logged": len(values), "values": _nulls(values[kept])}
         line |= {"steps": steps[kept].tolist(), "tokens": tokens[kept].tolist()}
-        lines.append({**line, "values": _nulls(values[kept])})
+        lines.append(line | {"not_finite": int((~np.isfinite(values)).sum())})
     return {**asdict(chart), "lines": lines}
 
 
@@ -77,9 +74,7 @@ def _nulls(values: np.ndarray) -> list[float | None]:
 def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> list[Json]:
     """Return the last half of the training losses, smoothed, and less the baseline's, as curves.
 
-    Values are a run's means over equal stretches of half of the most tokens of any run (None
-    without a finite loss), and those less the mean of the `baseline` runs. Empty without enough
-    steps.
+    Values are a run's means over equal stretches (None without a finite loss), empty if too short.
     """
     logged = {run.label: np.stack(_logged(run, "loss")[1:]) for run in runs}
     half = max((rows[0].max() for rows in logged.values() if rows.size), default=0) / 2
@@ -94,19 +89,17 @@ def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> 
             label: np.histogram(tokens, edges, weights=losses)[0] / np.histogram(tokens, edges)[0]
             for label, (tokens, losses) in points.items()
         }
-    found = [("The last half, smoothed", ",.4f", means)]
+    found = {"The last half, smoothed": means}
     if baseline:
         mean = np.ma.masked_invalid([means[label] for label in baseline]).mean(axis=0)
         less = {label: own - mean.filled(np.nan) for label, own in means.items()}
-        found.append((f"Smoothed, less {name}", "+,.4f", less))
+        found[f"Smoothed, less {name}"] = less
     tokens = ((edges[:-1] + edges[1:]) / 2).tolist()
-    return [
-        {
-            **{"title": title, "form": form, "log_scale": False},
-            "lines": [{"run": x, "tokens": tokens, "values": _nulls(y)} for x, y in rows.items()],
-        }
-        for title, form, rows in found
-    ]
+    drawn: list[Json] = []
+    for title, rows in found.items():
+        lines = [{"run": x, "tokens": tokens, "values": _nulls(y)} for x, y in rows.items()]
+        drawn.append({"title": title, "form": ",.4f", "log_scale": False, "lines": lines})
+    return drawn
 
 
 def score_cell(results: Results, task: str, metric: str) -> Json | None:
@@ -119,11 +112,9 @@ def score_cell(results: Results, task: str, metric: str) -> Json | None:
 def score_curves(runs: Sequence[RunRecord]) -> list[Json]:
     """Return a curve per (suite, task, primary metric) that some run was asked at several steps.
 
-    Losses of different texts are not comparable. A line per run: `points` with step, tokens (None
-    if the log does not tell), limit (None unless cut short) and score. Without what a suite scores
-    beside its tasks: the count models of `validation`.
+    Losses of different texts are different curves; the count models of `validation` have none.
     """
-    found: dict[tuple[str, str, str], dict[str, dict[str, list[Json]]]] = {}
+    found: dict[tuple[str, str, str, str], dict[str, list[Json]]] = {}
     for run in runs:
         # in order: a whole result takes the place of a trial, the newest that of all
         by_step = {(each.step, each.suite): each for each in run.evaluations}
@@ -132,31 +123,30 @@ def score_curves(runs: Sequence[RunRecord]) -> list[Json]:
             for task in each.results.scores:
                 is_task = not each.results.asked.get("tasks") or each.described(task)
                 for metric in each.primary_metrics(task) if is_task else ():
-                    texts = found.setdefault((suite, task, metric), {})
-                    points = texts.setdefault(each.text, {}).setdefault(run.label, [])
-                    points.append(about | (score_cell(each.results, task, metric) or {}))
+                    lines = found.setdefault((suite, task, metric, each.text), {})
+                    point = about | (score_cell(each.results, task, metric) or {})
+                    lines.setdefault(run.label, []).append(point)
     curves = []
-    for suite, task, metric in sorted(found, key=lambda key: evaluations.suite_order(key[0])):
-        texts = found[suite, task, metric]
-        for text, by_run in texts.items():
-            if any(len(points) > 1 for points in by_run.values()):
-                label = f"{task} of text {text[:8]}" if len(texts) > 1 else task
-                names = {"suite": suite, "task": printable(label), "metric": printable(metric)}
-                lines = [{"run": run, "points": points} for run, points in by_run.items()]
-                curves.append({**names, "lines": lines})
+    texts = Counter(key[:3] for key in found)
+    for key in sorted(found, key=lambda key: evaluations.suite_order(key[0])):
+        suite, task, metric, text = key
+        lines = found[key]
+        if any(len(points) > 1 for points in lines.values()):
+            label = f"{task} of text {text[:8]}" if texts[key[:3]] > 1 else task
+            names = {"suite": suite, "task": printable(label), "metric": printable(metric)}
+            curves.append({**names, "lines": [{"run": x, "points": y} for x, y in lines.items()]})
     return curves
 
 
 def held_out_curves(runs: Sequence[RunRecord], architectures: Lines) -> Json | None:
-    """Return held-out loss over tokens, a line per architecture; None without any.
+    """Return held-out loss over tokens, of the source and the text that have most points.
 
-    Of the source and the text that have most points. A value is the mean over the runs at a step
-    that all of them have; `low` and `high` are the lowest and highest, `n` their number.
+    A line per architecture: mean, lowest and highest of its `n` runs at the steps that all have.
     """
     found: list[Json] = []
-    readers = {"the suite validation": evaluations.suite_losses}
-    readers["training logs"] = evaluations.logged_losses
-    for source, losses_of in readers.items():
+    sources = ("the suite validation", "training logs")
+    readers = (evaluations.suite_losses, evaluations.logged_losses)
+    for source, losses_of in zip(sources, readers, strict=True):
         losses = {run: losses_of(run) for run in runs}
         for text in sorted({text for each in losses.values() for _, text in each}):
             of_text = {
@@ -166,14 +156,14 @@ def held_out_curves(runs: Sequence[RunRecord], architectures: Lines) -> Json | N
             lines = []
             for label, labels in architectures.items():
                 own = {run: x for run, x in of_text.items() if x and run.label in labels}
-                lines.append({"label": label, **_mean_line(own)})
+                lines += [{"label": label, **_mean_line(own)}] if own else []
             found.append({"source": source, "lines": [x for x in lines if x["steps"]]})
     best = max(found, key=lambda x: sum(len(each["steps"]) for each in x["lines"]), default=None)
     return best if best and best["lines"] else None
 
 
 def _mean_line(losses: Mapping[RunRecord, Mapping[int, float]]) -> Json:
-    common = sorted(set.intersection(*map(set, losses.values()))) if losses else []
+    common = sorted(set.intersection(*map(set, losses.values())))
     rows = {step: [by_step[step] for by_step in losses.values()] for step in common}
     rows = {step: row for step, row in rows.items() if all(map(math.isfinite, row))}
     tokens = [tokens_at(next(iter(losses)), step) for step in rows]
@@ -207,17 +197,16 @@ def length_figures(
 ) -> list[Json]:
     """Return the birth-year probes over L (the paper's Figure 17, right) and Babilong over length.
 
-    A line per architecture in each panel, as in held_out_curves, with its step if others have
-    another; `steps`: suite -> architecture -> the step to show.
+    A line per architecture as in held_out_curves; `steps`: suite -> architecture -> which to show.
     """
     owners = {name: label for label, names in architectures.items() for name in names}
     drawn = [(run, owners[run.label]) for run in runs if run.label in owners]
     figures = []
-    for name, title, unit, pattern in LENGTHS:
+    for title, unit, pattern in LENGTHS:
         points = [point for pair in drawn for point in _points(*pair, pattern, steps)]
         if points:
             limited = sorted({point.each.run for point in points if point.each.limit is not None})
-            about = {"name": name, "title": title, "unit": unit, "limited": limited}
+            about = {"title": title, "unit": unit, "limited": limited}
             figures.append({**about, "panels": _panels(points, list(architectures))})
     return figures
 
@@ -225,10 +214,7 @@ def length_figures(
 def _points(
     run: RunRecord, label: str, pattern: re.Pattern[str], steps: Mapping[str, Mapping[str, int]]
 ) -> list[_Point]:
-    """Return what a run scored in each suite, in a trial or at the step to show.
-
-    Babilong has the mean of its five tasks where all of them are there.
-    """
+    """Return what a run scored in a trial or at the step to show; Babilong has its tasks' mean."""
     shown = {
         each.suite: each
         for each in run.evaluations
@@ -276,12 +262,8 @@ def _panels(points: Sequence[_Point], labels: Sequence[str]) -> list[Json]:
 def _trace(of: str, labels: Sequence[str], label: str, x: Any, y: Any, **more: Any) -> Json:
     few = len(y) <= FEW_POINTS or None in y  # a value between two gaps has no line to be seen by
     mode, meta = "lines+markers" if few else "lines", f"{of} {labels.index(label)}"
-    return {"mode": mode, "name": label, "meta": meta, "x": x, "y": _short(y), **more}
-
-
-def _short(values: Iterable[Any]) -> list[Any]:
-    """Numbers of 7 digits, which is all that a page can show."""
-    return [float(f"{x:.7g}") if isinstance(x, float) else x for x in values]
+    numbers = rounded(np.array(y, float))
+    return {"mode": mode, "name": label, "meta": meta, "x": x, "y": numbers, **more}
 
 
 def _figure(traces: Sequence[Json], over: str, hover: str, *, log_scale: bool = False) -> Json:
@@ -295,16 +277,13 @@ def _figure(traces: Sequence[Json], over: str, hover: str, *, log_scale: bool = 
 
 
 def draw_curves(curves: Sequence[Content], labels: Sequence[str]) -> list[Plot]:
-    """Draw curves over tokens, each in a plot."""
     drawn: list[Plot] = []
     for curve in curves:
         traces, words = [], ""
         for line in curve["lines"]:
-            more: Json = {}
-            if "steps" in line:
-                more, words = {"customdata": line["steps"]}, ", step %{customdata:,d}"
-            x, y = line["tokens"], line["values"]
-            traces.append(_trace("run", labels, line["run"], x, y, **more))
+            x, y, steps = line["tokens"], line["values"], line.get("steps")
+            words = ", step %{customdata:,d}" if steps else words
+            traces.append(_trace("run", labels, line["run"], x, y, customdata=steps))
         hover = f"<b>%{{y:{curve['form']}}}</b>{words}"
         figure = _figure(traces, "tokens", hover, log_scale=curve["log_scale"])
         drawn.append((curve["title"], "", figure))
@@ -314,10 +293,7 @@ def draw_curves(curves: Sequence[Content], labels: Sequence[str]) -> list[Plot]:
 def draw_scores(
     curves: Sequence[Content], labels: Sequence[str], words: Callable[[Content], Sequence[str]]
 ) -> dict[str, list[Plot]]:
-    """Draw score curves, by suite; a score that was cut short is an open circle.
-
-    `words`: a score, its error and its items.
-    """
+    """Draw score curves by suite, a trial as an open circle; `words`: score, error and items."""
     drawn: dict[str, list[Plot]] = {}
     for curve in curves:
         points = [point for line in curve["lines"] for point in line["points"]]
@@ -325,8 +301,8 @@ def draw_scores(
         traces = []
         for line in curve["lines"]:
             points = line["points"]
-            numbers = [[point[x] for point in points] for x in ("value", "stderr")]
-            values, bars = ([None if isinstance(x, str) else x for x in each] for each in numbers)
+            # a word is a value that is not finite
+            kept = [[None if isinstance(p[x], str) else p[x] for p in points] for x in NUMBERS]
             text = []
             for point in points:
                 _, error, items = words(point)
@@ -335,9 +311,10 @@ def draw_scores(
             symbols = ["circle" if point["limit"] is None else "circle-open" for point in points]
             more: Json = {"text": text, "mode": "lines+markers", "marker": {"symbol": symbols}}
             if len(labels) <= MAX_BARS:
-                more["error_y"] = {"array": _short(x or 0 for x in bars), "visible": True}
+                bars = rounded(np.nan_to_num(np.array(kept[1], float)))
+                more["error_y"] = {"array": bars, "visible": True}
             x = [point[over] for point in points]
-            traces.append(_trace("run", labels, line["run"], x, values, **more))
+            traces.append(_trace("run", labels, line["run"], x, kept[0], **more))
         plot = (curve["task"], curve["metric"], _figure(traces, over, "<b>%{y:,.4f}</b> %{text}"))
         drawn.setdefault(curve["suite"], []).append(plot)
     return drawn
@@ -346,10 +323,7 @@ def draw_scores(
 def draw_means(
     lines: Sequence[Content], labels: Sequence[str], over: str, x: Sequence[str] | None = None
 ) -> Json:
-    """Draw the mean over the runs of each architecture, with a bar over all of them.
-
-    Over the lines' tokens, or `x`.
-    """
+    """Draw the mean of each architecture, a bar over all of its runs, over tokens or `x`."""
     traces = []
     for line in lines:
         low, mean, high = (np.array(line[x], float) for x in ("low", "values", "high"))
@@ -361,7 +335,6 @@ def draw_means(
 
 
 def draw_lengths(shown: Content, labels: Sequence[str]) -> list[Plot]:
-    """Draw accuracy over length by architecture, with chance, panel by panel."""
     drawn: list[Plot] = []
     for panel in shown["panels"]:
         names, chance = [str(length) for length in panel["lengths"]], panel["chance"]
@@ -370,8 +343,6 @@ def draw_lengths(shown: Content, labels: Sequence[str]) -> list[Plot]:
         figure["layout"]["yaxis"] |= {"range": [-0.03, 1.03]}
         if chance is not None:
             line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": chance, "y1": chance}
-            label = {"text": f"chance {chance:.3f}", "textposition": "end"}
-            line |= {"line": {"dash": "dash", "width": 1.2}, "label": label}
-            figure["layout"]["shapes"] = [line]
+            figure["layout"]["shapes"] = [line | {"line": {"dash": "dash", "width": 1.2}}]
         drawn.append((panel["series"], panel["metric"], figure))
     return drawn

@@ -61,23 +61,18 @@ class Evaluation:
         """The fingerprint of the text of a held-out loss; empty for another suite."""
         return str(self.results.asked.get(HELD_OUT)) if self.suite == VALIDATION else ""
 
-    @property
-    def _tasks(self) -> dict[str, Record]:
-        return self.results.asked.get("tasks") or {}
-
     def described(self, task: str) -> Record:
         """Return the recorded declaration of the task: version, primary, chance, ..."""
-        return self._tasks.get(task, {})
+        return (self.results.asked.get("tasks") or {}).get(task, {})
 
     def _declarations(self, task: str) -> list[Record]:
-        return [each for name, each in self._tasks.items() if task in (name, each.get("part_of"))]
+        tasks = (self.results.asked.get("tasks") or {}).items()
+        return [each for name, each in tasks if task in (name, each.get("part_of"))]
 
     def primary_metrics(self, task: str) -> list[str]:
         """Return the metrics that a table with one line per task shows."""
-        declared = self.described(task).get("primary") or []
-        names = [declared] if isinstance(declared, str) else declared
-        there = list(self.results.scores.get(task, {}))
-        return [name for name in names if name in there] or there[:1]
+        names, there = self.described(task).get("primary") or [], self.results.scores.get(task, {})
+        return [name for name in names if name in there] or [*there][:1]
 
     def chance(self, task: str, metric: str) -> float | None:
         """Return the score of guessing, as the task or its part with that metric declares it."""
@@ -133,7 +128,7 @@ def _exp(x: float) -> float:
 class Items:
     """The items of one task in one evaluation, sorted by key."""
 
-    keys: tuple[str, ...]  # one tuple for all evaluations of the same items
+    keys: tuple[str, ...]
     sources: np.ndarray
     clusters_N: np.ndarray  # places in `sources`
     values: dict[str, np.ndarray]  # by metric, (N, 2): value and weight
@@ -146,11 +141,10 @@ class Items:
 
 
 class Records:
-    """The items of evaluations by their folder, each read once; equal keys are kept once."""
+    """The items of evaluations by their folder, each read once."""
 
     def __init__(self) -> None:
         self._folders: dict[Path, dict[tuple[str, str], Items]] = {}
-        self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def of(self, folder: Path, task: str, metric: str) -> Items | None:
         """Return the items that `metric` is a mean over; None if the evaluation kept none."""
@@ -168,23 +162,23 @@ class Records:
             for record in records:
                 kept.setdefault((task, str(record.get("filter"))), []).append(record)
         return {
-            name: self._items(records)
+            name: _items(records)
             for name, records in kept.items()
             if all("doc_hash" in r and "prompt_hash" in r for r in records)
         }
 
-    def _items(self, records: Sequence[Record]) -> Items:
-        times: Counter[str] = Counter()
-        keyed: dict[str, Record] = {}
-        for record in records:
-            name = f"{record['doc_hash']} {record['prompt_hash']}"
-            keyed[f"{name} {times[name]:06}"] = record  # a data set may hold an item twice
-            times[name] += 1
-        keys = tuple(sorted(keyed))
-        ordered = [keyed[key] for key in keys]
-        sources, codes = np.unique([source_of_record(r) for r in ordered], return_inverse=True)
-        keys = self._keys.setdefault(keys, keys)
-        return Items(keys, sources, codes, _values(ordered), _chance(ordered))
+
+def _items(records: Sequence[Record]) -> Items:
+    times: Counter[str] = Counter()
+    keyed: dict[str, Record] = {}
+    for record in records:
+        name = f"{record['doc_hash']} {record['prompt_hash']}"
+        keyed[f"{name} {times[name]:06}"] = record  # a data set may hold an item twice
+        times[name] += 1
+    keys = tuple(sorted(keyed))
+    ordered = [keyed[key] for key in keys]
+    sources, codes = np.unique([source_of_record(r) for r in ordered], return_inverse=True)
+    return Items(keys, sources, codes, _values(ordered), _chance(ordered))
 
 
 def _chance(records: Sequence[Record]) -> float | None:

@@ -16,15 +16,11 @@ from scipy.special import fdtrc
 from canon_pretrain.report.decide import Noise
 
 RESAMPLES = 2000
-EXACT_BELOW = 1000
-"""Discordant items below which McNemar's test is the exact binomial one."""
-CELLS = 1 << 22
-"""Draws of the bootstrap in memory at a time: 32 MB."""
-FEW_CLUSTERS = 20
-"""Degrees of freedom of the items from which what is in both noises is counted once."""
+EXACT_BELOW = 1000  # discordant items below which McNemar's test is the exact binomial one
+CELLS = 1 << 22  # draws of the bootstrap in memory at a time: 32 MB
+FEW_CLUSTERS = 20  # degrees of freedom from which what is in both noises is counted once
 
-RANGE_OF_8 = 2.847
-"""Expected range of 8 normals in standard deviations (Tippett 1925)."""
+RANGE_OF_8 = 2.847  # expected range of 8 normals in standard deviations (Tippett 1925)
 RANGE_DF = 6.0
 """Worth of one range of 8: a variance with 6.3 degrees of freedom (Patnaik 1950), less a little
 because it is published in whole per cent."""
@@ -35,8 +31,7 @@ PUBLISHED_SPREADS = {
 """The paper: eight seeds of one architecture spread over so much (of 1)."""
 OTHER_DISCRIMINATIVE, OTHER_GENERATIVE = 0.03, 0.05
 """The upper ends of the paper's 1-3 % and 3-5 % on its other tasks."""
-UNLIKE = 0.1
-"""Level of the test that two architectures vary more over seeds than the others."""
+UNLIKE = 0.1  # level of the test that two architectures vary more over seeds than the others
 
 
 # -- items ----------------------------------------------------------------------------------------
@@ -104,10 +99,7 @@ def difference_variance(clusters: Clusters, *, bounded: bool) -> float:
 
 
 def interaction_variance(*tasks: Answers) -> float:
-    """Return what a run's own answers add to the variance of its mean (of tasks), from R >= 2 runs.
-
-    The spread of equally good runs and the variance over items both contain it.
-    """
+    """Return what a run's own answers add to the variance of its mean (of tasks), from R >= 2."""
     count = 1 + max(int(task.clusters_N.max()) for task in tasks)
     residuals = [task.values_RN - task.values_RN.mean(axis=0) for task in tasks]
     found = 0.0
@@ -135,10 +127,7 @@ def bootstrap_interval(
 
 
 def mcnemar_test(a_N: np.ndarray, b_N: np.ndarray) -> dict[str, Any]:
-    """Run McNemar's test on answers 0 or 1 to the same items, taken as independent.
-
-    `only_a`, `only_b`: items that only one got right; not `exact`: chi-squared, corrected.
-    """
+    """Run McNemar's test on answers 0 or 1; `only_a`, `only_b`: items that only one got right."""
     from statsmodels.stats.contingency_tables import mcnemar  # takes a second; eval run needs none
 
     only_a, only_b = int((a_N > b_N).sum()), int((b_N > a_N).sum())
@@ -172,10 +161,7 @@ class SeedNoise(NamedTuple):
 
 
 def published_spread(task: str, suite: str) -> float | None:
-    """Return the range of the paper's eight seeds on `task`, or on others of its kind.
-
-    None for probes, which a model learns all at once or not at all, and for tasks not in the paper.
-    """
+    """Return the range of the paper's eight seeds on `task` or others of its kind, if published."""
     if suite == "discriminative":
         return PUBLISHED_SPREADS.get(task, OTHER_DISCRIMINATIVE)
     is_generative = task.startswith(("jrt_", "babilong_"))
@@ -201,11 +187,9 @@ def seed_noise(
     """Return the seed noise of one task; None if nothing is known of it.
 
     `groups`: scores of the runs, by recipe. `spread`: the paper's range of eight seeds. `given`: a
-    standard deviation that the user states, taken as known. Own seeds count alone from RANGE_DF
-    degrees of freedom on; fewer are weighted with the paper's by degrees of freedom (Smyth 2004),
-    and never make the noise smaller than their own. `compared`: which groups are of the two sides;
-    if these vary more than the others by an F test, the others are left out: scores near 0 or 1
-    hardly vary, and would make them seem surer than they are.
+    known standard deviation. Own seeds count alone from RANGE_DF degrees of freedom on; fewer are
+    weighted with the paper's (Smyth 2004), never below their own. `compared`: which groups are of
+    the two sides; if these vary more by an F test, the others are left out.
     """
     if given is not None:
         return SeedNoise(given**2, math.inf, "given", f"given: {given:g}")
@@ -271,11 +255,9 @@ class Paired(NamedTuple):
 def paired(a: Sequence[Answers], b: Sequence[Answers], seeds: SeedNoise) -> Paired:
     """Compare two sides item by item on one task, or on the plain mean of several.
 
-    The sides have equal weights and clusters; codes mean the same in all tasks. `seeds`: the noise
-    of one run's score, or mean of scores. The variance is that over items plus that over seeds,
-    less what is in both (`interaction_variance`, known if one side has several runs; else it is
-    counted twice). Runs of both sides that share a seed count as independent. Both err towards
-    "within noise".
+    `seeds`: the noise of one run's score, or mean of scores. The variance is that over items plus
+    that over seeds, less what is in both (`interaction_variance`; single runs have it twice). Runs
+    that share a seed count as independent. Both err towards "within noise".
     """
     count = 1 + max(int(task.clusters_N.max()) for task in a)
     differences = [

@@ -7,7 +7,7 @@ hours, smooths them and shows what the reader chooses. No torch.
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import printable, size
 from canon_pretrain.report import curves
-from canon_pretrain.report.curves import CHARTS, Band, Chart, Entry, rounded
+from canon_pretrain.report.curves import CHARTS, FEW_POINTS, Band, Chart, Entry, rounded
 from canon_pretrain.report.record import Curve, RunRecord
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.log import json_value
@@ -28,8 +28,6 @@ TEMPLATES = Path(__file__).parent / "templates"
 PAGE_ENDINGS = (".html", ".htm")
 MAX_STRETCHES, TOTAL_STRETCHES = 2000, 16_000
 """Of a run, and shared by the runs of a page, so that one of many runs stays a few MB."""
-MARKED_POINTS = 60
-"""A line of at most so many points shows each of them."""
 
 VALIDATION = Chart(
     "validation", "Validation", "bits per byte of held-out text", ",.4f", smooth=False
@@ -45,16 +43,7 @@ MARKS: dict[str, tuple[list[Any], dict[str, Any]]] = {
 Json = dict[str, Any]
 Styled = tuple[Curve | None, Json]
 """A curve, and what plotly is told of its line beside the points."""
-
-
-def plot(paths: list[Path], out: Path) -> Json:
-    """Write the page of the runs that `paths` name to `out`; returns its content."""
-    if out.suffix.lower() not in PAGE_ENDINGS or out.is_dir():
-        raise UserError(f"--out {out}: expected the name of a page, such as curves.html")
-    content = page_content(RunRecord.of_all(named_runs(paths)))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(out, html_page(content).encode())
-    return content
+Charts = list[tuple[Chart, Mapping[str, Sequence[Styled]]]]
 
 
 def html_page(content: Json) -> str:
@@ -68,46 +57,50 @@ def html_page(content: Json) -> str:
 def page_content(runs: Sequence[RunRecord]) -> Json:
     """Return all that the page says and draws of `runs`, JSON values only."""
     most = min(MAX_STRETCHES, TOTAL_STRETCHES // len(runs))
-    drawing = _Drawing(runs, curves.join_seeds(runs), most)
-    training = [
-        drawing.chart(chart, {"": [(run.curve(chart.same_as or chart.id), {}) for run in runs]})
-        for chart in CHARTS
-    ]
+    entries = curves.join_seeds(runs)
     names = dict.fromkeys(name for run in runs for name in run.validation)
     by_source: dict[str, list[Styled]] = {
         f"source {name}" if name else "all sources": [(x.validation.get(name), {}) for x in runs]
         for name in names
     }
-    evaluations = [drawing.chart(VALIDATION, by_source)]
-    for k, (suite, variants) in enumerate(sorted(_scores(runs).items())):
+    evaluations: Charts = [(VALIDATION, by_source)]
+    for k, (suite, by_task) in enumerate(sorted(_scores(runs).items())):
         chart = Chart(f"eval_{k}", printable(suite), SCORES, ",.4f", smooth=False)
-        evaluations.append(drawing.chart(chart, variants))
-    sections = {"Training": training, "Evaluation": evaluations}
+        evaluations.append((chart, by_task))
+    training: Charts = [(x, {"": [(run.curve(x.id), {}) for run in runs]}) for x in CHARTS]
+    sections = []
+    for title, charts in (("Training", training), ("Evaluation", evaluations)):
+        drawn: list[Json] = []
+        for chart, by_name in charts:
+            variants = [
+                {"name": name, "traces": list(_traces(chart, styled, runs, entries, most))}
+                for name, styled in by_name.items()
+                if any(curve for curve, _ in styled)
+            ]
+            drawn += [asdict(chart) | {"variants": variants}] if variants else []
+        sections.append({"title": title, "charts": drawn})
     return {
         "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
         "runs": [{"label": run.label, "axis": curves.axis(run)} for run in runs],
-        "entries": [entry._asdict() for entry in drawing.entries],
-        "sections": [
-            {"title": title, "charts": [chart for chart in charts if chart["variants"]]}
-            for title, charts in sections.items()
-        ],
+        "entries": [entry._asdict() for entry in entries],
+        "sections": sections,
         "notes": [sentence for run in runs for sentence in _notes(run, most)],
     }
 
 
 def _scores(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[Styled]]]:
     """Return suite -> task and metric -> the whole results of each run."""
-    points: dict[str, dict[str, list[dict[int, Score]]]] = {}
+    found: dict[str, dict[str, list[Styled]]] = {}
     for k, run in enumerate(runs):
+        points: dict[tuple[str, str], dict[int, Score]] = {}
         for (suite, step), results in sorted(run.latest.items()):
             for task, metrics in results.scores.items() if results.asked["limit"] is None else ():
                 for metric, score in metrics.items():
-                    variants, name = points.setdefault(suite, {}), printable(f"{task}, {metric}")
-                    variants.setdefault(name, [{} for _ in runs])[k][step] = score
-    return {
-        suite: {name: list(map(_scored, by_run)) for name, by_run in variants.items()}
-        for suite, variants in points.items()
-    }
+                    points.setdefault((suite, printable(f"{task}, {metric}")), {})[step] = score
+        for (suite, name), scores in points.items():
+            variants = found.setdefault(suite, {})
+            variants.setdefault(name, [(None, {})] * len(runs))[k] = _scored(scores)
+    return found
 
 
 def _scored(scores: Mapping[int, Score]) -> Styled:
@@ -118,82 +111,66 @@ def _scored(scores: Mapping[int, Score]) -> Styled:
     return Curve.of((step, score.value) for step, score in scores.items()), style | {"text": words}
 
 
-@dataclass(frozen=True)
-class _Drawing:
-    """Makes the traces of charts, over steps. `meta` says what templates/plot.js does with each.
+def _traces(
+    chart: Chart,
+    styled: Sequence[Styled],
+    runs: Sequence[RunRecord],
+    entries: Sequence[Entry],
+    most: int,
+) -> Iterator[Json]:
+    """Yield a line per run, a band per entry, and marks. templates/plot.js reads their `meta`:
 
     `entry`, `run`: whose color it has with seeds joined, and as single lines; None: it is not shown
     then. `runs`: whose tokens and hours place it. `role`: raw, smooth, band, mean, or a mark.
     """
-
-    runs: Sequence[RunRecord]
-    entries: list[Entry]
-    most: int
-    """Stretches of a line."""
-
-    def chart(self, chart: Chart, variants: Mapping[str, Sequence[Styled]]) -> Json:
-        """Return the chart with those `variants`, which take turns, that have a value."""
-        drawn = [
-            {"name": name, "traces": [] if chart.same_as else self._traces(chart, styled)}
-            for name, styled in variants.items()
-            if any(curve for curve, _ in styled)
-        ]
-        return asdict(chart) | {"variants": drawn}
-
-    def _traces(self, chart: Chart, styled: Sequence[Styled]) -> list[Json]:
-        """Return a line per run, and a band per entry."""
-        found: list[Json] = []
-        for number, entry in enumerate(self.entries):
-            band = Band.of([styled[k][0] for k in entry.runs], self.most)
-            found += [] if band is None else _band(chart, number, entry, band)
-            for k in entry.runs:
-                (curve, style), run = styled[k], self.runs[k]
-                if curve is None:
-                    continue
-                bounds = curves.stretches(len(curve.steps), self.most)
-                meta = {"entry": None if band else number, "run": k, "runs": [k], "role": "raw"}
-                kept = curves.thin(curve.values, bounds)
-                drawn = Curve(curve.steps[kept], curve.values[kept])
-                found.append(_line(chart, run.label, drawn, meta, style))
-                if chart.smooth:
-                    steps, means, _, _ = curves.summarize(curve, bounds)
-                    there = np.isfinite(means)
-                    smooth = Curve(steps[there], means[there])
-                    found.append(_line(chart, run.label, smooth, meta | {"role": "smooth"}))
-                found += _marks(chart, run, drawn, meta | {"entry": number})
-        return found
+    for number, entry in enumerate(entries):
+        if band := Band.of([styled[k][0] for k in entry.runs], most):
+            yield from _band(chart, number, entry, band)
+        for k in entry.runs:
+            (curve, style), run = styled[k], runs[k]
+            if curve is None:
+                continue
+            bounds = curves.stretches(len(curve.steps), most)
+            meta = {"entry": None if band else number, "run": k, "runs": [k], "role": "raw"}
+            kept = curves.thin(curve.values, bounds)
+            drawn = Curve(curve.steps[kept], curve.values[kept])
+            yield _line(chart, run.label, drawn, meta, style)
+            if chart.smooth:
+                steps, means, _, _ = curves.summarize(curve, bounds)
+                there = np.isfinite(means)
+                smooth = Curve(steps[there], means[there])
+                yield _line(chart, run.label, smooth, meta | {"role": "smooth"}, {})
+            yield from _marks(chart, run, drawn, meta | {"entry": number})
 
 
-def _band(chart: Chart, number: int, entry: Entry, band: Band) -> list[Json]:
+def _band(chart: Chart, number: int, entry: Entry, band: Band) -> Iterator[Json]:
     meta = {"entry": number, "run": None, "runs": entry.runs}
     low, high, *members = (rounded(row) for row in (band.low, band.high, *band.members))
     mean = Curve(band.steps, band.mean)
+    area = meta | {"role": "band", "low": low, "high": high, "members": members}
+    yield _line(chart, entry.label, mean, area, {"fill": "toself", "hoverinfo": "skip"})
     ends = zip(low, high, strict=True)
     words = [f"<br>{_plain(a)} to {_plain(b)}, n = {len(members)}" for a, b in ends]
-    area = {"role": "band", "low": low, "high": high, "members": members}
-    return [
-        _line(chart, entry.label, mean, meta | area, {"fill": "toself", "hoverinfo": "skip"}),
-        _line(chart, entry.label, mean, meta | {"role": "mean"}, {"text": words}),
-    ]
+    yield _line(chart, entry.label, mean, meta | {"role": "mean"}, {"text": words})
 
 
-def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json | None = None) -> Json:
-    words = "%{text}" if style and "text" in style else ""
+def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json) -> Json:
+    words = "%{text}" if "text" in style else ""
     hover = f"%{{fullData.name}}: <b>%{{y:{chart.form}}}</b>, step %{{customdata}}{words}"
     return {
         "type": "scatter",
-        "mode": "lines+markers" if len(curve.steps) <= MARKED_POINTS else "lines",
+        "mode": "lines+markers" if len(curve.steps) <= FEW_POINTS else "lines",
         "x": rounded(curve.steps),
         "y": rounded(curve.values),
         "name": label,
         "meta": meta,
         "hovertemplate": f"{hover}<extra></extra>",
-        **(style or {}),
+        **style,
     }
 
 
-def _marks(chart: Chart, run: RunRecord, drawn: Curve, meta: Json) -> list[Json]:
-    """Return symbols at values that are not finite and at skipped steps, and lines at restarts."""
+def _marks(chart: Chart, run: RunRecord, drawn: Curve, meta: Json) -> Iterator[Json]:
+    """Yield symbols at values that are not finite and at skipped steps, and lines at restarts."""
     found: dict[str, list[tuple[int, str]]] = {role: [] for role in MARKS}
     for step, value in zip(*map(np.ndarray.tolist, drawn), strict=True):
         if not math.isfinite(value):
@@ -202,8 +179,7 @@ def _marks(chart: Chart, run: RunRecord, drawn: Curve, meta: Json) -> list[Json]
         loss, norm, why = (_plain(skip.get(name)) for name in ("loss", "grad_norm", "reason"))
         words = f"<b>skipped</b> step {skip['step']:,}<br>{why}<br>loss {loss}, norm {norm}"
         found["skip"].append((skip["step"], words))
-    # `hours` shows the restarts of `loss`
-    restarts = run.clock.launches[1:] if chart.restarts or chart.id == "loss" else []
+    restarts = run.clock.launches[1:] if chart.restarts else []
     for launch in restarts:
         when = _plain((launch.time or "")[:16].replace("T", " "))
         words = f"from step {launch.from_step:,}<br>on {launch.world_size or '?'} devices, {when}"
@@ -212,19 +188,17 @@ def _marks(chart: Chart, run: RunRecord, drawn: Curve, meta: Json) -> list[Json]
         name: [getattr(launch, name) for launch in restarts for _ in range(3)]
         for name in ("training_hours", "wall_hours")
     }
-    traces = []
     for role, marks in found.items():
         heights, style = MARKS[role]
-        trace = {
-            **{"type": "scatter", "name": run.label, "yaxis": "y2", **style},
-            "meta": meta | {"role": role} | ({"at": hours} if role == "restart" else {}),
-            "x": [step for step, _ in marks for _ in heights],
-            "y": heights * len(marks),
-            "text": [words for _, words in marks for _ in heights],
-            "hovertemplate": "%{fullData.name}: %{text}<extra></extra>",
-        }
-        traces += [trace] if marks else []
-    return traces
+        if marks:
+            yield {
+                **{"type": "scatter", "name": run.label, "yaxis": "y2", **style},
+                "meta": meta | {"role": role} | ({"at": hours} if role == "restart" else {}),
+                "x": [step for step, _ in marks for _ in heights],
+                "y": heights * len(marks),
+                "text": [words for _, words in marks for _ in heights],
+                "hovertemplate": "%{fullData.name}: %{text}<extra></extra>",
+            }
 
 
 def _plain(value: object) -> str:
@@ -237,11 +211,7 @@ def _plain(value: object) -> str:
 def _notes(run: RunRecord, most: int) -> Iterator[str]:
     """Yield sentences on what of a run is not on the page; plot.html says how to read it."""
     if (lines := len(run.clock.steps) - 1) > most:
-        yield (
-            f"{run.label}: of {lines:,} logged steps {most:,} stretches are drawn, of each the "
-            "lowest, the highest and the first value that is not finite; smoothing and bands use "
-            "each stretch's mean."
-        )
+        yield f"{run.label}: {lines:,} logged steps are drawn as {most:,} stretches"
     if run.clock.training_hours is None:
         yield f"{run.label}: its log's times cannot be read: no place over hours"
     yield from (f"{run.label}: {sentence}" for sentence in run.notices)
@@ -253,7 +223,6 @@ def add_parser(subparsers: Any) -> None:
         help="curves of several runs on one page",
         description="Overlay the curves of runs on one HTML page that works offline. Runs that "
         "differ in their seeds alone are drawn as their mean in a band.",
-        epilog="example: python -m canon_pretrain.run plot outputs/* --out curves.html",
     )
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="a run, or a folder of runs")
@@ -263,7 +232,12 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page; returns the exit code. Raises UserError."""
-    count = len(plot(arguments.runs, arguments.out)["runs"])
-    written = size(arguments.out.stat().st_size)
-    print(f"plot: {arguments.out} ({count} run{'s' * (count > 1)}, {written})")
+    out = arguments.out
+    if out.suffix.lower() not in PAGE_ENDINGS or out.is_dir():
+        raise UserError(f"--out {out}: expected the name of a page, such as curves.html")
+    runs = RunRecord.of_all(named_runs(arguments.runs))
+    page = html_page(page_content(runs)).encode()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, page)
+    print(f"plot: {out} ({len(runs)} run{'s' * (len(runs) > 1)}, {size(len(page))})")
     return 0

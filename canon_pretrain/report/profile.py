@@ -35,10 +35,7 @@ PURPOSES = {
     ),
     ATTENTION: ("attention", r"(?i)attention|flash_?(fwd|bwd|attn)|fmha|sdpa|scaled_?dot"),
     # a pad is Canon's alone in this model, and inductor names a kernel by what it fused
-    CANON: (
-        "Canon, and what torch.compile fused with it",
-        r"(?i)canon|causal_?conv1d|constant_pad_nd",
-    ),
+    CANON: ("Canon, and what is fused with it", r"(?i)canon|causal_?conv1d|constant_pad_nd"),
     "optimizer": ("the optimizer's step", r"^Optimizer\.(step|zero_grad)#"),
     "sharding": ("FSDP2's copies and casts around communication", r"(?i)^fsdp::"),
     COMMUNICATION: ("collectives", r"(?i)nccl|gloo:|c10d::"),
@@ -48,9 +45,8 @@ PURPOSES = {
 }
 """What time can be for, in words, and by which names; of several that fit the last."""
 
+# that of a Python function (a compiled graph) ends in no digit and shares an earlier one's number
 _BACKWARD = re.compile(r"^autograd::engine::evaluate_function: \w+Backward\d+$")
-"""The backward of one operator; that of a Python function (a compiled graph) ends in no digit, and
-shares its number with what ran before it."""
 
 Facts = dict[str, Any]
 
@@ -74,25 +70,23 @@ class _Span:
 def summarize(trace: Trace) -> Facts:
     """Add up a trace; times in us, shares of the window. ValueError if there is nothing in it.
 
-    Counts device work if there is any, else operators by the time that is not in one they called.
-    `purposes` are sums of own times: where device streams overlap they exceed `busy_share`.
-    `exposed` communication is that during which nothing else ran.
+    Counts device work if any, else operators without what they called. `purposes` are sums of own
+    times, also of streams that overlap; while communication is `exposed` nothing else runs.
     """
     host = _Host(trace.threads.values())
     steps = [x.event for x in host.spans if x.event.name.startswith(STEP)]
     if trace.work:
         spans = [_Span(x, host.purpose_of_work(x), [(x.begin, x.end)]) for x in trace.work]
-    else:  # of scopes those by which gloo marks its threads' work
-        spans = [x for x in host.spans if x.event.kind == OPERATOR or _is_talk(x.event.name)]
-    if not spans:
-        raise ValueError("it holds neither operators nor kernels")
-    window = [*steps, *trace.work] or [span.event for span in host.spans]
+    else:  # of scopes those by which gloo marks its work
+        spans = [x for x in host.spans if x.event.kind == OPERATOR or x.purpose == COMMUNICATION]
+    if not spans or not steps:
+        raise ValueError(f"it holds no operators and kernels, or no {STEP}")
+    window = [*steps, *trace.work]
     begin, end = min(event.begin for event in window), max(event.end for event in window)
     if end <= begin:
         raise ValueError("its events take no time")
 
     def share(*kinds: Sequence[_Span]) -> float:
-        """Return the share of the window that the spans cover together."""
         own = sorted(interval for each in kinds for span in each for interval in span.own)
         begins, ends = np.clip(np.array(own).reshape(-1, 2), begin, end).T
         done = np.maximum.accumulate(np.append(begin, ends))[:-1]
@@ -103,12 +97,11 @@ def summarize(trace: Trace) -> Facts:
         own_us = sum(until - since for since, until in span.own)
         times[span.event.name, span.purpose or OTHER].append(own_us)
     rows: list[Facts] = []
+    purposes = dict.fromkeys(PURPOSES, 0.0)
     for (name, purpose), each in times.items():
         facts = {"count": len(each), "self_us": sum(each), "share": sum(each) / (end - begin)}
         rows.append({"name": name, "purpose": purpose, **facts})
-    purposes = {
-        x: sum((row["share"] for row in rows if row["purpose"] == x), 0.0) for x in PURPOSES
-    }
+        purposes[purpose] += facts["share"]
     scopes = [x.event for x in host.spans if (x.event.kind, x.event.name) == (SCOPE, DATA)]
     waits = [_Span(each, DATA, [(each.begin, each.end)]) for each in scopes]
     purposes[DATA] = share(waits)  # all of it, beside what a device did meanwhile
@@ -116,11 +109,10 @@ def summarize(trace: Trace) -> Facts:
     rest = [span for span in spans if span.purpose != COMMUNICATION]
     busy = share(spans)
     overlapped = share(talks) + share(rest) - busy
-    # the profiler counts the steps that are done
-    numbers = {int(e.name[len(STEP) :]) + 1 for e in steps if e.name[len(STEP) :].isdigit()}
     return {
         "is_device": bool(trace.work),
-        "steps": sorted(numbers),
+        # the profiler counts the steps that are done
+        "steps": sorted({int(event.name.removeprefix(STEP)) + 1 for event in steps}),
         "window_us": end - begin,
         "busy_share": busy,
         # the host does nothing else while it waits for data, a device may
@@ -132,17 +124,6 @@ def summarize(trace: Trace) -> Facts:
     }
 
 
-def _is_talk(name: str) -> bool:
-    return purpose_of(name) == COMMUNICATION
-
-
-def _is_autograds_own(events: Sequence[Event]) -> bool:
-    """Return whether a thread runs backward passes only: one per device but the CPU."""
-    names = {event.name for event in events}
-    backward = any(name.startswith("autograd::engine") for name in names)
-    return backward and not any(name.startswith(STEP) for name in names)
-
-
 class _Host:
     """What ran on the host's threads, and its purpose."""
 
@@ -150,13 +131,14 @@ class _Host:
         self.spans: list[_Span] = []
         self._of_sequence: dict[int, str | None] = {}
         self._of_launch: dict[int, str | None] = {}
-        # sequence numbers are counted by thread: forward passes first
-        for events in sorted(threads, key=_is_autograds_own):
-            self._add(events, has_forward=not _is_autograds_own(events))
+        # sequence numbers are counted by thread: first that of forward passes, which marks steps
+        marked = [(any(e.name.startswith(STEP) for e in events), events) for events in threads]
+        for has_forward, events in sorted(marked, key=lambda x: not x[0]):
+            self._add(events, has_forward=has_forward)
 
     def purpose_of_work(self, work: Event) -> str:
         """Return a kernel's purpose: its launch's, but for communication, which its name tells."""
-        if _is_talk(work.name):
+        if purpose_of(work.name) == COMMUNICATION:
             return COMMUNICATION
         return self._of_launch.get(work.link) or purpose_of(work.name) or OTHER
 
@@ -212,8 +194,6 @@ def add_parser(subparsers: Any) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the summary of one trace; returns the exit code. Raises UserError."""
-    if arguments.top < 0:
-        raise UserError(f"--top {arguments.top}: expected 0 or more")
     path = find_trace(arguments.folder, arguments.rank)
     trace = read_trace(path)
     try:
@@ -254,7 +234,7 @@ def print_summary(console: Console, summary: Facts) -> None:
     steps = ", ".join(map(str, summary["steps"]))
     shares = {k: f"{v:.1%}" for k, v in summary.items() if isinstance(v, float)}
     console.print(
-        f"{f'step {steps}' if steps else 'no step marked'}: {summary['window_us'] / 1000:,.1f} ms, "
+        f"step {steps}: {summary['window_us'] / 1000:,.1f} ms, "
         f"{processor} busy {shares['busy_share']}, idle {shares['idle_share']}"
     )
     exposed, overlapped = (shares[f"communication_{how}"] for how in ("exposed", "overlapped"))
@@ -264,7 +244,6 @@ def print_summary(console: Console, summary: Facts) -> None:
         table.add_row(name, f"{summary['purposes'][name]:.1%}", words + more.get(name, ""))
     table.add_row("idle", shares["idle_share"], f"no {work} runs")
     console.print(table, "")
-    # the other columns take 47 characters: a kernel's name has what is left
     table = Table(box=None, pad_edge=False)
     table.add_column(work, no_wrap=True, max_width=max(20, console.width - 47))
     for name in ("purpose", "calls", "self ms", "share"):

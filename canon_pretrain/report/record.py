@@ -73,7 +73,6 @@ class RunRecord:
     def __init__(self, path: Path, label: str = "") -> None:
         self.folder = RunFolder(path)
         self.label = label or path.name
-        self._curves: dict[str, Curve | None] = {}
 
     @classmethod
     def of_all(cls, paths: Sequence[Path]) -> "list[RunRecord]":
@@ -145,12 +144,9 @@ class RunRecord:
 
     def curve(self, field: str) -> Curve | None:
         """Return a field of the `step` events; None if no event has it."""
-        if field not in self._curves:
-            logged = [(event["step"], event.get(field)) for event in self.steps]
-            with parsing(self.folder.log_file):
-                pairs = [(step, number(value)) for step, value in logged if value is not None]
-            self._curves[field] = Curve.of(pairs)
-        return self._curves[field]
+        logged = [(event["step"], event.get(field)) for event in self.steps]
+        with parsing(self.folder.log_file):
+            return Curve.of((step, number(value)) for step, value in logged if value is not None)
 
     @cached_property
     def own_validations(self) -> list[dict[str, Any]]:
@@ -187,7 +183,7 @@ class RunRecord:
         rows = [(0, 0, 0.0, 0.0)]
         launches: list[Launch] = []
         events = [e for e in self.events if e["event"] in ("step", *HEADS)]
-        times = [_hours(event.get("time")) for event in events]
+        times = [seconds(event.get("time")) / 3600 for event in events]
         began, base = times[0] if times else 0.0, 0.0  # of the launch
         for event, now in zip(events, times, strict=True):
             step, _, training, wall = rows[-1]
@@ -232,8 +228,7 @@ class RunRecord:
 
     @cached_property
     def _found(self) -> tuple[list[Evaluation], list[str], list[UserError]]:
-        found: list[tuple[tuple[Any, ...], Evaluation]] = []
-        left_out, damaged = [], []
+        found, left_out, damaged = [], [], []
         for path in sorted((self.folder.path / EVALS).glob(f"step-*/*/*/{RESULTS}")):
             try:
                 each = Evaluation(self.label, read_results(path), path.parent)
@@ -243,9 +238,8 @@ class RunRecord:
             if whose := self._other_run(each.results.asked):
                 left_out.append(f"{path} is left out: it is of {whose}.")
             else:
-                found.append(((*self._order(each), path.stat().st_mtime_ns), each))
-        found.sort(key=lambda row: row[0])
-        return [each for _, each in found], left_out, damaged
+                found.append(each)
+        return sorted(found, key=self._order), left_out, damaged
 
     def _order(self, each: Evaluation) -> tuple[Any, ...]:
         own_texts = str(self.identity.get(HELD_OUT)).split("+")
@@ -254,6 +248,7 @@ class RunRecord:
             not is_outdated(self.folder, each.results),
             each.suite == VALIDATION and each.text in own_texts,
             each.results.written,
+            (each.folder / RESULTS).stat().st_mtime_ns,
         )
 
     def _other_run(self, asked: dict[str, Any]) -> str | None:
@@ -274,20 +269,6 @@ class RunRecord:
         if others := validations - len(self.own_validations):
             found.append(f"{others} validation(s) are of another held-out text and left out")
         return found
-
-
-class SingleResult(RunRecord):
-    """A results.json, such as that of an export, as a run of which nothing else is known."""
-
-    identity: dict[str, Any] = {}
-    config: dict[str, Any] = {}
-    events: list[dict[str, Any]] = []
-    left_out: list[str] = []
-    evaluations: list[Evaluation] = []
-
-    def __init__(self, path: Path, label: str) -> None:
-        super().__init__(path.parent, label)
-        self.evaluations = [Evaluation(label, read_results(path), path.parent)]
 
 
 def is_outdated(folder: RunFolder, results: Results) -> bool:
@@ -322,8 +303,9 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def _hours(time: Any) -> float:
+def seconds(time: Any) -> float:
+    """Return an event's `time` in seconds since 1970; NaN if it has none."""
     try:
-        return datetime.fromisoformat(time).timestamp() / 3600
+        return datetime.fromisoformat(time).timestamp()
     except (TypeError, ValueError):
         return math.nan

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from canon_pretrain.report.verdicts import BETTER, UNINFORMATIVE, VERDICTS, WITHIN, WORSE
+from canon_pretrain.report.verdicts import BETTER, VERDICTS, WITHIN, WORSE
 from canon_pretrain.run.results import VALIDATION, bound_words
 
 MAX_ROWS = 1000
@@ -65,16 +65,13 @@ def score(cell: Content | None) -> tuple[str, str, str]:
 
 
 def state_words(run: Content) -> str:
-    words = {"stopped": "stopped on request", "unfinished": "not done"}
-    of = "" if run["total_steps"] is None else f" of {run['total_steps']:,}"
     why = f": {run['failure']}" if run["failure"] else ""
-    return f"{words.get(run['state'], run['state'])} at step {run['step']:,}{of}{why}"
+    return f"{run['state']} at step {run['step']:,} of {run['total_steps'] or '?'}{why}"
 
 
 def failures(content: Content) -> list[str]:
     """Return a sentence for each run whose last launch failed."""
-    failed = [run for run in content["runs"] if run["state"] == "failed"]
-    return [f"{run['label']} {state_words(run)}" for run in failed]
+    return [f"{x['label']} {state_words(x)}" for x in content["runs"] if x["state"] == "failed"]
 
 
 def tallies(content: Content) -> dict[str, dict[str, list[Content]]]:
@@ -88,12 +85,10 @@ def tallies(content: Content) -> dict[str, dict[str, list[Content]]]:
 
 
 def by_run(suite: Content, row: Content) -> dict[str, Content | None]:
-    """Return the cells of a suite's row by the run's label."""
     return {x["run"]: cell for x, cell in zip(suite["columns"], row["cells"], strict=True)}
 
 
 def _other_step(step: int | None, suite_step: int | None = None) -> str:
-    """The step of a score that is not at the step of its table."""
     return "" if step is None or step == suite_step else f"step {step:,}"
 
 
@@ -110,7 +105,6 @@ def _value(value: Any) -> str:
 
 
 def _cell(text: str, *small: object, error: str = "", chip: str = "") -> Cell:
-    """`error` is beside the text, `small` below it."""
     return {"text": text, "small": _joined(*small), "error": error, "chip": chip}
 
 
@@ -126,7 +120,7 @@ def _table(
 ) -> Table:
     """A table of (name, small print) columns, the first `text` of them words; sorted if named.
 
-    Columns after the first `shown` are there when asked for by `more`; `filters` are of each row.
+    `more` asks for columns after the first `shown`; `filters` are of each row.
     """
     heads = []
     for k, column in enumerate(columns):
@@ -154,8 +148,7 @@ def tally(content: Content) -> Table:
     for label, verdicts in tallies(content).items():
         cells = [_cell(label, f"against {content['comparison']['baseline']}")]
         for verdict, found in verdicts.items():
-            clearest = sorted(found, key=lambda x: (not x["mean_of"], x["p_holm"] or 0))
-            real = [f"{x['task']} {signed(x['difference'])}" for x in clearest]
+            real = [f"{x['task']} {signed(x['difference'])}" for x in found]
             cells.append(_cell(str(len(found)), *(real if verdict in (BETTER, WORSE) else ())))
         # a perplexity has another scale
         within = [x["detectable"] for x in verdicts[WITHIN] if x["log_difference"] is None]
@@ -166,7 +159,6 @@ def tally(content: Content) -> Table:
 
 
 def reasons(comparison: Content) -> Table:
-    """What has no verdict, or was asked differently, and why."""
     rows = [
         [x["architecture"], _joined(x["suite"], x["task"], x["metric"]), why]
         for x in (*comparison["pairs"], *comparison["refused"])
@@ -179,11 +171,7 @@ def reasons(comparison: Content) -> Table:
 PAIR_COLUMNS: dict[str, Callable[[Content], Cell]] = {
     "task": lambda x: _cell(x["task"], x["metric"], _other_step(x["step"], x["suite_step"])),
     "architecture": lambda x: x["architecture"],
-    "verdict": lambda x: _cell(
-        x["verdict"],
-        f"both at {x['uninformative']}" if x["verdict"] == UNINFORMATIVE else "",
-        chip=x["verdict"],
-    ),
+    "verdict": lambda x: _cell(x["verdict"], x["uninformative"], chip=x["verdict"]),
     "difference": lambda x: signed(x["difference"]),
     "95 % CI (Holm)": lambda x: interval(x["ci"]),
     "p (Holm)": lambda x: p_value(x["p_holm"]),
@@ -212,7 +200,6 @@ def _filled(words: str, test: Content | None, name: str, form: Callable[[Any], s
 
 
 def pairs(comparison: Content) -> Table:
-    """Every difference; of too many without what each is judged by."""
     found = comparison["pairs"]
     is_long = len(found) > MAX_ROWS
     columns = [*PAIR_COLUMNS][: SHORT_COLUMNS if is_long else None]
@@ -223,7 +210,6 @@ def pairs(comparison: Content) -> Table:
 
 
 def scores(content: Content) -> list[tuple[str, Table]]:
-    """The tables of scores by architecture and by run with their titles, published ones beside."""
     comparison, runs = content["comparison"], [run["label"] for run in content["runs"]]
     labels = [each["label"] for each in comparison["architectures"]]
     found: list[tuple[str, list[str], list[tuple[Content, list[Cell]]]]] = []
@@ -271,7 +257,6 @@ def _score_cell(row: Content, cell: Content | None, kind: str) -> Cell:
 
 
 def architectures(comparison: Content) -> Table:
-    """The settings of each architecture, and the losses that choose its learning rate."""
     rows: list[list[Cell]] = []
     for each in comparison["architectures"]:
         settings = each["settings"].items()
@@ -306,14 +291,12 @@ def facts(content: Content) -> Table:
 
 
 def settings(content: Content) -> Table:
-    """The settings that differ; of one run all of them."""
     columns = ["setting", *(run["label"] for run in content["runs"])]
     rows = [[x["setting"], *map(_value, x["values"])] for x in content["differing_settings"]]
     return _table(columns, rows, "settings", text=len(columns))
 
 
 def curve(shown: Content) -> Table:
-    """The key figures of a training curve."""
     form = f"{{:{shown['form']}}}".format
     rows: list[list[Cell]] = []
     for line in shown["lines"]:
@@ -321,16 +304,15 @@ def curve(shown: Content) -> Table:
         known = [(value, step) for value, step in points if value is not None]
         ends = (known[-1], min(known), max(known)) if known else ()
         cells = [_cell(form(value), _other_step(step)) for value, step in ends] or [NONE] * 3
-        rows.append([line["run"], *cells, form(line["median"]) if known else NONE])
-    return _table(["run", "last", "lowest", "highest", "median"], rows)
+        rows.append([line["run"], *cells])
+    return _table(["run", "last", "lowest", "highest"], rows)
 
 
 def suite(shown: Content) -> Table:
-    """All scores of a suite, with their errors."""
     columns = []
     for each in shown["columns"]:
         cut = f"first {each['limit']:,} items only: not a result" if each["limit"] else ""
-        columns.append((each["run"], _joined(f"step {each['step']:,}", cut)))
+        columns.append((each["run"], _joined(_other_step(each["step"]), cut)))
     rows: list[list[Cell]] = []
     for row in shown["rows"]:
         cells = [_cell(row["task"], row["metric"])]

@@ -35,8 +35,7 @@ from canon_pretrain.run.results import RESULTS
 from canon_pretrain.run.status import health
 
 WATCH_S = 5.0
-PIPED_WIDTH = 100_000
-"""No line of a table is as long: nothing is folded."""
+PIPED_WIDTH = 100_000  # no line of a table is as long: nothing is folded
 CHECKED = "its manifest, and that each file it names is there with its size; no hash is read"
 ALIVE = ("starting", "loading", "training", "validating", "saving", "slow", "hung")
 OF_STATUS = ("checkpoint_failures", "world_size", "host", "job_id", "restart_count", "nodes")
@@ -199,8 +198,7 @@ def _cells(run: Facts) -> dict[str, str]:
     }
 
 
-NUM_FIRST = 7
-"""Of the cells; the others are in a second line, in words, if the window is narrow."""
+NUM_FIRST = 7  # of the cells: the others are in a second line if the window is narrow
 COLORS = {
     **dict.fromkeys(ALIVE, "cyan"),
     **dict.fromkeys(("hung", "dead", "failed"), "bold red"),
@@ -220,8 +218,8 @@ def _table(rows: Sequence[dict[str, str]], titles: Sequence[str]) -> Table:
     return table
 
 
-def overview(runs: Sequence[Facts], others: Iterable[str], console: Console) -> Group:
-    """Return the table of `runs`, what is to be said below it, and the words that name no run."""
+def overview(runs: Sequence[Facts], console: Console) -> Group:
+    """Return the table of `runs`, and what is to be said below it."""
     rows = [_cells(run) for run in runs]
     titles = [title for title in rows[0] if any(row[title] for row in rows)]
     table, rest = _table(rows, titles), titles[:0]
@@ -238,38 +236,32 @@ def overview(runs: Sequence[Facts], others: Iterable[str], console: Console) -> 
         lock = f"lock held by {run['holder']}" if is_locked else ""
         if said := list(filter(None, (cells, reason, lock, *run["problems"]))):
             lines.append(Text(printable(f"{row['run']}: {'; '.join(said)}"), overflow="fold"))
-    lines += [Text(f"no run in {printable(word)}", "yellow") for word in others]
-    if any(run["checkpoint"] for run in runs):
-        lines.append(Text(f"checkpoint: the newest, by {CHECKED}", "dim"))
     return Group(*lines)
 
 
-def find_runs(words: Iterable[str]) -> tuple[list[Path], list[str]]:
-    """Return the run folders that `words` name, each once, and the words that name none.
+def find_runs(words: Iterable[str]) -> list[Path]:
+    """Return the run folders that `words` name, each once. Raises UserError if one names none.
 
     A word is a run folder, a folder of runs, or a pattern of either unless it is a file's name.
     """
     runs: dict[Path, Path] = {}
-    others = []
     for word in words:
         paths = [word] if os.path.lexists(word) else sorted(glob.glob(word), key=natural)
         found = [run for path in paths for run in runs_below(Path(path))]
-        others += [] if found else [word]
+        if not found:
+            raise UserError(
+                f"no run in {word}: expected a folder that canon_pretrain.train wrote "
+                "(job.dump_folder), a folder that holds some, or a pattern that matches some"
+            )
         for run in found:
             runs.setdefault(run.resolve(), run)
-    return list(runs.values()), others
+    return list(runs.values())
 
 
-def look(words: Sequence[str]) -> tuple[list[Facts], list[str]]:
-    """Return the facts of the runs that `words` name, and the words that name none."""
-    runs, others = find_runs(words)
-    if not runs:
-        raise UserError(
-            f"no run in {', '.join(words)}: expected a folder that canon_pretrain.train wrote "
-            "(job.dump_folder), a folder that holds some, or a pattern that matches some"
-        )
+def look(words: Iterable[str]) -> list[Facts]:
+    """Return the facts of the runs that `words` name."""
     now = datetime.now(UTC)
-    return [summarize_run(run, now) for run in runs], others
+    return [summarize_run(run, now) for run in find_runs(words)]
 
 
 # -- the command
@@ -279,10 +271,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "status",
         help="the state of runs: step, loss, speed, checkpoint, evaluations, job",
-        description="The state of runs, one line each. A checkpoint counts as verified by "
-        f"{CHECKED}; `python -m canon_pretrain.checkpoint verify RUN` reads them. "
-        "Nothing is written.",
-        epilog="example: python -m canon_pretrain.run status 'outputs/lr*' --watch",
+        description=f"The state of runs, one line each. A checkpoint counts by {CHECKED}.",
     )
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a run folder, a folder of runs, or a pattern")
@@ -302,26 +291,25 @@ def show_status(args: argparse.Namespace) -> int:
             )
         _watch(console, args)
         return 0
-    runs, others = look(args.runs)
+    runs = look(args.runs)
     if args.json:
         time = datetime.now(UTC).isoformat(timespec="seconds")
-        document = {"time": time, "runs": runs, "no_run_in": others}
-        print(json.dumps(document, indent=2, ensure_ascii=False))
+        print(json.dumps({"time": time, "runs": runs}, indent=2, ensure_ascii=False))
     else:
         if not console.is_terminal:
             console = Console(width=PIPED_WIDTH, color_system=None)
-        console.print(overview(runs, others, console))
+        console.print(overview(runs, console))
     return 0
 
 
 def _watch(console: Console, args: argparse.Namespace) -> None:
     """Show the runs until Ctrl-C or SIGTERM; the last overview stays on the terminal."""
-    shown = overview(*look(args.runs), console)
+    shown = overview(look(args.runs), console)
     # waited for, not handled: an exception amid drawing leaves rich with a buffer that it loses
     signals = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     with Live(shown, console=console, screen=True, auto_refresh=False) as live:
         while not signal.sigtimedwait(signals, args.watch):
-            shown = overview(*look(args.runs), console)
+            shown = overview(look(args.runs), console)
             live.update(shown, refresh=True)
     console.print(shown)

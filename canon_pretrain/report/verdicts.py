@@ -28,18 +28,15 @@ VERDICTS = (BETTER, WORSE, WITHIN, NOT_JUDGED, UNINFORMATIVE)
 
 BABILONG = re.compile(r"babilong_(qa[1-5])_(\d+)k")
 NO_NOISE = SeedNoise(0.0, math.inf, "none", "none known")
-TOLERANCE = 1e-6
-"""By how much a score and the mean over its items may differ, relatively."""
+TOLERANCE = 1e-6  # between a score and the mean over its items, relative
 NO_TEST = dict.fromkeys(
     ("ci", "log_difference", "log_ci", "stderr", "stderr_items", "stderr_seeds", "p", "p_holm")
     + ("detectable", "seeds_needed", "why")
 )
 
 Row = dict[str, Any]
-Side = tuple[str, Sequence[RunRecord]]
-"""An architecture's label and its runs."""
-Evaluated = Sequence[Sequence[Evaluation]]
-"""The evaluations of a side and of the baseline."""
+Side = tuple[str, Sequence[RunRecord]]  # an architecture's label and its runs
+Evaluated = Sequence[Sequence[Evaluation]]  # of a side and of the baseline
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,6 @@ class Options:
     own_noise_only: bool = False  # never the paper's
     step: int | None = None
     suites: Sequence[str] | None = None
-    any_step: bool = False  # the two sides may be at different steps
 
 
 class Refused(Exception):
@@ -90,11 +86,10 @@ class Measure:
     def noise(
         self, asked: Sequence[Question], *, bounded: bool, sides: Evaluated = ()
     ) -> SeedNoise | None:
-        """Return the seed noise of one task, or of the mean of several of a suite.
+        """Return the seed noise of one task, or of several as if they moved as one.
 
-        What is published or given of tasks is taken to move as one: that can only be too large.
-        Recipes whose seeds all score 0, or all 1, tell nothing and are left out, but for `sides`,
-        the two compared, if both have several seeds.
+        Recipes whose seeds all score 0, or all 1, are left out, but for `sides`, the two compared,
+        if both have several seeds.
         """
         scale, suite, options = Scale.of(asked[0].metric), asked[0].suite, self.options
         ours = {each.run for side in sides for each in side}
@@ -234,7 +229,7 @@ def _score(metric: str, values_N: np.ndarray, weights_N: np.ndarray) -> float:
 
 def _check_items(a: Items, b: Items, differing: Sequence[str]) -> None:
     """Raise Refused for other items."""
-    if a.keys is not b.keys:
+    if a.keys != b.keys:
         common = len(set(a.keys) & set(b.keys))
         asked = f"; asked differently ({'; '.join(differing)})" if differing else ""
         raise Refused(
@@ -286,9 +281,7 @@ def verdicts(
         names = {"architecture": label, "baseline": baseline}
         for suite in evaluations.suites_of(both, options.suites):
             nothing: Row = {"suite": suite, "task": None, "metric": None, **names}
-            sides = evaluations.side_by_side(
-                runs, base_runs, suite, options.step, any_step=options.any_step
-            )
+            sides = evaluations.side_by_side(runs, base_runs, suite, options.step)
             if not sides[0]:
                 refused.append(nothing | {"why": "no whole result at a step that both have"})
                 continue

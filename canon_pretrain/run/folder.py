@@ -47,13 +47,6 @@ DEPTH = 4  # levels of folders below a named one that are searched for runs
 CANON, DATA, VALIDATION = "canon", "data_wait", "validation"
 
 
-def config_record(
-    config: dict[str, Any], identity: dict[str, Any], code: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Return the content of config.json."""
-    return {"identity": identity, "config": config} | ({"code": dict(code)} if code else {})
-
-
 @dataclass(unsafe_hash=True)
 class RunFolder:
     """Paths in one run folder, and its config.json and log.jsonl."""
@@ -102,7 +95,8 @@ class RunFolder:
         code: Mapping[str, str] | None = None,
     ) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        write_json(self.config_file, config_record(config, identity, code))
+        record = {"identity": identity, "config": config} | ({"code": dict(code)} if code else {})
+        write_json(self.config_file, record)
 
     def write_done(self, step: int) -> None:
         write_atomic(self.done_file, f"{step}\n".encode())

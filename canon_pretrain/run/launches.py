@@ -31,7 +31,7 @@ from canon_pretrain.core import files
 from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.core.holder import Holder, boot_of, read_count, utc_now
 from canon_pretrain.run import folder as run_folder
-from canon_pretrain.run.folder import RunFolder, config_record
+from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunFacts, read_tail
 from canon_pretrain.run.source import SourceTree, look_at_source
 
@@ -229,7 +229,6 @@ class LaunchRecord:
         self._packages: list[str] = []
         self._problems: list[str] = []
         self._is_written = False
-        self._wait_s = GATHER_S
         self._thread = threading.Thread(target=self._gather, daemon=True)
         self._thread.start()
 
@@ -239,13 +238,11 @@ class LaunchRecord:
             # the file of this package that every version of it has
             self._source = look_at_source(Path(canon_pretrain.__file__).resolve())
         except Exception as error:  # whatever is broken here, it is not the run
-            text = f"the launch's record is not whole: {type(error).__name__}: {error}"
-            self._problems.append(text)
+            self._problems.append(f"the launch's record is not whole: {error!r}")
 
     def _wait(self) -> Holder:
-        """Wait for the thread, GATHER_S in all; return who this launch is."""
-        self._thread.join(self._wait_s)
-        self._wait_s = 0.0
+        """Wait for the thread, GATHER_S at most; return who this launch is."""
+        self._thread.join(GATHER_S)
         return Holder.of_this_process(self.environ)
 
     def header(self) -> dict[str, Any]:
@@ -260,22 +257,14 @@ class LaunchRecord:
             "git_dirty": self._source.dirty,
         }
 
-    def write(
-        self,
-        folder: RunFolder,
-        *,
-        config: dict[str, Any],
-        identity: dict[str, Any],
-        code: Mapping[str, str] | None = None,
-        facts: dict[str, Any],
-    ) -> list[str]:
-        """Write the record, with `facts` of the trainer, and README.md; return what went wrong."""
+    def write(self, folder: RunFolder, facts: dict[str, Any]) -> list[str]:
+        """Write the record, with the trainer's `facts`, and README.md; return what went wrong."""
         self._is_written = True
         target = folder.launch_path(self.facts.launches)
         try:
             launch = self._launch() | facts
             contents = {
-                "config.json": _json(config_record(config, identity, code)),
+                "config.json": files.read_bytes(folder.config_file),
                 "packages.txt": "".join(f"{line}\n" for line in self._packages).encode(),
                 "environment.json": _json(allowed_environment(self.environ)),
                 "launch.json": _json(launch),
@@ -285,7 +274,7 @@ class LaunchRecord:
             files.write_folder(target, contents)
             path = folder.readme_file
             if not path.exists() or IS_OURS in path.read_text(errors="replace"):
-                files.write_atomic(path, _readme(folder.path.resolve(), launch, config))
+                files.write_atomic(path, _readme(folder, launch))
         except Exception as error:  # a full disk, or what nobody thought of: the run goes on
             self._problems.append(f"what this launch is was not written to {target}: {error}")
         return self._problems
@@ -306,10 +295,10 @@ class LaunchRecord:
         holder, patch = self._wait(), self._source.patch
         job = {"id": holder.job_id, "restart_count": holder.restart_count}
         git = {"patch": "source.patch" if patch else None, "patch_bytes": len(patch)}
+        facts = asdict(self.facts)
         return {
-            "run_id": self.facts.run_id,
-            "created": self.facts.created,
-            "launch": self.facts.launches,
+            "launch": facts.pop("launches"),
+            **facts,
             "time": utc_now(),
             "command": {
                 "again": command_again(self.arguments, self.environ),
@@ -348,8 +337,9 @@ def command_again(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
     return f"{launcher} -m canon_pretrain.train {shlex.join(words)}".rstrip()
 
 
-def _readme(run: Path, launch: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
-    """Return README.md of the folder `run` (absolute); `launch` is launch.json."""
+def _readme(folder: RunFolder, launch: Mapping[str, Any]) -> bytes:
+    """Return the run folder's README.md; `launch` is launch.json."""
+    run, config = folder.path.resolve(), folder.read_config()["config"]
     git, code = launch["git"], "in no commit that git knows"
     if git["commit"]:
         code = f"commit {git['commit'][:12]} of {git['origin'] or git['folder']}"

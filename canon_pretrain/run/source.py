@@ -191,10 +191,7 @@ def _program() -> dict[str, Path]:
 
 
 def _recorded(snapshot: Path) -> dict[str, str]:
-    path = snapshot / MANIFEST
-    if hashes := files.read_record(path, dict[str, dict[str, str]]).get("files"):
-        return hashes
-    raise UnreadableFile(path, "is damaged: it names no files")
+    return files.read_record(snapshot / MANIFEST, dict[str, dict[str, str]]).get("files", {})
 
 
 def _faults(snapshot: Path) -> list[str]:

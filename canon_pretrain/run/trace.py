@@ -1,9 +1,7 @@
 """A profiler's chrome trace, read event by event: hundreds of megabytes need little memory."""
 
-import gzip
 import json
 import re
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -49,19 +47,14 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a chrome trace, plain or .gz. Raises UserError."""
+    """Read a chrome trace. Raises UserError."""
     trace = Trace()
     try:
-        with open(path, "rb") as file:
-            is_packed = file.read(2) == b"\x1f\x8b"
-        opened: Any = gzip.open if is_packed else open
         # names may hold anything: a byte that is no UTF-8 is shown as such
-        with opened(path, "rt", encoding="utf-8", errors="replace") as text:
+        with open(path, encoding="utf-8", errors="replace") as text:
             for event in _events(text, trace):
                 _keep(event, trace)
-    except EOFError:  # gzip's
-        trace.is_whole = False
-    except (OSError, KeyError, ValueError, TypeError, zlib.error) as error:
+    except (OSError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"{path} is no chrome trace: {error!r}") from None
     return trace
 

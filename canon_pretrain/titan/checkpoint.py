@@ -6,6 +6,7 @@ Decisions are global rank 0's, over the Council's group, which is a save's while
 """
 
 import functools
+import shutil
 import socket
 import threading
 import time
@@ -30,7 +31,7 @@ from canon_pretrain.checkpoint.folder import CheckpointFolder, remove_tree
 from canon_pretrain.checkpoint.retention import Retention, held_steps
 from canon_pretrain.checkpoint.safe_load import describe
 from canon_pretrain.checkpoint.weights import strip_to_weights
-from canon_pretrain.checkpoint.writer import VerifiedWriter, remove_unfinished
+from canon_pretrain.checkpoint.writer import VerifiedWriter
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import reserve
 from canon_pretrain.run.background import Background
@@ -282,7 +283,7 @@ class CanonCheckpointManager:
 
     def _remove_unfinished(self, step: int) -> None:
         if self._rank == 0 and self._still_ours():  # else it may be another launch's save by now
-            remove_unfinished(self.folder.saving_path(step))
+            shutil.rmtree(self.folder.saving_path(step), ignore_errors=True)  # its room is needed
 
     def _may_commit(self) -> bool:
         self._flush()

@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -23,7 +23,6 @@ from rich.text import Text
 from canon_pretrain.core import terminal
 from canon_pretrain.core.terminal import duration, printable, size
 from canon_pretrain.run.background import Background
-from canon_pretrain.run.log import number
 
 logger = logging.getLogger()
 """torchtitan's own, whose lines the trainer shows; not imported: this room needs no torch."""
@@ -45,26 +44,27 @@ class Console:
         self._live: Live | None = None
         self._step = 0
         self._losses: deque[float] = deque(maxlen=HISTORY)
-        self._latest: dict[str, tuple[float | None, Mapping[str, Any]]] = {}
+        self._latest: dict[str, tuple[float, Mapping[str, Any]]] = {}
         self._events: deque[str] = deque(maxlen=SHOWN_EVENTS)
 
-    def begin(self, step: int, past: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Show a run that is at `step`; `past` holds events of its log so far."""
+    def begin(self, step: int) -> None:
+        """Show a run that is at `step`."""
         self.stands_at(step)
         if not is_terminal():
             return
+        # its size is asked of the terminal alone: variables don't follow a change
+        environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+        options: dict[str, Any] = {"no_color": None if self._colour else True, "_environ": environ}
+        console = terminal.Console(highlight=False, **options)
+        console.show_cursor = lambda show=True: False  # type: ignore[method-assign] # kill -9
+        live = Live(self, console=console, vertical_overflow="crop")
         try:
-            for event in past:
-                if event["event"] == "step":
-                    self._losses.append(number(event["loss"]))
-                else:
-                    self._latest[event["event"]] = (None, event)
-            live = _BottomOfTerminal(self, colour=self._colour)
             live.start()
-            self._live = live
-            atexit.register(self.end)
         except Exception as error:  # whatever is wrong with the terminal, it is not the run
             logger.warning(f"no live view ({type(error).__name__}: {error}): plain lines")
+            return
+        self._live = live
+        atexit.register(self.end)
 
     def stands_at(self, step: int) -> None:
         """Show how far the run is; called after every step."""
@@ -83,7 +83,12 @@ class Console:
             text = f"validation at step {fields['step']}: {_held_out(fields)}, "
             text += f"{fields['tokens_scored']:,} tokens, {fields['seconds']:.1f} s"
         else:
-            self._events.append(f"{datetime.now():%H:%M:%S}  {describe_event(name, fields)}")
+            facts = "  ".join(f"{key} {value}" for key, value in fields.items() if key != "tokens")
+            if name == "checkpoint":
+                facts = f"of step {fields['step']}: {size(fields['bytes'])} in "
+                facts += f"{fields['seconds']:.1f} s"
+            text = printable(f"{name.replace('_', ' ')}  {facts}")
+            self._events.append(f"{datetime.now():%H:%M:%S}  {text}")
             return
         if self._live is None:
             logger.info(text)
@@ -113,7 +118,7 @@ class Console:
             yield from (*line, Segment.line())
 
     def _lines(self, width: int) -> Iterator[rich.console.RenderableType]:
-        _, step = self._latest.get("step", (None, {}))
+        _, step = self._latest.get("step", (0.0, {}))
         bar = Table.grid("", Column(ratio=1), "", padding=(0, 1), expand=True)
         share = f"{self._step / self.total_steps:.1%}"
         share += f"  ETA {self._eta(step)}" if step else ""
@@ -126,11 +131,11 @@ class Console:
             yield Text.assemble((loss, "bold"), (drawn, "cyan"), no_wrap=True, overflow="crop")
         if step:
             yield Text(_figures(step, FIGURES + MORE))
-        state = "no checkpoint yet"
+        state = "no checkpoint of this launch yet"
         if "checkpoint" in self._latest:
             saved, fields = self._latest["checkpoint"]
-            age = f", {duration(time.monotonic() - saved)} ago" if saved else ""
-            state = f"checkpoint of step {fields['step']}{age}"
+            state = f"checkpoint of step {fields['step']}, "
+            state += f"{duration(time.monotonic() - saved)} ago"
         if "validation" in self._latest:
             fields = self._latest["validation"][1]
             state += f"  validation {_held_out(fields)} at step {fields['step']}"
@@ -153,14 +158,6 @@ def sparkline(values: Collection[float]) -> str:
     return "".join(levels[round((v - low) / step)] if math.isfinite(v) else "x" for v in values)
 
 
-def describe_event(name: str, fields: Mapping[str, Any]) -> str:
-    """Return an event of the log as one printable line."""
-    if name == "checkpoint":
-        return f"saved step {fields['step']}: {size(fields['bytes'])} in {fields['seconds']:.1f} s"
-    facts = "  ".join(f"{key} {value}" for key, value in fields.items() if key != "tokens")
-    return printable(f"{name.replace('_', ' ')}  {facts}")
-
-
 def _figures(fields: Mapping[str, Any], formats: str) -> str:
     """Fill in those of `formats` whose field there is."""
     texts = []
@@ -171,32 +168,7 @@ def _figures(fields: Mapping[str, Any], formats: str) -> str:
 
 
 def _held_out(fields: Mapping[str, Any]) -> str:
-    return f"loss {number(fields['loss']):.4f} ({number(fields['bits_per_byte']):.4f} bits/byte)"
-
-
-class _BottomOfTerminal(Live):
-    """rich's live display, which finds its place also after the terminal wrapped what was drawn."""
-
-    def __init__(self, view: Console, *, colour: bool) -> None:
-        # its size is asked of the terminal alone: variables don't follow a change
-        environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
-        options: dict[str, Any] = {"no_color": None if colour else True, "_environ": environ}
-        console = terminal.Console(highlight=False, **options)
-        console.show_cursor = lambda show=True: False  # type: ignore[method-assign] # kill -9
-        self._lengths: list[int] = []
-        super().__init__(view, console=console, vertical_overflow="crop")
-
-    def process_renderables(
-        self, renderables: list[rich.console.ConsoleRenderable]
-    ) -> list[rich.console.ConsoleRenderable]:
-        with self._lock:
-            width, height = self.console.size
-            if self._live_render._shape is not None:
-                rows = sum(max(1, -(-length // width)) for length in self._lengths)
-                self._live_render._shape = (width, min(rows, height))
-            lines = self.console.render_lines(self._live_render.renderable, pad=False)
-            self._lengths = [Segment.get_line_length(line) for line in lines]
-            return super().process_renderables(renderables)
+    return f"loss {fields['loss']:.4f} ({fields['bits_per_byte']:.4f} bits/byte)"
 
 
 # No news, does not hold here (a CPU's peak FLOP/s, autocast), or is said by our own lines

@@ -1,11 +1,12 @@
 """A job's data: opened once per node, shared by rank 0, and read ahead in batches of tensors."""
 
+import contextlib
 import copy
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, Queue
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -135,41 +136,38 @@ def share(job: CanonJobConfig, data: OpenedData | None, compared: T | None) -> t
 
 
 class ReadAhead(Generic[T]):
-    """Results of `read()` in order, at most `depth` ahead of who takes them."""
+    """Results of `read()` in order, by a thread about `depth` ahead of who takes them."""
 
     def __init__(self, read: Callable[[], T], depth: int) -> None:
-        self._read = read
-        self._items: SimpleQueue[tuple[T, ...]] = SimpleQueue()  # an empty tuple is the end
-        self._places = threading.Semaphore(depth)
-        self._error: BaseException | None = None
-        self._closed = False
+        self._read, self._is_closed = read, False
+        self._items: Queue[tuple[T] | BaseException] = Queue(depth)
         # a daemon: a disk that hangs must not keep a process from ending
         self._thread = threading.Thread(target=self._run, name="read ahead", daemon=True)
         self._thread.start()
 
     def take(self) -> T:
+        if self._is_closed:
+            raise RuntimeError("nothing is read ahead: close() was called")
         item = self._items.get()
-        if self._closed or not item:
-            self._items.put(())
-            raise self._error or RuntimeError("nothing is read ahead: close() was called")
-        self._places.release()
+        if isinstance(item, BaseException):
+            raise item
         return item[0]
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Let the thread end with what it is reading; return whether it has ended by then."""
-        self._closed = True
-        self._places.release()
-        self._items.put(())
+        self._is_closed = True
+        with contextlib.suppress(Empty):  # the thread may wait for a place
+            while True:
+                self._items.get_nowait()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
-            while self._places.acquire() and not self._closed:
+            while not self._is_closed:
                 self._items.put((self._read(),))
         except BaseException as error:
-            self._error = error
-            self._items.put(())
+            self._items.put(error)
 
 
 class _Batch(NamedTuple):

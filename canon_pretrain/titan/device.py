@@ -24,13 +24,6 @@ def has_accelerator() -> bool:
     return torch.cuda.is_available()
 
 
-def device_count() -> int:
-    """Return how many CUDA devices this process can use."""
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def prepare_process() -> None:
     """Set what torch and the system should know of a rank, unless the user has; before torch."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
@@ -88,6 +81,8 @@ def stand_alone() -> Iterator[None]:
 
 def check_launch() -> None:
     """Raise UserError unless torchrun's variables are all there and each rank has a device."""
+    import torch
+
     if missing := [name for name in TORCHRUN if name not in os.environ]:
         raise UserError(
             f"{', '.join(missing)} not set, though others of torchrun's variables are: start "
@@ -96,9 +91,9 @@ def check_launch() -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
         read_count(os.environ, name)
     ranks = read_count(os.environ, "LOCAL_WORLD_SIZE")
-    if has_accelerator() and device_count() < ranks:
+    if has_accelerator() and (gpus := torch.cuda.device_count()) < ranks:
         raise UserError(
-            f"{ranks} ranks on this node, but {device_count()} GPU(s): start at most one rank per "
+            f"{ranks} ranks on this node, but {gpus} GPU(s): start at most one rank per "
             "GPU, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
         )
 

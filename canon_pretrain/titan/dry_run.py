@@ -38,7 +38,7 @@ from canon_pretrain.model.cache import near_segments
 from canon_pretrain.model.transformer import Head, Transformer, TransformerBlock, norm_of
 from canon_pretrain.run.config import Loss, valid_world_sizes
 from canon_pretrain.titan.data import open_shards
-from canon_pretrain.titan.device import device_count, has_accelerator
+from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
 from canon_pretrain.titan.spec import head_loss
 
@@ -112,12 +112,10 @@ def count_memory(
     activations = args.num_layers * saved_block
     if recompute:
         activations = args.num_layers * tokens * args.dim * param_dtype.itemsize + saved_block
-    # the peak beside what backward needs; of whole logits: two float32 gradients in backward
-    logits = 2 * tokens * args.vocab_size * 4
-    if loss.chunk_tokens:  # in forward: a chunk's logits, in float32 as well, and as log-softmax
-        chunk = -(-tokens // -(-tokens // loss.chunk_tokens))
-        each = 4 if param_dtype == torch.float32 else param_dtype.itemsize + 4
-        logits = chunk * args.vocab_size * (each + 4)
+    # the peak beside what backward needs: a chunk's logits, also in float32 and as log-softmax
+    chunk = -(-tokens // -(-tokens // (loss.chunk_tokens or tokens)))
+    each = 4 if param_dtype == torch.float32 else param_dtype.itemsize + 4
+    logits = chunk * args.vocab_size * (each + 4)
     return {
         "weights": weights,
         "gradients": shard,
@@ -245,7 +243,7 @@ def make_plans(
     if world is not None and world < 1:
         raise UserError(f"--world {world}: expected at least 1")
     sizes = world_sizes(job)
-    places = device_count() if has_accelerator() else available_cores()
+    places = torch.cuda.device_count() if has_accelerator() else available_cores()
     if ranks == 1:
         ranks = max((n for n in sizes if n <= places), default=sizes[0])
     plans = {"this machine": (here := Plan(job, this_machine(ranks, mfu), ranks))}
@@ -266,7 +264,7 @@ def world_sizes(job: CanonJobConfig) -> list[int]:
 
 def first_notes(job: CanonJobConfig, device: Device, world_size: int) -> Iterator[str]:
     """Yield what a user should know before a real run starts to use up their time."""
-    ranks, devices = int(os.environ["LOCAL_WORLD_SIZE"]), device_count()
+    ranks, devices = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
     if has_accelerator() and ranks < devices:
         yield f"this run uses {ranks} of the {devices} GPUs of this node (--nproc-per-node)"
     training = job.training

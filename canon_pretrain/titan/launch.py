@@ -26,7 +26,7 @@ from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.run.source import code_hashes
 from canon_pretrain.titan.checkpoint import check_room, full_bytes
 from canon_pretrain.titan.data import HELD_OUT, OpenedData
-from canon_pretrain.titan.device import device_count, has_accelerator
+from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.metrics import CanonMetrics
 from canon_pretrain.titan.parallelize import CanonChoice
@@ -83,8 +83,6 @@ def compare(job: CanonJobConfig, folder: RunFolder, data: OpenedData) -> Compari
     recorded = _recorded(folder, "identity")
     if HELD_OUT in recorded:  # also where this launch does not validate
         identity = {HELD_OUT: recorded[HELD_OUT]} | identity
-    elif recorded and HELD_OUT in identity:  # a run of an earlier version
-        changed[HELD_OUT] = ["not recorded", identity[HELD_OUT]]
     return Comparison(is_new, identity, code, config, changes, changed_code, changed)
 
 
@@ -313,17 +311,15 @@ def announce(
     metrics.flush()
     council.decide(lambda: folder.write_config(config, identity, compared.code))
     if record is not None:
-        names = [torch.cuda.get_device_name(k) for k in range(has_accelerator() * device_count())]
-        devices = {"type": device_type, "count": device_count(), "names": names}
+        gpus = range(torch.cuda.device_count() if has_accelerator() else 0)
+        names = [torch.cuda.get_device_name(k) for k in gpus]
+        devices = {"type": device_type, "count": len(gpus), "names": names}
         kept = ("world_size", "hosts", "config_hash", "canon_backend")
         own = {name: facts.get(name) for name in kept} | {"from_step": step}
         own["devices"] = devices | {"cuda": torch.version.cuda}
         versions = ("canon_pretrain", "torch", "torchtitan")
         own["versions"] = {name: facts.get(name) for name in versions}
-        problems = record.write(
-            folder, config=config, identity=identity, code=compared.code, facts=own
-        )
-        for problem in problems:
+        for problem in record.write(folder, own):
             logger.warning(f"{problem}. The run goes on")
     for name, (old, new) in differences.items():
         mark = " (allowed by run.allow_changes)" if name in compared.changes else ""

@@ -23,13 +23,12 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.profiling import maybe_enable_memory_snapshot
 from torchtitan.tools.utils import device_type
 
-from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.model.args import FLOPS_FORMULA
 from canon_pretrain.model.canon import Canon
 from canon_pretrain.run.background import LiveExports
 from canon_pretrain.run.folder import CANON, DATA, RunFolder
-from canon_pretrain.run.log import RunLog, read_tail
-from canon_pretrain.titan.console import Console, is_terminal
+from canon_pretrain.run.log import RunLog
+from canon_pretrain.titan.console import Console
 from canon_pretrain.titan.data import CanonDataLoader
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig
@@ -94,10 +93,7 @@ class CanonMetrics(MetricsProcessor):
         self.time_last_log = time.perf_counter()
         if self.run_log is None:
             return
-        past = []
-        with contextlib.suppress(UnreadableFile):  # only a picture of them is wanted
-            past = read_tail(self.run_log.path, until=None) if is_terminal() else []
-        self.console.begin(step, past)
+        self.console.begin(step)
         self._exports.start(self.job_config.metrics, self.run_log.path.parent)
 
     def validation(self, step: int, fields: dict[str, Any]) -> None:

@@ -1,8 +1,7 @@
 """The TrainSpec that plugs our model, loss, schedule, data and metrics into torchtitan's Trainer,
 and a step of the same parts for benches, with nothing around it.
 
-Losses are sums over tokens: the trainer divides them by the tokens of the global batch. Shapes:
-N tokens, D hidden, V vocabulary.
+Losses are sums over tokens: the trainer divides them by the tokens of the global batch.
 """
 
 import contextlib
@@ -14,11 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import torchtitan.train
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
-from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -63,37 +60,15 @@ class TitanTransformer(Transformer):
         super().init_weights(write=write_shard, buffer_device=buffer_device)
 
 
-def cross_entropy_and_objective(
-    logits_NV: Tensor, labels_N: Tensor, *, z_loss: float = 0.0, squared_loss: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Return each token's cross-entropy l in nats, detached, and the sum of what is minimized.
-
-    l plus z_loss (logsumexp of its logits)^2, or plus squared_loss l^2; 0 at IGNORE_INDEX.
-    """
-    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    each_N = F.cross_entropy(logits_NV, labels_N, ignore_index=IGNORE_INDEX, reduction="none")
-    if not z_loss and not squared_loss:
-        return each_N.detach(), each_N.sum()
-    added_N = squared_loss * each_N.square()
-    if z_loss:
-        # logsumexp from what is there: its own backward would hold the logits once more
-        label_N1 = labels_N.clamp(min=0)[:, None]
-        z_N = each_N + logits_NV.gather(1, label_N1)[:, 0]
-        added_N = z_loss * z_N.square() * (labels_N != IGNORE_INDEX)
-    return each_N.detach(), (each_N + added_N).sum()
-
-
 def head_loss(config: Loss, compile_backend: str | None = None) -> HeadLoss:
     """Return the loss that `[loss]` asks for, of a head's input, weight and labels."""
-    terms: dict[str, Any] = {"z_loss": config.z_loss, "squared_loss": config.squared_loss}
-    if config.chunk_tokens:
-        terms |= {"chunk_tokens": config.chunk_tokens, "compile_backend": compile_backend}
-        return functools.partial(linear_cross_entropy, **terms)
-    of_logits: Callable[..., tuple[Tensor, Tensor]]
-    of_logits = functools.partial(cross_entropy_and_objective, **terms)
-    if compile_backend:
-        of_logits = torch.compile(of_logits, backend=compile_backend)
-    return lambda h_ND, weight_VD, labels_N: of_logits(F.linear(h_ND, weight_VD), labels_N)
+    return functools.partial(
+        linear_cross_entropy,
+        chunk_tokens=config.chunk_tokens or 1 << 31,  # 0: all in one chunk
+        z_loss=config.z_loss,
+        squared_loss=config.squared_loss,
+        compile_backend=compile_backend,
+    )
 
 
 def build_loss(job_config: CanonJobConfig, **kwargs: object) -> HeadLoss:

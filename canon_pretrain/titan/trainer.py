@@ -484,8 +484,6 @@ class CanonTrainer(torchtitan.train.Trainer):
             yield lambda: faulthandler.dump_traceback_later(limit_s, file=file)
         finally:
             faulthandler.cancel_dump_traceback_later()
-            # a launch that has taken the folder has the same name: what it writes is not ours
             with contextlib.suppress(OSError), file:
-                own = os.fstat(file.fileno())
-                if not own.st_size and os.path.samestat(own, path.stat()):
+                if not os.fstat(file.fileno()).st_size and self.session.still_ours():
                     path.unlink()

@@ -21,12 +21,12 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import BaseValidator
 from torchtitan.tools.utils import device_type
 
-from canon_pretrain.core.files import UnreadableFile, read_lines
+from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.data.held_out import HeldOutLoss, allot, count_windows, held_out_loss, windows
 from canon_pretrain.data.mixture import exact_weight, short_names
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import VALIDATION
-from canon_pretrain.run.log import drop_superseded, json_value, parse_events
+from canon_pretrain.run.log import json_value, read_log
 from canon_pretrain.titan.data import validation_folders
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.spec import head_loss
@@ -148,10 +148,7 @@ class CanonValidator(BaseValidator):
 
 def stands_in_log(log_file: Path, step: int) -> bool:
     """Return whether the log has a validation of `step` that no later launch went back over."""
-    heads = tuple(b'{"event": "%b"' % kind for kind in (b"validation", b"start", b"resume"))
     with contextlib.suppress(UnreadableFile):  # a second one does no harm
-        # of a long run 100 MB: only what counts is parsed
-        events = parse_events(line for line in read_lines(log_file) if line.startswith(heads))
-        found = drop_superseded(events)
-        return any((each["event"], each.get("step")) == ("validation", step) for each in found)
+        events = read_log(log_file)
+        return any((each["event"], each.get("step")) == ("validation", step) for each in events)
     return False

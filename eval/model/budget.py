@@ -1,8 +1,7 @@
-"""How many tokens a batch holds.
+"""How many tokens a batch holds: on a CPU a share of its memory, on a GPU found by doubling.
 
-On a CPU a share of its memory. On a GPU the number doubles until memory is full or nothing is
-gained: found once per model and device, and remembered beside the results, so that later calls,
-on one rank or several, take the same batches.
+It is remembered beside the results, so that later calls, on any number of ranks, take the same
+batches.
 """
 
 import json
@@ -19,7 +18,7 @@ from pydantic import Field
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.model.cache import Cache
-from eval.model.lm import CanonLM, unless_out_of_memory
+from eval.model.lm import NO_ROOM, CanonLM, unless_out_of_memory
 from eval.model.score import Pair, Planner, score_batch
 
 FILE = "batch_tokens.json"
@@ -74,10 +73,7 @@ def largest(trial: Callable[[int], float | None]) -> int:
     trial(LEAST)  # kernels are compiled and loaded the first time
     tokens, seconds = LEAST, trial(LEAST)
     if seconds is None:
-        raise UserError(
-            f"a batch of {LEAST} tokens does not fit in the device's memory: lower --max_length, "
-            "take --dtype bfloat16, or a device with more memory"
-        )
+        raise UserError(f"a batch of {LEAST} tokens {NO_ROOM}")
     while 2 * tokens <= MOST:
         doubled = trial(2 * tokens)
         if doubled is None or 2 * seconds < GAIN * doubled:

@@ -1,8 +1,4 @@
-"""A checkpoint as lm_eval sees it: the three kinds of request, answered by our Transformer.
-
-No BOS unless asked for, EOS where a text needs a token before its first one (as in training),
-log-softmax in float32, greedy decoding. Batches do not depend on the number of ranks.
-"""
+"""A checkpoint as lm_eval sees it: the three kinds of request, answered by our Transformer."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +28,7 @@ PASS_TOKENS = {"cpu": 32, "cuda": 1024}
 # tokens that are best read at once: what a CPU's caches do not hold takes it 1.9 times as long
 READ_TOKENS = {"cpu": 512}
 DEFAULT_GEN_TOKENS = 256
+NO_ROOM = "does not fit in the device's memory: lower --max_length or take --dtype bfloat16"
 GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "num_beams"}
 
 Work = TypeVar("Work")
@@ -78,10 +75,8 @@ class CanonLM(TemplateLM):
     ) -> None:
         super().__init__()
         if tokenizer is not None and tokenizer.vocab_size > model.args.vocab_size:
-            raise UserError(
-                f"the tokenizer has {tokenizer.vocab_size} pieces, the model only "
-                f"{model.args.vocab_size}: give the tokenizer that the model was trained with"
-            )
+            sizes = f"{tokenizer.vocab_size} pieces, the model {model.args.vocab_size}"
+            raise UserError(f"the tokenizer has {sizes}: give the one it was trained with")
         longest = model.args.max_seq_len
         if not 1 <= max_length <= longest:
             raise UserError(f"max_length {max_length}: this model takes 1 to {longest} tokens")
@@ -130,10 +125,8 @@ class CanonLM(TemplateLM):
     def _pair(self, tokens: list[int], count: int, request: Instance | None = None) -> Pair:
         if not 0 < count <= self.max_length or count == len(tokens):
             item = "" if request is None else f"{request.task_name}, document {request.doc_id}: "
-            raise UserError(
-                f"{item}a continuation of {count} tokens after {len(tokens) - count}: expected 1 "
-                f"to max_length = {self.max_length}, after one or more"
-            )
+            given = f"{count} tokens after {len(tokens) - count}"
+            raise UserError(f"{item}a continuation of {given}: expected 1 to {self.max_length}")
         # the last token is only predicted, never read: hence one more than max_length
         kept = tokens[-(self.max_length + 1) :]
         if request is not None and len(kept) < len(tokens):
@@ -214,10 +207,7 @@ class CanonLM(TemplateLM):
             if results is not None:
                 return dict(results)
             if len(items) == 1:
-                raise UserError(
-                    "one item alone does not fit in the device's memory: lower --max_length, "
-                    "take --dtype bfloat16, or a device with more memory"
-                )
+                raise UserError(f"one item alone {NO_ROOM}")
             if fits == most:
                 self.say(f"out of memory with {fits} tokens a batch: going on with fewer")
             fits = budget = max(1, fits // 2)
@@ -296,14 +286,12 @@ def question(tokens: Sequence[int], options: dict[str, Any], max_length: int) ->
     unknown = options.keys() - GENERATION_OPTIONS
     is_sampled = options.get("do_sample") or options.get("temperature", 0.0) > 0
     if is_sampled or options.get("num_beams", 1) != 1 or unknown:
-        raise UserError(
-            f"generation options {options}: only greedy decoding is supported (until, max_gen_toks)"
-        )
+        raise UserError(f"generation options {options}: expected greedy (until, max_gen_toks)")
     room = max_length - options["max_gen_toks"]
     if room < 1:
         raise UserError(
-            f"max_gen_toks = {options['max_gen_toks']} leaves no room for a prompt: max_length "
-            f"is {max_length}; raise it with --max_length, or generate less"
+            f"max_gen_toks = {options['max_gen_toks']} leaves no room for a prompt: raise "
+            f"--max_length above {max_length}"
         )
     until = tuple(stop for stop in options["until"] if stop)
     return Question(tuple(tokens[-room:]), until, options["max_gen_toks"])

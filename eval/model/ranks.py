@@ -51,9 +51,8 @@ class Ranks:
             dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), **given)
         except (RuntimeError, ValueError) as error:
             raise UserError(
-                f"rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']} (WORLD_SIZE) could "
-                f"not connect to the others: {error}. Start several processes with torchrun, or "
-                "unset WORLD_SIZE"
+                f"rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']} could not connect to "
+                f"the others: {error}. Start them with torchrun, or unset WORLD_SIZE"
             ) from None
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         return cls(rank, world_size, local_rank, dist.PrefixStore("map", store))
@@ -158,8 +157,7 @@ class Ranks:
                 dist.all_gather_object(shares, value)
             except (RuntimeError, ValueError) as error:
                 # gloo: a connection was closed, or WORK_TIMEOUT is over
-                raise RankFailed(
-                    f"rank {self.rank} of {self.world_size} lost another rank, whose own output "
-                    f"says why, unless it was killed ({str(error).strip().splitlines()[0]})"
-                ) from None
+                why = str(error).strip().splitlines()[0]
+                who = f"rank {self.rank} of {self.world_size} lost another rank"
+                raise RankFailed(f"{who}, whose own output says why ({why})") from None
         return shares

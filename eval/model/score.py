@@ -1,7 +1,6 @@
 """Many (context, continuation) pairs scored in few passes: the plan, and the passes over a batch.
 
-Only distinct sequences are read; one that begins another is answered on the way; what several begin
-with is read once and continued from a `Cache`. Of several plans the cheapest is taken.
+What several sequences begin with is read once and continued from a `Cache`, where that is cheaper.
 
 Shapes: B rows, T tokens, V vocabulary, M places whose logits are needed, N scored tokens.
 """
@@ -225,10 +224,7 @@ def score_batch(
     logs_N = torch.cat([logs for _, logs, _ in found]).double().cpu().numpy()
     hits_N = torch.cat([hits for _, _, hits in found]).cpu().numpy()
     if not np.isfinite(logs_N).all():
-        raise UserError(
-            "the model's logits are not finite: its training had diverged, or the dtype does "
-            "not hold them (try --dtype float32)"
-        )
+        raise UserError("the model's logits are not finite: it diverged, or try --dtype float32")
     owners = [pair for part, _, _ in found for pair in part]
     known, owner_N = np.unique(owners, return_inverse=True)
     sums, misses = (np.bincount(owner_N, weights).tolist() for weights in (logs_N, ~hits_N))

@@ -1,7 +1,6 @@
 """What is evaluated: a checkpoint with what its run says about it, or an exported folder.
 
-An export has its tokenizer with it and belongs to no run: its results need a place (--out), and
-what reads shards needs --data. Rotary tables stay float32 whatever the dtype of the weights.
+An export belongs to no run: its results need --out, and what reads shards needs --data.
 """
 
 import contextlib
@@ -27,6 +26,7 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf.export import RECORD
 from canon_pretrain.hf.reading import CONFIG, folder_args, folder_weights, is_folder
+from canon_pretrain.kernels.hardware import cpu_info
 from canon_pretrain.model.transformer import Head, Transformer
 from canon_pretrain.run.folder import EVALS, RunFolder
 from canon_pretrain.run.launches import read_run
@@ -82,10 +82,7 @@ class Subject:
     def train_shards(self) -> TokenShards:
         """The shards trained on; raises UserError if an export was given none."""
         if self.train is None:
-            raise UserError(
-                f"{self.checkpoint} is an export, which names no data: give the folder of a build "
-                "with --data"
-            )
+            raise UserError(f"{self.checkpoint} is an export, which names no data: give --data")
         return self.train
 
     @property
@@ -94,8 +91,7 @@ class Subject:
         if self.held_out is None:
             raise UserError(
                 f"no held-out text for {self.checkpoint} in {self.train_shards.folder.parent}: "
-                "name a folder of the same tokenizer with --held_out, or build the data with "
-                "--holdout above 0"
+                "name a folder of the same tokenizer with --held_out, or build with --holdout"
             )
         return self.held_out
 
@@ -180,8 +176,8 @@ def _open_checkpoint(
     record = folder.read_config()
     if "imported_from" in (record.get("config") or ()):
         raise UserError(
-            f"{folder.path} is an import, which names no data: evaluate the folder that it came "
-            "from, or what `python -m canon_pretrain.hf export` makes of it"
+            f"{folder.path} is an import, which names no data: evaluate what "
+            "`python -m canon_pretrain.hf export` makes of it"
         )
     try:
         config, identity = record["config"], record["identity"]
@@ -197,10 +193,7 @@ def _open_checkpoint(
             "one whose held-out part and tokenizer to use with --data"
         )
     if data is None and not recorded.is_dir():
-        raise UserError(
-            f"{recorded}, the data of {folder.path}, is not there: name the folder that it was "
-            "moved to with --data"
-        )
+        raise UserError(f"{recorded} is not there: name the folder it was moved to with --data")
     data = data or recorded
     train = TokenShards.open(data / "train")
     found = train.fingerprint
@@ -302,10 +295,3 @@ def is_faster(model: Transformer) -> bool:
     weight = model.tok_embeddings.weight
     fits = weight.device.type == "cpu" and weight.dtype == torch.float32
     return fits and torch.backends.mkldnn.is_available() and cpu_info("vendor_id") == "AuthenticAMD"
-
-
-def cpu_info(field: str) -> str:
-    """Return a field of /proc/cpuinfo; empty elsewhere than on Linux."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((ln.partition(":")[2].strip() for ln in lines if ln.startswith(field)), "")

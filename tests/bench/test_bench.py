@@ -4,10 +4,8 @@ import argparse
 import gc
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from canon_pretrain.bench import __main__ as bench_main
 from canon_pretrain.bench import kernels, step
 from canon_pretrain.bench.__main__ import main
-from canon_pretrain.bench.kernels import use_flash
 from canon_pretrain.bench.limits import Machine
 from canon_pretrain.bench.variants import Variant, Workload
 from canon_pretrain.core.errors import UserError
@@ -29,7 +26,6 @@ from canon_pretrain.model import canon_check
 from canon_pretrain.model.args import FLAVORS, ModelArgs, flops_per_token
 from canon_pretrain.model.transformer import TransformerBlock
 from canon_pretrain.titan.spec import BareStep, job_of, one_rank
-from tests.flash_packages import flash_impl
 from tests.support import ROOT
 
 SMALL = ("--flavor", "debug", "--tokens", 32)
@@ -40,31 +36,21 @@ DEBUG = str(ROOT / "train_configs" / "debug.toml")
 TORCHTITANS = ("ignore:Unable to enable fault handler", "ignore:In CPU autocast")
 
 
-def command(*arguments: object, temporary: Path) -> dict[str, Any]:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(temporary)}
-    words = [sys.executable, "-m", "canon_pretrain.bench", *map(str, arguments)]
-    return {"args": words, "cwd": ROOT, "env": environment, "text": True}
-
-
 @pytest.mark.slow
 def test_memory_counts_what_a_compiled_block_keeps(tmp_path):
-    options = ("--sets", "ABCD", "--backends", "reference", "compiled")
     file = tmp_path / "result.json"
-    words = command("memory", *SMALL, *options, "--json", file, temporary=tmp_path)
-    done = subprocess.run(**words, capture_output=True, timeout=600)
-    assert done.returncode == 0 and "bytes/token" in done.stdout, done
-    result = json.loads(file.read_text())
-    assert {"bench", "time", "device", "threads", "versions"} <= set(result)
-    rows = {row["variant"]: row for row in result["rows"]}
-    none = rows.pop("no Canon")["bytes_per_token"]
-    # at least the block's input, q, k and v, what attention gave, and the feed-forward's three
-    assert none >= 2 * (5 * 64 + 3 * 176)
+    words = [sys.executable, "-m", "canon_pretrain.bench", "memory", *SMALL, "--sets", "ABCD"]
+    words += ["--backends", "reference", "compiled", "--json", file]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([*map(str, words)], cwd=ROOT, env=environment, check=True)
+    base, *rows = json.loads(file.read_text())["rows"]
+    none = base["bytes_per_token"]
     # 8 D + 3 F values per token
     assert none == pytest.approx(2 * (8 * 64 + 3 * 176), rel=0.05)
-    for name, row in rows.items():
-        channels = {"A": 64, "B": 192, "C": 64, "D": 352, "ABCD": 672}[name.split()[0]]
+    assert [row["variant"] for row in rows] == ["ABCD reference", "ABCD compiled"]
+    for row in rows:
         assert row["extra_per_token"] == row["bytes_per_token"] - none
-        assert row["extra_per_channel"] == pytest.approx(row["extra_per_token"] / channels)
+        assert row["extra_per_channel"] == pytest.approx(row["extra_per_token"] / 672)
 
 
 def on_cpu(monkeypatch: pytest.MonkeyPatch, alone: bool = False) -> None:
@@ -114,32 +100,13 @@ def test_all_is_one_page_and_one_file(run, monkeypatch):
 
 def test_attention_tells_the_fastest_way(run):
     result, page = run("attention", *SMALL, *QUICK)
-    assert {row["way"] for row in result["rows"]} == {"flash", "math"}
+    assert {row["way"] for row in result["rows"]} == {"flash"}
     assert result["unavailable"]["cudnn"] == "needs a GPU"
     assert all("not installed" in result["unavailable"][x] for x in ("flash_attn", "fa3", "fa4"))
     assert f"both passes: {result['fastest']}" in page
     forward, backward = result["rows"][:2]
     assert backward["flops"] == 2.5 * forward["flops"] == 2.5 * 2 * 2 * 32**2 * 64
     assert forward["of_matmul"] == pytest.approx(forward["flops"] / forward["other_s"] / 1e11)
-
-
-def test_attention_times_each_package_with_its_own_kernel_in_place():
-    active = torch.nn.attention.current_flash_attention_impl
-    with flash_impl("fa4"):
-        for name, expected in (("fa4", "FA4"), ("cudnn", "FA4"), ("flash", None), ("fa4", "FA4")):
-            use_flash(name)
-            assert active() == expected
-    assert active() is None
-
-
-def test_generate_compares_prompts_and_answers(run):
-    tokens = ("--prompt-tokens", 8, "--new-tokens", 4, "--pairs", 2, "--batches", 1, 2)
-    result, _ = run("generate", "--flavor", "debug", "--sets", "AC", "ABCD", *tokens)
-    rows = [(row["batch"], row["canon_set"]) for row in result["rows"]]
-    assert rows == [(1, "AC"), (1, "ABCD"), (2, "AC"), (2, "ABCD")]
-    for row in result["rows"]:
-        assert row["operators"] > row["base_operators"] > 0
-        assert row["decode"]["pairs"] == 2
 
 
 def test_step_compares_with_the_least_bytes_and_the_target(run):
@@ -171,26 +138,6 @@ def test_canon_counts_the_bytes_of_each_kernel(run):
     assert all(row["max_error"] < 1e-5 for row in rows.values())
 
 
-def test_what_does_not_fit_in_memory_is_left_out_and_said(run, monkeypatch, capsys):
-    build, refused = step.build, {"ABCD reference"}
-
-    def limited(work: Workload, variant: Variant, *how: Any, **options: Any) -> Any:
-        if variant.name in refused:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return build(work, variant, *how, **options)
-
-    monkeypatch.setattr(step, "build", limited)
-    result, page = run("step", *SMALL, *QUICK, "--sets", "AC", "ABCD")
-    assert [row["variant"] for row in result["rows"]] == ["AC compiled", "ABCD compiled"]
-    assert "not measured: ABCD reference: it does not fit in this GPU's memory" in page
-    refused.add("no Canon")
-    with pytest.raises(SystemExit):
-        run("step", *SMALL, *QUICK)
-    assert (
-        "give a smaller --micro-batch, --batches or --tokens, or fewer" in capsys.readouterr().err
-    )
-
-
 def counted_blocks(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[TransformerBlock]:
     blocks: weakref.WeakSet[TransformerBlock] = weakref.WeakSet()
     make_block = TransformerBlock.__init__
@@ -201,23 +148,6 @@ def counted_blocks(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[Transform
 
     monkeypatch.setattr(TransformerBlock, "__init__", counted)
     return blocks
-
-
-@pytest.mark.filterwarnings(*TORCHTITANS)
-def test_on_a_gpu_the_trainer_and_the_bare_loop_are_not_there_together(run, monkeypatch):
-    blocks, free, left = counted_blocks(monkeypatch), Machine.free_memory, []
-
-    def freed(machine: Machine) -> None:
-        free(machine)
-        left.append(len(blocks))
-
-    monkeypatch.setattr(Machine, "free_memory", freed)
-    on_cpu(monkeypatch, alone=True)
-    result, page = run("trainer", "--config", DEBUG, "--repeats", 3, "--steps", 1)
-    assert left == [0] * 4 and result["drift"] > 0
-    assert result["pairs"] == 3 and len(result["saves"]) == 3
-    assert result["tokens_per_step"] == 12 * 64
-    assert "before and after ours" in " ".join(page.split())
 
 
 def test_a_gpu_holds_one_model_at_a_time(run, monkeypatch):
@@ -234,7 +164,7 @@ def test_a_gpu_holds_one_model_at_a_time(run, monkeypatch):
     options = ("--unit", "model", "--backends", "reference", "--sets", "AC")
     result, page = run("step", *SMALL, *QUICK, *options)
     assert built == [("", True), ("AC", True), ("", True), ("", False)]
-    assert result["timed"] == "forward and backward" and result["base"]["drift"] > 0
+    assert result["timed"] == "forward and backward"
     (row,) = result["rows"]
     flops = flops_per_token(ModelArgs(**result["args"] | {"canon_set": "AC"}), 32) * 2 * 32
     assert row["mfu_of_measured"] == pytest.approx(flops / row["other_s"] / 1e11)
@@ -258,31 +188,19 @@ def test_a_plain_steps_gradients_are_those_under_fsdp():
 
 
 def test_all_keeps_what_is_there_where_one_fails(run, monkeypatch, tmp_path):
-    fatal = "memory"
+    faults = {"canon": UserError("no such thing"), "generate": RuntimeError("a fault")}
 
     def one(arguments: argparse.Namespace, *rest: object) -> dict[str, Any]:
-        name = arguments.command
-        if name == "canon":
-            raise UserError("no such thing")
-        if name == "generate":
-            raise RuntimeError("a fault")
-        if name == fatal:
-            raise KeyboardInterrupt
-        return {"bench": name}
+        if arguments.command in faults:
+            raise faults[arguments.command]
+        return {"bench": arguments.command}
 
     monkeypatch.setattr(bench_main, "_one", one)
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit, match="1"):
         run("all")
-    assert end.value.code == 130
     results = json.loads((tmp_path / "result.json").read_text())["results"]
-    assert list(results) == ["step", "canon", "generate"]
-    assert results["canon"] == {"bench": "canon", "error": "no such thing"}
-    assert results["generate"]["error"] == "RuntimeError('a fault')"
-    fatal = ""
-    with pytest.raises(SystemExit) as end:
-        run("all")
-    assert end.value.code == 1
-    assert list(json.loads((tmp_path / "result.json").read_text())["results"]) == list(BENCHES)
+    assert tuple(results) == BENCHES
+    assert {name for name, result in results.items() if "error" in result} == faults.keys()
 
 
 def change_kernels(monkeypatch: pytest.MonkeyPatch, change: Callable[..., torch.Tensor]) -> None:
@@ -318,13 +236,10 @@ def test_a_kernel_that_is_wrong_or_fails_leaves_the_others(run, monkeypatch, bad
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("trainer --repeats 0", "--repeats 0: expected at least 1"),
-        ("step --block-seconds -1", "--block-seconds -1: expected at least 0"),
         ("step --flavor 1b4", 'model flavor "1b4" is not known; expected one of debug,'),
         ("step --sets AE", 'canon_set = "AE"'),
         ("step --backends tritn", '--backends = "tritn" is not known; expected one of'),
         ("step --backends triton", "--backends triton: none can be had here. triton: n"),
-        ("attention --ways cudnn", "--ways cudnn: none can be had here. cudnn: needs a "),
         ("canon --json /nowhere/x", "--json /nowhere/x: the folder /nowhere does not ex"),
     ],
 )
@@ -333,24 +248,3 @@ def test_bad_input_is_one_message(words, message, run, capsys):
         main(words.split())
     error = capsys.readouterr().err
     assert end.value.code == 2 and error.startswith(f"error: {message}") and error.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_an_interrupted_bench_leaves_no_folder(tmp_path):
-    options = command("trainer", "--config", DEBUG, "--repeats", 10_000, temporary=tmp_path)
-    # a shell's background job, as this suite may be, hands an ignored SIGINT on
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen(**options, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    signal.signal(signal.SIGINT, before)
-    try:
-        deadline = time.monotonic() + 120
-        while not list(tmp_path.glob("canon-bench-*/run/*")):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130, errors
-    assert not list(tmp_path.glob("canon-bench-*"))

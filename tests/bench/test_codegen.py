@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from canon_pretrain.bench.codegen import PAGE, RECORD, page
+from canon_pretrain.bench.codegen import PAGE, RECORD, computed, page
 from canon_pretrain.bench.limits import Rates, block_traffic, step_seconds
 from canon_pretrain.model.args import flavor
 from tests.support import ROOT
@@ -41,17 +41,15 @@ def brief(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, float]:
     found: dict[str, float] = {}
-    base: dict[str, float] = {}
     for row in rows:
-        name, total = f"{row['model']} {row['canon_set']} {row['backend']}", 0.0
+        name = f"{row['model']} {row['canon_set']} {row['backend']}"
         for direction in ("forward", "backward"):
-            counts = dict(row[direction])
-            kib = counts.pop("kib")
-            total += sum(kib.values())
-            found |= {f"{name} {direction} {kind}": value for kind, value in (counts | kib).items()}
-        if not row["canon_set"]:
-            base[row["model"]] = total
-        found |= {f"{name} saved": row["saved_bytes"], f"{name} extra": total - base[row["model"]]}
+            counts = row[direction] | row[direction]["kib"]
+            found |= {
+                f"{name} {direction} {kind}": v for kind, v in counts.items() if kind != "kib"
+            }
+        found[f"{name} saved"] = row["saved_bytes"]
+        found[f"{name} extra"] = computed(row, rows)["extra_kib"]
     return found
 
 
@@ -86,8 +84,8 @@ def test_inductor_counts_what_is_counted_by_hand(brief):
     weights = 2 * (4 * dim * dim + 3 * dim * width) / (6 * 4096)  # each is read once
     moved = 2 * (4 * 2 * dim + 3 * (dim + width))  # q, k, v and output; gate, up and down
     assert none["forward"]["kib"]["gemm"] * 1024 == pytest.approx(moved + weights, rel=1e-3)
-    computed = brief["computed"]
-    for row, found in ((none, computed[0]), (fused, computed[-1])):
+    for row in (none, fused):
+        found = computed(row, brief["rows"])
         least = block_traffic(
             replace(flavor("1b3"), position="nope", canon_set=row["canon_set"]), 2
         )

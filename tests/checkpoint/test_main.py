@@ -2,10 +2,7 @@
 
 import json
 import os
-import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +14,11 @@ from canon_pretrain.checkpoint.__main__ import main
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.checkpoint.retention import hold
-from canon_pretrain.checkpoint.weights import read_weights, tensor_shapes
+from canon_pretrain.checkpoint.weights import read_weights, stored_tensors
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.core.lock import LinkLock
 from canon_pretrain.run.folder import RunFolder
 from tests.checkpoint_folders import flip_byte, make_step, set_manifest, write_manifest
-from tests.support import ROOT
 
 Command = Callable[..., tuple[str, str]]
 
@@ -87,11 +83,8 @@ def test_checkpoints_of_another_run_are_named_and_kept(run, command):
     for step in (10, 20):
         real_step(run, step)
     set_manifest(folder.step_path(20), run_id="theirs", launch=1)
-    found = json.loads(command("verify", run, "--json", code=1)[0])
-    assert [(r["state"], r["run_id"]) for r in found] == [
-        ("whole", None),
-        ("of another run, theirs", "theirs"),
-    ]
+    output, _ = command("verify", run, code=1)
+    assert "step-10  whole" in output and "step-20  of another run, theirs" in output
 
 
 def test_list_shows_all_there_is(run, command):
@@ -105,22 +98,17 @@ def test_list_shows_all_there_is(run, command):
     aside = folder.quarantine(make_step(folder.path, 50), reason)
     make_step(folder.path, 60, name=".saving-step-60")
     make_step(folder.path, 60, name=".replaced-step-60")
-    make_step(folder.path, 7, name="step-7.backup")
     archive = folder.archive_after(30, run, "test")
 
     output, _ = command("list", run)
-    lines = {line.partition("  ")[0]: line for line in output.splitlines()}
-    assert "  whole  weights, 2.00 kB, 1 file(s), 1 rank(s), saved " in lines["step-5"]
-    assert lines["step-5"].endswith("held") and not lines["step-20"].endswith("held")
-    assert "damaged: __0_0.distcp has 5 bytes, expected 2,000" in lines["step-30"]
-    parts = (aside, reason, folder.saving_path(60), ".replaced-step-60", archive, "step-7.backup")
+    parts = (aside, reason, folder.saving_path(60), ".replaced-step-60", archive)
     assert [part for part in parts if str(part) not in output] == []
     found = listed(command, run)
     assert [c["step"] for c in found["checkpoints"]] == [5, 10, 20, 30]
     assert found["checkpoints"][0]["held"] is True
     assert found["checkpoints"][3]["state"].startswith("damaged: ")
     assert found["quarantined"][0]["reason"] == reason
-    assert [len(found[name]) for name in ("unfinished", "archives", "strays")] == [2, 1, 1]
+    assert [len(found[name]) for name in ("unfinished", "archives")] == [2, 1]
 
 
 def test_a_run_is_found_by_its_folder_its_configuration_or_its_checkpoints(run, command):
@@ -138,33 +126,20 @@ def test_verify_reads_every_byte_and_moves_nothing(tmp_path, command):
     for step in (10, 20, 30):
         real_step(tmp_path, step)
     output, _ = command("verify", tmp_path)
-    assert output.count("  whole  full, ") == 3 and "GB/s" in output
+    assert output.count("  whole  full, ") == 3
     flip_byte(tmp_path / "checkpoint" / "step-20" / "__0_0.distcp")
     before = sorted(tmp_path.rglob("*"))
     output, _ = command("verify", tmp_path, code=1)
     assert sorted(tmp_path.rglob("*")) == before
     for text in ("step-10  whole", "step-30  whole", "step-20  damaged: __0_0.distcp has SHA-256 "):
         assert text in output
-    command("verify", tmp_path, "--step", 10)
-    (found,) = json.loads(command("verify", tmp_path, "--step", 20, "--json", code=1)[0])
-    assert found["step"] == 20 and found["state"].startswith("damaged: __0_0.distcp has SHA-256")
-
-
-class Plant:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, proof: Path) -> None:
-        self.proof = proof
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.proof),)
 
 
 def test_verify_runs_nothing_of_a_planted_pickle(tmp_path, command):
     """Its hashes are right: who can plant a file can write a manifest."""
     real_step(tmp_path, 10)
     path, proof = tmp_path / "checkpoint" / "step-10", tmp_path / "proof"
-    (path / ".metadata").write_bytes(pickle.dumps(Plant(proof)))
+    (path / ".metadata").write_bytes(f"cposix\nmkdir\n(V{proof}\ntR.".encode())
     write_manifest(path, 10, "full")
     output, _ = command("verify", tmp_path, code=1)
     assert "step-10  damaged: " in output and "mkdir" in output and not proof.exists()
@@ -175,8 +150,6 @@ def test_what_can_not_be_done_is_refused(run, tmp_path, command):
     for path in (tmp_path / "empty", tmp_path / "nowhere"):
         _, error = command("list", path, code=2)
         assert f"{path} holds no config.json, no checkpoint/ and no step-N" in error
-    _, error = command("verify", run, "--step", 15, code=2)
-    assert "no step 15" in error and "step-10, step-20, step-30, step-40" in error
     assert "--keep 0" in command("prune", run, "--keep", 0, code=2)[1]
     hold(run, 10, "test")  # torch can't read what make_step wrote: the weights can't be taken
     assert "step 10, not needed, stays" in command("prune", run, "--keep", 1, code=1)[1]
@@ -223,7 +196,7 @@ def test_prune_leaves_the_weights_of_a_held_step(tmp_path, command):
     assert "step-10 replaced by its weights" in output and "step-20 deleted" in output
     stripped = tmp_path / "checkpoint" / "step-10"
     assert Manifest.read(stripped).kind == "weights"
-    assert set(tensor_shapes(stripped)) == set(weights[10])
+    assert set(stored_tensors(stripped)) == set(weights[10])
     read = read_weights(stripped, weights[10])
     assert all(torch.equal(read[name], weights[10][name]) for name in read)
     assert "step-10  whole  weights" in command("verify", tmp_path)[0]
@@ -241,13 +214,3 @@ def test_prune_is_refused_beside_a_launch(run, command):
         lock.release()
     command("prune", run, "--keep", 1)
     assert CheckpointFolder(run / "checkpoint").steps() == [40]
-
-
-def test_list_answers_without_torch(run):
-    code = (
-        "import sys; from canon_pretrain.checkpoint.__main__ import main; main(sys.argv[1:]); "
-        "assert 'torch' not in sys.modules"
-    )
-    command = [sys.executable, "-c", code, "list", str(run)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr

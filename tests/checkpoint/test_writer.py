@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import traceback
 import warnings
 from collections.abc import Callable
@@ -21,9 +20,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from canon_pretrain.checkpoint import writer as writer_module
 from canon_pretrain.checkpoint.manifest import Manifest, files_of, verify
-from canon_pretrain.checkpoint.safe_load import check_safe
 from canon_pretrain.checkpoint.weights import load_alone
-from canon_pretrain.checkpoint.writer import VerifiedWriter, remove_unfinished, save_alone
+from canon_pretrain.checkpoint.writer import VerifiedWriter, save_alone
 from canon_pretrain.core.files import sha256_file
 
 pytestmark = pytest.mark.filterwarnings(
@@ -32,10 +30,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 STATE = {"w": torch.arange(12.0), "train_state": {"step": 3}}
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def check_whole(checkpoint: Path, *, step: int, world_size: int) -> Manifest:
@@ -51,51 +45,6 @@ def check_whole(checkpoint: Path, *, step: int, world_size: int) -> Manifest:
     assert manifest.torch == torch.__version__
     verify(checkpoint)
     return manifest
-
-
-def test_a_save_is_whole_and_leaves_nothing_else(tmp_path):
-    final = tmp_path / "run" / "checkpoint" / "step-3"
-    save_alone(STATE, final, step=3)
-    manifest = check_whole(final, step=3, world_size=1)
-    assert manifest.kind == "full" and manifest.total_bytes > 12 * 4
-    assert os.listdir(final.parent) == ["step-3"]
-    meta = check_safe(final).storage_meta
-    assert meta is not None and meta.checkpoint_id == str(final)
-    loaded = {"w": torch.zeros(12), "train_state": {"step": 0}}
-    load_alone(loaded, final)
-    assert torch.equal(loaded["w"], STATE["w"]) and loaded["train_state"] == {"step": 3}
-
-
-@pytest.mark.parametrize("kind", ["checkpoint", "dangling link"])
-def test_what_is_there_is_never_written_over(tmp_path, kind):
-    final = tmp_path / "step-3"
-    if kind == "checkpoint":
-        save_alone(STATE, final, step=3)
-    else:
-        final.symlink_to(tmp_path / "nowhere")
-    before = content(final) if final.is_dir() else None
-    for in_place in (False, True):
-        with pytest.raises(FileExistsError, match="exists, and a checkpoint is never written over"):
-            save_alone({"w": torch.zeros(3)}, final, step=3, in_place=in_place)
-    assert os.listdir(tmp_path) == ["step-3"]
-    assert before == (content(final) if final.is_dir() else None)
-
-
-@pytest.mark.parametrize("kind", ["folder", "link"])
-def test_what_an_earlier_try_left_is_cleared_first(tmp_path, kind):
-    temporary, elsewhere = tmp_path / ".saving-step-3", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    for name in (".metadata", "__7_0.distcp", "manifest.json", "__0_0.distcp"):
-        (elsewhere / name).write_text("left")
-    before = content(elsewhere)
-    if kind == "folder":
-        shutil.copytree(elsewhere, temporary)
-    else:
-        temporary.symlink_to(elsewhere)
-    save_alone(STATE, tmp_path / "step-3", step=3)
-    check_whole(tmp_path / "step-3", step=3, world_size=1)
-    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "step-3"]
-    assert content(elsewhere) == before
 
 
 def test_every_byte_is_synced_before_the_rename_and_the_name_after_it(tmp_path):
@@ -146,9 +95,6 @@ def test_ranks_that_wrote_to_another_disk_are_found_out(tmp_path):
     with pytest.raises(CheckpointException, match=r"__0_0\.distcp is missing.*same for all nodes"):
         dcp.save(STATE, storage_writer=writer, no_dist=True)
     assert not (tmp_path / "step-3").exists() and writer.manifest is None
-    remove_unfinished(tmp_path / "t")
-    remove_unfinished(tmp_path / "t")  # not there: nothing to do
-    assert os.listdir(tmp_path) == ["elsewhere"]
 
 
 def full_disk_for(name: str) -> Any:

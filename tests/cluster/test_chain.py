@@ -1,8 +1,6 @@
 """What comes after a launch: requeue, stop or fail, by what is in the run folder."""
 
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.chain import Asked, Decision, begin, end, main, restarts_file
+from canon_pretrain.chain import Asked, Decision, begin, end, restarts_file
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_json
 from canon_pretrain.core.holder import Holder
@@ -121,15 +119,6 @@ def test_links_that_died_with_their_scripts_count_too(run):
     assert begin(run, "8", restarts=2) is None, "who submits again is obeyed"
 
 
-def test_a_checkpoint_folder_of_another_name_is_found(run):
-    run.write_config({"checkpoint": {"folder": "saves"}}, {})
-    for step in (0, 5):
-        begin(run, "7", restarts=1)
-        launch(run, "running", 9)
-        (run.path / "saves" / f"step-{step}").mkdir(parents=True)
-        assert end(run, "7", "none", restarts=1).next == "requeue"
-
-
 def test_damaged_files_stop_nothing_but_end_needs_begin(run):
     with pytest.raises(UserError, match="no start of job 7"):
         end(run, "7", "none")
@@ -138,19 +127,6 @@ def test_damaged_files_stop_nothing_but_end_needs_begin(run):
     run.status_file.write_text("[]")
     assert begin(run, "7") is None
     assert end(run, "7", "none").next == "requeue"
-
-
-def test_the_command_prints_two_lines_and_needs_no_torch(run, capsys):
-    main(["begin", str(run.path), "--job", "7"])
-    assert capsys.readouterr().out == ""
-    launch(run, "stopped", 40, "the file STOP")
-    main(["end", str(run.path), "--job", "7", "--asked", "limit"])
-    said = "requeue\nstopped at step 40 of 100 before the time limit\n"
-    assert capsys.readouterr().out == said
-    with pytest.raises(SystemExit, match="2"):
-        main(["begin", str(run.path), "--job", "7", "--restarts", "0"])
-    code = "import canon_pretrain.chain, sys; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @contextmanager
@@ -196,3 +172,12 @@ def test_of_two_jobs_that_begin_at_once_the_one_with_the_lock_goes_on(run):
     assert json.loads(run.status_file.read_text()) == status, "it is the other one's"
     write_json(run.status_file, status | {"state": "stopped", "reason": "the file STOP"})
     assert end(run, "7", "limit").next == "requeue"
+
+
+def test_a_checkpoint_folder_of_another_name_is_found(run):
+    run.write_config({"checkpoint": {"folder": "saves"}}, {})
+    for step in (0, 5):
+        begin(run, "7", restarts=1)
+        launch(run, "running", 9)
+        (run.path / "saves" / f"step-{step}").mkdir(parents=True)
+        assert end(run, "7", "none", restarts=1).next == "requeue"

@@ -1,13 +1,12 @@
-"""What commands print: words that end nothing and act on no terminal; durations and progress."""
+"""What commands print: words that end nothing and act on no terminal; the encoding."""
 
-import io
 import os
 import subprocess
 import sys
 
 import pytest
 
-from canon_pretrain.core.terminal import Console, Progress, duration, printable, size
+from canon_pretrain.core.terminal import printable
 from tests.support import ROOT
 
 SCRIPT = r"""
@@ -84,20 +83,3 @@ def test_a_locale_that_is_not_utf8_is_refused(words, tmp_path):
     assert done.returncode == 2 and not os.path.exists(path)
     assert b"error: " in done.stderr and b"PYTHONUTF8=1" in done.stderr
     assert b"Traceback" not in done.stderr
-
-
-def test_durations_and_sizes():
-    texts = {99: "99 s", 100: "2 min", 6000: "1.7 h", 259_200: "3.0 d", 1e9: "11,574.1 d"}
-    assert {seconds: duration(seconds) for seconds in texts} == texts
-    assert [size(n) for n in (999, 1250, 15.36e9)] == ["999 B", "1.25 kB", "15.36 GB"]
-
-
-def test_progress_prints_few_lines_where_there_is_no_terminal():
-    now, file = [0.0], io.StringIO()
-    with Progress(Console(file=file), clock=lambda: now[0]) as progress:
-        for second in range(1, 121):
-            now[0] = second
-            progress.update(second / 120, "work", final=second == 120)
-    lines = file.getvalue().splitlines()
-    assert len(lines) == 11 + 2 + 1 and lines[-1] == "work"
-    assert lines[0] == "work, about 2 min left"

@@ -1,4 +1,4 @@
-"""The run lock, with real processes: refusals, takeovers, races, kill -9, SIGSTOP, a full disk."""
+"""Locks of launches, with real processes: takeovers, races, kill -9, SIGSTOP, a full disk."""
 
 import errno
 import json
@@ -154,22 +154,6 @@ def stale(path: Path, age_s: float = 0.0, **changes: Any) -> Holder:
     return holder
 
 
-def test_the_second_launch_is_refused_with_both_names(path, launch):
-    first, second = launch(SLURM_JOB_ID="41"), launch()
-    assert first.acquire(path)["held"]
-    answer = second.acquire(path)
-    assert not answer["held"]
-    for part in (f"pid {first.pid}", "Slurm job 41 (restart 0)", f"pid {second.pid}", "way out"):
-        assert part in answer["message"]
-    live = live_holder(path)
-    assert live is not None and live.pid == first.pid
-    assert first.ask("lost") == {"lost": False, "still_ours": True, "said": []}
-    first.ask("release")
-    assert os.listdir(path.parent) == []
-    assert live_holder(path) is None and read_holder(path) is None
-    assert second.acquire(path)["said"] == []
-
-
 def test_kill_9_on_this_machine_is_seen_at_once(path, launch):
     first, second = launch(), launch()
     assert first.acquire(path)["held"]
@@ -322,31 +306,6 @@ def test_a_damaged_lock_expires_like_any_other(path, content):
     wait_until(lock.still_ours)
     assert not lock.lost
     lock.release()
-
-
-def test_release_twice_or_in_a_child_harms_nobody(path):
-    first = LinkLock.acquire(path, **FAST)
-    first._pid += 1  # as a forked child sees it
-    first.release()
-    assert read_holder(path) is not None
-    first._pid -= 1
-    first.release()
-    assert os.listdir(path.parent) == []
-    second = LinkLock.acquire(path, **FAST)
-    first.release()
-    assert second.still_ours() and os.listdir(path.parent) == ["lock.json"]
-    second.release()
-
-
-def test_a_hook_is_called_until_the_lock_is_lost_and_costs_nothing_if_it_hangs(path):
-    calls: list[int] = []
-    lock = LinkLock.acquire(path, **QUIET, on_beat=lambda: (calls.append(1), time.sleep(1.0)))
-    wait_until(lambda: len(calls) == 1)
-    wait_for_beats(path, 4, seconds=0.5)  # it would be four seconds
-    stale(path)
-    wait_until(lambda: lock.lost and not any(thread.is_alive() for thread in lock._threads))
-    lock.release()
-    assert read_holder(path) is not None
 
 
 def test_a_full_disk_costs_neither_the_lock_nor_the_run(tmp_path, launch):

@@ -17,8 +17,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data import hf_tokenizer
 from canon_pretrain.data.hf_tokenizer import SplitEncoder
-from canon_pretrain.data.pieces import ModelFacts, PieceBounds, PieceEncoder
-from canon_pretrain.data.tokenizer import FILE_NAMES, Tokenizer, load_tokenizer
+from canon_pretrain.data.pieces import ModelFacts, PieceEncoder
+from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.settle import train_tokenizer
 
 LINES = (
@@ -105,18 +105,6 @@ def test_any_text_has_sentencepiece_s_ids(name, text):
     assert _tokenizer(name).encode(text).tolist() == ids
     if not MODELS[name][1].startswith(WHOLE):
         assert small_encoder(name).encode(text).tolist() == ids
-
-
-def test_a_model_that_fails_the_check_at_load_is_encoded_whole(monkeypatch):
-    def no_pairs(bounds: PieceBounds, pieces: list[str]) -> None:
-        bounds.pairs = frozenset()
-        bounds.before_spaces = bounds.around_newlines = bounds.around_letters = True
-
-    monkeypatch.setattr(PieceBounds, "__init__", no_pairs)
-    tokenizer = Tokenizer(model("across spaces"), "test")
-    assert tokenizer.method.startswith("sentencepiece, documents whole: this version")
-    text = "\n".join(LINES)
-    assert tokenizer.encode(text).tolist() == _reference("across spaces")(text)
 
 
 @pytest.mark.parametrize(
@@ -322,21 +310,3 @@ def test_a_model_that_finds_eos_in_a_text_or_drops_characters_is_refused(model, 
 def test_files_that_are_no_tokenizer_are_refused(file, message):
     with pytest.raises(UserError, match=message):
         Tokenizer(file, "x")
-
-
-def test_a_data_folder_s_tokenizer_is_found(tmp_path):
-    for place, message in ((tmp_path / "none.model", "No such file"), (tmp_path, "Is a directory")):
-        with pytest.raises(UserError, match=f"cannot be read: {message}"):
-            Tokenizer.load(place)
-    with pytest.raises(UserError, match="holds no tokenizer, expected one of"):
-        Tokenizer.find(tmp_path)
-    for name, model in zip(FILE_NAMES, (sentencepiece_model(), changed()), strict=True):
-        (tmp_path / name).write_bytes(model)
-        for found in (Tokenizer.find(tmp_path), load_tokenizer(tmp_path)):
-            assert (found.file_name, found.model) == (name, model)
-        assert load_tokenizer(tmp_path / name).file_name == name
-        (tmp_path / name).unlink()
-    for name in FILE_NAMES:
-        (tmp_path / name).touch()
-    with pytest.raises(UserError, match="holds tokenizer.model and tokenizer.json"):
-        Tokenizer.find(tmp_path)

@@ -15,6 +15,8 @@ import zstandard
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import sha256_file
 from canon_pretrain.core.lock import locked
+from canon_pretrain.core.terminal import Progress
+from data_prep import build as build_module
 from data_prep import settle, sources
 from data_prep.__main__ import main
 from data_prep.build import Shard, build
@@ -151,7 +153,7 @@ def test_the_command_twice_and_with_other_options(tmp_path, capsys):
         ({"shard": "4/3"}, "expected i/n"),
         ({"tokenizer": "/no/tokenizer.model"}, "No such file"),
         ({"tokenizer": "train:many"}, "expected train:N"),
-        ({"tokenizer": "train:10"}, "too small"),
+        ({"tokenizer": "train:10"}, "smaller than required_chars"),
     ],
 )
 def test_bad_arguments(tmp_path, changed, message):
@@ -189,6 +191,21 @@ def test_a_second_run_at_the_same_time_is_refused(tmp_path, reference, monkeypat
     assert snapshot(tmp_path) == snapshot(reference)
 
 
+def test_progress_within_a_unit(tmp_path, monkeypatch):
+    """A unit may be a file of 2 GB: what is shown grows before it is finished."""
+    shown: list[str] = []
+    monkeypatch.setattr(Progress, "update", lambda self, share, text: shown.append(text))
+    real = build_module._repeated
+    monkeypatch.setattr(build_module, "_repeated", lambda show: real(show, every_s=0.002))
+    write_corpus(tmp_path / "corpus", files=4, rows=200)
+    write_tokenizer(tmp_path / "tokenizer.model")
+    for workers in (1, 2):
+        shown.clear()
+        build_corpus(tmp_path / f"data{workers}", tmp_path / "corpus", workers=workers)
+        inside = {text.split(", ")[1] for text in shown if text.startswith("0/2 units")}
+        assert len(inside) > 2, shown
+
+
 def damage_mark(out: Path) -> None:
     path = out / "train/part-00001-0.json"
     path.write_text(path.read_text().replace('"text_bytes": ', '"text_bytes": 1'))
@@ -215,7 +232,7 @@ def test_the_way_out_of_damage_is_to_build_again(tmp_path, reference, damage):
 def test_groups_are_counted(tmp_path):
     sets = ["RedPajamaC4", "RedPajamaArXiv", "RedPajamaC4"]
     for number in (2, 10):
-        path = tmp_path / f"mirror/train/chunk1/example_train_{number}.jsonl.zst"
+        path = tmp_path / f"mirror/train/chunk{number}/example_train_0.jsonl.zst"
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = [
             {"text": f"file {number}, row {row}", "meta": {"redpajama_set_name": name}}
@@ -223,6 +240,8 @@ def test_groups_are_counted(tmp_path):
         ]
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         path.write_bytes(zstandard.compress(lines.encode()))
+    (tmp_path / "mirror/validation/chunk1").mkdir(parents=True)  # not in the stream
+    (tmp_path / "mirror/validation/chunk1/example_holdout_0.jsonl.zst").write_bytes(b"")
     out, model = tmp_path / "data", str(write_tokenizer(tmp_path / "tokenizer.model"))
     build(out, "slimpajama", model, Options(holdout=0.0), 1, files=[tmp_path / "mirror"])
     texts = [f"file {number}, row {row}" for number in (2, 10) for row in range(3)]
@@ -273,24 +292,6 @@ def test_settings_and_determinism(capfd):
     assert processor.encode("2024", out_type=str) == ["▁", "2", "0", "2", "4"]
     pieces = {processor.id_to_piece(i) for i in range(330)}
     assert "▁▁" in pieces and "▁the" in pieces
-    # a line that sentencepiece would skip for its length is learnt from
-    line = "".join(f"wordy {number} " for number in range(10_000))
-    assert len(line) > settle.MAX_LINE_BYTES
-    processor = sentencepiece.SentencePieceProcessor(model_proto=train_tokenizer([line], 290))
-    assert processor.encode("wordy", out_type=str) == ["▁wordy"]
-
-
-@pytest.mark.parametrize(
-    ("texts", "vocab_size", "message"),
-    [
-        (TEXTS, 260, "smaller than required_chars"),
-        (TEXTS, 10**6, "too high .* <= [0-9]+"),
-        ([], 300, "there is no text to train on"),
-    ],
-)
-def test_impossible_vocabularies(texts, vocab_size, message):
-    with pytest.raises(UserError, match=message):
-        train_tokenizer(texts, vocab_size)
 
 
 def test_a_tokenizer_learns_from_all_over_a_large_source(tmp_path, monkeypatch):

@@ -89,16 +89,6 @@ def test_a_limited_build_makes_what_finish_makes_and_no_more(base, tmp_path):
     assert snapshot(tmp_path / "data1") == snapshot(base / "data")
 
 
-def test_limits_that_nothing_fits_in_are_refused(base):
-    before = snapshot(base / "data")
-    with pytest.raises(UserError, match="below the first document"):
-        finish(base / "data", Limits(max_tokens=3))
-    for name in ("--max-documents", "--max-tokens"):
-        with pytest.raises(SystemExit, match="2"):
-            main(["finish", str(base / "data"), name, "0"])
-    assert snapshot(base / "data") == before
-
-
 def test_a_folder_without_byte_ends_goes_on(base, tmp_path, monkeypatch):
     """Built by an earlier program: read, continued and repaired in its own format, not cut."""
     out = tmp_path / "data"

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -60,26 +58,3 @@ def test_a_damaged_plan_is_refused(tmp_path):
         path.write_text(bad)
         with pytest.raises(UserError, match=f"damaged .*{word}"):
             plans.load_plan(tmp_path)
-
-
-def test_differences_name_each_field():
-    assert plans.differences(PLAN, PLAN) == []
-    changed = replace(INPUTS[0], size=3, sha256="f" * 64)
-    new = replace(
-        PLAN,
-        group_field="dump",
-        options=Options(holdout=0.2),
-        tokenizer=replace(PLAN.tokenizer, requested="train:400"),
-        inputs=(changed, *INPUTS[2:], Input("new.py", 1, "e" * 64)),
-    )
-    assert plans.differences(PLAN, new) == [
-        "group_field: None -> dump",
-        "holdout: 0.1 -> 0.2",
-        "tokenizer requested: train:300 -> train:400",
-        "input f0.py: 0 bytes, sha256 000000000000 -> 3 bytes, sha256 ffffffffffff",
-        "input f1.py: 10 bytes, sha256 000000000000 -> None",
-        "input new.py: None -> 1 bytes, sha256 eeeeeeeeeeee",
-    ]
-    assert "another order" in plans.differences(PLAN, replace(PLAN, inputs=INPUTS[::-1]))[0]
-    with pytest.raises(UserError, match="and 4 more"):
-        plans.refuse_changes(Path("x"), PLAN, replace(PLAN, inputs=()))

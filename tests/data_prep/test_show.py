@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.data.loader import BatchLoader
 from canon_pretrain.data.shards import TokenShards
@@ -67,16 +66,3 @@ def test_windows_are_those_of_a_run(data, order):
             inside = np.searchsorted(ends, [first, last], side="right")
             assert pieces == list(range(inside[0], inside[1] + 1))
             assert shown.count("-- EOS (2)") == expected.tolist().count(2)
-
-
-def test_bad_arguments(data, tmp_path):
-    plant_data(tmp_path / "empty", [[]])
-    for show, message in (
-        (lambda: show_document(data, 14), "--document 14: .* has 14 documents"),
-        (lambda: show_window(data, 0, -1), "--seed is -1"),
-        (lambda: show_window(data, 0, 0), "use more data or a shorter seq_len"),
-        (lambda: show_document(tmp_path / "empty", 0), "has 0 documents"),
-        (lambda: show_document(tmp_path, 0), "plan.json"),
-    ):
-        with pytest.raises(UserError, match=message):
-            show()

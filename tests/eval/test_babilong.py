@@ -15,7 +15,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from canon_pretrain.core.errors import UserError
 from eval.harness import harness
-from eval.staged import BABILONG_LENGTHS, BABILONG_TASKS, write_staged
+from eval.staged import BABILONG_TASKS, write_staged
 from eval.suite_names import harness_tasks
 from eval.tasks.babilong.task import LABELS, OWN_PROMPTS, is_right, load, read_prompts
 from tests import data_folders
@@ -108,10 +108,6 @@ instruction = " Say it. "
 context = "C1"
 question = "Q1"
 answer = "A1"
-[[qa1.examples]]
-context = "C2"
-question = "Q2"
-answer = "A2"
 """
 
 
@@ -119,12 +115,9 @@ def test_prompts_can_be_replaced(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(OWN)
     prompts = read_prompts("qa1", path)
-    examples = [("C1", "Q1", "A1"), ("C2", "Q2", "A2")]
-    assert prompts.of("C", "Q ") == laid_out("Say it.", examples)
-    path.write_text(OWN.replace("C2", "C3"))
+    assert prompts.of("C", "Q ") == laid_out("Say it.", [("C1", "Q1", "A1")])
+    path.write_text(OWN.replace("C1", "C3"))
     assert read_prompts("qa1", path).sha256 != prompts.sha256
-    path.write_text(OWN.replace('" Say it. "', '"Say it."\nanswer_format = "So."'))
-    assert read_prompts("qa1", path).before.startswith("Say it. So.\n\n<context>\nC1\n")
 
 
 NAME = "DEFAULT_PROMPTS_ZEYUAN"
@@ -152,34 +145,26 @@ def test_the_wording_of_the_papers_release(tmp_path):
     assert read_prompts("qa2", path).of("C {x}", "Q ") == "Do it.|E|Say so.|C {x}|Q |A:"
 
 
-REFUSED: list[tuple[str, str | bytes, str]] = [
+REFUSED: list[tuple[str, str, str]] = [
     ("mine.toml", "[qa1", "Expected '\\]'"),
     ("mine.toml", "[qa2]", "qa2.instruction: Field required"),
-    ("mine.toml", OWN.replace("[qa1]", "[qa11]").replace("[qa1.", "[qa11."), "qa11"),
-    ("mine.toml", OWN.replace("instruction", "instructions"), "qa1.instruction"),
-    ("mine.toml", OWN.replace('" Say it. "', '" "'), "qa1.instruction: .*' '"),
-    ("mine.toml", OWN.replace('"A2"', '"A2"\nmore = 1'), r"examples\.1\.more"),
-    ("mine.toml", OWN.replace('"A2"', '"A2."'), r"examples\.1\.answer: .*'A2\.'"),
+    ("mine.toml", OWN.replace('"A1"', '"A1"\nmore = 1'), r"examples\.0\.more"),
+    ("mine.toml", OWN.replace('"A1"', '"A1."'), r"examples\.0\.answer: .*'A1\.'"),
     ("mine.toml", OWN.replace("qa1", "qa2"), "has no 'qa1'"),
     # what is not literal data
-    ("prompts.py", "def", ""),
-    ("prompts.py", "x = 1", "has no"),
     ("prompts.py", f"{NAME} = {{'qa1': {{'instruction': open('/etc/passwd').read()}}}}", ""),
     ("prompts.py", f"{NAME} = {{'qa1': {{'instruction': ' ', 'examples': 'b'}}}}", ""),
     ("prompts.py", f"{NAME} = " + "[" * 5000, ""),
     ("prompts.py", RELEASE + "DEFAULT_TEMPLATE_ZEYUAN = '{context} {question} {context.x}'", ""),
-    ("prompts.py", b"\xff", ""),
 ]
 
 
 @pytest.mark.parametrize(("name", "content", "message"), REFUSED)
 def test_prompts_are_checked(tmp_path, name, content, message):
     path = tmp_path / name
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_text(content)
     with pytest.raises(UserError, match=f"babilong_prompts .*{name}.*{message}"):
         read_prompts("qa1", path)
-    with pytest.raises(UserError, match="babilong_prompts .*none.toml: cannot be read: No such"):
-        read_prompts("qa1", tmp_path / "none.toml")
 
 
 # ---- the tasks
@@ -215,13 +200,7 @@ def scores(tasks: dict[str, Task], answer: Callable[[dict[str, str]], str]) -> d
     return {name: found["results"][name]["acc,none"] for name in tasks}
 
 
-def another(row: dict[str, str]) -> str:
-    labels = PLACES if row["target"] in PLACES else GIVING
-    return next(x for x in labels if x != row["target"] and x not in row["question"])
-
-
 def test_the_suite_complete(staged):
-    assert [f"babilong_{qa}_{at}" for qa in BABILONG_TASKS for at in BABILONG_LENGTHS] == NAMES
     tasks = load_tasks(staged=str(staged))
     assert list(tasks) == NAMES
     for name, task in tasks.items():
@@ -231,40 +210,30 @@ def test_the_suite_complete(staged):
         assert task.config.metadata["chance"] == pytest.approx(chance, abs=1e-4)
         for row, document in zip(rows_of(name), list(task.eval_docs), strict=True):
             prompt = read_prompts(qa).of(row["input"], row["question"])
-            assert task.doc_to_text(document) == document["prompt"] == prompt
+            assert task.doc_to_text(document) == prompt
             assert prompt.endswith(f"\n\nQuestion: {row['question']}\nAnswer:")
             assert task.doc_to_target(document) == row["target"]
-    for right in (
-        lambda row: f" The answer is: {row['target'].upper()}",
-        lambda row: f"{row['question']} {row['target']}",  # the question's own places are dropped
-    ):
-        assert set(scores(tasks, right).values()) == {1.0}
-    for wrong in (another, lambda row: f"{row['target']} or {another(row)}"):
-        assert set(scores(tasks, wrong).values()) == {0.0}
+    # the question's own places are dropped
+    right = scores(tasks, lambda row: f"{row['question']} {row['target'].upper()}")
+    assert set(right.values()) == {1.0}
+    wrong = scores(tasks, lambda row: " ".join([*PLACES, *GIVING]))
+    assert set(wrong.values()) == {0.0}
 
 
 def test_what_would_be_cut_is_refused(staged, tmp_path):
     tokenizer = data_folders.tokenizer()
     (tmp_path / tokenizer.file_name).write_bytes(tokenizer.model)
     asked = {"qa": "qa2", "context": "1k", "staged": str(staged)}
-    documents = load(**asked)["test"]
+    documents = load(**asked, max_length=10**6)["test"]  # surely short: needs no tokenizer
     longest = max(len(tokenizer.encode(prompt)) for prompt in documents["prompt"])
     known = {**asked, "tokenizer": str(tmp_path)}
     assert len(load(**known, max_length=longest + 20)["test"]) == len(documents)
     with pytest.raises(UserError, match=f"up to {longest} tokens .* at least {longest + 20} "):
         load(**known, max_length=longest + 19)
-    with pytest.raises(UserError, match="needs the evaluated model's tokenizer"):
-        load(**asked, max_length=longest)
-    # what is surely short needs no tokenizer
-    assert len(load(**asked, max_length=10**6)["test"]) == len(documents)
 
 
 def test_rows_of_something_else_are_refused(tmp_path):
     row = {"input": "Mary went to the cellar.", "question": "Where is Mary? ", "target": "cellar"}
     write_staged(tmp_path, "babilong_qa1_0k", [row], revision="f" * 40)
-    for length, message in (
-        ("0k", "qa1_0k, row 0: the target 'cellar' is none"),
-        ("1k", "eval sta"),
-    ):
-        with pytest.raises(UserError, match=message):
-            load(qa="qa1", context=length, staged=str(tmp_path))
+    with pytest.raises(UserError, match="qa1_0k, row 0: the target 'cellar' is none"):
+        load(qa="qa1", context="0k", staged=str(tmp_path))

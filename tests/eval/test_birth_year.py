@@ -140,15 +140,12 @@ def test_the_suite_is_complete(probes):
     tasks = load_tasks(["birth-year"], **probes, max_length=8192)
     assert list(tasks) == [name for probe in NAMES for name in (probe, f"{probe}_rank")]
     for name, task in tasks.items():
-        about = task.config.metadata
-        assert task.VERSION == about["version"] == VERSION
-        assert task.config.dataset_kwargs == {"probe_set": name.removesuffix("_rank")}
-        if name.endswith("_rank"):
-            assert (about["primary"], about["part"]) == ("rank", "rank")
-            assert about["part_of"] == name.removesuffix("_rank")
+        about, whole = task.config.metadata, name.removesuffix("_rank")
+        assert task.VERSION == VERSION and task.config.dataset_kwargs == {"probe_set": whole}
+        assert about["primary"] == ("exact" if name == whole else "rank")
+        assert about.get("part_of", name) == whole
+        if name != whole:
             assert about["chance"] == pytest.approx(chance_of(name), abs=1e-4)
-        else:
-            assert about["primary"] == "exact" and "part_of" not in about
 
 
 def test_who_can_answer(probes):
@@ -181,7 +178,5 @@ def test_a_tokenizer_with_whole_years_gets_no_trailing_space():
             return re.findall(r" ?\w+| ", text)
 
     assert not ends_with_space(WholeYears())
-    probe = make_probe(KINDS[0], 0, 0, JUNK, ends_with_space(WholeYears()))
-    assert probe["prompt"].endswith(" was born in the year of")
     for text, right in {" 1987, and": 1, "19871": 1, "198": 0, "the 1987": 0}.items():
         assert exact({"answer": "1987"}, [text]) == {"exact": right}

@@ -46,24 +46,21 @@ NAMES = (
 
 @dataclass
 class Pair:
-    """One model, as each side has it; theirs are asked in batches of these sizes."""
+    """One model, as each side has it."""
 
     ours: CanonLM
     exported: CanonLM
     theirs: HFLM
-    batch_sizes: tuple[int, ...] = (5,)
 
     def ask(self, kind: str, asked: list[tuple[Any, ...]]) -> tuple[list[Any], list[Any]]:
-        """Our answers over the checkpoint, and theirs; by way of all that must change none."""
+        """Our answers over the checkpoint, equal to those over the export, and theirs."""
         requests = [Instance(kind, {}, given, index) for index, given in enumerate(asked)]
-        answers = [getattr(lm, kind)(requests) for lm in (self.ours, self.exported)]
-        assert not differences(answers[1], answers[0])
-        found = []
-        for size in self.batch_sizes:
-            self.theirs.batch_size_per_gpu = size
-            found.append(getattr(self.theirs, kind)(requests, disable_tqdm=True))
-            assert not differences(found[-1], found[0])
-        return answers[0], found[0]
+        ours, exported, theirs = (
+            getattr(lm, kind)(requests, disable_tqdm=True)
+            for lm in (self.ours, self.exported, self.theirs)
+        )
+        assert not differences(exported, ours)
+        return ours, theirs
 
 
 def differences(found: list[Any], expected: list[Any]) -> list[tuple[int, Any, Any]]:
@@ -104,9 +101,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pair]]
 def make_pair(name: str, folder: Path, data: Path) -> Pair:
     checkpoint = plant_run(folder / "run", opinionated(name), data=data)
     export(checkpoint, folder / "out")
-    sizes = (1, 5) if name == NAMES[0] else (5,)
     theirs = their_model(folder / "out", add_bos=False)
-    return Pair(*our_models(checkpoint, folder / "out", data), theirs, sizes)
+    return Pair(*our_models(checkpoint, folder / "out", data), theirs)
 
 
 def our_models(checkpoint: Path, out: Path, data: Path, **options: Any) -> Iterator[CanonLM]:
@@ -120,6 +116,7 @@ def our_models(checkpoint: Path, out: Path, data: Path, **options: Any) -> Itera
 def their_model(folder: Path, *, add_bos: bool) -> HFLM:
     """What `lm_eval --model hf --model_args pretrained=FOLDER,...` makes."""
     given = {"device": "cpu", "dtype": "float32", "max_length": MAX_LENGTH, "prefix_token_id": 2}
+    given["batch_size"] = 5
     return HFLM(pretrained=str(folder), trust_remote_code=True, add_bos_token=add_bos, **given)
 
 
@@ -144,8 +141,6 @@ def test_loglikelihoods(pairs):
         requests = [Instance("generate_until", {}, given, 0) for given in contexts]
         likeliest = pair.ours.generate_until(requests)
         asked = scored() + [(c, text) for (c, _), text in zip(contexts, likeliest, strict=True)]
-        lengths = [[len(pair.ours.tok_encode(part)) for part in given] for given in asked]
-        assert max(sum(both) for both in lengths) > 3 * MAX_LENGTH
         found, expected = pair.ask("loglikelihood", asked)
         assert not differences(found, expected), name
         assert {is_greedy for _, is_greedy in found} == {True, False}
@@ -181,25 +176,6 @@ def test_generations(pairs):
         assert [answer.removeprefix(" ") for answer in found] == expected, name
         lengths |= {len(pair.ours.tok_encode(text)) for text in found}
     assert {0, 1} < lengths
-
-
-def test_where_theirs_is_not_right(pairs):
-    """An answer's first space is no part of it for them; a prompt of no tokens is beyond them."""
-    pair = pairs["rope"]
-
-    def written(lm: CanonLM | HFLM, prompt: str, *until: str) -> str:
-        given = (prompt, {"until": [*until], "max_gen_toks": 5})
-        return lm.generate_until([Instance("generate_until", {}, given, 0)])[0]
-
-    answers = {prompt: written(pair.ours, prompt) for prompt in (sentence(k, 5) for k in range(9))}
-    prompt, answer = next((p, a) for p, a in answers.items() if a[0] == " ")
-    assert written(pair.theirs, prompt) == answer[1:]
-    stop = answer[:2]
-    assert written(pair.ours, prompt, stop) == ""
-    assert written(pair.theirs, prompt, stop) == answer[1:].split(stop)[0] != ""
-    with pytest.raises((IndexError, RuntimeError)):  # which, is the exported class's
-        written(pair.theirs, "")
-    assert written(pair.ours, "")
 
 
 @pytest.mark.parametrize("name", [NAMES[0], NAMES[5]])
@@ -260,8 +236,7 @@ def run(environment: dict[str, str], folder: Path, words: list[Any]) -> None:
     command = [sys.executable, "-m", *map(str, words)]
     told = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 300}
     done = subprocess.run(command, cwd=folder, env=environment, **told)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "y/N" not in done.stdout + done.stderr
+    assert done.returncode == 0 and "y/N" not in done.stdout + done.stderr, done
 
 
 def same_sample(task: str, row: dict[str, Any], other: dict[str, Any]) -> None:

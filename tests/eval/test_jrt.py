@@ -13,7 +13,7 @@ from lm_eval.tasks import TaskManager
 
 from canon_pretrain.core.errors import UserError
 from eval.staged import write_staged
-from eval.tasks.jrt.documents import LOG, load
+from eval.tasks.jrt.documents import load
 from tests.data_folders import tokenizer
 from tests.eval_fixtures import rows_of, stage_fixtures
 from tests.scripted_lm import ScriptedLM
@@ -81,32 +81,22 @@ def counts_of(found: Any) -> list[int]:
     return [counts[name] for name in ("rows", "dropped", "kept", "cut", "answer", "nothing")]
 
 
-def test_counts_and_what_is_dropped(tmp_path, trained, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("lm_eval"), "propagate", True)
-    caplog.set_level(logging.INFO, LOG.name)
+def test_counts_and_what_is_dropped(tmp_path, trained):
     rows = [
         PAGE,
         PAGE | {"value": "7"},
         PAGE | {"key": "x"},
-        PAGE | {"value": ""},
         PAGE | {"value": None},
         PAGE | {"value": "nowhere", "key": "neither"},
         PAGE | {"value": "nowhere"},  # its key is there
     ]
     made = loader(tmp_path, trained, "jrt_fda", rows)
     found = made()
-    assert found["row"] == [0, 5, 6]
-    assert found["centre"] == ["answer", "nothing", "answer"]
-    assert counts_of(found) == [7, 4, 3, 0, 2, 1]
-    (line,) = caplog.messages
-    assert line.startswith("jrt_fda: rows 7, dropped 4, kept 3, cut 0, answer 2, ")
+    assert found["row"] == [0, 4, 5] and found["centre"] == ["answer", "nothing", "answer"]
+    assert counts_of(found) == [6, 3, 3, 0, 2, 1]
     # around the value alone, and to fewer tokens
     found = made(jrt_fda_answers="value", jrt_tokens="4", jrt_swde_context="of others")
-    assert found["row"] == [0, 2, 5, 6]
-    assert counts_of(found) == [7, 3, 4, 4, 2, 2]
-    made = loader(tmp_path, trained, "jrt_fda", [row | {"empty": ""} for row in rows])
-    with pytest.raises(UserError, match="none of 7 rows has an answer .* in empty"):
-        made(jrt_fda_answers=["empty"])
+    assert found["row"] == [0, 2, 4, 5] and counts_of(found) == [6, 2, 4, 4, 2, 2]
 
 
 def test_lists_of_answers(tmp_path, trained):
@@ -120,14 +110,12 @@ def test_lists_of_answers(tmp_path, trained):
         row | {"answers": ["xx", "aa"], "alt_answers": ["yy"], "tok_pos": 0},
         row | {"answers": ["xx", "aa"], "alt_answers": [], "tok_pos": None},
         row | {"answers": [], "alt_answers": ["aa"], "tok_pos": 0},
-        row | {"answers": ["b", "Bb"], "alt_answers": ["aa"], "tok_pos": 0},
     ]
     found = loader(tmp_path, trained, "jrt_nq", rows)(jrt_tokens=8)
     assert found["centre"] == ["answer", "alt_answers", "tok_pos", "nothing"]
     prompts = found["prompt"]
     assert "Bb" in prompts[0] and "cc" in prompts[1] and prompts[2].startswith("aa a")
     assert prompts[3] == "z cc. Which?"
-    assert found["labels"][1] == ["xx", "aa"]
 
 
 @pytest.mark.parametrize("key", ["jrt_drop", "jrt_triviaqa"])
@@ -136,13 +124,10 @@ def test_drop_and_triviaqa_keep_the_first_tokens(tmp_path, trained, key):
     context = " ".join(f"word{i}" for i in range(900)) + " Oslo"
     lists: list[list[str]] = [["Oslo"], ["7"], [], ["nowhere to be seen", "word1"]]
     row = {"question": "Which?", "orig_question": "Which?", "context": context}
-    more = {"alt_answers": ["Oslo"], "tok_pos": 2000}
-    rows = [{**row, "answers": answers, **more} for answers in lists]
-    made = loader(tmp_path, trained, key, rows)
+    made = loader(tmp_path, trained, key, [{**row, "answers": answers} for answers in lists])
     found = made()
     kept = tokenizer().decode(tokenizer().encode(context)[:950]).strip()
-    assert found["prompt"] == [f"{kept}. Which?"] * 4 and "Oslo" not in kept
-    assert found["labels"] == lists
+    assert found["prompt"] == [f"{kept}. Which?"] * 4 and found["labels"] == lists
     counts = json.loads(found.info.description)
     assert (counts["dropped"], counts["kept"], counts["beginning"]) == (0, 4, 4)
     # around the answers, as an option
@@ -150,40 +135,30 @@ def test_drop_and_triviaqa_keep_the_first_tokens(tmp_path, trained, key):
     assert found["row"] == [0, 3] and "Oslo. Which?" in found["prompt"][0]
 
 
-def test_prompts_that_do_not_fit_are_counted(tmp_path, trained):
+def test_prompts_that_do_not_fit_are_counted(tmp_path, trained, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("lm_eval"), "propagate", True)
     made = loader(tmp_path, trained, "jrt_fda", [PAGE, PAGE | {"text": PAGE["text"] * 2}])
     first, second = (len(tokenizer().encode(item["prompt"])) + 48 for item in made())
     assert first < second
     for max_length, count in ((second, 0), (second - 1, 1), (first - 1, 2)):
         counts = json.loads(made(max_length=max_length).info.description)
         assert counts["too_long"] == count
+    assert caplog.messages[1] == "jrt_fda: 2 prompts will lose their beginning"
 
 
 def test_unknown_options_and_missing_fields(tmp_path, trained):
     row = {key: ASKED[key] for key in ("context", "question", "answers")}
     made = loader(tmp_path, trained, "jrt_nq", [row])
-    assert len(made()) == 1
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"twice": True}, "no field 'orig_question', only context, question, answ"),
         ({"jrt_nq_context": "text"}, "no field 'text', .* jrt_nq_context and jrt_nq_answers"),
-        ({"jrt_nq_answers": ["answers", "value"]}, "no field 'value'"),
         ({"jrt_nq_contxt": "text"}, '"jrt_nq_contxt" .* Did you mean'),
-        *(({"jrt_tokens": n}, "jrt_tokens .*: expected a num") for n in ("many", 1, -4, 3.5, None)),
+        ({"jrt_tokens": 1}, "jrt_tokens .*: expected a num"),
         ({"dataset": "jrt_fda"}, "eval stage --suite jrt --only jrt_fda"),
-        ({"tokenizer": None}, "needs the evaluated model's tokenizer"),
     ]
     for options, message in wrong:
         with pytest.raises(UserError, match=message):
             made(**options)
-
-
-def test_another_field_to_cut_leaves_the_prompts_context_whole(tmp_path, trained):
-    # what the public launch scripts do: they cut `text`, the prompts are made of `context`
-    long = "lamp " * 3000
-    made = loader(tmp_path, trained, "jrt_nq", [ASKED | {"context": long, "text": "Lamps"}])
-    assert made(jrt_nq_context="text")["prompt"] == [f"{long.strip()}. Who shone?"]
-    (item,) = made()
-    assert 470 < len(tokenizer().encode(item["prompt"])) < 490  # no hit: the last 475
 
 
 def test_rows_of_one_document_share_a_source(tmp_path, trained):
@@ -199,23 +174,16 @@ def test_rows_of_one_document_share_a_source(tmp_path, trained):
         assert [a == b for a in found for b in found] == [a == b for a in groups for b in groups]
 
 
-@pytest.fixture(scope="module")
-def fixtures(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(stage_fixtures(tmp_path_factory.mktemp("staged"), KEYS))
-
-
 @pytest.mark.parametrize(
     ("tell", "expected"),
     [
         (lambda gold: f" I think {gold.swapcase()}!\nWho knows?", 1.0),
         (lambda gold: f"\n{gold}", 0.0),
-        (lambda gold: f"not {gold[:-1]}", 0.0),
     ],
-    ids=["in a line", "after a line", "less"],
 )
-def test_the_suite_complete(fixtures, trained, tell, expected):
+def test_the_suite_complete(tmp_path, trained, tell, expected):
     """Through its task files: what is asked, and the scores of a model that knows the answer."""
-    metadata = {"staged": fixtures, "tokenizer": trained}
+    metadata = {"staged": str(stage_fixtures(tmp_path, KEYS)), "tokenizer": trained}
     tasks = {"include_path": str(ROOT / "eval" / "tasks"), "include_defaults": False}
     model = ScriptedLM(lambda request: tell(request.doc["labels"][0]))
     manager = TaskManager(**tasks, metadata=metadata)
@@ -227,17 +195,14 @@ def test_the_suite_complete(fixtures, trained, tell, expected):
         first = key in ("jrt_triviaqa", "jrt_drop")  # nothing is searched, nothing dropped
         assert found["results"][task]["contains,none"] == expected
         assert found["versions"][task] == (2.0 if first else 1.0)
-        assert found["higher_is_better"][task] == {"contains": True}
         rows = {row for name, row in asked if name == task}
         golds = [row.get("value") or row["answers"][0] for row in rows_of(key)]
         assert rows == {n for n, gold in enumerate(golds) if first or len(gold) > 1} != set()
-        lengths = []
         for row in rows:
             prompt, options = asked[task, row]
             assert options == {"until": ["\n"], "max_gen_toks": 48, "do_sample": False}
-            lengths.append(len(tokenizer().encode(prompt)))
-            if is_twice:
-                assert prompt.endswith(f"\n{asked[key, row][0]}")
+            assert not is_twice or prompt.endswith(f"\n{asked[key, row][0]}")
         # about 1k and 2k tokens; SQuAD's first copy is longer, as it is not cut
+        longest = max(len(tokenizer().encode(asked[task, row][0])) for row in rows)
         most = 10_000 if task == "jrt_squad_twice" else 2000 if is_twice else 1000
-        assert 0.93 * min(most, 2000) < max(lengths) < most
+        assert 0.93 * min(most, 2000) < longest < most

@@ -6,17 +6,8 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eval.tasks.jrt.documents import Cut, cut, score, window
-
-
-class Bytes:
-    """A token a byte, as where a vocabulary has no piece: a character may be cut in two."""
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(ids).decode(errors="replace")
+from eval.tasks.jrt.documents import cut, score
+from tests.scripted_lm import Bytes
 
 
 class Words:
@@ -139,15 +130,3 @@ def test_contains(prediction, labels):
     line = prediction.split("\n")[0]
     expected = any(label and occurrence(line, label) >= 0 for label in labels)
     assert score({"labels": labels}, [prediction]) == {"contains": expected}
-
-
-def test_the_numbers_of_the_spec():
-    assert window(5000, 2000, 950) == (1525, 2475)
-    assert window(5000, 100, 950) == (0, 950)
-    assert window(5000, 5000, 950) == (4525, 5000)  # no hit: the last 475
-    assert window(600, 600, 950) == (125, 600)
-    assert window(600, 300, 950) == (0, 600)
-    text = "b" * 2000 + "A" + "b" * 3000
-    found = cut(text, ["a"], Bytes())
-    assert found == Cut("b" * 475 + "A" + "b" * 474, "answer", whole=False)
-    assert cut(text, ["c"], Bytes()) == Cut("b" * 475, "nothing", whole=False)

@@ -6,13 +6,11 @@ import re
 import signal
 import subprocess
 import sys
-from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from eval.model import ranks
 from eval.model.ranks import Ranks
 from tests.support import ROOT
 
@@ -38,9 +36,8 @@ def results(found: Ended) -> list[Any]:
 
 
 def test_answers_are_bitwise_those_of_one_rank(ended):
-    for scenario, world_size in (("validation", 2), ("answers", 3)):
-        (alone,) = results(ended[f"{scenario} 1"])
-        assert results(ended[f"{scenario} {world_size}"]) == [alone] * world_size
+    (alone,) = results(ended["answers 1"])
+    assert results(ended["answers 3"]) == [alone] * 3
     assert len(alone["scores"]) == 90 and len(set(map(tuple, alone["scores"]))) > 60
     assert len(set(alone["written"])) > 5 and alone["told"] > 0
     assert alone["rank"] == [0, 1]
@@ -95,16 +92,8 @@ def test_without_torchrun_there_is_one_rank(monkeypatch):
     for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with Ranks.from_environment() as alone:
-        told: list[int] = []
         assert (alone.rank, alone.world_size) == (0, 1)
-        assert alone.map(lambda item: -item, [3, 4], [5, 6], told.append) == [-3, -4]
-        assert told == [5, 6]
-        assert alone.broadcast("x") == "x" and alone.in_turn(lambda: 5) == 5
+        assert alone.map(lambda item: -item, [3, 4], [5, 6]) == [-3, -4]
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="of 2 .*could not connect.*RANK .*with torchrun"):
-        Ranks.from_environment()
-    monkeypatch.setattr(ranks, "START_TIMEOUT", timedelta(seconds=1))
-    for name, value in {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="rank 1 of 2 .*could not connect.*127.0.0.1"):
         Ranks.from_environment()

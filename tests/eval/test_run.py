@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -22,21 +21,17 @@ from canon_pretrain.core.files import write_json
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
-from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Results, read_results, read_samples
-from data_prep.settle import train_tokenizer
 from eval.__main__ import main
 from eval.harness import open_tasks
-from eval.model.lm import CanonLM
 from eval.model.subject import load_model
 from eval.run_command import add_how
 from eval.schedule import Request, Schedule, to_words
 from eval.suite_names import harness_names
-from eval.tasks.zen_of_python.utils import poem
 from tests.checkpoint_folders import small_disk
 from tests.eval_fixtures import stage_fixtures
 from tests.eval_text_runs import WORDS, write_texts
@@ -147,16 +142,13 @@ def test_birth_year_from_checkpoint_to_results(run, ask):
     for name, scores in results.scores.items():
         samples = records[name]
         assert set(scores) == {"exact", "rank"} and results.num_samples[name] == 3
-        assert [sample["doc_id"] for sample in samples] == [0, 1, 2]
         for metric, score in scores.items():
             assert score.value == pytest.approx(np.mean([sample[metric] for sample in samples]))
         assert asked[name]["primary"] == ["exact"] and asked[name]["version"] == 2
         assert asked[f"{name}_rank"]["part_of"] == name
         assert set(samples[0]) >= {"exact", "rank", "answers", "answers_rank", "doc_hash"}
-    assert results.asked["dtype"] == "float32" and results.asked["limit"] == 3
     # another step answers the same probes; the same question is not asked again
-    printed = ask("birth-year", *SHORT, "--limit", 3, step=2)
-    assert "freezing" not in printed
+    assert "freezing" not in ask("birth-year", *SHORT, "--limit", 3, step=2)
     assert "as found in" in ask("birth-year", *SHORT, "--limit", 3)
 
 
@@ -181,22 +173,6 @@ def test_a_junk_file_is_another_question(copy, ask, tmp_path):
     assert sorted("Here is a marked line" in text for text in frozen) == [False, True]
     assert len(paths_of(copy, "birth-year")) == 2
     assert "1-hop-256" in ask("1-hop-256", *words, "--junk", junk, of=copy)
-
-
-def test_the_zen_of_python_is_rolling_perplexity(run, ask):
-    assert "byte_perplexity" in ask("zen_of_python")
-    scores = result_of(run, "zen_of_python").scores["zen_of_python"]
-    assert set(scores) == {"word_perplexity", "byte_perplexity", "bits_per_byte"}
-    text = poem()
-    assert text.startswith("The Zen of Python, by Tim Peters\n") and text.endswith("of those!")
-    tokenizer = Tokenizer.load(run.parent / "data" / "tokenizer.model")
-    model = load_model(run / "checkpoint" / "step-3", torch.device("cpu"))
-    lm = CanonLM(model, tokenizer, max_length=MAX_LENGTH)
-    row = [tokenizer.eos_id, *tokenizer.encode(text)]
-    assert 300 < len(row) <= MAX_LENGTH + 1  # one window
-    ((total,),) = lm.score_parts([row], [[len(row) - 1]])
-    bits = -total / np.log(2) / len(text.encode())
-    assert scores["bits_per_byte"].value == pytest.approx(bits, rel=1e-6)
 
 
 TASK = """
@@ -267,19 +243,8 @@ def test_cut_contexts_are_counted(copy, ask, task_file, kind):
     for _ in range(2):  # the second time as found
         printed = ask(str(task_file), "--max_length", 50, of=copy)
         assert result_of(copy, "colours").truncated == {"colours": 1}
-        (line,) = [line for line in printed.splitlines() if "lost their beginning" in line]
-        assert "max_length 50" in line and "colours 1 of 3" in line
+        assert "colours 1 of 3" in printed and "lost their beginning" in printed
     assert "lost their beginning" not in ask(str(task_file), *SHORT, of=copy)
-
-
-def test_a_continuation_without_tokens_names_its_item(ask, task_file):
-    """Issue 17, item 3: the task and the document, and no traceback."""
-    choices = "{{['red', 'green', ''] if 'Blood' in question else ['red', 'green', 'blue']}}"
-    task_file.write_text(
-        TASK.replace("[red, green, blue]", f'"{choices}"') + 'target_delimiter: ""\n'
-    )
-    error = ask(str(task_file), "--out", task_file.parent / "out", code=2)
-    assert "colours, document 1: " in error and "0 tokens" in error
 
 
 @pytest.mark.parametrize("source", ["", ", source: page"])
@@ -297,20 +262,15 @@ def test_exact_match_has_a_standard_error(task_file, source):
 
 
 def test_scores_of_0_and_1_have_wilsons_interval(copy, ask, task_file):
-    """Issue 17, item 3: not a standard error of 0, which earlier versions wrote."""
+    """Issue 17, item 3: not a standard error of 0."""
     task_file.with_name("colours.py").write_text(LOAD.replace("[1, 0, 2]", "[1, 1, 1]"))
     task_file.write_text(TASK.replace("[red, green, blue]", "[x, ' grass', y]"))
     printed = ask(str(task_file), of=copy)
-    (path,) = paths_of(copy, "colours")
-    score = read_results(path).scores["colours"]["acc"]
+    score = result_of(copy, "colours").scores["colours"]["acc"]
     end = 1.959964**2 / (3 + 1.959964**2)
     expected = end if score.value == 0 else 1 - end
     assert score.value in (0, 1) and score.stderr is None
     assert score.bound == pytest.approx(expected) and f"{expected:.4f}" in printed
-    stored = json.loads(path.read_text())
-    stored["scores"]["colours"]["acc"] = {"value": score.value, "stderr": 0.0}
-    path.write_text(json.dumps(stored))
-    assert read_results(path).scores["colours"]["acc"] == score
 
 
 def test_what_cannot_be_asked(ask, task_file):
@@ -319,12 +279,10 @@ def test_what_cannot_be_asked(ask, task_file):
         (base / name).write_text("")
     refused: list[tuple[str, str, str]] = [
         ("zen_of_pyton", "", 'Did you mean "zen_of_python"'),
-        ("nowhere.yaml", "", "nowhere.yaml: no such task file"),
         (f"{base}/zen_of_python.yaml", "", "'zen_of_python' is the name of another suite"),
         ("birth-year", "--limit 0", "--limit 0"),
         ("birth-year", "--max_length 50", "no set of birth-year fits max_length 50"),
         ("birth-year", "--must_beat unigram", "--must_beat is for --suite validation"),
-        ("validation,jrt", "--junk x.txt", "--junk is for --suite birth-year"),
         ("validation", f"--out {base}/file/x", "can't hold the results"),
     ]
     for suite, words, message in refused:
@@ -332,13 +290,13 @@ def test_what_cannot_be_asked(ask, task_file):
 
 
 def test_what_does_not_load(copy, ask, task_file):
-    for task, reason in (
-        (TASK.replace("colours.load", "colours.lead"), "colours.*has no function"),
-        (TASK + "metric_list: [", "YAMLError|ParserError|while parsing"),
-    ):
-        task_file.write_text(task)
-        error = ask(str(task_file), code=2)
-        assert re.search(f"{task_file}: this task file does not load: .*({reason})", error)
+    task_file.write_text(TASK.replace("colours.load", "colours.lead"))
+    error = ask(str(task_file), code=2)
+    assert re.search(f"{task_file}: this task file does not load: .*has no function", error)
+    (copy.parent / "data" / "tokenizer.model").unlink()
+    words = ("--data", copy.parent / "data")
+    error = ask("birth-year", *SHORT, *words, of=copy, code=2)
+    assert "only --suite validation does without" in error
     whole = (copy / "config.json").read_text()
     changes: tuple[tuple[Change, str], ...] = (
         (lambda r: r["identity"].update({"model.num_layers": 2}), r"another model.*layers\.1\..*"),
@@ -349,38 +307,23 @@ def test_what_does_not_load(copy, ask, task_file):
         change_config(copy, change)
         assert re.search(reason, ask("validation", of=copy, code=2))
         (copy / "config.json").write_text(whole)
-    for content in (b"", b"\x80\x04garbage"):
-        (copy / "checkpoint" / "step-3" / ".metadata").write_bytes(content)
-        assert "step-3 is damaged: .metadata has" in ask("validation", of=copy, code=2)
-
-
-def test_text_needs_the_tokenizer_of_the_data(copy, ask):
-    words = ("--data", copy.parent / "data")
-    path = copy.parent / "data" / "tokenizer.model"
-    path.write_bytes(train_tokenizer([document(9)], 290))
-    error = ask("birth-year", *SHORT, *words, of=copy, code=2)
-    assert "tokenizer" in error and "expected" in error
-    path.unlink()
-    for suite in ("birth-year", "zen_of_python"):
-        assert "only --suite validation does without" in ask(suite, *words, of=copy, code=2)
-    assert "this checkpoint" in ask("validation", *words, of=copy)
+    (copy / "checkpoint" / "step-3" / ".metadata").write_bytes(b"\x80\x04garbage")
+    assert "step-3 is damaged: .metadata has" in ask("validation", of=copy, code=2)
 
 
 def test_a_full_disk_for_the_probes_is_one_message(ask, tmp_path):
     with small_disk(tmp_path / "full", "size=64k"):
         error = ask("birth-year", *SHORT, "--out", tmp_path / "full/out", code=2)
-    assert re.search(r"probes 1-hop-0 can't be frozen in .*: No space left .*--out", error)
+    assert "full/out/probes can't hold the results: No space left" in error
 
 
 def test_other_results_are_not_written_over(ask, tmp_path, copy):
     out = tmp_path / "out"
     ask("zen_of_python", "--out", out)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    assert "of another" not in ask("zen_of_python", "--out", out)
     assert "as found in" in ask("zen_of_python", "--out", out, of=copy)
     error = ask("zen_of_python", "--out", out, code=2, step=2)
     assert re.search(r"--out .* holds results of another question \(step 3, asked for is 2", error)
-    assert "holds results of another" in ask("validation", "--out", out, code=2)
     assert "(limit None" in ask("zen_of_python", "--limit", 1, "--out", out, code=2)
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
@@ -391,9 +334,7 @@ def test_a_trial_or_another_length_replaces_no_result(copy, ask):
     before = whole.read_bytes()
     ask("validation", "--limit", 2, of=copy)
     ask("validation", "--max_length", 100, of=copy)
-    assert whole.read_bytes() == before
-    limits = [read_results(path).asked["limit"] for path in paths_of(copy, "validation")]
-    assert sorted(map(str, limits)) == ["2", "None", "None"]
+    assert whole.read_bytes() == before and len(paths_of(copy, "validation")) == 3
     whole.write_text("{")  # torn: asked again
     assert "written to" in ask("validation", of=copy)
     assert read_results(whole).asked["limit"] is None
@@ -408,9 +349,6 @@ def test_results_belong_to_what_was_evaluated(copy, ask, tmp_path):
     ask("zen_of_python", *words, of=copy)
     assert result_of(copy, "zen_of_python").asked["run_id"] == "0123abcd"
     moved = copy.rename(copy.with_name("moved"))
-    assert "as found in" in ask("zen_of_python", *words, of=moved)
-    os.utime(moved / "checkpoint/step-3/.metadata")
-    assert "as found in" in ask("zen_of_python", *words, of=moved)
     strip_to_weights(moved / "checkpoint/step-3", moved / "checkpoint/stripped")
     shutil.rmtree(moved / "checkpoint/step-3")
     (moved / "checkpoint/stripped").rename(moved / "checkpoint/step-3")
@@ -427,31 +365,11 @@ def test_results_belong_to_what_was_evaluated(copy, ask, tmp_path):
     found = [run.evaluations[-1].results for run in read_runs([moved, other])]
     scores = [results.scores["zen_of_python"]["bits_per_byte"].value for results in found]
     assert scores[0] != scores[1] and found[0].asked["content"] != found[1].asked["content"]
-    assert len(paths_of(other, "zen_of_python")) == 2
-
-
-def test_an_option_is_part_of_its_question(copy, ask, task_file):
-    """A file by its content, wherever it lies; one of another suite's tasks not at all."""
-    tmp_path = task_file.parent
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.toml").write_text("x = 1")
-
-    def asked(suite: object, option: str) -> bool:
-        return "written to" in ask(str(suite), "--option", option, of=copy)
-
-    assert asked(task_file, "jrt_tokens=7") and asked(task_file, "jrt_tokens=8")
-    assert asked(task_file, f"prompts={tmp_path}/a.toml")
-    assert not asked(task_file, f"prompts={tmp_path}/b.toml")
-    (tmp_path / "b.toml").write_text("x = 2")
-    assert asked(task_file, f"prompts={tmp_path}/b.toml")
-    assert asked("zen_of_python", "beauty=1") and asked("zen_of_python", "jrt_tokens=7")
-    assert not asked("zen_of_python", "jrt_tokens=8")
-    assert asked("validation", "jrt_tokens=7") and not asked("validation", "jrt_tokens=8")
 
 
 def test_submit_and_run_agree_on_what_is_answered(copy, ask, tmp_path, monkeypatch):
-    """Issue 17, item 3: `eval submit --suites validation --option jrt_tokens=500` asked twice and
-    ended "failed: exit code 0"; a checkpoint written again was asked again."""
+    """Issue 17, item 3: an option of another suite's tasks is not part of a question, a file is by
+    its content; results are of the weights, however often they are written."""
     (tmp_path / "a.toml").write_text("x = 1")
     monkeypatch.chdir(tmp_path)
     words = ["--option", "jrt_tokens=500", "--option", "prompts=a.toml"]
@@ -471,20 +389,16 @@ def test_submit_and_run_agree_on_what_is_answered(copy, ask, tmp_path, monkeypat
         assert known(suite)
     assert not known("zen_of_python", ["--option", "jrt_tokens=500"])
     assert known("validation", []) and not known("validation", ["--max_length", "64"])
-    ask("validation", "--max_length", 64, of=copy)
-    assert known("validation", ["--max_length", "64"])
     (tmp_path / "a.toml").write_text("x = 2")
-    assert not known("zen_of_python")
+    assert not known("zen_of_python") and "written to" in ask("zen_of_python", *words, of=copy)
 
     checkpoint = copy / "checkpoint/step-3"
-    model = load_model(checkpoint, torch.device("cpu"))
-    shutil.rmtree(checkpoint)
-    save_alone(dict(model.named_parameters()), checkpoint, step=3)  # the same values again
-    assert known("validation") and "as found in" in ask("validation", of=copy)
-    shutil.rmtree(checkpoint)
-    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    save_alone(zeros, checkpoint, step=3)
-    assert not known("validation")
+    weights = dict(load_model(checkpoint, torch.device("cpu")).named_parameters())
+    for values, is_known in ((weights, True), ({n: 0 * p for n, p in weights.items()}, False)):
+        shutil.rmtree(checkpoint)
+        save_alone(values, checkpoint, step=3)
+        assert known("validation") is is_known
+    assert "written to" in ask("validation", of=copy)
 
 
 def test_several_suites_and_tasks_of_lm_evals_by_name(copy, ask, monkeypatch, capsys):
@@ -495,18 +409,9 @@ def test_several_suites_and_tasks_of_lm_evals_by_name(copy, ask, monkeypatch, ca
     splits = datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), rows))
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: splits)
     ask("openbookqa,validation,openbookqa", of=copy)
-    results = result_of(copy, "openbookqa")
-    assert set(results.scores["openbookqa"]) == {"acc", "acc_norm"}
-    assert results.num_samples == {"openbookqa": 3}
+    assert set(result_of(copy, "openbookqa").scores["openbookqa"]) == {"acc", "acc_norm"}
     assert len(paths_of(copy, "validation")) == 1
     assert ask("openbookqa", of=copy).count("as found in") == 1
-
-    def unreachable(*_: object, **__: object) -> None:
-        raise ConnectionError("Couldn't reach 'allenai/openbookqa' on the Hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    assert "HF_HOME" in ask("openbookqa", "--limit", 1, of=copy, code=2)
-    assert 'Did you mean "openbookqa"' in ask("openbokqa", code=2)
     main(["tasks", "--grep", "^(openbookqa|jrt_fda|validation)$"])
     listed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert listed == [["validation", "suite"], ["jrt_fda", "ours"], ["openbookqa", "task"]]
@@ -525,22 +430,14 @@ def test_names_are_those_of_lm_evals_own_index():
         assert kind == "tag" or ours[name].path == entry.yaml_path
 
 
-def test_of_a_mixture_one_folder_is_named(run, copy, ask, tmp_path):
-    first, second = run.parent / "data", tmp_path / "second"
-    with TokenShards.open(first / "train") as shards:
-        write_shards(
-            second / "train",
-            [np.append(np.arange(5, 60), shards.eos_id)],
-            vocab_size=shards.vocab_size,
-            eos_id=shards.eos_id,
-            tokenizer_sha256=shards.tokenizer_sha256,
-        )
+def test_of_a_mixture_one_folder_is_named(copy, ask, tmp_path):
+    first, second = copy.parent / "data", tmp_path / "second"
+    shutil.copytree(first / "validation", second / "train")
     mixture = {"path": "", "paths": [str(first), str(second)], "weights": [0.25, 0.75]}
     fingerprint = Mixture.open([first, second], [0.25, 0.75]).fingerprint
     change_config(copy, lambda r: r["identity"].update(data_fingerprint=fingerprint))
     change_config(copy, lambda r: r["config"].update(data=mixture))
-    message = ask("validation", of=copy, code=2)
-    assert f"a mixture of {first}, {second}: name the one" in message
+    assert f"a mixture of {first}, {second}: name the one" in ask("validation", of=copy, code=2)
     assert "bits/byte" in ask("validation", "--data", first, of=copy)
     change_config(copy, lambda r: r["config"].update(data=mixture | {"weights": [0.5, 0.5]}))
     assert "is not what" in ask("validation", "--data", first, of=copy, code=2)
@@ -569,12 +466,10 @@ def test_validation_is_of_the_runs_own_text(copy, ask, tmp_path):
     write_shards(part, document, num_bytes=[99], **header)
     assert "is not the held-out text of" in ask("validation", of=copy, code=2)
     ask("validation", "--held_out", part.parent, of=copy)
-    found = [read_results(path).asked for path in paths_of(copy, "validation")]
     with TokenShards.open(part) as other:
         fingerprints = {own, other.fingerprint}
-    assert {asked["held_out_fingerprint"] for asked in found} == fingerprints
+    paths = paths_of(copy, "validation")
+    assert {read_results(path).asked["held_out_fingerprint"] for path in paths} == fingerprints
     shutil.rmtree(part)
     change(str(tmp_path / "apart"))
     assert "as found in" in ask("validation", of=copy)
-    write_shards(part, document, **(header | {"tokenizer_sha256": "f"}))
-    assert "another tokenizer" in ask("validation", "--held_out", part.parent, of=copy, code=2)

@@ -1,14 +1,9 @@
 """`eval stage` against a hub on this machine, asked by the real `datasets` and huggingface_hub."""
 
-import argparse
 import json
-import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +14,6 @@ from eval.staged import CATALOGUE, REVISIONS, load_staged
 from tests.checkpoint_folders import fill, small_disk
 from tests.eval_fixtures import fixture, rows_of
 from tests.fake_hub import Client, FakeHub, dataset_files
-from tests.support import ROOT
 
 OLD, NEW = "a" * 40, "b" * 40
 COUNTS = {key: len(rows_of(key)) for key in CATALOGUE}
@@ -65,8 +59,6 @@ def client(module_hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def test_all_suites_once_then_nothing_more(hub, client, tmp_path):
     out = client.run("--to", tmp_path, counts=COUNTS)
     assert out.endswith(f"staged in {tmp_path}: 35 of 35 data sets\n"), out
-    commit = REVISIONS["aps/super_glue"][:12]
-    assert re.search(rf"\[7/35\] boolq: 12 documents, \S+ kB, commit {commit}", out)
     for key, data in CATALOGUE.items():
         loaded = load_staged(key, tmp_path)
         assert loaded.to_list() == rows_of(key) and loaded.features == fixture(key).features
@@ -79,8 +71,7 @@ def test_all_suites_once_then_nothing_more(hub, client, tmp_path):
 
     hub.take_asked()
     hub.status = 500  # a hub that is not needed
-    again = client.run("--to", tmp_path, counts=COUNTS)
-    assert again.count("is staged, ") == 35 and "error" not in again
+    assert client.run("--to", tmp_path, counts=COUNTS).count("is staged, ") == 35
     assert not hub.asked
     assert "35 of 35 data sets" in client.run("--to", tmp_path, "--check")
 
@@ -93,9 +84,6 @@ def test_commits_are_kept_and_chosen(hub, client, tmp_path):
     # the hub moves on, and so does a column
     changed = fixture("jrt_fda").select(range(5))
     hub.repos[path][NEW] = dataset_files({("default", "validation"): changed})
-    (here / "jrt_fda" / "validation.parquet").unlink()
-    again = client.run(*words, here, counts=COUNTS)
-    assert "14 documents, " in again and f"commit {OLD[:12]}" in again
     # another site with the same pins has the same; a chosen commit replaces it
     there.mkdir()
     (there / "pins.json").write_bytes((here / "pins.json").read_bytes())
@@ -103,9 +91,8 @@ def test_commits_are_kept_and_chosen(hub, client, tmp_path):
     assert load_staged("jrt_fda", there).to_list() == rows_of("jrt_fda")
     out = client.run(*words, there, "--pin", f"jrt_fda={NEW}", counts=COUNTS)
     assert "5 documents, expected 14" in out and len(load_staged("jrt_fda", there)) == 14
-    assert "5 documents (expected 14), " in client.run(
-        *words, there, "--allow_count", counts=COUNTS
-    )
+    allowed = client.run(*words, there, "--allow_count", counts=COUNTS)
+    assert "5 documents (expected 14), " in allowed
     assert len(load_staged("jrt_fda", there)) == 5
     # a folder that came without its pins goes on at its own commits
     (here / "pins.json").unlink()
@@ -167,55 +154,13 @@ def test_a_full_disk(hub, client, tmp_path):
 
 
 def test_without_a_hub(hub, client, tmp_path):
-    words = ("--only", "piqa", "boolq", "--to")
-    home = tmp_path / "home"
-    with (
-        closing(Client(hub.url, home, HF_HUB_OFFLINE="1")) as offline,
-        closing(Client("http://127.0.0.1:1", home)) as nowhere,
-    ):
-        offline.start(*words, tmp_path / "offline")
-        nowhere.start(*words, tmp_path / "nowhere")
-        said = "run `python -m eval stage` on a machine with network, such as a login node, and "
-        out = offline.output()
-        assert "HF_HUB_OFFLINE" in out and said in out, out
-        out = nowhere.output()
+    words = ("--only", "piqa", "boolq", "--to", tmp_path / "out")
+    with closing(Client("http://127.0.0.1:1", tmp_path / "home")) as nowhere:
+        out = nowhere.run(*words)
         assert out.startswith("error: baber/piqa@142f6d7367fd: the hub cannot be reached"), out
-        assert said in out
+        assert "run `python -m eval stage` on a machine with network, such as a login node" in out
     del hub.repos["baber/piqa"]
     hub.repos["aps/super_glue"] = {NEW: {}}
-    out = client.run(*words, tmp_path)
+    out = client.run(*words)
     assert "[1/2] piqa: refused: " in out and "no such dataset, or log in" in out
     assert "[2/2] boolq: refused: " in out and "no such revision" in out
-    hub.status = 418
-    assert "the hub answered 418; run the same command again" in client.run(*words, tmp_path)
-
-
-def test_typing_errors(tmp_path):
-    def typed(*words: str, to: Path = tmp_path) -> str:
-        parser = argparse.ArgumentParser()
-        stage.add_arguments(parser)
-        with pytest.raises(UserError) as caught:
-            stage.execute(parser.parse_args([*words, "--to", str(to)]))
-        return str(caught.value)
-
-    both = typed("--pin", f"arc_easy={OLD}", f"arc_challenge={NEW}")
-    assert "two commits of allenai/ai2_arc" in both
-    for words, message in (
-        (("--suite", "discriminativ"), 'Did you mean "discriminative"'),
-        (("--suite", "birth-year"), '"birth-year" is not known'),
-        (("--only", "jrt_swd"), 'Did you mean "jrt_swde"'),
-        (("--suite", "jrt", "--only", "piqa"), "is of --suite discriminative, not of jrt"),
-        (("--pin", "piqa=main"), "--pin piqa=main: expected KEY=COMMIT"),
-    ):
-        assert message in typed(*words)
-    assert not (tmp_path / "pins.json").exists()
-    (tmp_path / "pins.json").write_text('{"baber/piqa": "main"}')
-    assert "pins.json is damaged" in typed()
-    (tmp_path / "file").write_text("")
-    assert "cannot be written: " in typed(to=tmp_path / "file")
-
-
-def test_help_and_typing_errors_need_no_heavy_imports():
-    code = "import sys, eval.stage; print([m for m in ('torch', 'datasets', 'pyarrow', "
-    code += "'huggingface_hub') if m in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT) == b"[]\n"

@@ -3,18 +3,15 @@
 import json
 import os
 import shutil
-import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import datasets
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from eval import staged
-from eval.staged import CATALOGUE, load, load_staged, write_staged
+from eval.staged import CATALOGUE, load_staged, write_staged
 from tests.checkpoint_folders import small_disk
 from tests.eval_fixtures import fixture, rows_of, stage_fixtures
 
@@ -35,10 +32,6 @@ def folder(whole: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def no_network(*_: Any, **__: Any) -> NoReturn:
-    raise AssertionError("the network was used")
-
-
 # ---- what was written comes back
 
 
@@ -47,17 +40,6 @@ def test_every_data_set_comes_back_as_it_was(whole, key):
     rows = load_staged(key, whole)
     assert rows.to_list() == rows_of(key) and rows.features == fixture(key).features
     assert set(CATALOGUE[key].columns) <= set(rows.column_names)
-
-
-def test_a_task_loads_it_without_network_or_cache(whole, monkeypatch, tmp_path):
-    monkeypatch.setattr(socket.socket, "connect", no_network)
-    monkeypatch.setattr(socket, "create_connection", no_network)
-    monkeypatch.setattr(datasets, "load_dataset", no_network)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    # lm_eval passes whatever metadata there is
-    loaded = load(dataset="boolq", staged=str(whole), version=2.0, pretrained="x", max_length=9)
-    assert loaded[SPLIT].to_list() == rows_of("boolq")
-    assert not loaded[SPLIT].cache_files and not (tmp_path / "cache").exists()
 
 
 # ---- what is not whole is not taken
@@ -111,27 +93,25 @@ class Killed(BaseException):
 
 def test_killed_anywhere_it_is_the_old_the_new_or_not_staged(folder, monkeypatch):
     old, new = rows_of("boolq"), rows_of("boolq")[:5]
-    seen = set()
+    seen, steps = set(), 0
+
+    def counted(real: Callable[..., Any], fatal: int) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == fatal:
+                raise Killed
+            return real(*arguments, **options)
+
+        return call
+
     for fatal in range(1, 100):
         write_staged(folder, "boolq", old, revision="0" * 40)
         steps = 0
-
-        def counted(real: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*arguments: Any, **options: Any) -> Any:
-                nonlocal steps
-                steps += 1
-                if steps == fatal:  # noqa: B023
-                    raise Killed
-                return real(*arguments, **options)
-
-            return call
-
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, suppress(Killed):
             for name in ("fsync", "rename", "unlink", "open"):
-                patch.setattr(os, name, counted(getattr(os, name)))
-            patch.setattr(staged, "open", counted(open), raising=False)
-            with suppress(Killed):
-                write_staged(folder, "boolq", new, revision="1" * 40)
+                patch.setattr(os, name, counted(getattr(os, name), fatal))
+            write_staged(folder, "boolq", new, revision="1" * 40)
         try:
             rows = load_staged("boolq", folder).to_list()
             assert rows in (old, new)

@@ -1,6 +1,5 @@
 """What is evaluated: a run's checkpoint or an exported folder, and every way to name it wrongly."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from canon_pretrain.hf.export import export
 from canon_pretrain.hf.reading import import_folder
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import question_of
+from data_prep.settle import train_tokenizer
 from eval.model.lm import CanonLM
 from eval.model.subject import Subject
 from eval.validation import model_loss
@@ -49,57 +49,43 @@ def copy(base: Path, tmp_path: Path) -> Path:
 
 
 def test_a_checkpoint_and_its_export_are_asked_the_same(base, copy):
-    of_run = Subject.open(base / "run" / "checkpoint" / "step-3", None)
-    exported = Subject.open(base / "out", None)
+    of_run = Subject.open(base / "run" / "checkpoint" / "step-3")
+    exported, other = Subject.open(base / "out"), Subject.open(copy)
     assert (of_run.step, of_run.seq_len, exported.step) == (3, 100, 3)
     assert exported.seq_len == VARIANTS["nope ABCD"].max_seq_len
     assert of_run.evals == base / "run" / "evals" and exported.evals is None
-    assert exported.folder is None and exported.tokenizer_path == base / "out"
-    assert of_run.tokenizer_path == base / "data"
-    text = "the river of the house was not in it"
-    ids = of_run.tokenizer.encode(text).tolist()
-    assert exported.tokenizer.encode(text).tolist() == ids and len(ids) > 5
-    assert exported.tokenizer.eos_id == of_run.tokenizer.eos_id
+    ids = of_run.tokenizer.encode("the river of the house was not in it").tolist()
+    assert exported.tokenizer.encode("the river of the house was not in it").tolist() == ids
     # the export's file is another one, made from the training tokenizer
     assert exported.tokenizer.sha256 != of_run.tokenizer.sha256
     assert exported.identity["tokenizer_sha256"] == of_run.identity["tokenizer_sha256"]
-    other = Subject.open(copy, None)
-    for subject in (of_run, exported):
-        assert json.loads(json.dumps(subject.identity)) == subject.identity
     # the place is another, what is evaluated is the same until a weight is
     assert exported.identity != other.identity
     assert question_of(exported.identity) == question_of(other.identity)
     path = copy / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
     assert other.identity["content"] != Subject.open(copy).identity["content"]
-    assert exported.identity["train_fingerprint"] is None
-    assert of_run.identity["train_fingerprint"] == of_run.train_shards.fingerprint
 
 
 def test_an_export_takes_data_for_what_reads_shards(base):
-    alone, with_data = Subject.open(base / "out", None), Subject.open(base / "out", base / "data")
     with pytest.raises(UserError, match="out is an export, which names no data: .* --data"):
-        alone.check_held_out()
+        Subject.open(base / "out").check_held_out()
+    with_data = Subject.open(base / "out", base / "data")
     with_data.check_held_out()
-    of_run = Subject.open(base / "run" / "checkpoint" / "step-3", None)
     losses = []
-    for subject in (with_data, of_run):
-        lm = CanonLM(subject.load(CPU, torch.float32, 0), None, max_length=40)
+    for subject in (with_data, Subject.open(base / "run" / "checkpoint" / "step-3")):
+        lm = CanonLM(subject.load(CPU), None, max_length=40)
         losses.append(model_loss(lm, subject.held_out_shards, seq_len=40)[0].nats_per_token)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    # results of an export go where its caller says, the tokenizer is still its own
-    assert with_data.tokenizer_path == base / "out"
 
 
 def test_exports_without_parts_say_what_is_missing(base, copy, tmp_path):
     (copy / "tokenizer.json").unlink()
-    subject = Subject.open(copy, None)  # validation needs none
-    subject.load(CPU)
-    with pytest.raises(UserError, match="Export the checkpoint with its tokenizer"):
-        subject.tokenizer  # noqa: B018
     (copy / "canon_pretrain.json").unlink()  # as a folder of another making
-    foreign = Subject.open(copy, None)
+    foreign = Subject.open(copy)  # validation needs none
     assert foreign.step is None and foreign.identity["tokenizer_sha256"] is None
+    with pytest.raises(UserError, match="Export the checkpoint with its tokenizer"):
+        foreign.tokenizer  # noqa: B018
     write_data(tmp_path)  # shards that name no tokenizer
     with pytest.raises(UserError, match="another tokenizer than .* was trained with; its hash"):
         Subject.open(base / "out", tmp_path)
@@ -111,3 +97,14 @@ def test_an_import_is_evaluated_by_its_export(copy, tmp_path):
     for path in (found.checkpoint, found.checkpoint.parent):
         with pytest.raises(UserError, match="is an import.*canon_pretrain.hf export"):
             Subject.open(path, None)
+
+
+def test_text_or_a_tokenizer_of_another_vocabulary_is_refused(base, tmp_path):
+    step = base / "run" / "checkpoint" / "step-3"
+    write_data(tmp_path / "text")  # of another tokenizer
+    with pytest.raises(UserError, match="another tokenizer than"):
+        Subject.open(step, held_out=tmp_path / "text").check_held_out()
+    data = Path(shutil.copytree(base / "data", tmp_path / "data"))
+    (data / "tokenizer.model").write_bytes(train_tokenizer([sentence(1, 999)], 290))
+    with pytest.raises(UserError, match="expected"):
+        Subject.open(step, data).tokenizer  # noqa: B018

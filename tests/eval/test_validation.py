@@ -89,7 +89,6 @@ def test_the_command_evaluates_a_checkpoint(runs, data_folder, capsys):
     words = ["run", "--checkpoint", str(checkpoint), "--suite", "validation", "--must_beat"]
     for _ in range(2):
         main([*words, "unigram"])
-        assert "bits/byte" in capsys.readouterr().out
         with pytest.raises(SystemExit) as left:
             main([*words, "bigram"])
         assert left.value.code == 2
@@ -107,6 +106,3 @@ def test_the_command_evaluates_a_checkpoint(runs, data_folder, capsys):
     assert total / count == found
     # the weights are the trained ones: far from ln 512, near the training loss
     assert found == pytest.approx(5.9, abs=0.15)
-    fingerprint = TokenShards.open(data_folder / "train").fingerprint
-    expected = {"step": 12, "limit": None, "max_length": 64, "train_fingerprint": fingerprint}
-    assert {name: results.asked[name] for name in expected} == expected

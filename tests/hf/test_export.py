@@ -26,7 +26,6 @@ from canon_pretrain.hf.config import to_ours
 from canon_pretrain.hf.export import DTYPES, RECORD, export
 from canon_pretrain.hf.reading import import_folder
 from canon_pretrain.hf.writing import INDEX, MAX_FILE_BYTES
-from canon_pretrain.model.args import flavor
 from canon_pretrain.run.folder import RunFolder
 from data_prep.settle import train_tokenizer
 from tests import llama_canon
@@ -145,10 +144,6 @@ def test_what_an_export_says_of_itself(checkpoint, run, tmp_path):
     readme = (out / "README.md").read_text()
     assert "trust_remote_code=True" in readme and "okenizer" not in readme
     assert not list(out.glob("tokenizer*"))
-    # the decoding state of the 1.3B model, which the README states
-    args = replace(flavor("1b3"), canon_set="ABCD")
-    assert 2 * 3 * sum(args.canon_channels.values()) == 127_488
-    assert "127 KB" in export_module._readme(args, "bfloat16", 1, has_tokenizer=False)
 
 
 @pytest.fixture(scope="module")
@@ -389,27 +384,6 @@ def test_a_kill_leaves_a_whole_export_or_none_that_opens(of_texts, tmp_path):
     assert set(found) == {"old", "none", "new"}
 
 
-def test_an_export_under_way_is_left_to_its_process(of_texts, tmp_path, monkeypatch):
-    """Issue 17, item 15: only the folder of a killed export goes."""
-    killed, other = tmp_path / ".out.exporting", tmp_path / ".another.exporting"
-    for folder in (killed, other):
-        folder.mkdir()
-        (folder / "old.safetensors").write_text("")
-    write_files = writing.write_files
-
-    def meanwhile(folder: Path, *args: Any) -> None:
-        monkeypatch.undo()
-        assert not [*folder.iterdir()]
-        with pytest.raises(UserError, match="another process"):
-            export(of_texts, tmp_path / "out", with_tokenizer=False)
-        write_files(folder, *args)
-
-    monkeypatch.setattr(writing, "write_files", meanwhile)
-    export(of_texts, tmp_path / "out", with_tokenizer=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "out"]
-    assert exported(tmp_path / "out") and not (tmp_path / "out" / "old.safetensors").exists()
-
-
 # ---- the command
 
 
@@ -417,16 +391,10 @@ def test_the_command_and_what_it_says(of_texts, tmp_path, capsys, monkeypatch):
     """RUN stands for its newest step (issue 17, item 10); an error leaves nothing."""
     out, back = tmp_path / "new" / "out", tmp_path / "back"
     main(["export", str(of_texts.parents[1]), str(out), "--dtype", "float16"])
-    count = sum(tensor.numel() for tensor in exported(out).values())
-    said = capsys.readouterr().out
-    assert f"step 3 to {out}" in said and f"{count:,}" in said
+    assert f"step 3 to {out}" in capsys.readouterr().out
     assert all(t.dtype == torch.float16 for t in exported(out).values())
-    channels = sum(VARIANTS["nope ABCD"].canon_channels.values())
-    assert f"{channels:,} channels" in (out / "README.md").read_text()
     main(["import", str(out), str(back), "--step", "3"])
-    said = capsys.readouterr().out
-    assert f"--checkpoint.initial_load_path {back / 'step-3'}" in said
-    assert str(back / "model.toml") in said
+    assert f"initial_load_path {back / 'step-3'}" in capsys.readouterr().out
 
     def full_disk(*args: object, **options: object) -> None:
         raise OSError(28, "No space left on device", str(tmp_path / "full" / "out"))

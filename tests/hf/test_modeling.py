@@ -143,22 +143,11 @@ def test_chunked_prefill_and_sampling():
     assert len({tuple(row) for row in sampled.sequences.tolist()}) > 1
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without")  # a CPU's is not compiled
 @torch.no_grad()
-def test_options_of_from_pretrained_and_positions():
+def test_longer_than_in_training():
     model, ours = face("partial_rope_c ABCD qk_full", max_position_embeddings=200)
     ids = random_tokens(ours.args, rows=1, num_tokens=180)
-    longer = model(ids).logits[:, :160]
-    torch.testing.assert_close(longer, ours(ids[:, :160]), atol=1e-4, rtol=0)
-    ids, mask = padded(PROMPTS[:2])
-    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)  # as transformers 4 makes them
-    logits = model(ids, attention_mask=mask, position_ids=positions).logits
-    torch.testing.assert_close(logits[0, -1], full_logits(ours, PROMPTS[0]), atol=1e-4, rtol=0)
-    name = "alibi ABCD k3 cst relu2 qk_per_head tied"
-    model, ours = face(name, attn_implementation="flex_attention")
-    assert model.core.attend.backend == "flex"
-    ids = random_tokens(ours.args, rows=2, num_tokens=24)
-    torch.testing.assert_close(model(ids).logits, ours(ids), atol=1e-4, rtol=0)
+    torch.testing.assert_close(model(ids).logits[:, :160], ours(ids[:, :160]), atol=1e-4, rtol=0)
 
 
 # ---- training
@@ -262,19 +251,6 @@ def test_copies_and_casts_keep_the_rotation():
         hollow = LlamaCanonForCausalLM(model.config)
     hollow.to_empty(device="cpu").load_state_dict(model.state_dict())
     torch.testing.assert_close(hollow.eval()(ids).logits, ours(ids))
-
-
-@pytest.mark.parametrize("init", ["paper", "lingua"])
-def test_a_new_model_has_first_values_of_the_right_size(init):
-    fields = to_fields(VARIANTS["nope ABCD"]) | {"hidden_size": 256, "vocab_size": 300}
-    fields |= {"head_dim": None, "canon_pretrain": {"init": init} if init == "lingua" else None}
-    model = LlamaCanonForCausalLM(LlamaCanonConfig(**fields))
-    layer = model.model.layers[0]
-    std = 256**-0.5 if init == "lingua" else 0.02
-    for weight in (model.lm_head.weight, layer.self_attn.q_proj.weight):
-        assert weight.std().item() == pytest.approx(std, rel=0.05)
-    assert torch.equal(layer.input_layernorm.weight, torch.ones(256))
-    assert 0.45 < layer.canonA.weight.abs().max().item() <= 0.5
 
 
 # ---- refusals

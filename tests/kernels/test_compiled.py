@@ -1,8 +1,6 @@
-"""The compiled backend against the reference: numbers, gradients, dtypes, what is kept."""
+"""The compiled backend against the reference: numbers, gradients, dtypes."""
 
 import itertools
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +10,7 @@ from torch import Tensor
 from canon_pretrain.kernels import compiled
 from canon_pretrain.kernels.backends import canon_reference
 from canon_pretrain.kernels.compiled import canon_compiled, canon_gate_compiled
-from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.cache import NOWHERE
-from canon_pretrain.model.transformer import TransformerBlock
-from tests.variants import BASE
 
 # dynamo on itself
 pytestmark = [
@@ -127,33 +121,6 @@ def test_the_weights_gradient_repeats_bit_by_bit():
     assert all(torch.equal(grads[0], other) for other in grads)
 
 
-@every_form
-@pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
-def test_only_the_gradients_that_are_asked_for_are_computed(monkeypatch, wanted):
-    def refuse(*_: Any, **options: Any) -> Any:
-        raise AssertionError("computed for nothing")
-
-    convolve = compiled.convolve
-    if not wanted[0]:
-        monkeypatch.setattr(
-            compiled, "convolve", lambda *a, **k: refuse() if k.get("back") else convolve(*a, **k)
-        )
-    if not wanted[1]:
-        monkeypatch.setattr(compiled, "weight_sums", refuse)
-        monkeypatch.setattr(compiled, "_token_sums", refuse)
-    x = _random(2, 20, 3).requires_grad_(wanted[0])
-    weight = _random(3, 1, 4).requires_grad_(wanted[1])
-    y = canon_compiled(x, weight, residual=True, activation=False)
-    assert y.requires_grad == any(wanted)
-    if any(wanted):
-        y.sum().backward()
-    assert [x.grad is not None, weight.grad is not None] == list(wanted)
-    if wanted == (True, False):
-        pair = [_random(2, 20, 3, seed=i).requires_grad_() for i in range(2)]
-        canon_gate_compiled(*pair, _random(6, 1, 4), residual=True, relu2=False).sum().backward()
-        assert all(x.grad is not None for x in pair)
-
-
 GATE = canon_gate_compiled, _gate_reference
 TRACED = [
     *((canon_compiled, canon_reference, OPTIONS[i], 4) for i in (0, 3)),
@@ -173,52 +140,3 @@ def test_traced_for_a_gpu_the_numbers_are_the_same(
     inputs.append(_random(6 * len(inputs), 1, num_taps))
     traced = torch.compile(function, backend="aot_eager_decomp_partition", fullgraph=True)
     _same(traced, reference, inputs, options | {"segments_BN": _segments(32, num_taps)})
-
-
-ARGS = replace(BASE, position="nope", dim=64, num_heads=4, ffn_dim=168)
-ROWS, NUM_TOKENS = 2, 256
-
-
-def _saved(args: ModelArgs, dtype: torch.dtype, is_compiled: bool, documents: bool) -> int:
-    block = TransformerBlock(args, None, Attend(args)).to(dtype)
-    h_BTD = torch.zeros(ROWS, NUM_TOKENS, args.dim, dtype=dtype, requires_grad=True)
-    near_BN = None
-    if documents and args.canon_set:
-        near_BN = torch.zeros(ROWS, args.canon_kernel - 1 + NUM_TOKENS, dtype=torch.int32)
-    owned = {each.untyped_storage().data_ptr() for each in (h_BTD, *block.parameters())}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in owned:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    torch.compiler.reset()
-    # inductor's partitioner, without its code
-    run = torch.compile(block, backend="aot_eager_decomp_partition") if is_compiled else block
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y_BTD = run(h_BTD, None, near_BN)
-    del y_BTD
-    return sum(kept.values())
-
-
-slow = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("run", "dtype", "limit", "ffn", "documents"),
-    [
-        ("eager", torch.bfloat16, 2, "gated", False),
-        ("eager", torch.bfloat16, 2, "gated", True),
-        ("cpu", torch.bfloat16, 2, "gated", False),
-        ("cuda", torch.bfloat16, 2, "gated", False),
-        pytest.param("cuda", torch.bfloat16, 2, "standard", True, marks=slow),
-        pytest.param("cuda", torch.float32, 4, "gated", False, marks=slow),
-    ],
-)
-def test_a_block_keeps_few_bytes_more_with_canon(run, dtype, limit, ffn, documents, monkeypatch):
-    monkeypatch.setattr(compiled, "is_cuda", lambda _: run == "cuda")
-    with_canon, how = replace(ARGS, canon_set="ABCD", ffn=ffn), (dtype, run != "eager", documents)
-    more = _saved(with_canon, *how) - _saved(replace(ARGS, ffn=ffn), *how)
-    assert 0 < more / (ROWS * NUM_TOKENS * sum(with_canon.canon_channels.values())) <= limit

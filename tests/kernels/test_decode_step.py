@@ -8,8 +8,6 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from canon_pretrain.kernels.backends import canon_reference
 from canon_pretrain.kernels.decode_step import CanonMemory, steps_of
@@ -84,22 +82,6 @@ def test_any_cut_of_any_documents(kind, sizes, width, every):
             _same(_read(x, weight, sizes, segments, **kind), expected)
 
 
-@torch.no_grad()
-def test_rows_are_taken_into_memory_of_their_own():
-    x, weight = _inputs(40)
-    expected = canon_reference(x, weight, **PLAIN)
-    rows = torch.tensor([2, 0, 0, 1])
-    for read in (1, 2, 17):
-        trunk = CanonMemory(x, weight, **PLAIN)
-        _read(x, weight, [1] * read, memory=trunk)
-        branch = trunk.take(rows)
-        for t in range(read, 40):
-            _same(branch.read((x[rows, t : t + 1],), weight)[0], expected[rows, t : t + 1])
-            if t % 3 == 0:  # a branch of a branch, left behind
-                branch.take(torch.tensor([3, 3])).read((x[:2, :1] * 100,), weight)
-            _same(trunk.read((x[:, t : t + 1],), weight)[0], expected[:, t : t + 1])
-
-
 def _step(
     memories: list[CanonMemory], tokens: list[Tensor], weights: list[Tensor], near: Tensor | None
 ) -> list[Tensor]:
@@ -136,40 +118,6 @@ def test_sites_that_step_together_are_the_whole_each(width, every, kind):
 
 
 @torch.no_grad()
-def test_a_step_that_leaves_a_site_out_counts_for_the_others():
-    x, weight = _inputs(12)
-    expected = canon_reference(x, weight, **PLAIN)
-    memories = [CanonMemory(x, weight, **PLAIN) for _ in range(2)]
-    for memory in memories:
-        _read(x, weight, [4], memory=memory)
-    _step(memories, [x[:, 4:5]] * 2, [weight] * 2, None)
-    held = memories[0]._step
-    assert held is not None
-    (step,) = steps_of(memories, [held])
-    step.begin(None)
-    memories[0].read(x[:, 5:6].split(WIDTHS, -1), weight)
-    step.end()
-    for memory, start in zip(memories, (6, 5), strict=True):
-        found = _read(x, weight, [1] * 6, memory=memory, start=start)
-        _same(found, expected[:, start : start + 6])
-
-
-@torch.no_grad()
-def test_outputs_stay_as_they_were_given():
-    """Also where they are views of the memory's own numbers."""
-    x, weight = _inputs(20)
-    memory = CanonMemory(x, weight, **PLAIN)
-    steps = [_read(x, weight, [1], memory=memory, start=t) for t in range(4)]
-    steps.append(memory.read((x[:, 4:5],), weight)[0])  # one part, not copied
-    steps += memory.read(x[:, 5:6].split(WIDTHS, -1), weight)
-    for t in range(6, 12):
-        steps += _step([memory], [x[:, t : t + 1]], [weight], None)
-    kept = [step.clone() for step in steps]
-    _read(x, weight, [1, 1, 6], memory=memory, start=12)
-    assert all(torch.equal(step, copy) for step, copy in zip(steps, kept, strict=True))
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_kind
 def test_sums_are_float32_and_rounded_once(dtype, kind):
@@ -196,64 +144,3 @@ def test_gradients_reach_earlier_parts(every, kind):
     for sizes in ([1] * 9, [2, 1, 6], [5, 4]):
         found = torch.autograd.grad(_read(x, weight, sizes, segments, **kind), (x, weight), dy)
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-
-
-def test_gradients_and_none_in_turns():
-    """A prompt read without gradients is a constant of what follows; the weight's is of its own."""
-    x, weight = _inputs(12)
-    weight.requires_grad_()
-    memory, found = CanonMemory(x, weight, **PLAIN), []
-    turns = ((0, [3], False), (3, [1], True), (4, [1, 4], False), (9, [3], True))
-    for start, sizes, enabled in turns:
-        with torch.set_grad_enabled(enabled):
-            found.append(_read(x, weight, sizes, memory=memory, start=start))
-    _same(torch.cat(found, dim=1), canon_reference(x, weight, **PLAIN))
-    (alone,) = torch.autograd.grad(found[1].sum(), weight)
-    torch.testing.assert_close(alone[:, 0, 3], x[:, 3].sum(0))  # its own tap
-    assert not alone[:, 0, :3].any()
-
-
-class Kernels(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if not func.is_view and "empty" not in func.__name__:
-            self.names.append(func.__name__.split(".")[0])
-        return func(*args, **(kwargs or {}))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_is_one_kernel_a_part_and_one_a_tap_for_all_sites(dtype):
-    x, weight = _inputs(1, dtype=dtype)
-    memories = [CanonMemory(x, weight, **PLAIN) for _ in range(5)]
-    for memory in memories:
-        _read(x, weight, [1], memory=memory)
-    (step,) = steps_of(memories, [])
-    for _ in range(2):
-        with Kernels() as seen:
-            step.begin(None)
-            for memory in memories:
-                memory.read(x.split(WIDTHS, dim=-1), weight)
-            step.end()
-        computed = [name for name in seen.names if not name.startswith("split")]
-        assert computed == ["addcmul"] * 3 * 5 + ["cat"] + ["addcmul"] * 2 + ["mul"]
-
-
-@torch.no_grad()
-def test_a_compiled_step_is_compiled_twice_at_most():
-    x, weight = _inputs(48)
-    counter = CompileCounter()
-
-    @torch.compile(fullgraph=True, backend=counter)
-    def step(memory: CanonMemory, x_B1C: Tensor) -> Tensor:
-        return memory.read((x_B1C,), weight)[0]
-
-    memory = CanonMemory(x, weight, **PLAIN)
-    found = [memory.read((x[:, :10],), weight)[0]]
-    found += [step(memory, x[:, t : t + 1].clone()) for t in range(10, x.shape[1])]
-    _same(torch.cat(found, dim=1), canon_reference(x, weight, **PLAIN))
-    assert counter.frame_count <= 2
-    torch._dynamo.reset()

@@ -131,10 +131,3 @@ def test_a_gpus_clocks_power_and_throttle_reasons(nvidia_smi):
     assert other is not None and other["power_limit_w"] is None and other["throttled_by"] == []
     nvidia_smi.write_text("#!/bin/sh\necho No devices were found\n")
     assert hardware.query_gpu("0") is None
-
-
-def test_a_rate_is_that_of_many_products_in_a_row():
-    """By a clock that counts its reads: one tick for a product, so 50 are asked for in a row."""
-    ticks = iter(range(1000))
-    options = {"size": 8, "seconds": 50.0, "clock": lambda: next(ticks)}
-    assert hardware.matmul_flops(torch.device("cpu"), torch.float32, **options) == 2 * 8**3 * 50 / 1

@@ -1,6 +1,4 @@
-"""Reading in parts: chunks, padding, documents, rows taken, branches; all equal one full pass."""
-
-import itertools
+"""Reading in parts: chunks, padding, rows taken, branches; all equal one full pass."""
 
 import pytest
 import torch
@@ -120,17 +118,6 @@ def test_branches_go_on_apart_from_one_prompt(args):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["alibi ABCD gqa", "rope AC documents"])
-def test_a_row_that_ends_sooner_is_padded_in_the_last_part(name):
-    model = build(variant(name))
-    tokens, cache = random_tokens(model.args, rows=2, num_tokens=8), Cache(model.args.num_layers)
-    model(tokens[:, :5], cache=cache)  # no padding so far
-    is_real = torch.tensor([[True, True, True], [True, False, False]])
-    given = model(tokens[:, 5:], is_real_BT=is_real, cache=cache)
-    torch.testing.assert_close(given[is_real], model(tokens)[:, 5:][is_real], **TOLERANCE)
-
-
-@torch.no_grad()
 def test_past_max_seq_len_is_refused_and_changes_nothing():
     model = build(VARIANTS["rope"])
     tokens = random_tokens(model.args, rows=1, num_tokens=160)
@@ -140,6 +127,9 @@ def test_past_max_seq_len_is_refused_and_changes_nothing():
         model(tokens[:, :2], cache=cache)
     last = model(tokens[:, 159:], cache=cache)
     torch.testing.assert_close(last, model(tokens)[:, -1:], **TOLERANCE)
+
+
+# -- documents ----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -158,44 +148,3 @@ def test_a_cache_that_an_error_left_half_read_is_refused():
     hook.remove()
     with pytest.raises(UserError, match="new cache"):
         model(tokens[:, 5:6], cache=cache)
-
-
-# -- documents ----------------------------------------------------------------------------------
-
-# lengths 1, 2 and 3 are shorter than Canon's reach; the last document has no end yet
-DOCUMENTS = (
-    (5, 9, 17, 4, EOS_ID),
-    (EOS_ID,),
-    (8, EOS_ID),
-    (3, 3, EOS_ID),
-    (21, 6, 7, 30, 11, 13, EOS_ID),
-    (12, 9, 14, 1),
-)
-
-
-def _packed_and_separate(model: Transformer) -> tuple[Tensor, Tensor]:
-    packed = model(torch.tensor([list(itertools.chain(*DOCUMENTS))]))[0]
-    return packed, torch.cat([model(torch.tensor([document]))[0] for document in DOCUMENTS])
-
-
-@pytest.mark.parametrize("name", [name for name, args in VARIANTS.items() if args.document_mask])
-def test_packed_documents_equal_separate_ones_in_logits_and_all_gradients(name):
-    model = build(variant(name))
-    both = _packed_and_separate(model)
-    torch.testing.assert_close(*both, rtol=1e-4, atol=1e-5)
-    weights = torch.randn(both[0].shape, generator=torch.Generator().manual_seed(0))
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    given, expected = (torch.autograd.grad((y * weights).sum(), parameters) for y in both)
-    largest = max(float(gradient.abs().max()) for gradient in expected)
-    for one, other in zip(given, expected, strict=True):
-        scale = other.abs().max().clamp_min(1e-2 * largest)
-        assert (one - other).abs().max() < 5e-5 * scale
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["alibi", "h_alibi", "rope ABCD", "nope BD"])
-def test_without_the_option_documents_are_mixed(name):
-    packed, separate = _packed_and_separate(build(variant(name)))
-    crossed = ((packed - separate).abs() > 1e-4).any(dim=-1)
-    assert not crossed[: len(DOCUMENTS[0])].any()
-    assert crossed[len(DOCUMENTS[0]) :].all()

@@ -1,22 +1,15 @@
 """torch.compile, block by block as torchtitan does it: one graph for all, and the same numbers."""
 
-import contextlib
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
-from torch.nn.attention import sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask
+from torch._dynamo.testing import CompileCounter
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
 
-from canon_pretrain.model import attend as attend_module
-from canon_pretrain.model.attend import _SDPA_ORDERS, BACKENDS, FLASH_IMPLS, Attend
 from canon_pretrain.model.transformer import Transformer
-from tests.flash_packages import flash_attn_package, flash_impl
 from tests.variants import VARIANTS, build, random_tokens, variant
 
 # All from inside torch: dynamo looking at a block's input, flex attention where it is not compiled,
@@ -92,62 +85,6 @@ def test_activation_checkpointing_changes_no_gradient(tmp_path, mode, name):
     for one, other in zip(expected.parameters(), model.parameters(), strict=True):
         if one.grad is not None:  # as of cst
             assert (other.grad - one.grad).abs().max() < 1e-4 * one.grad.abs().max()
-
-
-@pytest.fixture
-def flash_attn():
-    with flash_attn_package():
-        yield
-
-
-@pytest.mark.parametrize(
-    "backend",
-    [
-        # what the others trace differs from auto's in the order of the kernels alone
-        pytest.param(name, marks=[] if name in ("auto", "flash_attn") else [slow])
-        for name in BACKENDS
-        if name != "flex"  # below: on a CPU it has no backward
-    ],
-)
-def test_every_attention_backend_trains_in_one_graph(monkeypatch, flash_attn, backend):
-    args = replace(variant("rope ABCD k2 standard gqa"), num_layers=1)
-    with flash_impl(backend) if backend in FLASH_IMPLS else contextlib.nullcontext():
-        models = [build(args, attention_backend=name) for name in ("sdpa", backend)]
-    # a CPU has none of their kernels but SDPA's last ones: what is traced is the choice
-    monkeypatch.setattr(
-        attend_module,
-        "_kernels",
-        lambda backend, device: sdpa_kernel(_SDPA_ORDERS[backend], set_priority=True),
-    )
-    counter = CompileCounterWithBackend("aot_eager")
-    _compile_blocks(models[1], counter)
-    tokens = random_tokens(args, rows=2, num_tokens=5)
-    for _ in range(2):
-        logits = [model.train()(tokens) for model in models]
-        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
-        for each in logits:
-            each.square().sum().backward()
-    assert counter.frame_count == 1
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        assert (other.grad - one.grad).abs().max() < 1e-4 * one.grad.abs().max()
-
-
-@pytest.mark.parametrize("name", ["alibi documents", "h_alibi"])
-def test_block_masks_of_one_shape_are_compiled_once(monkeypatch, name):
-    counter, cpu = CompileCounter(), torch.device("cpu")
-    compiled = torch.compile(create_block_mask, backend=counter)
-    attend = Attend(variant(name), "flex")
-    for seed in range(3):
-        segments = None
-        if attend.args.document_mask:
-            generator = torch.Generator().manual_seed(seed)
-            segments = torch.randint(0, 4, (2, 600), generator=generator).sort(dim=1).values.int()
-        expected = attend.mask(600, segments, 600, cpu)
-        with monkeypatch.context() as patch:
-            patch.setattr(attend_module, "_block_mask", lambda device: compiled)
-            given = attend.mask(600, segments, 600, cpu)
-        assert torch.equal(given.to_dense(), expected.to_dense())
-    assert counter.frame_count == 1
 
 
 @pytest.mark.skipif(COMPILER is None, reason="inductor needs a C++ compiler (g++, c++ or clang++)")

@@ -10,12 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model import decode
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.decode import generate, sample
 from canon_pretrain.model.transformer import Transformer
 from tests.variants import BASE, build, every_variant, random_tokens, variant
@@ -107,68 +105,13 @@ def test_rows_end_by_themselves_and_answers_keep_their_order(name):
     assert generate(model, [], max_new_tokens=3) == []
 
 
-def test_a_long_prompt_and_a_long_answer_fit_though_not_side_by_side():
-    model = build(variant("h_alibi A k2 act relu2 gqa tied documents"))
-    longest = model.args.max_seq_len
-    prompts, limits = prompts_for(model.args, (longest - 5, 4, 9)), [6, longest - 3, 3]
-    answers = generate(model, prompts, max_new_tokens=limits)
-    for prompt, answer, limit in zip(prompts, answers, limits, strict=True):
-        assert len(answer) == limit
-        assert whole_pass(model, prompt, answer).argmax(-1).tolist() == answer
-
-
-def test_the_cache_stays_within_its_budget(monkeypatch):
-    caches: list[Cache] = []
-
-    def cache(*given: int, **options: int) -> Cache:
-        caches.append(Cache(*given, **options))
-        return caches[-1]
-
-    monkeypatch.setattr(decode, "Cache", cache)
-    model = build(variant("rope A k3 cst relu2 qk_per_head documents"))
-    lengths = tuple(1 + 37 * i % 71 for i in range(40))
-    budget, seen = 200, 0
-    with recorded(model) as passes:
-        generate(model, prompts_for(model.args, lengths), max_new_tokens=20, batch_tokens=budget)
-    for held in caches:
-        keys = held.layers[1]._keys
-        assert keys is not None and keys.shape[1::2] == (4, 8)  # G, K
-        assert keys.shape[0] * keys.shape[2] <= budget
-        seen += keys.shape[0]
-    assert seen == len(lengths)
-    # as few batches as that allows for rows of these lengths
-    assert len(caches) <= math.ceil(sum(n + 20 for n in sorted(lengths)) / budget * 1.25)
-    assert all(logits.shape[1] == 1 for logits in passes)  # a prompt's logits would be the largest
-
-
-class LargestResult(TorchDispatchMode):
-    largest = (0, "")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
-            is_view = result.untyped_storage().data_ptr() in given
-            if not is_view or func.__name__.split(".")[0].endswith("_"):
-                self.largest = max(self.largest, (result.numel(), str(func)))
-        return result
-
-
-@every_variant
-def test_a_step_copies_neither_the_cache_nor_the_prompt(args):
-    """Beyond attention itself a step's work does not grow with what was read, but for its mask."""
-    rows, read = 2, 150
-    model, cache = build(args), Cache(args.num_layers, capacity=read + 2)
-    tokens = random_tokens(args, rows, read)
-    is_real = torch.ones_like(tokens, dtype=torch.bool)
-    is_real[0, :5] = False
-    with torch.no_grad():
-        model(tokens, is_real_BT=is_real, cache=cache)
-        model(tokens[:, :1], cache=cache)  # joins what Canon's sites hold, once
-        with LargestResult() as seen:
-            model(tokens[:, :1], cache=cache)
-    mask = rows * args.num_heads * (read + 2)
-    assert seen.largest[0] <= mask < rows * read * args.kv_heads * args.head_dim / 2, seen.largest
+def test_batches_stay_within_their_budget_and_are_few():
+    lengths, new, budget = [1 + 37 * i % 71 for i in range(40)], 20, 200
+    found = list(decode.batches([[5] * n for n in lengths], [new] * 40, budget, 160))
+    assert sorted(i for batch in found for i in batch) == list(range(40))
+    for batch in found:
+        assert len(batch) * (max(lengths[i] for i in batch) + new) <= budget
+    assert len(found) <= math.ceil(sum(n + new for n in lengths) / budget * 1.25)
 
 
 def test_training_goes_on_as_if_nothing_had_been_asked():

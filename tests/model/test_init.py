@@ -105,26 +105,6 @@ def test_a_model_built_on_meta_is_the_one_built_directly():
     assert torch.equal(direct(tokens), built(tokens))
 
 
-def test_shards_written_by_each_rank_add_up_to_the_single_process_value():
-    whole, world = _initialised(FULL), 3
-    shards: dict[str, list[torch.Tensor]] = {name: [] for name in whole}
-    for rank in range(world):
-        with torch.device("meta"):
-            model = Transformer(FULL)
-
-        def write(parameter, value, rank=rank):
-            size = -(-value.shape[0] // world)
-            start = min(rank * size, value.shape[0])
-            stop = min(start + size, value.shape[0])
-            assert value.shape == parameter.shape
-            shards[value.name].append(value.rows(start, stop))
-
-        model.init_weights(write=write, buffer_device=torch.device("cpu"))
-        assert not model.rope.cos_TR.is_meta
-    for name, parts in shards.items():
-        assert torch.equal(torch.cat(parts), whole[name])
-
-
 def test_names_and_values_are_the_same_under_compile_and_checkpoint_wrappers():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -158,14 +138,3 @@ def test_what_a_variant_shares_with_others_starts_at_the_same_values(changes):
             assert torch.equal(value, expected[name]), name
         else:  # Canon-D without the gate's channels
             assert "ffn" in changes and "canon_d" in name
-
-
-def test_unknown_laws_names_shapes_and_rows_are_refused():
-    for shape, kind in (((2,), "cauchy"), ((), "normal")):
-        with pytest.raises(ValueError, match="cauchy|rows to fill"):
-            InitialValue("w", torch.Size(shape), 0, kind, 1.0)
-    with pytest.raises(ValueError, match="wq.scale"):
-        initial_value(ARGS, "wq.scale", torch.Size((4,)))
-    for start, stop in ((-1, 2), (2, 1), (0, 6)):
-        with pytest.raises(ValueError, match="it has 5"):
-            initial_value(ARGS, "norm.weight", torch.Size((5,))).rows(start, stop)

@@ -23,7 +23,7 @@ from canon_pretrain.run import background
 from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.background import LiveExports
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.log import RunLog, number, read_log
+from canon_pretrain.run.log import RunLog, number
 from canon_pretrain.run.results import Score
 from tests.ranks import events, launch
 from tests.report_runs import TOKENS_A_STEP, plant_results, plant_run
@@ -76,9 +76,6 @@ def write_launch(folder: Path, number_: int) -> None:
 def killed_twice(tmp_path: Path) -> Path:
     """A finished run with two kills and a changed world size, two suites of evaluations."""
     run = plant_run(tmp_path / "seed0", [])
-    config = json.loads(run.config_file.read_text())
-    config["config"]["metrics"] = {"log_freq": 1}
-    run.config_file.write_text(json.dumps(config))
     for number_ in range(3):
         write_launch(run.path, number_)
     plant_results(run, 4, "validation", {"all": {"bits_per_byte": Score(1.5)}})
@@ -239,14 +236,6 @@ def wandb_run(folder: Path) -> tuple[Any, dict[int, dict[str, float]]]:
     return run, curve
 
 
-def environment(home: Path, **variables: str) -> dict[str, str]:
-    """wandb's home is ours, and what it is told is what the test says."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    homes = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"), str(home))
-    key = {"WANDB_API_KEY": SECRET[:40], "MY_TOKEN": SECRET, "PYTHONPATH": str(ROOT)}
-    return kept | homes | key | variables
-
-
 def start(*words: object, env: dict[str, str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "canon_pretrain.run", "export", *map(str, words)]
     pipe = subprocess.PIPE
@@ -260,7 +249,9 @@ def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice, tmp_path):
     is in none of their files."""
     home = tmp_path / "home"
     home.mkdir()
-    env = environment(home)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    env |= dict.fromkeys(("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"), str(home))
+    env |= {"WANDB_API_KEY": SECRET[:40], "MY_TOKEN": SECRET, "PYTHONPATH": str(ROOT)}
     log = killed_twice / "log.jsonl"
     whole = log.read_bytes()
     log.write_bytes(whole[: whole.index(b'"from_step": 6')])  # as it was before the third launch
@@ -293,29 +284,12 @@ def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice, tmp_path):
     assert list(run.tags) == ["quickstart", "nope", "canonABCD", "a", "b c"]
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert config["identity"]["model.init_seed"] == 7
-    assert config["metrics"] == {"log_freq": 1}
     assert config["launch"]["world_size"] == 1 and config["launches"] == 3
     for folder in (killed_twice / "wandb", home):
         for path in folder.rglob("*"):
             if path.is_file():
                 content = path.read_bytes()
                 assert SECRET[:12].encode() not in content, f"the secret is in {path}"
-
-
-@pytest.mark.parametrize(
-    ("words", "mode", "message"),
-    [
-        ([], "sometimes", "WANDB_MODE = 'sometimes'"),
-        (["--mode", "online"], None, "wandb does not begin: No API key"),
-    ],
-)
-def test_what_wandb_cannot_do_is_one_message(killed_twice, tmp_path, words, mode, message):
-    env = environment(tmp_path, **({"WANDB_MODE": mode} if mode else {}))
-    del env["WANDB_API_KEY"]
-    process = start("wandb", killed_twice, *words, env=env)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 2 and f"error: {message}" in output, output
-    assert "Traceback" not in output
 
 
 # -- what both need -----------------------------------------------------------------------------
@@ -329,8 +303,6 @@ def test_runs_that_differ_in_their_seeds_alone_are_a_group(tmp_path):
     one, other = facts("a"), facts("b", model__init_seed=8, data__data_seed=9)
     assert (one.group, one.name, other.name) == (other.group, "a", "b")
     assert facts("c", optimizer__lr=0.1).group != one.group
-    assert facts("d", model__canon_set="").tags == ("quickstart", "nope", "no-canon")
-    assert facts("e/run").name == "e/run"
 
 
 def test_a_run_in_training_is_not_copied_over_its_live_copy(killed_twice, capsys):
@@ -361,11 +333,11 @@ def test_commands_of_the_live_copies(tmp_path, monkeypatch):
 
     both = [str(tmp_path), "--follow", "--beside_trainer"]
     assert commands() == {}
-    assert commands(enable_tensorboard=True, save_tb_folder="x") == {
-        "tensorboard": ["tensorboard", *both, "--tb_folder=x"]
-    }
     assert commands(enable_wandb=True, wandb_project="p", wandb_tags=["a", "b"]) == {
         "wandb": ["wandb", *both, "--project=p", "--mode=online", "--tags", "a", "b"]
+    }
+    assert commands(enable_tensorboard=True, save_tb_folder="x") == {
+        "tensorboard": ["tensorboard", *both, "--tb_folder=x"]
     }
     assert commands(enable_wandb=True, wandb_mode="disabled") == {}
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -417,21 +389,5 @@ def test_a_run_shows_itself_in_tensorboard_while_it_trains(data_folder, tmp_path
         assert curve[event["step"]]["train/loss"] == pytest.approx(event["loss"], rel=1e-6)
         assert curve[event["step"]]["train/restarts"] == (event["step"] > 2)
     assert not list(run.glob(".export-*"))
-    lines = read_log(run / "log.jsonl")
-    assert {line["segment"] for line in lines} == {1, 2}
-    assert len({line["run_id"] for line in lines}) == 1
-    saved = [line for line in lines if line["event"] == "checkpoint"]
-    assert [line["tokens"] for line in saved] == [line["step"] * 12 * 64 for line in saved]
-    assert [line["step"] for line in saved] == [2, 3, 6, 7]
-    # what a save took stands in the next line of its launch, where there is one
-    for name in ("seconds", "stall_seconds"):
-        expected, waiting = [], 0.0
-        for line in lines:
-            if line["event"] == "step":
-                expected.append(waiting)
-            waiting += line[name] if line["event"] == "checkpoint" else 0.0
-            if line["event"] in ("start", "resume", "step"):
-                waiting = 0.0
-        assert sum(expected) > 0
-        assert [line[f"checkpoint_{name}"] for line in log] == pytest.approx(expected)
-    assert all(line["skipped_steps"] == 0 for line in log)
+    saved = [(line["step"], line["tokens"]) for line in events(run, "checkpoint")]
+    assert saved == [(at, at * 12 * 64) for at in (2, 3, 6, 7)]

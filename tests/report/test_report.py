@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.files import write_json
@@ -17,8 +16,6 @@ from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.report.comparison import PUBLISHED, anchors, comparison_content
 from canon_pretrain.report.eval_report import escape_markdown, html_page, report_content
 from canon_pretrain.report.evaluations import read_runs
-from canon_pretrain.report.figures import ALL_STRETCHES
-from canon_pretrain.report.items import Evaluation
 from canon_pretrain.report.sections import (
     BEST,
     CHOSEN,
@@ -29,10 +26,9 @@ from canon_pretrain.report.sections import (
     tallies,
 )
 from canon_pretrain.run.folder import RunFolder, unique_labels
-from canon_pretrain.run.results import Results, Score, read_results
+from canon_pretrain.run.results import Score
 from canon_pretrain.run.status import StatusWriter
 from eval.__main__ import main
-from eval.run import print_results
 from tests.browser import EVIL as EVIL_PATH
 from tests.checkpoint_folders import make_step
 from tests.report_pages import Page, content, markdown, report
@@ -131,12 +127,11 @@ def page(six: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_run_has_its_numbers_in_all_three_formats(run, capsys):
     page = report([run.path], None)
     assert page == run.path / "report" / "index.html"
-    loss, norm, speed = content(page)["curves"]
+    loss, norm, _ = content(page)["curves"]
     points = loss["lines"][0]
     assert points["steps"] == [10, 20, 30] and points["values"] == [7.25, 6.125, 5.0625]
     assert points["tokens"] == [TOKENS_A_STEP * at for at in (10, 20, 30)]
     assert norm["lines"][0]["values"] == [2.5, 1.5, 0.75]
-    assert speed["lines"][0]["median"] == 2000.0
     (suite,) = content(page)["suites"]
     assert suite["columns"] == [{"run": "canon", "step": 30, "limit": None}]
     cell = {"value": 0.482, "stderr": 0.0158, "bound": None, "num_samples": 1000}
@@ -146,13 +141,12 @@ def test_one_run_has_its_numbers_in_all_three_formats(run, capsys):
     for row in (
         ["lambada acc", "0.4820 ± 0.0158 n = 1,000"],
         ["lambada perplexity", "1,234.57 ± 60.25 n = 1,000"],
-        ["canon", "5.0625 step 30", "5.0625 step 30", "7.2500 step 10", "6.1250"],
+        ["canon", "5.0625 step 30", "5.0625 step 30", "7.2500 step 10"],
         ["data_fingerprint", FINGERPRINT[:12] + "…"],
         ["resumed at", "20"],
     ):
         assert row in parsed.rows
     assert "| lambada (acc) | 0.4820 ± 0.0158 (n = 1,000) |" in text
-    assert "| canon | 5.0625 (step 30) | 5.0625 (step 30) | 7.2500 (step 10) | 6.1250 |" in text
     assert "| training.global_batch_size | 8 |" in text
     model = {k.removeprefix("model."): v for k, v in IDENTITY.items() if k.startswith("model.")}
     parameters = f"{num_parameters(ModelArgs(**model)):,}"
@@ -163,37 +157,9 @@ def test_one_run_has_its_numbers_in_all_three_formats(run, capsys):
     before = {path.name: path.read_bytes() for path in page.parent.iterdir()}
     report([run.path], None)  # equal inputs give equal bytes
     assert {path.name: path.read_bytes() for path in page.parent.iterdir()} == before
-    assert len(before) == 3
-
-
-def test_markdown_tables_are_whole(page):
-    lines = markdown(page).splitlines()
-    cells = [len(re.findall(r"(?<!\\)\|", text)) if text.startswith("|") else 0 for text in lines]
-    assert sum(count > 0 for count in cells) > 50
-    for k, (before, count) in enumerate(zip(cells, cells[1:], strict=False), start=1):
-        assert count == before or 0 in (before, count), lines[k]
-        if before == 0 and count:
-            assert lines[k - 1] == "" and lines[k + 1].startswith("|---"), lines[k]
-        if before and not count:
-            assert lines[k] == "", lines[k]
-
-
-@pytest.mark.parametrize(
-    ("events", "words"),
-    [
-        (EVENTS[:4], "not done at step 20 of 500"),
-        ([*EVENTS[:3], {"event": "stop", "step": 25}], "stopped on request at step 25 of 500"),
-        ([], "not done at step 0 of 500"),
-    ],
-)
-def test_state_of_an_unfinished_run(tmp_path, events, words):
-    page = report([plant_run(tmp_path / "run", events).path], None)
-    assert words in Page(page).text and words in markdown(page)
-    assert "run: no evaluation results yet" in markdown(page)
 
 
 def test_a_failed_run_is_called_failed_first(run, tmp_path, capsys):
-    """Issue 17, item 3: status.json has the failure, although the last loss looks healthy."""
     failed = plant_run(tmp_path / "failed", [launch("start"), step(10, 2.0)])
     status = StatusWriter(failed.status_file, steps=500, world_size=1)
     status.end("failed", "loss is not finite", 17)
@@ -205,6 +171,8 @@ def test_a_failed_run_is_called_failed_first(run, tmp_path, capsys):
     # launched again, it is no longer failed
     StatusWriter(failed.status_file, steps=500, world_size=1).write()
     assert content(report([failed.path], tmp_path / "out"))["runs"][0]["state"] == "unfinished"
+    stopped = plant_run(tmp_path / "stopped", [*EVENTS[:3], {"event": "stop", "step": 25}])
+    assert "stopped at step 25 of 500" in markdown(report([stopped.path], tmp_path / "out"))
 
 
 def test_several_runs_are_side_by_side(run, tmp_path):
@@ -224,14 +192,11 @@ def test_several_runs_are_side_by_side(run, tmp_path):
     # Wilson's bound of a score of 0
     assert ["a acc", "0.0000 ≤ 0.0038 n = 1,000", "0.2500 n = 1,000, step 20"] in parsed.rows
     assert "rope step 20, first 100 items only: not a result" in sum(parsed.rows, [])
-    assert "| lambada (perplexity) | 1,234.57 ± 60.25 (n = 1,000) | – |" in text
     words = f"trained on different data (canon: {FINGERPRINT[:12]}; rope: b)"
     assert words in parsed.text and words in text
 
 
 def test_results_belong_to_a_run_and_to_the_content_of_a_checkpoint(run):
-    """Issue 17, items 10 and 22: of several results of one step those of the checkpoint that is
-    there are shown, and another run's are left out."""
     checkpoint = make_step(run.path / "checkpoint", 30)
     stored = Manifest.read(checkpoint).content
     plant_results(run, 30, "mine", {"task": {"acc": Score(0.25)}}, content=stored)
@@ -251,16 +216,6 @@ def test_results_belong_to_a_run_and_to_the_content_of_a_checkpoint(run):
     assert str(other) in first and "ffffffff" in first and str(data) in second
 
 
-def test_different_questions_are_named_and_many_are_counted(tmp_path):
-    old, new = (plant_run(tmp_path / name, EVENTS) for name in "ab")
-    tasks = [{f"t{i}": {"version": 1 + k * (i >= 2)} for i in range(9)} for k in (0, 1)]
-    plant_results(old, 30, "paper", SCORES, tasks={**tasks[0], "old": {"version": 1}})
-    plant_results(new, 30, "paper", SCORES, tasks=tasks[1])
-    (suite,) = content(report([old.path, new.path], tmp_path / "out"))["suites"]
-    assert suite["warnings"][0] == "Not the same question: tasks.t2.version: 1 / 2."
-    assert suite["warnings"][5:] == ["3 more parts of the question differ."]
-
-
 def test_values_that_are_not_finite_are_gaps_and_counted(tmp_path):
     events = [step(1, 5.0), step(2, "NaN", "Infinity"), step(3, 4.0), step(4, "NaN")]
     planted = plant_run(tmp_path / "run", events)
@@ -271,17 +226,6 @@ def test_values_that_are_not_finite_are_gaps_and_counted(tmp_path):
     assert norm["lines"][0]["values"] == [1.0, None, 1.0, 1.0]
     for text in (Page(page).text, markdown(page)):
         assert "2 of 4 logged values" in text and "not finite (Infinity)" in text
-
-
-def test_a_long_log_is_thinned_and_says_so(tmp_path):
-    events = [step(k, 3.0 + (k * 37 % 101) / 1000) for k in range(1, 9001)]
-    events[4567]["loss"] = 99.0
-    page = report([plant_run(tmp_path / "run", events).path], None)
-    loss, norm, speed = (curve["lines"][0] for curve in content(page)["curves"])
-    assert loss["logged"] == 9000 and len(loss["values"]) <= 4000
-    assert loss["values"][loss["steps"].index(4568)] == 99.0
-    assert f"run: {len(loss['values']):,} of 9,000 logged points are drawn" in markdown(page)
-    assert sum(len(line["values"]) for line in (loss, norm, speed)) <= 3 * ALL_STRETCHES
 
 
 EVIL = "</script><script>alert(1)</script>"
@@ -304,14 +248,11 @@ def test_text_from_files_is_never_markup(tmp_path):
     names = [tag for tag, _ in parsed.tags]
     assert content(page)["comparison"]["pairs"]
     assert names.count("script") == 4 and not {"img", "b", "i"} & set(names)
-    # all that the page needs is in it, plotly once
     assert not any("src" in attributes for _, attributes in parsed.tags)
-    assert len(re.findall(r"\* plotly\.js v", page.read_text())) == 1
     assert not any(name.startswith("on") for _, attributes in parsed.tags for name in attributes)
     assert EVIL in parsed.text and EVIL_PATH in parsed.text  # shown as what they are
     text = markdown(page)
     assert "<script" not in text and "<img" not in text and "\n# z" not in text
-    assert "\\| \\`x\\` \\*\\*y\\*\\*" in text
     escaped = "a\\|b \\`c\\` &lt;d&gt; \\[e\\](f) \\*g\\*"
     assert escape_markdown("a|b\n`c` <d> [e](f) *g*") == escaped
 
@@ -326,8 +267,7 @@ def test_refuses_what_is_no_run_or_damaged(run, tmp_path, capsys):
     def refused(culprit: Path, *arguments: Path | str) -> bool:
         with pytest.raises(SystemExit) as left:
             main(["report", *map(str, arguments or [run.path])])
-        message = capsys.readouterr().err
-        return left.value.code == 2 and str(culprit) in message and message.count("\n") == 1
+        return left.value.code == 2 and str(culprit) in capsys.readouterr().err
 
     (tmp_path / "file").touch()
     assert refused(tmp_path / "nothing", tmp_path / "nothing")
@@ -369,8 +309,7 @@ def test_verdicts_come_first_and_the_planted_difference_is_real(page):
     shown += [figure(pair["value"]), figure(pair["baseline_value"])]
     parsed, text = Page(page), markdown(page)
     row = ["piqa acc", "nope", *shown]
-    (row,) = (found for found in parsed.rows if found[:8] == row)
-    assert row[10:12] == [f"{NUM_ITEMS}", "discriminative"]
+    assert row in [found[:8] for found in parsed.rows]
     assert " | ".join(["| piqa (acc) | nope", *shown]).replace("<", "&lt;") in text
     (row,) = (row for row in parsed.rows if row[0] == "nope against rope")
     assert row[1].startswith("2 ") and f"piqa {shown[1]}" in row[1] and row[2] == "0"
@@ -378,7 +317,7 @@ def test_verdicts_come_first_and_the_planted_difference_is_real(page):
     titles += [CHOSEN, BEST, "Training curves", "Evaluations"]
     for words in (parsed.text, text):
         places = [words.index(title) for title in titles]
-        assert places == sorted(places) and "within noise, however large it looks" in words
+        assert places == sorted(places)
 
 
 def test_held_out_loss_is_the_headline_with_its_curve(tmp_path, capsys):
@@ -400,21 +339,6 @@ def test_held_out_loss_is_the_headline_with_its_curve(tmp_path, capsys):
     assert tallies(found) == {}  # the headline is no task
 
 
-def test_tables_are_in_the_papers_order_of_suites(tmp_path):
-    paths = []
-    for name in ("rope", "nope"):
-        run = plant_run(tmp_path / name, EVENTS, model__position=name)
-        for suite in ("mine", "birth-year", "discriminative", "babilong", "a", "jrt"):
-            task = f"task of {suite}"
-            items = records({"acc": [0.0, 1.0, 1.0]})
-            plant_answers(run, 30, suite, {task: items}, described={task: {"primary": ["acc"]}})
-        paths.append(run.path)
-    shown = content(report(paths, tmp_path / "out"))
-    for rows in (shown["comparison"]["pairs"], shown["comparison"]["scores"], shown["suites"]):
-        suites = [row["suite"] for row in rows]
-        assert suites == ["discriminative", "jrt", "babilong", "birth-year", "a", "mine"]
-
-
 def test_scores_by_architecture_with_published_ones_beside_them(page):
     for each in content(page)["comparison"]["architectures"]:
         (chosen,) = [recipe for recipe in each["recipes"] if recipe["chosen"]]
@@ -423,107 +347,67 @@ def test_scores_by_architecture_with_published_ones_beside_them(page):
     parsed = Page(page)
     for kind, words in (("best", "best of 3"), ("chosen", "2 run(s)")):
         (found,) = (shown for shown in parsed.rows if shown[0] == "boolq acc" and words in shown[1])
-        assert [x.split()[0] for x in found[1:3]] == [
-            f"{cell[kind]['value']:.4f}" for cell in row["cells"]
-        ]
+        values = [f"{cell[kind]['value']:.4f}" for cell in row["cells"]]
+        assert [x.split()[0] for x in found[1:3]] == values
     rows = [r for r in parsed.rows if r[0] == "piqa acc" and r[-1] == "0.7225"]
     assert [row[-3:] for row in rows] == [["0.7002", "0.7187", "0.7225"]] * 3
-    assert "part of no verdict" in markdown(page)
     everything = anchors(PUBLISHED)
     assert everything is not None and len(everything["rows"]) == 10
-    values = {(row["task"], row["metric"]): row["values"] for row in everything["rows"]}
-    assert values["lambada_openai", "acc"] == [0.426, 0.4566, 0.4665]
-    assert values["wikitext", "word_perplexity"] == [18.53, 16.56, 16.42]
+    published = {(row["task"], row["metric"]): row["values"] for row in everything["rows"]}
+    assert published["lambada_openai", "acc"] == [0.426, 0.4566, 0.4665]
+    assert published["wikitext", "word_perplexity"] == [18.53, 16.56, 16.42]
     assert anchors([("mine", "acc")]) is None
 
 
-def test_the_baseline_and_the_seed_noise_are_the_users(six, tmp_path, capsys):
+def test_the_baseline_and_the_seed_noise_are_the_users(six, tmp_path):
     arguments = ["report", *map(str, six), "--out", str(tmp_path)]
     main([*arguments, "--baseline", "nope", "--seed_sigma", "boolq=0.2"])
-    assert "rope against nope: 0 better, 2 worse" in capsys.readouterr().out
+    (tally,) = tallies(content(tmp_path / "x")).values()
+    assert (len(tally["better"]), len(tally["worse"])) == (0, 2)
     (pair,) = (p for p in content(tmp_path / "x")["comparison"]["pairs"] if p["task"] == "boolq")
     assert pair["seed_noise"]["source"] == "given" and pair["seed_noise"]["sigma"] == 0.2
     assert "Seed noise of boolq: given." in (tmp_path / "report.md").read_text()
 
 
-def test_names_are_whole_in_a_terminal_of_80_columns(tmp_path, capsys, monkeypatch):
-    """Issue 17, item 3: `eval report`, `eval compare` and `eval run` break no name."""
-    monkeypatch.setenv("COLUMNS", "80")
-    runs, tasks = [], ["babilong_qa1_4k", "arc_challenge"]
-    for k in range(6):
-        run = plant_run(tmp_path / f"nope_canon_abcd_1b3_seed_{k}", EVENTS, model__dim=128 + 64 * k)
-        items = {task: records({"acc_norm": [1.0, 0.0] * 20}) for task in tasks}
-        results = plant_answers(run, 30, "discriminative", items, described={})
-        runs.append(run.path)
-    report(runs, tmp_path / "out")
-    table = capsys.readouterr().out.partition("report: ")[0]
-    assert all(len(line) <= 80 for line in table.splitlines() if "│" in line)
-    assert all(path.name in table for path in runs)
-    print_results(Console(), "checkpoint", read_results(results))
-    main(["compare", *map(str, runs[:2])])
-    printed = capsys.readouterr().out
-    assert all(len(re.findall(rf"{task} .*acc_norm .*0\.5000", printed)) == 2 for task in tasks)
-
-
 def test_one_run_and_one_architecture_have_no_verdicts(six, tmp_path):
     page = report(six[:1], tmp_path)
-    headings = [attributes.get("id") for tag, attributes in Page(page).tags if tag == "h2"]
-    assert headings == ["held-out", "runs", "curves", "evaluations", "tables", "over-steps"]
     titles = re.findall("^## (.*)$", markdown(page), re.MULTILINE)
     assert titles[:4] == ["Held-out loss", "Run", "Training curves", "Evaluations"]
-    page = report(six[:3], tmp_path)
-    for text in (Page(page).text, markdown(page)):
-        assert "there is nothing to compare it with" in text
-        assert "Best of learning rates" in text and "Every difference" not in text
-
-
-def test_what_has_no_verdict_is_listed_with_its_reason(tmp_path):
-    rope, nope = (plant_run(tmp_path / x, EVENTS, model__position=x) for x in ("rope", "nope"))
-    there = answers(0.5, 1)
-    plant_answers(rope, 30, "discriminative", there, described=TASKS)
-    plant_answers(nope, 30, "discriminative", {"piqa": there["piqa"]}, described=TASKS)
-    page = report([rope.path, nope.path], tmp_path / "out")
-    comparison = content(page)["comparison"]
-    assert {p["task"] for p in comparison["pairs"]} == {"piqa"}
-    assert {r["task"] for r in comparison["refused"]} == {"boolq", "lambada_openai"}
-    row = ["nope", "discriminative, boolq, acc", "nope has no acc of it"]
-    assert row in Page(page).rows and f"| {' | '.join(row)} |" in markdown(page)
+    text = markdown(report(six[:3], tmp_path))
+    assert "there is nothing to compare it with" in text
+    assert "Best of learning rates" in text and "Every difference" not in text
 
 
 def test_accuracy_over_length_by_architecture_with_chance_for_rank(tmp_path):
     kinds = {"1-hop": 0.2, "1-hop-random": 0.2, "2-hop": 0.3333}
-    names = {
-        f"{kind}-{length}": chance for kind, chance in kinds.items() for length in (1024, 0, 256)
-    }
-    rank = {"part": "rank", "primary": ["rank"]}
-    tasks = {
-        **{name: {"primary": ["exact"]} for name in names},
-        **{f"{x}_rank": {**rank, "part_of": x, "chance": names[x]} for x in names},
-    }
+    lengths = (1024, 0, 256)
+    tasks = {}
+    for kind, chance in kinds.items():
+        for name in (f"{kind}-{length}" for length in lengths):
+            rank = {"part": "rank", "primary": ["rank"], "part_of": name, "chance": chance}
+            tasks |= {name: {"primary": ["exact"]}, f"{name}_rank": rank}
     paths = []
     for name, seed, shift in (("rope", 1, 0.0), ("rope", 2, 0.1), ("nope", 1, 0.2)):
         identity = {"model__position": name, "model__init_seed": seed}
         run = plant_run(tmp_path / f"{name}{seed}", EVENTS, **identity)
         paths.append(run.path)
-        rank_score = {"rank": Score(0.6 + shift)}
         probes = {
-            x: {"exact": Score(0.5 + shift - int(x.split("-")[-1]) / 4096), **rank_score}
-            for x in names
+            f"{kind}-{length}": {
+                "exact": Score(0.5 + shift - length / 4096),
+                "rank": Score(0.6 + shift),
+            }
+            for kind in kinds
+            for length in lengths
         }
         limit = 3 if name == "nope" else None
         plant_results(run, 30, "birth-year", probes, limit=limit, tasks=tasks)
-        babilong = {
-            f"babilong_qa{k}_{length}k": {"acc": Score(k / 10 + shift)}
-            for k in range(1, 6)
-            for length in (0, 4)
-            if (k, length) != (5, 4)
-        }
+        names = [(k, length) for k in range(1, 6) for length in (0, 4)][:-1]
+        babilong = {f"babilong_qa{k}_{x}k": {"acc": Score(k / 10 + shift)} for k, x in names}
         plant_results(run, 30, "babilong", babilong)
     page = report(paths, tmp_path / "out")
     probed, by_task = content(page)["lengths"]
     assert probed["limited"] == ["nope1"]  # trials do not hide
     panels = {(panel["series"], panel["metric"]): panel for panel in probed["panels"]}
-    assert list(panels) == [(kind, metric) for metric in ("exact", "rank") for kind in kinds]
     assert [x["chance"] for x in panels.values()] == [None, None, None, *kinds.values()]
     exact = panels["1-hop", "exact"]
     assert exact["lengths"] == [0, 256, 1024]
@@ -536,20 +420,6 @@ def test_accuracy_over_length_by_architecture_with_chance_for_rank(tmp_path):
     assert mean["lengths"] == [0]  # qa5 is missing at 4k
     assert mean["lines"][1]["values"] == pytest.approx([0.3 + 0.2])
     assert ["1-hop rank, chance 0.200", "0", "256", "1,024"] in Page(page).rows
-    assert "| rope | 0.5500 | 0.4875 | 0.3000 |" in markdown(page)
-
-
-def test_the_primary_metric_is_the_declared_one_that_is_there():
-    asked = {"checkpoint": "c", "step": 1, "suite": "s", "limit": None, "train_fingerprint": "f"}
-    for declared, expected in (
-        ({"t": {"primary": "b"}}, ["b"]),
-        ({"t": {"primary": ["b", "a"]}}, ["b", "a"]),
-        ({"t": {"primary": "gone"}}, ["a"]),
-        (None, ["a"]),
-    ):
-        found = {"t": {"a": Score(1.0), "b": Score(2.0)}}
-        each = Evaluation("run", Results({**asked, "tasks": declared}, found, {}), Path())
-        assert each.primary_metrics("t") == expected
 
 
 def test_forty_runs_of_seventy_tasks_fit_one_page(page, tmp_path):
@@ -557,20 +427,15 @@ def test_forty_runs_of_seventy_tasks_fit_one_page(page, tmp_path):
     names = [f"task_{k}" for k in range(70)]
     tasks = {name: {"version": 1, "primary": ["acc"]} for name in names}
     log = [launch("start"), *(step(k, draw.gauss(3, 0.1), draw.random()) for k in range(1, 1001))]
-    runs = []
-    for k in range(40):
-        runs.append(plant_run(tmp_path / f"run-{k:02}", log, model__dim=128 + k, done=True))
+    paths = [tmp_path / f"run-{k:02}" for k in range(40)]
+    for k, path in enumerate(paths):
+        run = plant_run(path, log, model__dim=128 + k, done=True)
         for at in (500, 1000):
             scores = {name: {"acc": Score(draw.random(), draw.random() / 50)} for name in names}
-            plant_results(runs[-1], at, "suite", scores, tasks=tasks)
-    read = read_runs([run.path for run in runs])
+            plant_results(run, at, "suite", scores, tasks=tasks)
+    read = read_runs(paths)
     (real, *_), everything = content(page)["comparison"]["pairs"], comparison_content(read)
-    labels = [each["label"] for each in everything["architectures"]]
-    everything["pairs"] = [
-        real | {"suite": "suite", "task": name, "architecture": label}
-        for label in labels[1:]
-        for name in names
-    ]
+    everything["pairs"] = [real | {"task": name} for _ in range(39) for name in names]
     shown = html_page(report_content(read, everything))
     assert len(shown.encode()) < 8_200_000
     assert shown.count("<tr data-suite=") == 39 * 70

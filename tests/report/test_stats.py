@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from statsmodels.regression.linear_model import WLS
@@ -17,7 +17,6 @@ from canon_pretrain.report.noise import Answers, Clusters, Paired, SeedNoise, se
 from tests import simulate_statistics as simulate
 
 Rng = np.random.Generator
-Sides = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 @pytest.fixture
@@ -68,24 +67,15 @@ def test_one_large_source_among_small_ones_is_no_certainty(rng):
     assert wrong <= stats.binom.ppf(0.999, 400, 0.05)
 
 
-def test_the_bootstrap_is_that_of_scipy(rng):
-    values = rng.normal(0.1, 1, 400)
-    ours = noise.bootstrap_interval(alone(values), rng, resamples=20_000)
+def test_the_bootstrap_draws_whole_clusters_as_scipy_does(rng):
+    means = rng.normal(0.1, 1, 80)
+    values = np.repeat(means, 6) + np.tile([-2, 2, 1, -1, 3, -3], 80)
+    grouped = Clusters.of(values, np.ones(480), np.repeat(np.arange(80), 6))
+    ours = noise.bootstrap_interval(grouped, rng, resamples=20_000)
     theirs = stats.bootstrap(
-        (values,), np.mean, n_resamples=20_000, method="percentile", rng=rng
+        (means,), np.mean, n_resamples=20_000, method="percentile", rng=rng
     ).confidence_interval
-    assert ours == pytest.approx((theirs.low, theirs.high), abs=0.01)
-
-
-def test_the_bootstrap_of_clusters_draws_whole_clusters(rng):
-    clusters = np.repeat(np.arange(50), 6)
-    values = np.repeat(rng.integers(0, 2, 50), 6).astype(float)
-    grouped = Clusters.of(values, np.ones(300), clusters)
-    wide = np.diff(noise.bootstrap_interval(grouped, rng, resamples=10_000))
-    narrow = np.diff(noise.bootstrap_interval(alone(values), rng, resamples=10_000))
-    assert wide / narrow == pytest.approx(math.sqrt(6), rel=0.08)
-    by_formula = 2 * 1.96 * math.sqrt(noise.mean_variance(grouped))
-    assert wide == pytest.approx(by_formula, rel=0.06)
+    assert ours == pytest.approx((theirs.low, theirs.high), abs=0.02)
 
 
 @pytest.mark.parametrize(("only_a", "only_b"), [(0, 0), (9, 1), (3, 3), (500, 400), (800, 640)])
@@ -134,8 +124,6 @@ def test_the_range_of_eight_is_2_847_sigma_and_worth_6_3_df(rng):
 )
 def test_the_best_of_equals_is_too_good_by_the_known_amount(count, known):
     assert noise.expected_maximum(count) == pytest.approx(known, abs=1e-9)
-    drawn = simulate.best_of_bias(count, np.random.default_rng(3))
-    assert drawn == pytest.approx(known, abs=0.01)
 
 
 def test_where_the_seed_noise_comes_from():
@@ -162,8 +150,7 @@ def test_published_spreads_are_the_papers():
     for task, spread in known.items():
         suite = "discriminative" if spread < 0.05 else task.partition("_")[0]
         assert noise.published_spread(task, suite) == spread
-    for suite, task in (("birth-year", "1-hop-256"), ("mmlu", "mmlu")):
-        assert noise.published_spread(task, suite) is None
+    assert noise.published_spread("1-hop-256", "birth-year") is None
 
 
 def test_recipes_that_hardly_vary_do_not_make_others_surer():
@@ -177,13 +164,7 @@ def test_recipes_that_hardly_vary_do_not_make_others_surer():
     assert found.variance == pytest.approx(np.var(groups[:2], axis=1, ddof=1).mean())
     assert "left out" in found.words
     # the other way round all count: the noise of the quiet ones is not known any better
-    turned = seed_noise(groups, own_only=True, compared=[not x for x in ours])
-    assert turned == pooled
-    # nor where both vary alike, or the compared have no second seed
-    alike = [[0.5, 0.6, 0.55], [0.4, 0.52, 0.45], [0.1, 0.2, 0.15], [0.7, 0.8, 0.78]]
-    assert seed_noise(alike, compared=[True, True, False, False]) == seed_noise(alike)
-    single = [[0.5], [0.6], *saturated]
-    assert seed_noise(single, compared=ours) == seed_noise(single)
+    assert seed_noise(groups, own_only=True, compared=[not x for x in ours]) == pooled
 
 
 # -- deciding -------------------------------------------------------------------------------------
@@ -205,16 +186,6 @@ def test_two_estimated_noises_are_a_sum_of_two_students(rng, item_df, seed_df):
         found = decide.two_sided_p(size, 0.25, item_df, 2.25, seed_df)
         share = (np.abs(total) >= size).mean()
         assert share == pytest.approx(found, abs=5 * math.sqrt(found / draws))
-
-
-def test_the_critical_value_is_where_p_is():
-    for p in (0.4, 0.05, 1e-5):
-        at = decide.critical_value(p, 0.01, 60, 0.02, 2)
-        assert decide.two_sided_p(at, 0.01, 60, 0.02, 2) == pytest.approx(p, rel=1e-5)
-    assert decide.critical_value(0.05, 1.0, math.inf, 0.0, 3) == pytest.approx(1.959964, rel=1e-6)
-    for size, p in ((0.0, 1), (0.1, 0)):  # no noise at all
-        assert decide.two_sided_p(size, 0.0, 10, 0.0, 10) == p
-    assert decide.detectable(0.05, 0.0, 10, 0.0, 10) == 0
 
 
 def test_the_smallest_detectable_difference_and_the_seeds_it_takes_are_the_textbooks():
@@ -248,10 +219,7 @@ def test_holm_with_equal_weights_is_statsmodels(rng):
     assert decide.holm(np.array([]), np.array([])).size == 0
 
 
-P_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=30)
-
-
-@given(P_VALUES, st.integers(0, 10**6))
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=30), st.integers(0, 10**6))
 def test_weighted_holm_gives_each_test_its_share_of_what_is_left(p, seed):
     """Issue 17, item 3: half of the error rate for the mean of a suite."""
     weights = np.random.default_rng(seed).uniform(0.1, 5, len(p))
@@ -275,45 +243,29 @@ def test_weighted_holm_gives_each_test_its_share_of_what_is_left(p, seed):
 NOISE = SeedNoise(1e-4, 6.0, "paper", "")
 
 
-@st.composite
-def two_sides(draw: st.DrawFn) -> Sides:
-    """Answers of 1 to 3 runs a side, the items' weights and their clusters."""
-    size = draw(st.integers(4, 40))
-    generator = np.random.default_rng(draw(st.integers(0, 10**6)))
-    runs = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    if draw(st.booleans()):
+@pytest.mark.parametrize("seed", range(40))
+def test_what_may_not_change_a_verdict(seed):
+    """Which side is which, the order of items, the clusters' names."""
+    generator = np.random.default_rng(seed)
+    size, *runs = generator.integers((4, 1, 1), (41, 4, 4)).tolist()
+    if seed % 2:
         a, b = (generator.integers(0, 2, (count, size)).astype(float) for count in runs)
         weights = np.ones(size)
     else:
         a, b = (generator.normal(-50, 9, (count, size)) for count in runs)
         weights = generator.uniform(1, 9, size)
-    clusters = np.unique(generator.integers(0, size, size), return_inverse=True)[1]
-    if clusters.max() == 0:
-        clusters[0] = 1
-    return a, b, weights, clusters
-
-
-@settings(max_examples=60)
-@given(two_sides(), st.integers(0, 10**6))
-def test_what_may_not_change_a_verdict(sides, seed):
-    """Which side is which, the order of items, the clusters' names, items twice in a cluster."""
-    a, b, weights, clusters = sides
+    clusters = np.append([0, 1], generator.integers(0, 2 + seed % 3, size - 2))
+    clusters = np.unique(clusters, return_inverse=True)[1]
     one, swapped = (compared(*x, weights, clusters, NOISE) for x in ((a, b), (b, a)))
     assert one.difference == pytest.approx(-swapped.difference)
     assert one.noise == pytest.approx(swapped.noise, rel=1e-9, abs=1e-15)
     p = [decide.two_sided_p(x.difference, *x.noise) for x in (one, swapped)]
     assert p[0] == pytest.approx(p[1], rel=1e-6)
-    generator = np.random.default_rng(seed)
     order = generator.permutation(weights.size)
     renamed = generator.permutation(clusters.max() + 1)[clusters]
     other = compared(a[:, order], b[:, order], weights[order], renamed[order], NOISE)
     assert one.difference == pytest.approx(other.difference, rel=1e-9, abs=1e-12)
     assert one.noise == pytest.approx(other.noise, rel=1e-6, abs=1e-12)
-    # unbounded: without the two items that Bonett and Price add
-    once = a - 1e6, b - 1e6, weights, clusters
-    one, twice = compared(*once, NOISE), compared(*(np.tile(x, 2) for x in once), NOISE)
-    assert twice.difference == pytest.approx(one.difference, abs=1e-6)
-    assert twice.noise == pytest.approx(one.noise, rel=1e-5, abs=1e-9)
 
 
 def test_the_mean_of_tasks_leaves_out_a_source_of_all_of_them(rng):
@@ -340,26 +292,16 @@ def test_the_mean_of_tasks_leaves_out_a_source_of_all_of_them(rng):
     assert found.difference == pytest.approx(mean(None))
     by_hand = 24 / 25 * sum((mean(g) - mean(None)) ** 2 for g in range(25))
     assert found.noise.item_variance == pytest.approx(by_hand)
-    alone = [noise.paired([x], [y], known).noise.item_variance for x, y in zip(a, b, strict=True)]
-    apart = (
-        [x._replace(clusters_N=x.clusters_N + 25 * k) for k, x in enumerate(side)]
-        for side in (a, b)
-    )
-    found = noise.paired(*apart, known)  # independent: variances add
-    assert found.noise.item_variance == pytest.approx(sum(alone) / 9, rel=0.05)
 
 
 def test_a_source_with_most_items_stays_a_noise(rng):
     """What runs answer on their own is not taken off a variance that one source makes."""
     clusters = np.array([0] * 700 + list(range(1, 301)))
-    known = SeedNoise(1e-6, math.inf, "given", "")
-    for _ in range(20):
-        a, b = ((rng.random((3, 1000)) < 0.5).astype(float) for _ in range(2))
-        found = compared(a, b, np.ones(1000), clusters, known)
-        alone = Clusters.of(a.mean(axis=0) - b.mean(axis=0), np.ones(1000), clusters)
-        expected = noise.difference_variance(alone, bounded=True)
-        assert found.noise.item_variance == pytest.approx(expected) and expected > 0
-        assert found.noise.item_df < 2
+    a, b = ((rng.random((3, 1000)) < 0.5).astype(float) for _ in range(2))
+    found = compared(a, b, np.ones(1000), clusters, SeedNoise(1e-6, math.inf, "given", "")).noise
+    alone = Clusters.of(a.mean(axis=0) - b.mean(axis=0), np.ones(1000), clusters)
+    assert found.item_variance == pytest.approx(noise.difference_variance(alone, bounded=True))
+    assert found.item_variance > 0 and found.item_df < 2
 
 
 def test_seeds_are_not_counted_twice():
@@ -404,7 +346,6 @@ def test_verdicts_are_rarely_wrong_where_the_noise_is_given():
     assert outcome.found_means[0.05] > 2 * outcome.found_in_one_family[0.05]
     assert outcome.found[0.05] > outcome.found_in_one_family[0.05]
     assert outcome.naive["Holm by items alone"] > 0.5
-    assert outcome.naive["95 % by items alone"] > 0.9
 
 
 @pytest.mark.parametrize("k", [2, 5])
@@ -413,23 +354,20 @@ def test_verdicts_are_rarely_wrong_with_a_published_range_and_with_three_seeds(k
     assert outcome.found[0.1] > 0.4
 
 
-def breach(words: str, seed: int) -> simulate.Outcome:
-    (found,) = [scenario for scenario in simulate.BREACHES if words in scenario.words]
-    return simulate.simulate(found, 200, np.random.default_rng(seed), ())
-
-
 @pytest.mark.parametrize(
     "words",
     ["3 seeds, own noise, heavy", "seeds shared", "1 seed, the paper's noise, a seed"],
 )
 def test_heavy_tails_and_shared_seeds_do_not_break_the_promise(words):
-    outcome = breach(words, 14)
+    (scenario,) = [each for each in simulate.BREACHES if words in each.words]
+    outcome = simulate.simulate(scenario, 200, np.random.default_rng(14), ())
     assert at_most_5_percent(outcome.false_alarms, 200), outcome
 
 
 def test_a_noise_that_is_stated_too_small_breaks_it():
     """What the figures must not hide: the simulation sees it where the prior is wrong."""
-    outcome = breach("noise twice that", 15)
+    (scenario,) = [each for each in simulate.BREACHES if "noise twice that" in each.words]
+    outcome = simulate.simulate(scenario, 200, np.random.default_rng(15), ())
     assert 0.05 < outcome.false_alarms < 0.3, outcome
 
 
@@ -441,12 +379,11 @@ def test_verdicts_are_rarely_wrong_in_a_thousand_experiments(k):
 
 def test_the_papers_rule_is_wrong_in_half_of_all_comparisons():
     one_task = 2 * stats.norm.sf(noise.RANGE_OF_8 / math.sqrt(2))
-    assert simulate.spread_rule(np.random.default_rng(0)) == pytest.approx(
-        1 - (1 - one_task) ** 15, abs=0.015
-    )
     assert 1 - (1 - one_task) ** 15 == pytest.approx(0.49, abs=0.005)
 
 
 def test_the_figures_are_printed(capsys):
     simulate.main(["--experiments", "10"])
-    assert "0.564" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    for words in ("3 seeds, own noise, heavy tails | ", ": 49 % false alarms", "0.564 sigma"):
+        assert words in printed

@@ -174,28 +174,6 @@ def test_superseded_events_are_dropped_whatever_the_order(tmp_path, seed):
     assert read_log(path) == read_tail(path, until=None) == _superseded_by_hand(events)
 
 
-def test_the_tail_of_a_huge_log_is_read_at_once(tmp_path):
-    """1 TiB of a sparse file before the last lines: read as a whole, it would take hours."""
-    path = tmp_path / "log.jsonl"
-    path.touch()
-    os.truncate(path, 1 << 40)
-    assert read_tail(path) == []
-    log = RunLog(path)
-    for step in range(1, 1001):
-        log.write("step", step=step)
-    log.write("resume", from_step=990)
-    for k in range(2000):
-        log.write("skip", step=k, filler="x" * 100)
-    log.close()
-    begin = time.monotonic()
-    events = read_tail(path)
-    assert time.monotonic() - begin < 2
-    assert events[-1]["step"] == 1999
-    # the last 64 KiB hold no step: more was read, and the resume was obeyed
-    assert max(event["step"] for event in events if event["event"] == "step") == 990
-    assert all(event["event"] != "step" for event in read_tail(path, until=None))
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.ESTALE])
 def test_what_a_disk_does_not_take_is_written_later_and_ends_nothing(number, tmp_path, caplog):
     log = RunLog(tmp_path / "log.jsonl")

@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.__main__ import main
-from data_prep.build import unbuilt_shards
-from data_prep.plan import Limits
-from tests.corpora import build_corpus, snapshot, write_corpus, write_tokenizer
-from tests.slurm_jobs import Job, script
+from tests.corpora import snapshot, write_corpus, write_tokenizer
+from tests.slurm_jobs import Job, processes_of, script
 from tests.support import ROOT
 
 ODD = 'it\'s "a"; $(touch HIT) 100%d'
@@ -29,24 +26,6 @@ def corpus_in(folder: Path) -> tuple[Path, Path]:
 def options(corpus: Path, tokenizer: Path, out: object) -> list[object]:
     return ["--source", "local", "--files", corpus, "--tokenizer", tokenizer, "--out", out,
             "--holdout", 0.1, "--workers", 1]  # fmt: skip
-
-
-def build_processes(shard: str, folder: Path) -> list[int]:
-    """The ids of the processes that build this shard from `folder`, workers aside."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-            place = path.with_name("cwd").resolve()
-        except OSError:
-            continue
-        if (
-            place == folder.resolve()
-            and b"data_prep" in words
-            and words[-3:-1] == [b"--shard", shard.encode()]
-        ):
-            found.append(int(path.parent.name))
-    return found
 
 
 def submitted(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
@@ -98,7 +77,9 @@ def test_a_sharded_build_survives_its_jobs_and_is_the_unsharded_one(slurm, jobs,
     assert shards[2].until_ended() == "FAILED" and shards[2].restarts == 1
     assert "no shard has finished a unit since this job began" in log(3)
 
-    killed = build_processes("2/3", tmp_path)
+    builds = processes_of(str(tmp_path)).items()
+    shown = " data_prep ", "--shard 2/3 "
+    killed = [pid for pid, line in builds if shown[0] in line and line.endswith(shown[1])]
     assert len(killed) == 1 and shards[1].state == "RUNNING"
     os.kill(killed[0], signal.SIGKILL)
     assert shards[1].until_ended() == "FAILED"
@@ -154,23 +135,3 @@ def test_locally_it_is_the_same_build(tmp_path):
     assert "finished before" in done.stdout
     assert snapshot(tmp_path / ODD) == snapshot(tmp_path / "one")
     assert not [*tmp_path.rglob("HIT")]
-
-
-def test_shards_that_still_have_work(tmp_path, capsys):
-    """Five units (of two files) over 3 shards: 1 has the units 0 and 3, 2 has 1 and 4, 3 has 2."""
-    write_corpus(tmp_path / "text", files=FILES)
-    write_tokenizer(tmp_path / "tokenizer.model")
-    out = tmp_path / "out"
-    assert unbuilt_shards(out, 3) == [1, 2, 3]
-    build_corpus(out, tmp_path / "text")
-    assert unbuilt_shards(out, 3) == []
-    for unit, shard in ((4, 2), (0, 1)):
-        (out / "train" / f"part-{unit:05}-0.json").rename(tmp_path / "mark")
-        assert unbuilt_shards(out, 3) == [shard]
-        # 24 documents a file: two units have more than 60 to train on
-        assert unbuilt_shards(out, 3, Limits(max_documents=60)) == ([] if unit == 4 else [shard])
-        (tmp_path / "mark").rename(out / "train" / f"part-{unit:05}-0.json")
-    capsys.readouterr()
-    words = map(str, options(tmp_path, tmp_path, out))
-    main(["build", "--unbuilt-of", "2", *words, "--max-tok", "9"])
-    assert capsys.readouterr().out == f"\0{out}\0{out}\0--max-tokens\x009\0"

@@ -75,7 +75,7 @@ def test_the_time_limit_costs_the_running_task_at_most(jobs, run, tmp_path):
 
     jobs.cluster.run("scancel", "--signal=USR1", "--batch", job.id)  # as --signal=B:USR1@60 does
     job.until_requeued(1)
-    assert [line for line in processes_of(str(tmp_path)) if "eval run" in line] == []
+    assert not any("eval run" in line for line in processes_of(str(tmp_path)).values())
     gate.unlink()
     assert job.until_ended() == "COMPLETED", job.text()
     assert "going on after 1 tasks of an earlier call" in job.text()
@@ -109,9 +109,7 @@ def test_by_hand_and_scancel(jobs, run, tmp_path):
     assert "unknown suite 'no-such-suite'" in job.text()
 
     job = jobs.submit(SCRIPT, run / "checkpoint/step-6", "validation", flags=(CPUS,))
-    job.until(
-        lambda: [p for p in processes_of(f"{run}/checkpoint/step-6") if "eval run" in p], "it"
-    )
+    job.until(lambda: "eval run" in str(processes_of(f"{run}/checkpoint/step-6")), "it")
     job.cancel()
     assert job.until_ended() == "CANCELLED"
     began = time.monotonic()

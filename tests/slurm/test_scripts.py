@@ -4,7 +4,6 @@ test_slurm_*.py beside this run them on a real Slurm.
 """
 
 import os
-import resource
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -110,20 +109,6 @@ def test_a_finish_that_sbatch_refuses_is_an_error(programs, tmp_path):
     assert len(calls(programs, "sbatch")) == 2
 
 
-@pytest.mark.parametrize(
-    ("flags", "ranks"),
-    [("--gpus-per-node=h100:4", 4), ("--gres=gpu:h100:2,nvme:9", 2), ("--gpus=12", 4), ("", 8)],
-)
-def test_the_check_knows_the_gpus_that_sbatch_is_asked_for(programs, flags, ranks):
-    stand_in(programs, "sbatch")
-    stand_in(programs, "python", "printf '%s\\0' /run 1")
-    words = (ROOT / "slurm/submit.sh", *flags.split(), "--nodes=3", ROOT / "slurm/pretrain_1b3.sh")
-    done = bash(programs, *words, CANON_CPU=0)
-    assert done.returncode == 0, done
-    (checked,) = calls(programs, "python")
-    assert f"--ranks_per_node {ranks} --nodes 3" in checked
-
-
 WHOLE = ["--exclusive", "--mem=0"]
 SHARES = [
     ("sweep.sh", "GPUS_PER_NODE=4 GPU_FLAG=--gres=gpu:h100:", "", ["--gres=gpu:h100:4", *WHOLE]),
@@ -159,55 +144,6 @@ def test_cluster_env_says_which_part_of_a_node_a_job_takes(
     assert not any(name in done.stdout for name in ("gpus", "exclusive", "mem", "cpus"))
 
 
-def test_a_part_of_a_node_that_is_no_number_is_refused(programs):
-    stand_in(programs, "sbatch")
-    for name in ("GPUS_PER_NODE", "CPUS_PER_GPU", "MEM_PER_GPU"):
-        settings = {"CANON_CPU": 0, "SHARED_NODES": 1, name: "many"}
-        done = bash(programs, ROOT / "slurm/submit.sh", ROOT / "slurm/sweep.sh", **settings)
-        assert done.returncode == 2 and name in done.stderr and not calls(programs, "sbatch"), done
-
-
-def test_a_job_has_as_many_ranks_as_slurm_gave_it_gpus(programs):
-    for given, ranks in (({"SLURM_GPUS_PER_NODE": "a:2"}, 2), ({}, 8)):
-        job = {"CANON_CPU": 0, "SLURM_JOB_ID": 7, **given}
-        done = library(programs, 'set_ranks "$1"; echo "$GPUS $RANKS"', 8, **job)
-        assert done.stdout == f"{ranks} {ranks}\n"
-
-
-def test_what_a_node_compiles_stays_on_it_and_is_the_users_own(programs, tmp_path):
-    show = 'prepare_node; echo "$TORCHINDUCTOR_CACHE_DIR $TRITON_CACHE_DIR"; ulimit -n'
-    own = tmp_path / f"canon_pretrain-{os.getuid()}"
-    # each is unset, empty or set in what runs this test
-    unset = {"TMPDIR": tmp_path, "TORCHINDUCTOR_CACHE_DIR": "", "TRITON_CACHE_DIR": ""}
-
-    def folders(**variables: object) -> list[str]:
-        done = library(programs, f"ulimit -Sn 256; {show}", **(unset | variables))
-        *found, limit = done.stdout.split()
-        assert int(limit) == resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        return found
-
-    assert folders() == [f"{own}/inductor", f"{own}/triton"]
-    assert own.stat().st_mode & 0o777 == 0o700
-    assert folders(TRITON_CACHE_DIR="/mine") == [f"{own}/inductor", "/mine"]
-    assert folders(TMPDIR="/not/there")[0].startswith("/tmp/canon_pretrain-")
-    own.rmdir()
-    own.symlink_to("/usr")  # as another user may leave it in /tmp
-    inductor, _ = folders()
-    assert Path(inductor).parent != own and Path(inductor).parent.stat().st_uid == os.getuid()
-
-
-def test_each_node_has_the_settings_and_slurms_name_of_itself(programs):
-    """Whatever `sbatch --export` was told; by that name the ranks meet."""
-    stand_in(programs, "srun", 'while [[ $1 == --* ]]; do shift; done; "$@"')
-    body = 'echo "$PET_LOCAL_ADDR $TRITON_CACHE_DIR ${SLURM_EXPORT_ENV-all}"'
-    stand_in(programs, "python", body)
-    start = "NODES=1 RANKS=1 HOSTS=(n1) CONTAINER=() SRUN_FLAGS=(); start_ranks 0 m; wait"
-    job = {"SLURM_JOB_ID": 7, "SLURM_NODEID": 0, "SLURMD_NODENAME": "n1"}
-    job |= {"SLURM_EXPORT_ENV": "NONE", "TRITON_CACHE_DIR": "/t"}
-    done = library(programs, start, **job)
-    assert done.stdout == "n1 /t all\n", done
-
-
 def test_modules_and_a_container_stand_before_each_command(programs):
     """cluster.env's, on the batch host and on all nodes; their words may have spaces."""
     (programs / "cluster.env").write_text(
@@ -228,32 +164,6 @@ def test_modules_and_a_container_stand_before_each_command(programs):
     assert (programs / "words").read_text() == "<--bind></a b><python><-m><m>", "no job, no srun"
 
 
-def test_a_link_runs_the_code_and_config_that_its_chain_has(programs, tmp_path):
-    """And the job script's functions of that code; nothing of it where the code is damaged."""
-    snapshot = tmp_path / "a run" / "code" / "001"
-    (snapshot / "slurm").mkdir(parents=True)
-    show = "$CONFIG|${ARGUMENTS[*]}|$CODE|$PYTHONPATH|${PYTHONSAFEPATH-}"
-    for path, when in ((snapshot / "slurm/lib.sh", "then"), (programs / "now.sh", "now")):
-        path.write_text(f'pretrain_link() {{ echo "{when}: {show}"; }}\n')
-    job = f'CONTAINER=() SRUN_FLAGS=(); source "{programs}/now.sh"; pretrain_job "$@"'
-    given = ("own.toml", "--run.code", "note")
-
-    def link(answer: str) -> subprocess.CompletedProcess[str]:
-        stand_in(programs, "python", answer)
-        return library(programs, job, *given, SLURM_JOB_ID=7, PYTHONPATH="/mine")
-
-    assert link("true").stdout == f"now: own.toml|--run.code note||{ROOT}:/mine|\n"
-    (call,) = calls(programs, "python")
-    assert call.endswith("chain code --job 7 -- --config own.toml --run.code note")
-    there = f"{snapshot}|{snapshot}:/mine|1\n"
-    done = link(f"printf '%s\\n' '{snapshot}' '' '{tmp_path}/kept.toml'")
-    assert done.stdout == f"then: {tmp_path}/kept.toml|--run.code note|{there}", done
-    done = link(f"printf '%s\\n' '{snapshot}' 'other files' ''")
-    assert done.stdout == f"then: own.toml|--run.code note|{there}", done
-    done = link("exit 2")
-    assert done.returncode == 2 and not done.stdout
-
-
 @pytest.mark.parametrize(
     "name", ["pretrain_1b3", "sweep", "eval", "eval_report", "eval_watch", "data_prep"]
 )
@@ -264,3 +174,15 @@ def test_help_is_the_header_and_a_script_is_no_job_without_slurm(programs, name)
     assert "#SBATCH --" not in shown.stdout and "set -euo" not in shown.stdout
     refused = bash(programs, script, ".")
     assert refused.returncode == 2 and refused.stderr.startswith("error: "), refused
+
+
+def test_what_a_node_compiles_is_in_a_folder_of_the_users_own(programs, tmp_path):
+    own = tmp_path / f"canon_pretrain-{os.getuid()}"
+    unset = {"TMPDIR": tmp_path, "TORCHINDUCTOR_CACHE_DIR": "", "TRITON_CACHE_DIR": ""}
+    show = 'prepare_node; echo "$TORCHINDUCTOR_CACHE_DIR $TRITON_CACHE_DIR"'
+    assert library(programs, show, **unset).stdout == f"{own}/inductor {own}/triton\n"
+    assert own.stat().st_mode & 0o777 == 0o700
+    own.rmdir()
+    own.symlink_to("/usr")  # as another user may leave it in /tmp
+    folder = Path(library(programs, show, **unset).stdout.split()[0]).parent
+    assert folder.parent == tmp_path and folder != own and not folder.is_symlink()

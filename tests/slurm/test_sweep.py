@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.cluster.sweep import read_sweep
-from canon_pretrain.sweep import look_at_sweep, main
+from canon_pretrain.sweep import look_at_sweep, main, read_sweep
 from tests.fault_runs import steps
 from tests.ranks import assert_same_run, launch, logged_step, status
 from tests.slurm_jobs import SITE, Job, log_of, script
@@ -159,36 +158,3 @@ def test_locally_one_after_the_other_and_stopped_in_between(data_folder, tmp_pat
     assert done.returncode == 0 and "2 runs: 2 done" in done.stdout, done
     assert_same_run(one, alone(data_folder, tmp_path / "alone", "3e-3", 0), step=STEPS)
     assert "run 1" not in script("sweep.sh", "--local", sweep, environ=environ).stdout
-
-
-@pytest.mark.slow
-def test_locally_a_run_that_fails_does_not_stop_the_rest(data_folder, tmp_path):
-    sweep = tmp_path / "s"
-    plan(sweep, data_folder, rates=("3e-3",))
-    (sweep / RUNS[0]).mkdir(parents=True)
-    (sweep / RUNS[0] / "checkpoint").write_text("a file where checkpoints go")
-    environ = local(tmp_path, MAX_RESTARTS_WITHOUT_PROGRESS=1)
-    done = script("sweep.sh", "--local", sweep, environ=environ)
-    assert done.returncode == 2 and "1 run(s) failed" in done.stderr, done
-    assert states(sweep)[1] == "done" and not (sweep / RUNS[0] / "DONE").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("submit",), "which sweep?"),
-        (("submit", "none"), "none: there is no such folder"),
-        (("submit", ".", "--throttle", "0"), "--throttle 0: expected a whole number above 0"),
-        (("--local", "."), "is not a sweep"),
-        (("--local", ".", "--training.steps"), "options of its runs belong to its plan"),
-        (("."), "or --local SWEEP; this way it is a job script"),
-    ],
-)
-def test_wrong_words_are_refused(words, says, tmp_path):
-    squeue = tmp_path / "bin" / "squeue"
-    squeue.parent.mkdir()
-    squeue.write_text("#!/bin/sh\n")
-    squeue.chmod(0o755)
-    environ = local(tmp_path) | {"PATH": f"{squeue.parent}:{os.environ['PATH']}"}
-    done = script("sweep.sh", *words, environ=environ, cwd=tmp_path)
-    assert done.returncode == 2 and says in done.stderr, done

@@ -1,10 +1,8 @@
 """A run folder whose file system blocks every call for a while, as Lustre does in a failover."""
 
-import logging
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from datetime import UTC, datetime
@@ -20,7 +18,6 @@ from canon_pretrain.run import log as log_module
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunLog, read_log
 from canon_pretrain.run.session import STOP_FILE
-from canon_pretrain.titan.console import Printer
 from tests.fault_runs import start_torchrun, wait_for
 from tests.ranks import events, logged_step, status
 from tests.support import ROOT, debug_run
@@ -128,21 +125,6 @@ def disk(monkeypatch):
     is_back.set()
 
 
-def test_lines_wait_for_the_disk_and_their_writer_does_not(disk, tmp_path):
-    log = RunLog(tmp_path / "log.jsonl")
-    disk.clear()
-    began = time.monotonic()
-    for step in range(1, 1001):
-        log.write("step", step=step)
-    assert not log.flush(0.1)
-    assert time.monotonic() - began < 5 and not log.path.read_bytes()
-    disk.set()
-    assert log.flush()
-    log.write("step", step=1001)
-    log.close()
-    assert [event["step"] for event in read_log(log.path)] == list(range(1, 1002))
-
-
 def test_what_waits_is_bounded_and_a_gap_is_counted(disk, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(log_module, "MAX_WAITING_BYTES", 1000)
     log = RunLog(tmp_path / "log.jsonl")
@@ -164,29 +146,6 @@ def test_what_waits_is_bounded_and_a_gap_is_counted(disk, tmp_path, monkeypatch,
     assert caplog.text.count("lines are lost") == 1
 
 
-def test_a_log_that_cannot_be_finished_is_left_in_time(disk, tmp_path, caplog):
-    log = RunLog(tmp_path / "log.jsonl")
-    disk.clear()
-    for step in (1, 2):
-        log.write("step", step=step)
-    began = time.monotonic()
-    log.close(timeout_s=0.2)
-    assert 0.2 <= time.monotonic() - began < 5
-    assert "the last 2 line(s) could not be written" in caplog.text
-
-
-def test_a_log_keeps_its_lines_until_it_may_write(tmp_path):
-    """A lock that can't be seen just now is no lost lock: what happened meanwhile is logged."""
-    may_write = [False]
-    log = RunLog(tmp_path / "log.jsonl", may_write=lambda: may_write[0])
-    log.write("step", step=1)
-    assert not log.flush() and not log.path.read_bytes()
-    may_write[0] = True
-    log.write("step", step=2)
-    log.close()
-    assert [event["step"] for event in read_log(log.path)] == [1, 2]
-
-
 def test_a_watcher_does_not_count_the_time_that_the_disk_was_away(disk, tmp_path):
     """The holder's heartbeat was blocked as well: it has to get its time again."""
     path, holder = tmp_path / "lock.json", Holder.of_this_process()
@@ -200,18 +159,3 @@ def test_a_watcher_does_not_count_the_time_that_the_disk_was_away(disk, tmp_path
 
     with pytest.raises(UserError, match="in use by another launch"):
         LinkLock.acquire(path, heartbeat_s=0.1, expiry_s=0.6, say=say)
-
-
-def test_a_line_that_stdout_does_not_take_holds_up_the_first_caller_only(capsys, monkeypatch):
-    is_back = threading.Event()
-    write = sys.stdout.write
-    monkeypatch.setattr(sys.stdout, "write", lambda text: (is_back.wait(60), write(text))[1])
-    printer = Printer()
-    began = time.monotonic()
-    for number in range(1000):
-        printer.handle(logging.LogRecord("x", logging.INFO, "f", 1, f"{number}", (), None))
-    assert time.monotonic() - began < 5
-    is_back.set()
-    assert printer._printing.wait(10)
-    printer.close()
-    assert capsys.readouterr().out.split() == [str(number) for number in range(1000)]

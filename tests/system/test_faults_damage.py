@@ -150,22 +150,6 @@ def test_damage_of_the_folder_is_found(base, council, model, tmp_path):
         assert_holds(model, base, 10)
 
 
-def test_damage_in_a_folder_elsewhere(base, council, model, tmp_path):
-    """checkpoint.folder is not in the run's folder: all is found and set aside there."""
-    two_steps(base, tmp_path)
-    (tmp_path / "checkpoint").rename(elsewhere := tmp_path / "elsewhere")
-    (run := tmp_path / "run").mkdir()
-    flip(elsewhere / f"step-{NEWEST}" / "__0_0.distcp")
-    for _ in range(2):
-        step, _ = take_up(run, council, model, folder="../elsewhere")
-        assert step == 10
-        assert_holds(model, base, step)
-        assert (elsewhere / "quarantine" / "step-12.1").is_dir() and not list(run.iterdir())
-    missing(elsewhere / "step-10" / "manifest.json")
-    with pytest.raises(UserError, match=r"in quarantine: step-1\d.1.*--checkpoint.fresh"):
-        take_up(run, council, model, folder="../elsewhere")
-
-
 def test_whatever_bit_of_a_manifest_flips_weights_are_a_steps(base, council, model, tmp_path):
     """Nothing vouches for the manifest itself, so it is tried at many places."""
     run = two_steps(base, tmp_path / "run")

@@ -1,6 +1,5 @@
 """Ends that nobody planned: signals, STOP, two launches on one folder, a rank that hangs."""
 
-import functools
 import json
 import os
 import signal
@@ -8,20 +7,16 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.checkpoint.writer import VerifiedWriter
-from canon_pretrain.core.lock import LinkLock
 from canon_pretrain.run import status as run_status
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.log import RunLog
-from canon_pretrain.run.status import StatusWriter, health
+from canon_pretrain.run.status import health
 from canon_pretrain.titan.checkpoint import CLOSE_TIMEOUT_S
 from canon_pretrain.titan.trainer import CanonTrainer
 from tests.fault_runs import EVERY_2, Trial, start_torchrun, steps, wait_for, wrap
@@ -54,33 +49,9 @@ def slow_steps(rank: int, seconds: float, marker: Path | None = None) -> None:
     wrap(CanonTrainer, "train_step", before=dawdle)
 
 
-def slow_start(rank: int, marker: Path) -> None:
-    """A launch that is long busy before its first step, as with a large model."""
-
-    def dawdle(*arguments: object) -> None:
-        marker.with_suffix(f".{rank}").touch()
-        time.sleep(0.7)
-
-    wrap(CanonTrainer, "__init__", before=dawdle)
-
-
 def slow_write(rank: int) -> None:
     """A disk that takes a second for each rank's files."""
     wrap(VerifiedWriter, "write_data", before=lambda *arguments: time.sleep(1))
-
-
-def keep_a_journal(rank: int, journal: Path, seconds: float) -> None:
-    """Slow steps, and a line in `journal` for the loss of the lock and each write to the run."""
-    slow_steps(rank, seconds)
-
-    def note(line: str) -> None:
-        with open(journal, "a") as file:
-            file.write(line)
-
-    writers = ((LinkLock, "_lose"), (RunLog, "_append"), (StatusWriter, "write"))
-    for owner, name in (*writers, (VerifiedWriter, "__init__")) if rank == 0 else ():
-        line = f"{owner.__name__} {name}\n"
-        wrap(owner, name, before=lambda *_, line=line: note(line))
 
 
 SIGNALS = [(signal.SIGTERM, 1), (signal.SIGINT, 0), (signal.SIGUSR1, 1), (signal.SIGUSR2, 0)]
@@ -139,26 +110,6 @@ def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(t
     assert steps(run) == [step]
 
 
-def test_sigterm_ends_a_rank_that_waits_for_the_others_at_once(trial):
-    """torchrun sends it when rank 0 was refused; caught, it would take effect 30 seconds later."""
-    marker = trial.folder / "starting"
-    started = trial.start(before=(slow_start, marker))
-    started.wait_for(lambda: marker.with_suffix(".1").exists())
-    started.send(signal.SIGTERM, [1])
-    assert started.wait().codes[1] == -signal.SIGTERM
-
-
-def test_a_signal_before_the_first_step_stops_soon_after_it(trial):
-    marker = trial.folder / "starting"
-    started = trial.start(*LONG, before=(slow_start, marker))
-    for number, rank in ((signal.SIGUSR1, 1), (signal.SIGUSR2, 0)):
-        started.wait_for(marker.with_suffix(f".{rank}").exists)
-        started.send(number, [rank])
-    ended = started.wait()
-    assert ended.codes == [0, 0], ended.output
-    assert check_stopped(trial.run, "SIGUSR1, SIGUSR2", []) <= 4
-
-
 def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -215,9 +166,9 @@ def test_a_second_launch_is_refused_and_kill_9_leaves_a_folder_that_can_be_taken
 
 def test_a_restart_of_the_same_slurm_job_takes_over_a_live_launch(trial):
     """A launch with a checkpoint at each slow step, and its restart on one rank."""
-    run, journal, job = trial.run, trial.folder / "journal.jsonl", {"SLURM_JOB_ID": "7"}
+    run, job = trial.run, {"SLURM_JOB_ID": "7"}
     command = (*LONG, "--checkpoint.interval", 1)
-    old = trial.start(*command, environment=job, before=(keep_a_journal, journal, 0.15))
+    old = trial.start(*command, environment=job, before=(slow_steps, 0.15))
     old.wait_for(lambda: len(steps(run)) >= 2)
     new = trial.start(*command, ranks=1, environment=job | {"SLURM_RESTART_COUNT": "1"})
     new.wait_for(lambda: bool(events(run, "resume")))
@@ -233,10 +184,6 @@ def test_a_restart_of_the_same_slurm_job_takes_over_a_live_launch(trial):
     assert (said.state, said.restart_count, said.launches) == ("stopped", 1, 2)
     assert not RunFolder(run).lock_file.exists()
     assert [e["world_size"] for e in events(run, "resume")] == [1]
-    # what has lost its lock writes nothing any more
-    names = [line.split()[:2] for line in journal.read_text().splitlines()]
-    lost = ["LinkLock", "_lose"]
-    assert all(name == lost for name in names[names.index(lost) :]), names
 
 
 def commit_after_sleep(rank: int, step: int) -> None:
@@ -369,25 +316,3 @@ def test_a_hang_while_a_checkpoint_is_written_ends_as_well(trial):
     took, _ = hang(started, run, saving.is_dir)
     assert took < TIMEOUT_S + CLOSE_TIMEOUT_S + 10
     assert status(run).state == "failed"
-
-
-def test_two_launches_each_have_a_file_for_their_stacks(tmp_path, monkeypatch):
-    """The one that lost the folder ends while the one that took it watches for hangs."""
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    comm = SimpleNamespace(save_traces_folder="comm_traces", train_timeout_seconds=100)
-    job, folder = SimpleNamespace(comm=comm), SimpleNamespace(path=tmp_path)
-    trainer: Any = SimpleNamespace(job_config=job, folder=folder)
-    watch = functools.partial(CanonTrainer._hang_watch, trainer)
-    path = tmp_path / "comm_traces" / "rank_0.stacks.txt"
-    old, new = watch(), watch()
-    old.__enter__()
-    new.__enter__()
-    taken = path.stat().st_ino
-    old.__exit__(None, None, None)
-    assert path.stat().st_ino == taken, "the launch that ends takes away the other's file"
-    new.__exit__(None, None, None)
-    assert not path.exists()
-    path.parent.rmdir()
-    path.parent.write_text("no folder can be made here")
-    with watch() as arm:
-        arm()  # nothing to write to: the run goes on all the same

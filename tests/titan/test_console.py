@@ -4,11 +4,9 @@ import logging
 import os
 import pty
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
-import time
 from typing import Any
 
 import pytest
@@ -62,44 +60,27 @@ def test_plain_lines_are_those_that_scripts_know(caplog):
 def test_a_view_that_fails_is_one_line_and_plain_lines_go_on(caplog, monkeypatch):
     console = Console(500, 500)
     monkeypatch.setattr("canon_pretrain.titan.console.is_terminal", lambda: True)
-    console.begin(3, [{"event": "step", "step": 2, "loss": None}])  # a past that is damaged
+    monkeypatch.setattr("rich.live.Live.start", lambda view: 1 / 0)
     with caplog.at_level(logging.INFO, logger="root"):
+        console.begin(3)
         console.event("step", FIELDS | {"step": 4})
     assert "no live view" in caplog.text and "step 4/500" in caplog.text
 
 
-@pytest.mark.parametrize("width", [1, 20, 40, 60, 80, 200])
-def test_the_view_fits_any_width(width):
-    lines = lines_of(a_view(), width)
-    assert all(len(line) <= width for line in lines)
-    if width < 60:
-        return
+def test_the_view_shows_what_the_readme_names():
+    lines = lines_of(a_view(), 100)
     text = " ".join(" ".join(lines).split())
     for fact in (
         *("step 250/500", "50.0%", "ETA 62 min", "loss 3.2500", "grad_norm 0.837", "MFU 45.1%"),
         *("lr 2.52e-03", "5,047 tok/s", "data wait 1.2%", "memory 54.2 GiB", "512,000 tokens"),
         *("checkpoint of step 250, 0 s ago", "skipped steps 2", "restarts 1"),
-        *("validation loss 3.5000 (1.7500 bits/byte) at step 200", "saved step 250: 14.70 MB"),
+        *(
+            "validation loss 3.5000 (1.7500 bits/byte) at step 200",
+            "of step 250: 14.70 MB in 0.2 s",
+        ),
     ):
         assert fact in text, fact
     assert len(lines) <= 11
-
-
-def test_a_view_that_begins_on_a_resumed_run_knows_its_past(monkeypatch):
-    monkeypatch.setattr("canon_pretrain.titan.console.is_terminal", lambda: True)
-    view = Console(500, 500)
-    past: list[dict[str, Any]] = [
-        {"event": "step", "step": 10, "loss": 5.0},
-        {"event": "step", "step": 20, "loss": "NaN"},
-        {"event": "step", "step": 30, "loss": 4.0},
-        {"event": "validation", **HELD_OUT, "step": 30, "loss": "Infinity"},
-        {"event": "checkpoint", "step": 30},
-    ]
-    view.begin(30, past)
-    view.end()
-    text = "\n".join(lines_of(view, 100))
-    assert "loss 4.0000 █x▁" in text and "checkpoint of step 30" in text
-    assert "validation loss inf (1.7500 bits/byte) at step 30" in text
 
 
 SCRIPT = textwrap.dedent(
@@ -116,7 +97,7 @@ SCRIPT = textwrap.dedent(
     console.event("step", FIELDS | {{"step": 7}})
     print("printed")
     logging.getLogger().info("logged")
-    time.sleep({sleep})
+    time.sleep(0.6)
     console.event("step", FIELDS | {{"step": 8}})
     {end}
     """
@@ -126,7 +107,7 @@ SCRIPT = textwrap.dedent(
 def in_a_terminal(end: str) -> tuple[int, str]:
     """Exit code and all that a script which shows a view and then does `end` sends a terminal."""
     parent, child = pty.openpty()
-    script = SCRIPT.format(root=str(ROOT), fields=FIELDS, sleep=0.6, end=end)
+    script = SCRIPT.format(root=str(ROOT), fields=FIELDS, end=end)
     ends: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), child)
     environment = os.environ | {"TERM": "xterm-256color"}
     process = subprocess.Popen([sys.executable, "-c", script], env=environment, **ends)
@@ -146,7 +127,6 @@ def in_a_terminal(end: str) -> tuple[int, str]:
     ("end", "code"),
     [
         ("console.end(); assert sys.stdout is not stdout; console.end(); print('after')", 0),
-        ("raise ValueError('broken')", 1),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9),
     ],
 )
@@ -160,48 +140,6 @@ def test_a_terminal_is_left_as_it_was(end, code):
     assert plain.index("logged") < plain.rindex("step 7/500"), "the view is below what is printed"
     if code == 0:
         assert plain.rstrip().endswith("after") and "step 8/500" in plain
-    if code == 1:
-        assert "ValueError: broken" in plain
-
-
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
-def test_the_view_stands_once_on_a_terminal_that_is_made_narrower(tmp_path):
-    """A real terminal of 100 columns, then 60, then 90: each picture shows one view."""
-    (tmp_path / "script.py").write_text(
-        SCRIPT.format(root=str(ROOT), fields=FIELDS, sleep=0, end="time.sleep(60)")
-    )
-    socket = f"canon-{os.getpid()}"
-
-    def tmux(*words: str) -> str:
-        done = subprocess.run(
-            ["tmux", "-L", socket, *words], capture_output=True, text=True, check=True
-        )
-        return done.stdout
-
-    def picture(width: int) -> list[str]:
-        tmux("resize-window", "-t", "view", "-x", str(width), "-y", "24")
-        time.sleep(0.8)  # three times as long as the view takes to look
-        # with its history: tmux scrolls where lines take more rows
-        shown = tmux("capture-pane", "-p", "-S", "-50", "-t", "view")
-        return [line for line in shown.splitlines() if line]
-
-    command = f"{sys.executable} {tmp_path / 'script.py'}"
-    tmux("-f", "/dev/null", "new-session", "-d", "-s", "view", "-x", "100", "-y", "24", command)
-    try:
-        deadline = time.monotonic() + 60
-        while "step 8/500" not in tmux("capture-pane", "-p", "-t", "view"):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        for width in (100, 60, 90):
-            lines = picture(width)
-            begins = [k for k, line in enumerate(lines) if line.startswith("step ")]
-            assert len(begins) == 1, lines
-            assert sum("grad_norm" in line for line in lines) == 1, lines
-            above = "\n".join(lines[: begins[0]])
-            assert "printed" in above and "logged" in above
-            assert len(lines[begins[0]]) == width - 1, "the bar fills the line"
-    finally:
-        tmux("kill-server")
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,8 @@
 import json
 import os
 import shutil
-import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,40 +13,26 @@ import numpy as np
 import pytest
 import torch
 
-import canon_pretrain
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.loader import BatchLoader
 from canon_pretrain.data.shard_writer import write_shards
-from canon_pretrain.data.shards import ShardError, TokenShards
-from canon_pretrain.run.config import Data
+from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import (
     CLOSE_S,
     IN_THE_IDENTITY,
     CanonDataLoader,
-    ReadAhead,
     build_dataloader,
     open_shards,
 )
 from canon_pretrain.titan.job_config import CanonJobConfig
-from canon_pretrain.titan.launch import check_identity, resolved, run_identity
-from tests.ranks import Ended, assert_refused, events, launch
+from canon_pretrain.titan.launch import check_identity, run_identity
+from tests.ranks import assert_refused, events, launch
 from tests.support import EOS_ID, ROOT, VOCAB_SIZE, debug_run, token_documents, write_data
 
 BATCH, SEQ_LEN = 12, 64
 WEIGHTS = [0.75, 0.25]
-THREAD = "read ahead"
-
-
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == THREAD]
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_is_left():
-    yield
-    assert not threads()
 
 
 @pytest.fixture(scope="module")
@@ -89,16 +73,6 @@ def test_the_order_is_part_of_the_run(folders, tmp_path):
     other = loader_of(drawn, may_change=IN_THE_IDENTITY)
     other.load_state_dict(first.state_dict())
     assert other.source_tokens == {"books": permuted.training.local_batch_size * SEQ_LEN}
-
-
-def test_what_a_run_records_is_absolute(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    job = CanonJobConfig(data=Data(path="a"))
-    assert resolved(job)["data"]["path"] == f"{tmp_path}/a"
-    job.data, job.validation.path = Data(paths=["a", "/b"], weights=[1, 1]), "c"
-    config = resolved(job)
-    assert config["data"]["paths"] == [f"{tmp_path}/a", "/b"] and config["data"]["path"] == ""
-    assert config["validation"]["path"] == f"{tmp_path}/c"
 
 
 def test_a_source_too_short_or_of_another_vocabulary_is_named(folders, tmp_path):
@@ -168,61 +142,20 @@ def take(iterator: Iterator[Any]) -> torch.Tensor:
     return torch.cat([inputs["input"], labels], dim=1)
 
 
-def test_items_are_in_order_at_most_so_many_ahead_and_an_error_is_in_its_place():
-    seen: list[int] = []
-
-    def read() -> int:
-        if len(seen) == 7:
-            raise ShardError("nothing behind 7")
-        seen.append(len(seen))
-        return seen[-1]
-
-    ahead = ReadAhead(read, depth=3)
-    for taken in range(7):
-        deadline = time.monotonic() + 5
-        while len(seen) < min(taken + 3, 7) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        time.sleep(0.02)
-        assert len(seen) == min(taken + 3, 7)
-        assert ahead.take() == taken
-    for _ in range(2):
-        with pytest.raises(ShardError, match="nothing behind 7"):
-            ahead.take()
-    assert ahead.close()
-
-
 def test_a_state_is_gone_on_from_exactly(data):
-    ahead = loader(data, 4)
+    ahead, plain = loader(data, 4), loader(data, 0)
     batches = iter(ahead)
-    first = take(batches)
-    copied = first.clone()
-    for _ in range(2):
-        take(batches)
-    state = ahead.state_dict()
-    after = [take(batches) for _ in range(3)]
+    first, _, _ = (take(batches) for _ in range(3))  # a step
+    copied, state = first.clone(), ahead.state_dict()
+    after = [take(batches) for _ in range(5)]
     assert torch.equal(first, copied), "what is read next is written elsewhere"
-    given = ahead.state_dict()  # torch's distributed checkpoint writes into what it is given
-    given["next_sample"], given["source_tokens"][0] = 6, 5
     ahead.load_state_dict(state)  # back, in the middle of iterating, with more in the queue
-    assert ahead.state_dict() == state
-    with pytest.raises(UserError, match="seed is 9 in the checkpoint"):  # it stays where it was
-        ahead.load_state_dict(state | {"seed": 9})
-    for expected in after:
-        assert torch.equal(take(batches), expected)
-    other = loader(data, 2)
-    other.load_state_dict(state)
-    rest = iter(other)
-    assert torch.equal(take(rest), after[0])
-    assert len(threads()) == 2
-    rest.close()  # type: ignore[attr-defined]
-    assert len(threads()) == 1
-    # and closing goes back to what was taken
-    ahead.close()
-    assert not threads()
-    assert ahead.loader.state_dict() == ahead.state_dict()
-    reference = loader(data, 0)
-    reference.load_state_dict(ahead.state_dict())
-    assert torch.equal(take(batches), take(iter(reference)))
+    plain.load_state_dict(state)
+    for each in (batches, rest := iter(plain)):
+        assert all(torch.equal(take(each), expected) for expected in after)
+    ahead.close()  # goes back to what was taken
+    assert ahead.loader.state_dict() == ahead.state_dict() == plain.state_dict()
+    assert torch.equal(take(batches), take(rest))
     ahead.close()
 
 
@@ -253,64 +186,10 @@ def test_a_read_that_hangs_holds_up_no_checkpoint_and_the_end_once(data, monkeyp
     assert batches.loader.state_dict() == state
 
 
-def on_nodes(rank: int, ranks_per_node: int, folder: Path, log: Path | None = None) -> None:
-    """Rank is of node K, in `folder`/K, and writes down what it opens, if anything is to be."""
-    node, local_rank = divmod(rank, ranks_per_node)
-    os.environ |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(ranks_per_node)}
-    os.chdir(folder / str(node))
-    if log is None:
-        return
-    descriptor = os.open(f"{log}-{rank}", os.O_WRONLY | os.O_CREAT)
-
-    def hook(name: str, arguments: tuple[Any, ...]) -> None:
-        # an open() whose opener is os.open is heard twice, the second time without a mode
-        if name == "open" and arguments[1] and isinstance(arguments[0], (str, os.PathLike)):
-            os.write(descriptor, f"{os.fspath(arguments[0])}\n".encode())
-
-    sys.addaudithook(hook)
-
-
-def test_small_files_are_read_once_a_node_or_once(data_folder, tmp_path):
-    """Two nodes of two ranks, each node a replica: a start, and a resume."""
-    run, log = tmp_path / "run", tmp_path / "opened"
-    for node in "01":
-        (tmp_path / node).mkdir()
-    words = ("--training.steps", 4, "--parallelism.data_parallel_replicate_degree", 2)
-    marks = {str(path) for path in data_folder.glob("*/part-*.json")}
-    manifests = {str(path) for path in data_folder.glob("*/manifest.json")}
-    assert len(marks) == len(manifests) == 2  # of train and validation
-    code = str(Path(canon_pretrain.__file__).parent / "core/files.py")
-    for name, more in (("start", ("--run.stop_at", 2)), ("resume", ())):
-        log = tmp_path / name
-        launch(
-            *(*debug_run(data_folder, run), *words, *more),
-            ranks=4,
-            output=tmp_path / "out",
-            before=(on_nodes, 2, tmp_path, log),
-        )
-        found = [Counter(Path(f"{log}-{rank}").read_text().splitlines()) for rank in range(4)]
-        for path in marks | manifests:
-            assert [count[path] for count in found] == [1, 0, 1, 0], path
-        assert [count[code] > 0 for count in found] == [True, False, False, False]  # to be hashed
-        assert [count[str(run / "config.json")] > 0 for count in found[1:]] == [False] * 3
-    checkpoint = run / "checkpoint" / "step-2"
-    # rank 0 opens it once to resume; its retention hashes it again, after the last save
-    assert [count[str(checkpoint / ".metadata")] > 0 for count in found] == [True] + [False] * 3
-    assert [count[str(checkpoint / "manifest.json")] for count in found[1:]] == [0, 0, 0]
-    shards = [str(path) for path in checkpoint.glob("*.distcp")]
-    assert all(any(count[path] for path in shards) for count in found)
-    assert [event["from_step"] for event in events(run, "resume")] == [2]
-
-
-def start_on_two_nodes(tmp_path: Path) -> Ended:
-    """A launch that reads ./data, which each of its two ranks has on a disk of its own."""
-    return launch(
-        *debug_run(Path("data"), tmp_path / "run"),
-        ranks=2,
-        output=tmp_path / "out",
-        check=False,
-        before=(on_nodes, 1, tmp_path),
-    )
+def on_own_node(rank: int, folder: Path) -> None:
+    """Rank K is alone on its node, in `folder`/K."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.chdir(folder / str(rank))
 
 
 def test_a_node_with_other_data_is_named(tmp_path):
@@ -320,7 +199,9 @@ def test_a_node_with_other_data_is_named(tmp_path):
     documents = token_documents(3, 8, length=200)
     options: dict[str, Any] = {"vocab_size": 512, "eos_id": 2, "num_bytes": [600] * 8}
     write_shards(tmp_path / "1" / "data" / "validation", documents, **options)
-    ended = start_on_two_nodes(tmp_path)
+    words = debug_run(Path("data"), tmp_path / "run")
+    before = (on_own_node, tmp_path)
+    ended = launch(*words, output=tmp_path / "out", check=False, before=before)
     assert_refused(ended)
     assert ended.output.count("does not hold the same data on all nodes") == 1
     assert not (tmp_path / "run" / "checkpoint").exists()

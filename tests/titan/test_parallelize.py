@@ -1,6 +1,5 @@
 """Who computes Canon layers; a seed's weights and a batch's gradients, on any number of ranks."""
 
-import contextlib
 import importlib
 import json
 import math
@@ -14,11 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed import ParallelDims
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.model import canon_check
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
@@ -128,10 +125,9 @@ def test_a_pass_is_kept_until_what_it_depends_on_changes(alone, checks, data_fol
     assert choose() == "triton" and choose(code=CODE | {"titan/trainer.py": "4"}) == "triton"
     assert checks == []
     (kept,) = alone.rglob("*.json")
-    for damage in (b"", b"{", b"[]", b'{"problem": 3}', b"\xff"):
-        kept.write_bytes(damage)
-        checks += [None]
-        assert choose() == "triton" and checks == []
+    kept.write_bytes(b'{"problem": 3}')
+    checks += [None]
+    assert choose() == "triton" and checks == []
     for words, code in (
         (("--training.local_batch_size", "2"), CODE),
         (("--training.seq_len", "32"), CODE),
@@ -259,16 +255,6 @@ def _planned(plan: str) -> ModelArgs:
     return TRAINED if "compile" in PLANS[plan] else PLANNED
 
 
-class Matmuls(TorchDispatchMode):
-    """Counts matrix products, those of backward too."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore
-        self.count += func is torch.ops.aten.mm.default
-        return func(*args, **(kwargs or {}))
-
-
 def _job(sections: dict[str, dict[str, object]]) -> CanonJobConfig:
     job = CanonJobConfig()
     job.training.mixed_precision_param = "float32"
@@ -321,20 +307,15 @@ def _on_rank(rank: int, folder: Path) -> None:
         torch.save((initial, steps, broken), folder / f"hsdp-{replicas}-{rank}.pt")
     if rank < 2:
         mesh = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("fsdp",))
-        found, matmuls = {}, {}
+        found = {}
         for name, sections in PLANS.items():
             dims = ParallelDims(1, 2, 1, 1, 1, 1, 1, world_size=2)
             dims._meshes = {"fsdp": mesh}  # of two ranks in a world of four
             model = fresh(_planned(name))
             parallelize(model, dims, _job(sections))
             fill(model)
-            counted = Matmuls() if "compile" not in sections else contextlib.nullcontext()
-            with counted as matmuls[name]:
-                found[name] = sharded_steps(model, _planned(name), Loss(), rank, 2, rounds=1)
+            found[name] = sharded_steps(model, _planned(name), Loss(), rank, 2, rounds=1)
         torch.save(found, folder / f"plans-{rank}.pt")
-        counts = {name: mode.count for name, mode in matmuls.items() if mode is not None}
-        if rank == 0:
-            (folder / "matmuls.json").write_text(json.dumps(counts))
 
 
 @pytest.fixture(scope="module")
@@ -407,15 +388,6 @@ def test_how_memory_is_saved_changes_no_number(results, plan):
     assert_equal_steps(parts, whole_steps(_planned(plan), Loss()))
 
 
-def test_activation_checkpointing_computes_again_what_it_says(results):
-    """q, k, v, wo, w1, w3, w2 a block, twice for backward; "op" keeps every second product."""
-    counts = json.loads((results / "matmuls.json").read_text())
-    steps, blocks = 2, PLANNED.num_layers * 7
-    plain = steps * 3 * (blocks + 1)  # the last product of a block is no input of its backward
-    assert counts["plain"] == counts["never"] == counts["always"] == plain
-    assert plain < counts["selective"] < counts["full"] <= plain + steps * blocks
-
-
 def test_an_attention_without_a_training_step_is_refused():
     from canon_pretrain.titan.parallelize import check_attention
 
@@ -438,9 +410,3 @@ def test_an_attention_without_a_training_step_is_refused():
             for device, dtype in (("cpu", "bfloat16"), ("cuda", "float32")):
                 with pytest.raises(UserError, match=f'"{name}" takes {name} here, which'):
                     check("rope", name, device, dtype)
-
-
-def test_only_compiled_canon_on_a_gpu_changes_inductors_limits():
-    assert compile_options("cuda", "compiled")
-    for where in (("cuda", "triton"), ("cpu", "compiled")):
-        assert not compile_options(*where)

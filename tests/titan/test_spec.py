@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
@@ -14,10 +13,9 @@ from torchtitan.components.optimizer import OptimizersContainer
 from canon_pretrain.run.config import Loss, build
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig, check_job
-from canon_pretrain.titan.spec import build_loss, build_schedule, head_loss, learning_rate_factor
+from canon_pretrain.titan.spec import build_schedule, head_loss, learning_rate_factor
 from tests.support import ROOT
 
-DEBUG = ["--config", str(ROOT / "train_configs" / "debug.toml")]
 FORMS = [Loss(), Loss(z_loss=0.3), Loss(squared_loss=0.3)]
 every_form = pytest.mark.parametrize("config", FORMS, ids=str)
 every_way = pytest.mark.parametrize("chunk_tokens", [0, 4096, 5])
@@ -77,29 +75,6 @@ def test_sums_and_gradients_are_those_of_the_definition(config, chunk_tokens):
 
 
 # torch looks whether what it compiles for has gradients
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@every_way
-def test_the_loss_compiles_with_its_terms(chunk_tokens):
-    logits, labels = logits_and_labels()
-    weight = torch.eye(logits.shape[-1])
-    for config in FORMS[1:]:
-        job = CanonJobConfig()
-        job.loss = dataclasses.replace(config, chunk_tokens=chunk_tokens)
-        job.compile.enable, job.compile.backend = True, "aot_eager"
-        assert "loss" in job.compile.components  # torchtitan's default
-        grads = []
-        for components, frames in ((["model", "loss"], 1), (["model"], 0)):
-            job.compile.components = components
-            torch.compiler.reset()
-            counters.clear()
-            leaf = logits.flatten(0, 1).clone().requires_grad_()
-            nats_N, objective = build_loss(job)(leaf, weight, labels.flatten())
-            values = (nats_N.sum().item(), objective.item())
-            assert values == pytest.approx(by_hand(logits, labels, config))
-            objective.backward()
-            grads.append(leaf.grad)
-            assert counters["stats"]["unique_graphs"] == frames
-        torch.testing.assert_close(*grads)
 
 
 STEPS, WARMUP, FLOOR = 20, 3, 0.1
@@ -190,39 +165,20 @@ def test_a_line_to_zero_and_a_rate_that_stays():
 
 def test_a_run_prolonged_at_a_stable_rate_is_the_longer_run():
     """WSD and InfiniteLR do not depend on the run's length there; a cosine over the run does."""
-
-    def prolonged(steps: int, **schedule: object) -> tuple[list[float], list[float]]:
-        """12 steps of a run of 20, then on to `steps`; and the run of `steps` by itself."""
-        optimizers, begun = schedule_of(job_of(**schedule))
-        found, long = _take(optimizers, begun, 12), job_of(**schedule)
-        long.training.steps = steps
-        optimizers, resumed = schedule_of(long)
-        resumed.load_state_dict(begun.state_dict())
-        optimizers.optimizers[0].param_groups[0]["lr"] = begun.schedulers[0].get_last_lr()[0]
-        return found + _take(optimizers, resumed, steps - 12), rates(long, steps)
-
-    for steps, schedule in ((40, {"decay_ratio": 0.25}), (40, {"decay_steps": 8})):
-        joined, straight = prolonged(steps, **schedule)
-        assert joined == straight
-    joined, straight = prolonged(40)
-    assert joined != straight
-    joined, straight = prolonged(16, decay_ratio=0.25)  # a decay of its own
-    assert joined == straight
-    decay = [FLOOR + (1 - FLOOR) * cosine(k / 4) for k in range(4)]
-    assert straight[12:] == pytest.approx(decay)
+    for schedule, is_same in (
+        ({"decay_ratio": 0.25}, True),
+        ({"decay_steps": 8}, True),
+        ({}, False),
+    ):
+        long = job_of(**schedule)
+        long.training.steps = 40
+        assert (rates(long, 15) == rates(job_of(**schedule), 15)) is is_same
 
 
 def test_infinite_lr_of_seed_000():
     """Warm-up 500, cosine over 50,000 steps from 1e-3 towards 1e-4, and no further."""
     job = parse_job(["--config", str(ROOT / "train_configs/tiny/llama.toml")])
-
-    def rate(step: int) -> float:
-        return job.optimizer.lr * learning_rate_factor(step, config=job.lr_scheduler)
-
-    assert rates(job, 2) == pytest.approx([rate(0), rate(1)])
-    assert rate(0) == pytest.approx(1e-3 / 500)
-    assert rate(499) == rate(500) == pytest.approx(1e-3)
-    assert rate(25_500) == pytest.approx((1e-3 + 1e-4) / 2)
-    quarter = 1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi / 4))
-    assert rate(500 + 12_500) == pytest.approx(quarter)
-    assert rate(50_500) == rate(10**6) == pytest.approx(1e-4)
+    known = {0: 2e-6, 499: 1e-3, 500: 1e-3, 25_500: 5.5e-4, 50_500: 1e-4, 10**6: 1e-4}
+    for step, rate in known.items():
+        factor = learning_rate_factor(step, config=job.lr_scheduler)
+        assert job.optimizer.lr * factor == pytest.approx(rate)

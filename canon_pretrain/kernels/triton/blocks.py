@@ -107,10 +107,7 @@ def canon_sums_kernel(
 def weight_gradient(
     sums_PSC: Tensor, weight_C1K: Tensor, gain_C: Tensor | None, *, residual: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the weight and of the gain (empty without one), in their dtypes.
-
-    The programs' float32 sums are added in one order; atomic additions would have none.
-    """
+    """Return the gradients of the weight and of the gain (empty without one), in their dtypes."""
     num_programs, num_sums, width = sums_PSC.shape
     dweight = torch.empty_like(weight_C1K)
     gain = weight_C1K if gain_C is None else gain_C

@@ -1,8 +1,7 @@
 """Canon by Triton kernels: alone, and with what is beside it at each site of a block.
 
 All take float32, bfloat16 and float16, add in float32, and round once at the end. Weight gradients
-are the same bits in every run. Kernels are torch.library operators, so torch.compile, FSDP2 and
-activation checkpointing see one operator.
+are the same bits in every run.
 
 Shapes: B batch, T tokens, D hidden, C channels, K taps (head dim in [B, T, H, K]), H heads, G
 key-value heads, X = H K, Y = G K, F ffn dim, R rotated pairs of a head, N = taps - 1 + T.
@@ -25,16 +24,22 @@ MAX_ROW = 4096
 class _CanonRows(torch.autograd.Function):
     """`canon_rows`; with `readers` also the stream h + added, and a result for each of them.
 
-    The backward kernel adds up the gradients of all readers: otherwise each addition would be a
-    pass over three tensors (12 D bytes per token in bfloat16).
+    The backward kernel adds up the gradients of all readers.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, h_BTC: Tensor, added_BTC: Tensor | None, weight_C1K: Tensor, gain: Tensor | None,
-        segments_BN: Tensor | None, cos_TR: Tensor | None, sin_TR: Tensor | None,
-        options: tuple[int, int, bool, bool, str, float], readers: int,
-    ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+        ctx: Any,
+        h_BTC: Tensor,
+        added_BTC: Tensor | None,
+        weight_C1K: Tensor,
+        gain: Tensor | None,
+        segments_BN: Tensor | None,
+        cos_TR: Tensor | None,
+        sin_TR: Tensor | None,
+        options: tuple[int, int, bool, bool, str, float],
+        readers: int,
+    ) -> Tensor | tuple[Tensor, ...]:
         y_BTC, rstd_BT, sum_BTC = canon_rows(
             h_BTC, weight_C1K, gain, segments_BN, added_BTC, cos_TR, sin_TR, *options
         )
@@ -59,11 +64,20 @@ class _CanonRows(torch.autograd.Function):
 
 
 def canon_triton(
-    x_BTC: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool,
-    segments_BN: Tensor | None = None, gain: Tensor | None = None, norm: str = "none",
-    eps: float = 0.0, cos_TR: Tensor | None = None, sin_TR: Tensor | None = None,
-    head_dim: int = 0, rope_heads: int = 0,
-) -> Tensor:  # fmt: skip
+    x_BTC: Tensor,
+    weight_C1K: Tensor,
+    *,
+    residual: bool,
+    activation: bool,
+    segments_BN: Tensor | None = None,
+    gain: Tensor | None = None,
+    norm: str = "none",
+    eps: float = 0.0,
+    cos_TR: Tensor | None = None,
+    sin_TR: Tensor | None = None,
+    head_dim: int = 0,
+    rope_heads: int = 0,
+) -> Tensor:
     """Compute `canon_reference` of a whole sequence, with what is beside it.
 
     `norm` "full": RMSNorm before Canon (A, C, QK-norm), with a gain of x's width. "per_head":
@@ -72,8 +86,9 @@ def canon_triton(
     """
     width = x_BTC.shape[-1]
     _check("canon_triton", x_BTC, weight_C1K, width, segments_BN)
-    if norm != "none":
-        _check_gain(gain, norm, width if norm == "full" else head_dim)
+    size = width if norm == "full" else head_dim
+    if norm != "none" and (gain is None or gain.shape != (size,)):
+        raise ValueError(f'norm "{norm}" needs a gain of shape ({size},)')
     if norm == "full" and width > MAX_ROW:
         assert gain is not None
         x_BTC, gain, norm = F.rms_norm(x_BTC, (width,), gain.to(x_BTC.dtype), eps), None, "none"
@@ -84,14 +99,18 @@ def canon_triton(
 
 
 def norm_canon_stream_triton(
-    h_BTD: Tensor, gain_D: Tensor, weight_D1K: Tensor, *, eps: float, residual: bool,
-    activation: bool, segments_BN: Tensor | None = None, added_BTD: Tensor | None = None,
+    h_BTD: Tensor,
+    gain_D: Tensor,
+    weight_D1K: Tensor,
+    *,
+    eps: float,
+    residual: bool,
+    activation: bool,
+    segments_BN: Tensor | None = None,
+    added_BTD: Tensor | None = None,
     readers: int = 1,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return h + added, and Canon(RMSNorm(h + added)) `readers` times: Canon-A and -C.
-
-    At most MAX_READERS; each takes one of the equal results.
-    """
+) -> tuple[Tensor, ...]:
+    """Return h + added, and Canon(RMSNorm(h + added)) once for each of at most MAX_READERS."""
     width = h_BTD.shape[-1]
     if width > MAX_ROW:
         h_BTD = h_BTD if added_BTD is None else h_BTD + added_BTD
@@ -99,11 +118,15 @@ def norm_canon_stream_triton(
         y_BTD = canon_triton(h_BTD, weight_D1K, gain=gain_D, norm="full", eps=eps, **kind)
         return h_BTD, *(y_BTD,) * readers
     _check("norm_canon_stream_triton", h_BTD, weight_D1K, width, segments_BN)
-    _check_gain(gain_D, "full", width)
-    if not 1 <= readers <= MAX_READERS or (
-        added_BTD is not None and (added_BTD.shape, added_BTD.dtype) != (h_BTD.shape, h_BTD.dtype)
+    if (
+        gain_D.shape != (width,)
+        or not 1 <= readers <= MAX_READERS
+        or (
+            added_BTD is not None
+            and (added_BTD.shape, added_BTD.dtype) != (h_BTD.shape, h_BTD.dtype)
+        )
     ):
-        raise ValueError(f"readers ({readers}) are 1 to {MAX_READERS}, and added is like h.")
+        raise ValueError(f"expected 1 to {MAX_READERS} readers, a gain [{width}], added like h")
     options = (0, 0, residual, activation, "full", eps)
     given = h_BTD, added_BTD, weight_D1K, gain_D, segments_BN, None, None
     found: tuple[Tensor, ...] = _CanonRows.apply(*given, options, readers)
@@ -111,14 +134,23 @@ def norm_canon_stream_triton(
 
 
 def canon_qkv_triton(
-    q_BTX: Tensor, k_BTY: Tensor, v_BTY: Tensor, weight_C1K: Tensor, *, head_dim: int, qk_norm: str,
-    q_gain: Tensor | None = None, k_gain: Tensor | None = None, cos_TR: Tensor | None = None,
-    sin_TR: Tensor | None = None, rope_share: int = 1, **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q_BTX: Tensor,
+    k_BTY: Tensor,
+    v_BTY: Tensor,
+    weight_C1K: Tensor,
+    *,
+    head_dim: int,
+    qk_norm: str,
+    q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None,
+    cos_TR: Tensor | None = None,
+    sin_TR: Tensor | None = None,
+    rope_share: int = 1,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return q_BTHK, k_BTGK and v_BTGK after Canon-B, QK-norm and rotation; see `canon_triton`.
 
-    `qk_norm` is a norm of `canon_triton`, whose other `options` are for all parts. One in
-    `rope_share` heads of q and of k rotates, the first ones; no tables, no rotation.
+    Its other `options` are for all parts. One in `rope_share` heads of q and of k rotates.
     """
     check_choice("qk_norm", qk_norm, NORMS)
     options |= {"head_dim": head_dim}
@@ -138,9 +170,15 @@ def canon_qkv_triton(
 
 
 def canon_gate_triton(
-    gate_BTF: Tensor, up_BTF: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool,
-    relu2: bool, segments_BN: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    gate_BTF: Tensor,
+    up_BTF: Tensor,
+    weight_C1K: Tensor,
+    *,
+    residual: bool,
+    activation: bool,
+    relu2: bool,
+    segments_BN: Tensor | None = None,
+) -> Tensor:
     """Return act(Canon-D(gate)) * Canon-D(up), [B, T, F], with act silu, or relu squared."""
     if up_BTF.shape != gate_BTF.shape:
         raise ValueError(f"gate is {tuple(gate_BTF.shape)}, up {tuple(up_BTF.shape)}; not equal.")
@@ -148,11 +186,6 @@ def canon_gate_triton(
     options = segments_BN, residual, activation, relu2
     inner_BTF: Tensor = canon_gate(gate_BTF, up_BTF, weight_C1K, *options)
     return inner_BTF
-
-
-def _check_gain(gain: Tensor | None, norm: str, width: int) -> None:
-    if gain is None or gain.shape != (width,):
-        raise ValueError(f'norm "{norm}" needs a gain of shape ({width},)')
 
 
 def _check(

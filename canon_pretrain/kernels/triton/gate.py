@@ -132,9 +132,14 @@ def canon_gate_backward_kernel(
 
 @torch.library.custom_op("canon_pretrain::canon_gate", mutates_args=())
 def canon_gate(
-    gate_BTF: Tensor, up_BTF: Tensor, weight_C1K: Tensor, segments_BN: Tensor | None,
-    residual: bool, activation: bool, relu2: bool,
-) -> Tensor:  # fmt: skip
+    gate_BTF: Tensor,
+    up_BTF: Tensor,
+    weight_C1K: Tensor,
+    segments_BN: Tensor | None,
+    residual: bool,
+    activation: bool,
+    relu2: bool,
+) -> Tensor:
     """Return act(canon(gate)) * canon(up), [B, T, F]; the weight's first F rows are gate's."""
     gate, up, weight = gate_BTF.contiguous(), up_BTF.contiguous(), weight_C1K.contiguous()
     num_rows, num_tokens, width = gate.shape
@@ -160,9 +165,16 @@ def _canon_gate_like(gate_BTF: Tensor, *_: Any) -> Tensor:
 
 @torch.library.custom_op("canon_pretrain::canon_gate_backward", mutates_args=())
 def canon_gate_backward(
-    dinner_BTF: Tensor, gate_BTF: Tensor, up_BTF: Tensor, weight_C1K: Tensor,
-    segments_BN: Tensor | None, residual: bool, activation: bool, relu2: bool, want_sums: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dinner_BTF: Tensor,
+    gate_BTF: Tensor,
+    up_BTF: Tensor,
+    weight_C1K: Tensor,
+    segments_BN: Tensor | None,
+    residual: bool,
+    activation: bool,
+    relu2: bool,
+    want_sums: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of gate, up and the weight (empty without `want_sums`)."""
     dinner, weight = dinner_BTF.contiguous(), weight_C1K.contiguous()
     gate, up = gate_BTF.contiguous(), up_BTF.contiguous()

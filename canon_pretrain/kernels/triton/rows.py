@@ -250,14 +250,21 @@ def canon_rows_backward_kernel(
 
 @torch.library.custom_op("canon_pretrain::canon_rows", mutates_args=())
 def canon_rows(
-    x_BTC: Tensor, weight_C1K: Tensor, gain: Tensor | None, segments_BN: Tensor | None,
-    added_BTC: Tensor | None, cos_TR: Tensor | None, sin_TR: Tensor | None, head_dim: int,
-    rope_heads: int, residual: bool, activation: bool, norm: str, eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return y_BTC of x + added; 1 / rms per token, float32 [B, T]; and x + added, rounded.
-
-    The second is [0] without the full norm, the last without `added`.
-    """
+    x_BTC: Tensor,
+    weight_C1K: Tensor,
+    gain: Tensor | None,
+    segments_BN: Tensor | None,
+    added_BTC: Tensor | None,
+    cos_TR: Tensor | None,
+    sin_TR: Tensor | None,
+    head_dim: int,
+    rope_heads: int,
+    residual: bool,
+    activation: bool,
+    norm: str,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y_BTC of x + added; 1 / rms [B, T] (full norm) and x + added, rounded, or [0]."""
     x, added = x_BTC.contiguous(), blocks.pointer(added_BTC, x_BTC)
     y, rstd, sum_BTC = _canon_rows_like(x, weight_C1K, gain, None, added_BTC, norm, eps)
     if x.numel():
@@ -285,15 +292,26 @@ def _canon_rows_like(
 
 @torch.library.custom_op("canon_pretrain::canon_rows_backward", mutates_args=())
 def canon_rows_backward(
-    dys_BTC: Sequence[Tensor], x_BTC: Tensor, weight_C1K: Tensor, gain: Tensor | None,
-    segments_BN: Tensor | None, cos_TR: Tensor | None, sin_TR: Tensor | None, rstd_BT: Tensor,
-    more_BTC: Tensor | None, head_dim: int, rope_heads: int, residual: bool, activation: bool,
-    norm: str, eps: float, want_sums: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dys_BTC: Sequence[Tensor],
+    x_BTC: Tensor,
+    weight_C1K: Tensor,
+    gain: Tensor | None,
+    segments_BN: Tensor | None,
+    cos_TR: Tensor | None,
+    sin_TR: Tensor | None,
+    rstd_BT: Tensor,
+    more_BTC: Tensor | None,
+    head_dim: int,
+    rope_heads: int,
+    residual: bool,
+    activation: bool,
+    norm: str,
+    eps: float,
+    want_sums: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x (and, added to it, `more`), of the weight and of the gain.
 
-    `dys`: one to three gradients of y, which are added up, each from one of y's readers.
-    Without `want_sums` the last two are empty, as is the last without a gain.
+    `dys`: of y, by reader. Without `want_sums` the last two are empty, as is the last without gain.
     """
     x, weight = x_BTC.contiguous(), weight_C1K.contiguous()
     plan, grid, options = _launch("backward", x, weight, cos_TR, head_dim, norm)

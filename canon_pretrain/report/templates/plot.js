@@ -87,14 +87,11 @@
   }
 
   function draw(chart) {
-    const over = chart.same_as ? chosen("time", chart).value : pick("over").value;
-    const { variants } = charts.find((other) => other.id === chart.same_as) ?? chart;
-    const { traces } = variants[Number(chosen("variant", chart)?.value ?? 0)];
-    const ours = traces.filter(({ meta: { role } }) =>
-      (role !== "skip" || chart.skips) && (role !== "restart" || chart.restarts));
+    const over = pick("over").value;
+    const { traces } = chart.variants[Number(chosen("variant", chart)?.value ?? 0)];
     const logScale = chosen("log", chart).checked, logX = pick("log-x").checked;
     const title = over.replace("_", " ").replace("wall", "wall-clock");
-    return Plotly.react(`curve-${chart.id}`, ours.flatMap((trace) => shown(chart, trace, over)), {
+    return Plotly.react(`curve-${chart.id}`, traces.flatMap((trace) => shown(chart, trace, over)), {
       ...page.layout(),
       showlegend: false,
       hovermode: "x unified",

@@ -1,8 +1,4 @@
-"""The Babilong tasks for the YAML files here: documents, prompts, score (spec/eval.md section 3).
-
-The layout of a prompt is the specification's, the wording ours (prompts.toml), a file's like it,
-lm_eval's own or the paper's release's; whatever it is from is read as data and never run.
-"""
+"""The Babilong tasks for the YAML files: documents, prompts, score (spec/eval.md section 3)."""
 
 import ast
 import hashlib
@@ -53,10 +49,7 @@ def load(
         # the question's last space is in the paper's prompts too
         question, target = row["question"], row["target"].strip()
         if target.lower() not in map(str.lower, LABELS[qa]):
-            raise UserError(
-                f"{key}, row {place}: the target {target!r} is none of {', '.join(LABELS[qa])}: "
-                "this is not the data set that the task is about"
-            )
+            raise UserError(f"{key}, row {place}: the target {target!r} is none of {LABELS[qa]}")
         prompt = prompts.of(row["input"], question)
         document = {"task": qa, "prompt": prompt, "question": question, "target": target}
         documents.append({**document, "prompts": prompts.sha256})
@@ -189,7 +182,5 @@ def _laid_out(layout: object, parts: Mapping[str, str]) -> Prompts:
         elif field is not None:
             pieces[-1] += parts[field]
     if places != ["context", "question"]:
-        raise ValueError(
-            f"the layout {layout!r} is not one of {', '.join(parts)}, then context, then question"
-        )
+        raise ValueError(f"the layout {layout!r} lacks a context, then a question")
     return Prompts(*pieces)

@@ -3,8 +3,7 @@
     FOLDER/sets.json                    what each set is made of (tokenizer, text), its SHA-256
     FOLDER/1-hop-256-3fa4b2c19d07.jsonl one probe per line; the name ends with a hash of that
 
-A set is made once, then only read. It is asked twice: `exact`, the primary score, lets the model
-answer; `rank` ranks the years that the context names.
+A set is made once, then only read.
 """
 
 import hashlib
@@ -51,15 +50,10 @@ class ProbeSet:
 
     def read(self) -> list[dict[str, Any]]:
         """Return the probes. Raises UserError if the file is not what was frozen."""
-        try:
-            found = files.sha256_file(self.path)
-        except OSError as error:
-            found = f"unreadable: {error.strerror}"
-        if found != self.entry.sha256:
+        if not self.path.exists() or files.sha256_file(self.path) != self.entry.sha256:
             raise UserError(
-                f"{self.path} was changed after it was frozen (sha256 {found[:28]}, expected "
-                f"{self.entry.sha256[:16]}): restore it, or delete {self.path.parent} and evaluate "
-                "this run's checkpoints again"
+                f"{self.path} was changed after it was frozen: restore it, or delete "
+                f"{self.path.parent} and evaluate this run's checkpoints again"
             )
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
@@ -151,22 +145,15 @@ class FrozenSets:
             junk = self._junk if length else Junk((), self.tokenizer)
             if junk.num_tokens < length:
                 return f"the text to hide in has only {junk.num_tokens:,} tokens"
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                # two checkpoints may be evaluated side by side
-                with locked(self.folder / ".lock", str(self.folder), patience_s=math.inf):
-                    known = self._known()
-                    if key not in known:
-                        advance(name)
-                        known[key] = self._freeze(f"{key}.jsonl", junk, made_of)
-                        sets = {each: asdict(entry) for each, entry in known.items()}
-                        files.write_json(self.folder / SETS_FILE, {"sets": sets})
-            except OSError as error:
-                raise UserError(
-                    f"the probes {name} can't be frozen in {self.folder}: {error.strerror}. Make "
-                    "room there, or choose another folder with --out (under lm_eval: the metadata "
-                    "`probes`)"
-                ) from None
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # two checkpoints may be evaluated side by side
+            with locked(self.folder / ".lock", str(self.folder), patience_s=math.inf):
+                known = self._known()
+                if key not in known:
+                    advance(name)
+                    known[key] = self._freeze(f"{key}.jsonl", junk, made_of)
+                    sets = {each: asdict(entry) for each, entry in known.items()}
+                    files.write_json(self.folder / SETS_FILE, {"sets": sets})
         return ProbeSet(name, self.folder / f"{key}.jsonl", known[key])
 
     def _freeze(self, file: str, junk: Junk, made_of: dict[str, Any]) -> Entry:
@@ -206,9 +193,8 @@ def load(
     found = _frozen_sets(folder, task_tokenizer(metadata), junk, staged).get(probe_set)
     if isinstance(found, str):
         raise UserError(
-            f"the probes {probe_set} are not in {folder}: {found}. Under lm_eval --metadata "
-            '\'{"probes": "RUN/evals/probes"}\' names those of a run, \'{"junk": "FILE.txt"}\' '
-            "a text to make them with"
+            f"the probes {probe_set} are not in {folder}: {found}. lm_eval's --metadata names "
+            'those of a run, {"probes": "RUN/evals/probes"}, or a text, {"junk": "FILE.txt"}'
         )
     check_fit(probe_set, found.entry.max_tokens, answer_tokens=ANSWER_TOKENS, metadata=metadata)
     return {"test": datasets.Dataset.from_list(found.read())}

@@ -217,18 +217,14 @@ def load(
             found = _item(STYLES[dataset], raw, tokenizer, options, twice)
         except KeyError as error:
             raise UserError(
-                f"{dataset}: the staged rows have no field {error}, only {', '.join(raw)}; the "
-                f"options {dataset}_context and {dataset}_answers name what to cut and what to "
-                "look for"
+                f"{dataset}: the staged rows have no field {error}, only {', '.join(raw)}; see the "
+                f"options {dataset}_context and {dataset}_answers"
             ) from None
         if found is not None:
             items.append({"row": number, **found[0]})
             num_cut += not found[1]
     if not items:
-        raise UserError(
-            f"{dataset}: none of {len(rows)} rows has an answer of two characters or more in "
-            f"{', '.join(options[2])}"
-        )
+        raise UserError(f"{dataset}: no row has an answer of two characters in {options[2]}")
     dropped = len(rows) - len(items)
     counts = {"rows": len(rows), "dropped": dropped, "kept": len(items), "cut": num_cut}
     centres = [item["centre"] for item in items]
@@ -237,9 +233,8 @@ def load(
     if max_length is not None:
         prompts = [str(item["prompt"]) for item in items]
         counts["too_long"] = len(lengths_beyond(prompts, max_length - ANSWER_TOKENS, metadata))
-    text = ", ".join(f"{name} {count}" for name, count in counts.items())
-    level = logging.WARNING if counts.get("too_long") else logging.INFO
-    LOG.log(level, "%s%s: %s (%s)", dataset, "_twice" if twice else "", text, tokenizer.name)
+        if counts["too_long"]:
+            LOG.warning("%s: %d prompts will lose their beginning", dataset, counts["too_long"])
     made = datasets.Dataset.from_list(items)
     # the harness makes them part of the results; too_long: prompts that lose their beginning
     made.info.description = json.dumps(counts)
