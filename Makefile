@@ -1,9 +1,10 @@
 # make quickstart   text -> shards -> a trained, stopped and resumed Canon model -> scores -> a report
-# make test         the test suite
-# make test-slow    the few tests that it leaves out, since it should end within ten minutes
+# make test         unit, property and a few end-to-end tests
+# make test-system  faults, ranks, browser and compilers
 # make test-slurm   the Slurm scripts on a real Slurm of two nodes (root; Debian's slurm packages)
 # make slurm-demo   text to report by Slurm jobs, told step by step
-# make check        ruff, mypy and the contracts on imports
+# make snapshots    renew the snapshots that hold the wording of help, tables and messages
+# make check        ruff, mypy, the contracts on imports, and counts of tests/weight.py
 #
 # Each makes .venv and installs into it once; a second call installs nothing.
 # PYTHON=python3.12 chooses the interpreter, TORCH=... what pip installs as torch before the rest.
@@ -44,7 +45,7 @@ DONE := $(RUN)/run/DONE
 
 # make deletes the target of an interrupted recipe, which here would be a checkpoint's heart
 .PRECIOUS: $(SHARDS) $(STOPPED) $(DONE)
-.PHONY: quickstart test test-slow test-slurm slurm-demo check install clean-quickstart
+.PHONY: quickstart test test-system test-slurm snapshots slurm-demo check install clean-quickstart
 
 quickstart: $(INSTALLED)
 	@$(MAKE) --no-print-directory $(DONE)
@@ -64,11 +65,14 @@ $(DONE): | $(STOPPED)
 test: $(INSTALLED)
 	$(PYTEST)
 
-test-slow: $(INSTALLED)
-	$(PYTEST) -m slow
+test-system: $(INSTALLED)
+	$(PYTEST) -m system
 
 test-slurm: $(INSTALLED)
 	python -m pytest -m slurm
+
+snapshots: $(INSTALLED)
+	python -m pytest tests/snapshots --snapshot-update
 
 slurm-demo: $(INSTALLED)
 	python -m tests.slurm_demo
@@ -78,6 +82,7 @@ check: $(INSTALLED)
 	ruff format --check .
 	mypy
 	lint-imports
+	python -m tests.weight --check
 
 install: $(INSTALLED)
 

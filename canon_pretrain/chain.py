@@ -167,7 +167,9 @@ def end(run: RunFolder, job: str, asked: Asked, *, restarts: int = RESTARTS) -> 
         is_own = status is not None and (status.job_id, status.restart_count) == named
         if link is not None and is_own and (decision := _asked_for(status, asked)) is not None:
             return decision
-        raise UserError(f"{restarts_file(run)} knows no start of job {job}: call `begin` before")
+        raise UserError(
+            "todo.chain", f"{restarts_file(run)} knows no start of job {job}: call `begin` before"
+        )
     is_own = status is not None and status.launches > link.launches
     own = status if is_own and status and status.job_id in (None, job) else None
     other = live_holder(run.lock_file) if own is None and asked == "none" else None

@@ -66,15 +66,19 @@ EXIT_COMMON, EXIT_BROKEN_NODES = 1, 3
 def check_nodes(global_batch_size: int, nodes: int, ranks_per_node: int) -> None:
     """Raise UserError, with the numbers that fit, if these ranks can't share a global batch."""
     if nodes < 1 or ranks_per_node < 1:
-        raise UserError(f"{nodes} node(s) of {ranks_per_node} rank(s): expected at least 1 of each")
+        raise UserError(
+            "todo.preflight",
+            f"{nodes} node(s) of {ranks_per_node} rank(s): expected at least 1 of each",
+        )
     worlds = valid_world_sizes(global_batch_size, ranks_per_node)
     if nodes * ranks_per_node in worlds:
         return
     fitting = ", ".join(str(world // ranks_per_node) for world in worlds) or "none"
     raise UserError(
+        "todo.preflight",
         f"{nodes} node(s) of {ranks_per_node} can't share training.global_batch_size = "
         f"{global_batch_size}. Numbers of nodes that can: {fitting} (sbatch --nodes), of "
-        f"{ranks_per_node} each"
+        f"{ranks_per_node} each",
     )
 
 

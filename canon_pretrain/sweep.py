@@ -113,7 +113,7 @@ def make_sweep(
     own |= dict.fromkeys(SEED_KEYS[seed_of] if seeds else (), "--seeds")
     for word in arguments:
         if word.startswith("--") and (by := own.get(_key(word))):
-            raise UserError(f"{word}: the sweep sets this of each run, by {by}")
+            raise UserError("todo.sweep", f"{word}: the sweep sets this of each run, by {by}")
     paths = [os.path.abspath(config) for config in configs]
     runs = [
         PlannedRun(run_name(Path(path), rate, seed), path, rate, seed)
@@ -122,8 +122,9 @@ def make_sweep(
     name, count = Counter(run.name for run in runs).most_common(1)[0]
     if count > 1:
         raise UserError(
+            "todo.sweep",
             f"{count} runs would be called {name}: give each config, learning rate and seed once, "
-            "and configs of different file names"
+            "and configs of different file names",
         )
     return Sweep(runs, {path: config_hash(path) for path in paths}, seed_of, list(arguments))
 
@@ -132,7 +133,7 @@ def _value(option: str, word: str, kind: Any) -> Any:
     try:
         return TypeAdapter(kind).validate_strings(word)
     except ValidationError as error:
-        raise UserError(f"{option} {word}: {error.errors()[0]['msg']}") from None
+        raise UserError("todo.sweep", f"{option} {word}: {error.errors()[0]['msg']}") from None
 
 
 def _key(word: str) -> str:
@@ -178,7 +179,7 @@ def read_sweep(folder: Path) -> Sweep:
         why = f"{error}: remove it, and plan with the same arguments again; no run is lost"
         if error.is_missing:
             why = f"{folder} is not a sweep: it has no {PLAN}. `canon_pretrain.sweep plan` makes it"
-        raise UserError(why) from None
+        raise UserError("todo.sweep", why) from None
 
 
 def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep, int]:
@@ -213,8 +214,9 @@ def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep
         faults.append(f"this grid has {len(added)} run(s) more, such as {added[0].name}")
     if faults:
         raise UserError(
+            "todo.sweep",
             f"{path} is another sweep: {'; '.join(faults)}. --extend adds runs to what is planned "
-            "and changes nothing else; another sweep needs another folder"
+            "and changes nothing else; another sweep needs another folder",
         )
     if added:
         configs = old.configs | new.configs
@@ -237,7 +239,8 @@ def main(argv: list[str] | None = None) -> None:
             return plan(given, passed_on)
         if passed_on:
             raise UserError(
-                f"{passed_on[0]}: options of the runs belong to `plan`, so that all have the same"
+                "todo.sweep",
+                f"{passed_on[0]}: options of the runs belong to `plan`, so that all have the same",
             )
         given.show(given)
 
@@ -245,9 +248,11 @@ def main(argv: list[str] | None = None) -> None:
 def plan(given: argparse.Namespace, passed_on: list[str]) -> None:
     """Write the plan, or add to it, and print what it holds."""
     if misplaced := OWN.intersection(passed_on):
-        raise UserError(f"{', '.join(misplaced)}: write it before {passed_on[0]}")
+        raise UserError("todo.sweep", f"{', '.join(misplaced)}: write it before {passed_on[0]}")
     if given.seed_of and not given.seeds:
-        raise UserError(f"--seed_of {given.seed_of} needs --seeds, such as --seeds 0 1 2")
+        raise UserError(
+            "todo.sweep", f"--seed_of {given.seed_of} needs --seeds, such as --seeds 0 1 2"
+        )
     new = make_sweep(given.configs, given.lr, given.seeds, given.seed_of or "both", passed_on)
     sweep, num_new = write_plan(given.sweep, new, extend=given.extend)
     for key in data_differences(sweep):
@@ -270,7 +275,9 @@ def run(given: argparse.Namespace) -> None:
     folder: Path = given.sweep
     sweep = read_sweep(folder)
     if not 1 <= given.number <= len(sweep.runs):
-        raise UserError(f"no run {given.number}: this sweep has the runs 1 to {len(sweep.runs)}")
+        raise UserError(
+            "todo.sweep", f"no run {given.number}: this sweep has the runs 1 to {len(sweep.runs)}"
+        )
     planned = sweep.runs[given.number - 1]
     if RunFolder(folder / planned.name).done_file.exists():
         print(f"{planned.name}: DONE, nothing to do", file=sys.stderr)
@@ -279,9 +286,10 @@ def run(given: argparse.Namespace) -> None:
     is_restart = read_count(os.environ, "SLURM_RESTART_COUNT") > 0
     if not is_restart and config_hash(planned.config) != sweep.configs[planned.config]:
         raise UserError(
+            "todo.sweep",
             f"{planned.config} (or what it extends) has changed since {folder / PLAN} was written, "
             "and the runs of a sweep must differ in its grid alone. Put it back, or plan a sweep "
-            "in another folder"
+            "in another folder",
         )
     words = [planned.config, *sweep.options(planned, folder)]
     if given.print0:

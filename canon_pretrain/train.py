@@ -118,9 +118,11 @@ def _own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     try:
         options, rest = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
-        raise UserError(str(error)) from None
+        raise UserError("todo.train", str(error)) from None
     if not options.dry_run and {options.gpu, options.world, options.mfu} != {None}:
-        raise UserError("--gpu, --world and --mfu belong to --dry_run, which is not given")
+        raise UserError(
+            "todo.train", "--gpu, --world and --mfu belong to --dry_run, which is not given"
+        )
     return options, rest
 
 

@@ -208,7 +208,7 @@ def measure_builds(model: Tokenizer, texts: Sequence[str], folder: Path, repeats
                 stdout=subprocess.DEVNULL,
             )  # fmt: skip
             if done.returncode:
-                raise UserError(f"{name} failed: {done.stderr[-2000:]}")
+                raise UserError("todo.bench", f"{name} failed: {done.stderr[-2000:]}")
             used = [now - then for now, then in zip(os.times(), before, strict=True)]
             cpu_s[name] = min(cpu_s[name], used[2] + used[3])  # of the children
             clock_s[name] = min(clock_s[name], used[4])

@@ -55,7 +55,9 @@ class Shard:
     def parse(cls, text: str) -> "Shard":
         match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
         if not match or not 1 <= int(match[1]) <= int(match[2]):
-            raise UserError(f"--shard {text!r}: expected i/n with 1 <= i <= n, such as 1/8 to 8/8")
+            raise UserError(
+                "todo.build", f"--shard {text!r}: expected i/n with 1 <= i <= n, such as 1/8 to 8/8"
+            )
         return cls(int(match[1]), int(match[2]))
 
     def units(self, num_units: int) -> range:
@@ -107,7 +109,9 @@ def run(arguments: argparse.Namespace) -> None:
 def print_unbuilt(arguments: argparse.Namespace, limits: Limits) -> None:
     """Print, each ended by a NUL byte: unbuilt shards as i,j,...; DATA; the arguments of finish."""
     if arguments.shard:
-        raise UserError(f"--shard {arguments.shard}: each job is given its own; see --shards")
+        raise UserError(
+            "todo.build", f"--shard {arguments.shard}: each job is given its own; see --shards"
+        )
     left = unbuilt_shards(arguments.out, arguments.unbuilt_of, limits)
     words = [",".join(map(str, left)), str(arguments.out), str(arguments.out)]
     for name, limit in vars(limits).items():
@@ -170,14 +174,15 @@ def build(
 def _check_folder(out: Path) -> None:
     """Refuse a folder that holds other things: nothing of anyone's is ever written over."""
     if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out}: is a file, expected a folder; give a new one")
+        raise UserError("todo.build", f"--out {out}: is a file, expected a folder; give a new one")
     if out.is_dir() and not (out / PLAN).exists():
         names = sorted(path.name for path in out.iterdir())
         others = [name for name in names if not name.startswith((folders.LOCK, f"{PLAN}."))]
         if others:
             raise UserError(
+                "todo.build",
                 f"--out {out}: holds other files ({others[0]}) and no {PLAN}; give a new or empty "
-                f"folder"
+                f"folder",
             )
 
 

@@ -109,9 +109,10 @@ def _training_stream(
             rest = range(unit, len(plan.units))
             missing = sum(not is_complete(out, later, plan.sha256) for later in rest)
             raise UserError(
+                "todo.finish",
                 f"{out}: unit {unit} is not built ({missing:,} of {len(plan.units):,} are "
                 f"missing); run the same `python -m data_prep build` again (every --shard, or "
-                f"none), then finish"
+                f"none), then finish",
             )
         for named in read_marks(out / TRAIN, [unit]):
             if limits.reached(documents, tokens):
@@ -122,7 +123,9 @@ def _training_stream(
                 if cut := _cut_part(out / TRAIN, named, room_documents, room_tokens):
                     return [*marks, named], unit + 1, cut
                 if not documents:
-                    raise UserError(f"--max-tokens {limits.max_tokens}: below the first document")
+                    raise UserError(
+                        "todo.finish", f"--max-tokens {limits.max_tokens}: below the first document"
+                    )
                 return marks, units, None
             marks.append(named)
             units = unit + 1
@@ -136,8 +139,9 @@ def _cut_part(folder: Path, named: NamedMark, documents: int, tokens: int) -> Cu
     path = folder / f"{named.name}.docs"
     if named.mark.version == WITHOUT_BYTE_ENDS:
         raise UserError(
+            "todo.finish",
             f"{path}: a limit ends inside this part, whose format (version {WITHOUT_BYTE_ENDS}) "
-            f"has no text bytes of documents; give no limit, or build into a new folder"
+            f"has no text bytes of documents; give no limit, or build into a new folder",
         )
     ends = np.frombuffer(read_checked(path, named.mark.files.docs.sha256), dtype="<u8")
     token_ends, byte_ends = np.split(ends, 2)

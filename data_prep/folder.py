@@ -58,15 +58,17 @@ def load_tokenizer(out: Path, record: TokenizerRecord) -> Tokenizer:
     path = out / tokenizer.file_name
     if tokenizer.sha256 != record.sha256:
         raise UserError(
+            "todo.folder",
             f"{path}: sha256 {tokenizer.sha256[:16]}..., the plan's is {record.sha256[:16]}...: it "
-            f"was changed; delete it and run the same `python -m data_prep build` again"
+            f"was changed; delete it and run the same `python -m data_prep build` again",
         )
     for text, ids in tokenizer.probe_ids().items():
         if ids != record.probe_ids[text]:
             raise UserError(
+                "todo.folder",
                 f"{path}: {text!r} gives the ids {ids}, the plan has {record.probe_ids[text]}: "
                 f"another version of the tokenizer's library made the plan; install that one, or "
-                f"build into a new folder"
+                f"build into a new folder",
             )
     return tokenizer
 
@@ -97,5 +99,5 @@ def disk_errors(folder: Path) -> Iterator[None]:
         else:
             raise
         raise UserError(
-            f"{folder}: {fault} and run the same command again, which continues"
+            "todo.folder", f"{folder}: {fault} and run the same command again, which continues"
         ) from error

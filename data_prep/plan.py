@@ -60,7 +60,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if not 0 <= self.holdout < 1:
-            raise UserError(f"--holdout {self.holdout} is outside [0, 1); 0.02 holds out 2 %")
+            raise UserError(
+                "todo.plan", f"--holdout {self.holdout} is outside [0, 1); 0.02 holds out 2 %"
+            )
 
 
 @dataclass(frozen=True)
@@ -161,15 +163,18 @@ def load_plan(folder: Path) -> Plan:
     """Read plan.json. Raises UserError if it is missing, damaged or of another version."""
     path = folder / PLAN
     if not path.exists():
-        raise UserError(f"{folder}: no {PLAN}, so not a folder of `python -m data_prep build`")
+        raise UserError(
+            "todo.plan", f"{folder}: no {PLAN}, so not a folder of `python -m data_prep build`"
+        )
     try:
         header = read_record(path, _Header, max_bytes=MAX_PLAN_BYTES)
         plan = read_record(path, Plan, max_bytes=MAX_PLAN_BYTES)
         if plan.sha256 != header.sha256:
-            raise UserError("its content does not fit its hash")
+            raise UserError("todo.plan", "its content does not fit its hash")
     except UserError as error:
         raise UserError(
-            f"{path}: damaged ({error}); restore this file from a copy, or build into a new folder"
+            "todo.plan",
+            f"{path}: damaged ({error}); restore this file from a copy, or build into a new folder",
         ) from None
     return plan
 
@@ -180,9 +185,10 @@ def refuse_changes(folder: Path, old: Plan, new: Plan) -> None:
         more = len(lines) - MAX_DIFFERENCES
         shown = lines[:MAX_DIFFERENCES] + ([f"and {more} more"] if more > 0 else [])
         raise UserError(
+            "todo.plan",
             f"{folder} was built from another plan; nothing was written. What differs:\n  "
             + "\n  ".join(shown)
-            + "\nGive the old values again, or another --out."
+            + "\nGive the old values again, or another --out.",
         )
 
 

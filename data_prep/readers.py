@@ -107,7 +107,10 @@ def stdlib_rows(path: str, content: bytes) -> Rows:
             topics = ast.literal_eval(statement.value)
             yield from (from_text(topics[key]) for key in sorted(topics))
             return
-    raise UserError(f"{TOPICS}: no dict of topics in it, as this Python's pydoc_data should have")
+    raise UserError(
+        "todo.readers",
+        f"{TOPICS}: no dict of topics in it, as this Python's pydoc_data should have",
+    )
 
 
 class InputReader:
@@ -170,7 +173,9 @@ class InputReader:
             return self._read_parquet, (EOFError, ArrowException, ValueError, OverflowError)
         if name.endswith((".txt", ".py")):
             return self._read_whole, ()
-        raise UserError(f"{self.path}: unknown format; expected one of: {', '.join(SUFFIXES)}")
+        raise UserError(
+            "todo.readers", f"{self.path}: unknown format; expected one of: {', '.join(SUFFIXES)}"
+        )
 
     def _read_whole(self, file: IO[bytes]) -> Rows:
         content = b"".join(self._chunks(file, READ_BYTES))
@@ -297,8 +302,9 @@ class InputReader:
     def _check_size(self, size: int) -> None:
         if size != self.known.size:
             raise UserError(
+                "todo.readers",
                 f"{self.path}: {size:,} bytes, expected {self.known.size:,}: it was changed or cut "
-                f"short since it was listed; restore it, or build into a new folder"
+                f"short since it was listed; restore it, or build into a new folder",
             )
 
     def _check_end(self) -> None:
@@ -307,9 +313,10 @@ class InputReader:
         sha256 = self._digest.hexdigest()
         if self.known.sha256 and sha256 != self.known.sha256:
             raise UserError(
+                "todo.readers",
                 f"{self.path}: sha256 {sha256[:16]}..., expected {self.known.sha256[:16]}... (read "
                 f"up to row {self._row:,}): it was changed or damaged; restore it or fetch it "
-                f"again, or build into a new folder"
+                f"again, or build into a new folder",
             )
         self.sha256 = sha256
 
@@ -320,7 +327,7 @@ class InputReader:
         )
 
     def _fail(self, what: str) -> NoReturn:
-        raise UserError(f"{self.path}, row {self._row + 1:,}: {what}") from None
+        raise UserError("todo.readers", f"{self.path}, row {self._row + 1:,}: {what}") from None
 
 
 def _unpack(

@@ -42,13 +42,16 @@ class TokenizerRequest:
         if not text.startswith("train:"):
             return cls("file", given=Tokenizer.load(Path(text), eos=eos))
         if eos is not None:
-            raise UserError(f"--eos {eos!r}: a trained tokenizer has its own; leave --eos out")
+            raise UserError(
+                "todo.settle", f"--eos {eos!r}: a trained tokenizer has its own; leave --eos out"
+            )
         try:
             return cls(text, vocab_size=int(text.removeprefix("train:")))
         except ValueError:
             raise UserError(
+                "todo.settle",
                 f"--tokenizer {text!r}: expected train:N such as train:2048, or the path of a "
-                f"SentencePiece tokenizer.model or an HF tokenizer.json"
+                f"SentencePiece tokenizer.model or an HF tokenizer.json",
             ) from None
 
 
@@ -65,7 +68,7 @@ def settle_plan(
         tokenizer = tokenizer or _train(selection, options, request)
         record = record_of(tokenizer, request.name)
     if options.bos and record.bos_id < 0:
-        raise UserError("--bos: this tokenizer has no BOS token; leave --bos out")
+        raise UserError("todo.settle", "--bos: this tokenizer has no BOS token; leave --bos out")
     if options.unit_files is None and options.unit_bytes is None:
         options = replace(options, unit_files=selection.unit_files, unit_bytes=selection.unit_bytes)
     plan = Plan(
@@ -89,8 +92,9 @@ def settle_plan(
         path = out / tokenizer.file_name
         if tokenizer.sha256 != plan.tokenizer.sha256:
             raise UserError(
+                "todo.settle",
                 f"{path}: is missing, and training again gives another model than the plan's "
-                f"(another version of sentencepiece?); build into a new folder"
+                f"(another version of sentencepiece?); build into a new folder",
             )
         write_atomic(path, tokenizer.model)
     return plan, load_tokenizer(out, plan.tokenizer)
@@ -161,7 +165,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
         # "INTERNAL: src/file.cc(12) [(condition)] The reason."
         reason = str(error).rpartition("] ")[2].strip() or "there is no text to train on"
         raise UserError(
-            f"--tokenizer train:{vocab_size}: cannot be trained on this source: {reason}"
+            "todo.settle",
+            f"--tokenizer train:{vocab_size}: cannot be trained on this source: {reason}",
         ) from None
     return model.getvalue()
 

@@ -34,8 +34,9 @@ def show_document(folder: Path, number: int, *, split: str = TRAIN, ids: bool = 
     with TokenShards.open(folder / split) as shards:
         if not 0 <= number < shards.num_documents:
             raise UserError(
+                "todo.show",
                 f"--document {number}: {folder / split} has {shards.num_documents} documents, "
-                f"numbered from 0"
+                f"numbered from 0",
             )
         parts = [part for part in shards.parts if part.entry.first_document <= number]
         entry = parts[-1].entry
@@ -61,7 +62,7 @@ def show_window(
     """Return sample `sample` of a run with that data_seed by documents. Raises UserError."""
     for name, value in (("--window", sample), ("--seed", seed)):
         if not 0 <= value < 1 << 64:
-            raise UserError(f"{name} is {value}, expected 0 to 2**64 - 1")
+            raise UserError("todo.show", f"{name} is {value}, expected 0 to 2**64 - 1")
     tokenizer = load_tokenizer(folder, load_plan(folder).tokenizer)
     with TokenShards.open(folder / split) as shards:
         place = permuted_offset if order == "permute" else window_offset

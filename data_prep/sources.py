@@ -96,7 +96,9 @@ def select(
         ("--files", files or None, (*HUB_SOURCES, LOCAL)),
     ):
         if value is not None and source not in takers:
-            raise UserError(f"{option} with --source {source}: only {', '.join(takers)} take it")
+            raise UserError(
+                "todo.sources", f"{option} with --source {source}: only {', '.join(takers)} take it"
+            )
     if source == STDLIB:
         return _select_stdlib()
     if source == LOCAL:
@@ -121,7 +123,10 @@ def _select_stdlib() -> Selection:
         for path in (Path(folder, name) for name in names if name.endswith(".py")):
             found[path.relative_to(root).as_posix()] = path
     if not found:
-        raise UserError(f"{root}: no .py sources here; use a Python that has its library as files")
+        raise UserError(
+            "todo.sources",
+            f"{root}: no .py sources here; use a Python that has its library as files",
+        )
     inputs = sorted(to_inputs(found, {}), key=lambda known: known.path != TOPICS)
     version = f"python {platform.python_version()}"
     return Selection(STDLIB, version, root, tuple(inputs), unit_bytes=UNIT_BYTES)
@@ -129,14 +134,15 @@ def _select_stdlib() -> Selection:
 
 def _select_local(files: Sequence[Path], text_field: str) -> Selection:
     if not files:
-        raise UserError(f"--source {LOCAL} needs --files FILE_OR_FOLDER ...")
+        raise UserError("todo.sources", f"--source {LOCAL} needs --files FILE_OR_FOLDER ...")
     found, named = find_files(files)
     others = [path for path in found if not path.name.endswith(SUFFIXES)]
     readable = [path for path in found if path.name.endswith(SUFFIXES)]
     if not readable or named.intersection(others):
         raise UserError(
+            "todo.sources",
             f"--files {name_some(named.intersection(others) or files)}: no file of a known "
-            f"format; expected one of: {', '.join(SUFFIXES)}"
+            f"format; expected one of: {', '.join(SUFFIXES)}",
         )
     if others:
         say(f"{LOCAL}: {len(others):,} files of other formats are left out: {name_some(others)}")
@@ -158,8 +164,9 @@ def _list_hub(source: str, known: HubSource, commit: str) -> tuple[str, Path, tu
     ]
     if not inputs:
         raise UserError(
+            "todo.sources",
             f"{known.repo}@{commit[:12]}: no files {'/'.join(known.tail)} in it; give the "
-            f"--revision of a commit that has them, or leave it out"
+            f"--revision of a commit that has them, or leave it out",
         )
     say(f"{source}: commit {commit[:12]}, fetched when needed into {root}")
     return commit, root, tuple(sorted(inputs, key=lambda file: natural_order(file.path)))
@@ -171,29 +178,33 @@ def _list_mirror(
     """The version, root and inputs of a copy on disk."""
     if revision is not None and not hub.COMMIT.fullmatch(revision):
         raise UserError(
+            "todo.sources",
             f"--revision {revision} with --files: a copy on disk has no branches or tags; give the "
-            f"40-digit commit that it was made from, or leave --revision out"
+            f"40-digit commit that it was made from, or leave --revision out",
         )
     found, named = find_files(files)
     root, paths = match_tails(found, known.tail)
     if wrong := named - set(paths.values()) if paths else files:
         raise UserError(
+            "todo.sources",
             f"--files {name_some(wrong)}: no files {'/'.join(known.tail)} of {source}; give "
-            f"--source {LOCAL} for other files"
+            f"--source {LOCAL} for other files",
         )
     for literal in (name for name in known.tail[:-1] if "[" not in name):
         shape = re.sub("[0-9]+", "[0-9]+", literal)  # that of the folder's siblings
         siblings = [name for name in root.parts if re.fullmatch(shape, name) and name != literal]
         if siblings:
             raise UserError(
+                "todo.sources",
                 f"--files {root}: this is {siblings[0]} by its name, {source} is {literal}; give "
-                f"that folder, or --source {LOCAL} for other files"
+                f"that folder, or --source {LOCAL} for other files",
             )
     commit, hashes = hub.known_hashes(root, paths)
     if revision and commit and commit != revision:
         raise UserError(
+            "todo.sources",
             f"--revision {revision}: the files below {root} were fetched at commit {commit}; leave "
-            f"--revision out, or fetch the other one"
+            f"--revision out, or fetch the other one",
         )
     return revision or commit or ON_DISK, root, to_inputs(paths, hashes)
 
@@ -205,7 +216,9 @@ def fetch(source: str, version: str, root: Path, inputs: Sequence[Input]) -> Non
         return
     hub_source = HUB_SOURCES.get(source)
     if hub_source is None or not hub.is_snapshot(root, hub_source.repo, version):
-        raise UserError(f"{root / missing[0].path}: is missing; every input is needed")
+        raise UserError(
+            "todo.sources", f"{root / missing[0].path}: is missing; every input is needed"
+        )
     files = [hub.HubFile(known.path, known.size, known.sha256) for known in missing]
     hub.fetch(hub_source.repo, version, root, files, WAYS_OUT)
 
@@ -234,10 +247,12 @@ def find_files(given: Sequence[Path]) -> tuple[list[Path], frozenset[Path]]:
         if absolute.is_file():
             named.add(absolute)
         elif not absolute.is_dir():
-            raise UserError(f"--files {path}: no file or folder of this name")
+            raise UserError("todo.sources", f"--files {path}: no file or folder of this name")
         for file in [absolute] if absolute in named else _walk(absolute):
             if file in found:
-                raise UserError(f"--files {path}: {file} is already given by {found[file]}")
+                raise UserError(
+                    "todo.sources", f"--files {path}: {file} is already given by {found[file]}"
+                )
             found[file] = path
     return list(found), frozenset(named)
 
@@ -246,11 +261,13 @@ def _walk(root: Path) -> Iterator[Path]:
     seen = set()
 
     def refuse(error: OSError) -> None:
-        raise UserError(f"{error.filename}: cannot be listed: {error.strerror}")
+        raise UserError("todo.sources", f"{error.filename}: cannot be listed: {error.strerror}")
 
     for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
         if (identity := os.path.realpath(folder)) in seen:
-            raise UserError(f"--files {root}: {folder} was reached before, through another link")
+            raise UserError(
+                "todo.sources", f"--files {root}: {folder} was reached before, through another link"
+            )
         seen.add(identity)
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(folder) / name for name in names if not name.startswith("."))
@@ -269,8 +286,9 @@ def match_tails(files: Sequence[Path], tail: Sequence[str]) -> tuple[Path, dict[
                 matches.setdefault(Path(match[1]), {})[match[2]] = file
         if len(matches) > 1:
             raise UserError(
+                "todo.sources",
                 f"--files: several folders hold {shape}: {name_some(matches)}; name the one that "
-                f"is meant"
+                f"is meant",
             )
         if matches:
             return matches.popitem()

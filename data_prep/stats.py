@@ -56,7 +56,9 @@ def run(arguments: argparse.Namespace) -> None:
 def stats(folder: Path, html: Path | None = None, *, workers: int = 1) -> dict[str, Any]:
     """Print what `folder` holds, write the page `html`, and return the same as JSON values."""
     if html is not None and (html.is_dir() or not html.parent.is_dir()):
-        raise UserError(f"--html {html}: expected the path of a file in a folder that exists")
+        raise UserError(
+            "todo.stats", f"--html {html}: expected the path of a file in a folder that exists"
+        )
     content = data_content(folder, load_plan(folder), workers)
     print_tables(content, Console())
     if html is not None:

@@ -152,8 +152,9 @@ def worker_pool(workers: int, counts: Any = None) -> Iterator[ProcessPoolExecuto
             yield pool
         except BrokenProcessPool:
             raise UserError(
+                "todo.units",
                 "a worker process was killed (out of memory?); run the same command again, which "
-                "continues, perhaps with fewer --workers"
+                "continues, perhaps with fewer --workers",
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

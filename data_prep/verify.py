@@ -189,9 +189,10 @@ class Part:
             known.append(sha256_file(self.file("json")))
         if not rebuilt.exists() or (any(known) and sha256_file(rebuilt) not in known):
             raise ShardError(
+                "todo.verify",
                 f"{self.folder / self.name}: the inputs make other bytes now (another version of "
                 f"Python, sentencepiece or pyarrow?); repair where it was built, or build into a "
-                f"new folder"
+                f"new folder",
             )
 
 
@@ -230,7 +231,7 @@ def verify(
     damaged = {part for _, part in faults if part}
     if not repair:
         way_out = f"; --repair rebuilds {len(damaged)} part(s)" if damaged else ""
-        raise UserError(f"{folder}: {len(faults)} fault(s) found{way_out}")
+        raise UserError("todo.verify", f"{folder}: {len(faults)} fault(s) found{way_out}")
     mended = repair_parts(folder, plan, damaged, root or Path(plan.root))
     left = [text for text, part in faults if part and part not in mended]
     left += [text for text, _ in find_faults(folder, plan, "size", workers)]
@@ -239,7 +240,7 @@ def verify(
     for text in left:
         say(f"still damaged: {text}")
     if left:
-        raise UserError(f"{folder}: {len(left)} fault(s) left after the repair")
+        raise UserError("todo.verify", f"{folder}: {len(left)} fault(s) left after the repair")
     say(f"{folder}: ok again, {len(mended)} part(s) rebuilt")
 
 
@@ -346,7 +347,7 @@ def rebuild(
 ) -> None:
     """Build one unit in `scratch` and give its files to `parts`. Raises UserError."""
     if unit >= len(plan.units):
-        raise UserError(f"the plan has {len(plan.units)} units only")
+        raise UserError("todo.verify", f"the plan has {len(plan.units)} units only")
     tokenizer = load_tokenizer(folder, plan.tokenizer)
     (scratch / tokenizer.file_name).write_bytes(tokenizer.model)
     # the hashes that the inputs had are in the unit's last mark: a changed one is refused by name

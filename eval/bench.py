@@ -156,7 +156,7 @@ def parse_model(text: str) -> ModelArgs:
     try:
         args = TypeAdapter(ModelArgs).validate_python(fields | given)
     except ValidationError as error:
-        raise UserError(f"--model {text}: {error}") from None
+        raise UserError("todo.bench", f"--model {text}: {error}") from None
     return replace(args, max_seq_len=max(args.max_seq_len, MAX_LENGTH))
 
 
@@ -338,7 +338,8 @@ def agreement(case: str, ours: list[Any], theirs: list[Any], dtype: torch.dtype)
         ]
     if not all(agrees) and dtype == torch.float32:
         raise UserError(
-            f"{case}: the two sides answer differently ({text}): their times can't be compared"
+            "todo.bench",
+            f"{case}: the two sides answer differently ({text}): their times can't be compared",
         )
     return text
 

@@ -65,7 +65,7 @@ def open_tasks(
                 entry = manager.task_index.get(key) if is_theirs else None
                 plans[key] = _plan(key, task, entry.yaml_path if entry else path, limit)
             if not plans:
-                raise UserError(f"{path}: holds no task")
+                raise UserError("todo.harness", f"{path}: holds no task")
             return plans
         except UserError:
             raise
@@ -76,7 +76,9 @@ def open_tasks(
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             if isinstance(error, ConnectionError):
                 reason += CONNECT
-            raise UserError(f"{path}: this task file does not load: {reason}") from error
+            raise UserError(
+                "todo.harness", f"{path}: this task file does not load: {reason}"
+            ) from error
 
 
 def _loader(

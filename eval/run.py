@@ -75,18 +75,22 @@ def check_options(arguments: argparse.Namespace) -> dict[str, Path | None]:
     for name in ("limit", "max_length", "batch_tokens"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise UserError(f"--{name} {value}: expected at least 1")
+            raise UserError("todo.run", f"--{name} {value}: expected at least 1")
     found = [find_suite(suite) for suite in split_suites(arguments.suite)]
     suites = dict(found)
     if len(suites) < len(found):
-        raise UserError(f"--suite {arguments.suite}: two suites of one name; rename a file")
+        raise UserError(
+            "todo.run", f"--suite {arguments.suite}: two suites of one name; rename a file"
+        )
     has_probes = any(folder_of(path) == "birth_year" for path in suites.values())
     for name, suite, is_served in (
         ("must_beat", VALIDATION, VALIDATION in suites),
         ("junk", "birth-year", has_probes),
     ):
         if getattr(arguments, name) is not None and not is_served:
-            raise UserError(f"--{name} is for --suite {suite}, not for {arguments.suite}")
+            raise UserError(
+                "todo.run", f"--{name} is for --suite {suite}, not for {arguments.suite}"
+            )
     return suites
 
 
@@ -161,7 +165,9 @@ class Evaluation:
         elif subject.folder is not None and subject.evals is not None:
             folder = stored.results_folder(subject.folder, asked)
         else:
-            raise UserError(f"{subject.checkpoint} is of no run, or its run left it: give --out")
+            raise UserError(
+                "todo.run", f"{subject.checkpoint} is of no run, or its run left it: give --out"
+            )
         # now: nobody waits hours to learn that it can't be
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -210,7 +216,9 @@ class Evaluation:
             return None
         name = next(n for n in sorted({*before, *now}) if before.get(n) != now.get(n))
         what = f"{name} {before.get(name)!r}, asked for is {now.get(name)!r}"
-        raise UserError(f"--out {plan.folder} holds results of another question ({what})")
+        raise UserError(
+            "todo.run", f"--out {plan.folder} holds results of another question ({what})"
+        )
 
     def _answer(self, plan: Plan, lm: CanonLM, work: Work) -> None:
         unfinished = Unfinished(plan.folder, plan.asked)
@@ -256,7 +264,9 @@ class Evaluation:
             return
         ours, theirs = (results.scores[t]["bits_per_byte"].value for t in (VALIDATION, rival))
         if ours >= theirs:
-            raise UserError(f"{ours:.4f} bits/byte do not beat the {rival} model's {theirs:.4f}")
+            raise UserError(
+                "todo.run", f"{ours:.4f} bits/byte do not beat the {rival} model's {theirs:.4f}"
+            )
 
 
 def merged(
@@ -284,8 +294,9 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
+            "todo.run",
             f"{folder} can't hold the results: {error.strerror}. Make room and give the same "
-            "command again: it goes on from what it wrote; --out DIR writes elsewhere"
+            "command again: it goes on from what it wrote; --out DIR writes elsewhere",
         ) from None
 
 

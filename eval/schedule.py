@@ -93,7 +93,9 @@ def read_request(run: Path, *, change: bool = False) -> Request | None:
     except UnreadableFile as error:
         if error.is_missing or change:
             return None
-        raise UserError(f"{error}: --change writes it anew, with the options given") from None
+        raise UserError(
+            "todo.schedule", f"{error}: --change writes it anew, with the options given"
+        ) from None
 
 
 def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool = True) -> Request:
@@ -109,8 +111,9 @@ def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool
             before = {name: getattr(known, name) for name in given}
             name = next(name for name in given if before[name] != given[name])
             raise UserError(
+                "todo.schedule",
                 f"{path} says {name} {before[name]!r}, given {given[name]!r}: leave the options "
-                "out to go on as it says, or give --change to replace it"
+                "out to go on as it says, or give --change to replace it",
             )
         if keep and asked != known:
             write_json(path, asdict(asked))
@@ -143,7 +146,9 @@ class Schedule:
         every = request.every or interval
         if every < 1 or every % interval:
             saved = f"{path} saves a checkpoint each {interval} steps"
-            raise UserError(f"--every {request.every}: {saved}; expected a multiple of that")
+            raise UserError(
+                "todo.schedule", f"--every {request.every}: {saved}; expected a multiple of that"
+            )
         self.steps = sorted({*range(every, last + 1, every), *([last] if last else [])})
 
     def look(self, queue: Slurm) -> list[Entry]:

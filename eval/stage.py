@@ -72,8 +72,9 @@ def execute(arguments: argparse.Namespace) -> None:
                 shutil.rmtree(folder / DOWNLOADS, ignore_errors=True)
     except OSError as error:
         raise UserError(
+            "todo.stage",
             f"{folder}: cannot be written: {error.strerror}; make room, or choose another folder "
-            "with --to, and run the same command again: what is staged stays"
+            "with --to, and run the same command again: what is staged stays",
         ) from None
 
 
@@ -83,7 +84,7 @@ def choose(suite: str, only: Sequence[str] | None) -> list[DataSet]:
     found = [data for data in CATALOGUE.values() if suite in (ALL, data.suite)]
     for key in only or ():
         if staged.data_set(key) not in found:
-            raise UserError(f"--only {key}: is of another suite than --suite {suite}")
+            raise UserError("todo.stage", f"--only {key}: is of another suite than --suite {suite}")
     return [data for data in found if only is None or data.key in only]
 
 
@@ -94,7 +95,7 @@ def read_pins(folder: Path) -> dict[str, str]:
     except UnreadableFile as error:
         if error.is_missing:
             return {}
-        raise UserError(f"{error}; restore it, or delete it to pin anew") from None
+        raise UserError("todo.stage", f"{error}; restore it, or delete it to pin anew") from None
 
 
 def add_pins(folder: Path, commits: dict[str, str]) -> None:
@@ -110,10 +111,14 @@ def parse_pins(given: Sequence[str]) -> dict[str, str]:
     for pin in given:
         key, _, commit = pin.partition("=")
         if not hub.COMMIT.fullmatch(commit):
-            raise UserError(f"--pin {pin}: expected KEY=COMMIT, 40 hex digits of a commit")
+            raise UserError(
+                "todo.stage", f"--pin {pin}: expected KEY=COMMIT, 40 hex digits of a commit"
+            )
         path = staged.data_set(key).path
         if chosen.setdefault(path, commit) != commit:
-            raise UserError(f"--pin {pin}: two commits of {path}; a repository has one")
+            raise UserError(
+                "todo.stage", f"--pin {pin}: two commits of {path}; a repository has one"
+            )
     return chosen
 
 
@@ -130,7 +135,9 @@ def _each(folder: Path, chosen: list[DataSet], act: Callable[[DataSet], str], st
         print(f"[{number}/{len(chosen)}] {data.key}: {line}", flush=True)
     if failed:
         count = f"{len(failed)} of {len(chosen)} data sets"
-        raise UserError(f"{count} are not {state} in {folder}: {', '.join(failed)}; see above")
+        raise UserError(
+            "todo.stage", f"{count} are not {state} in {folder}: {', '.join(failed)}; see above"
+        )
     print(f"{state} in {folder}: {len(chosen)} of {len(chosen)} data sets", flush=True)
 
 
@@ -151,13 +158,15 @@ def _stage(folder: Path, data: DataSet, allow_count: bool) -> str:
     rows = fetch(data, commit, folder / DOWNLOADS)
     if missing := [name for name in data.columns if name not in rows.column_names]:
         raise UserError(
+            "todo.stage",
             f"{what}: has no column {', '.join(missing)} (but {', '.join(rows.column_names)}); "
-            f"choose another commit with {way_out}"
+            f"choose another commit with {way_out}",
         )
     if not len(rows) or (not allow_count and len(rows) != data.documents):
         raise UserError(
+            "todo.stage",
             f"{what}: {len(rows):,} documents, expected {data.documents:,}; choose another commit "
-            f"with {way_out}, or accept them with --allow_count"
+            f"with {way_out}, or accept them with --allow_count",
         )
     return _described(staged.write_staged(folder, data.key, rows, revision=commit), data)
 

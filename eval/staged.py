@@ -160,11 +160,13 @@ def verify(key: str, folder: Path) -> tuple[Manifest, bytes]:
         manifest = files.read_record(path, Manifest)
     except files.UnreadableFile as error:
         fault = f"{path.parent}: not staged" if error.is_missing else str(error)
-        raise UserError(f"{fault}; {restage(key, folder)}") from None
+        raise UserError("todo.staged", f"{fault}; {restage(key, folder)}") from None
     expected = {"version": MANIFEST_VERSION, "key": key, "path": data.path, "config": data.config}
     found = {name: getattr(manifest, name) for name in expected}
     if found != expected or set(manifest.splits) != {data.split}:
-        raise UserError(f"{path}: of {found}, expected {expected}; {restage(key, folder)}")
+        raise UserError(
+            "todo.staged", f"{path}: of {found}, expected {expected}; {restage(key, folder)}"
+        )
     known = manifest.splits[data.split]
     path = folder / key / known.file
     try:
@@ -174,7 +176,7 @@ def verify(key: str, folder: Path) -> tuple[Manifest, bytes]:
     except OSError as error:
         fault = f"cannot be read: {error.strerror}"
     if fault:
-        raise UserError(f"{path}: {fault}; {restage(key, folder)}")
+        raise UserError("todo.staged", f"{path}: {fault}; {restage(key, folder)}")
     return manifest, content
 
 

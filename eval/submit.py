@@ -71,9 +71,12 @@ def execute(arguments: argparse.Namespace) -> None:
     for name, least in (("max_in_flight", 1), ("retries", 0), ("every", 1)):
         value = getattr(arguments, name)
         if value is not None and value < least:
-            raise UserError(f"--{name} {value}: expected at least {least}")
+            raise UserError("todo.submit", f"--{name} {value}: expected at least {least}")
     if not SCRIPTS.is_dir():
-        raise UserError(f"{SCRIPTS} is not there: install from the repository, with pip install -e")
+        raise UserError(
+            "todo.submit",
+            f"{SCRIPTS} is not there: install from the repository, with pip install -e",
+        )
     named = [Path(os.path.abspath(run)) for run in arguments.runs]
     runs = [*dict.fromkeys(named_runs(named, planned=True))]
     # of a throttled sweep some runs begin days after others, whose checkpoints do not wait for them
@@ -117,7 +120,7 @@ def _confirm_task_files(suites: list[str], arguments: argparse.Namespace) -> Non
         with contextlib.suppress(EOFError):
             answer = input(f"{what}. Have the jobs use it? [y/N] ")
     if answer.strip().lower() not in ("y", "yes"):
-        raise UserError(f"{what}. Read it, and give --trust_task_files to use it")
+        raise UserError("todo.submit", f"{what}. Read it, and give --trust_task_files to use it")
     arguments.trust_task_files = True
 
 
@@ -126,7 +129,8 @@ def _queue(*, needed: bool) -> Slurm:
     slurm = Slurm()
     if needed and not slurm.is_there():
         raise UserError(
-            "no Slurm here (sbatch, squeue, scontrol): give --local, or log in elsewhere"
+            "todo.submit",
+            "no Slurm here (sbatch, squeue, scontrol): give --local, or log in elsewhere",
         )
     try:
         slurm.look()

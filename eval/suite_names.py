@@ -53,7 +53,9 @@ def harness_tasks() -> Path:
     """Return the folder of the installed lm_eval's tasks."""
     spec = find_spec("lm_eval")
     if spec is None or spec.origin is None:
-        raise UserError("lm_eval is not installed: pip install -e . installs it")
+        raise UserError(
+            "todo.suite_names", "lm_eval is not installed: pip install -e . installs it"
+        )
     return Path(spec.origin).parent / "tasks"
 
 
@@ -91,7 +93,10 @@ def split_suites(given: str, known: Collection[str] = ()) -> list[str]:
             find_suite(name)
         suites += SUITES if name == ALL else [suite]
     if not suites:
-        raise UserError(f"no suite in {given!r}: expected {ALL}, or names such as jrt,{VALIDATION}")
+        raise UserError(
+            "todo.suite_names",
+            f"no suite in {given!r}: expected {ALL}, or names such as jrt,{VALIDATION}",
+        )
     return list(dict.fromkeys(suites))
 
 
@@ -110,16 +115,20 @@ def find_suite(given: str) -> tuple[str, Path | None]:
     if is_task_file(given):
         path = Path(given)
         if not path.is_file():
-            raise UserError(f"--suite {given}: no such task file")
+            raise UserError("todo.suite_names", f"--suite {given}: no such task file")
         if path.stem == VALIDATION or path.resolve() != files.get(path.stem, path).resolve():
-            raise UserError(f"{given}: '{path.stem}' is the name of another suite; rename the file")
+            raise UserError(
+                "todo.suite_names",
+                f"{given}: '{path.stem}' is the name of another suite; rename the file",
+            )
         return path.stem, path
     if given in harness_names():
         return given, harness_names()[given].path
     near = suggestion(given, [*SUITES, ALL, *files]) or suggestion(given, harness_names())
     raise UserError(
+        "todo.suite_names",
         f"unknown suite '{given}'; expected {', '.join(SUITES)}, {ALL}, a name that "
-        f"`python -m eval tasks` lists, or a task's YAML.{near}"
+        f"`python -m eval tasks` lists, or a task's YAML.{near}",
     )
 
 
@@ -161,7 +170,9 @@ def execute(arguments: argparse.Namespace) -> None:
     try:
         pattern = re.compile(arguments.grep)
     except re.error as error:
-        raise UserError(f"--grep {arguments.grep!r}: no regular expression: {error}") from None
+        raise UserError(
+            "todo.suite_names", f"--grep {arguments.grep!r}: no regular expression: {error}"
+        ) from None
     ours = {VALIDATION: TASKS.with_name("validation.py")} | task_files()
     known = {name: HarnessName("suite", ours[name]) for name in SUITES}
     for name in sorted(ours):
@@ -170,6 +181,8 @@ def execute(arguments: argparse.Namespace) -> None:
         known.setdefault(name, theirs)
     found = [name for name in known if pattern.search(name)]
     if not found:
-        raise UserError(f"none of {len(known):,} names matches --grep {arguments.grep!r}")
+        raise UserError(
+            "todo.suite_names", f"none of {len(known):,} names matches --grep {arguments.grep!r}"
+        )
     for name in found:
         print(f"{name:40} {known[name].kind:5} {known[name].path}")

@@ -37,7 +37,9 @@ def task_tokenizer(metadata: Mapping[str, Any]) -> TaskTokenizer:
     """Return the tokenizer that a task's metadata names, a data folder's or an export's."""
     given = metadata.get("tokenizer") or metadata.get("pretrained")
     if not given:
-        raise UserError(f"this task needs the evaluated model's tokenizer: {WAY_OUT}")
+        raise UserError(
+            "todo.task_tokenizer", f"this task needs the evaluated model's tokenizer: {WAY_OUT}"
+        )
     path = Path(str(given)).expanduser()
     if path.exists() and not (path / HF_CONFIG).is_file():
         return _of_data(path)
@@ -54,7 +56,9 @@ def _of_data(folder: Path) -> TaskTokenizer:
                 eos = shards.eos_id
         found = load_tokenizer(folder, eos=eos)
     except UserError as error:
-        raise UserError(f"{error}. This task reads text: {WAY_OUT}") from None
+        raise UserError(
+            "todo.task_tokenizer", f"{error}. This task reads text: {WAY_OUT}"
+        ) from None
     encode = lambda text: found.encode(text).tolist()  # noqa: E731
     return TaskTokenizer(found.sha256, encode, lambda ids: found.decode(list(ids)))
 
@@ -76,7 +80,7 @@ def _of_export(name: str, revision: str | None) -> TaskTokenizer:
         found = kind.from_pretrained(name, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = " ".join(f"no tokenizer can be loaded from there ({error})".split())
-        raise UserError(f"{name}: {reason}; {WAY_OUT}") from None
+        raise UserError("todo.task_tokenizer", f"{name}: {reason}; {WAY_OUT}") from None
     try:
         sha256 = str(read_json(folder / RECORD)["tokenizer"]["sha256"])
     except (UnreadableFile, KeyError, TypeError):
@@ -118,7 +122,8 @@ def check_fit(name: str, longest: int, *, answer_tokens: int, metadata: Mapping[
     max_length = known_max_length(metadata)
     if max_length is not None and longest + answer_tokens > max_length:
         raise UserError(
+            "todo.task_tokenizer",
             f"{name}: prompts of up to {longest} tokens and an answer of {answer_tokens} do not "
             f"fit max_length {max_length}: give the model at least {longest + answer_tokens} "
-            "(--max_length N; lm_eval --model_args max_length=N,max_position_embeddings=N)"
+            "(--max_length N; lm_eval --model_args max_length=N,max_position_embeddings=N)",
         )

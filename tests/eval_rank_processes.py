@@ -116,14 +116,18 @@ def raises_between(ranks: Ranks) -> None:
 
 
 def refuses(ranks: Ranks) -> None:
-    ranks.in_turn(fails(UserError("no such data set")) if ranks.rank == 0 else lambda: None)
+    ranks.in_turn(
+        fails(UserError("todo.eval_rank_processes", "no such data set"))
+        if ranks.rank == 0
+        else lambda: None
+    )
 
 
 SCENARIOS: dict[str, tuple[Callable[[Ranks], Any], tuple[int, ...]]] = {
     "answers": (answers, (1, 3)),
     "plumbing": (plumbing, (3,)),
     "memory": (memory, (2,)),
-    "raises": (ends(1, fails(UserError("this item is broken"))), (3,)),
+    "raises": (ends(1, fails(UserError("todo.eval_rank_processes", "this item is broken"))), (3,)),
     "raises_first": (ends(0, fails(KeyError("nothing"))), (3,)),
     "raises_between": (raises_between, (3,)),
     "is_killed": (ends(1, lambda: os.kill(os.getpid(), signal.SIGKILL)), (3,)),

@@ -1,19 +1,38 @@
 """What test files share: token streams, and the trainer as a user starts it."""
 
+import contextlib
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.shard_writer import write_shards
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 512
 EOS_ID = 2
+
+
+@contextlib.contextmanager
+def refused(
+    code: str, *, kind: type[UserError] = UserError, **fields: object
+) -> Iterator[pytest.ExceptionInfo[UserError]]:
+    """Expect a UserError of `kind` with `code`, and `fields` among its fields, in the block."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    assert (caught.value.code, caught.value.fields | fields) == (code, caught.value.fields)
+
+
+def error_codes(stderr: str) -> list[str]:
+    """Return the codes of the errors that a command printed."""
+    return re.findall(r"^error\[([\w.]+)\]: ", stderr, re.MULTILINE)
 
 
 def token_documents(seed: int, count: int, length: int) -> list[np.ndarray]:

@@ -1,8 +1,10 @@
-"""Count what the next person has to carry: `python -m tests.weight`.
+"""Count what the next person has to carry: `python -m tests.weight`; `--check` holds the limits.
 
 Product is `canon_pretrain data_prep eval`. A private helper is a function whose name begins with
 one underscore; it is used once if its name occurs at its definition and at one more place. A circle
-is one in the graph of all imports, lazy and TYPE_CHECKING ones as well.
+is one in the graph of all imports, lazy and TYPE_CHECKING ones as well. A test compares prose if an
+assert, a `match=` or a parameter holds a string of more than three words: wording belongs to the
+snapshots, everything else asserts codes, fields, numbers and files.
 """
 
 import ast
@@ -14,10 +16,19 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("canon_pretrain", "data_prep", "eval")
+LIMITS = {
+    "README.md bytes": 14_336,
+    "bytes of all .md": 97_280,
+    "tests that compare prose": 60,
+    "test names over 60 characters": 0,
+    "worn words": 20,
+}
+WORN = r"\bstands\b|\blies\b|\bNone where\b|\ba person\b"
 LOADED = """
 import json, sys
 from canon_pretrain.titan.device import prepare_device
@@ -65,6 +76,53 @@ def loaded_by_train() -> list[str]:
     return sorted(name for name in names if name in modules() and modules()[name].stat().st_size)
 
 
+def _is_prose(node: ast.AST) -> bool:
+    if isinstance(node, ast.JoinedStr):
+        parts = (v.value if isinstance(v, ast.Constant) else "0" for v in node.values)
+        text = "".join(map(str, parts))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        text = node.value
+    else:
+        return False
+    return sum(any(map(str.isalpha, word)) for word in text.split()) > 3
+
+
+def prose_of(tree: ast.AST) -> list[int]:
+    """Return the lines of the comparisons with prose in a test file."""
+    lines = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            held = [node] if any(map(_is_prose, ast.walk(node.test))) else []
+        elif isinstance(node, ast.keyword) and node.arg == "match":
+            held = [node.value] if any(map(_is_prose, ast.walk(node.value))) else []
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "parametrize":
+            held = [inner for inner in ast.walk(node) if _is_prose(inner)]
+        else:
+            continue
+        lines += [inner.lineno for inner in held]
+    return sorted(lines)
+
+
+def words() -> dict[str, int]:
+    """Return the counts of what is read: the limits of LIMITS."""
+    tests = {path: ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("*.py")}
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    pages = [ROOT / name for name in listed.stdout.split() if name.endswith(".md")]
+    names = [
+        node.name
+        for node in chain.from_iterable(map(ast.walk, tests.values()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    written = [path.read_text() for path in (*modules().values(), *pages)]
+    return {
+        "README.md bytes": (ROOT / "README.md").stat().st_size,
+        "bytes of all .md": sum(path.stat().st_size for path in pages),
+        "tests that compare prose": sum(len(prose_of(tree)) for tree in tests.values()),
+        "test names over 60 characters": sum(len(name) > 60 for name in names),
+        "worn words": sum(len(re.findall(WORN, text)) for text in written),
+    }
+
+
 def weigh() -> dict[str, object]:
     """Return every count, by its name."""
     known = modules()
@@ -106,7 +164,16 @@ def _by_package(sources: dict[str, str]) -> Counter[str]:
 
 
 def main() -> None:
-    for name, value in weigh().items():
+    counts = words()
+    if "--check" in sys.argv:
+        over = [f"{k}: {v:,}, at most {LIMITS[k]:,}" for k, v in counts.items() if v > LIMITS[k]]
+        sys.exit("\n".join(over))
+    if "--prose" in sys.argv:
+        for path in sorted((ROOT / "tests").rglob("*.py")):
+            for line in prose_of(ast.parse(path.read_text())):
+                print(f"{path.relative_to(ROOT)}:{line}")
+        return
+    for name, value in (weigh() | counts).items():
         if isinstance(value, dict):
             print(f"{name}:")
             for key, number in value.items():

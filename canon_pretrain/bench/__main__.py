@@ -46,7 +46,10 @@ def main(argv: list[str] | None = None) -> None:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         file: Path | None = arguments.json
         if file is not None and not (folder := file.absolute().parent).is_dir():
-            raise UserError(f"--json {file}: the folder {folder} does not exist; create it first")
+            raise UserError(
+                "todo.__main__",
+                f"--json {file}: the folder {folder} does not exist; create it first",
+            )
         init_logging(rank=1)  # warnings and errors alone
         console, machine = tables.make_console(), Machine.here()
         if arguments.command == ALL:

@@ -204,9 +204,9 @@ def make_way(name: str, args: ModelArgs, tensors: list[Tensor]) -> Way:
     """Return the function of q_BTHK, k_BTGK and v_BTGK called `name`. Raises NotMeasured."""
     on_gpu, num_tokens = tensors[0].is_cuda, tensors[0].shape[1]
     if name in ("cudnn", "efficient", "flex") and not on_gpu:
-        raise NotMeasured("needs a GPU")
+        raise NotMeasured("todo.kernels", "needs a GPU")
     if name in FLASH_IMPLS and (why := activate_flash(name)):
-        raise NotMeasured(why)
+        raise NotMeasured("todo.kernels", why)
     if name in ("flash_attn", "flex"):
         attend, mask = Attend(dataclasses.replace(args, position="nope"), name), None
         if name == "flex":
@@ -242,7 +242,7 @@ def check(way: Way, tensors: list[Tensor]) -> float:
         true_TK = F.scaled_dot_product_attention(q, k, v, is_causal=True)[0, 0]
         error = ((way(*tensors)[0, :, 0] - true_TK).abs().max() / true_TK.abs().max()).item()
     if not error <= WORST_ERROR:
-        raise NotMeasured(f"it is {error:.2g} away from softmax(q k^T) v")
+        raise NotMeasured("todo.kernels", f"it is {error:.2g} away from softmax(q k^T) v")
     return error
 
 

@@ -136,7 +136,9 @@ def check_any(option: str, usable: Collection[str], missing: Mapping[str, str]) 
     """Raise UserError, with the reasons, if nothing is usable."""
     if not usable:
         reasons = "; ".join(f"{name}: {why}" for name, why in missing.items())
-        raise NotMeasured(f"{option} {' '.join(missing)}: none can be had here. {reasons}")
+        raise NotMeasured(
+            "todo.variants", f"{option} {' '.join(missing)}: none can be had here. {reasons}"
+        )
 
 
 @contextmanager
@@ -146,14 +148,15 @@ def failing(backend: str = "") -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise NotMeasured(
+            "todo.variants",
             "it does not fit in this GPU's memory; give a smaller --micro-batch, --batches or "
-            "--tokens, or fewer --layers"
+            "--tokens, or fewer --layers",
         ) from None
     except Exception as why:
         if backend not in OPTIONAL:
             raise
         first = str(why).strip().partition("\n")[0]
-        raise NotMeasured(f"{type(why).__name__}: {first}") from None
+        raise NotMeasured("todo.variants", f"{type(why).__name__}: {first}") from None
 
 
 def variants(
@@ -182,7 +185,7 @@ def canon_sets_of(given: Sequence[str]) -> list[str]:
     """Return the sets with their letters in order. Raises UserError for one that can't be."""
     sets = [with_canon(ModelArgs(), canon_set).canon_set for canon_set in given]
     if "" in sets:
-        raise UserError('--sets "": no Canon is what the others are compared with')
+        raise UserError("todo.variants", '--sets "": no Canon is what the others are compared with')
     return sets
 
 

@@ -71,8 +71,9 @@ def find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
     if folder.steps() or folder.unfinished() or folder.leftovers() or folder.quarantined():
         return path.absolute().parent, folder
     raise UserError(
+        "todo.__main__",
         f"{path} holds no config.json, no {CHECKPOINTS}/ and no step-N: expected a run folder "
-        "(job.dump_folder) or the folder of its checkpoints"
+        "(job.dump_folder) or the folder of its checkpoints",
     )
 
 
@@ -148,11 +149,13 @@ def _prune(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: N
     from canon_pretrain.checkpoint.weights import strip_to_weights  # torch, behind the parser
 
     if (keep := arguments.keep) < 1:
-        raise UserError(f"--keep {keep}: expected 1 or more")
+        raise UserError("todo.__main__", f"--keep {keep}: expected 1 or more")
     if others := folder.of_other_runs(run_id):
         names = ", ".join(f"step-{step} of run {other}" for step, other in others.items())
         if run_id is None:
-            raise UserError(f"{folder.path} holds {names}: expected those of one run")
+            raise UserError(
+                "todo.__main__", f"{folder.path} holds {names}: expected those of one run"
+            )
         print(f"skipped, not of run {run_id}: {names}")
     given: dict[str, Any] = {"holds": lambda: held_steps(run), "run_id": lambda: run_id}
     retention = Retention(folder, keep, strip=strip_to_weights, workers=_WORKERS, **given)
@@ -167,8 +170,9 @@ def _prune(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: N
         locks = (RunFolder(path).lock_file for path in (run, folder.path))
         if holder := next(filter(None, map(live_holder, locks)), None):
             raise UserError(
+                "todo.__main__",
                 f"a launch is using {folder.path} ({holder}): it prunes by itself "
-                "(checkpoint.keep_latest_k); stop it first, or look with --dry_run"
+                "(checkpoint.keep_latest_k); stop it first, or look with --dry_run",
             )
         # before retention: what that sets aside now stays there to be looked at
         for path in doomed:

@@ -38,11 +38,15 @@ def find_checkpoint(given: Path) -> tuple[RunFolder, Path]:
         except DamagedCheckpoint as error:
             logger.warning(f"{error}; the newest checkpoint before it is meant")
         except OSError as error:
-            raise UserError(f"{folder.step_path(step)} cannot be read: {error}") from None
+            raise UserError(
+                "todo.architecture", f"{folder.step_path(step)} cannot be read: {error}"
+            ) from None
         else:
             return run, folder.step_path(step)
     which = "undamaged checkpoint" if steps else "checkpoint yet"
-    raise UserError(f"{run.path} has no {which}: expected {folder.path}/step-N")
+    raise UserError(
+        "todo.architecture", f"{run.path} has no {which}: expected {folder.path}/step-N"
+    )
 
 
 def run_of_checkpoint(checkpoint: Path) -> RunFolder:
@@ -68,7 +72,8 @@ def model_args_of(folder: RunFolder) -> ModelArgs:
         known = (int, float) if isinstance(f.default, float) else (type(f.default),)
         if type(found) not in known:
             raise UserError(
+                "todo.architecture",
                 f"{folder.config_file} gives model.{f.name} as {found!r}, expected a value like "
-                f"{f.default!r}: another version of this program wrote it; use that one"
+                f"{f.default!r}: another version of this program wrote it; use that one",
             )
     return ModelArgs(**given)

@@ -90,7 +90,9 @@ class Manifest:
             if error.errno is not None and error.errno not in (errno.ENOENT, *DAMAGE):
                 raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
             missing = f"{folder} has no {MANIFEST}: it was never finished"
-            raise DamagedCheckpoint(missing if error.is_missing else str(error)) from None
+            raise DamagedCheckpoint(
+                "todo.manifest", missing if error.is_missing else str(error)
+            ) from None
 
 
 def files_of(folder: Path) -> list[str]:
@@ -125,7 +127,7 @@ def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
         return hashlib.sha256(read[0]).hexdigest()
 
     if fault := _fault(folder, manifest, name, sha256=sha256):
-        raise DamagedCheckpoint(fault)
+        raise DamagedCheckpoint("todo.manifest", fault)
     return read[0]
 
 
@@ -157,5 +159,5 @@ def verify(folder: Path, *, hashes: bool = True, workers: int = 1) -> Manifest:
     if folder.name != f"step-{manifest.step}":
         faults.insert(0, f"its manifest is that of step {manifest.step}")
     if faults:
-        raise DamagedCheckpoint(f"{folder} is damaged: {'; '.join(faults)}")
+        raise DamagedCheckpoint("todo.manifest", f"{folder} is damaged: {'; '.join(faults)}")
     return manifest

@@ -165,7 +165,9 @@ class Retention:
             manifest = Manifest.read(temporary)
             faults = find_faults(temporary, manifest, hashes=False)
             if faults or (manifest.kind, manifest.step) != ("weights", step):
-                raise DamagedCheckpoint(f"{temporary} is not the weights of step {step}: {faults}")
+                raise DamagedCheckpoint(
+                    "todo.retention", f"{temporary} is not the weights of step {step}: {faults}"
+                )
             outcome.bytes_freed += self.folder.replace_step(step)
         finally:
             with contextlib.suppress(OSError):

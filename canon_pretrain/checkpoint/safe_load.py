@@ -88,10 +88,10 @@ def read_metadata(checkpoint: Path, content: bytes | None = None) -> Metadata:
         metadata = _MetadataUnpickler(io.BytesIO(content)).load()
         _check_places(metadata)
     except FileNotFoundError:
-        raise DamagedCheckpoint(f"{path} is missing") from None
+        raise DamagedCheckpoint("todo.safe_load", f"{path} is missing") from None
     except Exception as error:  # from damaged bytes an unpickler may raise anything
         text = str(error) if isinstance(error, pickle.UnpicklingError) else describe(error)
-        raise DamagedCheckpoint(f"{path} is damaged: {text}") from error
+        raise DamagedCheckpoint("todo.safe_load", f"{path} is damaged: {text}") from error
     return metadata
 
 
@@ -140,7 +140,7 @@ class SafePlanner(DefaultLoadPlanner):
             if found := re.search(r"GLOBAL (\S+)", str(error)):
                 text = f"names {found.group(1)}, which is no plain value; nothing of it was run"
             text = f"the checkpoint is damaged: its entry {name} {text}"
-            raise DamagedCheckpoint(text) from error
+            raise DamagedCheckpoint("todo.safe_load", text) from error
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
@@ -163,9 +163,11 @@ def check_safe(checkpoint: Path, content: bytes | None = None) -> Metadata:
     try:
         reader.read_data(LoadPlan(items), planner)
     except DamagedCheckpoint as error:
-        raise DamagedCheckpoint(f"{checkpoint}: {error}") from error
+        raise DamagedCheckpoint("todo.safe_load", f"{checkpoint}: {error}") from error
     except (OSError, ValueError, TypeError) as error:  # a place outside its file, or no file
-        raise DamagedCheckpoint(f"{checkpoint} is damaged: {describe(error)}") from error
+        raise DamagedCheckpoint(
+            "todo.safe_load", f"{checkpoint} is damaged: {describe(error)}"
+        ) from error
     return metadata
 
 

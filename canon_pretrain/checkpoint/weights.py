@@ -27,7 +27,7 @@ def checkpoint_step(checkpoint: Path) -> int:
     """Return the N of a folder named step-N. Raises UserError for any other name."""
     if (step := step_number(checkpoint.name)) is None:
         where = f"RUN or RUN/{CHECKPOINTS}/step-N"
-        raise UserError(f"{checkpoint} is not a checkpoint: expected {where}")
+        raise UserError("todo.weights", f"{checkpoint} is not a checkpoint: expected {where}")
     return step
 
 
@@ -36,12 +36,12 @@ def check_checkpoint(checkpoint: Path) -> None:
     checkpoint_step(checkpoint)
     try:
         if not checkpoint.is_dir():
-            raise UserError(f"no checkpoint at {checkpoint}")
+            raise UserError("todo.weights", f"no checkpoint at {checkpoint}")
         verify(checkpoint, hashes=False)
     except UserError as error:
         folder = CheckpointFolder(checkpoint.parent)
         steps = ", ".join(map(str, folder.steps())) or "none"
-        raise UserError(f"{error}; steps in {folder.path}: {steps}") from None
+        raise UserError("todo.weights", f"{error}; steps in {folder.path}: {steps}") from None
 
 
 def read_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ def check_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> Manifest:
     try:
         manifest = verify(checkpoint, workers=HASH_WORKERS)
     except OSError as error:
-        raise UserError(f"{checkpoint} cannot be read: {error}") from None
+        raise UserError("todo.weights", f"{checkpoint} cannot be read: {error}") from None
     stored = {name: entry.size for name, entry in stored_tensors(checkpoint).items()}
     config = run_of_checkpoint(checkpoint).config_file
     for name in [*like, *(name for name in stored if not name.startswith(TRAINING_STATE))]:
@@ -79,8 +79,9 @@ def check_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> Manifest:
         if sizes[0] != sizes[1]:
             found, expected = ("absent" if s is None else f"of shape {tuple(s)}" for s in sizes)
             raise UserError(
+                "todo.weights",
                 f"{checkpoint} is of another model: {name} is {found} there, expected {expected} "
-                f"by {config}"
+                f"by {config}",
             )
     return manifest
 
@@ -108,7 +109,9 @@ def load_alone(state: dict[str, Any], checkpoint: Path) -> None:
             reader, planner = SafeReader(checkpoint), SafePlanner()
             dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
-        raise DamagedCheckpoint(f"{checkpoint} is damaged: {safe_load.describe(error)}") from error
+        raise DamagedCheckpoint(
+            "todo.weights", f"{checkpoint} is damaged: {safe_load.describe(error)}"
+        ) from error
 
 
 def strip_to_weights(checkpoint: Path, temporary: Path) -> None:

@@ -168,8 +168,9 @@ class VerifiedWriter(dcp.FileSystemWriter):
         manifest = Manifest(torch=version, saved=utc_now(), files=files, **self._facts)
         if faults := manifests.find_faults(self.temporary, manifest, hashes=False):
             raise DamagedCheckpoint(  # a rank wrote to a disk of its own
+                "todo.writer",
                 f"{self.temporary} does not hold what the ranks wrote ({'; '.join(faults)}): the "
-                "folder must be the same for all nodes"
+                "folder must be the same for all nodes",
             )
         manifest.write(self.temporary)  # syncs the names in the folder too
         if self.final != self.temporary:

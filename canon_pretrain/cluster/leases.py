@@ -76,7 +76,9 @@ class Slurm:
         """Read the queue. Raises UserError if Slurm does not answer."""
         found = self._ask("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%j")
         if found.returncode:
-            raise UserError(f"squeue failed, nothing was submitted: {found.stderr.strip()}")
+            raise UserError(
+                "todo.leases", f"squeue failed, nothing was submitted: {found.stderr.strip()}"
+            )
         lines = [line.split("|", 2) for line in found.stdout.splitlines()]
         self._states = {job: state for job, state, _ in lines}
         self._jobs = {name: job for job, _, name in lines}
@@ -112,7 +114,9 @@ class Slurm:
         )
         words = done.stdout.split()
         if done.returncode or not words:
-            raise UserError(f"sbatch refused {script}: {(done.stderr or done.stdout).strip()}")
+            raise UserError(
+                "todo.leases", f"sbatch refused {script}: {(done.stderr or done.stdout).strip()}"
+            )
         return words[-1].partition(";")[0]
 
     def cancel(self, job: str) -> None:
@@ -126,7 +130,9 @@ class Slurm:
         except FileNotFoundError:
             return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: not found")
         except subprocess.TimeoutExpired:
-            raise NoAnswer(f"{command[0]} has not answered for {TIMEOUT_S:.0f} s") from None
+            raise NoAnswer(
+                "todo.leases", f"{command[0]} has not answered for {TIMEOUT_S:.0f} s"
+            ) from None
 
 
 class NoQueue(Slurm):

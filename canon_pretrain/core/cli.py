@@ -92,8 +92,9 @@ def check_encoding() -> None:
     encoding = locale.getpreferredencoding(False)
     if codecs.lookup(encoding).name != "utf-8":
         raise UserError(
+            "todo.cli",
             f"this locale's encoding is {encoding}, expected UTF-8: set PYTHONUTF8=1, or a locale "
-            "such as LC_ALL=C.UTF-8"
+            "such as LC_ALL=C.UTF-8",
         )
 
 
@@ -109,13 +110,17 @@ def command(*, prints: bool = False, interrupted: str = "") -> Iterator[None]:
             failure = getattr(raw, "failure", None)
             # a broken pipe: `| head` has seen enough
             if prints and failure is not None and not isinstance(failure, BrokenPipeError):
-                raise UserError(f"stdout: {failure.strerror}")
+                raise UserError("todo.cli", f"stdout: {failure.strerror}")
         except UserError as error:
             exit_with(error)
         except OSError as error:
             if error.strerror is None:
                 raise
-            exit_with(UserError(": ".join(str(f) for f in (error.filename, error.strerror) if f)))
+            exit_with(
+                UserError(
+                    "todo.cli", ": ".join(str(f) for f in (error.filename, error.strerror) if f)
+                )
+            )
         except KeyboardInterrupt:
             if interrupted:
                 print(interrupted, file=sys.stderr)

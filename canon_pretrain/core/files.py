@@ -31,7 +31,7 @@ class UnreadableFile(UserError):
     """A file that is missing, cannot be read, or (`errno` None) does not hold what it should."""
 
     def __init__(self, path: Path, fault: str, cause: OSError | None = None) -> None:
-        super().__init__(f"{path} {fault}")
+        super().__init__("file.unreadable", f"{path} {fault}", path=path)
         self.errno = None if cause is None else cause.errno
         self.is_missing = self.errno == errno.ENOENT
 

@@ -38,7 +38,9 @@ def read_count(environ: Mapping[str, str], name: str) -> int:
     """Return the number in a launcher's variable, 0 if unset. Raises UserError for other values."""
     value = environ.get(name) or "0"
     if not (value.isascii() and value.isdigit()):
-        raise UserError(f"{name} = {value!r} in the environment: expected a number; unset it")
+        raise UserError(
+            "todo.holder", f"{name} = {value!r} in the environment: expected a number; unset it"
+        )
     return int(value)
 
 

@@ -143,17 +143,19 @@ class LinkLock:
             while not lock.turn():
                 if (rival := lock.rival) is not None:
                     raise UserError(
+                        "todo.lock",
                         f"{path.parent} is in use by another launch ({rival.holder}, last "
                         f"heartbeat {age_s(path, rival):.1f} s ago), and this one ({lock.holder}) "
-                        f"would write into it too. Wait for the other to end, or {way_out}"
+                        f"would write into it too. Wait for the other to end, or {way_out}",
                     )
                 time.sleep(min(1.0, lock.heartbeat_s / 4))
         except OSError as error:
             no_folder = isinstance(error, FileExistsError)  # of mkdir
             why = "its folder is a file, or a link to nothing" if no_folder else error.strerror
             raise UserError(
+                "todo.lock",
                 f"the lock {path} cannot be taken: {why}. Expected a folder that this user may "
-                f"write, with some space left; or {way_out}"
+                f"write, with some space left; or {way_out}",
             ) from error
         return lock
 
@@ -230,8 +232,9 @@ class LinkLock:
         """Give up if so much time went by since `began` that another may count us as dead."""
         if (passed := time.monotonic() - began) > self._expiry_s:
             raise UserError(
+                "todo.lock",
                 f"this process was stopped for {passed:.0f} s while it took {self.path}, more than "
-                f"the {self._expiry_s:.0f} s after which another may take it; start it again"
+                f"the {self._expiry_s:.0f} s after which another may take it; start it again",
             )
 
     # -- holding it
@@ -342,8 +345,9 @@ def locked(
     while (held := _take(path, link_lock)) is None:
         if time.monotonic() >= deadline:
             raise UserError(
+                "todo.lock",
                 f"{what} is being built by another process (it holds {path}); wait for it, or "
-                "end it and run the same command again"
+                "end it and run the same command again",
             )
         if on_wait:
             on_wait()
@@ -358,8 +362,9 @@ def locked(
         release()
     if not was_ours:
         raise UserError(
+            "todo.lock",
             f"{what}: this process was stopped, and another took {path} meanwhile; run the same "
-            "command again"
+            "command again",
         )
 
 

@@ -53,7 +53,9 @@ class PartFiles:
 
 def part_fault(path: Path, what: str) -> ShardError:
     """Return the error for a part's file; rebuilding the part gives the same bytes."""
-    return ShardError(f"{path}: {what}; delete {path.stem}.* in that folder and {BUILD_AGAIN}")
+    return ShardError(
+        "todo.blocks", f"{path}: {what}; delete {path.stem}.* in that folder and {BUILD_AGAIN}"
+    )
 
 
 def block_crcs(content: bytes | memoryview) -> np.ndarray:
@@ -134,7 +136,8 @@ class BlockReader:
                 done += got
         except OSError as error:
             raise ShardError(
-                f"{path}: cannot be read: {error.strerror}; check the disk or network folder"
+                "todo.blocks",
+                f"{path}: cannot be read: {error.strerror}; check the disk or network folder",
             ) from error
 
     def _open(self, path: Path) -> int:

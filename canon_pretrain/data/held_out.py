@@ -67,7 +67,7 @@ def open_apart(data: str | Path) -> TokenShards:
     """Open the text of `validation.path`: a folder's held-out part, or all of a build without."""
     shards = open_held_out(data) or TokenShards.open(Path(data) / "train")
     if shards.num_tokens < 2:
-        raise ShardError(f"{data}: holds no text to validate on")
+        raise ShardError("todo.held_out", f"{data}: holds no text to validate on")
     return shards
 
 

@@ -83,14 +83,17 @@ class HFTokenizer:
             content = json.loads(model)
             added = {entry["content"]: int(entry["id"]) for entry in content["added_tokens"]}
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"tokenizer {name}: not a tokenizer.json: {error!r}") from None
+            raise UserError(
+                "todo.hf_tokenizer", f"tokenizer {name}: not a tokenizer.json: {error!r}"
+            ) from None
         known = added if eos is not None else EOS_NAMES
         found = [token for token, i in added.items() if token in known and eos in (None, token, i)]
         if len(found) != 1:
             raise UserError(
+                "todo.hf_tokenizer",
                 f"tokenizer {name}: {len(found)} of its added tokens ({', '.join(list(added)[:8])})"
                 f" are {'an EOS by name' if eos is None else repr(eos)}, expected one; name it "
-                f"with --eos TOKEN"
+                f"with --eos TOKEN",
             )
         self.eos_token, self.eos_id = found[0], added[found[0]]
         self.bos_id = next((added[token] for token in BOS_NAMES if token in added), -1)
@@ -116,8 +119,9 @@ class HFTokenizer:
                 self.encode(probe)
         if not len(self.encode(_RARE)):
             raise UserError(
+                "todo.hf_tokenizer",
                 f"tokenizer {name}: drops characters that it does not know ({_RARE!r} gives no "
-                f"id); give one with byte fallback, byte-level pieces or an unknown token"
+                f"id); give one with byte fallback, byte-level pieces or an unknown token",
             )
 
     def encode(self, text: str) -> np.ndarray:
@@ -127,9 +131,10 @@ class HFTokenizer:
             tokens = self._encoder.encode(text)
         if any((tokens == special).any() for special in self._special):
             raise UserError(
+                "todo.hf_tokenizer",
                 f"tokenizer {self._name}: reads its own EOS or BOS (ids {self._special}) out of a "
                 f"text that holds its name: documents could not be told apart; give a tokenizer "
-                f"that has them as added tokens only"
+                f"that has them as added tokens only",
             )
         return tokens
 
@@ -141,7 +146,9 @@ def _load(content: dict[str, Any], name: str) -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
     except Exception as error:  # the package raises nothing more precise
-        raise UserError(f"tokenizer {name}: not a readable tokenizer.json: {error}") from None
+        raise UserError(
+            "todo.hf_tokenizer", f"tokenizer {name}: not a readable tokenizer.json: {error}"
+        ) from None
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()

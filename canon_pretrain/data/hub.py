@@ -50,7 +50,9 @@ def find_commit(repo: str, revision: str | None, ways_out: WaysOut) -> str:
     with hub_errors(repo, revision or "main", ways_out):
         found = HfApi().dataset_info(repo, revision=revision, timeout=TIMEOUT_S).sha
     if not found or (revision and COMMIT.fullmatch(revision) and found != revision):
-        raise UserError(f"{repo}: asked for {revision}, the hub (HF_ENDPOINT) has {found}")
+        raise UserError(
+            "todo.hub", f"{repo}: asked for {revision}, the hub (HF_ENDPOINT) has {found}"
+        )
     return found
 
 
@@ -107,9 +109,10 @@ def fetch(repo: str, commit: str, root: Path, files: Sequence[HubFile], ways_out
         if not path.exists():
             if (free := free_bytes(root)) < known.size:
                 raise HubUnavailable(
+                    "todo.hub",
                     f"{root}: {size(free)} are free, {known.path} needs {size(known.size)}; make "
                     f"room, or set HF_HOME to a folder on another disk and run the same command "
-                    f"again"
+                    f"again",
                 )
             place: dict[str, Any] = {"revision": commit, "cache_dir": root.parents[2]}
             with hub_errors(repo, commit, ways_out, known.path):
@@ -161,7 +164,7 @@ def hub_errors(
         kind, problem = _problem(error, ways_out, unexpected)
         what = f"{repo}@{revision[:12]}" + (f" {path}" if path else "")
         detail = f"({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-        raise kind(f"{what}: {problem} {detail}") from None
+        raise kind("todo.hub", f"{what}: {problem} {detail}") from None
 
 
 def _problem(

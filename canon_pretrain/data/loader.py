@@ -64,15 +64,16 @@ class BatchLoader:
         batch_sizes = {"global_batch_size": global_batch_size, "local_batch_size": local_batch_size}
         for name, value in {"seq_len": seq_len, **batch_sizes}.items():
             if value < 1:
-                raise UserError(f"{name} is {value}, expected at least 1")
+                raise UserError("todo.loader", f"{name} is {value}, expected at least 1")
         if not 0 <= data_seed < 1 << 64:
-            raise UserError(f"data_seed is {data_seed}, expected 0 to 2**64 - 1")
+            raise UserError("todo.loader", f"data_seed is {data_seed}, expected 0 to 2**64 - 1")
         self._round = dp_world_size * local_batch_size
         if global_batch_size % self._round:
             raise UserError(
+                "todo.loader",
                 f"global_batch_size {global_batch_size} is not a multiple of dp_world_size "
                 f"{dp_world_size} * local_batch_size {local_batch_size} = {self._round}; change "
-                f"one of the three"
+                f"one of the three",
             )
         mixture = data if isinstance(data, Mixture) else Mixture([data])
         check_order(order, len(mixture.sources))
@@ -140,17 +141,19 @@ class BatchLoader:
         for field in changed:
             if field not in allow:
                 raise UserError(
+                    "todo.loader",
                     f"the checkpoint's data order does not fit this run: {field} is "
                     f"{state.get(field)!r} in the checkpoint, {current[field]!r} now; set it back, "
-                    f"or start a new run"
+                    f"or start a new run",
                 )
         next_sample = state["next_sample"]
         origin = next_sample if changed else state["origin"]
         if (next_sample - origin) % self._round:
             raise UserError(
+                "todo.loader",
                 f"the checkpoint's next_sample is {next_sample} (counted from {origin}), expected "
                 f"a multiple of dp_world_size * local_batch_size = {self._round}: it was written "
-                f"between two steps' micro-batches; resume at the world size that wrote it"
+                f"between two steps' micro-batches; resume at the world size that wrote it",
             )
         is_other = "fingerprint" in changed
         counts = [0] * len(self.source_tokens) if is_other else state["source_tokens"]

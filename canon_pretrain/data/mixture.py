@@ -27,8 +27,9 @@ def exact_weight(weight: float) -> Fraction:
     """Return the decimal that was written: 0.7 is 7/10. Raises UserError unless positive."""
     if not (math.isfinite(weight) and weight > 0):
         raise UserError(
+            "todo.mixture",
             f"data.weights has {weight!r}, expected finite numbers above 0; leave out a folder "
-            f"that is not to be drawn from"
+            f"that is not to be drawn from",
         )
     return Fraction(str(weight))
 
@@ -37,8 +38,9 @@ def thresholds(shares: Sequence[Fraction]) -> np.ndarray:
     """Return the words at which the next source begins, uint64 [len(shares) - 1], of 2**64."""
     if min(shares) * (1 << 64) < 1:
         raise UserError(
+            "todo.mixture",
             f"data.weights has a share of {float(min(shares)):.3g}, which would never be drawn; "
-            f"leave that folder out"
+            f"leave that folder out",
         )
     ends = itertools.accumulate(shares)
     return np.array([math.floor(end * (1 << 64)) for end in ends][:-1], dtype=np.uint64)
@@ -49,8 +51,9 @@ def check_order(order: str, num_sources: int) -> None:
     check_choice("data.order", order, typing.get_args(Order))
     if order == "permute" and num_sources > 1:
         raise UserError(
+            "todo.mixture",
             "data.order = 'permute' takes one folder, not a weighted mixture; use data.order = "
-            "'random', or one folder"
+            "'random', or one folder",
         )
 
 
@@ -65,8 +68,9 @@ class Mixture(AbstractContextManager["Mixture"]):
     ) -> None:
         if not sources or len(weights) != len(sources):
             raise UserError(
+                "todo.mixture",
                 f"data.weights has {len(weights)} numbers for {len(sources)} folders; give at "
-                f"least one folder, and a weight for each, in the order of data.paths"
+                f"least one folder, and a weight for each, in the order of data.paths",
             )
         exact = [exact_weight(weight) for weight in weights]
         self.sources = tuple(sources)
@@ -109,13 +113,15 @@ def _check_pair(one: TokenShards, other: TokenShards) -> None:
         first, second = getattr(one, field), getattr(other, field)
         if first != second:
             raise UserError(
+                "todo.mixture",
                 f"the folders of a mixture must be tokenized alike: {field} is {first!r} in "
-                f"{one.folder}, {second!r} in {other.folder}; build both with one tokenizer"
+                f"{one.folder}, {second!r} in {other.folder}; build both with one tokenizer",
             )
     if one.fingerprint == other.fingerprint:
         raise UserError(
+            "todo.mixture",
             f"{one.folder} and {other.folder} hold the same stream; name it once, with the sum of "
-            f"the weights"
+            f"the weights",
         )
 
 

@@ -39,8 +39,9 @@ def check_length(num_tokens: int, seq_len: int, name: str = "the data") -> None:
     """Raise UserError where a stream of `num_tokens`, called `name`, has not one whole window."""
     if num_tokens <= seq_len:
         raise UserError(
+            "todo.sampler",
             f"{name} has {num_tokens} tokens, a window of seq_len {seq_len} needs at least "
-            f"{seq_len + 1}; use more data or a shorter seq_len"
+            f"{seq_len + 1}; use more data or a shorter seq_len",
         )
 
 

@@ -89,7 +89,9 @@ class UnitWriter:
         version: int = VERSION,
     ) -> None:
         if not 0 <= eos_id < vocab_size:
-            raise ShardError(f"eos id {eos_id} is outside the vocabulary of {vocab_size}")
+            raise ShardError(
+                "todo.shard_writer", f"eos id {eos_id} is outside the vocabulary of {vocab_size}"
+            )
         self._folder, self._unit = folder, unit
         self._vocab_size, self._dtype = vocab_size, shards.dtype_for(vocab_size)
         self._plan_sha256 = plan_sha256
@@ -110,15 +112,17 @@ class UnitWriter:
         where, most = f"row {row} of unit {self._unit}", self._max_part_tokens
         if not 0 < count <= most:
             raise ShardError(
+                "todo.shard_writer",
                 f"{where}: a document of {count} tokens, expected 1 to the {most} of a part; split "
-                f"or drop this document in the source"
+                f"or drop this document in the source",
             )
         low, high = int(ids.min()), int(ids.max())
         # before the cast: numpy would store 70000 as uint16 4464 without a word
         if low < 0 or high >= self._vocab_size:
             raise ShardError(
+                "todo.shard_writer",
                 f"{where}: token id {low if low < 0 else high} is outside the vocabulary of "
-                f"{self._vocab_size}; the tokenizer is not the plan's"
+                f"{self._vocab_size}; the tokenizer is not the plan's",
             )
         if self._part and self._part.tokens + count > most:
             self._commit(self._part, {}, {}, last=False)

@@ -226,8 +226,9 @@ class TokenShards(AbstractContextManager["TokenShards"]):
         marks = [read_mark(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
         if not manifest.fits(marks):
             raise ShardError(
+                "todo.shards",
                 f"{folder / MANIFEST}: does not fit its own fingerprint and the parts' commit "
-                f"marks: it was changed; delete it and {BUILD_AGAIN}"
+                f"marks: it was changed; delete it and {BUILD_AGAIN}",
             )
         parts = []
         for entry, named in zip(manifest.parts, marks, strict=True):
@@ -285,12 +286,15 @@ def read_manifest(folder: Path) -> Manifest:
         return read_record(path, Manifest)
     except UnreadableFile as error:
         if not error.is_missing:
-            raise ShardError(f"{error}; delete it and {BUILD_AGAIN}") from None
+            raise ShardError("todo.shards", f"{error}; delete it and {BUILD_AGAIN}") from None
     if any(folder.glob("part-*")):
-        raise ShardError(f"{folder}: the build is unfinished (no {MANIFEST}); {BUILD_AGAIN}")
+        raise ShardError(
+            "todo.shards", f"{folder}: the build is unfinished (no {MANIFEST}); {BUILD_AGAIN}"
+        )
     raise ShardError(
+        "todo.shards",
         f"{folder}: no {MANIFEST}, so not a folder of token shards; `python -m data_prep build "
-        f"--source ... --tokenizer ... --out DATA` makes one"
+        f"--source ... --tokenizer ... --out DATA` makes one",
     )
 
 

@@ -35,19 +35,24 @@ class SentencePieceModel:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
             raise UserError(
+                "todo.tokenizer",
                 f"tokenizer {name}: not a readable SentencePiece model ({len(model)} bytes) and "
-                f"not the JSON of an HF tokenizer; give a tokenizer.model or a tokenizer.json"
+                f"not the JSON of an HF tokenizer; give a tokenizer.model or a tokenizer.json",
             ) from error
         self.vocab_size: int = self._processor.vocab_size()
         self.bos_id: int = self._processor.bos_id()
         self.eos_id: int = self._processor.eos_id()
         if self.eos_id < 0:
-            raise UserError(f"tokenizer {name}: no EOS piece; give a model trained with an eos_id")
+            raise UserError(
+                "todo.tokenizer",
+                f"tokenizer {name}: no EOS piece; give a model trained with an eos_id",
+            )
         self.eos_token: str = self._processor.id_to_piece(self.eos_id)
         if eos not in (None, self.eos_id, self.eos_token):
             raise UserError(
+                "todo.tokenizer",
                 f"tokenizer {name}: EOS {eos!r} was asked for, the model's own is "
-                f"{self.eos_token} (id {self.eos_id}); leave it out"
+                f"{self.eos_token} (id {self.eos_id}); leave it out",
             )
         facts = ModelFacts.read(model)
         self._encoder, refusal = None, facts.refusal()
@@ -84,7 +89,8 @@ class Tokenizer:
     def __init__(self, model: bytes, name: str, *, eos: str | int | None = None) -> None:
         if not model:
             raise UserError(
-                f"tokenizer {name}: the file is empty; give a {' or '.join(FILE_NAMES)}"
+                "todo.tokenizer",
+                f"tokenizer {name}: the file is empty; give a {' or '.join(FILE_NAMES)}",
             )
         # no SentencePiece model begins so: its first byte is 10, the tag of its first piece
         is_json = model[:1] == b"{"
@@ -102,8 +108,9 @@ class Tokenizer:
             model = Path(path).read_bytes()
         except OSError as error:
             raise UserError(
+                "todo.tokenizer",
                 f"tokenizer {path}: cannot be read: {error.strerror}; give the path of a "
-                f"SentencePiece {SENTENCEPIECE_FILE} or an HF {HF_FILE}"
+                f"SentencePiece {SENTENCEPIECE_FILE} or an HF {HF_FILE}",
             ) from None
         return cls(model, str(path), eos=eos)
 
@@ -113,9 +120,10 @@ class Tokenizer:
         there = [path for name in FILE_NAMES if (path := Path(folder) / name).is_file()]
         if len(there) != 1:
             raise UserError(
+                "todo.tokenizer",
                 f"{folder}: holds {' and '.join(path.name for path in there) or 'no tokenizer'}, "
                 f"expected one of {' and '.join(FILE_NAMES)}, which `python -m data_prep build` "
-                f"puts beside the shards"
+                f"puts beside the shards",
             )
         return cls.load(there[0], eos=eos)
 

@@ -228,7 +228,7 @@ def checked(name: str, value: Any, kind: Any) -> Any:
 
 
 def _refuse(name: str, value: object, why: str) -> NoReturn:
-    raise UserError(f"{name} = {value!r:.200}: {why}")
+    raise UserError("todo.config", f"{name} = {value!r:.200}: {why}")
 
 
 def _checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:

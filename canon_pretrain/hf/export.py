@@ -111,8 +111,9 @@ def _tensors(
     for name, tensor in weights.stream_weights(checkpoint, like, dtype):
         if not tensor.isfinite().all():
             raise UserError(
+                "todo.export",
                 f"{name} has values that are not finite in {str(dtype).removeprefix('torch.')}; "
-                "choose --dtype bfloat16 or float32, or an earlier step"
+                "choose --dtype bfloat16 or float32, or an earlier step",
             )
         yield to_hf(name), tensor[orders[name]] if name in orders else tensor
 
@@ -122,12 +123,16 @@ def _files_of_export(out: Path, *, force: bool) -> list[str] | None:
     if not os.path.lexists(out):
         return None
     if not force:
-        raise UserError(f"{out} exists; choose another folder, or replace it with --force")
+        raise UserError(
+            "todo.export", f"{out} exists; choose another folder, or replace it with --force"
+        )
     files: list[str] = []
     with contextlib.suppress(disk.UnreadableFile):
         files = disk.read_record(out / RECORD, _Files).files
     if not files or any(name != Path(name).name for name in files):  # nothing outside is touched
-        raise UserError(f"{out} exists, and no {RECORD} lists the files of an export to replace")
+        raise UserError(
+            "todo.export", f"{out} exists, and no {RECORD} lists the files of an export to replace"
+        )
     return files
 
 
@@ -143,7 +148,7 @@ def _publish(temporary: Path, out: Path, old: list[str] | None, record: dict[str
     for name in {*old, *new}:
         path = out / name
         if os.path.lexists(path) and (name not in old or path.is_dir()):
-            raise UserError(f"{path} is not a file of the earlier export: move it")
+            raise UserError("todo.export", f"{path} is not a file of the earlier export: move it")
     # until the end both exports' files are this export's, for the next --force after a kill
     disk.write_json(out / RECORD, record | {"files": sorted({*old, *new})})
     (out / CONFIG).unlink(missing_ok=True)
@@ -177,15 +182,16 @@ def _find_tokenizer(
         try:
             found = Tokenizer.find(folder, eos=eos_id)
         except UserError as error:
-            raise UserError(f"{error}. {WAY_OUT}") from None
+            raise UserError("todo.export", f"{error}. {WAY_OUT}") from None
     if shards and shards.tokenizer_sha256 not in (None, found.sha256):
         raise UserError(
+            "todo.export",
             f"the tokenizer with the sha256 {found.sha256[:16]} is not the one that the run's data "
-            f"was written with ({shards.tokenizer_sha256[:16]}). {WAY_OUT}"
+            f"was written with ({shards.tokenizer_sha256[:16]}). {WAY_OUT}",
         )
     if found.vocab_size > args.vocab_size:
         sizes = f"{found.vocab_size} pieces, the model {args.vocab_size}"
-        raise UserError(f"the tokenizer has {sizes}: it is another one. {WAY_OUT}")
+        raise UserError("todo.export", f"the tokenizer has {sizes}: it is another one. {WAY_OUT}")
     return found, found.eos_id
 
 
@@ -212,7 +218,7 @@ def _small_files(
         try:
             records |= tokenizer_files(tokenizer, args.max_seq_len)
         except UserError as error:
-            raise UserError(f"{error}. Leave it out with --no-tokenizer") from None
+            raise UserError("todo.export", f"{error}. Leave it out with --no-tokenizer") from None
     for name, record in records.items():
         files[name] = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
     return files

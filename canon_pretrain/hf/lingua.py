@@ -45,20 +45,26 @@ def to_args(params: Mapping[str, Any]) -> ModelArgs:
     """Return the model that a params.json describes; UserError, naming the key, if it is none."""
     model, data = params.get("model"), params.get("data")
     if not isinstance(model, dict) or not isinstance(data, dict):
-        raise UserError('no sections "model" and "data"; expected what lingua writes')
+        raise UserError(
+            "todo.lingua", 'no sections "model" and "data"; expected what lingua writes'
+        )
     found: dict[str, Any] = {"max_seq_len": checked("data.seq_len", data.get("seq_len"), int)}
     for theirs, ours in _FIELDS.items():
         if model.get(theirs) is not None:
             kind = type(getattr(ModelArgs, ours))
             found[ours] = checked(f"model.{theirs}", model[theirs], kind)
         elif theirs in _NEEDED:
-            raise UserError(f"no model.{theirs}")
+            raise UserError("todo.lingua", f"no model.{theirs}")
     for name in _REFUSED:
         if model.get(name):
-            raise UserError(f"model.{name} = {model[name]!r}: these models have none")
+            raise UserError(
+                "todo.lingua", f"model.{name} = {model[name]!r}: these models have none"
+            )
     head_dim = found["dim"] // found["num_heads"]
     if model.get("head_dim") not in (None, head_dim):
-        raise UserError(f"model.head_dim = {model['head_dim']!r}: here it is dim / n_heads")
+        raise UserError(
+            "todo.lingua", f"model.head_dim = {model['head_dim']!r}: here it is dim / n_heads"
+        )
     if "ffn_dim" not in found:  # 8D/3, scaled, rounded up to a multiple
         multiple = checked("model.multiple_of", model.get("multiple_of") or 256, int)
         scaled_by = "model.ffn_dim_multiplier"
@@ -88,10 +94,15 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise UserError(f"{path} cannot be read as weights alone: {reason}") from None
+        raise UserError(
+            "todo.lingua", f"{path} cannot be read as weights alone: {reason}"
+        ) from None
     state = content.get("model") if isinstance(content, dict) else None
     if not isinstance(state, dict) or not all(_is_whole(tensor) for tensor in state.values()):
-        raise UserError(f'{path} holds no plain tensors under "model"; expected what lingua writes')
+        raise UserError(
+            "todo.lingua",
+            f'{path} holds no plain tensors under "model"; expected what lingua writes',
+        )
     return state
 
 

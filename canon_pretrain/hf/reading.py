@@ -66,9 +66,9 @@ def import_folder(
     model, and if `out` exists or is being written.
     """
     if os.path.lexists(out):
-        raise UserError(f"{out} exists: name a new folder")
+        raise UserError("todo.reading", f"{out} exists: name a new folder")
     if step < 0:
-        raise UserError(f"step = {step}: expected 0 or more")
+        raise UserError("todo.reading", f"step = {step}: expected 0 or more")
     args = folder_args(source, ignore=ignore)
     state: dict[str, Any] = {}
     if state_from is not None:
@@ -100,25 +100,27 @@ def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
     kind, ignored = config.get("model_type"), set(ignore)
     if params is None and kind not in fields.MODEL_TYPES and "model_type" not in ignored:
         known = f"{' or '.join(fields.MODEL_TYPES)}, or --ignore model_type"
-        raise UserError(f"{path} has model_type = {kind!r}; expected {known}")
+        raise UserError("todo.reading", f"{path} has model_type = {kind!r}; expected {known}")
     reader: Any = fields if params is None else lingua
     if others := sorted(set(reader.unknown(config)) - ignored):
         raise UserError(
+            "todo.reading",
             f"{path} has {', '.join(others)}, which this version does not know and which may "
-            f"change the model. Where they change nothing, say so: --ignore {' '.join(others)}"
+            f"change the model. Where they change nothing, say so: --ignore {' '.join(others)}",
         )
     try:
         if params is None:
             layout(config)  # an unknown one is refused before anything large is read
         args = reader.to_args(config)
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError("todo.reading", f"{path}: {error}") from None
     shapes = [shape for _, _, shape, _ in _tensors(source)]
     num_values = sum(shape.numel() for shape in shapes)
     if args.num_layers > len(shapes) or num_parameters(args) > 4 * num_values:
         raise UserError(
+            "todo.reading",
             f"{path} describes {args.num_layers} layers with {num_parameters(args):,} parameters; "
-            f"the folder holds {len(shapes):,} tensors of {num_values:,} values"
+            f"the folder holds {len(shapes):,} tensors of {num_values:,} values",
         )
     return args
 
@@ -138,22 +140,31 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
             continue
         if shape != wanted[ours].shape:
             asked = tuple(wanted[ours].shape)
-            raise UserError(f"{source}: {theirs} has the shape {tuple(shape)}, expected {asked}")
+            raise UserError(
+                "todo.reading", f"{source}: {theirs} has the shape {tuple(shape)}, expected {asked}"
+            )
         tensor = read()
         if tensor.dtype not in _FLOATS:
             dtype = str(tensor.dtype).removeprefix("torch.")
-            raise UserError(f"{source}: {theirs} is {dtype}; expected floating-point weights")
+            raise UserError(
+                "todo.reading", f"{source}: {theirs} is {dtype}; expected floating-point weights"
+            )
         tensor = tensor.to(torch.float32)
         if ours in weights and not torch.equal(weights[ours], tensor):
             head = to_hf("output.weight")
-            raise UserError(f"{source}: {described} ties them, but {head} and {to_hf(ours)} differ")
+            raise UserError(
+                "todo.reading",
+                f"{source}: {described} ties them, but {head} and {to_hf(ours)} differ",
+            )
         weights[ours] = tensor
     missing = [name if is_lingua else to_hf(name) for name in wanted if name not in weights]
     for what, names in (("lacks", missing), ("holds beside the model", extra)):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             listed = ", ".join(names[:5]) + more
-            raise UserError(f"{source} {what} {listed}: it is not the model of its {described}")
+            raise UserError(
+                "todo.reading", f"{source} {what} {listed}: it is not the model of its {described}"
+            )
     if not is_lingua and args.rope_dim:
         if layout(read_json(_file(source, CONFIG), finite=False)) == fields.HUGGINGFACE:
             for name, order in halves_to_pairs(args).items():
@@ -214,7 +225,9 @@ def model_toml(args: ModelArgs, source: str) -> str:
 
 def _training_state(checkpoint: Path, args: ModelArgs) -> dict[str, Any]:
     if checkpoints.check_weights(checkpoint, meta_parameters(args)).kind != "full":
-        raise UserError(f"{checkpoint} holds weights alone: it has no optimizer state")
+        raise UserError(
+            "todo.reading", f"{checkpoint} holds weights alone: it has no optimizer state"
+        )
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         if isinstance(entry, TensorStorageMetadata)
@@ -242,13 +255,16 @@ def _file(source: Path, name: str | Path) -> Path:
     try:
         real, root = path.resolve(), source.resolve()
     except (OSError, RuntimeError) as error:  # links in a circle
-        raise UserError(f"{path} cannot be read: {error}") from None
+        raise UserError("todo.reading", f"{path} cannot be read: {error}") from None
     # the hub's cache holds each file of snapshots/REVISION as a link to its blob
     blobs = [f.parent.parent / "blobs" for f in (root, root.parent) if f.parent.name == "snapshots"]
     if not any(real.is_relative_to(folder) for folder in (root, *blobs)):
-        raise UserError(f"{path} is a link out of {source}, to {real}: put the file itself there")
+        raise UserError(
+            "todo.reading",
+            f"{path} is a link out of {source}, to {real}: put the file itself there",
+        )
     if real.exists() and not real.is_file():
-        raise UserError(f"{path} is not a regular file")
+        raise UserError("todo.reading", f"{path} is not a regular file")
     return path
 
 
@@ -264,7 +280,10 @@ def _tensors(source: Path) -> Iterator[tuple[str, str | None, torch.Size, Callab
             with safe_open(path, framework="pt", device="cpu") as file:
                 there = set(file.keys())
                 if lost := sorted(names - there):
-                    raise UserError(f"{path} lacks {', '.join(lost[:5])}, which {INDEX} puts there")
+                    raise UserError(
+                        "todo.reading",
+                        f"{path} lacks {', '.join(lost[:5])}, which {INDEX} puts there",
+                    )
                 for name in sorted(names or there):
                     shape = torch.Size(file.get_slice(name).get_shape())
                     try:
@@ -273,7 +292,7 @@ def _tensors(source: Path) -> Iterator[tuple[str, str | None, torch.Size, Callab
                         ours = None
                     yield name, ours, shape, partial(file.get_tensor, name)
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from None
+            raise UserError("todo.reading", f"{path} cannot be read: {error}") from None
 
 
 def _files(source: Path) -> dict[Path, set[str]]:
@@ -281,18 +300,22 @@ def _files(source: Path) -> dict[Path, set[str]]:
     if (source / INDEX).is_file():
         places = read_json(_file(source, INDEX), finite=False).get("weight_map")
         if not isinstance(places, dict) or not places:
-            raise UserError(f"{source / INDEX} has no weight_map")
+            raise UserError("todo.reading", f"{source / INDEX} has no weight_map")
         files: dict[Path, set[str]] = {}
         for name, file in places.items():
             if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
-                raise UserError(f"{source / INDEX} puts {name} into {file!r}: expected a file name")
+                raise UserError(
+                    "todo.reading",
+                    f"{source / INDEX} puts {name} into {file!r}: expected a file name",
+                )
             files.setdefault(_file(source, file), set()).add(name)
         return files
     if (source / ONE_FILE).is_file():
         return {_file(source, ONE_FILE): set()}
     if any(source.glob("*.bin")) or any(source.glob("*.pt*")):
         raise UserError(
+            "todo.reading",
             f"{source} holds pickled weights (.bin, .pt), which can run code when they are read: "
-            "save it as safetensors where you trust it (model.save_pretrained)"
+            "save it as safetensors where you trust it (model.save_pretrained)",
         )
-    raise UserError(f"{source} has neither {ONE_FILE} nor {INDEX}")
+    raise UserError("todo.reading", f"{source} has neither {ONE_FILE} nor {INDEX}")

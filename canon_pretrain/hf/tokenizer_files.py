@@ -62,7 +62,10 @@ def _from_sentencepiece(model: bytes) -> dict[str, Any]:
         "it does not escape spaces": not facts.escapes_spaces,
     }
     if reasons := [reason for reason, holds in refusals.items() if holds]:
-        raise UserError(f"the tokenizer can't become a tokenizer.json: {'; '.join(reasons)}")
+        raise UserError(
+            "todo.tokenizer_files",
+            f"the tokenizer can't become a tokenizer.json: {'; '.join(reasons)}",
+        )
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     pieces = [processor.id_to_piece(i) for i in range(processor.vocab_size())]
     made = tokenizers.Tokenizer(_model(processor, pieces, facts))
@@ -143,8 +146,9 @@ def _compare(tokenizer: Tokenizer, content: dict[str, Any]) -> None:
         ids = tokenizer.encode(text)
         if not np.array_equal(ids, other.encode(text).ids):
             raise UserError(
+                "todo.tokenizer_files",
                 f"the tokenizer can't become a tokenizer.json with the same ids: {text!r} is "
-                f"{ids.tolist()} in training and would be {other.encode(text).ids}"
+                f"{ids.tolist()} in training and would be {other.encode(text).ids}",
             )
 
 

@@ -94,7 +94,9 @@ def check_canon_backend(backend: str, device_type: str | None = None) -> None:
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if problem := backend_problem(backend, device_type):
-        raise UserError(f'canon_backend = "{backend}", but {problem}; or choose "auto"')
+        raise UserError(
+            "todo.backends", f'canon_backend = "{backend}", but {problem}; or choose "auto"'
+        )
     if backend in OPTIONAL:
         _module(backend)
 

@@ -57,9 +57,10 @@ def check_cuda() -> None:
     except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
         reason = " ".join(str(error).split())
     raise UserError(
+        "todo.hardware",
         f"this node has a GPU ({evidence}; CUDA_VISIBLE_DEVICES={visible}), but torch "
         f"{torch.__version__} can't use it: {reason}. Repair the driver or install a build of "
-        "torch for it; to use the CPU, set CUDA_VISIBLE_DEVICES= (empty)"
+        "torch for it; to use the CPU, set CUDA_VISIBLE_DEVICES= (empty)",
     )
 
 

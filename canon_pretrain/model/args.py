@@ -82,8 +82,9 @@ class ModelArgs:
         letters = "".join(sorted(self.canon_set.upper()))
         if not set(letters) <= set(CANON_SITES) or len(set(letters)) < len(letters):
             raise UserError(
+                "todo.args",
                 f'canon_set = "{self.canon_set}": expected each of the sites A, B, C and D at most '
-                'once, such as "AC" or "ABCD", or "" for no Canon'
+                'once, such as "AC" or "ABCD", or "" for no Canon',
             )
         # frozen: the one place where fields are rewritten, so that "ca" and "AC" are equal args
         object.__setattr__(self, "canon_set", letters)
@@ -147,34 +148,45 @@ def _check(args: ModelArgs) -> None:
     least |= {"max_seq_len": 1, "init_seed": 0, "num_kv_heads": 0, "partial_rope_dim": 0}
     for name, smallest in least.items():
         if (value := getattr(args, name)) < smallest:
-            raise UserError(f"{name} = {value} is too small; expected an integer from {smallest}.")
+            raise UserError(
+                "todo.args", f"{name} = {value} is too small; expected an integer from {smallest}."
+            )
     for name in ("norm_eps", "rope_theta"):
         value = getattr(args, name)
         if not (math.isfinite(value) and value > 0):
-            raise UserError(f"{name} = {value} is not usable; expected a finite number above 0.")
+            raise UserError(
+                "todo.args", f"{name} = {value} is not usable; expected a finite number above 0."
+            )
     for name, choices in CHOICES.items():
         check_choice(name, getattr(args, name), choices)
     if args.canon_kernel not in CANON_KERNELS:
-        raise UserError(f"canon_kernel = {args.canon_kernel}: expected 2 to 16 (the paper's is 4).")
+        raise UserError(
+            "todo.args", f"canon_kernel = {args.canon_kernel}: expected 2 to 16 (the paper's is 4)."
+        )
     if args.document_mask and not 0 <= args.eos_id < args.vocab_size:
         raise UserError(
+            "todo.args",
             f"eos_id = {args.eos_id} is no token of a vocabulary of {args.vocab_size}; "
-            "document_mask needs the id of the token that ends a document."
+            "document_mask needs the id of the token that ends a document.",
         )
     if args.ffn_activation == "gelu" and args.ffn != "standard":
-        raise UserError('ffn_activation = "gelu" is GPT2\'s: set ffn = "standard" with it')
+        raise UserError(
+            "todo.args", 'ffn_activation = "gelu" is GPT2\'s: set ffn = "standard" with it'
+        )
     for whole, part in (("dim", "num_heads"), ("num_heads", "kv_heads")):
         if getattr(args, whole) % getattr(args, part):
             raise UserError(
+                "todo.args",
                 f"{whole} = {getattr(args, whole)} is not a multiple of "
-                f"{part.replace('kv_', 'num_kv_')} = {getattr(args, part)}. Change one of the two."
+                f"{part.replace('kv_', 'num_kv_')} = {getattr(args, part)}. Change one of the two.",
             )
     _check_position(args)
     for name in ("canon_kernel", "canon_residual", "canon_activation", "canon_trainable"):
         if not args.canon_set and (given := getattr(args, name)) != getattr(ModelArgs, name):
             raise UserError(
+                "todo.args",
                 f"{name} = {str(given).lower()} changes nothing in a model without Canon layers "
-                f'(canon_set = ""). Name the sites in canon_set, or leave {name} out.'
+                f'(canon_set = ""). Name the sites in canon_set, or leave {name} out.',
             )
 
 
@@ -182,11 +194,14 @@ def _check_position(args: ModelArgs) -> None:
     if args.partial_rope_dim:
         given = f"partial_rope_dim = {args.partial_rope_dim}"
         if args.position != "partial_rope_c":
-            raise UserError(f'{given} is for partial_rope_c, not "{args.position}"; leave it out')
+            raise UserError(
+                "todo.args", f'{given} is for partial_rope_c, not "{args.position}"; leave it out'
+            )
         if args.partial_rope_dim % 2 or args.partial_rope_dim >= args.head_dim:
             raise UserError(
+                "todo.args",
                 f"{given} of a head dim of {args.head_dim} (dim / num_heads): expected an even "
-                'number below it, or 0 for a quarter; position = "rope" rotates all'
+                'number below it, or 0 for a quarter; position = "rope" rotates all',
             )
     # position -> what the numbers of heads, and the dims of a head, must be a multiple of
     divisors = {"rope": (1, 2), "h_alibi": (2, 1), "partial_rope_a": (2, 4)}
@@ -195,9 +210,10 @@ def _check_position(args: ModelArgs) -> None:
     name = "num_heads" if args.position == "h_alibi" or not args.num_kv_heads else "num_kv_heads"
     if getattr(args, name) % heads_divisor or args.head_dim % dims_divisor:
         raise UserError(
+            "todo.args",
             f'position = "{args.position}" got {name} = {getattr(args, name)} and a head dim of '
             f"{args.head_dim} (dim / num_heads): expected a multiple of {heads_divisor} and a "
-            f"multiple of {dims_divisor}. Change dim or the heads, or choose another position."
+            f"multiple of {dims_divisor}. Change dim or the heads, or choose another position.",
         )
 
 
@@ -256,5 +272,5 @@ def flavor(name: str) -> ModelArgs:
     """Return the flavor called `name`, or raise UserError with the nearest one."""
     if name not in FLAVORS:
         known = f"expected one of {', '.join(FLAVORS)}.{suggestion(name, FLAVORS)}"
-        raise UserError(f'model flavor "{name}" is not known; {known}')
+        raise UserError("todo.args", f'model flavor "{name}" is not known; {known}')
     return FLAVORS[name]

@@ -95,7 +95,10 @@ class Attend(nn.Module):
         num_heads, windowed = self.args.num_heads, self.args.position == "h_alibi"
         way = self.way(device.type, masked=segments_BS is not None)
         if way == "flash_attn" and segments_BS is not None:
-            raise UserError(f'attention_backend = "{way}" takes no padding in a batch; use "auto"')
+            raise UserError(
+                "todo.attend",
+                f'attention_backend = "{way}" takes no padding in a batch; use "auto"',
+            )
         if way == "flash_attn":
             return None
 
@@ -173,7 +176,9 @@ def check_backend(args: ModelArgs, backend: str) -> None:
     elif backend in FLASH_IMPLS:
         problem = activate_flash(backend) or flash_problem(args, torch.device("cuda"))
     if problem:
-        raise UserError(f'attention_backend = "{backend}", but {problem}, or choose "auto"')
+        raise UserError(
+            "todo.attend", f'attention_backend = "{backend}", but {problem}, or choose "auto"'
+        )
 
 
 def check_backend_fits(args: ModelArgs, backend: str) -> None:
@@ -189,7 +194,9 @@ def check_backend_fits(args: ModelArgs, backend: str) -> None:
     if args.position == "h_alibi" or (args.position == "alibi" and backend in FLASH_IMPLS):
         refused = f'position = "{args.position}"'
     if refused:
-        raise UserError(f'attention_backend = "{backend}" can\'t do {refused}; choose "auto"')
+        raise UserError(
+            "todo.attend", f'attention_backend = "{backend}" can\'t do {refused}; choose "auto"'
+        )
 
 
 def _flash_attn_problem() -> str | None:

@@ -120,8 +120,9 @@ class Cache:
         """Start the next tokens in all layers; UserError if not all layers read the last ones."""
         if not self._is_whole:
             raise UserError(
+                "todo.cache",
                 f"after {self.length} tokens an error left some layers without the next ones: read "
-                "all again into a new cache"
+                "all again into a new cache",
             )
         self._is_whole = False
         for layer in self.layers:

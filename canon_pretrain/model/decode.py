@@ -113,7 +113,9 @@ def sample(
     sums_BV = torch.zeros_like(probs_BV).scatter(-1, ids_BV, probs_BV).cumsum(-1)
     total_B1 = sums_BV[:, -1:]
     if not total_B1.isfinite().all():
-        raise UserError("the model's logits are not finite, nothing can be drawn from them")
+        raise UserError(
+            "todo.decode", "the model's logits are not finite, nothing can be drawn from them"
+        )
     # below the total also where the product rounds up to it: then some sum exceeds it
     below_B1 = total_B1.nextafter(torch.zeros_like(total_B1))
     wanted_B1 = torch.minimum(draws_B[:, None] * total_B1, below_B1)
@@ -164,18 +166,29 @@ def _check_prompts(
 ) -> None:
     args = model.args
     if len(limits) != len(prompts):
-        raise UserError(f"max_new_tokens has {len(limits)} numbers for {len(prompts)} prompts")
+        raise UserError(
+            "todo.decode", f"max_new_tokens has {len(limits)} numbers for {len(prompts)} prompts"
+        )
     for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         if limit < 1:
-            raise UserError(f"prompt {i} with {limit} new tokens: expected at least 1")
+            raise UserError(
+                "todo.decode", f"prompt {i} with {limit} new tokens: expected at least 1"
+            )
         if not len(prompt):
-            raise UserError(f"prompt {i} is empty: begin with EOS, which separates documents")
+            raise UserError(
+                "todo.decode", f"prompt {i} is empty: begin with EOS, which separates documents"
+            )
         if not 0 <= min(prompt) <= max(prompt) < args.vocab_size:
             ids = f"{min(prompt)} to {max(prompt)}, the model's are 0 to {args.vocab_size - 1}"
-            raise UserError(f"prompt {i} has ids from {ids}: encode it with the run's tokenizer")
+            raise UserError(
+                "todo.decode", f"prompt {i} has ids from {ids}: encode it with the run's tokenizer"
+            )
         if len(prompt) + limit - 1 > args.max_seq_len:  # the last one is not read
             size = f"{len(prompt)} tokens with {limit} new ones"
-            raise UserError(f"prompt {i} of {size} is longer than max_seq_len = {args.max_seq_len}")
+            raise UserError(
+                "todo.decode",
+                f"prompt {i} of {size} is longer than max_seq_len = {args.max_seq_len}",
+            )
 
 
 def _check_sampling(
@@ -183,8 +196,10 @@ def _check_sampling(
 ) -> None:
     if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
         given = f"temperature {temperature}, top_k {top_k}, top_p {top_p}"
-        raise UserError(f"{given}: expected at least 0, at least 0, and more than 0 up to 1")
+        raise UserError(
+            "todo.decode", f"{given}: expected at least 0, at least 0, and more than 0 up to 1"
+        )
     if temperature > 0 and generator is None:
-        raise UserError(f"temperature {temperature} needs a torch.Generator")
+        raise UserError("todo.decode", f"temperature {temperature} needs a torch.Generator")
     if temperature == 0 and (top_k or top_p < 1 or generator is not None):
-        raise UserError("top_k, top_p and a generator need a temperature above 0")
+        raise UserError("todo.decode", "top_k, top_p and a generator need a temperature above 0")

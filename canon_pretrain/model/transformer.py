@@ -164,8 +164,9 @@ class Transformer(nn.Module):
         start = cache.length if cache is not None else 0
         if start + num_tokens > self.args.max_seq_len:
             raise UserError(
+                "todo.transformer",
                 f"a sequence of {start + num_tokens} tokens is longer than max_seq_len = "
-                f"{self.args.max_seq_len}; shorten the sequence or raise max_seq_len."
+                f"{self.args.max_seq_len}; shorten the sequence or raise max_seq_len.",
             )
         segments_BS = self._segments(tokens_BT, is_real_BT, cache)
         mask = self.attend.mask(num_tokens, segments_BS, start + num_tokens, tokens_BT.device)

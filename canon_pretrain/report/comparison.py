@@ -81,7 +81,7 @@ def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **mo
         except ValueError:
             expected = "TASK=SIGMA or TASK:METRIC=SIGMA of a task here and a number above 0"
             words = f"--seed_sigma {given}: expected {expected}.{suggestion(name, tasks)}"
-            raise UserError(words) from None
+            raise UserError("todo.comparison", words) from None
     return Options(sigmas, arguments.own_noise_only, **more)
 
 
@@ -101,7 +101,9 @@ def comparison_content(
     labels |= {each.label: each.label for each in found} | {None: found[0].label}
     if (label := labels.get(baseline)) is None:
         there = ", ".join(map(repr, choices))
-        raise UserError(f"baseline {baseline!r} is no architecture or run; there are {there}")
+        raise UserError(
+            "todo.comparison", f"baseline {baseline!r} is no architecture or run; there are {there}"
+        )
     sides = {x: choice.recipe.runs for x, choice in choices.items() if choice.recipe}
     pairs = [((x, sides[x]), (label, sides[label])) for x in sides if label in sides and x != label]
     rows, refused, notes = verdicts.verdicts(measure, pairs)
@@ -286,7 +288,10 @@ def execute(arguments: argparse.Namespace) -> None:
     if not rows:
         reasons = [f"{x['suite']} {x['task'] or ''}: {x['why']}" for x in refused]
         how = "`python -m eval run` evaluates a checkpoint"
-        raise UserError(f"nothing to compare: {'; '.join([*reasons, *map(_have, runs)])}. {how}")
+        raise UserError(
+            "todo.comparison",
+            f"nothing to compare: {'; '.join([*reasons, *map(_have, runs)])}. {how}",
+        )
     is_asked = options.suites is None or VALIDATION in options.suites
     content = {
         **{name.lower(): [run.label for run in side] for name, side in sides},
@@ -314,8 +319,9 @@ def _sides(arguments: argparse.Namespace) -> Sequence[Sequence[RunRecord]]:
     is_pair = len(pair) in (1, 2) and not (a or b)
     if len(sides) != 2 or not (is_pair or (a and b and not pair)):
         raise UserError(
+            "todo.comparison",
             "expected two runs (`compare A B`), one sweep of two architectures, or seeds of each "
-            "(`compare --a RUN RUN --b RUN RUN`)"
+            "(`compare --a RUN RUN --b RUN RUN`)",
         )
     return sides
 

@@ -93,7 +93,9 @@ def row_of(event: Event) -> Row | None:
         numbers = {name: number(value) for name, value in values.items() if value is not None}
         return Row(int(event["step"]), int(event.get("tokens") or 0), _time(event), numbers)
     except (TypeError, ValueError) as error:
-        raise UserError(f"the log is damaged at step {event['step']}: {error}") from None
+        raise UserError(
+            "todo.export", f"the log is damaged at step {event['step']}: {error}"
+        ) from None
 
 
 def _evaluations(run: RunRecord, last_time: float) -> Iterable[Row]:
@@ -224,7 +226,9 @@ class WandbTarget:
         self, folder: Path, facts: About, *, live: bool, mode: Any, tags: list[str], **options: Any
     ) -> None:
         if mode not in MODES:
-            raise UserError(f"WANDB_MODE = {mode!r}: expected one of {', '.join(MODES)}")
+            raise UserError(
+                "todo.export", f"WANDB_MODE = {mode!r}: expected one of {', '.join(MODES)}"
+            )
         if mode != "online":
             os.environ["WANDB_ERROR_REPORTING"] = "false"  # else it tells its makers, offline too
         import wandb
@@ -259,7 +263,7 @@ class WandbTarget:
                 **options,
             )
         except (wandb.Error, ValueError, OSError) as error:  # ValueError: its variables
-            raise UserError(f"wandb does not begin: {error}") from None
+            raise UserError("todo.export", f"wandb does not begin: {error}") from None
         self._run.define_metric("tokens")
         self._run.define_metric("*", step_metric="tokens")
         self._next = self._run.starting_step
@@ -372,7 +376,9 @@ def run(arguments: argparse.Namespace) -> int:
     follows, out = arguments.follow, arguments.out or arguments.folder
     if arguments.out is None and not follows and live_holder(record.folder.lock_file):
         raise UserError(
-            f"{record.folder.path} is being trained and may show itself live: add --out or --follow"
+            "todo.export",
+            f"{record.folder.path} is being trained and may show itself live: "
+            "add --out or --follow",
         )
 
     def opened(facts: About) -> TensorBoardTarget | WandbTarget:

@@ -199,7 +199,7 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         summary = summarize(trace)
     except ValueError as error:
-        raise UserError(f"{path} can't be added up: {error}") from None
+        raise UserError("todo.profile", f"{path} can't be added up: {error}") from None
     summary["rows"] = summary["rows"][: arguments.top]
     if arguments.json:
         document = {"trace": str(path), "events": trace.num_events, "is_whole": trace.is_whole}
@@ -222,8 +222,9 @@ def find_trace(run: Path, rank: int) -> Path:
     newest = {path.name.partition("_")[0]: path for path in by_time}
     if f"rank{rank}" not in newest:
         raise UserError(
+            "todo.profile",
             f"{run / TRACES} holds no trace of rank {rank}, of {', '.join(sorted(newest))}. A run "
-            "makes them with --profiling.enable_profiling, every profiling.profile_freq steps"
+            "makes them with --profiling.enable_profiling, every profiling.profile_freq steps",
         )
     return newest[f"rank{rank}"]
 

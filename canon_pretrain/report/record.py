@@ -84,7 +84,9 @@ class RunRecord:
     def _section(self, name: str) -> dict[str, Any]:
         section = self.folder.read_config().get(name)
         if not isinstance(section, dict):
-            raise UserError(f"{self.folder.config_file} is damaged: it has no `{name}`")
+            raise UserError(
+                "todo.record", f"{self.folder.config_file} is damaged: it has no `{name}`"
+            )
         return section
 
     @cached_property
@@ -134,7 +136,9 @@ class RunRecord:
     def steps(self) -> list[dict[str, Any]]:
         found = [event for event in self.events if event["event"] == "step"]
         if any("tokens" not in event for event in found):
-            raise UserError(f"{self.folder.log_file} is damaged: it has a step without tokens")
+            raise UserError(
+                "todo.record", f"{self.folder.log_file} is damaged: it has a step without tokens"
+            )
         return found
 
     @cached_property

@@ -105,19 +105,23 @@ def read_experiment(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     resolved = path.resolve()
     if resolved in chain:
         names = " -> ".join(map(str, (*chain, resolved)))
-        raise UserError(f"{path}: `extends` goes in a circle: {names}")
+        raise UserError("todo.config", f"{path}: `extends` goes in a circle: {names}")
     try:
         own = tomllib.loads(read_bytes(path, 1 << 20).decode())
     except UnreadableFile as error:
         named_by = f" (named by `extends` in {chain[-1]})" if chain else ""
-        raise UserError(f"config file {error}{named_by}: expected a .toml file") from None
+        raise UserError(
+            "todo.config", f"config file {error}{named_by}: expected a .toml file"
+        ) from None
     except (ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise UserError(f"{path} is not valid TOML: {why}") from None
+        raise UserError("todo.config", f"{path} is not valid TOML: {why}") from None
     given = own.pop("extends", [])
     bases = [given] if isinstance(given, str) else given
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise UserError(f"{path}: `extends` must be a path or a list of paths, not {given!r}")
+        raise UserError(
+            "todo.config", f"{path}: `extends` must be a path or a list of paths, not {given!r}"
+        )
     read = (read_experiment(path.parent / base, (*chain, resolved)) for base in bases)
     return functools.reduce(merge, [*read, own], {})
 
@@ -155,15 +159,19 @@ def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = ""
             near, known = nearest(key, names), f"known are: {', '.join(sorted(names))}"
             way_out = f"did you mean '{near}'?" if near else known
             kind = "key" if prefix else "section"
-            raise UserError(f"{source}: unknown {kind} '{dotted}': {way_out}")
+            raise UserError("todo.config", f"{source}: unknown {kind} '{dotted}': {way_out}")
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             if not isinstance(value, dict):
-                raise UserError(f"{source}: '{dotted}' is a section, written [{dotted}]")
+                raise UserError(
+                    "todo.config", f"{source}: '{dotted}' is a section, written [{dotted}]"
+                )
             arguments[key] = build(hint, value, source, prefix=f"{dotted}.")
             continue
         try:
             TypeAdapter(hint).validate_python(value, strict=True)
         except ValidationError as error:
             expected = error.errors()[0]["msg"]
-            raise UserError(f"{source}: '{dotted}' = {value!r}: {expected}") from None
+            raise UserError(
+                "todo.config", f"{source}: '{dotted}' = {value!r}: {expected}"
+            ) from None
     return cls(**arguments)

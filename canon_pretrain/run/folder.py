@@ -79,8 +79,9 @@ class RunFolder:
         """Return the content of config.json. Raises UserError if it is missing or damaged."""
         if not self.config_file.exists():
             raise UserError(
+                "todo.folder",
                 f"{self.path} is not a run folder: it has no {self.config_file.name}. Expected a "
-                "folder that canon_pretrain.train wrote (job.dump_folder)"
+                "folder that canon_pretrain.train wrote (job.dump_folder)",
             )
         return read_json(self.config_file, finite=False)
 
@@ -112,8 +113,9 @@ def named_runs(given: Iterable[Path], *, planned: bool = False) -> list[Path]:
         found = list(runs_below(path, planned=planned)) or ([path] if planned else [])
         if not found:
             raise UserError(
+                "todo.folder",
                 f"{path} is not a run folder and holds none: expected a folder that "
-                "canon_pretrain.train wrote (job.dump_folder), or that of a sweep"
+                "canon_pretrain.train wrote (job.dump_folder), or that of a sweep",
             )
         runs += found
     return runs
@@ -152,7 +154,7 @@ def unique_labels(paths: Sequence[Path]) -> list[str]:
     resolved = [path.resolve() for path in paths]
     for path in resolved:
         if resolved.count(path) > 1:
-            raise UserError(f"{path} is given twice: name each run once")
+            raise UserError("todo.folder", f"{path} is given twice: name each run once")
     labels = [path.name for path in resolved]
     for depth in range(2, 1 + max((len(path.parts) for path in resolved), default=0)):
         longer = ["/".join(path.parts[-depth:]).replace("//", "/") for path in resolved]

@@ -209,7 +209,9 @@ def read_samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
                 if not all(isinstance(item, dict) for item in items):
                     raise ValueError("a line is no JSON object")
         except UnreadableFile as error:
-            raise UserError(f"{error}; `python -m eval run` asks that suite again") from None
+            raise UserError(
+                "todo.results", f"{error}; `python -m eval run` asks that suite again"
+            ) from None
         found[_task(path, SAMPLES)] = items
     return found
 
@@ -221,10 +223,12 @@ def read_results(path: Path) -> Results:
         with parsing(path):
             version = parse_json(content, finite=False).get("version")
             if version != VERSION:
-                raise UserError(f"{path}: version {version!r}, this program reads {VERSION}")
+                raise UserError(
+                    "todo.results", f"{path}: version {version!r}, this program reads {VERSION}"
+                )
             stored = files.parse_record(content, Results, finite=False)
     except UnreadableFile as error:
-        raise UserError(f"{error}; `python -m eval run` evaluates again") from None
+        raise UserError("todo.results", f"{error}; `python -m eval run` evaluates again") from None
     for task, metrics in stored.scores.items():
         for name, score in metrics.items():
             count = stored.num_samples.get(task)

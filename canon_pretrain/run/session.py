@@ -99,8 +99,9 @@ class StopRequests:
             self._is_there = False
         except OSError as error:
             raise UserError(
+                "todo.session",
                 f"{self._stop_file} cannot be removed ({error.strerror}): the next launch would "
-                "stop at once; remove it by hand"
+                "stop at once; remove it by hand",
             ) from None
 
 
@@ -148,8 +149,9 @@ class Session:
                 began = os.fstat(probe.fileno()).st_mtime
         except OSError as error:
             raise UserError(
+                "todo.session",
                 f"the run folder {path} cannot be written to: {error.strerror}; choose another "
-                "with --job.dump_folder, or make room"
+                "with --job.dump_folder, or make room",
             ) from None
         way_out = f"stop it with `touch {files.stop_file}`, or {another} --job.dump_folder"
         self._lock(files.lock_file, way_out, on_beat=self._beat)
@@ -174,7 +176,10 @@ class Session:
     def check_ours(self) -> None:
         """Raise UserError unless `still_ours`; before a change to the folder."""
         if not self.still_ours():
-            raise UserError(f"{self.folder.path}: {LOST_LOCK}; this launch changes nothing there")
+            raise UserError(
+                "todo.session",
+                f"{self.folder.path}: {LOST_LOCK}; this launch changes nothing there",
+            )
 
     def may_write(self) -> bool:
         """Whether the log and the status are this launch's to write; cheaper than `still_ours`."""

@@ -163,7 +163,9 @@ def take_snapshot(run: RunFolder) -> Path:
     try:
         files.write_folder(target, contents)
     except OSError as error:
-        raise UserError(f"the run's code can't be kept in {target}: {error.strerror}") from None
+        raise UserError(
+            "todo.source", f"the run's code can't be kept in {target}: {error.strerror}"
+        ) from None
     return target
 
 
@@ -171,8 +173,9 @@ def check_snapshot(snapshot: Path) -> None:
     """Raise UserError unless `snapshot` is as it was written, and this user's own."""
     if faults := _faults(snapshot):
         raise UserError(
+            "todo.source",
             f"{snapshot}, the code of the run's launches, is damaged: {'; '.join(faults[:5])}. Put "
-            "it back, or take the code of this repository with --run.allow_changes code"
+            "it back, or take the code of this repository with --run.allow_changes code",
         )
 
 

@@ -104,7 +104,9 @@ def read_status(path: Path) -> Status | None:
     except UnreadableFile as error:
         if error.is_missing:
             return None
-        raise UserError(f"{error}; a running trainer replaces it, else remove it") from None
+        raise UserError(
+            "todo.status", f"{error}; a running trainer replaces it, else remove it"
+        ) from None
 
 
 def health(status: Status, now: datetime, *, dead_after_s: float = DEAD_AFTER_S) -> str:

@@ -55,7 +55,7 @@ def read_trace(path: Path) -> Trace:
             for event in _events(text, trace):
                 _keep(event, trace)
     except (OSError, KeyError, ValueError, TypeError) as error:
-        raise UserError(f"{path} is no chrome trace: {error!r}") from None
+        raise UserError("todo.trace", f"{path} is no chrome trace: {error!r}") from None
     return trace
 
 

@@ -56,11 +56,13 @@ def full_bytes(weights: Mapping[str, Tensor]) -> int:
 def check_room(folder: CheckpointFolder, num_bytes: int) -> None:
     """Raise UserError if `folder` can't be made, or has no room for `num_bytes` more."""
     if lack := folder.lack_of_room(num_bytes):
-        raise UserError(f"{lack}. {ELSEWHERE}")
+        raise UserError("todo.checkpoint", f"{lack}. {ELSEWHERE}")
     try:
         folder.make_trial()
     except OSError as error:
-        raise UserError(f"{folder.path}: {error.strerror}. {ELSEWHERE}") from None
+        raise UserError(
+            "todo.checkpoint", f"{folder.path}: {error.strerror}. {ELSEWHERE}"
+        ) from None
 
 
 class Staging:
@@ -165,7 +167,9 @@ class CanonCheckpointManager:
         if not self.enable:
             return
         if not self.council.decide(self._still_ours):
-            raise UserError(f"stopped before its first step: {LOST_LOCK}", shared=True)
+            raise UserError(
+                "todo.checkpoint", f"stopped before its first step: {LOST_LOCK}", shared=True
+            )
         self.check_room()
         if self.saved_step:
             self.council.decide(lambda: self._leave_branch(self.saved_step))
@@ -262,7 +266,7 @@ class CanonCheckpointManager:
         if found:
             text = "; ".join(texts[0] for texts in found.values())
             text = f"{self.folder.path} takes no file of {num_bytes:,} bytes: {text}. {ELSEWHERE}"
-            raise UserError(text, shared=True)
+            raise UserError("todo.checkpoint", text, shared=True)
 
     def maybe_wait_for_staging(self) -> None:
         self._staging.keep_order()

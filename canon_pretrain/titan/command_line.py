@@ -33,14 +33,14 @@ def parse_job(arguments: Sequence[str], *, quiet: bool = False) -> CanonJobConfi
     try:
         options, overrides = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
-        raise UserError(f"{error}. Usage: {USAGE}") from None
+        raise UserError("todo.command_line", f"{error}. Usage: {USAGE}") from None
     path = options.path
     if path is not None:
         base = experiment.build(CanonJobConfig, read_experiment(path), source=str(path))
     elif any(word in ("-h", "--help") for word in overrides):
         base = CanonJobConfig()
     else:
-        raise UserError(f"no config file given. Usage: {USAGE}")
+        raise UserError("todo.command_line", f"no config file given. Usage: {USAGE}")
     with contextlib.ExitStack() as silence:
         if quiet:  # tyro's own switch does not cover wrong values
             silence.enter_context(contextlib.redirect_stdout(io.StringIO()))

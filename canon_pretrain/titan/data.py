@@ -59,16 +59,20 @@ def open_data(job: CanonJobConfig) -> OpenedData:
             for folder in validation_folders(job):
                 parts.append((open_apart if job.validation.path else open_held_out)(folder))
         except ShardError as error:
-            raise UserError(f"the held-out part can't be read: {error}. {OFF}") from None
+            raise UserError(
+                "todo.data", f"the held-out part can't be read: {error}. {OFF}"
+            ) from None
         for part in filter(None, parts):
             part.close()
             text = f"{part.folder} (validation.path = {job.validation.path!r}) has "
             same = part.vocab_size == job.model_args.vocab_size
             if not same or part.tokenizer_sha256 != training.tokenizer_sha256:
                 text += "another tokenizer than the training data: build one text with theirs"
-                raise UserError(f"{text}. {OFF}")
+                raise UserError("todo.data", f"{text}. {OFF}")
             if part.fingerprint in {source.fingerprint for source in training.sources}:
-                raise UserError(f"{text}the text that is trained on: build another. {OFF}")
+                raise UserError(
+                    "todo.data", f"{text}the text that is trained on: build another. {OFF}"
+                )
         notices = _settle_validation(job, parts)
         return OpenedData(training, parts, notices, {HELD_OUT: part_fingerprint(parts)})
 
@@ -76,25 +80,31 @@ def open_data(job: CanonJobConfig) -> OpenedData:
 def open_shards(job: CanonJobConfig) -> Mixture:
     """Open the training data alone. Raises UserError for data that do not fit the job."""
     if not job.data.folders:
-        raise UserError("data.path is not set: name the folder that data_prep build wrote")
+        raise UserError(
+            "todo.data", "data.path is not set: name the folder that data_prep build wrote"
+        )
     mixture = Mixture.open(job.data.folders, job.data.shares)
     if job.model.vocab_size is None:
         job.model.vocab_size = mixture.vocab_size
     args = job.model_args
     if mixture.vocab_size != args.vocab_size:
         raise UserError(
+            "todo.data",
             f"model.vocab_size = {args.vocab_size}, but the tokenizer of {job.data.folders[0]} has "
-            f"{mixture.vocab_size}: leave model.vocab_size unset, or choose other shards"
+            f"{mixture.vocab_size}: leave model.vocab_size unset, or choose other shards",
         )
     for folder, source in zip(job.data.folders, mixture.sources, strict=True):
         if args.document_mask and source.eos_id != args.eos_id:
             raise UserError(
+                "todo.data",
                 f"model.document_mask looks for model.eos_id = {args.eos_id}, but documents of "
-                f"{folder} end with {source.eos_id}: set model.eos_id = {source.eos_id}"
+                f"{folder} end with {source.eos_id}: set model.eos_id = {source.eos_id}",
             )
         if source.num_tokens <= (window := job.training.seq_len):
             text = f"fewer than one window of training.seq_len + 1 = {window + 1}"
-            raise UserError(f"{folder} holds {source.num_tokens:,} training tokens, {text}")
+            raise UserError(
+                "todo.data", f"{folder} holds {source.num_tokens:,} training tokens, {text}"
+            )
     return mixture
 
 
@@ -109,7 +119,7 @@ def _settle_validation(job: CanonJobConfig, parts: Sequence[TokenShards | None])
     without = [folder for folder, part in zip(folders, parts, strict=True) if part is None]
     text = f"{', '.join(without)} has no held-out part (--holdout): set validation.path"
     if job.validation.enable and without:
-        raise UserError(f"validation.enable = True, but {text}, or leave it unset")
+        raise UserError("todo.data", f"validation.enable = True, but {text}, or leave it unset")
     job.validation.enable = len(without) < len(folders)
     return [f"no validation where {text}"] if without else []
 
@@ -125,6 +135,7 @@ def share(job: CanonJobConfig, data: OpenedData | None, compared: T | None) -> t
     others = {host: own for host, own in filter(None, everyone) if own != first.fingerprints}
     if others:
         raise UserError(
+            "todo.data",
             f"{', '.join(job.data.folders)} does not hold the same data on all nodes: rank 0's "
             f"has {first.fingerprints}, other nodes: {others}. Copy it, or use a shared folder",
             shared=True,

@@ -85,16 +85,18 @@ def check_launch() -> None:
 
     if missing := [name for name in TORCHRUN if name not in os.environ]:
         raise UserError(
+            "todo.device",
             f"{', '.join(missing)} not set, though others of torchrun's variables are: start "
-            "with torchrun, or with none of them set for a single rank"
+            "with torchrun, or with none of them set for a single rank",
         )
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
         read_count(os.environ, name)
     ranks = read_count(os.environ, "LOCAL_WORLD_SIZE")
     if has_accelerator() and (gpus := torch.cuda.device_count()) < ranks:
         raise UserError(
+            "todo.device",
             f"{ranks} ranks on this node, but {gpus} GPU(s): start at most one rank per "
-            "GPU, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+            "GPU, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU",
         )
 
 

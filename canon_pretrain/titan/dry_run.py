@@ -187,10 +187,11 @@ def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
     if (total := sum(parts.values())) > room:
         each = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in parts.items())
         raise UserError(
+            "todo.dry_run",
             f"this job can't fit: each of its {world_size} rank(s) needs at least "
             f"{total / GIB:.1f} GiB ({each}), and a {device.name} here has "
             f"{device.memory_gib:.1f} GiB for one. Lower {ADVICE} ranks, or "
-            "--activation_checkpoint.mode full; --force starts all the same"
+            "--activation_checkpoint.mode full; --force starts all the same",
         )
 
 
@@ -237,11 +238,13 @@ def make_plans(
     asked, mfu = gpu is not None or world is not None, DEFAULT_MFU if mfu is None else mfu
     gpu = (gpu or "h100").lower()
     if gpu not in GPUS:
-        raise UserError(f"--gpu {gpu}: expected one of {', '.join(GPUS)}")
+        raise UserError("todo.dry_run", f"--gpu {gpu}: expected one of {', '.join(GPUS)}")
     if not 0 < mfu <= 1:
-        raise UserError(f"--mfu {mfu}: expected a fraction above 0 and up to 1, such as 0.4")
+        raise UserError(
+            "todo.dry_run", f"--mfu {mfu}: expected a fraction above 0 and up to 1, such as 0.4"
+        )
     if world is not None and world < 1:
-        raise UserError(f"--world {world}: expected at least 1")
+        raise UserError("todo.dry_run", f"--world {world}: expected at least 1")
     sizes = world_sizes(job)
     places = torch.cuda.device_count() if has_accelerator() else available_cores()
     if ranks == 1:

@@ -199,7 +199,10 @@ def shard_degree(job: CanonJobConfig, world_size: int) -> int:
     if world_size % replicas:
         fitting = ", ".join(map(str, valid_world_sizes(batch, replicas))) or "none"
         text = f"{world_size} ranks can't be that many equal replicas. World sizes that fit: "
-        raise UserError(f"parallelism.data_parallel_replicate_degree = {replicas}: {text}{fitting}")
+        raise UserError(
+            "todo.job_config",
+            f"parallelism.data_parallel_replicate_degree = {replicas}: {text}{fitting}",
+        )
     return world_size // replicas
 
 
@@ -210,7 +213,7 @@ def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
     if rest:
         fitting = ", ".join(map(str, valid_world_sizes(total)))
         text = f"can't be shared by {world_size} ranks. World sizes that divide it: {fitting}"
-        raise UserError(f"training.global_batch_size = {total} {text}")
+        raise UserError("todo.job_config", f"training.global_batch_size = {total} {text}")
     bound = min(share, job.training.local_batch_size)
     return next(size for size in range(bound, 0, -1) if share % size == 0)
 
@@ -266,7 +269,10 @@ def check_job(job: CanonJobConfig) -> None:
     for name in UNSUPPORTED:
         given, default = _value(job, name), _value(defaults, name)
         if given != default:
-            raise UserError(f"{name} = {given!r}: not in this trainer; leave it at {default!r}")
+            raise UserError(
+                "todo.job_config",
+                f"{name} = {given!r}: not in this trainer; leave it at {default!r}",
+            )
     check_backend_fits(job.model_args, job.model.attention_backend)  # ModelArgs checks itself
     check_choice("canon_backend", job.model.canon_backend, BACKENDS)
     for kind, names in LIMITS:
@@ -276,9 +282,11 @@ def check_job(job: CanonJobConfig) -> None:
             except ValidationError as error:
                 expected = " or ".join(dict.fromkeys(each["msg"] for each in error.errors()))
                 expected = expected.replace("Input should be", "expected")
-                raise UserError(f"{name} = {_value(job, name)!r}: {expected}") from None
+                raise UserError(
+                    "todo.job_config", f"{name} = {_value(job, name)!r}: {expected}"
+                ) from None
     for fault in (*_schedule_faults(job), *_faults(job)):
-        raise UserError(fault)
+        raise UserError("todo.job_config", fault)
     for weight in job.data.weights:
         exact_weight(weight)
     check_order(job.data.order, len(job.data.folders))

@@ -102,8 +102,9 @@ def check_identity(folder: RunFolder, identity: dict[str, Any], allowed: list[st
     names = _names(allowed)
     if unknown := [name for name in names if name not in (*identity, HELD_OUT, CODE)]:
         raise UserError(
+            "todo.launch",
             f"run.allow_changes names {', '.join(unknown)}, which is not part of a run's identity: "
-            f"{', '.join(sorted(identity))}; and code"
+            f"{', '.join(sorted(identity))}; and code",
         )
     if not folder.config_file.exists():
         return {}
@@ -115,10 +116,11 @@ def check_identity(folder: RunFolder, identity: dict[str, Any], allowed: list[st
         changed.pop(HELD_OUT, None)
     if refused := {name: pair for name, pair in changed.items() if name not in names}:
         raise UserError(
+            "todo.launch",
             f"{folder.path} holds another run; going on would change it: "
             + "; ".join(f"{name}: {old!r} -> {new!r}" for name, (old, new) in refused.items())
             + ". Choose another folder with --job.dump_folder, undo the change, or name it: "
-            + f"--run.allow_changes {' '.join(changed)}"
+            + f"--run.allow_changes {' '.join(changed)}",
         )
     return changed
 
@@ -130,7 +132,7 @@ def code_changes(folder: RunFolder, code: dict[str, str], *, refuse: bool) -> Ch
     if changed and refuse:
         text = f"run.code is refuse, and {', '.join(changed)} differ(s) from the last launch of "
         text += f"{folder.path}: put the former code back, or give --run.allow_changes code"
-        raise UserError(text, shared=True)
+        raise UserError("todo.launch", text, shared=True)
     return changed
 
 
@@ -192,8 +194,9 @@ def prepare_folder(
         _settle_folder(job, run, checkpoints, fresh=fresh)
     except OSError as error:
         raise UserError(
+            "todo.launch",
             f"{error.filename or path}: {error.strerror}. Choose another folder with "
-            "--job.dump_folder or --checkpoint.folder"
+            "--job.dump_folder or --checkpoint.folder",
         ) from None
     session.check_ours()
     facts, problem = launches.begin_launch(run)
@@ -218,18 +221,22 @@ def _check_folder(
     path, own = checkpoints.path, launches.known_run(run)
     home = RunFolder(path.resolve().parent)
     if checkpoints_outside(job) and (home.run_file.is_file() or home.config_file.is_file()):
-        raise UserError(f"checkpoint.folder = {path} is in another run's folder: choose another")
+        raise UserError(
+            "todo.launch", f"checkpoint.folder = {path} is in another run's folder: choose another"
+        )
     if others := checkpoints.of_other_runs(own.run_id if own else None):
         steps = ", ".join(f"step-{step} of run {run_id}" for step, run_id in others.items())
         raise UserError(
+            "todo.launch",
             f"{path} holds {steps}, and {run.path} is {f'run {own.run_id}' if own else 'a new run'}"
             ": choose another --checkpoint.folder or --job.dump_folder, or start from a step with "
-            "--checkpoint.initial_load_path"
+            "--checkpoint.initial_load_path",
         )
     if not fresh and checkpoints.steps() and not run.config_file.exists():
         raise UserError(
+            "todo.launch",
             f"{path} holds checkpoints, but {run.config_file}, which names their run, is gone: put "
-            "it back, or begin again with --checkpoint.fresh"
+            "it back, or begin again with --checkpoint.fresh",
         )
     if not fresh or not job.checkpoint.enable:
         return
@@ -239,8 +246,9 @@ def _check_folder(
         archive, start = path.resolve() / ARCHIVE, Path(initial).resolve()
         if start.is_relative_to(archive.parent) and not start.is_relative_to(archive):
             raise UserError(
+                "todo.launch",
                 f"checkpoint.initial_load_path = {initial} is one of the checkpoints that "
-                "--checkpoint.fresh moves away: copy it, or choose another --job.dump_folder"
+                "--checkpoint.fresh moves away: copy it, or choose another --job.dump_folder",
             )
         check_initial(initial, weights, model_only=job.checkpoint.initial_load_model_only)
     check_room(checkpoints, full_bytes(weights))

@@ -72,7 +72,7 @@ def choose_canon(
         state = "the GPU is unusable now" if is_lost else f"on {_name(device)}"
         text = f'canon_backend = "{asked}": {backend} failed its check, {problem}, {state}: start '
         text += 'again with "auto", or with --model.canon_backend compiled'
-        raise UserError(text, shared=True)
+        raise UserError("todo.parallelize", text, shared=True)
     if problem is None:
         return CanonChoice(backend, f"{asked}; {how}" if asked == "auto" else how)
     if dist.get_rank() == 0:
@@ -184,10 +184,12 @@ def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> Non
     way = model.attend.way(device, masked=model.args.document_mask)
     text = f'model.attention_backend = "{job.model.attention_backend}" takes {way} here, which '
     if way != "sdpa" and device == "cpu":
-        raise UserError(f"{text}can't be trained on a CPU: choose auto", shared=True)
+        raise UserError(
+            "todo.parallelize", f"{text}can't be trained on a CPU: choose auto", shared=True
+        )
     if way not in ("sdpa", "flex") and dtype == "float32":
         text += f"takes bfloat16, but training.mixed_precision_param = {dtype}"
-        raise UserError(f"{text}: choose auto", shared=True)
+        raise UserError("todo.parallelize", f"{text}: choose auto", shared=True)
 
 
 def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:

@@ -64,7 +64,7 @@ class Council:
         finally:  # the others must not wait for an answer that never comes
             dist.broadcast_object_list(answer, src=0, group=group)
         if answer[1] is not None:
-            raise UserError(answer[1], shared=True)
+            raise UserError("todo.resume", answer[1], shared=True)
         return answer[0]
 
     def decide_at_once(self, decision: Callable[[], bool]) -> bool:
@@ -124,7 +124,7 @@ class Resume:
             text = "; ".join(found)
             if asked != -1:
                 fault = f"checkpoint.load_step = {asked}: {path} is damaged: {text}"
-                raise UserError(fault, shared=True)
+                raise UserError("todo.resume", fault, shared=True)
             self._council.decide(functools.partial(self._set_aside, path, text))
         if initial:
             self._begin_from(Path(initial), initial_model_only)
@@ -150,7 +150,9 @@ class Resume:
         steps = self.folder.steps()
         if asked != -1 and asked not in steps:
             there = f"steps that are there: {', '.join(map(str, steps)) or 'none'}"
-            raise UserError(f"checkpoint.load_step = {asked}: not in {self.folder.path}; {there}")
+            raise UserError(
+                "todo.resume", f"checkpoint.load_step = {asked}: not in {self.folder.path}; {there}"
+            )
         if asked != -1:
             return asked
         for step in reversed(steps):
@@ -165,9 +167,10 @@ class Resume:
         }
         if texts := [f"{what}: {', '.join(map(str, x))}" for what, x in facts.items() if x]:
             raise UserError(
+                "todo.resume",
                 f"{self.folder.path} holds no whole checkpoint to go on from ({'; '.join(texts)}): "
                 "put one there, or begin again at step 1 with --checkpoint.fresh, which moves all "
-                f"to {self.run.path / 'archive'}"
+                f"to {self.run.path / 'archive'}",
             )
         return None
 
@@ -207,7 +210,7 @@ class Resume:
 
         def judge() -> Verified | list[str]:
             if unreadable is not None:
-                raise UserError(f"{path} cannot be read on {host}: {unreadable}")
+                raise UserError("todo.resume", f"{path} cannot be read on {host}: {unreadable}")
             if 0 in found:
                 return faults
             if found:  # by others alone: perhaps one node's bad mount
@@ -216,7 +219,9 @@ class Resume:
                     return [whole]
                 rank, (text, *_) = next(iter(found.items()))
                 text = f"whole for rank 0 on {host}, but rank {rank} reports: {text}"
-                raise UserError(f"{path} is {text}. Check that node's mount; nothing was moved")
+                raise UserError(
+                    "todo.resume", f"{path} is {text}. Check that node's mount; nothing was moved"
+                )
             # only now: the pickles of a damaged file are not even opened
             safe = _or_fault(check_safe, path, metadata)
             return [safe] if isinstance(safe, str) else Verified(manifest, safe)
@@ -274,7 +279,9 @@ def check_initial(initial: str, model: Mapping[str, Tensor], *, model_only: bool
 
 def _refused_initial(initial: Path, faults: list[str]) -> UserError:
     text = "; ".join(faults) + ". Expected a whole RUN/checkpoint/step-N, or what an import wrote"
-    return UserError(f"checkpoint.initial_load_path = {initial}: {text}", shared=True)
+    return UserError(
+        "todo.resume", f"checkpoint.initial_load_path = {initial}: {text}", shared=True
+    )
 
 
 def _or_fault(read: Callable[..., T], *arguments: Any) -> T | str:
@@ -303,4 +310,4 @@ def _check_model(path: Path, metadata: Metadata, model: Mapping[str, Tensor]) ->
         if size != tensor.shape:
             there = "absent" if size is None else f"of shape {tuple(size)}"
             text = f"{name} is {there} there, expected {tuple(tensor.shape)}"
-            raise UserError(f"{path} is of another model: {text}", shared=True)
+            raise UserError("todo.resume", f"{path} is of another model: {text}", shared=True)

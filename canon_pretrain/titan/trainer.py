@@ -262,7 +262,11 @@ class CanonTrainer(torchtitan.train.Trainer):
         self._validate(if_missed=True)
         stop = self._loop()
         if stop and LOST_LOCK in stop:
-            raise UserError(f"stopped after step {self.step} without saving: {stop}", shared=True)
+            raise UserError(
+                "todo.trainer",
+                f"stopped after step {self.step} without saving: {stop}",
+                shared=True,
+            )
         self._save_last()
         self._validate()  # whoever asked to stop may not wait for more than the checkpoint
         self.checkpointer.settle()
@@ -305,7 +309,7 @@ class CanonTrainer(torchtitan.train.Trainer):
                 return
         text = f"the last checkpoint, of step {self.step}, could not be saved; the newest one is of"
         text += f" step {self.checkpointer.saved_step}. Make room and start again"
-        raise UserError(text, shared=True)
+        raise UserError("todo.trainer", text, shared=True)
 
     def _validate(self, *, if_missed: bool = False) -> bool:
         """Score the held-out part, if that is due after this step; returns whether it was."""
@@ -460,6 +464,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.metrics_processor.event("halt", step=step, good_step=good, skipped_steps=skipped)
         kept = f"the state from before them is checkpoint/step-{good}"
         raise UserError(
+            "todo.trainer",
             f"the loss or gradient of {in_a_row} steps in a row, the last of them step {step}, was "
             f"not finite; {kept if good else 'it was so from the first step'}. Look at their data "
             "and learning rate (guards.max_bad_steps); the same command tries them again",

@@ -73,7 +73,7 @@ def largest(trial: Callable[[int], float | None]) -> int:
     trial(LEAST)  # kernels are compiled and loaded the first time
     tokens, seconds = LEAST, trial(LEAST)
     if seconds is None:
-        raise UserError(f"a batch of {LEAST} tokens {NO_ROOM}")
+        raise UserError("todo.budget", f"a batch of {LEAST} tokens {NO_ROOM}")
     while 2 * tokens <= MOST:
         doubled = trial(2 * tokens)
         if doubled is None or 2 * seconds < GAIN * doubled:

@@ -76,10 +76,14 @@ class CanonLM(TemplateLM):
         super().__init__()
         if tokenizer is not None and tokenizer.vocab_size > model.args.vocab_size:
             sizes = f"{tokenizer.vocab_size} pieces, the model {model.args.vocab_size}"
-            raise UserError(f"the tokenizer has {sizes}: give the one it was trained with")
+            raise UserError(
+                "todo.lm", f"the tokenizer has {sizes}: give the one it was trained with"
+            )
         longest = model.args.max_seq_len
         if not 1 <= max_length <= longest:
-            raise UserError(f"max_length {max_length}: this model takes 1 to {longest} tokens")
+            raise UserError(
+                "todo.lm", f"max_length {max_length}: this model takes 1 to {longest} tokens"
+            )
         self.model, self._text = model, tokenizer
         self.max_length, self.batch_tokens = max_length, batch_tokens
         self.ranks, self.answered, self.say = ranks or Ranks(), answered, say
@@ -92,7 +96,9 @@ class CanonLM(TemplateLM):
     def text(self) -> Tokenizer:
         """The tokenizer; raises UserError if there is none."""
         if self._text is None:
-            raise UserError("this model was given no tokenizer, so it reads and writes no text")
+            raise UserError(
+                "todo.lm", "this model was given no tokenizer, so it reads and writes no text"
+            )
         return self._text
 
     @property
@@ -126,7 +132,9 @@ class CanonLM(TemplateLM):
         if not 0 < count <= self.max_length or count == len(tokens):
             item = "" if request is None else f"{request.task_name}, document {request.doc_id}: "
             given = f"{count} tokens after {len(tokens) - count}"
-            raise UserError(f"{item}a continuation of {given}: expected 1 to {self.max_length}")
+            raise UserError(
+                "todo.lm", f"{item}a continuation of {given}: expected 1 to {self.max_length}"
+            )
         # the last token is only predicted, never read: hence one more than max_length
         kept = tokens[-(self.max_length + 1) :]
         if request is not None and len(kept) < len(tokens):
@@ -207,7 +215,7 @@ class CanonLM(TemplateLM):
             if results is not None:
                 return dict(results)
             if len(items) == 1:
-                raise UserError(f"one item alone {NO_ROOM}")
+                raise UserError("todo.lm", f"one item alone {NO_ROOM}")
             if fits == most:
                 self.say(f"out of memory with {fits} tokens a batch: going on with fewer")
             fits = budget = max(1, fits // 2)
@@ -286,12 +294,15 @@ def question(tokens: Sequence[int], options: dict[str, Any], max_length: int) ->
     unknown = options.keys() - GENERATION_OPTIONS
     is_sampled = options.get("do_sample") or options.get("temperature", 0.0) > 0
     if is_sampled or options.get("num_beams", 1) != 1 or unknown:
-        raise UserError(f"generation options {options}: expected greedy (until, max_gen_toks)")
+        raise UserError(
+            "todo.lm", f"generation options {options}: expected greedy (until, max_gen_toks)"
+        )
     room = max_length - options["max_gen_toks"]
     if room < 1:
         raise UserError(
+            "todo.lm",
             f"max_gen_toks = {options['max_gen_toks']} leaves no room for a prompt: raise "
-            f"--max_length above {max_length}"
+            f"--max_length above {max_length}",
         )
     until = tuple(stop for stop in options["until"] if stop)
     return Question(tuple(tokens[-room:]), until, options["max_gen_toks"])

@@ -51,8 +51,9 @@ class Ranks:
             dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), **given)
         except (RuntimeError, ValueError) as error:
             raise UserError(
+                "todo.ranks",
                 f"rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']} could not connect to "
-                f"the others: {error}. Start them with torchrun, or unset WORLD_SIZE"
+                f"the others: {error}. Start them with torchrun, or unset WORLD_SIZE",
             ) from None
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         return cls(rank, world_size, local_rank, dist.PrefixStore("map", store))
@@ -118,7 +119,9 @@ class Ranks:
         try:
             return int(self._store.add(f"{self._maps}/{name}", amount))
         except RuntimeError as error:
-            raise RankFailed(f"the rank that counts the work is gone ({error})") from None
+            raise RankFailed(
+                "todo.ranks", f"the rank that counts the work is gone ({error})"
+            ) from None
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value on every rank; the others' is ignored."""
@@ -148,7 +151,7 @@ class Ranks:
             raise fault
         for rank, error in enumerate(self._exchange(None)):
             if error is not None:
-                raise RankFailed(f"rank {rank} of {self.world_size} failed: {error}")
+                raise RankFailed("todo.ranks", f"rank {rank} of {self.world_size} failed: {error}")
 
     def _exchange(self, value: Any) -> list[Any]:
         shares = [value] * self.world_size
@@ -159,5 +162,7 @@ class Ranks:
                 # gloo: a connection was closed, or WORK_TIMEOUT is over
                 why = str(error).strip().splitlines()[0]
                 who = f"rank {self.rank} of {self.world_size} lost another rank"
-                raise RankFailed(f"{who}, whose own output says why ({why})") from None
+                raise RankFailed(
+                    "todo.ranks", f"{who}, whose own output says why ({why})"
+                ) from None
         return shares

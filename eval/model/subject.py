@@ -82,7 +82,9 @@ class Subject:
     def train_shards(self) -> TokenShards:
         """The shards trained on; raises UserError if an export was given none."""
         if self.train is None:
-            raise UserError(f"{self.checkpoint} is an export, which names no data: give --data")
+            raise UserError(
+                "todo.subject", f"{self.checkpoint} is an export, which names no data: give --data"
+            )
         return self.train
 
     @property
@@ -90,8 +92,9 @@ class Subject:
         """The held-out shards; raises UserError if there are none."""
         if self.held_out is None:
             raise UserError(
+                "todo.subject",
                 f"no held-out text for {self.checkpoint} in {self.train_shards.folder.parent}: "
-                "name a folder of the same tokenizer with --held_out, or build with --holdout"
+                "name a folder of the same tokenizer with --held_out, or build with --holdout",
             )
         return self.held_out
 
@@ -121,8 +124,9 @@ class Subject:
             tokenizer = Tokenizer.find(self.tokenizer_path, eos=eos)
         except UserError as error:
             raise UserError(
+                "todo.subject",
                 f"{error}. Export the checkpoint with its tokenizer, or restore that of the data; "
-                "only --suite validation does without"
+                "only --suite validation does without",
             ) from None
         if self.folder is not None:
             wrong = f"the {tokenizer.file_name} in {self.data} is not that of its shards"
@@ -166,7 +170,9 @@ class Subject:
 def _expect(found: str | None, expected: list[str] | list[str | None], wrong: str) -> None:
     if found not in expected:
         known = " or ".join((sha256 or "none")[:16] for sha256 in expected)
-        raise UserError(f"{wrong}; its hash is {(found or 'none')[:16]}, expected {known}")
+        raise UserError(
+            "todo.subject", f"{wrong}; its hash is {(found or 'none')[:16]}, expected {known}"
+        )
 
 
 def _open_checkpoint(
@@ -176,8 +182,9 @@ def _open_checkpoint(
     record = folder.read_config()
     if "imported_from" in (record.get("config") or ()):
         raise UserError(
+            "todo.subject",
             f"{folder.path} is an import, which names no data: evaluate what "
-            "`python -m canon_pretrain.hf export` makes of it"
+            "`python -m canon_pretrain.hf export` makes of it",
         )
     try:
         config, identity = record["config"], record["identity"]
@@ -186,14 +193,19 @@ def _open_checkpoint(
         trained_on = identity["data_fingerprint"]
         apart = held_out or config.get("validation", {}).get("path")
     except (KeyError, TypeError) as error:
-        raise UserError(f"{folder.config_file} is damaged: it lacks {error}") from None
+        raise UserError(
+            "todo.subject", f"{folder.config_file} is damaged: it lacks {error}"
+        ) from None
     if data is None and mixed:
         raise UserError(
+            "todo.subject",
             f"{folder.path} was trained on a mixture of {', '.join(map(str, mixed))}: name the "
-            "one whose held-out part and tokenizer to use with --data"
+            "one whose held-out part and tokenizer to use with --data",
         )
     if data is None and not recorded.is_dir():
-        raise UserError(f"{recorded} is not there: name the folder it was moved to with --data")
+        raise UserError(
+            "todo.subject", f"{recorded} is not there: name the folder it was moved to with --data"
+        )
     data = data or recorded
     train = TokenShards.open(data / "train")
     found = train.fingerprint

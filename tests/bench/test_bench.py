@@ -36,7 +36,7 @@ DEBUG = str(ROOT / "train_configs" / "debug.toml")
 TORCHTITANS = ("ignore:Unable to enable fault handler", "ignore:In CPU autocast")
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_memory_counts_what_a_compiled_block_keeps(tmp_path):
     file = tmp_path / "result.json"
     words = [sys.executable, "-m", "canon_pretrain.bench", "memory", *SMALL, "--sets", "ABCD"]
@@ -188,7 +188,10 @@ def test_a_plain_steps_gradients_are_those_under_fsdp():
 
 
 def test_all_keeps_what_is_there_where_one_fails(run, monkeypatch, tmp_path):
-    faults = {"canon": UserError("no such thing"), "generate": RuntimeError("a fault")}
+    faults = {
+        "canon": UserError("todo.test_bench", "no such thing"),
+        "generate": RuntimeError("a fault"),
+    }
 
     def one(arguments: argparse.Namespace, *rest: object) -> dict[str, Any]:
         if arguments.command in faults:

@@ -64,7 +64,7 @@ def test_no_figure_of_a_block_rises(brief):
     assert risen(brief["rows"]) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_no_figure_of_other_blocks_rises(tmp_path):
     models = ("rope", "partial_rope_c", "rope_documents", "rope_standard_gelu", "released_1b")
     rows = counted(tmp_path, "--models", *models, "--sets", "ABCD")["rows"]

@@ -247,7 +247,7 @@ def test_an_sbatch_that_does_not_answer_may_have_the_job(slurm, run, monkeypatch
 
     def silent(self: Slurm, *words: Any) -> str:
         submit(self, *words)
-        raise NoAnswer("sbatch has not answered")
+        raise NoAnswer("todo.test_eval_schedule", "sbatch has not answered")
 
     monkeypatch.setattr(Slurm, "submit", silent)
     with pytest.raises(NoAnswer):

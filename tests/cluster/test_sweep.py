@@ -248,7 +248,7 @@ def test_the_table_begins_with_the_verdict_on_held_out_loss(tmp_path, capsys):
     assert look_at_sweep(sweep, tmp_path, NOW) == rows
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_run_trains_and_a_second_time_does_nothing(data_folder, tmp_path):
     plan(tmp_path / "s", "--configs", DEBUG, "--seeds", "3", "--data.path", data_folder)
     command = [sys.executable, "-m", "canon_pretrain.sweep", "run", str(tmp_path / "s"), "1"]

@@ -45,7 +45,7 @@ def test_an_unknown_case_is_refused(capsys):
     assert "jtr" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.parametrize("trained", [False, True])
 def test_every_case_is_measured_and_agrees(trained, tmp_path, monkeypatch):
     """A trained model has seen shorter texts than those that are asked about."""

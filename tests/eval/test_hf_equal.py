@@ -202,7 +202,7 @@ SUITES = ("discriminative", "jrt_squad", "babilong_qa1_0k", "1-hop-0")
 LIMIT = ("--limit", "12")  # all of the fixtures' items; of the 1,000 probes so many
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_the_commands(tmp_path):
     """`eval run` and `lm_eval --model hf`: the same items, prompts, answers and scores."""
     data, out, staged = tmp_path / "data", tmp_path / "out", tmp_path / "staged"

@@ -417,7 +417,7 @@ def test_several_suites_and_tasks_of_lm_evals_by_name(copy, ask, monkeypatch, ca
     assert listed == [["validation", "suite"], ["jrt_fda", "ours"], ["openbookqa", "task"]]
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_names_are_those_of_lm_evals_own_index():
     """Issue 17, item 10: it parses 14,000 files; a scan of their text finds the same names."""
     index = TaskManager().task_index

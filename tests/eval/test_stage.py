@@ -55,7 +55,7 @@ def client(module_hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield client
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_all_suites_once_then_nothing_more(hub, client, tmp_path):
     out = client.run("--to", tmp_path, counts=COUNTS)
     assert out.endswith(f"staged in {tmp_path}: 35 of 35 data sets\n"), out

@@ -49,7 +49,7 @@ def results_in(out: Path) -> dict[str, Results]:
     return {path.parent.name: read_results(path) for path in sorted(out.glob(f"*/{RESULTS}"))}
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_all_suites_by_one_command_alike_on_one_rank_and_on_two(base, tmp_path, capsys):
     """Scores and every item's record, bit for bit."""
     words = ("--limit", 2, "--option", "jrt_tokens=120")

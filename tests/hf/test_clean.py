@@ -19,7 +19,7 @@ from tests.hf_exports import export_model, in_clean_process
 from tests.variants import VARIANTS, build, random_tokens
 
 # saved and loaded again: all that needs a field of ours
-pytestmark = pytest.mark.slow  # a process of its own, that imports transformers anew
+pytestmark = pytest.mark.system  # a process of its own, that imports transformers anew
 LAST = "alibi A no_res act cst standard gqa tied documents"
 TOKENIZERS = ("as ours", "byte-level")
 

@@ -92,7 +92,7 @@ def test_weights_of_two_ranks(dtype, checkpoint, tmp_path):
     assert sum(sizes) == index["metadata"]["total_size"]
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_memory_is_less_than_the_weights_once(tmp_path):
     args = replace(VARIANTS["nope ABCD"], vocab_size=32000, dim=576, num_heads=8, ffn_dim=1536)
     checkpoint = plant_run(tmp_path / "run", build(replace(args, num_layers=12)))
@@ -181,7 +181,7 @@ def test_a_tokenizer_that_moved_or_cannot_travel(of_texts, data, tmp_path, monke
         export(larger, out, tokenizer=other)
 
     def refuse(*_: object) -> None:
-        raise UserError("it normalises characters")
+        raise UserError("todo.test_export", "it normalises characters")
 
     monkeypatch.setattr(export_module, "tokenizer_files", refuse)
     with pytest.raises(UserError, match="normalises characters.*--no-tokenizer"):

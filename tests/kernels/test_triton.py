@@ -35,7 +35,7 @@ def test_in_the_interpreter(name, results):
     assert not results[name], results[name]
 
 
-@pytest.mark.slow  # Triton's compiler takes its time
+@pytest.mark.system  # Triton's compiler takes its time
 @pytest.mark.parametrize("capability", ["90", "80"])
 def test_every_kernel_compiles_into_registers_without_atomics(tmp_path, capability):
     out, cache = tmp_path / "kernels.json", str(tmp_path / "cache")

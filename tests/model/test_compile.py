@@ -39,10 +39,10 @@ def _compile_blocks(model: Transformer, backend) -> Transformer:
     return model
 
 
-slow = pytest.mark.slow
+system = pytest.mark.system
 ONE_GRAPH = [
     # every sixth in the default run
-    *(pytest.param(n, {}, marks=[slow] if i % 6 else []) for i, n in enumerate(VARIANTS)),
+    *(pytest.param(n, {}, marks=[system] if i % 6 else []) for i, n in enumerate(VARIANTS)),
     ("alibi ABCD gqa documents", {"attention_backend": "flex"}),
     ("h_alibi BD", {"attention_backend": "flex"}),
     ("rope ABCD k2 standard gqa", {"canon_backend": "reference"}),
@@ -68,7 +68,7 @@ def test_one_graph_serves_all_blocks_and_all_batches_of_a_shape(name, options):
     [
         ("full", "nope ABCD"),
         ("selective", "h_alibi ABCD k3 no_res cst tied documents"),
-        pytest.param("memory_budget", "nope ABCD", marks=slow),
+        pytest.param("memory_budget", "nope ABCD", marks=system),
     ],
 )
 def test_activation_checkpointing_changes_no_gradient(tmp_path, mode, name):

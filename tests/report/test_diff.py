@@ -223,7 +223,7 @@ def test_the_command_s_document_and_errors(tmp_path, capsys):
 # ---- real runs
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_real_runs_at_other_world_sizes_saw_the_same_data(runs, capsys):
     code = run_command(runs.straight, runs.elastic, "--json", "--rtol", "1e-3")
     document = json.loads(capsys.readouterr().out)

@@ -373,7 +373,7 @@ def test_a_live_copy_that_fails_or_hangs_ends(tmp_path, monkeypatch, caplog):
     exports.finish()  # a second time there is nothing to end
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_a_run_shows_itself_in_tensorboard_while_it_trains(data_folder, tmp_path):
     """Stopped and resumed on another number of ranks; and the log has what the copies show."""
     run = tmp_path / "run"

@@ -58,7 +58,7 @@ def traced(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- a real one, of the CPU
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_profiling_changes_nothing_that_is_computed(traced, runs, data_folder, tmp_path):
     launch(*debug_run(data_folder, traced), "--profiling.profile_freq", 4, output=tmp_path)
     assert_same_run(traced, runs.straight, step=12)

@@ -371,7 +371,7 @@ def test_a_noise_that_is_stated_too_small_breaks_it():
     assert 0.05 < outcome.false_alarms < 0.3, outcome
 
 
-@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.parametrize("k", range(1, len(simulate.SCENARIOS)))
 def test_verdicts_are_rarely_wrong_in_a_thousand_experiments(k):
     check(simulate.SCENARIOS[k], 1000, 13)

@@ -132,7 +132,7 @@ def local(folder: Path, **variables: object) -> dict[str, str]:
     return kept | {"CANON_CLUSTER_ENV": str(folder / "cluster.env"), "PYTHONPATH": str(SITE)}
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_locally_one_after_the_other_and_stopped_in_between(data_folder, tmp_path):
     """SIGTERM to the script: the run that trains saves, the next one does not begin."""
     sweep, pace = tmp_path / "a sweep", tmp_path / "pace"

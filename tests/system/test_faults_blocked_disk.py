@@ -27,7 +27,7 @@ MAX_PAUSE_S = 5.0
 FIELDS = ("step", "loss", "max_loss", "grad_norm", "lr", "tokens", "data_digests")
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_a_disk_that_blocks_stalls_and_ends_no_step(data_folder, tmp_path):
     train_on_a_blocked_disk(data_folder, tmp_path, block_s=25, timeout_s=10)
 

@@ -75,7 +75,10 @@ ALL_AT_ONCE = [(moment, ALL) for moment in (*LEFT_BEHIND, "it is renamed")]
 
 @pytest.mark.parametrize(
     "kills",
-    [pytest.param(ALL_AT_ONCE, id="all"), pytest.param(ONE_RANK, id="one", marks=pytest.mark.slow)],
+    [
+        pytest.param(ALL_AT_ONCE, id="all"),
+        pytest.param(ONE_RANK, id="one", marks=pytest.mark.system),
+    ],
 )
 def test_killed_at_any_moment_of_a_save_the_next_launch_goes_on(base, trial, kills):
     """One run, killed in the second save of launch after launch, ends as if nothing had been."""

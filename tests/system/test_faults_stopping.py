@@ -114,7 +114,7 @@ def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_under_torchrun_a_workers_signal_ends_the_job_with_code_0(trial):
     with open(trial.folder / "output.txt", "w") as output:
         agent = start_torchrun(*trial.command(*LONG), output=output)
@@ -277,7 +277,7 @@ def hang(started: Launch, folder: Path, ready: Callable[[], bool]) -> tuple[floa
     return took, hung
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_a_hang_ends_after_the_same_time_on_a_fresh_and_on_a_resumed_run(trial, monkeypatch):
     monkeypatch.setattr(run_status, "HUNG_AFTER_S", 1.0)
     monkeypatch.setattr(run_status, "HUNG_AFTER_STEPS", 1)
@@ -306,7 +306,7 @@ def test_a_hang_ends_after_the_same_time_on_a_fresh_and_on_a_resumed_run(trial, 
     assert (traces / "launch-1" / "rank_0.stacks.txt").read_text() == stacks[0]
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_a_hang_while_a_checkpoint_is_written_ends_as_well(trial):
     """It is given a few seconds, not the hours that a slow disk may have."""
     run = trial.run

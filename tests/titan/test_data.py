@@ -95,7 +95,7 @@ def test_a_source_too_short_or_of_another_vocabulary_is_named(folders, tmp_path)
         open_shards(parse_job([*words, "--model.vocab_size", "512"]))
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_a_mixture_trains_and_goes_on_at_another_world_size(folders, tmp_path):
     """Each line has the tokens of each source so far, by the specification's own random numbers."""
     argv = experiment(tmp_path, paths=[str(folder) for folder in folders], weights=WEIGHTS)

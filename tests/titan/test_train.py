@@ -86,7 +86,7 @@ ON_A_GPU = [
 
 
 @pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=ON_A_GPU)]
+    "device", [pytest.param("cpu", marks=pytest.mark.system), pytest.param("cuda", marks=ON_A_GPU)]
 )
 def test_compiled_bfloat16_resumes_bitwise_on(device, data_folder, tmp_path):
     """12 steps, against 6 and a resume; kernels that sum in no fixed order are not allowed."""
@@ -116,7 +116,7 @@ def test_compiled_blocks_train_as_eager_ones(runs, data_folder, tmp_path):
     assert shapes[0] == shapes[1]
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_bfloat16_trains_alike_on_one_rank_and_two(data_folder, tmp_path):
     """The default precision: FSDP2 casts at every world size, autocast at none."""
     words = ("--model.position", "partial_rope_a", "--model.qk_norm", "full")

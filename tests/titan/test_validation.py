@@ -152,7 +152,7 @@ def test_a_mixture_by_source_against_float64(data_folder, tmp_path, monkeypatch)
     assert good == shares[0][0] and math.isnan(bad[0]), "one source's NaN is in another's loss"
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_training_is_bitwise_the_same_whatever_is_validated(data_folder, runs, tmp_path):
     """Stopped where a validation is due, its line lost, gone on with, and launched once more."""
     run = tmp_path / "run"

@@ -119,7 +119,7 @@ def test_many_of_them_together_resume_bitwise(data_folder, tmp_path):
         assert torch.equal(state[name], value) == ("canon_" in name), name
 
 
-@pytest.mark.slow
+@pytest.mark.system
 def test_a_stable_rate_can_be_held_longer_or_decayed_from(data_folder, tmp_path):
     """WSD: the README's two commands, from a checkpoint before the decay."""
     run, branch, long = (tmp_path / name for name in ("run", "branch", "long"))

@@ -49,7 +49,9 @@ def load(
         # the question's last space is in the paper's prompts too
         question, target = row["question"], row["target"].strip()
         if target.lower() not in map(str.lower, LABELS[qa]):
-            raise UserError(f"{key}, row {place}: the target {target!r} is none of {LABELS[qa]}")
+            raise UserError(
+                "todo.task", f"{key}, row {place}: the target {target!r} is none of {LABELS[qa]}"
+            )
         prompt = prompts.of(row["input"], question)
         document = {"task": qa, "prompt": prompt, "question": question, "target": target}
         documents.append({**document, "prompts": prompts.sha256})
@@ -124,11 +126,12 @@ def read_prompts(task: str, source: str | Path | None = None) -> Prompts:
             return _of_release(text, task)
         return _of_sections(tomllib.loads(text), task)
     except OSError as error:
-        raise UserError(f"{where}: cannot be read: {error.strerror}") from None
+        raise UserError("todo.task", f"{where}: cannot be read: {error.strerror}") from None
     except (UserError, SyntaxError, ValueError, TypeError, LookupError, *DEEP) as error:
         lacks = "has no " if isinstance(error, KeyError) else ""
         raise UserError(
-            f"{where} [{task}]: {lacks}{error}. Nothing of it is run; {OWN_PROMPTS} is a start"
+            "todo.task",
+            f"{where} [{task}]: {lacks}{error}. Nothing of it is run; {OWN_PROMPTS} is a start",
         ) from None
 
 

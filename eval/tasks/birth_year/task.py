@@ -52,8 +52,9 @@ class ProbeSet:
         """Return the probes. Raises UserError if the file is not what was frozen."""
         if not self.path.exists() or files.sha256_file(self.path) != self.entry.sha256:
             raise UserError(
+                "todo.task",
                 f"{self.path} was changed after it was frozen: restore it, or delete "
-                f"{self.path.parent} and evaluate this run's checkpoints again"
+                f"{self.path.parent} and evaluate this run's checkpoints again",
             )
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
@@ -72,7 +73,9 @@ def find_corpus(junk: str | Path | None, staged: Path) -> Corpus | str:
         try:
             text = Path(junk).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"junk {junk}: cannot be read as UTF-8 text: {error}") from None
+            raise UserError(
+                "todo.task", f"junk {junk}: cannot be read as UTF-8 text: {error}"
+            ) from None
         return Corpus(f"file {hashlib.sha256(text.encode()).hexdigest()}", text)
     if not (staged / WIKITEXT / MANIFEST).exists():
         way_out = f"{restage(WIKITEXT, staged)}; or take the text of a file, --junk FILE.txt"
@@ -123,8 +126,9 @@ class FrozenSets:
             left_out.setdefault(found, []).append(name)
         if not fitting:
             raise UserError(
+                "todo.task",
                 f"no set of birth-year fits max_length {max_length}: raise it with --max_length; "
-                "it may be longer than what training saw"
+                "it may be longer than what training saw",
             )
         return fitting, [f"{', '.join(names)} ({reason})" for reason, names in left_out.items()]
 
@@ -180,7 +184,7 @@ class FrozenSets:
         try:
             return files.read_record(self.folder / SETS_FILE, dict[str, dict[str, Entry]])["sets"]
         except files.UnreadableFile as error:
-            raise UserError(f"{error}; delete {self.folder} to freeze anew") from None
+            raise UserError("todo.task", f"{error}; delete {self.folder} to freeze anew") from None
 
 
 def load(
@@ -193,8 +197,9 @@ def load(
     found = _frozen_sets(folder, task_tokenizer(metadata), junk, staged).get(probe_set)
     if isinstance(found, str):
         raise UserError(
+            "todo.task",
             f"the probes {probe_set} are not in {folder}: {found}. lm_eval's --metadata names "
-            'those of a run, {"probes": "RUN/evals/probes"}, or a text, {"junk": "FILE.txt"}'
+            'those of a run, {"probes": "RUN/evals/probes"}, or a text, {"junk": "FILE.txt"}',
         )
     check_fit(probe_set, found.entry.max_tokens, answer_tokens=ANSWER_TOKENS, metadata=metadata)
     return {"test": datasets.Dataset.from_list(found.read())}

@@ -217,14 +217,17 @@ def load(
             found = _item(STYLES[dataset], raw, tokenizer, options, twice)
         except KeyError as error:
             raise UserError(
+                "todo.documents",
                 f"{dataset}: the staged rows have no field {error}, only {', '.join(raw)}; see the "
-                f"options {dataset}_context and {dataset}_answers"
+                f"options {dataset}_context and {dataset}_answers",
             ) from None
         if found is not None:
             items.append({"row": number, **found[0]})
             num_cut += not found[1]
     if not items:
-        raise UserError(f"{dataset}: no row has an answer of two characters in {options[2]}")
+        raise UserError(
+            "todo.documents", f"{dataset}: no row has an answer of two characters in {options[2]}"
+        )
     dropped = len(rows) - len(items)
     counts = {"rows": len(rows), "dropped": dropped, "kept": len(items), "cut": num_cut}
     centres = [item["centre"] for item in items]
@@ -287,7 +290,9 @@ def _options(dataset: str, metadata: Mapping[str, Any]) -> Options:
             check_choice("option", name, sorted(known))
     given = str(metadata.get(tokens, NUM_TOKENS))
     if not given.isdecimal() or int(given) < 2:
-        raise UserError(f"{tokens} {given!r}: expected a number of tokens, at least 2")
+        raise UserError(
+            "todo.documents", f"{tokens} {given!r}: expected a number of tokens, at least 2"
+        )
     answers = metadata.get(f"{dataset}_answers", style.answers)
     names = answers.split(",") if isinstance(answers, str) else answers
     fields = tuple(stripped for name in names if (stripped := str(name).strip()))

@@ -1,0 +1,40 @@
+"""What every command prints for --help."""
+
+import importlib
+
+import pytest
+
+COMMANDS = (
+    "canon_pretrain.train",
+    "canon_pretrain.run",
+    *(f"canon_pretrain.run {name}" for name in ("status", "plot", "diff", "export", "profile")),
+    "canon_pretrain.checkpoint",
+    *(f"canon_pretrain.checkpoint {name}" for name in ("list", "verify", "prune")),
+    "canon_pretrain.sweep",
+    *(f"canon_pretrain.sweep {name}" for name in ("plan", "table", "run")),
+    "canon_pretrain.preflight",
+    "canon_pretrain.chain",
+    "canon_pretrain.hf",
+    *(f"canon_pretrain.hf {name}" for name in ("export", "import")),
+    "canon_pretrain.bench",
+    *(f"canon_pretrain.bench {name}" for name in ("canon", "step", "generate", "codegen")),
+    "data_prep",
+    *(f"data_prep {name}" for name in ("build", "finish", "verify", "stats", "show", "bench")),
+    "eval",
+    *(f"eval {name}" for name in ("stage", "run", "tasks", "submit", "report", "compare", "bench")),
+)
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_help(words, snapshot, monkeypatch, capsys):
+    name, *command = words.split()
+    is_module = name.endswith((".train", ".sweep", ".preflight", ".chain"))
+    module = importlib.import_module(name if is_module else f"{name}.__main__")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr("sys.argv", [name, *command, "--help"])
+    with pytest.raises(SystemExit) as left:
+        module.main()
+    printed = capsys.readouterr().out
+    assert not left.value.code
+    assert printed == snapshot
+    assert len(printed.splitlines()) <= 60 or "--help-all" in printed
