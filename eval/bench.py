@@ -42,7 +42,7 @@ from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM
-from eval.model.subject import Subject, dtype_for
+from eval.model.target import EvalTarget, dtype_for
 
 MAX_LENGTH = 2048
 """Tokens that both sides read at most; perplexities are in windows of it."""
@@ -231,14 +231,14 @@ def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
         else:
             args = parse_model(asked.model or ("1b3" if on_gpu else "8L512D"))
             write_random_export(args, folder, dtype)
-        subject = Subject.open(folder / "out", None)
-        transformer = subject.load(device, weights, MAX_LENGTH)
-        ours = CanonLM(transformer, subject.tokenizer, max_length=MAX_LENGTH)
+        target = EvalTarget.open(folder / "out", None)
+        transformer = target.load(device, weights, MAX_LENGTH)
+        ours = CanonLM(transformer, target.tokenizer, max_length=MAX_LENGTH)
         ours.batch_tokens = batch_tokens_for(ours, folder, lambda line: None)
         theirs = load_theirs(folder / "out", device, dtype, folder)
         names = [name for name in CASES if not asked.cases or name in asked.cases]
         rows, scale = [], asked.scale or (16.0 if on_gpu else 1.0)
-        for name, requests in make_requests(subject.tokenizer, names, scale).items():
+        for name, requests in make_requests(target.tokenizer, names, scale).items():
             rows.append(measure_case(ours, theirs, name, requests, asked.repeats))
             say(f"{name}: {rows[-1]['ratio']:.2f}x")
     means = []

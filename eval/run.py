@@ -26,7 +26,7 @@ from eval.harness import TaskPlan, open_tasks
 from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM
 from eval.model.ranks import Ranks
-from eval.model.subject import Subject, dtype_for, locate
+from eval.model.target import EvalTarget, dtype_for, locate
 from eval.staged import staged_folder
 from eval.suite_names import VALIDATION, asked_how, find_suite, folder_of, split_suites
 from eval.tasks.birth_year.task import FrozenSets, find_corpus
@@ -108,7 +108,7 @@ class Evaluation:
         given = arguments.checkpoint
         found = ranks.in_turn(lambda: locate(given) if ranks.rank == 0 else None)
         checkpoint, run = ranks.broadcast(found)
-        self.subject = Subject.open(checkpoint, arguments.data, run, arguments.held_out)
+        self.target = EvalTarget.open(checkpoint, arguments.data, run, arguments.held_out)
 
     def say(self, line: str) -> None:
         """Print a line on the first rank."""
@@ -125,15 +125,15 @@ class Evaluation:
             return
         longest = max(plan.asked["max_length"] for plan in missing)
         lm = CanonLM(
-            self.subject.load(self.device, self.dtype, longest),
-            None if {plan.name for plan in missing} == {VALIDATION} else self.subject.tokenizer,
+            self.target.load(self.device, self.dtype, longest),
+            None if {plan.name for plan in missing} == {VALIDATION} else self.target.tokenizer,
             max_length=longest,
             add_bos=self.arguments.add_bos,
             ranks=self.ranks,
             say=self.say,
         )
         lm.batch_tokens = self.arguments.batch_tokens or batch_tokens_for(
-            lm, self.subject.evals or self.arguments.out, self.say
+            lm, self.target.evals or self.arguments.out, self.say
         )
         with Progress(self.console) as progress:
             work = Work(progress, sum(plan.cost for plan in missing))
@@ -142,17 +142,17 @@ class Evaluation:
                 self._answer(plan, lm, work)
 
     def _plan(self, name: str, path: Path | None, num_suites: int) -> Plan:
-        subject, arguments = self.subject, self.arguments
-        how = asked_how(name, arguments, subject.seq_len)
+        target, arguments = self.target, self.arguments
+        how = asked_how(name, arguments, target.seq_len)
         length = how["max_length"]
         if path is None:
-            subject.check_held_out(arguments.held_out)
-            shards = subject.train_shards, subject.held_out_shards
+            target.check_held_out(arguments.held_out)
+            shards = target.train_shards, target.held_out_shards
             tasks = {name: validation_task(*shards, length, arguments.limit, self.say)}
         else:
             tasks = self._open_tasks(name, path, length)
         asked = {
-            **subject.identity,
+            **target.identity,
             "suite": name,
             "limit": arguments.limit,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -162,11 +162,11 @@ class Evaluation:
         }
         if arguments.out is not None:
             folder = arguments.out / name if num_suites > 1 else arguments.out
-        elif subject.folder is not None and subject.evals is not None:
-            folder = stored.results_folder(subject.folder, asked)
+        elif target.folder is not None and target.evals is not None:
+            folder = stored.results_folder(target.folder, asked)
         else:
             raise UserError(
-                "todo.run", f"{subject.checkpoint} is of no run, or its run left it: give --out"
+                "todo.run", f"{target.checkpoint} is of no run, or its run left it: give --out"
             )
         # now: nobody waits hours to learn that it can't be
         with writing(folder):
@@ -176,16 +176,16 @@ class Evaluation:
     def _open_tasks(self, name: str, path: Path, max_length: int) -> dict[str, TaskPlan]:
         arguments, only, staged = self.arguments, None, staged_folder(self.arguments.staged)
         metadata: dict[str, Any] = {
-            "tokenizer": str(self.subject.tokenizer_path),
+            "tokenizer": str(self.target.tokenizer_path),
             "staged": str(staged),
             "max_length": max_length,
             **dict(arguments.option),
         }
         if folder_of(path) == "birth_year":
-            folder = (arguments.out or self.subject.evals or staged) / "probes"
+            folder = (arguments.out or self.target.evals or staged) / "probes"
             corpus = lambda: find_corpus(arguments.junk, staged)  # noqa: E731
             advance = lambda probe: self.say(f"freezing the probes {probe} in {folder}")  # noqa: E731
-            frozen = FrozenSets(folder, self.subject.tokenizer, corpus)
+            frozen = FrozenSets(folder, self.target.tokenizer, corpus)
             with writing(folder):
                 sets, left_out = frozen.sets(max_length, advance)
             metadata |= {"probes": str(folder), "junk": str(arguments.junk or "")}
@@ -257,7 +257,7 @@ class Evaluation:
         return answers
 
     def _report(self, plan: Plan, results: Results, how: str) -> None:
-        print_results(self.console, str(self.subject.checkpoint), results)
+        print_results(self.console, str(self.target.checkpoint), results)
         self.say(f"{how} {plan.folder / RESULTS}")
         rival = self.arguments.must_beat
         if rival is None or plan.name != VALIDATION:
@@ -300,13 +300,13 @@ def writing(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def print_results(console: Console, subject: str, results: Results) -> None:
-    """Print the scores of one suite; losses best first. `subject` names what was evaluated."""
+def print_results(console: Console, target: str, results: Results) -> None:
+    """Print the scores of one suite; losses best first. `target` names what was evaluated."""
     asked, counts = results.asked, results.num_samples
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]] = []
     if asked["suite"] == VALIDATION:
-        title = f"held-out loss over {counts[VALIDATION]:,} tokens: {subject}"
+        title = f"held-out loss over {counts[VALIDATION]:,} tokens: {target}"
         columns, num_labels = ("model", "nats/token", "bits/byte"), 1
         losses = [(scores["bits_per_byte"].value, name) for name, scores in results.scores.items()]
         for bits, name in sorted(losses):
@@ -316,7 +316,7 @@ def print_results(console: Console, subject: str, results: Results) -> None:
     else:
         limit = asked["limit"]
         cut = "" if limit is None else f"; the first {limit:,} items only: not a result"
-        title = f"{asked['suite']}: {subject}{cut}"
+        title = f"{asked['suite']}: {target}{cut}"
         columns, num_labels = ("task", "metric", "score", "+-", "items"), 2
         for task, metrics in results.scores.items():
             for metric, score in metrics.items():

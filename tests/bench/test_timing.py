@@ -43,14 +43,14 @@ def subject(name: str, seconds: float, log: list[str]) -> timing.Make:
         log.append(name)
         return {"step": seconds}
 
-    def make() -> timing.Subject:
+    def make() -> timing.EvalTarget:
         log.append(f"make {name}")
-        return timing.Subject(block, lambda: {"name": name, "blocks": log.count(name)})
+        return timing.EvalTarget(block, lambda: {"name": name, "blocks": log.count(name)})
 
     return make
 
 
-def too_large() -> timing.Subject:
+def too_large() -> timing.EvalTarget:
     raise timing.NotMeasured("too large")
 
 

@@ -24,7 +24,7 @@ from canon_pretrain.hf.export import export
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.results import read_samples
 from eval.model.lm import CanonLM
-from eval.model.subject import load_model
+from eval.model.target import load_model
 from tests.data_folders import plant_data, sentence
 from tests.eval_fixtures import stage_fixtures
 from tests.hf_exports import hub_environment, plant_run

@@ -4,7 +4,7 @@ import torch
 
 from canon_pretrain.model.attention import rope_tables
 from canon_pretrain.model.cache import Cache
-from eval.model.subject import FastLinear, load_model, use_fast_linear
+from eval.model.target import FastLinear, load_model, use_fast_linear
 from tests.hf_exports import plant_run
 from tests.variants import VARIANTS, build, every_variant, random_tokens
 

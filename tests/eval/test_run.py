@@ -28,7 +28,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Results, read_results, read_samples
 from eval.__main__ import main
 from eval.harness import open_tasks
-from eval.model.subject import load_model
+from eval.model.target import load_model
 from eval.run_command import add_how
 from eval.schedule import Request, Schedule, to_words
 from eval.suite_names import harness_names

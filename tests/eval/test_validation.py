@@ -14,7 +14,7 @@ from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.results import read_results, read_samples
 from eval.__main__ import main
 from eval.model.lm import CanonLM
-from eval.model.subject import load_model
+from eval.model.target import load_model
 from eval.validation import CountModels, model_loss, windows
 
 CPU = torch.device("cpu")

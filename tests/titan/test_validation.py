@@ -25,7 +25,7 @@ from canon_pretrain.titan.data import open_data
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.validation import CanonValidator, num_windows, stands_in_log
 from eval.model.lm import CanonLM
-from eval.model.subject import load_model
+from eval.model.target import load_model
 from eval.validation import model_loss
 from tests.fault_runs import flip
 from tests.ranks import assert_refused, assert_same_run, events, launch

@@ -43,7 +43,7 @@ def locate(given: Path) -> tuple[Path, RunFolder | None]:
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvalTarget:
     """A checkpoint or an export, for which `folder` (the run) is None; with its shards, if any."""
 
     checkpoint: Path
@@ -63,7 +63,7 @@ class Subject:
         data: Path | None = None,
         run: RunFolder | None = None,
         held_out: Path | None = None,
-    ) -> "Subject":
+    ) -> "EvalTarget":
         """Open what `given`, or `locate(given)`, names; `held_out` replaces the run's own text."""
         checkpoint, run = (given, run) if run else locate(given)
         if run is None:
@@ -83,7 +83,7 @@ class Subject:
         """The shards trained on; raises UserError if an export was given none."""
         if self.train is None:
             raise UserError(
-                "todo.subject", f"{self.checkpoint} is an export, which names no data: give --data"
+                "todo.target", f"{self.checkpoint} is an export, which names no data: give --data"
             )
         return self.train
 
@@ -92,7 +92,7 @@ class Subject:
         """The held-out shards; raises UserError if there are none."""
         if self.held_out is None:
             raise UserError(
-                "todo.subject",
+                "todo.target",
                 f"no held-out text for {self.checkpoint} in {self.train_shards.folder.parent}: "
                 "name a folder of the same tokenizer with --held_out, or build with --holdout",
             )
@@ -124,7 +124,7 @@ class Subject:
             tokenizer = Tokenizer.find(self.tokenizer_path, eos=eos)
         except UserError as error:
             raise UserError(
-                "todo.subject",
+                "todo.target",
                 f"{error}. Export the checkpoint with its tokenizer, or restore that of the data; "
                 "only --suite validation does without",
             ) from None
@@ -171,18 +171,18 @@ def _expect(found: str | None, expected: list[str] | list[str | None], wrong: st
     if found not in expected:
         known = " or ".join((sha256 or "none")[:16] for sha256 in expected)
         raise UserError(
-            "todo.subject", f"{wrong}; its hash is {(found or 'none')[:16]}, expected {known}"
+            "todo.target", f"{wrong}; its hash is {(found or 'none')[:16]}, expected {known}"
         )
 
 
 def _open_checkpoint(
     checkpoint: Path, folder: RunFolder, data: Path | None, held_out: Path | None
-) -> Subject:
+) -> EvalTarget:
     check_checkpoint(checkpoint)
     record = folder.read_config()
     if "imported_from" in (record.get("config") or ()):
         raise UserError(
-            "todo.subject",
+            "todo.target",
             f"{folder.path} is an import, which names no data: evaluate what "
             "`python -m canon_pretrain.hf export` makes of it",
         )
@@ -194,17 +194,17 @@ def _open_checkpoint(
         apart = held_out or config.get("validation", {}).get("path")
     except (KeyError, TypeError) as error:
         raise UserError(
-            "todo.subject", f"{folder.config_file} is damaged: it lacks {error}"
+            "todo.target", f"{folder.config_file} is damaged: it lacks {error}"
         ) from None
     if data is None and mixed:
         raise UserError(
-            "todo.subject",
+            "todo.target",
             f"{folder.path} was trained on a mixture of {', '.join(map(str, mixed))}: name the "
             "one whose held-out part and tokenizer to use with --data",
         )
     if data is None and not recorded.is_dir():
         raise UserError(
-            "todo.subject", f"{recorded} is not there: name the folder it was moved to with --data"
+            "todo.target", f"{recorded} is not there: name the folder it was moved to with --data"
         )
     data = data or recorded
     train = TokenShards.open(data / "train")
@@ -220,21 +220,21 @@ def _open_checkpoint(
     else:
         part = open_held_out(data)
     step, own = checkpoint_step(checkpoint), identity.get("held_out_fingerprint")
-    return Subject(checkpoint.resolve(), folder, step, seq_len, data, train, part, own)
+    return EvalTarget(checkpoint.resolve(), folder, step, seq_len, data, train, part, own)
 
 
-def _open_export(export: Path, data: Path | None, held_out: Path | None) -> Subject:
+def _open_export(export: Path, data: Path | None, held_out: Path | None) -> EvalTarget:
     record, train, part = _record(export), None, None
     if data is not None:
         train = TokenShards.open(data / "train")
         part = open_held_out(data) if held_out is None else open_apart(held_out)
     seq_len, step = folder_args(export).max_seq_len, record.get("step")
-    subject = Subject(export.resolve(), None, step, seq_len, data, train, part)
+    target = EvalTarget(export.resolve(), None, step, seq_len, data, train, part)
     if train is not None:
-        wanted = (record.get("tokenizer") or {}).get("sha256") or subject.tokenizer.sha256
+        wanted = (record.get("tokenizer") or {}).get("sha256") or target.tokenizer.sha256
         wrong = f"{data} was written with another tokenizer than {export} was trained with"
         _expect(train.tokenizer_sha256, [wanted], wrong)
-    return subject
+    return target
 
 
 def _record(export: Path) -> dict[str, Any]:

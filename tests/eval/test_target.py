@@ -16,7 +16,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import question_of
 from data_prep.settle import train_tokenizer
 from eval.model.lm import CanonLM
-from eval.model.subject import Subject
+from eval.model.target import EvalTarget
 from eval.validation import model_loss
 from tests.data_folders import plant_data, sentence
 from tests.hf_exports import identity_of
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data folder, a run on it with a checkpoint, and the checkpoint's export."""
-    base = tmp_path_factory.mktemp("subject")
+    base = tmp_path_factory.mktemp("target")
     data = base / "data"
     plant_data(data, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
     shards = TokenShards.open(data / "train")
@@ -49,8 +49,8 @@ def copy(base: Path, tmp_path: Path) -> Path:
 
 
 def test_a_checkpoint_and_its_export_are_asked_the_same(base, copy):
-    of_run = Subject.open(base / "run" / "checkpoint" / "step-3")
-    exported, other = Subject.open(base / "out"), Subject.open(copy)
+    of_run = EvalTarget.open(base / "run" / "checkpoint" / "step-3")
+    exported, other = EvalTarget.open(base / "out"), EvalTarget.open(copy)
     assert (of_run.step, of_run.seq_len, exported.step) == (3, 100, 3)
     assert exported.seq_len == VARIANTS["nope ABCD"].max_seq_len
     assert of_run.evals == base / "run" / "evals" and exported.evals is None
@@ -64,31 +64,31 @@ def test_a_checkpoint_and_its_export_are_asked_the_same(base, copy):
     assert question_of(exported.identity) == question_of(other.identity)
     path = copy / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
-    assert other.identity["content"] != Subject.open(copy).identity["content"]
+    assert other.identity["content"] != EvalTarget.open(copy).identity["content"]
 
 
 def test_an_export_takes_data_for_what_reads_shards(base):
     with pytest.raises(UserError, match="out is an export, which names no data: .* --data"):
-        Subject.open(base / "out").check_held_out()
-    with_data = Subject.open(base / "out", base / "data")
+        EvalTarget.open(base / "out").check_held_out()
+    with_data = EvalTarget.open(base / "out", base / "data")
     with_data.check_held_out()
     losses = []
-    for subject in (with_data, Subject.open(base / "run" / "checkpoint" / "step-3")):
-        lm = CanonLM(subject.load(CPU), None, max_length=40)
-        losses.append(model_loss(lm, subject.held_out_shards, seq_len=40)[0].nats_per_token)
+    for target in (with_data, EvalTarget.open(base / "run" / "checkpoint" / "step-3")):
+        lm = CanonLM(target.load(CPU), None, max_length=40)
+        losses.append(model_loss(lm, target.held_out_shards, seq_len=40)[0].nats_per_token)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_exports_without_parts_say_what_is_missing(base, copy, tmp_path):
     (copy / "tokenizer.json").unlink()
     (copy / "canon_pretrain.json").unlink()  # as a folder of another making
-    foreign = Subject.open(copy)  # validation needs none
+    foreign = EvalTarget.open(copy)  # validation needs none
     assert foreign.step is None and foreign.identity["tokenizer_sha256"] is None
     with pytest.raises(UserError, match="Export the checkpoint with its tokenizer"):
         foreign.tokenizer  # noqa: B018
     write_data(tmp_path)  # shards that name no tokenizer
     with pytest.raises(UserError, match="another tokenizer than .* was trained with; its hash"):
-        Subject.open(base / "out", tmp_path)
+        EvalTarget.open(base / "out", tmp_path)
 
 
 def test_an_import_is_evaluated_by_its_export(copy, tmp_path):
@@ -96,15 +96,15 @@ def test_an_import_is_evaluated_by_its_export(copy, tmp_path):
     found = import_folder(copy, tmp_path / "imported")
     for path in (found.checkpoint, found.checkpoint.parent):
         with pytest.raises(UserError, match="is an import.*canon_pretrain.hf export"):
-            Subject.open(path, None)
+            EvalTarget.open(path, None)
 
 
 def test_text_or_a_tokenizer_of_another_vocabulary_is_refused(base, tmp_path):
     step = base / "run" / "checkpoint" / "step-3"
     write_data(tmp_path / "text")  # of another tokenizer
     with pytest.raises(UserError, match="another tokenizer than"):
-        Subject.open(step, held_out=tmp_path / "text").check_held_out()
+        EvalTarget.open(step, held_out=tmp_path / "text").check_held_out()
     data = Path(shutil.copytree(base / "data", tmp_path / "data"))
     (data / "tokenizer.model").write_bytes(train_tokenizer([sentence(1, 999)], 290))
     with pytest.raises(UserError, match="expected"):
-        Subject.open(step, data).tokenizer  # noqa: B018
+        EvalTarget.open(step, data).tokenizer  # noqa: B018
