@@ -31,21 +31,21 @@ def main(argv: list[str] | None = None) -> None:
     except UserError as error:
         exit_with(error, quiet=quiet)
     device.prepare_device()
-    with words(), device.stand_alone():
+    with words(), device.single_rank_environment():
         import torch.distributed
 
         try:
             device.check_launch()
-            device.take_device()
+            device.bind_device()
             _run(argv, quiet=quiet)
         except UserError as error:
             # torchtitan wrote its traceback for torchrun's report; the message is all there is
             if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
                 Path(report).unlink(missing_ok=True)
             # once the ranks have met, one may fail alone, and prints its own message
-            have_met = torch.distributed.is_initialized()
-            told_by_rank_0 = error.shared and os.environ.get("RANK", "0") != "0"
-            exit_with(error, quiet=told_by_rank_0 or quiet and not have_met)
+            connected = torch.distributed.is_initialized()
+            printed_by_rank_0 = error.shared and os.environ.get("RANK", "0") != "0"
+            exit_with(error, quiet=printed_by_rank_0 or quiet and not connected)
 
 
 def _run(argv: list[str], *, quiet: bool) -> None:
@@ -61,7 +61,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     from canon_pretrain.titan.trainer import CanonTrainer
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    options, argv = _own_options(argv)
+    options, argv = _split_options(argv)
     job = parse_job(argv, quiet=quiet)
     if options.dry_run:  # on every rank, so that all fail alike
         plans = dry_run.make_plans(job, options.gpu, options.world, options.mfu, world_size)
@@ -77,7 +77,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
         here = dry_run.this_machine(int(os.environ["LOCAL_WORLD_SIZE"]))
         if not options.force:
             dry_run.check_memory(job, here, world_size)
-        notes = [*data.notices, *dry_run.first_notes(job, here, world_size)]
+        notes = [*data.notices, *dry_run.startup_warnings(job, here, world_size)]
     init_logging(rank)
     for note in notes:
         logger.info(f"NOTE: {note}")
@@ -107,7 +107,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     torch.distributed.destroy_process_group()
 
 
-def _own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def _split_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return --force, and --dry_run with its options; and the words that are left for the job."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--dry_run", "--dry-run", action="store_true")

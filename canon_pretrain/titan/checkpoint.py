@@ -2,7 +2,7 @@
 
     preflight -> copy to CPU memory -> VerifiedWriter in the background -> retention
 
-Decisions are global rank 0's, over the Council's group, which is a save's while that is written.
+Decisions are global rank 0's, over the RankZero's group, which is a save's while that is written.
 """
 
 import functools
@@ -40,11 +40,11 @@ from canon_pretrain.run.launches import RunFacts, mark_obeyed, was_obeyed
 from canon_pretrain.run.session import LOST_LOCK, Session
 from canon_pretrain.titan.job_config import Checkpoint
 from canon_pretrain.titan.metrics import CanonMetrics
-from canon_pretrain.titan.resume import Council, Resume
+from canon_pretrain.titan.resume import RankZero, Resume
 
 CLOSE_TIMEOUT_S = 5.0
-ELSEWHERE = "Make room, or save elsewhere with --job.dump_folder or --checkpoint.folder"
-LOUD_AFTER = 3
+DISK_HINT = "Make room, or save elsewhere with --job.dump_folder or --checkpoint.folder"
+ALERT_AFTER_FAILURES = 3
 """Failed saves in a row from which on each one is told loudly."""
 
 
@@ -56,12 +56,12 @@ def full_bytes(weights: Mapping[str, Tensor]) -> int:
 def check_room(folder: CheckpointFolder, num_bytes: int) -> None:
     """Raise UserError if `folder` can't be made, or has no room for `num_bytes` more."""
     if lack := folder.lack_of_room(num_bytes):
-        raise UserError("todo.checkpoint", f"{lack}. {ELSEWHERE}")
+        raise UserError("todo.checkpoint", f"{lack}. {DISK_HINT}")
     try:
         folder.make_trial()
     except OSError as error:
         raise UserError(
-            "todo.checkpoint", f"{folder.path}: {error.strerror}. {ELSEWHERE}"
+            "todo.checkpoint", f"{folder.path}: {error.strerror}. {DISK_HINT}"
         ) from None
 
 
@@ -91,7 +91,7 @@ class Staging:
             self.copied = self._pending = self._stream.record_event()
         return staged
 
-    def keep_order(self) -> None:
+    def wait_on_stream(self) -> None:
         """Call before anything changes that is being copied; the host does not wait."""
         if self._pending is not None:
             torch.cuda.current_stream().wait_event(self._pending)
@@ -126,14 +126,14 @@ class CanonCheckpointManager:
         parts = {"optimizer": optimizers, "dataloader": dataloader, "lr_scheduler": lr_schedulers}
         self.states = states | parts
         self._model = ModelWrapper(model_parts)
-        self._obeyed_once: str | None = None
+        self._one_shot_option: str | None = None
         """An option that acts once, to be marked as obeyed when the launch begins to train."""
         self.saved_step = 0
         """The newest step with a whole checkpoint, as far as this launch knows."""
         self.failures = 0
         self._save: _Save | None = None
-        self._staging, self.council = Staging(), Council()
-        self._rank = self.council.rank
+        self._staging, self.rank_zero = Staging(), RankZero()
+        self._rank = self.rank_zero.rank
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else 0
         self._retaining = Background(self._retain, "retention")
         self._retention = Retention(
@@ -150,13 +150,15 @@ class CanonCheckpointManager:
         if not self.enable:
             return False
         once, option = self.run.obeyed_file, f"checkpoint.load_step={step}"
-        if step != -1 and self.council.decide(lambda: was_obeyed(once, option)):
+        if step != -1 and self.rank_zero.run(lambda: was_obeyed(once, option)):
             logger.info(f"NOTE: this job has gone back to step {step} before: going on from there")
             step = -1
-        search = Resume(self.folder, self.run, self.council, self._model, self.states, self._event)
+        search = Resume(
+            self.folder, self.run, self.rank_zero, self._model, self.states, self._event
+        )
         initial, model_only = self.config.initial_load_path, self.config.initial_load_model_only
-        found = search.take_up(step, initial=initial or "", initial_model_only=model_only)
-        self._obeyed_once = None if step == -1 else option
+        found = search.resume(step, initial=initial or "", initial_model_only=model_only)
+        self._one_shot_option = None if step == -1 else option
         if found is not None:
             self.saved_step = found
             self._note(checkpoint_step=found)
@@ -166,28 +168,28 @@ class CanonCheckpointManager:
         """Move later steps of an abandoned branch to the archive; after `load`, before training."""
         if not self.enable:
             return
-        if not self.council.decide(self._still_ours):
+        if not self.rank_zero.run(self._still_ours):
             raise UserError(
                 "todo.checkpoint", f"stopped before its first step: {LOST_LOCK}", shared=True
             )
         self.check_room()
         if self.saved_step:
-            self.council.decide(lambda: self._leave_branch(self.saved_step))
+            self.rank_zero.run(lambda: self._archive_later_steps(self.saved_step))
 
-    def _leave_branch(self, step: int) -> bool:
+    def _archive_later_steps(self, step: int) -> bool:
         """Archive what was saved after `step`, and return whether it was saved; rank 0 only."""
         kept = self.folder.archive_after(step, self.run.path, f"gone on from step {step}")
         if kept is not None:
             logger.warning(f"saved after step {step} is an abandoned branch, now in {kept}")
             self._event("archive", step=step, moved_to=str(kept))
-        if self._obeyed_once:
-            mark_obeyed(self.run.obeyed_file, self._obeyed_once)
+        if self._one_shot_option:
+            mark_obeyed(self.run.obeyed_file, self._one_shot_option)
         return step in self.folder.steps()
 
-    def go_back(self, step: int) -> None:
+    def roll_back(self, step: int) -> None:
         """Make `step` the newest one: move what was saved after it to the archive."""
         self.wait()
-        if self.council.decide(lambda: self._leave_branch(step)):
+        if self.rank_zero.run(lambda: self._archive_later_steps(step)):
             self.saved_step = step
 
     def is_due(self, step: int) -> bool:
@@ -207,19 +209,19 @@ class CanonCheckpointManager:
     def begin_save(self, step: int) -> None:
         """Begin a checkpoint of the present state as `step`, due or not."""
         begin = time.monotonic()
-        if self.council.decide_at_once(lambda: self._is_busy(step)):
+        if self.rank_zero.run_by_store(lambda: self._is_saving(step)):
             return
         self.wait()
-        if (verdict := self.council.decide(self._preflight)) is not None:
+        if (verdict := self.rank_zero.run(self._save_problem)) is not None:
             self._remove_unfinished(step)
-            self._failed(step, verdict)
+            self._report_failure(step, verdict)
             return
         staged = self._staging.copy(self.states | self._model.state_dict())
         writer = VerifiedWriter(
             self.folder.step_path(step),
             self.folder.saving_path(step),
             step=step,
-            world_size=self.council.world_size,
+            world_size=self.rank_zero.world_size,
             run_id=self._launch.run_id if self._launch else None,
             launch=self._launch.launches if self._launch else None,
             may_commit=self._may_commit,
@@ -231,7 +233,7 @@ class CanonCheckpointManager:
         else:
             self._save.stall_s = time.monotonic() - begin
 
-    def _is_busy(self, step: int) -> bool:
+    def _is_saving(self, step: int) -> bool:
         """Report and return whether the save before `step` goes on; rank 0 only."""
         if self._save is None or self._save.future.done():
             return False
@@ -240,7 +242,7 @@ class CanonCheckpointManager:
         logger.warning(f"step {step} is not saved: {busy}")
         return True
 
-    def _preflight(self) -> str | None:
+    def _save_problem(self) -> str | None:
         """Return why a save must not begin now, if so; rank 0 only."""
         if not self._still_ours():
             return LOST_LOCK
@@ -254,22 +256,22 @@ class CanonCheckpointManager:
 
     def check_room(self) -> None:
         """Raise UserError on all ranks if no checkpoint could be saved."""
-        self.council.decide(lambda: check_room(self.folder, self.checkpoint_bytes()))
+        self.rank_zero.run(lambda: check_room(self.folder, self.checkpoint_bytes()))
         trial, faults = self.folder.trial_path, []
-        num_bytes = self.checkpoint_bytes() // self.council.world_size
+        num_bytes = self.checkpoint_bytes() // self.rank_zero.world_size
         try:
             reserve(trial / f"__{self._rank}_0.distcp", num_bytes)
         except OSError as error:
             faults.append(f"{socket.gethostname()}, rank {self._rank}: {error.strerror}")
-        found = self.council.collect(faults)
-        self.council.decide(lambda: remove_tree(trial) if trial.exists() else 0)
+        found = self.rank_zero.gather(faults)
+        self.rank_zero.run(lambda: remove_tree(trial) if trial.exists() else 0)
         if found:
             text = "; ".join(texts[0] for texts in found.values())
-            text = f"{self.folder.path} takes no file of {num_bytes:,} bytes: {text}. {ELSEWHERE}"
+            text = f"{self.folder.path} takes no file of {num_bytes:,} bytes: {text}. {DISK_HINT}"
             raise UserError("todo.checkpoint", text, shared=True)
 
     def maybe_wait_for_staging(self) -> None:
-        self._staging.keep_order()
+        self._staging.wait_on_stream()
 
     def _write(
         self, staged: dict[str, Any], writer: VerifiedWriter, copied: torch.cuda.Event | None
@@ -278,7 +280,7 @@ class CanonCheckpointManager:
             torch.cuda.set_device(self._device)  # a new thread's is the first GPU of the node
             copied.synchronize()
         try:
-            dcp.save(staged, storage_writer=writer, process_group=self.council.group)
+            dcp.save(staged, storage_writer=writer, process_group=self.rank_zero.group)
         except BaseException:
             self._remove_unfinished(writer.step)
             raise
@@ -304,7 +306,7 @@ class CanonCheckpointManager:
         if save is None:
             return
         if error := save.future.exception():
-            self._failed(save.step, describe(error))
+            self._report_failure(save.step, describe(error))
             return
         self.saved_step, self.failures = save.step, 0
         manifest = save.writer.manifest
@@ -317,7 +319,7 @@ class CanonCheckpointManager:
         self._note(**saved, checkpoint_failures=0)
         self._retaining.request()
 
-    def _failed(self, step: int, why: str) -> None:
+    def _report_failure(self, step: int, why: str) -> None:
         """Report a save that was not made, louder from the third in a row on."""
         self.failures += 1
         if self._rank:
@@ -325,7 +327,7 @@ class CanonCheckpointManager:
         self._event("checkpoint_failed", step=step, reason=why, in_a_row=self.failures)
         self._note(checkpoint_failures=self.failures)
         text = f"step {step} is NOT SAVED: {why}. Training goes on; the next interval tries again"
-        if self.failures >= LOUD_AFTER:
+        if self.failures >= ALERT_AFTER_FAILURES:
             text += f"\n!!! {self.failures} saves in a row have failed: all since step "
             text += f"{self.saved_step} would be lost with this process !!!"
         logger.warning(text)

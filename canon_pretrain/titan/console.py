@@ -49,7 +49,7 @@ class Console:
 
     def begin(self, step: int) -> None:
         """Show a run that is at `step`."""
-        self.stands_at(step)
+        self.set_step(step)
         if not is_terminal():
             return
         # its size is asked of the terminal alone: variables don't follow a change
@@ -66,7 +66,7 @@ class Console:
         self._live = live
         atexit.register(self.end)
 
-    def stands_at(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """Show how far the run is; called after every step."""
         self._step = step
 
@@ -78,9 +78,9 @@ class Console:
             self._losses.append(fields["loss"])
             done = f"{100 * self._step / self.total_steps:.1f} %"
             text = f"step {self._step}/{self.total_steps}  {done}  loss {fields['loss']:.4f}  "
-            text += f"{_figures(fields, FIGURES)}  ETA {self._eta(fields)}"
+            text += f"{_format_fields(fields, FIGURES)}  ETA {self._eta(fields)}"
         elif name == "validation":
-            text = f"validation at step {fields['step']}: {_held_out(fields)}, "
+            text = f"validation at step {fields['step']}: {_format_validation(fields)}, "
             text += f"{fields['tokens_scored']:,} tokens, {fields['seconds']:.1f} s"
         else:
             facts = "  ".join(f"{key} {value}" for key, value in fields.items() if key != "tokens")
@@ -130,7 +130,7 @@ class Console:
             drawn = sparkline(list(self._losses)[-max(1, width - len(loss)) :])
             yield Text.assemble((loss, "bold"), (drawn, "cyan"), no_wrap=True, overflow="crop")
         if step:
-            yield Text(_figures(step, FIGURES + MORE))
+            yield Text(_format_fields(step, FIGURES + MORE))
         state = "no checkpoint of this launch yet"
         if "checkpoint" in self._latest:
             saved, fields = self._latest["checkpoint"]
@@ -138,7 +138,7 @@ class Console:
             state += f"{duration(time.monotonic() - saved)} ago"
         if "validation" in self._latest:
             fields = self._latest["validation"][1]
-            state += f"  validation {_held_out(fields)} at step {fields['step']}"
+            state += f"  validation {_format_validation(fields)} at step {fields['step']}"
         yield Text(state)
         for event in list(self._events):
             yield Text(event, "dim", no_wrap=True, overflow="crop")
@@ -158,7 +158,7 @@ def sparkline(values: Collection[float]) -> str:
     return "".join(levels[round((v - low) / step)] if math.isfinite(v) else "x" for v in values)
 
 
-def _figures(fields: Mapping[str, Any], formats: str) -> str:
+def _format_fields(fields: Mapping[str, Any], formats: str) -> str:
     """Fill in those of `formats` whose field there is."""
     texts = []
     for text in formats.split("|"):
@@ -167,12 +167,12 @@ def _figures(fields: Mapping[str, Any], formats: str) -> str:
     return "  ".join(texts)
 
 
-def _held_out(fields: Mapping[str, Any]) -> str:
+def _format_validation(fields: Mapping[str, Any]) -> str:
     return f"loss {fields['loss']:.4f} ({fields['bits_per_byte']:.4f} bits/byte)"
 
 
 # No news, does not hold here (a CPU's peak FLOP/s, autocast), or is said by our own lines
-_NOISE = (
+_FILTERED = (
     *("[GC]", "ENV[TORCH_", "Building canon", "Building device mesh"),
     *("Successfully created meshes", "Mixed precision training is handled by"),
     *("Error running lspci", "Peak flops undefined", "Peak FLOPS used", "Training starts at step"),
@@ -209,7 +209,7 @@ class Printer(logging.Handler):
 def init_logging(rank: int) -> None:
     """Let rank 0 print the story on stdout, the other ranks only what went wrong."""
     printer = Printer()
-    printer.addFilter(lambda record: not record.getMessage().startswith(_NOISE))
+    printer.addFilter(lambda record: not record.getMessage().startswith(_FILTERED))
     logging.basicConfig(
         format="%(asctime)s  %(message)s",
         datefmt="%H:%M:%S",

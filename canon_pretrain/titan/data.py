@@ -27,10 +27,10 @@ from canon_pretrain.titan.job_config import CanonJobConfig
 T = TypeVar("T")
 HELD_OUT = "held_out_fingerprint"
 """The identity's name of the text that the held-out loss is of; absent with validation off."""
-OFF = "--validation.enable False turns it off"
-IN_THE_IDENTITY = ("fingerprint", "seed", "mode", "seq_len", "global_batch")
+OFF_HINT = "--validation.enable False turns it off"
+IDENTITY_FIELDS = ("fingerprint", "seed", "mode", "seq_len", "global_batch")
 """Fields of the loader's state that the run's identity has too."""
-CLOSE_S, LEAVE_S = 10.0, 0.5
+LOADER_CLOSE_TIMEOUT_S, ITERATOR_CLOSE_TIMEOUT_S = 10.0, 0.5
 """How long the ends of a run and of its steps wait for a thread that is still reading."""
 
 
@@ -60,7 +60,7 @@ def open_data(job: CanonJobConfig) -> OpenedData:
                 parts.append((open_apart if job.validation.path else open_held_out)(folder))
         except ShardError as error:
             raise UserError(
-                "todo.data", f"the held-out part can't be read: {error}. {OFF}"
+                "todo.data", f"the held-out part can't be read: {error}. {OFF_HINT}"
             ) from None
         for part in filter(None, parts):
             part.close()
@@ -68,12 +68,13 @@ def open_data(job: CanonJobConfig) -> OpenedData:
             same = part.vocab_size == job.model_args.vocab_size
             if not same or part.tokenizer_sha256 != training.tokenizer_sha256:
                 text += "another tokenizer than the training data: build one text with theirs"
-                raise UserError("todo.data", f"{text}. {OFF}")
+                raise UserError("todo.data", f"{text}. {OFF_HINT}")
             if part.fingerprint in {source.fingerprint for source in training.sources}:
                 raise UserError(
-                    "todo.data", f"{text}the text that is trained on: build another. {OFF}"
+                    "todo.data",
+                    f"{text}the text that is trained on: build another. {OFF_HINT}",
                 )
-        notices = _settle_validation(job, parts)
+        notices = _resolve_validation(job, parts)
         return OpenedData(training, parts, notices, {HELD_OUT: part_fingerprint(parts)})
 
 
@@ -113,7 +114,7 @@ def validation_folders(job: CanonJobConfig) -> list[str]:
     return [job.validation.path] if job.validation.path else job.data.folders
 
 
-def _settle_validation(job: CanonJobConfig, parts: Sequence[TokenShards | None]) -> list[str]:
+def _resolve_validation(job: CanonJobConfig, parts: Sequence[TokenShards | None]) -> list[str]:
     """Set `validation.enable`; return notices. Raises UserError if it was asked for in vain."""
     folders = validation_folders(job)
     without = [folder for folder, part in zip(folders, parts, strict=True) if part is None]
@@ -124,7 +125,9 @@ def _settle_validation(job: CanonJobConfig, parts: Sequence[TokenShards | None])
     return [f"no validation where {text}"] if without else []
 
 
-def share(job: CanonJobConfig, data: OpenedData | None, compared: T | None) -> tuple[OpenedData, T]:
+def broadcast_data(
+    job: CanonJobConfig, data: OpenedData | None, compared: T | None
+) -> tuple[OpenedData, T]:
     """Return what rank 0 has of both, on all ranks; UserError if a node's data are not rank 0's."""
     answer = [(data, compared, (job.model.vocab_size, job.validation.enable))]
     dist.broadcast_object_list(answer, src=0)
@@ -217,7 +220,7 @@ class CanonDataLoader(BaseDataLoader):
                 self._state = batch.state
                 yield {"input": batch.inputs}, batch.labels
         finally:
-            self._let_go(LEAVE_S)
+            self._stop_reading(ITERATOR_CLOSE_TIMEOUT_S)
 
     def _read(self) -> _Batch:
         begins_step = self.loader.at_step_start
@@ -231,12 +234,12 @@ class CanonDataLoader(BaseDataLoader):
         digest, state = samples_digest(samples), self.loader.state_dict()
         return _Batch(inputs, labels, digest, begins_step, state)
 
-    def close(self, timeout_s: float | None = CLOSE_S) -> None:
+    def close(self, timeout_s: float | None = LOADER_CLOSE_TIMEOUT_S) -> None:
         """End the thread; what it has read and nobody took will be read again."""
-        if not self._let_go(timeout_s):
+        if not self._stop_reading(timeout_s):
             logger.warning(f"the data could not be let go: a read takes more than {timeout_s} s")
 
-    def _let_go(self, timeout_s: float | None) -> bool:
+    def _stop_reading(self, timeout_s: float | None) -> bool:
         if self._ahead is not None:
             if not self._ahead.close(timeout_s):
                 return False

@@ -62,7 +62,7 @@ def prepare_device() -> None:
 
 
 @contextlib.contextmanager
-def stand_alone() -> Iterator[None]:
+def single_rank_environment() -> Iterator[None]:
     """Set torchrun's variables for one rank on a free port, within the block, if it set none."""
     if any(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
         yield
@@ -100,7 +100,7 @@ def check_launch() -> None:
         )
 
 
-def take_device() -> None:
+def bind_device() -> None:
     """Make this rank's GPU the current one, before anything else makes a context on GPU 0."""
     if not has_accelerator():
         return
@@ -109,10 +109,10 @@ def take_device() -> None:
     gpu = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(gpu)
     if os.environ.get("NUMA_BINDING") != "0":
-        run_on(near_cores(gpu))
+        set_cpu_affinity(near_cores(gpu))
 
 
-def run_on(cores: set[int]) -> None:
+def set_cpu_affinity(cores: set[int]) -> None:
     """Keep this process on those of `cores` that it may use, if any."""
     if allowed := cores & os.sched_getaffinity(0):
         for thread in os.listdir("/proc/self/task"):

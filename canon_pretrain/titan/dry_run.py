@@ -45,14 +45,14 @@ from canon_pretrain.titan.spec import head_loss
 GIB = 2**30
 DAY_S = 86_400
 DEFAULT_MFU = 0.4
-FILLS_A_GPU = 50_000_000
+MIN_PARAMETERS_FOR_MFU = 50_000_000
 """Parameters below which no MFU is assumed: a GPU waits for so small a model's kernels."""
 LEAST_KEPT = 0.64
 """The share of the counted activations that compiled blocks keep at least (kernels/NOTES.md)."""
 # measured with the quickstart's model on 2 ranks of one core each: 9,000 tokens/s at 6.4 MFLOP
 CPU_FLOPS_PER_RANK = 3e10
 ADVICE = "training.local_batch_size (it changes no result), use more"
-SHOWN_ANYWAY = """num_layers num_heads dim ffn_dim vocab_size max_seq_len norm_eps position
+SUMMARIZED_KEYS = """num_layers num_heads dim ffn_dim vocab_size max_seq_len norm_eps position
     canon_set qk_norm""".split()
 GPUS = {"a100": (79.2, 312e12), "h100": (79.6, 989e12), "h200": (139.8, 989e12)}
 """Usable memory in GiB and dense bf16 FLOP/s, from the vendor's data sheets."""
@@ -265,7 +265,7 @@ def world_sizes(job: CanonJobConfig) -> list[int]:
     return sizes
 
 
-def first_notes(job: CanonJobConfig, device: Device, world_size: int) -> Iterator[str]:
+def startup_warnings(job: CanonJobConfig, device: Device, world_size: int) -> Iterator[str]:
     """Yield what a user should know before a real run starts to use up their time."""
     ranks, devices = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
     if has_accelerator() and ranks < devices:
@@ -315,15 +315,15 @@ def _facts(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
     variant = [args.position, f"Canon-{args.canon_set}" if args.canon_set else "no Canon"]
     variant += [f"QK-norm {args.qk_norm}"]
     for name, value in settings.items():
-        if name not in SHOWN_ANYWAY and value != defaults[name]:
+        if name not in SUMMARIZED_KEYS and value != defaults[name]:
             variant.append(f"{name} = {json.dumps(value)}")
     return {
         "model": f"{job.model.flavor}: {args.num_layers} layers, {args.num_heads} heads, hidden "
         f"{args.dim}, F {args.ffn_dim}, {', '.join(variant)}",
         "parameters": f"{plan.parameters:,}{trained}",
-        "FLOPs per token": f"{_short(plan.flops_per_token)} by {FLOPS_FORMULA}",
+        "FLOPs per token": f"{_abbreviate(plan.flops_per_token)} by {FLOPS_FORMULA}",
         "steps": f"{training.steps:,} of {plan.tokens // training.steps:,} tokens: "
-        f"{_short(plan.tokens)} tokens",
+        f"{_abbreviate(plan.tokens)} tokens",
         "valid world sizes": ", ".join(map(str, world_sizes(job))),
         **{title: _pace(job, each) for title, each in plans.items()},
         "disk for data": f"{size(plan.data_bytes)} "
@@ -340,7 +340,7 @@ def _pace(job: CanonJobConfig, plan: Plan) -> str:
     device, replicas = plan.device, job.parallelism.data_parallel_replicate_degree
     text = f"{plan.world_size} x {device.name}{f' ({replicas} replicas)' if replicas > 1 else ''}, "
     text += f"{plan.micro_batch} x {job.training.seq_len} tokens at once on each: "
-    if device.is_gpu and plan.parameters < FILLS_A_GPU:
+    if device.is_gpu and plan.parameters < MIN_PARAMETERS_FOR_MFU:
         return text + "no time is estimated, the model is too small to fill a GPU"
     text += duration(plan.seconds)
     if device.is_gpu:
@@ -348,7 +348,7 @@ def _pace(job: CanonJobConfig, plan: Plan) -> str:
     return f"{text}, {plan.tokens / plan.seconds:,.0f} tokens/s, assuming {device.assumed}"
 
 
-def _short(value: float) -> str:
+def _abbreviate(value: float) -> str:
     """Return a number in billions or millions, as the field counts tokens and FLOPs."""
     unit, word = (1e9, "billion") if value >= 1e9 else (1e6, "million")
     return f"{value / unit:,.2f} {word}"

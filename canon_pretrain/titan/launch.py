@@ -1,6 +1,6 @@
 """What makes a run the run it is, and what a launch does to its folder before the first step.
 
-A launch that is refused leaves no record: `announce` comes after the last refusal. World size,
+A launch that is refused leaves no record: `record_launch` comes after the last refusal. World size,
 logging and checkpointing change nothing that is computed and are not part of the identity.
 """
 
@@ -30,7 +30,7 @@ from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.metrics import CanonMetrics
 from canon_pretrain.titan.parallelize import CanonChoice
-from canon_pretrain.titan.resume import Council, check_initial
+from canon_pretrain.titan.resume import RankZero, check_initial
 
 Changes = dict[str, list[Any]]
 """Dotted name -> [old, new]."""
@@ -77,7 +77,7 @@ def compare(job: CanonJobConfig, folder: RunFolder, data: OpenedData) -> Compari
     if is_fresh(job, folder):
         return Comparison(is_new, identity, code, config)
     changes = check_identity(folder, identity, allowed)
-    refuse = job.run.code == "refuse" and CODE not in _names(allowed)
+    refuse = job.run.code == "refuse" and CODE not in _split_names(allowed)
     changed_code = code_changes(folder, code, refuse=refuse)
     changed = config_changes(folder, config)
     recorded = _recorded(folder, "identity")
@@ -99,7 +99,7 @@ def run_identity(
 
 def check_identity(folder: RunFolder, identity: dict[str, Any], allowed: list[str]) -> Changes:
     """Return what this launch changes in the run that `folder` holds; nothing in a new one."""
-    names = _names(allowed)
+    names = _split_names(allowed)
     if unknown := [name for name in names if name not in (*identity, HELD_OUT, CODE)]:
         raise UserError(
             "todo.launch",
@@ -111,7 +111,7 @@ def check_identity(folder: RunFolder, identity: dict[str, Any], allowed: list[st
     defaults = run_identity(CanonJobConfig(), "")  # what these were before they had a name
     old = {name: old for name, old in defaults.items() if name.startswith(("model.", "loss."))}
     old |= _recorded(folder, "identity")
-    changed = _differing(old, identity)
+    changed = _differences(old, identity)
     if HELD_OUT not in old.keys() & identity.keys():
         changed.pop(HELD_OUT, None)
     if refused := {name: pair for name, pair in changed.items() if name not in names}:
@@ -128,7 +128,7 @@ def check_identity(folder: RunFolder, identity: dict[str, Any], allowed: list[st
 def code_changes(folder: RunFolder, code: dict[str, str], *, refuse: bool) -> Changes:
     """Return source files that are not those of the last launch: path -> hashes, if recorded."""
     old = _recorded(folder, "code")
-    changed = _differing(old, code) if old else {}
+    changed = _differences(old, code) if old else {}
     if changed and refuse:
         text = f"run.code is refuse, and {', '.join(changed)} differ(s) from the last launch of "
         text += f"{folder.path}: put the former code back, or give --run.allow_changes code"
@@ -140,8 +140,8 @@ def config_changes(folder: RunFolder, config: dict[str, Any]) -> Changes:
     """Return all that differs between the job in `folder` and this one."""
     if not folder.config_file.exists():
         return {}
-    old = _flat(CanonJobConfig().to_dict()) | _flat(_recorded(folder, "config"))
-    changed = _differing(old, _flat(config))
+    old = _flatten(CanonJobConfig().to_dict()) | _flatten(_recorded(folder, "config"))
+    changed = _differences(old, _flatten(config))
     return {name: pair for name, pair in changed.items() if name not in launches.OWN_TO_A_LAUNCH}
 
 
@@ -150,17 +150,17 @@ def _recorded(folder: RunFolder, part: str) -> dict[str, Any]:
     return folder.read_config().get(part, {}) if folder.config_file.exists() else {}
 
 
-def _names(words: list[str]) -> list[str]:
+def _split_names(words: list[str]) -> list[str]:
     """Return the names in `run.allow_changes`, which may be separated by commas."""
     return [name for word in words for name in word.split(",") if name]
 
 
-def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
     pairs = {name: [old.get(name), new.get(name)] for name in sorted(old.keys() | new.keys())}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _flat(config: dict[str, Any]) -> dict[str, Any]:
+def _flatten(config: dict[str, Any]) -> dict[str, Any]:
     """Return a job's sections as one dict by dotted names, with the values that JSON returns."""
     flat = {}
     for section, keys in config.items():
@@ -191,7 +191,7 @@ def prepare_folder(
     fresh = is_fresh(job, run)
     try:
         _check_folder(job, run, checkpoints, fresh=fresh)
-        _settle_folder(job, run, checkpoints, fresh=fresh)
+        _recover_folder(job, run, checkpoints, fresh=fresh)
     except OSError as error:
         raise UserError(
             "todo.launch",
@@ -255,7 +255,7 @@ def _check_folder(
     remove_tree(checkpoints.trial_path)
 
 
-def _settle_folder(
+def _recover_folder(
     job: CanonJobConfig, run: RunFolder, checkpoints: CheckpointFolder, *, fresh: bool
 ) -> None:
     """Move what earlier launches left, and with `fresh` the run so far."""
@@ -277,23 +277,23 @@ def _settle_folder(
 # -- inside the trainer --------------------------------------------------------------------------
 
 
-def announce(
+def record_launch(
     step: int,
     folder: RunFolder,
     compared: Comparison,
     canon: CanonChoice | None,
     record: LaunchRecord | None,
     metrics: CanonMetrics,
-    council: Council,
+    rank_zero: RankZero,
 ) -> None:
     """Record and log what this launch is, and that it begins at `step`; collective."""
-    if council.rank == 0:
+    if rank_zero.rank == 0:
         folder.done_file.unlink(missing_ok=True)
-    hosts = [""] * council.world_size
+    hosts = [""] * rank_zero.world_size
     dist.all_gather_object(hosts, host_name())
     config, identity, code = compared.config, compared.identity, compared.code_changes
     facts: dict[str, Any] = {
-        "world_size": council.world_size,
+        "world_size": rank_zero.world_size,
         "hosts": list(dict.fromkeys(hosts)),
         "torch": torch.__version__,
         "torchtitan": torchtitan.__version__,
@@ -317,7 +317,7 @@ def announce(
         metrics.event("changed", step=step, run=compared.changes, config=differences, code=code)
     # after what it makes unseen: killed before, the next launch says it all again
     metrics.flush()
-    council.decide(lambda: folder.write_config(config, identity, compared.code))
+    rank_zero.run(lambda: folder.write_config(config, identity, compared.code))
     if record is not None:
         gpus = range(torch.cuda.device_count() if has_accelerator() else 0)
         names = [torch.cuda.get_device_name(k) for k in gpus]

@@ -53,7 +53,7 @@ class CanonMetrics(MetricsProcessor):
         self.world_size = parallel_dims.world_size
         self.ntokens_since_last_log: int = 0
         self._dataloader = dataloader
-        self._stands_at = (0, 0)
+        self._position = (0, 0)
         self._logged_at = 0
         self._tokens_per_step = job.training.global_batch_size * job.training.seq_len
         self._checkpoint_seconds = self._stall_seconds = 0.0
@@ -72,7 +72,7 @@ class CanonMetrics(MetricsProcessor):
             self._checkpoint_seconds += fields["seconds"]
             self._stall_seconds += fields["stall_seconds"]
         if "step" in fields and "tokens" not in fields:
-            here, tokens = self._stands_at
+            here, tokens = self._position
             fields["tokens"] = tokens - (here - fields["step"]) * self._tokens_per_step
         self.run_log.write(name, **fields)
         self.console.event(name, fields)
@@ -82,10 +82,10 @@ class CanonMetrics(MetricsProcessor):
         if self.run_log is not None:
             self.run_log.flush()
 
-    def stands_at(self, step: int, tokens: int) -> None:
+    def set_position(self, step: int, tokens: int) -> None:
         """Note where the run is, in both counts; called after a load and after each step."""
-        self._stands_at = (step, tokens)
-        self.console.stands_at(step)
+        self._position = (step, tokens)
+        self.console.set_step(step)
 
     def begin(self, step: int) -> None:
         """Start the clocks, the view and the exports of a (resumed) run that is at `step`."""

@@ -38,7 +38,7 @@ PACKAGES = ("triton", "fla-core", "causal-conv1d")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CheckResult:
     problem: str | None
 
 
@@ -64,7 +64,7 @@ def choose_canon(
     backend = "triton" if asked == "auto" else asked
     if device.type not in DEVICE_TYPES or backend not in OPTIONAL:
         return CanonChoice(choose(asked), "auto" if asked == "auto" else "")
-    answer = [_checked(job, backend, device, code) if dist.get_rank() == 0 else None]
+    answer = [_check_backend(job, backend, device, code) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(answer, src=0)
     assert answer[0] is not None
     problem, how, is_lost = answer[0]
@@ -80,7 +80,7 @@ def choose_canon(
     return CanonChoice("compiled", "auto; triton failed its check", refused=problem)
 
 
-def _checked(
+def _check_backend(
     job: CanonJobConfig, backend: str, device: torch.device, code: Mapping[str, str]
 ) -> tuple[str | None, str, bool]:
     """Return what is wrong with `backend`, how that is known, and whether the GPU is lost by it."""
@@ -100,7 +100,7 @@ def _checked(
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = Path(home) / "canon_pretrain" / "canon_check" / f"{digest}.json"
     with contextlib.suppress(UserError, OSError):  # there is none, or it is damaged
-        problem = read_record(path, Verdict).problem
+        problem = read_record(path, CheckResult).problem
         return problem and f"{problem} (known from {path})", f"checked before, {path}", False
     from canon_pretrain.model import canon_check  # only a GPU needs it
 

@@ -37,7 +37,7 @@ IO_TIMEOUT = timedelta(hours=2)
 """Of what is decided by the state of a disk, whose faults last longer than a step's timeout."""
 
 
-class Council:
+class RankZero:
     """Decisions of rank 0 that all ranks share, over a gloo group of their own; all collective."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Council:
         """A gloo group of all ranks that waits for disks; made at its first use, on all at once."""
         return dist.new_group(backend="gloo", timeout=IO_TIMEOUT)
 
-    def decide(self, decision: Callable[[], Any]) -> Any:
+    def run(self, decision: Callable[[], Any]) -> Any:
         """Return rank 0's result of `decision`; its UserError or OSError is one on all ranks."""
         group = self.group  # before a decision takes its time: making it waits for minutes only
         answer: list[Any] = [None, None]
@@ -67,15 +67,15 @@ class Council:
             raise UserError("todo.resume", answer[1], shared=True)
         return answer[0]
 
-    def decide_at_once(self, decision: Callable[[], bool]) -> bool:
+    def run_by_store(self, decision: Callable[[], bool]) -> bool:
         """Do as `decide` does, by the store: for no disk, also while a thread uses the group."""
         self._asked += 1
-        store, key = dist.distributed_c10d._get_default_store(), f"council/{self._asked}"
+        store, key = dist.distributed_c10d._get_default_store(), f"rank_zero/{self._asked}"
         if self.rank == 0:
             store.set(key, str(int(decision())))
         return store.get(key) == b"1"
 
-    def collect(self, own: list[str]) -> dict[int, list[str]]:
+    def gather(self, own: list[str]) -> dict[int, list[str]]:
         """Return the texts of each rank that has some, by rank."""
         everyone: list[list[str]] = [[] for _ in range(self.world_size)]
         dist.all_gather_object(everyone, own, group=self.group)
@@ -96,23 +96,23 @@ class Resume:
         self,
         folder: CheckpointFolder,
         run: RunFolder,
-        council: Council,
+        rank_zero: RankZero,
         model: ModelWrapper,
         states: dict[str, Any],
         event: Callable[..., None],
     ) -> None:
         self.folder, self.run = folder, run
-        self._council, self._model, self._states = council, model, states
+        self._rank_zero, self._model, self._states = rank_zero, model, states
         self._event = event
 
-    def take_up(self, asked: int, *, initial: str, initial_model_only: bool) -> int | None:
+    def resume(self, asked: int, *, initial: str, initial_model_only: bool) -> int | None:
         """Load step `asked`, or with -1 the newest whole one; return the step, if any; collective.
 
         Without checkpoints the state may come from `initial`. UserError if none is whole.
         """
         if asked == -1:
-            self._council.decide(self._set_late_ones_aside)
-        while (step := self._council.decide(lambda: self._candidate(asked))) is not None:
+            self._rank_zero.run(self._quarantine_stale_saves)
+        while (step := self._rank_zero.run(lambda: self._next_candidate(asked))) is not None:
             path, begin = self.folder.step_path(step), time.monotonic()
             found = self._verify(path)
             if isinstance(found, Verified):
@@ -125,12 +125,12 @@ class Resume:
             if asked != -1:
                 fault = f"checkpoint.load_step = {asked}: {path} is damaged: {text}"
                 raise UserError("todo.resume", fault, shared=True)
-            self._council.decide(functools.partial(self._set_aside, path, text))
+            self._rank_zero.run(functools.partial(self._quarantine, path, text))
         if initial:
-            self._begin_from(Path(initial), initial_model_only)
+            self._load_initial(Path(initial), initial_model_only)
         return None
 
-    def _set_late_ones_aside(self) -> None:
+    def _quarantine_stale_saves(self) -> None:
         """Move checkpoints that a launch committed after another took the run over; rank 0 only."""
         newest = newest_launch(self.run) or {}
         begin, taker = newest.get("from_step"), newest.get("launch")
@@ -138,14 +138,14 @@ class Resume:
             return
         for step in self.folder.steps():
             path = self.folder.step_path(step)
-            manifest = _or_fault(Manifest.read, path)
+            manifest = _value_or_fault(Manifest.read, path)
             launch = None if isinstance(manifest, str) else manifest.launch
             if step > begin and launch is not None and launch < taker:
                 text = f"launch {launch} saved step {step} after launch {taker} had taken the run "
                 text += f"over at step {begin}"
-                self._set_aside(path, text, "CHECKPOINT OF A LAUNCH THAT WAS TAKEN OVER")
+                self._quarantine(path, text, "CHECKPOINT OF A LAUNCH THAT WAS TAKEN OVER")
 
-    def _candidate(self, asked: int) -> int | None:
+    def _next_candidate(self, asked: int) -> int | None:
         """Return the step to try next, None to start at step 1; rank 0 only. Raises UserError."""
         steps = self.folder.steps()
         if asked != -1 and asked not in steps:
@@ -156,7 +156,7 @@ class Resume:
         if asked != -1:
             return asked
         for step in reversed(steps):
-            manifest = _or_fault(Manifest.read, self.folder.step_path(step))
+            manifest = _value_or_fault(Manifest.read, self.folder.step_path(step))
             if isinstance(manifest, str) or manifest.kind == "full":  # or to be found damaged
                 return step
         aside = [entry.path.name for entry in self.folder.quarantined()]
@@ -186,19 +186,19 @@ class Resume:
 
     def _verify(self, path: Path, *, weights_suffice: bool = False) -> Verified | list[str]:
         """Return a checkpoint proved whole, or its faults; each rank reads its share of files."""
-        manifest = self._council.decide(lambda: _or_fault(Manifest.read, path))
+        manifest = self._rank_zero.run(lambda: _value_or_fault(Manifest.read, path))
         if isinstance(manifest, str):
             return [manifest]
         faults: list[str] = []
         unreadable, metadata = None, b""
         names = [name for name in manifest.files if name != METADATA]
         names.sort(key=lambda name: (-manifest.files[name].bytes, name))
-        own = names[self._council.rank :: self._council.world_size]
+        own = names[self._rank_zero.rank :: self._rank_zero.world_size]
         try:
             # a rank without a share has to see the folder, too
             faults = manifests.find_faults(path, manifest, own or names[-1:], hashes=bool(own))
-            if self._council.rank == 0:
-                faults += _faults_of_the_whole(path, manifest, weights_suffice)
+            if self._rank_zero.rank == 0:
+                faults += _folder_faults(path, manifest, weights_suffice)
                 if METADATA in manifest.files:
                     metadata = manifests.read_file(path, manifest, METADATA)
         except DamagedCheckpoint as error:
@@ -206,7 +206,7 @@ class Resume:
         except OSError as error:
             faults, unreadable = [str(error)], error
         host = socket.gethostname()
-        found = self._council.collect([f"{host}: {fault}" for fault in faults])
+        found = self._rank_zero.gather([f"{host}: {fault}" for fault in faults])
 
         def judge() -> Verified | list[str]:
             if unreadable is not None:
@@ -214,7 +214,7 @@ class Resume:
             if 0 in found:
                 return faults
             if found:  # by others alone: perhaps one node's bad mount
-                whole = _or_fault(lambda: manifests.verify(path, workers=4))
+                whole = _value_or_fault(lambda: manifests.verify(path, workers=4))
                 if isinstance(whole, str):
                     return [whole]
                 rank, (text, *_) = next(iter(found.items()))
@@ -223,12 +223,12 @@ class Resume:
                     "todo.resume", f"{path} is {text}. Check that node's mount; nothing was moved"
                 )
             # only now: the pickles of a damaged file are not even opened
-            safe = _or_fault(check_safe, path, metadata)
+            safe = _value_or_fault(check_safe, path, metadata)
             return [safe] if isinstance(safe, str) else Verified(manifest, safe)
 
-        return self._council.decide(judge)
+        return self._rank_zero.run(judge)
 
-    def _set_aside(self, path: Path, text: str, what: str = "DAMAGED CHECKPOINT") -> None:
+    def _quarantine(self, path: Path, text: str, what: str = "DAMAGED CHECKPOINT") -> None:
         """Move a checkpoint out of the way, loudly; rank 0 only."""
         kept = self.folder.quarantine(path, text)
         logger.warning(f"{what}: {path}: {text}. Moved to {kept}")
@@ -243,15 +243,15 @@ class Resume:
             state,
             storage_reader=SafeReader(path, found.metadata),
             planner=SafePlanner(),
-            process_group=self._council.group,
+            process_group=self._rank_zero.group,
         )
         self._model.load_state_dict(state)
 
-    def _begin_from(self, path: Path, model_only: bool) -> None:
+    def _load_initial(self, path: Path, model_only: bool) -> None:
         """Begin a run from the checkpoint folder `path`."""
         found = self._verify(path, weights_suffice=model_only)
         if not isinstance(found, Verified):
-            raise _refused_initial(path, found)
+            raise _initial_load_error(path, found)
         self._read(path, found, model_only=model_only)
         what, manifest = "weights" if model_only else "whole state", found.manifest
         logger.info(f"began from {path}: the {what} of step {manifest.step}")
@@ -260,7 +260,7 @@ class Resume:
             checkpoint=str(path.resolve()),
             checkpoint_step=manifest.step,
             saved=manifest.saved,
-            manifest_sha256=self._council.decide(lambda: sha256_file(path / manifests.MANIFEST)),
+            manifest_sha256=self._rank_zero.run(lambda: sha256_file(path / manifests.MANIFEST)),
             model_only=model_only,
         )
 
@@ -269,22 +269,22 @@ def check_initial(initial: str, model: Mapping[str, Tensor], *, model_only: bool
     """Raise UserError unless a run of `model` can begin from `initial`; reads every file."""
     path = Path(initial)
     try:
-        if faults := _faults_of_the_whole(path, manifests.verify(path, workers=4), model_only):
-            raise _refused_initial(path, faults)
+        if faults := _folder_faults(path, manifests.verify(path, workers=4), model_only):
+            raise _initial_load_error(path, faults)
         metadata = check_safe(path)
     except DamagedCheckpoint as error:
-        raise _refused_initial(path, [str(error)]) from None
+        raise _initial_load_error(path, [str(error)]) from None
     _check_model(path, metadata, model)
 
 
-def _refused_initial(initial: Path, faults: list[str]) -> UserError:
+def _initial_load_error(initial: Path, faults: list[str]) -> UserError:
     text = "; ".join(faults) + ". Expected a whole RUN/checkpoint/step-N, or what an import wrote"
     return UserError(
         "todo.resume", f"checkpoint.initial_load_path = {initial}: {text}", shared=True
     )
 
 
-def _or_fault(read: Callable[..., T], *arguments: Any) -> T | str:
+def _value_or_fault(read: Callable[..., T], *arguments: Any) -> T | str:
     """Return what `read` returns, or what is wrong with the checkpoint that it reads."""
     try:
         return read(*arguments)
@@ -292,7 +292,7 @@ def _or_fault(read: Callable[..., T], *arguments: Any) -> T | str:
         return str(error)
 
 
-def _faults_of_the_whole(path: Path, manifest: Manifest, weights_suffice: bool) -> list[str]:
+def _folder_faults(path: Path, manifest: Manifest, weights_suffice: bool) -> list[str]:
     """Return what is wrong besides the content of the files that the manifest names."""
     strange = set(manifests.files_of(path)) - manifest.files.keys()
     faults = [f"{name} is not in the manifest" for name in sorted(strange)]

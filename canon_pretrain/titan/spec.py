@@ -28,7 +28,7 @@ from canon_pretrain.kernels.linear_cross_entropy import linear_cross_entropy
 from canon_pretrain.model.args import FLAVORS, ModelArgs, flops_per_token, num_parameters
 from canon_pretrain.model.transformer import HeadLoss, Transformer
 from canon_pretrain.run.config import Loss
-from canon_pretrain.titan.device import stand_alone
+from canon_pretrain.titan.device import single_rank_environment
 from canon_pretrain.titan.job_config import CanonJobConfig, LRScheduler
 from canon_pretrain.titan.parallelize import parallelize, write_shard
 
@@ -99,7 +99,7 @@ def build_schedule(
 
 
 @contextlib.contextmanager
-def plugged_in(build_checkpointer: Callable[..., Any], **builders: Any) -> Iterator[None]:
+def use_train_spec(build_checkpointer: Callable[..., Any], **builders: Any) -> Iterator[None]:
     """Let torchtitan's Trainer build `model.name = "canon"` by these functions, within the block.
 
     register_train_spec() would refuse a second Trainer, and keep what `builders` are bound to.
@@ -128,7 +128,7 @@ def plugged_in(build_checkpointer: Callable[..., Any], **builders: Any) -> Itera
 @contextlib.contextmanager
 def one_rank(*, start: bool = True) -> Iterator[None]:
     """Provide the environment of a single rank and, with `start`, a process group."""
-    with stand_alone():
+    with single_rank_environment():
         try:
             if start:
                 on_gpu = torch.cuda.is_available()

@@ -29,11 +29,11 @@ from canon_pretrain.titan.checkpoint import CanonCheckpointManager
 from canon_pretrain.titan.console import is_terminal
 from canon_pretrain.titan.data import HELD_OUT, CanonDataLoader, OpenedData
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
-from canon_pretrain.titan.launch import Comparison, announce, compare
+from canon_pretrain.titan.launch import Comparison, compare, record_launch
 from canon_pretrain.titan.metrics import CanonMetrics, named_data, profiling
 from canon_pretrain.titan.parallelize import choose_canon, clip_gradients
-from canon_pretrain.titan.spec import plugged_in
-from canon_pretrain.titan.validation import CanonValidator, stands_in_log
+from canon_pretrain.titan.spec import use_train_spec
+from canon_pretrain.titan.validation import CanonValidator, is_validation_logged
 
 SKIPPED, OUTLIERS, IN_A_ROW, HALTED, SEEN = range(5)
 """In `StepGuards.counters`: bad steps and outliers, outliers, bad in a row, end, norms seen."""
@@ -89,7 +89,7 @@ class StepGuards(Stateful):
         self.counters[SEEN] += counts
         return outlier
 
-    def before_the_streak(self) -> Tensor:
+    def counters_before_bad_steps(self) -> Tensor:
         """Return the counters as they were before the bad steps that end the run."""
         counters = self.counters.clone()
         counters[SKIPPED] -= counters[IN_A_ROW]
@@ -167,9 +167,9 @@ class CanonTrainer(torchtitan.train.Trainer):
         self._is_last = False
         # host states of the last steps, to go back to when bad steps in a row end the run
         most = job.guards.max_bad_steps + Readback.LAG + 1
-        self._before: deque[tuple[int, list[dict[str, Any]]]] = deque(maxlen=most)
+        self._host_states: deque[tuple[int, list[dict[str, Any]]]] = deque(maxlen=most)
         job.metrics.disable_color_printing |= not is_terminal()
-        with plugged_in(
+        with use_train_spec(
             self._build_checkpointer,
             build_dataloader_fn=self._build_dataloader,
             build_metrics_processor_fn=lambda job_config, parallel_dims, model_args: CanonMetrics(
@@ -187,7 +187,7 @@ class CanonTrainer(torchtitan.train.Trainer):
     def init_distributed(self) -> ParallelDims:
         """Meet the other ranks, receive what rank 0 has read, and choose Canon's backend."""
         dims, job = super().init_distributed(), self.job_config
-        self.data, self.compared = titan_data.share(job, *self._own)
+        self.data, self.compared = titan_data.broadcast_data(job, *self._own)
         self.canon = choose_canon(job, self.device, self.compared.code)
         if self.canon is not None:
             job.model.canon_backend = self.canon.backend
@@ -198,7 +198,7 @@ class CanonTrainer(torchtitan.train.Trainer):
 
     def _build_dataloader(self, **options: Any) -> CanonDataLoader:
         # compared with the run's identity already
-        may_change = () if self.compared.is_new else titan_data.IN_THE_IDENTITY
+        may_change = () if self.compared.is_new else titan_data.IDENTITY_FIELDS
         data = self.data.training
         return titan_data.build_dataloader(**options, data=data, may_change=may_change)
 
@@ -222,7 +222,7 @@ class CanonTrainer(torchtitan.train.Trainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step, self.tokens = state_dict["step"], state_dict["tokens"]
 
-    def _impose_hyperparameters(self) -> None:
+    def _apply_hyperparameters(self) -> None:
         """Set this job's numbers over those of the checkpoint, as `run.allow_changes` permits."""
         asked = self.job_config.optimizer
         fields = {"weight_decay": asked.weight_decay, "betas": (asked.beta1, asked.beta2)}
@@ -241,8 +241,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         session.progress(self.step, "loading")
         self.checkpointer.load(step=job.checkpoint.load_step)
         if self.step:  # also where the state came from checkpoint.initial_load_path
-            self._impose_hyperparameters()
-        self.metrics_processor.stands_at(self.step, self.tokens)
+            self._apply_hyperparameters()
+        self.metrics_processor.set_position(self.step, self.tokens)
         self.skipped_steps = int(self.guards.counters[SKIPPED])
         if self.step >= job.last_step:
             self._validate(if_missed=True)
@@ -250,8 +250,10 @@ class CanonTrainer(torchtitan.train.Trainer):
             self._end("nothing to do")
             return
         self.checkpointer.begin()
-        council, metrics = self.checkpointer.council, self.metrics_processor
-        announce(self.step, self.folder, self.compared, self.canon, self._record, metrics, council)
+        rank_zero, metrics = self.checkpointer.rank_zero, self.metrics_processor
+        record_launch(
+            self.step, self.folder, self.compared, self.canon, self._record, metrics, rank_zero
+        )
         logger.info(
             f"{'going on' if self.step else 'starting'} at step {self.step + 1} of "
             f"{job.training.steps}, to step {job.last_step}, in {self.folder.path}; attention by "
@@ -315,8 +317,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         """Score the held-out part, if that is due after this step; returns whether it was."""
         if not self.job_config.validation.enable or not self.validator.should_validate(self.step):
             return False
-        decide = self.checkpointer.council.decide
-        if if_missed and decide(lambda: stands_in_log(self.folder.log_file, self.step)):
+        decide = self.checkpointer.rank_zero.run
+        if if_missed and decide(lambda: is_validation_logged(self.folder.log_file, self.step)):
             return False
         self.session.progress(self.step, "validating")
         fields = self.validator.validate(self.model_parts, self.step)
@@ -328,12 +330,12 @@ class CanonTrainer(torchtitan.train.Trainer):
         """Take steps until this launch's last one; returns what asked to stop, if anything."""
         job, model = self.job_config, self.model_parts[0]
         stop: str | None = None
-        with profiling(job, model, step=self.step) as tools, self._hang_watch() as arm:
+        with profiling(job, model, step=self.step) as tools, self._hang_watchdog() as arm:
             data = named_data(self.batch_generator(self.dataloader))
             begin, first = time.monotonic(), self.step
             while self.step < job.last_step and stop is None:
                 stop = self.advance(data)
-                self.metrics_processor.stands_at(self.step, self.tokens)
+                self.metrics_processor.set_position(self.step, self.tokens)
                 for tool in tools:
                     tool.step()
                 if self.step == first + 1:  # lazy initialization and compilation are over
@@ -346,14 +348,14 @@ class CanonTrainer(torchtitan.train.Trainer):
                 paced = self.step - first - 1
                 pace = (time.monotonic() - begin) / paced if paced else None
                 self.session.progress(self.step, "training", pace)
-            return self._hear(self.readback.pop(last=True)) or stop
+            return self._process_step_reports(self.readback.pop(last=True)) or stop
 
     def advance(self, data: Iterator[tuple[dict[str, Tensor], Tensor]]) -> str | None:
         """Take the next step, and save it if that is due; returns what asks to stop after it."""
-        stop = self._hear(self.readback.pop())
+        stop = self._process_step_reports(self.readback.pop())
         # what a step changes besides tensors; a few numbers
         parts = (self, self.lr_schedulers, self.dataloader)
-        self._before.append((self.step, [part.state_dict() for part in parts]))
+        self._host_states.append((self.step, [part.state_dict() for part in parts]))
         self.step += 1
         self.tokens += self.tokens_per_step
         self._is_last = stop is not None or self.step == self.job_config.last_step
@@ -375,13 +377,16 @@ class CanonTrainer(torchtitan.train.Trainer):
         losses = []
         for _ in range(self.gradient_accumulation_steps):
             inputs, labels = next(data_iterator)
-            inputs = {name: self._to_device(tensor) for name, tensor in inputs.items()}
-            options = {"labels": self._to_device(labels), "global_valid_tokens": self._num_labels}
+            inputs = {name: self._copy_to_device(tensor) for name, tensor in inputs.items()}
+            options = {
+                "labels": self._copy_to_device(labels),
+                "global_valid_tokens": self._num_labels,
+            }
             losses.append(self.forward_backward_step(input_dict=inputs, **options))
         own_losses = torch.stack(losses).sum(dim=0)
         parameters = [p for part in self.model_parts for p in part.parameters()]
         grad_norm = clip_gradients(parameters, self.job_config.training.max_norm)
-        loss, objective = self._share(own_losses, grad_norm)
+        loss, objective = self._reduce_and_step(own_losses, grad_norm)
         self.lr_schedulers.step()
         if self.should_log():
             largest = own_losses[0] * dist.get_world_size()
@@ -405,15 +410,15 @@ class CanonTrainer(torchtitan.train.Trainer):
             objective.backward()
         return torch.stack([nats_BT.sum() / global_valid_tokens, objective.detach()])
 
-    def _to_device(self, tensor: Tensor) -> Tensor:
+    def _copy_to_device(self, tensor: Tensor) -> Tensor:
         """Return a copy that the host does not wait for: out of pinned memory, for a GPU."""
         tensor = tensor.pin_memory() if self.device.type == "cuda" else tensor
         return tensor.to(self.device, non_blocking=True)
 
-    def _share(self, own_losses: Tensor, grad_norm: Tensor) -> Tensor:
+    def _reduce_and_step(self, own_losses: Tensor, grad_norm: Tensor) -> Tensor:
         """Sum losses and requests to stop over the ranks, judge the step, and take it or not."""
         requests = torch.tensor(self.session.stop.poll(), dtype=torch.float32)
-        shared = torch.cat([own_losses.float(), self._to_device(requests)])
+        shared = torch.cat([own_losses.float(), self._copy_to_device(requests)])
         dist.all_reduce(shared)
         self.checkpointer.maybe_wait_for_staging()  # the guards' counters are being copied too
         skip = self.guards.judge(shared[0], grad_norm)
@@ -427,7 +432,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.readback.push(self.step, torch.cat([shared, verdict, self.guards.counters]))
         return shared[:2]
 
-    def _hear(self, reports: list[tuple[int, list[float]]]) -> str | None:
+    def _process_step_reports(self, reports: list[tuple[int, list[float]]]) -> str | None:
         """Process past steps; returns what asks to stop. Raises UserError when guards halt."""
         stop: str | None = None
         for step, values in reports:
@@ -444,19 +449,19 @@ class CanonTrainer(torchtitan.train.Trainer):
                 self.session.note(skipped_steps=self.skipped_steps)
                 logger.warning(f"step {step} is skipped: {facts}")
             if counters[HALTED]:
-                self._halt(step, counters)
+                self._stop_on_bad_steps(step, counters)
         return stop
 
-    def _halt(self, step: int, counters: list[float]) -> None:
+    def _stop_on_bad_steps(self, step: int, counters: list[float]) -> None:
         """End the run on the state from before the bad steps in a row, all skipped; UserError."""
         # a launch that began between bad steps knows none from before itself
-        good = max(step - int(counters[IN_A_ROW]), self._before[0][0])
-        self.checkpointer.go_back(good)
+        good = max(step - int(counters[IN_A_ROW]), self._host_states[0][0])
+        self.checkpointer.roll_back(good)
         parts = (self, self.lr_schedulers, self.dataloader)
-        for part, state in zip(parts, dict(self._before)[good], strict=True):
+        for part, state in zip(parts, dict(self._host_states)[good], strict=True):
             part.load_state_dict(state)
-        self._impose_hyperparameters()
-        self.guards.counters.copy_(self.guards.before_the_streak())
+        self._apply_hyperparameters()
+        self.guards.counters.copy_(self.guards.counters_before_bad_steps())
         if good:
             self._save_last()
         self.skipped_steps = int(self.guards.counters[SKIPPED])  # those of the streak are retaken
@@ -472,7 +477,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         )
 
     @contextlib.contextmanager
-    def _hang_watch(self) -> Iterator[Any]:
+    def _hang_watchdog(self) -> Iterator[Any]:
         """Yield what a step calls: if none follows in time, all stacks go to RUN/comm_traces."""
         comm = self.job_config.comm
         path = self.folder.path / comm.save_traces_folder / f"rank_{dist.get_rank()}.stacks.txt"

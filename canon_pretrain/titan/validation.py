@@ -48,7 +48,7 @@ def num_windows(job: CanonJobConfig) -> int | None:
     return max(1, batch * steps // STEPS_PER_BATCH)
 
 
-def _limits(job: CanonJobConfig, sources: Sequence[TokenShards | None]) -> list[int | None]:
+def _window_counts(job: CanonJobConfig, sources: Sequence[TokenShards | None]) -> list[int | None]:
     """Return how many windows of each source that is there are scored, by the mixture's shares."""
     shares = [1.0] if job.validation.path else job.data.shares
     weights = map(exact_weight, shares)
@@ -79,7 +79,7 @@ class CanonValidator(BaseValidator):
         length = job.training.seq_len + 1
         places = [
             (index, offset, count)
-            for index, limit in enumerate(_limits(job, parts))
+            for index, limit in enumerate(_window_counts(job, parts))
             for offset, count in windows(sources[index].num_tokens, length - 1, limit)
         ]
         self.num_windows = len(places)
@@ -146,7 +146,7 @@ class CanonValidator(BaseValidator):
         return fields | {"sources": by_source}
 
 
-def stands_in_log(log_file: Path, step: int) -> bool:
+def is_validation_logged(log_file: Path, step: int) -> bool:
     """Return whether the log has a validation of `step` that no later launch went back over."""
     with contextlib.suppress(UnreadableFile):  # a second one does no harm
         events = read_log(log_file)

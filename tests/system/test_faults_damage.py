@@ -23,7 +23,7 @@ from canon_pretrain.core.files import sha256_file
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.resume import Council, Resume
+from canon_pretrain.titan.resume import RankZero, Resume
 from tests.checkpoint_folders import contents
 from tests.fault_runs import (
     EVERY_2,
@@ -48,10 +48,10 @@ NEWEST = STEPS
 
 
 @pytest.fixture(scope="module")
-def council(tmp_path_factory):
+def rank_zero(tmp_path_factory):
     store = tmp_path_factory.mktemp("store") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield Council()
+    yield RankZero()
     dist.destroy_process_group()
 
 
@@ -61,15 +61,20 @@ def model(base):
     return Transformer(parse_job([str(word) for word in debug_run(base, base)]).model_args)
 
 
-def take_up(
-    run: Path, council: Council, model: Transformer, asked: int = -1, *, folder: str = "checkpoint"
+def resume(
+    run: Path,
+    rank_zero: RankZero,
+    model: Transformer,
+    asked: int = -1,
+    *,
+    folder: str = "checkpoint",
 ) -> tuple[int | None, list[dict[str, Any]]]:
     """What a launch would go on from, loaded into `model`; and the events that it would log."""
     said: list[dict[str, Any]] = []
     search = Resume(
         CheckpointFolder(run / folder),
         RunFolder(run),
-        council,
+        rank_zero,
         ModelWrapper([model]),
         {},
         lambda name, **fields: said.append({"event": name, **fields}),
@@ -77,7 +82,7 @@ def take_up(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
-    return search.take_up(asked, initial="", initial_model_only=False), said
+    return search.resume(asked, initial="", initial_model_only=False), said
 
 
 def assert_holds(model: Transformer, base: Path, step: int | None) -> None:
@@ -108,12 +113,12 @@ FAULTS = [flip, truncate, empty, grow, zero_4k, missing, a_folder]
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_damage_of_a_file_is_found_named_and_gone_around(base, council, model, tmp_path, file):
+def test_damage_of_a_file_is_found_named_and_gone_around(base, rank_zero, model, tmp_path, file):
     for fault in FAULTS:
         run = two_steps(base, tmp_path / fault.__name__)
         fault(checkpoint(run, NEWEST) / file)
         damaged = contents(checkpoint(run, NEWEST))
-        step, said = take_up(run, council, model)
+        step, said = resume(run, rank_zero, model)
         if (file, fault) in (("manifest.json", flip), ("manifest.json", grow)):
             # a manifest has no hash: it may still say the same, and then it does no harm
             assert step in (10, NEWEST)
@@ -131,7 +136,7 @@ def test_damage_of_a_file_is_found_named_and_gone_around(base, council, model, t
             assert steps(run) == [10]
 
 
-def test_damage_of_the_folder_is_found(base, council, model, tmp_path):
+def test_damage_of_the_folder_is_found(base, rank_zero, model, tmp_path):
     def another(newest: Path, source: str) -> None:
         shutil.rmtree(newest)
         shutil.copytree(newest.with_name(source), newest)
@@ -145,12 +150,12 @@ def test_damage_of_the_folder_is_found(base, council, model, tmp_path):
         run = two_steps(base, tmp_path / str(number))
         (run / "checkpoint" / "empty").mkdir()
         fault(checkpoint(run, NEWEST))
-        step, said = take_up(run, council, model)
+        step, said = resume(run, rank_zero, model)
         assert step == 10 and reason in said[0]["reason"] and reason in quarantine(run)["step-12.1"]
         assert_holds(model, base, 10)
 
 
-def test_whatever_bit_of_a_manifest_flips_weights_are_a_steps(base, council, model, tmp_path):
+def test_whatever_bit_of_a_manifest_flips_weights_are_a_steps(base, rank_zero, model, tmp_path):
     """Nothing vouches for the manifest itself, so it is tried at many places."""
     run = two_steps(base, tmp_path / "run")
     path = checkpoint(run, NEWEST) / "manifest.json"
@@ -160,7 +165,7 @@ def test_whatever_bit_of_a_manifest_flips_weights_are_a_steps(base, council, mod
         content = bytearray(good)
         content[position] ^= 1 << number % 8
         path.write_bytes(content)
-        step, _ = take_up(run, council, model)
+        step, _ = resume(run, rank_zero, model)
         assert_holds(model, base, step)
         taken.append(step)
         if step == 10:
@@ -228,7 +233,9 @@ def test_a_launch_passes_damaged_checkpoints_and_ends_as_the_unharmed_run(base, 
     assert_same_run(run, base, step=STEPS)
 
 
-def test_a_damaged_step_asked_for_by_number_is_not_replaced_by_another(base, council, model, trial):
+def test_a_damaged_step_asked_for_by_number_is_not_replaced_by_another(
+    base, rank_zero, model, trial
+):
     run = copy(base, trial.run)
     flip(checkpoint(run, 8) / "__1_0.distcp")
     before = contents(run / "checkpoint")
@@ -241,6 +248,6 @@ def test_a_damaged_step_asked_for_by_number_is_not_replaced_by_another(base, cou
     assert events(run, "step") == events(base, "step")
     with pytest.raises(UserError, match="checkpoint.load_step = 12: .* is damaged: .*metadata"):
         missing(checkpoint(run, 12) / ".metadata")
-        take_up(run, council, model, asked=12)
+        resume(run, rank_zero, model, asked=12)
     with pytest.raises(UserError, match="load_step = 99: not in .*: 2, 4, 6, 8, 10, 12"):
-        take_up(run, council, model, asked=99)
+        resume(run, rank_zero, model, asked=99)

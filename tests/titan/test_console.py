@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import rich.console
 
-from canon_pretrain.titan.console import _NOISE, Console
+from canon_pretrain.titan.console import _FILTERED, Console
 from tests.support import ROOT
 
 FIELDS: dict[str, Any] = {"step": 240, "loss": 3.25, "grad_norm": 0.837, "lr": 2.52e-3}
@@ -168,4 +168,6 @@ def test_a_stdout_that_takes_nothing_ends_no_run(redirection, said):
     assert done.stderr.endswith("trained on\n")
     assert done.stderr.count("stdout takes no lines") == (said is not None)
     assert said is None or said in done.stderr
-    assert not "step 1/3".startswith(_NOISE) and "[GC] Initial GC collection".startswith(_NOISE)
+    assert not "step 1/3".startswith(_FILTERED) and "[GC] Initial GC collection".startswith(
+        _FILTERED
+    )

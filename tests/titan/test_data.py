@@ -20,8 +20,8 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import (
-    CLOSE_S,
-    IN_THE_IDENTITY,
+    IDENTITY_FIELDS,
+    LOADER_CLOSE_TIMEOUT_S,
     CanonDataLoader,
     build_dataloader,
     open_shards,
@@ -70,7 +70,7 @@ def test_the_order_is_part_of_the_run(folders, tmp_path):
     next(iter(first))
     with pytest.raises(UserError, match="mode is 'permute' in the checkpoint, 'random' now"):
         loader_of(drawn).load_state_dict(first.state_dict())
-    other = loader_of(drawn, may_change=IN_THE_IDENTITY)
+    other = loader_of(drawn, may_change=IDENTITY_FIELDS)
     other.load_state_dict(first.state_dict())
     assert other.source_tokens == {"books": permuted.training.local_batch_size * SEQ_LEN}
 
@@ -176,7 +176,7 @@ def test_a_read_that_hangs_holds_up_no_checkpoint_and_the_end_once(data, monkeyp
     state = batches.state_dict()
     begin = time.monotonic()
     steps.close()  # type: ignore[attr-defined]
-    assert time.monotonic() - begin < CLOSE_S / 2
+    assert time.monotonic() - begin < LOADER_CLOSE_TIMEOUT_S / 2
     assert not caplog.records
     batches.close(timeout_s=0.01)
     assert "0.01 s" in caplog.text and len(caplog.records) == 1

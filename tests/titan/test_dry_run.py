@@ -19,10 +19,10 @@ from canon_pretrain.titan.dry_run import (
     check_memory,
     count_memory,
     count_saved,
-    first_notes,
     make_plans,
     reference,
     saved_bytes,
+    startup_warnings,
     this_machine,
     world_sizes,
 )
@@ -193,10 +193,10 @@ def test_this_machine_is_planned_beside_the_reference(monkeypatch):
 def test_a_long_run_and_idle_gpus_are_pointed_out(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with_gpus(monkeypatch, "NVIDIA H100 80GB HBM3", 8, 79.6)
-    idle, long = first_notes(job_of("nope_canon"), this_machine(1), 1)
+    idle, long = startup_warnings(job_of("nope_canon"), this_machine(1), 1)
     assert "1 of the 8 GPUs" in idle and "about 30 days" in long
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert [*first_notes(job_of("debug"), this_machine(1), 1)] == []
+    assert [*startup_warnings(job_of("debug"), this_machine(1), 1)] == []
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_the_state_from_before_the_streak_is_exactly_that(before, streak, after)
     for loss, norm in [*streak, *after]:
         assert judge(guards, loss, norm) == 1
     assert guards.counters[HALTED] == 1
-    assert torch.equal(guards.before_the_streak(), counters)
+    assert torch.equal(guards.counters_before_bad_steps(), counters)
     assert torch.equal(guards.norms, norms)
 
 

@@ -23,7 +23,7 @@ from canon_pretrain.run.log import RunLog
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import open_data
 from canon_pretrain.titan.job_config import CanonJobConfig
-from canon_pretrain.titan.validation import CanonValidator, num_windows, stands_in_log
+from canon_pretrain.titan.validation import CanonValidator, is_validation_logged, num_windows
 from eval.model.lm import CanonLM
 from eval.model.target import load_model
 from eval.validation import model_loss
@@ -280,10 +280,10 @@ def test_a_validation_that_was_undone_is_taken_again(tmp_path):
     for step in (50, 100):
         log.write("validation", step=step, loss=1.0)
     log.flush()
-    assert stands_in_log(log.path, 100)
+    assert is_validation_logged(log.path, 100)
     log.write("resume", from_step=80)
     log.write("step", step=100, loss=1.0)
     log.write("resume", from_step=100)
     log.flush()
-    assert not stands_in_log(log.path, 100) and stands_in_log(log.path, 50)
+    assert not is_validation_logged(log.path, 100) and is_validation_logged(log.path, 50)
     log.close()
