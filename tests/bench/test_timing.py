@@ -43,14 +43,14 @@ def subject(name: str, seconds: float, log: list[str]) -> timing.Make:
         log.append(name)
         return {"step": seconds}
 
-    def make() -> timing.EvalTarget:
+    def make() -> timing.Subject:
         log.append(f"make {name}")
-        return timing.EvalTarget(block, lambda: {"name": name, "blocks": log.count(name)})
+        return timing.Subject(block, lambda: {"name": name, "blocks": log.count(name)})
 
     return make
 
 
-def too_large() -> timing.EvalTarget:
+def too_large() -> timing.Subject:
     raise timing.NotMeasured("too large")
 
 
