@@ -31,7 +31,8 @@ from canon_pretrain.run.source import check_snapshot, differences, newest_snapsh
 from canon_pretrain.run.status import Status, read_status
 
 RESTARTS = 3  # without a new checkpoint, after which a job chain stops
-WAIT_S = 30.0  # three heartbeats, and Slurm's default KillWait: a cancelled launch has ended
+# three heartbeats, and Slurm's default KillWait: by then a cancelled launch has ended
+LOCK_TIMEOUT_S = 30.0
 
 Asked = Literal["none", "limit", "preempted", "term"]
 """Who asked the launch to stop: nobody; the job script, near its time limit; Slurm, which preempts;
@@ -39,7 +40,7 @@ SIGTERM, which ends a job that is cancelled or requeued."""
 Next = Literal["done", "requeue", "stop", "failed", "leave"]
 """What the job script does: end well; requeue; end, since a user said so; end as failed; nothing,
 since Slurm has put the job back into the queue or not."""
-IN_USE = (
+RUN_IN_USE = (
     "the run folder is in use by another launch ({}). Wait for its end, scancel one of the two, or "
     "choose another folder with --job.dump_folder"
 )
@@ -98,7 +99,7 @@ def parse_launch(arguments: Sequence[str]) -> argparse.Namespace:
     return launch
 
 
-def code_of(job: str, arguments: Sequence[str]) -> tuple[Path | None, Path | None]:
+def launch_code(job: str, arguments: Sequence[str]) -> tuple[Path | None, Path | None]:
     """Return the snapshot that `job` launches from and the config that replaces its own.
 
     None is the program, or the config, as it is now: for a run without a checkpoint, a fresh one
@@ -123,7 +124,7 @@ def begin(
     job: str,
     *,
     restarts: int = RESTARTS,
-    wait_s: float = WAIT_S,
+    wait_s: float = LOCK_TIMEOUT_S,
     take_code: bool = False,
     config: Path | None = None,
 ) -> Decision | None:
@@ -136,7 +137,7 @@ def begin(
     # one on another node that is silent for as long counts as dead; the trainer watches it longer
     while (other := live_holder(run.lock_file, wait_s)) is not None and other.job_id != job:
         if time.monotonic() > end_s:
-            return Decision("failed", IN_USE.format(other))
+            return Decision("failed", RUN_IN_USE.format(other))
         time.sleep(min(1.0, wait_s / 10))
     (before, status), newest = _read_both(run), newest_checkpoint(run)
     link = Link(job, status.launches if status else 0, newest)
@@ -175,7 +176,7 @@ def end(run: RunFolder, job: str, asked: Asked, *, restarts: int = RESTARTS) -> 
     other = live_holder(run.lock_file) if own is None and asked == "none" else None
     if other is not None and other.job_id not in (None, job):
         _write_link(run, replace(link, ended="failed"))
-        return Decision("failed", IN_USE.format(other))
+        return Decision("failed", RUN_IN_USE.format(other))
     futile = 0 if newest > link.checkpoint else link.futile
     decision = _asked_for(own, asked)
     is_idle = decision is not None and decision.next == "requeue" and newest <= link.checkpoint
@@ -266,7 +267,7 @@ def main(argv: list[str] | None = None) -> None:
     run, job, restarts = RunFolder(given.run), given.job, given.restarts
     with command(prints=True):
         if given.command == "code":
-            snapshot, config = code_of(job, launch)
+            snapshot, config = launch_code(job, launch)
             if snapshot is not None:
                 others = ", ".join(differences(snapshot)[:10])
                 others = others and f"not this repository's: {others}"

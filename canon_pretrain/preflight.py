@@ -107,7 +107,7 @@ def plan_job(
     return Path(job.job.dump_folder).absolute(), size
 
 
-def slow_save(run: RunFolder, show: Callable[[str], str]) -> str | None:
+def slow_save_warning(run: RunFolder, show: Callable[[str], str]) -> str | None:
     """Return a warning if Slurm, by `scontrol show ...`, kills sooner than the last save took."""
     try:
         tail = read_tail(run.log_file, until="checkpoint")
@@ -205,7 +205,7 @@ def report_ranks(gpus: int) -> Report:
         device = torch.device("cpu")
         if gpus:
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        faults, speeds = try_device(device)
+        faults, speeds = check_device(device)
         if gpus and not faults:
             torch.cuda.empty_cache()  # what was tried with; NCCL allocates by itself
         found: list[list[str]] = [[]] * world
@@ -232,7 +232,7 @@ def report_ranks(gpus: int) -> Report:
         dist.destroy_process_group()
 
 
-def try_device(device: "torch.device") -> tuple[list[str], dict[str, float]]:
+def check_device(device: "torch.device") -> tuple[list[str], dict[str, float]]:
     """Allocate and multiply on a device; return its faults, and FLOP/s and bytes per second."""
     import torch
 
@@ -416,7 +416,7 @@ def main(argv: list[str] | None = None) -> None:
         if given.command == "job":
             rest = words[place + 1 :]
             folder, size = plan_job(rest, given.nodes, given.ranks_per_node, given.data)
-            if text := slow_save(RunFolder(folder), scontrol):
+            if text := slow_save_warning(RunFolder(folder), scontrol):
                 print(f"WARNING: {text}", file=sys.stderr)
             sys.stdout.write(f"{folder}\0{size}\0")
         elif given.command == "node":

@@ -42,7 +42,7 @@ from canon_pretrain.report.evaluations import logged_losses, suite_losses
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.report.status import summarize_run
 from canon_pretrain.run.config import Data, read_experiment
-from canon_pretrain.run.folder import PLAN, RunFolder, is_run
+from canon_pretrain.run.folder import PLAN, RunFolder, is_run_folder
 
 _OPTION = re.compile(r"--[A-Za-z_][\w-]*\.[\w.-]+(=.*)?", re.DOTALL)
 ALPHA = 0.05
@@ -258,12 +258,12 @@ def plan(given: argparse.Namespace, passed_on: list[str]) -> None:
     for key in data_differences(sweep):
         print(f"NOTE: the configs differ in {key}: runs of one seed do not see the same data")
     print(f"{given.sweep}: {len(sweep.runs)} runs, {num_new} of them new")
-    show_table(look_at_sweep(sweep, given.sweep, datetime.now(UTC)))
+    show_table(sweep_rows(sweep, given.sweep, datetime.now(UTC)))
 
 
 def table(given: argparse.Namespace) -> None:
     sweep = read_sweep(given.sweep)
-    rows = look_at_sweep(sweep, given.sweep, datetime.now(UTC))
+    rows = sweep_rows(sweep, given.sweep, datetime.now(UTC))
     if given.json:
         print(json.dumps([row._asdict() for row in rows], indent=2, ensure_ascii=False))
     else:
@@ -331,13 +331,13 @@ class Row(NamedTuple):
     held_out_source: str | None = None
 
 
-def look_at_sweep(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
+def sweep_rows(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
     """Return the rows at `now`, by number; never raise for what a run's folder holds."""
     rows = []
     source, step, losses = _held_out_losses(sweep, folder)
     for place, run in enumerate(sweep.runs, 1):
         found: dict[str, Any] = {}
-        if is_run(folder / run.name):
+        if is_run_folder(folder / run.name):
             seen = summarize_run(folder / run.name, now)
             names = ("state", "step", "steps", "loss", "job_id", "reason")
             found |= {name: seen[name] for name in names}

@@ -103,7 +103,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
             if trainer is not None:
                 trainer.close()
             if record is not None and session.still_ours():
-                record.settle(session.folder)  # it takes its number back if it began nothing
+                record.release_if_unused(session.folder)
     torch.distributed.destroy_process_group()
 
 

@@ -27,7 +27,7 @@ from lm_eval.utils import handle_non_serializable
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.report.noise import Clusters, mean_variance
-from canon_pretrain.run.results import Answers, Score, source_of_record, wilson_bound
+from canon_pretrain.run.results import Score, TaskResult, source_of_record, wilson_bound
 from eval.model.lm import CanonLM, request_cost
 from eval.suite_names import TASKS, harness_names, harness_tasks
 
@@ -49,7 +49,7 @@ class TaskPlan:
 
     described: dict[str, Any]
     cost: int
-    ask: Callable[[CanonLM], dict[str, Answers]]
+    ask: Callable[[CanonLM], dict[str, TaskResult]]
 
 
 def open_tasks(
@@ -158,7 +158,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, default=handle_non_serializable)
 
 
-def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> Answers:
+def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> TaskResult:
     """Return scores and item records of `lm` on the first `limit` items of a task."""
     lm.truncated.clear()
     metadata = task.config.metadata or {}
@@ -191,7 +191,7 @@ def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> Answers:
         sources = [source_of_record(records[item["doc_id"], filtered]) for item in here]
         label = metric if len(filters) == 1 else f"{metric}, {filtered}"
         scores[label] = _score(float(value), [item[metric] for item in here], sources)
-    return Answers(
+    return TaskResult(
         scores,
         num_samples=found["n-samples"][name]["effective"],
         samples=json.loads(_json([*records.values()])),

@@ -21,7 +21,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console, Progress
 from canon_pretrain.kernels.hardware import check_cuda
 from canon_pretrain.run import results as stored
-from canon_pretrain.run.results import RESULTS, Answers, Results, Unfinished
+from canon_pretrain.run.results import RESULTS, PartialResults, Results, TaskResult
 from eval.harness import TaskPlan, open_tasks
 from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM
@@ -221,7 +221,7 @@ class Evaluation:
         )
 
     def _answer(self, plan: Plan, lm: CanonLM, work: Work) -> None:
-        unfinished = Unfinished(plan.folder, plan.asked)
+        unfinished = PartialResults(plan.folder, plan.asked)
         with ExitStack() as held:
             if self.ranks.rank == 0:
                 with writing(plan.folder):
@@ -238,9 +238,9 @@ class Evaluation:
         self._report(plan, results, "written to")
 
     def _answers(
-        self, plan: Plan, unfinished: Unfinished, lm: CanonLM, work: Work
-    ) -> dict[str, Answers]:
-        done: dict[str, Answers] = self.ranks.broadcast(unfinished.read())
+        self, plan: Plan, unfinished: PartialResults, lm: CanonLM, work: Work
+    ) -> dict[str, TaskResult]:
+        done: dict[str, TaskResult] = self.ranks.broadcast(unfinished.read())
         if done:
             self.say(f"{plan.name}: going on after {len(done)} tasks of an earlier call")
         answers = {}
@@ -270,7 +270,7 @@ class Evaluation:
 
 
 def merged(
-    asked: Mapping[str, Any], answers: Mapping[str, Answers]
+    asked: Mapping[str, Any], answers: Mapping[str, TaskResult]
 ) -> tuple[Results, dict[str, list[dict[str, Any]]]]:
     """Return the results and samples by reported task: the harness may see its parts as several."""
     results = Results(dict(asked), {}, {}, {})
@@ -322,7 +322,7 @@ def print_results(console: Console, target: str, results: Results) -> None:
             for metric, score in metrics.items():
                 noise = "" if score.stderr is None else f"{score.stderr:.4f}"
                 if score.bound is not None:
-                    noise = stored.bound_words(score.value, score.bound)
+                    noise = stored.format_bound(score.value, score.bound)
                 rows.append((task, metric, f"{score.value:.4f}", noise, f"{counts[task]:,}"))
     table = Table(title=Text(title), title_justify="left")
     for number, column in enumerate(columns):

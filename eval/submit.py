@@ -127,13 +127,13 @@ def _confirm_task_files(suites: list[str], arguments: argparse.Namespace) -> Non
 def _queue(*, needed: bool) -> Slurm:
     """Return the cluster; unless `needed`, one that does not answer counts as without news."""
     slurm = Slurm()
-    if needed and not slurm.is_there():
+    if needed and not slurm.is_available():
         raise UserError(
             "todo.submit",
             "no Slurm here (sbatch, squeue, scontrol): give --local, or log in elsewhere",
         )
     try:
-        slurm.look()
+        slurm.refresh()
     except UserError:
         if needed:
             raise
@@ -176,7 +176,7 @@ class Watcher:
         """Hold, give out what may be, report if all is done; return what a look then finds."""
         looks_again = True
         while looks_again:
-            self.queue.look()
+            self.queue.refresh()
             overview = self.look()
             for schedule, found in overview:
                 schedule.hold(found)
@@ -277,7 +277,7 @@ class Watcher:
         flags = [f"--job-name={lease.name}", f"--output={log}", *work.flags]
         try:
             job = self.queue.submit(work.script, words, flags)
-        except cluster.NoAnswer:
+        except cluster.SlurmTimeout:
             raise  # it may have the job: the claim stands, and the job is looked for by its name
         except UserError as error:
             work.leases.record(lease, ended=f"given back: {error}")
@@ -317,7 +317,7 @@ class Watcher:
         work.leases.record(lease, ended=f"exit code {process.returncode}")
 
     def _num_in_flight(self) -> int:
-        self.queue.look()
+        self.queue.refresh()
         return sum(entry.state in IN_FLIGHT for _, found in self.look() for entry in found)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from canon_pretrain.data.held_out import HeldOutLoss, held_out_loss, windows
 from canon_pretrain.data.shards import TokenShards
-from canon_pretrain.run.results import VALIDATION, Answers, Score
+from canon_pretrain.run.results import VALIDATION, Score, TaskResult
 from eval.harness import TaskPlan
 from eval.model.lm import CanonLM
 
@@ -31,7 +31,7 @@ def validation_task(
 ) -> TaskPlan:
     """Return the suite's one task: losses of the model and of count models of `train`."""
 
-    def ask(lm: CanonLM) -> dict[str, Answers]:
+    def ask(lm: CanonLM) -> dict[str, TaskResult]:
         loss, documents = model_loss(lm, held_out, seq_len=seq_len, limit=limit)
         say("counting the training shards' unigrams and bigrams")
         baselines = baseline_losses(train, held_out, seq_len=seq_len, limit=limit)
@@ -40,7 +40,7 @@ def validation_task(
             # tokens are no independent items: no standard error
             scores = {metric: Score(getattr(found, metric)) for metric in METRICS}
             samples = documents if name == VALIDATION else []
-            answers[name] = Answers(scores, found.num_tokens, samples)
+            answers[name] = TaskResult(scores, found.num_tokens, samples)
         return answers
 
     better = dict.fromkeys(METRICS, False)

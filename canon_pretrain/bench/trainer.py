@@ -124,7 +124,7 @@ def _trainer(job: CanonJobConfig, folder: Path) -> Iterator[tuple[CanonTrainer, 
         Session(run, rank=0, world_size=1, steps=job.training.steps) as session,
     ):
         # a run saves and stops at these; a bench has nothing to save
-        session.stop.let_through([signal.SIGINT, signal.SIGTERM])
+        session.stop.restore([signal.SIGINT, signal.SIGTERM])
         trainer = CanonTrainer(job, world_size=1, data=open_data(job), session=session)
         trainer.metrics_processor.begin(0)
         try:

@@ -43,12 +43,12 @@ LOCAL = "local"
 InFlight = Literal["claimed", "queued", "running"]
 
 
-class NoAnswer(UserError):
+class SlurmTimeout(UserError):
     """Slurm did not answer in time: what it was asked may have happened, or not."""
 
 
 class Slurm:
-    """A cluster as one look at its queue shows it; `look` looks again."""
+    """A cluster as one look at its queue shows it; `refresh` reads it again."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         # what a watcher's own job was given is not for the jobs that it submits
@@ -61,20 +61,20 @@ class Slurm:
         self._name: str | None = None
 
     @staticmethod
-    def is_there() -> bool:
+    def is_available() -> bool:
         return all(shutil.which(name) for name in ("sbatch", "squeue", "scontrol"))
 
     @property
     def name(self) -> str | None:
         if self._name is None:
-            shown = self._ask("scontrol", "show", "config").stdout
+            shown = self._run("scontrol", "show", "config").stdout
             found = re.search(r"^ClusterName\s*=\s*(\S+)", shown, re.MULTILINE)
             self._name = found[1] if found else None
         return self._name
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Read the queue. Raises UserError if Slurm does not answer."""
-        found = self._ask("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%j")
+        found = self._run("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%j")
         if found.returncode:
             raise UserError(
                 "todo.leases", f"squeue failed, nothing was submitted: {found.stderr.strip()}"
@@ -92,13 +92,13 @@ class Slurm:
         return state not in DEAD, state.lower()
 
     def _state_of(self, job: str) -> str:
-        shown = self._ask("scontrol", "show", "job", "-o", job)
+        shown = self._run("scontrol", "show", "job", "-o", job)
         if found := re.search(r"\bJobState=(\S+)", shown.stdout):
             return found[1]
         if "Invalid job id" not in shown.stderr:
             return "UNKNOWN"  # the controller does not answer
         for more in ((), ("--completion",)):  # the second works without a database
-            kept = self._ask("sacct", *more, "-n", "-P", "-o", "State", "-j", job)
+            kept = self._run("sacct", *more, "-n", "-P", "-o", "State", "-j", job)
             if kept.returncode == 0 and kept.stdout.strip():
                 return kept.stdout.split()[0].split("|")[0]
         return "GONE"
@@ -106,10 +106,10 @@ class Slurm:
     def submit(self, script: str, arguments: Sequence[str], flags: Sequence[str]) -> str:
         """Submit slurm/`script` with the settings of cluster.env; return the job's id.
 
-        Raises UserError with sbatch's words if it is refused, NoAnswer if that is not known.
+        Raises UserError with sbatch's words if it is refused, SlurmTimeout if that is not known.
         """
         command = ("bash", str(SCRIPTS / "submit.sh"), "--parsable", *flags)
-        done = self._ask(
+        done = self._run(
             *command, str(SCRIPTS / script), *arguments, CANON_REPO=str(SCRIPTS.parent)
         )
         words = done.stdout.split()
@@ -120,9 +120,9 @@ class Slurm:
         return words[-1].partition(";")[0]
 
     def cancel(self, job: str) -> None:
-        self._ask("scancel", job)
+        self._run("scancel", job)
 
-    def _ask(self, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
+    def _run(self, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
         try:
             options: Any = {"env": self._environ | more, "capture_output": True, "text": True}
             options |= {"errors": "replace", "stdin": subprocess.DEVNULL, "timeout": TIMEOUT_S}
@@ -130,7 +130,7 @@ class Slurm:
         except FileNotFoundError:
             return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: not found")
         except subprocess.TimeoutExpired:
-            raise NoAnswer(
+            raise SlurmTimeout(
                 "todo.leases", f"{command[0]} has not answered for {TIMEOUT_S:.0f} s"
             ) from None
 
@@ -140,7 +140,7 @@ class NoQueue(Slurm):
 
     name = None
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         pass
 
     def verdict(self, job: str) -> tuple[bool, str]:

@@ -14,13 +14,13 @@ from canon_pretrain.core.files import read_bytes, read_json, sha256_file
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.report.items import HELD_OUT
 from canon_pretrain.report.record import Curve, RunRecord, flat, in_turn
-from canon_pretrain.run.launches import OWN_TO_A_LAUNCH, launch_numbers
+from canon_pretrain.run.launches import PER_LAUNCH_KEYS, launch_numbers
 from canon_pretrain.run.log import json_value, number
 
 RTOL = 1e-4  # how far losses of one experiment are apart on two machines, by rounding alone
 DATA = ("data_fingerprint", HELD_OUT)  # the fields of the identity that are about the data
 OWN = {
-    "config": ("job.dump_folder", "job.description", *OWN_TO_A_LAUNCH),
+    "config": ("job.dump_folder", "job.description", *PER_LAUNCH_KEYS),
     "environment": (
         *("SLURM_", "MASTER_", "TORCHELASTIC_", "CUDA_VISIBLE_DEVICES", "HOSTNAME", "RANK"),
         *("WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "NODE_RANK"),

@@ -7,10 +7,10 @@ from pathlib import Path
 from canon_pretrain.report.items import HELD_OUT, Evaluation, Question
 from canon_pretrain.report.record import RunRecord, flat
 from canon_pretrain.run.log import number
-from canon_pretrain.run.results import OWN_TO_A_CHECKPOINT, SUITES, VALIDATION
+from canon_pretrain.run.results import PER_CHECKPOINT_KEYS, SUITES, VALIDATION
 
 # what `asked` may differ in if two runs were asked the same question; and what else for one task
-OWN_TO_A_RUN = (*OWN_TO_A_CHECKPOINT, "suite", "limit")
+OWN_TO_A_RUN = (*PER_CHECKPOINT_KEYS, "suite", "limit")
 OF_A_SUITE = ("tasks", HELD_OUT, "lm_eval")
 
 Scored = tuple[int, str]

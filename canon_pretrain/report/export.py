@@ -31,7 +31,7 @@ from canon_pretrain.core.files import fsync_folder
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.report.record import RunRecord, seconds
 from canon_pretrain.run.launches import allowed_environment
-from canon_pretrain.run.log import HEADS, LogFollower, drop_superseded, number
+from canon_pretrain.run.log import SEGMENT_EVENTS, LogFollower, drop_superseded, number
 
 POLL_S = 1.0
 FINISH_S = 60.0  # what a live copy has to end in once its trainer has gone: then it is killed
@@ -139,7 +139,7 @@ def about(run: RunRecord, events: list[dict[str, Any]]) -> About:
     flavor = run.config.get("model", {}).get("flavor")
     position, canon = (run.identity.get(f"model.{name}") for name in ("position", "canon_set"))
     tags = tuple(filter(None, (flavor, position, f"canon{canon}" if canon else "no-canon")))
-    heads = [event for event in events if event["event"] in HEADS]
+    heads = [event for event in events if event["event"] in SEGMENT_EVENTS]
     newest = {name: value for name, value in (heads or [{}])[-1].items() if name != "event"}
     path = run.folder.path.resolve()
     return About(
@@ -312,7 +312,7 @@ def copy(
     log = LogFollower(run.folder.log_file)
     events = drop_superseded(log.poll()) if ended else run.events
     wait, is_over = ended or bool, ended is None
-    while not is_over and not any(e["event"] in ("step", *HEADS) for e in events):
+    while not is_over and not any(e["event"] in ("step", *SEGMENT_EVENTS) for e in events):
         is_over = wait(POLL_S)
         events = drop_superseded([*events, *log.poll()])
     rows = joined(row for event in events if (row := row_of(event)))
@@ -321,13 +321,13 @@ def copy(
     target = open_target(about(run, events))
     for row in rows:
         target.write(row)
-    turns = [e["event"] for e in events if e["event"] in (*HEADS, "done")]
+    turns = [e["event"] for e in events if e["event"] in (*SEGMENT_EVENTS, "done")]
     is_over |= turns[-1:] == ["done"]
     while not is_over:
         target.flush()
         is_over = wait(POLL_S)  # asked first: what was written before the end is still read
         for event in log.poll():
-            if event["event"] in HEADS:
+            if event["event"] in SEGMENT_EVENTS:
                 target.restart(int(event.get("from_step", 0)))
             if row := row_of(event):
                 target.write(row)

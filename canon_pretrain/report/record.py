@@ -23,7 +23,7 @@ from canon_pretrain.core.terminal import printable
 from canon_pretrain.report.items import HELD_OUT, Evaluation
 from canon_pretrain.run.folder import EVALS, RunFolder, unique_labels
 from canon_pretrain.run.launches import read_run
-from canon_pretrain.run.log import HEADS, number
+from canon_pretrain.run.log import SEGMENT_EVENTS, number
 from canon_pretrain.run.results import RESULTS, VALIDATION, Results, read_results
 from canon_pretrain.run.status import Status, read_status
 
@@ -144,7 +144,7 @@ class RunRecord:
     @cached_property
     def heads(self) -> list[dict[str, Any]]:
         """The `start` and `resume` events."""
-        return [event for event in self.events if event["event"] in HEADS]
+        return [event for event in self.events if event["event"] in SEGMENT_EVENTS]
 
     def curve(self, field: str) -> Curve | None:
         """Return a field of the `step` events; None if no event has it."""
@@ -176,7 +176,7 @@ class RunRecord:
         """The `skip` events of steps that no later launch repeated."""
         kept: list[dict[str, Any]] = []
         for event in self.events:
-            if event["event"] in HEADS:
+            if event["event"] in SEGMENT_EVENTS:
                 kept = [each for each in kept if each["step"] <= event.get("from_step", 0)]
             elif event["event"] == "skip":
                 kept.append(event)
@@ -186,7 +186,7 @@ class RunRecord:
     def clock(self) -> Clock:
         rows = [(0, 0, 0.0, 0.0)]
         launches: list[Launch] = []
-        events = [e for e in self.events if e["event"] in ("step", *HEADS)]
+        events = [e for e in self.events if e["event"] in ("step", *SEGMENT_EVENTS)]
         times = [seconds(event.get("time")) / 3600 for event in events]
         began, base = times[0] if times else 0.0, 0.0  # of the launch
         for event, now in zip(events, times, strict=True):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from canon_pretrain.report.verdicts import BETTER, VERDICTS, WITHIN, WORSE
-from canon_pretrain.run.results import VALIDATION, bound_words
+from canon_pretrain.run.results import VALIDATION, format_bound
 
 MAX_ROWS = 1000
 """Browsers lay out longer tables slowly."""
@@ -58,7 +58,7 @@ def score(cell: Content | None) -> tuple[str, str, str]:
     value, stderr, count = cell["value"], cell["stderr"], cell["num_samples"]
     error = ""
     if cell["bound"] is not None:
-        error = bound_words(value, cell["bound"])
+        error = format_bound(value, cell["bound"])
     elif stderr is not None and not isinstance(value, str):
         error = f"± {stderr if isinstance(stderr, str) else number(stderr, _decimals(value))}"
     return figure(value), error, "" if count is None else f"n = {count:,}"

@@ -28,7 +28,7 @@ from canon_pretrain.core.holder import process_lives
 from canon_pretrain.core.lock import EXPIRY_BEATS, HEARTBEAT_S, read_holder
 from canon_pretrain.core.terminal import Console, duration, printable
 from canon_pretrain.report.record import RunRecord
-from canon_pretrain.run.folder import CHECKPOINTS, EVALS, natural, runs_below
+from canon_pretrain.run.folder import CHECKPOINTS, EVALS, natural_key, runs_below
 from canon_pretrain.run.launches import read_run
 from canon_pretrain.run.log import read_tail
 from canon_pretrain.run.results import RESULTS
@@ -246,7 +246,7 @@ def find_runs(words: Iterable[str]) -> list[Path]:
     """
     runs: dict[Path, Path] = {}
     for word in words:
-        paths = [word] if os.path.lexists(word) else sorted(glob.glob(word), key=natural)
+        paths = [word] if os.path.lexists(word) else sorted(glob.glob(word), key=natural_key)
         found = [run for path in paths for run in runs_below(Path(path))]
         if not found:
             raise UserError(

@@ -19,7 +19,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 Process = subprocess.Popen[bytes]
-WAIT_S = 30.0  # how long a launch's end waits for the last lines to arrive
+EXPORT_TIMEOUT_S = 30.0  # how long a launch's end waits for the last lines to arrive
 
 
 class Background:
@@ -107,7 +107,7 @@ class LiveExports:
                 # in a thread: the trainer calls this between two steps
                 threading.Thread(target=self._end, args=given, daemon=True).start()
 
-    def finish(self, wait_s: float = WAIT_S) -> None:
+    def finish(self, wait_s: float = EXPORT_TIMEOUT_S) -> None:
         """Let them copy what is left; kill those that take longer than `wait_s` together."""
         deadline = time.monotonic() + wait_s
         for process in self._running.values():

@@ -64,7 +64,7 @@ class RunFolder:
         self.lock_file = self.path / "lock.json"
         self.stop_file = self.path / "STOP"
         self.done_file = self.path / "DONE"
-        self.obeyed_file = self.path / "obeyed.json"
+        self.applied_file = self.path / "obeyed.json"
 
     @property
     def fresh_start(self) -> list[Path]:
@@ -123,7 +123,7 @@ def named_runs(given: Iterable[Path], *, planned: bool = False) -> list[Path]:
 
 def runs_below(path: Path, depth: int = DEPTH, *, planned: bool = False) -> Iterator[Path]:
     """Yield the run at `path`, or those in it: a sweep's in the order of its plan, else by name."""
-    if is_run(path):
+    if is_run_folder(path):
         yield path
         return
     plan, names = list[str](), list[str]()
@@ -131,19 +131,19 @@ def runs_below(path: Path, depth: int = DEPTH, *, planned: bool = False) -> Iter
         names = [e.name for e in os.scandir(path) if e.is_dir() and not e.name.startswith(".")]
     with contextlib.suppress(UserError, KeyError, TypeError):  # not a sweep
         plan = [run["name"] for run in read_json(path / PLAN)["runs"]]
-    for name in dict.fromkeys([*plan, *sorted(names, key=natural)]) if depth else ():
+    for name in dict.fromkeys([*plan, *sorted(names, key=natural_key)]) if depth else ():
         found = list(runs_below(path / name, depth - 1, planned=planned))
         yield from found or ([path / name] if planned and name in plan else [])
 
 
-def is_run(path: Path) -> bool:
+def is_run_folder(path: Path) -> bool:
     """Whether `path` has one of a run's files."""
     run = RunFolder(path)
     files = (run.config_file, run.status_file, run.log_file, run.lock_file, run.run_file)
     return any(os.path.isfile(file) for file in files)
 
 
-def natural(name: str) -> list[tuple[bool, int, str]]:
+def natural_key(name: str) -> list[tuple[bool, int, str]]:
     """Return a sort key that puts lr2 before lr10."""
     parts = re.split("([0-9]+)", name)
     return [(k % 2 == 0, int(part) if k % 2 else 0, part) for k, part in enumerate(parts)]

@@ -33,18 +33,20 @@ from canon_pretrain.core.holder import Holder, boot_of, read_count, utc_now
 from canon_pretrain.run import folder as run_folder
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunFacts, read_tail
-from canon_pretrain.run.source import SourceTree, look_at_source
+from canon_pretrain.run.source import SourceTree, read_source_tree
 
-OWN_TO_A_LAUNCH = (
+PER_LAUNCH_KEYS = (
     *("job.config_file", "run.stop_at", "run.allow_changes", "run.code"),
     *("checkpoint.fresh", "checkpoint.load_step", "training.local_batch_size"),
 )
 """Settings of one launch, or that follow from its world size: not reported when they differ."""
 FRESH = "checkpoint.fresh"
-GATHER_S = 10.0  # that the first step may wait for git and packages, which had the whole start
+GATHER_TIMEOUT_S = 10.0  # for git and packages, which are read while the launch starts
 IS_OURS = "<!-- canon_pretrain writes this file at each launch; without this line it is yours -->"
-# what a launch that resumes does not repeat
-ACT_ONCE = ("--run.stop_at", "--run.allow_changes", "--checkpoint.fresh", "--checkpoint.load_step")
+# left out of the command that resumes a run
+ONE_SHOT_OPTIONS = (
+    *("--run.stop_at", "--run.allow_changes", "--checkpoint.fresh", "--checkpoint.load_step"),
+)
 README = """\
 {ours}
 
@@ -159,21 +161,21 @@ def _attempt(environ: Mapping[str, str]) -> _Attempt:
     return _Attempt(environ.get("SLURM_JOB_ID", ""), restart, run, attempt)
 
 
-def was_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> bool:
+def already_applied(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this launch is a restart, by Slurm or torchrun, of one that obeyed `option`."""
-    before, now = _read_obeyed(path).get(option), _attempt(environ)
+    before, now = _read_applied(path).get(option), _attempt(environ)
     if before is None or now.job != before.job:
         return False
     is_requeued = bool(now.job) and now.restart > before.restart
     return is_requeued or (bool(now.run) and now.run == before.run and now.attempt > before.attempt)
 
 
-def mark_obeyed(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> None:
-    obeyed = _read_obeyed(path) | {option: _attempt(environ)}
-    files.write_json(path, {name: attempt._asdict() for name, attempt in obeyed.items()})
+def mark_applied(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> None:
+    applied = _read_applied(path) | {option: _attempt(environ)}
+    files.write_json(path, {name: attempt._asdict() for name, attempt in applied.items()})
 
 
-def _read_obeyed(path: Path) -> dict[str, _Attempt]:
+def _read_applied(path: Path) -> dict[str, _Attempt]:
     with contextlib.suppress(UnreadableFile):
         return files.read_record(path, dict[str, _Attempt])
     return {}
@@ -225,7 +227,7 @@ class LaunchRecord:
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def __post_init__(self) -> None:
-        self._source = SourceTree(problem=f"git gave no answer within {GATHER_S:.0f} s")
+        self._source = SourceTree(problem=f"git gave no answer within {GATHER_TIMEOUT_S:.0f} s")
         self._packages: list[str] = []
         self._problems: list[str] = []
         self._is_written = False
@@ -236,17 +238,17 @@ class LaunchRecord:
         try:
             self._packages = packages()
             # the file of this package that every version of it has
-            self._source = look_at_source(Path(canon_pretrain.__file__).resolve())
+            self._source = read_source_tree(Path(canon_pretrain.__file__).resolve())
         except Exception as error:  # whatever is broken here, it is not the run
             self._problems.append(f"the launch's record is not whole: {error!r}")
 
     def _wait(self) -> Holder:
-        """Wait for the thread, GATHER_S at most; return who this launch is."""
-        self._thread.join(GATHER_S)
+        """Wait for the thread, GATHER_TIMEOUT_S at most; return who this launch is."""
+        self._thread.join(GATHER_TIMEOUT_S)
         return Holder.of_this_process(self.environ)
 
     def header(self) -> dict[str, Any]:
-        """Return what heads the launch in the log; waits for git, GATHER_S at most."""
+        """Return what heads the launch in the log; waits for git, GATHER_TIMEOUT_S at most."""
         launch = self._wait()
         return {
             "canon_pretrain": own_version(),
@@ -279,7 +281,7 @@ class LaunchRecord:
             self._problems.append(f"what this launch is was not written to {target}: {error}")
         return self._problems
 
-    def settle(self, folder: RunFolder) -> None:
+    def release_if_unused(self, folder: RunFolder) -> None:
         """Return the launch's number if it has left nothing, also no line in the log."""
         number = self.facts.launches
         with contextlib.suppress(OSError, UnreadableFile):  # then a number is left out: no harm
@@ -301,7 +303,7 @@ class LaunchRecord:
             **facts,
             "time": utc_now(),
             "command": {
-                "again": command_again(self.arguments, self.environ),
+                "again": resume_command(self.arguments, self.environ),
                 "arguments": list(self.arguments),
                 "process": sys.orig_argv,
                 "folder": os.getcwd(),
@@ -321,8 +323,8 @@ def _json(value: Any) -> bytes:
     return text.encode(errors="replace")
 
 
-def command_again(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return the shell command that resumes the run, without ACT_ONCE and their values."""
+def resume_command(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return the shell command that resumes the run, without ONE_SHOT_OPTIONS and their values."""
     launcher = "python"
     ranks, here = environ.get("WORLD_SIZE", "1"), environ.get("LOCAL_WORLD_SIZE", "1")
     if "TORCHELASTIC_RUN_ID" in environ or ranks != "1":
@@ -332,7 +334,7 @@ def command_again(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
     words, is_dropped = list[str](), False
     for word in arguments:
         if word.startswith("--"):
-            is_dropped = f"--{word[2:].partition('=')[0].replace('-', '_')}" in ACT_ONCE
+            is_dropped = f"--{word[2:].partition('=')[0].replace('-', '_')}" in ONE_SHOT_OPTIONS
         words += [] if is_dropped else [word]
     return f"{launcher} -m canon_pretrain.train {shlex.join(words)}".rstrip()
 

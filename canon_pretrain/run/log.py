@@ -41,11 +41,11 @@ Event = dict[str, Any]
 
 MAX_WAITING_BYTES = 1 << 26  # of lines that wait for the disk: half a day at one per second
 FLUSH_TIMEOUT_S = 30.0
-RETAKEN = ("step", "validation")  # a launch that goes back over their steps writes them anew
-HEADS = ("start", "resume")
-STEPPED = (*RETAKEN, "skip", "checkpoint", "archive")
+REPEATABLE_EVENTS = ("step", "validation")  # written again if their steps are repeated
+SEGMENT_EVENTS = ("start", "resume")
+STEP_EVENTS = (*REPEATABLE_EVENTS, "skip", "checkpoint", "archive")
 # integers, and the kinds of events that must have them
-INTEGERS: dict[str, tuple[str, ...]] = {"step": STEPPED, "from_step": ("resume",), "tokens": ()}
+INTEGERS: dict[str, tuple[str, ...]] = {"step": STEP_EVENTS, "from_step": ("resume",), "tokens": ()}
 NUMBERS = ("loss", "max_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "data_wait")
 TAIL_BYTES, MAX_TAIL_BYTES = 1 << 16, 1 << 24
 OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
@@ -247,16 +247,16 @@ def drop_superseded(events: Iterable[Event]) -> list[Event]:
     for event in events:
         # without a run_id it belongs to no launch that is known
         launch = f"{event['run_id']} {event.get('segment')}" if event.get("run_id") else newest
-        if launch in begun and launch != newest and event["event"] not in HEADS:
+        if launch in begun and launch != newest and event["event"] not in SEGMENT_EVENTS:
             continue  # that launch wrote it after the first line of a later one
         begun.add(launch)
         newest = launch
         timely.append(event)
     kept, last = [], math.inf
     for event in reversed(timely):
-        if event["event"] in RETAKEN and event["step"] > last:
+        if event["event"] in REPEATABLE_EVENTS and event["step"] > last:
             continue
-        if event["event"] in HEADS:
+        if event["event"] in SEGMENT_EVENTS:
             last = min(last, event.get("from_step", 0))
         kept.append(event)
     return kept[::-1]

@@ -49,10 +49,10 @@ ASKED = {
 }
 """What every question names, with its type."""
 
-WHOSE = ("checkpoint", "run_id")
+PROVENANCE_KEYS = ("checkpoint", "run_id")
 """Not part of the question: `content` identifies what was evaluated, and is the same in a copy."""
 
-OWN_TO_A_CHECKPOINT = (*WHOSE, "content", "written_ns", "step", "train_fingerprint")
+PER_CHECKPOINT_KEYS = (*PROVENANCE_KEYS, "content", "written_ns", "step", "train_fingerprint")
 """What `asked` may differ in if two checkpoints were asked the same question. Older results have
 the time `written_ns` instead of `content`."""
 
@@ -95,7 +95,7 @@ class Results:
 
 
 @dataclass(frozen=True)
-class Answers:
+class TaskResult:
     """The scores of one task by metric, its number of items, and a record per item."""
 
     scores: dict[str, Score]
@@ -110,7 +110,7 @@ def wilson_bound(value: float, count: int) -> float:
     return end if value == 0 else 1 - end
 
 
-def bound_words(value: float, bound: float) -> str:
+def format_bound(value: float, bound: float) -> str:
     """Return `Score.bound` as a table shows it beside its value 0 or 1."""
     return f"{'≤' if value == 0 else '≥'} {bound:.4f}"
 
@@ -122,7 +122,7 @@ def source_of_record(record: Mapping[str, Any]) -> str:
 
 def question_of(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return all of `asked` that the scores depend on."""
-    return {name: value for name, value in asked.items() if name not in WHOSE}
+    return {name: value for name, value in asked.items() if name not in PROVENANCE_KEYS}
 
 
 def results_folder(run: RunFolder, asked: Mapping[str, Any]) -> Path:
@@ -132,7 +132,7 @@ def results_folder(run: RunFolder, asked: Mapping[str, Any]) -> Path:
     return run.path / EVALS / f"step-{asked['step']}" / asked["suite"] / digest[:12]
 
 
-class Unfinished:
+class PartialResults:
     """The finished tasks of one question, in `folder`/unfinished, each kept as it ends."""
 
     def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
@@ -151,17 +151,17 @@ class Unfinished:
             if (folder / RESULTS).exists():
                 self.remove()
 
-    def read(self) -> dict[str, Answers]:
+    def read(self) -> dict[str, TaskResult]:
         """Return the answers by task, without unreadable ones, which are asked again."""
-        found: dict[str, Answers] = {}
+        found: dict[str, TaskResult] = {}
         for path in sorted(self._folder.glob(KEPT.format("*"))):
             with suppress(UnreadableFile), parsing(path):
                 content = files.read_bytes(path, MAX_TASK_BYTES)
                 if parse_json(content, finite=False)["question"] == self._question:
-                    found[_task(path, KEPT)] = files.parse_record(content, Answers, finite=False)
+                    found[_task(path, KEPT)] = files.parse_record(content, TaskResult, finite=False)
         return found
 
-    def add(self, task: str, answers: Answers) -> None:
+    def add(self, task: str, answers: TaskResult) -> None:
         """Keep the answers to `task`. Raises OSError if they cannot be written."""
         self._folder.mkdir(parents=True, exist_ok=True)
         content = {"question": self._question, **asdict(answers)}

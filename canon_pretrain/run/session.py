@@ -42,8 +42,8 @@ class StopRequests:
         self, stop_file: Path | None = None, lost: Callable[[], bool] = lambda: False
     ) -> None:
         self._stop_file, self._lost = stop_file, lost
-        self._is_there = False
-        self._looking = Background(self._look, "STOP file")
+        self._has_stop_file = False
+        self._checking = Background(self._check_stop_file, "STOP file")
         self._caught: set[str] = set()
         self._old: dict[signal.Signals, signal._HANDLER] = {}
 
@@ -56,14 +56,14 @@ class StopRequests:
         for number in numbers:
             self._old.setdefault(number, signal.signal(number, self._catch))
 
-    def let_through(self, numbers: Iterable[signal.Signals]) -> None:
+    def restore(self, numbers: Iterable[signal.Signals]) -> None:
         """Restore the effect that these signals had; one that was ignored ends the process."""
         for number in numbers:
             old = self._old.pop(number)
             signal.signal(number, signal.SIG_DFL if old is signal.SIG_IGN else old)
 
     def __exit__(self, *error: object) -> None:
-        self._looking.close()
+        self._checking.close()
         for number, handler in self._old.items():
             signal.signal(number, handler)
 
@@ -73,30 +73,30 @@ class StopRequests:
             raise KeyboardInterrupt  # a user who presses Ctrl-C twice does not want to wait
         self._caught.add(name)
 
-    def forget_leftover(self, began: float) -> bool:
+    def remove_stale_stop_file(self, began: float) -> bool:
         """Remove a STOP file older than `began`, by the folder's clock; return if there was one."""
         with contextlib.suppress(FileNotFoundError):
             if self._stop_file is not None and self._stop_file.stat().st_mtime < began:
-                self.obeyed()
+                self.remove_stop_file()
                 return True
         return False
 
     def poll(self) -> list[bool]:
         """Return which of REASONS hold; for the STOP file, what a thread has found since."""
         if self._stop_file is not None:
-            self._looking.request()
-        return [*(each.name in self._caught for each in SIGNALS), self._is_there, self._lost()]
+            self._checking.request()
+        return [*(each.name in self._caught for each in SIGNALS), self._has_stop_file, self._lost()]
 
-    def _look(self) -> None:
+    def _check_stop_file(self) -> None:
         # os.path: a stale handle of a network disk is no request, and ends no run
-        self._is_there = self._stop_file is not None and os.path.exists(self._stop_file)
+        self._has_stop_file = self._stop_file is not None and os.path.exists(self._stop_file)
 
-    def obeyed(self) -> None:
+    def remove_stop_file(self) -> None:
         """Remove the STOP file, so that the next launch goes on. Raises UserError if it can't."""
         try:
             if self._stop_file is not None:
                 self._stop_file.unlink(missing_ok=True)
-            self._is_there = False
+            self._has_stop_file = False
         except OSError as error:
             raise UserError(
                 "todo.session",
@@ -134,10 +134,10 @@ class Session:
         if self.rank != 0:
             # while it waits for the others to come, no Python runs that could obey, and nothing is
             # lost: where rank 0 is refused, torchrun's SIGTERM should end it at once
-            self.stop.let_through([signal.SIGTERM])
+            self.stop.restore([signal.SIGTERM])
         return self
 
-    def ranks_have_met(self) -> None:
+    def handle_sigterm(self) -> None:
         """From here on every rank treats SIGTERM as a request to save and stop."""
         self.stop.catch([signal.SIGTERM])
 
@@ -161,7 +161,7 @@ class Session:
             remove_leftovers(path, written.name)
         self.status = StatusWriter(files.status_file, steps=self.steps, world_size=self.world_size)
         self.stop = StopRequests(files.stop_file, lambda: any(lock.lost for lock in self._locks))
-        if self.stop.forget_leftover(began=began):
+        if self.stop.remove_stale_stop_file(began=began):
             self.say(f"{files.stop_file} is left over from an earlier launch: it is removed")
         self.status.write()
 

@@ -66,7 +66,7 @@ class SourceTree:
     problem: str | None = None
 
 
-def look_at_source(
+def read_source_tree(
     inside: Path, *, patch_bytes: int = PATCH_BYTES, timeout_s: float = GIT_S
 ) -> SourceTree:
     """Return the source tree that tracks the file `inside`; of a snapshot's, that of its origin."""
@@ -154,7 +154,7 @@ def take_snapshot(run: RunFolder) -> Path:
     if newest is not None and not _faults(newest) and not differences(newest):
         return newest
     target = run.code / f"{int(newest.name) + 1 if newest else 1:03}"
-    tree = asdict(look_at_source(Path(canon_pretrain.__file__).resolve()))
+    tree = asdict(read_source_tree(Path(canon_pretrain.__file__).resolve()))
     tree["patch"] = tree["patch"].decode(errors="surrogateescape")
     contents = {name: files.read_bytes(path) for name, path in _program().items()}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}

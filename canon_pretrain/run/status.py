@@ -20,7 +20,7 @@ Phases = Literal["starting", "loading", "training", "validating", "saving", "end
 
 DEAD_AFTER_S = 60.0  # six heartbeats
 HUNG_AFTER_S, HUNG_AFTER_STEPS, SLOW_AFTER_STEPS = 60.0, 10, 3
-PATIENCE_S = 1800.0  # for a phase without steps: data, a checkpoint, a first compilation
+PHASE_TIMEOUT_S = 1800.0  # for a phase without steps: data, a checkpoint, a first compilation
 
 
 Time = Annotated[str, Field(pattern=r"^\d{4}-[01]\d-[0-3]\dT[0-2]\d(:[0-5]\d){2}.*\+00:00$")]
@@ -121,7 +121,7 @@ def health(status: Status, now: datetime, *, dead_after_s: float = DEAD_AFTER_S)
     if (now.astimezone(UTC) - written).total_seconds() > dead_after_s:
         return "dead"
     silent_s = (written - datetime.fromisoformat(status.heartbeat)).total_seconds()
-    hung_s = slow_s = PATIENCE_S
+    hung_s = slow_s = PHASE_TIMEOUT_S
     if status.phase == "training" and (step_s := status.seconds_per_step) is not None:
         hung_s, slow_s = max(HUNG_AFTER_S, HUNG_AFTER_STEPS * step_s), SLOW_AFTER_STEPS * step_s
     if silent_s > hung_s:

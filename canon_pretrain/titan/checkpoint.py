@@ -36,7 +36,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import reserve
 from canon_pretrain.run.background import Background
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.launches import RunFacts, mark_obeyed, was_obeyed
+from canon_pretrain.run.launches import RunFacts, already_applied, mark_applied
 from canon_pretrain.run.session import LOST_LOCK, Session
 from canon_pretrain.titan.job_config import Checkpoint
 from canon_pretrain.titan.metrics import CanonMetrics
@@ -149,8 +149,8 @@ class CanonCheckpointManager:
         """Resume from `step`, or with -1 from the newest whole one; return if there was one."""
         if not self.enable:
             return False
-        once, option = self.run.obeyed_file, f"checkpoint.load_step={step}"
-        if step != -1 and self.rank_zero.run(lambda: was_obeyed(once, option)):
+        once, option = self.run.applied_file, f"checkpoint.load_step={step}"
+        if step != -1 and self.rank_zero.run(lambda: already_applied(once, option)):
             logger.info(f"NOTE: this job has gone back to step {step} before: going on from there")
             step = -1
         search = Resume(
@@ -183,7 +183,7 @@ class CanonCheckpointManager:
             logger.warning(f"saved after step {step} is an abandoned branch, now in {kept}")
             self._event("archive", step=step, moved_to=str(kept))
         if self._one_shot_option:
-            mark_obeyed(self.run.obeyed_file, self._one_shot_option)
+            mark_applied(self.run.applied_file, self._one_shot_option)
         return step in self.folder.steps()
 
     def roll_back(self, step: int) -> None:

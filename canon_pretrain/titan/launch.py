@@ -142,7 +142,7 @@ def config_changes(folder: RunFolder, config: dict[str, Any]) -> Changes:
         return {}
     old = _flatten(CanonJobConfig().to_dict()) | _flatten(_recorded(folder, "config"))
     changed = _differences(old, _flatten(config))
-    return {name: pair for name, pair in changed.items() if name not in launches.OWN_TO_A_LAUNCH}
+    return {name: pair for name, pair in changed.items() if name not in launches.PER_LAUNCH_KEYS}
 
 
 def _recorded(folder: RunFolder, part: str) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _flatten(config: dict[str, Any]) -> dict[str, Any]:
 
 def is_fresh(job: CanonJobConfig, run: RunFolder) -> bool:
     """Return whether the launch begins a new run; a restarted job repeats the option in vain."""
-    return job.checkpoint.fresh and not launches.was_obeyed(run.obeyed_file, launches.FRESH)
+    return job.checkpoint.fresh and not launches.already_applied(run.applied_file, launches.FRESH)
 
 
 def prepare_folder(
@@ -265,7 +265,7 @@ def _recover_folder(
     if fresh:
         if kept := checkpoints.archive_all(run.path, "--checkpoint.fresh"):
             notes.append(f"beginning again: the run so far is in {kept}")
-        launches.mark_obeyed(run.obeyed_file, launches.FRESH)
+        launches.mark_applied(run.applied_file, launches.FRESH)
     elif job.checkpoint.fresh:
         notes.append("this job has begun the run afresh before: going on with it")
     if traces := archive_traces(run.path / job.comm.save_traces_folder):
@@ -299,7 +299,7 @@ def record_launch(
         "torchtitan": torchtitan.__version__,
         "data_fingerprint": identity["data_fingerprint"],
         HELD_OUT: identity.get(HELD_OUT),
-        "config_hash": config_hash(config, without=launches.OWN_TO_A_LAUNCH),
+        "config_hash": config_hash(config, without=launches.PER_LAUNCH_KEYS),
         **(record.header() if record is not None else {}),
     }
     differences = compared.changes | compared.config_changes

@@ -180,7 +180,7 @@ class CanonTrainer(torchtitan.train.Trainer):
             ),
         ):
             super().__init__(job)
-        session.ranks_have_met()
+        session.handle_sigterm()
         # FSDP2 casts at every world size: autocast at one rank would change its numerics
         self.maybe_enable_amp = contextlib.nullcontext()
 
@@ -289,7 +289,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         metrics.flush()
         self._end(reason)
         logger.info(text)
-        self.session.stop.obeyed()
+        self.session.stop.remove_stop_file()
 
     def _end(self, reason: str) -> None:
         """Write the launch's last state and, of a run that is done, DONE."""

@@ -135,7 +135,7 @@ class EvalTarget:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What tells this model and its data from others (WHOSE in run/results.py)."""
+        """What tells this model and its data from others (PROVENANCE_KEYS in run/results.py)."""
         sha256 = None if self.train is None else self.train.tokenizer_sha256
         if self.folder is not None:
             facts, manifest = read_run(self.folder), Manifest.read(self.checkpoint)

@@ -16,7 +16,7 @@ from rich.console import Console
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import FileEntry, Manifest
 from canon_pretrain.checkpoint.retention import Retention, held_steps
-from canon_pretrain.cluster.leases import LOCAL, Leases, NoAnswer, NoQueue, Slurm, new_lease
+from canon_pretrain.cluster.leases import LOCAL, Leases, NoQueue, Slurm, SlurmTimeout, new_lease
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import sha256_file
 from canon_pretrain.run.folder import RunFolder
@@ -95,7 +95,7 @@ def watcher(run: Path, *suites: str, expiry_s: float = 600, cap: int = 8, **aske
 
 
 def states(watcher: Watcher) -> dict[tuple[int, str], str]:
-    watcher.queue.look()
+    watcher.queue.refresh()
     found = [entry for _, entries in watcher.look() for entry in entries]
     return {(e.step, e.suite): e.state for e in found if e.state != "to come"}
 
@@ -247,10 +247,10 @@ def test_an_sbatch_that_does_not_answer_may_have_the_job(slurm, run, monkeypatch
 
     def silent(self: Slurm, *words: Any) -> str:
         submit(self, *words)
-        raise NoAnswer("todo.test_eval_schedule", "sbatch has not answered")
+        raise SlurmTimeout("todo.test_eval_schedule", "sbatch has not answered")
 
     monkeypatch.setattr(Slurm, "submit", silent)
-    with pytest.raises(NoAnswer):
+    with pytest.raises(SlurmTimeout):
         watch.one_pass()
     time.sleep(0.02)
     watch.one_pass()

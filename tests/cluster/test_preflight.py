@@ -201,11 +201,11 @@ def test_saves_that_take_longer_than_slurm_waits_are_warned_of(tmp_path, monkeyp
     monkeypatch.setenv("SLURM_JOB_PARTITION", "low")
     answers = {"config": "KillWait    = 30 sec\n", "partition low": "   GraceTime=120 x"}
     run = RunFolder(tmp_path)
-    assert preflight.slow_save(run, answers.__getitem__) is None, "no run, no warning"
+    assert preflight.slow_save_warning(run, answers.__getitem__) is None, "no run, no warning"
     for seconds, warns in ((45, True), (12, False)):  # the last save counts
         event = {"event": "checkpoint", "step": 1, "seconds": seconds}
         with open(run.log_file, "a") as log:
             log.write(json.dumps(event) + "\n")
-        text = preflight.slow_save(run, answers.__getitem__)
+        text = preflight.slow_save_warning(run, answers.__getitem__)
         assert text is None or "45 s" in text and "kills 30 s after" in text and "120 s" in text
         assert (text is not None) == warns

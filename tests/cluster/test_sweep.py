@@ -15,7 +15,7 @@ from canon_pretrain.core.files import write_json
 from canon_pretrain.run.folder import PLAN, RunFolder
 from canon_pretrain.run.results import Score
 from canon_pretrain.run.status import Status
-from canon_pretrain.sweep import Row, look_at_sweep, main, read_sweep
+from canon_pretrain.sweep import Row, main, read_sweep, sweep_rows
 from canon_pretrain.titan.command_line import parse_job
 from tests.ranks import assert_same_run, launch, status
 from tests.report_runs import launch as launch_event
@@ -198,7 +198,7 @@ def test_the_table_has_each_run_with_its_state(tmp_path, capsys):
         run = plant_run(tmp_path / planned.name, [launch_event("start"), step(20, 5.25)])
         write_json(run.status_file, asdict(found))
     RunFolder(tmp_path / sweep.runs[2].name).write_done(500)
-    rows = look_at_sweep(sweep, tmp_path, NOW)
+    rows = sweep_rows(sweep, tmp_path, NOW)
     assert [(r.number, r.state, r.step, r.steps, r.loss, r.job_id) for r in rows] == [
         (1, "training", 20, 500, 5.25, "41"),
         (2, "failed", 20, 500, 5.25, "42"),
@@ -225,7 +225,7 @@ def test_the_table_begins_with_the_verdict_on_held_out_loss(tmp_path, capsys):
         plant_run(tmp_path / run.name, events[: 3 if run.seed == 2 else 4])
 
     def rows_of(source: str, at: int) -> list[Row]:
-        rows = look_at_sweep(sweep, tmp_path, NOW)
+        rows = sweep_rows(sweep, tmp_path, NOW)
         assert {(row.held_out_step, row.held_out_source) for row in rows} == {(at, source)}
         first = printed(capsys, "table", tmp_path).splitlines()[0]
         assert f"({source}, step {at}): b-lr1e-3 better by 0.2 nats" in first
@@ -245,7 +245,7 @@ def test_the_table_begins_with_the_verdict_on_held_out_loss(tmp_path, capsys):
     for more in ({"held_out_fingerprint": "other"}, {"limit": 3}):
         scores = {"validation": {"nats_per_token": Score(1.0)}}
         plant_results(RunFolder(tmp_path / rows[0].name), 80, "validation", scores, **more)
-    assert look_at_sweep(sweep, tmp_path, NOW) == rows
+    assert sweep_rows(sweep, tmp_path, NOW) == rows
 
 
 @pytest.mark.system

@@ -15,13 +15,13 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import (
     LaunchRecord,
     RunFacts,
+    already_applied,
     begin_launch,
-    command_again,
     launch_numbers,
-    mark_obeyed,
+    mark_applied,
     newest_launch,
     read_run,
-    was_obeyed,
+    resume_command,
 )
 from tests.checkpoint_folders import fill, small_disk
 from tests.ranks import events, launch
@@ -56,18 +56,18 @@ def torchrun(run: str, attempt: int) -> dict[str, str]:
 def test_who_is_a_restart(first, now, obeyed, tmp_path):
     path = tmp_path / "obeyed.json"
     path.write_text("damaged")
-    assert not was_obeyed(path, OPTION, now)
-    mark_obeyed(path, OPTION, first)
-    assert was_obeyed(path, OPTION, now) is obeyed
+    assert not already_applied(path, OPTION, now)
+    mark_applied(path, OPTION, first)
+    assert already_applied(path, OPTION, now) is obeyed
     # one option says nothing of another
-    assert not was_obeyed(path, "checkpoint.load_step=5", now)
+    assert not already_applied(path, "checkpoint.load_step=5", now)
 
 
 def test_another_torchrun_without_a_name_is_another_command(tmp_path, monkeypatch):
-    mark_obeyed(tmp_path / "obeyed.json", OPTION, torchrun("none", 0))
+    mark_applied(tmp_path / "obeyed.json", OPTION, torchrun("none", 0))
     other = os.getppid() + 1
     monkeypatch.setattr("os.getppid", lambda: other)
-    assert not was_obeyed(tmp_path / "obeyed.json", OPTION, torchrun("none", 1))
+    assert not already_applied(tmp_path / "obeyed.json", OPTION, torchrun("none", 1))
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +140,7 @@ def test_the_command_that_goes_on(environ, program):
     given += ["--checkpoint.load_step=3", "--run.allow_changes", "a.b", "c.d", "--compile.enable"]
     variables = dict(word.split("=") for word in environ.split())
     again = "--config 'a b.toml' --optimizer.lr=2 --compile.enable"
-    assert command_again(given, variables) == f"{program} -m canon_pretrain.train {again}"
+    assert resume_command(given, variables) == f"{program} -m canon_pretrain.train {again}"
 
 
 # -- whole launches

@@ -67,7 +67,7 @@ def test_a_signal_that_the_parent_ignored_ends_the_process_when_let_through(hear
     """slurm/lib.sh shields torchrun's agent from SIGTERM, and ignoring is inherited."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with StopRequests() as requests:
-        requests.let_through([signal.SIGTERM])
+        requests.restore([signal.SIGTERM])
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         requests.catch([signal.SIGTERM])
         os.kill(os.getpid(), signal.SIGTERM)

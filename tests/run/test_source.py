@@ -19,8 +19,8 @@ from canon_pretrain.run.source import (
     check_snapshot,
     code_hashes,
     differences,
-    look_at_source,
     newest_snapshot,
+    read_source_tree,
     take_snapshot,
 )
 from tests.support import ROOT
@@ -60,7 +60,7 @@ def test_a_snapshot_is_a_program_of_its_own(run):
     assert modes == {0} and snapshot.stat().st_mode & 0o777 == 0o700
     # the commit that it is from is known though git tracks no run folder
     init = snapshot / "canon_pretrain" / "__init__.py"
-    assert look_at_source(init) == look_at_source(Path(canon_pretrain.__file__).resolve())
+    assert read_source_tree(init) == read_source_tree(Path(canon_pretrain.__file__).resolve())
 
     words = "import canon_pretrain.chain as chain; print(chain.__file__)"
     environ = os.environ | {"PYTHONPATH": str(snapshot), "PYTHONSAFEPATH": "1"}
@@ -118,34 +118,34 @@ def test_a_chain_stays_with_its_code(run, changed_program, tmp_path, monkeypatch
     own = tmp_path / "own.toml"
     own.write_text(f'[job]\ndump_folder = "{run.path}"\n[run]\nallow_changes = ["code"]\n')
 
-    def code_of(job: str, *more: str, config: Path = CONFIG) -> Path | None:
+    def launch_code(job: str, *more: str, config: Path = CONFIG) -> Path | None:
         given = ["--config", str(config), "--job.dump-folder", str(run.path), *more]
-        return chain.code_of(job, given)[0]
+        return chain.launch_code(job, given)[0]
 
     allow = ("--run.allow_changes", "optimizer.lr", "code")
-    assert code_of("1") is None, "a new run"
+    assert launch_code("1") is None, "a new run"
     assert chain.begin(run, "1", take_code=True) is None and newest_snapshot(run) == first
     monkeypatch.setattr(canon_pretrain, "__file__", str(changed_program / "__init__.py"))
     assert differences(first) == [f"canon_pretrain/{LOSS}"]
-    assert code_of("1") == first, "a restart before the first checkpoint"
-    assert code_of("2") is None, "another job would begin at step 1"
+    assert launch_code("1") == first, "a restart before the first checkpoint"
+    assert launch_code("2") is None, "another job would begin at step 1"
     (run.path / "checkpoint" / "step-4").mkdir(parents=True)
     for options in ((), ("--run.allow_changes=optimizer.lr",), ("--checkpoint.no-fresh",)):
-        assert code_of("2", *options) == first
+        assert launch_code("2", *options) == first
     for options in (allow, ("--run.allow-changes=optimizer.lr,code",), ("--checkpoint.fresh",)):
-        assert code_of("2", *options) is None
-    assert chain.code_of("2", ["--config", str(own)])[0] is None
+        assert launch_code("2", *options) is None
+    assert chain.launch_code("2", ["--config", str(own)])[0] is None
 
     # it takes the new code, once
     assert chain.begin(run, "2", take_code=True) is None and newest_snapshot(run) == second
-    assert code_of("2", *allow) == second
-    assert code_of("3") == second
+    assert launch_code("2", *allow) == second
+    assert launch_code("3") == second
     scaled = ["SCALE" in (path / "canon_pretrain" / LOSS).read_text() for path in (first, second)]
     assert scaled == [False, True]
     HARMS["flip"](second)
     with pytest.raises(UserError, match=LOSS):
-        code_of("3")
-    gone = chain.code_of("3", ["--config", "/no/such.toml"])
+        launch_code("3")
+    gone = chain.launch_code("3", ["--config", "/no/such.toml"])
     assert gone[0] is None, "the job's check says so"
 
 
@@ -159,10 +159,10 @@ def test_a_chain_stays_with_its_config(run, tmp_path):
     own.write_text(own.read_text() + "[optimizer]\nlr = 1\n")
     edited = read_experiment(own)
     chain.begin(run, "1", config=own)
-    snapshot, config = chain.code_of("1", ["--config", str(own)])
+    snapshot, config = chain.launch_code("1", ["--config", str(own)])
     assert snapshot == run.code / "001" and config == chain.restarts_file(run, ".toml")
     assert read_experiment(config) == begun != edited
-    assert chain.code_of("2", ["--config", str(own)]) == (snapshot, None)
+    assert chain.launch_code("2", ["--config", str(own)]) == (snapshot, None)
     chain.begin(run, "2", config=own)
     assert read_experiment(config) == edited
 
@@ -206,8 +206,8 @@ def test_a_tree_can_be_put_together_again_from_its_own_code_only(repository, tmp
         plant(repository, name)
     monkeypatch.setenv("GIT_DIR", "/nowhere")  # git is asked about this tree all the same
     folder, origin = str(repository), "https://host:8080/x.git"
-    clean = SourceTree(folder, look_at_source(init).commit, origin=origin, dirty=False)
-    assert look_at_source(init) == clean
+    clean = SourceTree(folder, read_source_tree(init).commit, origin=origin, dirty=False)
+    assert read_source_tree(init) == clean
     monkeypatch.delenv("GIT_DIR")
     assert clean.commit == git(repository, "rev-parse", "HEAD")
 
@@ -219,12 +219,12 @@ def test_a_tree_can_be_put_together_again_from_its_own_code_only(repository, tmp
     for name in ("package/un tracked.py", "my.toml"):
         plant(repository, name)
     (repository / ".env").write_text("A=planted\n")
-    found = look_at_source(init)
+    found = read_source_tree(init)
     assert (found.dirty, found.patch_cut, found.problem) == (True, False, None)
     assert found.untracked == ["my.toml", "package/un tracked.py"]
     assert sorted(found.left_out) == sorted([".env", *others])
     assert found.patch.count(b"planted") == 2
-    cut = look_at_source(init, patch_bytes=200)
+    cut = read_source_tree(init, patch_bytes=200)
     assert cut.patch_cut and len(cut.patch) <= 200 and found.patch.startswith(cut.patch)
     clone = tmp_path / "clone"
     git(tmp_path, "clone", "-q", str(repository), str(clone))
@@ -239,12 +239,12 @@ def test_trees_without_a_commit_or_a_repository(repository, tmp_path):
     for folder in (repository / "data" / "site-packages", tmp_path / "plain", tmp_path / "empty"):
         folder.mkdir(parents=True)
         (folder / "__init__.py").write_text("x = 1\n")
-        found = look_at_source(folder / "__init__.py")  # in an ignored folder, and in none
+        found = read_source_tree(folder / "__init__.py")  # in an ignored folder, and in none
         assert (found.folder, found.commit, found.dirty, found.patch) == (None, None, None, b"")
         assert "no git repository tracks it" in str(found.problem)
     git(folder, "init", "-q")
     git(folder, "add", "-A")
-    found = look_at_source(folder / "__init__.py")
+    found = read_source_tree(folder / "__init__.py")
     assert (found.commit, found.dirty, found.problem) == (None, True, None)
     assert b"+x = 1" in found.patch
 
@@ -264,5 +264,5 @@ def test_git_that_does_not_work_is_a_sentence(script, said, repository, tmp_path
         (tmp_path / "bin" / "git").chmod(0o755)
     (tmp_path / "bin" / "sleep").symlink_to(shutil.which("sleep") or "/bin/sleep")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    found = look_at_source(repository / "package" / "__init__.py", timeout_s=0.3)
+    found = read_source_tree(repository / "package" / "__init__.py", timeout_s=0.3)
     assert said in str(found.problem) and found.commit is None

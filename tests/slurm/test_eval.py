@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.run.results import Unfinished, read_results
+from canon_pretrain.run.results import PartialResults, read_results
 from eval.schedule import leases_of
 from tests.eval_text_runs import TRAIN, text_run, write_text_data
 from tests.ranks import launch
@@ -82,7 +82,7 @@ def test_the_time_limit_costs_the_running_task_at_most(jobs, run, tmp_path):
     (path,) = suite.glob("*/results.json")
     results = read_results(path)
     assert set(results.scores) == {"zen_one", "zen_two"}
-    assert Unfinished(path.parent, results.asked).read() == {}
+    assert PartialResults(path.parent, results.asked).read() == {}
     assert not [*tmp_path.glob("**/HIT")] and not (ROOT / "HIT").exists()
 
 

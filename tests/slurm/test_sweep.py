@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.sweep import look_at_sweep, main, read_sweep
+from canon_pretrain.sweep import main, read_sweep, sweep_rows
 from tests.fault_runs import steps
 from tests.ranks import assert_same_run, launch, logged_step, status
 from tests.slurm_jobs import SITE, Job, log_of, script
@@ -35,7 +35,7 @@ def plan(
 
 
 def states(sweep: Path) -> list[str]:
-    return [row.state for row in look_at_sweep(read_sweep(sweep), sweep, datetime.now(UTC))]
+    return [row.state for row in sweep_rows(read_sweep(sweep), sweep, datetime.now(UTC))]
 
 
 def alone(data: Path, folder: Path, rate: str, seed: int) -> Path:

@@ -38,16 +38,16 @@ if "RANK" in _asked and _asked & {"TEST_PACE", "TEST_CRASH_AT"}:
     Session.progress = progress
 
 if "RANK" in _asked and "TEST_EVAL_GATE" in _asked:
-    from canon_pretrain.run.results import Unfinished
+    from canon_pretrain.run.results import PartialResults
 
-    _gate, _add = Path(os.environ["TEST_EVAL_GATE"]), Unfinished.add
+    _gate, _add = Path(os.environ["TEST_EVAL_GATE"]), PartialResults.add
 
     def add(self, task, answers):  # type: ignore[no-untyped-def]
         _add(self, task, answers)
         while _gate.exists():
             time.sleep(0.1)
 
-    Unfinished.add = add  # type: ignore[method-assign]
+    PartialResults.add = add  # type: ignore[method-assign]
 
 if "TEST_UNIT_BYTES" in _asked:
     from data_prep import sources

@@ -209,7 +209,8 @@ def prepare(run: Path, *command: object) -> None:
     """What rank 0 does to the folder before the ranks meet, and after a launch that is refused."""
     job = parse_job([str(word) for word in command])
     with Session(RunFolder(run), rank=0, world_size=1, steps=STEPS) as session:
-        prepare_folder(job, session, fingerprint="x", arguments=[]).settle(session.folder)
+        record = prepare_folder(job, session, fingerprint="x", arguments=[])
+        record.release_if_unused(session.folder)
 
 
 def files_of_run(run: Path) -> set[Path]:
