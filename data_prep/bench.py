@@ -40,11 +40,11 @@ from canon_pretrain.core.terminal import Console
 from canon_pretrain.data.blocks import BLOCK_BYTES, block_crcs
 from canon_pretrain.data.loader import BatchLoader
 from canon_pretrain.data.shard_writer import write_manifest, write_shards
-from canon_pretrain.data.shards import TokenShards, part_name, read_manifest
+from canon_pretrain.data.shards import TokenShards, read_manifest, shard_name
 from canon_pretrain.data.tokenizer import HF_FILE, Tokenizer
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
-from data_prep.folder import TRAIN, say
-from data_prep.settle import train_tokenizer
+from data_prep.folder import TRAIN, log
+from data_prep.planning import train_tokenizer
 
 TEXT_FILES = (".py", ".md", ".rst", ".txt")
 ENCODED_BYTES = 12_000_000  # are encoded again and again, and train the tokenizer
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> None:
     repeats, texts = arguments.repeats, collect(arguments.megabytes * 1_000_000)
     num_bytes = sum(len(text.encode()) for text in texts)
     sample = texts[:: max(1, round(num_bytes / ENCODED_BYTES))]
-    say(f"{len(texts):,} documents, {num_bytes / 1e6:.1f} MB")
+    log(f"{len(texts):,} documents, {num_bytes / 1e6:.1f} MB")
     model = Tokenizer(train_tokenizer(sample, VOCAB_SIZE), f"train:{VOCAB_SIZE}")
     with tempfile.TemporaryDirectory(prefix="canon-data-bench-") as scratch:
         folder = Path(scratch)
@@ -259,7 +259,7 @@ def measure_start(folder: Path, repeats: int, *, parts: int = PARTS, tokens: int
     """Least seconds and memory of `repeats` fresh processes to open a split and read a batch."""
     write_sparse(folder, parts, tokens)
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
-        runs = list(pool.map(open_once, [folder] * repeats))
+        runs = list(pool.map(time_opening, [folder] * repeats))
     open_s, memory = (min(values) for values in zip(*runs, strict=True))
     return [
         row("opening all parts", open_s, "s"),
@@ -267,7 +267,7 @@ def measure_start(folder: Path, repeats: int, *, parts: int = PARTS, tokens: int
     ]
 
 
-def open_once(folder: Path) -> tuple[float, int]:
+def time_opening(folder: Path) -> tuple[float, int]:
     """Return the seconds and bytes that opening a split costs this process, which is new to it."""
 
     def memory() -> int:
@@ -284,7 +284,7 @@ def open_once(folder: Path) -> tuple[float, int]:
 def write_sparse(folder: Path, parts: int, tokens: int) -> None:
     """A split of `tokens` tokens, all 0, in `parts` equal sparse parts; their CRCs are true."""
     write_shards(folder, [np.array([EOS_ID])], vocab_size=VOCAB_SIZE, eos_id=EOS_ID)
-    like, count = read_json(folder / f"{part_name(0, 0)}.json"), tokens // parts
+    like, count = read_json(folder / f"{shard_name(0, 0)}.json"), tokens // parts
     whole, rest = divmod(2 * count, BLOCK_BYTES)
     crcs = [np.repeat(block_crcs(bytes(BLOCK_BYTES)), whole), block_crcs(bytes(rest))]
     crc = np.concatenate(crcs).astype("<u4").tobytes()
@@ -295,7 +295,7 @@ def write_sparse(folder: Path, parts: int, tokens: int) -> None:
     like |= {"rows": [0, DOCUMENTS_A_PART], "files": files}
     like["groups"] = {f"CC-MAIN-2024-{week:03d}": [1, 1, 1] for week in range(108)}
     for unit in range(parts):
-        stem = folder / part_name(unit, 0)
+        stem = folder / shard_name(unit, 0)
         stem.with_suffix(".crc").write_bytes(crc)
         for suffix in ("bin", "docs"):
             with open(stem.with_suffix(f".{suffix}"), "wb") as file:

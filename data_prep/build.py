@@ -23,12 +23,13 @@ from canon_pretrain.core.cli import positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Progress, duration, size
 from canon_pretrain.data.hub import COMMIT
-from canon_pretrain.data.shard_writer import drop_changed_marks, unit_marks
+from canon_pretrain.data.shard_writer import committed_records, remove_changed_records
 from canon_pretrain.data.shards import MANIFEST
 from data_prep import folder as folders
 from data_prep import sources
 from data_prep.finish import is_finished, write_manifests
-from data_prep.folder import SPLITS, TRAIN, is_complete, say, settling
+from data_prep.folder import SPLITS, TRAIN, is_complete, log, plan_lock
+from data_prep.input_groups import InputGroupJob, new_counts, run_jobs
 from data_prep.plan import (
     MAX_LINE_BYTES,
     NO_LIMITS,
@@ -36,23 +37,22 @@ from data_prep.plan import (
     Limits,
     Options,
     Plan,
-    hash_small,
+    hash_small_inputs,
     load_plan,
 )
+from data_prep.planning import TokenizerRequest, prepare_plan
 from data_prep.readers import SUFFIXES
-from data_prep.settle import TokenizerRequest, settle_plan
-from data_prep.units import UnitJob, new_counts, run_jobs
 
 
 @dataclass(frozen=True)
-class Shard:
+class JobSlice:
     """--shard i/n: this run builds the units u with u % n == i - 1, and does not finish."""
 
     index: int
     count: int
 
     @classmethod
-    def parse(cls, text: str) -> "Shard":
+    def parse(cls, text: str) -> "JobSlice":
         match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
         if not match or not 1 <= int(match[1]) <= int(match[2]):
             raise UserError(
@@ -64,7 +64,7 @@ class Shard:
         return range(self.index - 1, num_units, self.count)
 
 
-ALL_UNITS = Shard(1, 1)
+ALL_UNITS = JobSlice(1, 1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
         **{name: getattr(arguments, name) for name in names},
         options=Options(**{name: getattr(arguments, name) for name in decisive}),
         limits=limits,
-        shard=Shard.parse(arguments.shard) if arguments.shard else None,
+        shard=JobSlice.parse(arguments.shard) if arguments.shard else None,
     )
 
 
@@ -112,18 +112,18 @@ def print_unbuilt(arguments: argparse.Namespace, limits: Limits) -> None:
         raise UserError(
             "todo.build", f"--shard {arguments.shard}: each job is given its own; see --shards"
         )
-    left = unbuilt_shards(arguments.out, arguments.unbuilt_of, limits)
+    left = unbuilt_slices(arguments.out, arguments.unbuilt_of, limits)
     words = [",".join(map(str, left)), str(arguments.out), str(arguments.out)]
     for name, limit in vars(limits).items():
         words += [f"--{name.replace('_', '-')}", str(limit)] if limit is not None else []
     sys.stdout.write("".join(f"{word}\0" for word in words))
 
 
-def unbuilt_shards(out: Path, shards: int, limits: Limits = NO_LIMITS) -> list[int]:
+def unbuilt_slices(out: Path, shards: int, limits: Limits = NO_LIMITS) -> list[int]:
     """Return the i of --shard i/`shards` that still have a unit to build; all without a plan."""
     if not (out / PLAN).exists():
         return list(range(1, shards + 1))
-    stream = TrainingStream(out, load_plan(out), limits)
+    stream = RequiredGroups(out, load_plan(out), limits)
     return sorted({unit % shards + 1 for unit in stream.unbuilt()})
 
 
@@ -139,7 +139,7 @@ def build(
     text_field: str | None = None,
     eos: str | None = None,
     limits: Limits = NO_LIMITS,
-    shard: Shard | None = None,
+    shard: JobSlice | None = None,
 ) -> None:
     """Build (or finish building) the folder `out`, saying what happens. Raises UserError."""
     started = time.monotonic()
@@ -151,24 +151,24 @@ def build(
             revision = old.source_version
     selection = sources.select(source, files, revision=revision, text_field=text_field)
     if files or source not in sources.HUB_SOURCES:  # else files come later, with the hub's hashes
-        selection = replace(selection, inputs=hash_small(selection.root, selection.inputs))
+        selection = replace(selection, inputs=hash_small_inputs(selection.root, selection.inputs))
     with folders.disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        with settling(out):
-            plan, loaded = settle_plan(out, selection, request, options)
+        with plan_lock(out):
+            plan, loaded = prepare_plan(out, selection, request, options)
             if is_finished(out, plan, limits):
                 return
-            stream = TrainingStream(out, plan, limits)
+            stream = RequiredGroups(out, plan, limits)
             jobs = _jobs(stream, selection.root, shard or ALL_UNITS)
-        say(f"tokenizer: {loaded.vocab_size:,} ids, encoded by {loaded.method}")
+        log(f"tokenizer: {loaded.vocab_size:,} ids, encoded by {loaded.method}")
         _encode(stream, jobs, workers, shard or ALL_UNITS)
         if shard:
             way = f"when all {shard.count} are: python -m data_prep finish {out}"
-            say(f"{out}: shard {shard.index}/{shard.count} is built; {way}")
+            log(f"{out}: shard {shard.index}/{shard.count} is built; {way}")
             return
-        with settling(out):
+        with plan_lock(out):
             write_manifests(out, plan, limits)
-    say(f"{out}: finished in {duration(time.monotonic() - started)}")
+    log(f"{out}: finished in {duration(time.monotonic() - started)}")
 
 
 def _check_folder(out: Path) -> None:
@@ -186,7 +186,7 @@ def _check_folder(out: Path) -> None:
             )
 
 
-class TrainingStream:
+class RequiredGroups:
     """Which units of `out` a training stream with these limits needs, as far as is known by now."""
 
     def __init__(self, out: Path, plan: Plan, limits: Limits) -> None:
@@ -214,38 +214,40 @@ class TrainingStream:
 
     def _count(self, unit: int) -> np.ndarray:
         if unit not in self._counts:
-            marks = unit_marks(self.out / TRAIN, unit, self.plan.sha256)
+            marks = committed_records(self.out / TRAIN, unit, self.plan.sha256)
             if marks is None:
                 return np.zeros(2, dtype=np.int64)
             self._counts[unit] = np.sum([(mark.documents, mark.tokens) for mark in marks], axis=0)
         return self._counts[unit]
 
 
-def _jobs(stream: TrainingStream, root: Path, shard: Shard) -> list[UnitJob]:
+def _jobs(stream: RequiredGroups, root: Path, shard: JobSlice) -> list[InputGroupJob]:
     """This run's units that are not built and may be needed."""
     out, plan = stream.out, stream.plan
     for split in SPLITS:
         (out / split).mkdir(exist_ok=True)
-        drop_changed_marks(out / split)
+        remove_changed_records(out / split)
     own = shard.units(len(plan.units))
     missing = [unit for unit in stream.unbuilt() if unit in own]
     # a manifest must never stand above parts that are being replaced
     for split in SPLITS if missing else ():
         (out / split / MANIFEST).unlink(missing_ok=True)
-    return [UnitJob.of(out, root, plan, unit) for unit in missing]
+    return [InputGroupJob.of(out, root, plan, unit) for unit in missing]
 
 
-def _encode(stream: TrainingStream, jobs: list[UnitJob], workers: int, shard: Shard) -> None:
+def _encode(
+    stream: RequiredGroups, jobs: list[InputGroupJob], workers: int, shard: JobSlice
+) -> None:
     """Run the jobs, saying how far they are."""
     plan = stream.plan
     num_units = len(shard.units(len(plan.units)))
-    say(
+    log(
         f"{plan.source}: {len(plan.inputs):,} inputs, {size(sum(i.size for i in plan.inputs))}, "
         f"{num_units:,} of {len(plan.units):,} units; {workers} worker(s); "
         f"plan {plan.sha256[:12]}"
     )
     if before := num_units - len(jobs):
-        say(f"resuming: {before:,} of {num_units:,} units are finished or not needed")
+        log(f"resuming: {before:,} of {num_units:,} units are finished or not needed")
     started, counts = time.monotonic(), new_counts(len(plan.units))
     finished: list[int] = []
 

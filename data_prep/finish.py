@@ -17,10 +17,10 @@ from canon_pretrain.core.files import remove_leftovers, write_json
 from canon_pretrain.core.lock import remove_locks
 from canon_pretrain.data import shards
 from canon_pretrain.data.blocks import ShardError, read_checked
-from canon_pretrain.data.shard_writer import drop_changed_marks, read_marks
-from canon_pretrain.data.shards import MANIFEST, WITHOUT_BYTE_ENDS, Cut, NamedMark
+from canon_pretrain.data.shard_writer import read_commits, remove_changed_records
+from canon_pretrain.data.shards import MANIFEST, WITHOUT_BYTE_ENDS, Cut, NamedRecord
 from data_prep import folder as folders
-from data_prep.folder import SPLITS, TRAIN, UNIT_LOCKS, VALIDATION, is_complete, say
+from data_prep.folder import INPUT_GROUP_LOCKS, SPLITS, TRAIN, VALIDATION, is_complete, log
 from data_prep.plan import Limits, Plan, load_plan
 
 
@@ -36,16 +36,16 @@ def run(arguments: argparse.Namespace) -> None:
 def finish(folder: Path, limits: Limits) -> None:
     """Write the manifests of a folder whose units are built. Raises UserError."""
     plan = load_plan(folder)
-    with folders.disk_errors(folder), folders.settling(folder):
+    with folders.disk_errors(folder), folders.plan_lock(folder):
         if is_finished(folder, plan, limits):
             return
         for split in SPLITS:
-            drop_changed_marks(folder / split)
+            remove_changed_records(folder / split)
         write_manifests(folder, plan, limits)
 
 
 def is_finished(out: Path, plan: Plan, limits: Limits) -> bool:
-    """Whether both splits are finished with these limits and whole; say so, or what is damaged."""
+    """Whether both splits are finished with these limits and whole; log it, or what is damaged."""
     if not all((out / split / MANIFEST).exists() for split in SPLITS):
         return False
     tokens = []
@@ -57,20 +57,20 @@ def is_finished(out: Path, plan: Plan, limits: Limits) -> bool:
                 return False
             tokens.append(manifest.num_tokens)
     except ShardError as error:
-        say(f"damaged since it was finished, rebuilding: {str(error).partition('; ')[0]}")
+        log(f"damaged since it was finished, rebuilding: {str(error).partition('; ')[0]}")
         return False
-    say(
+    log(
         f"{out}: finished before with this plan ({tokens[0]:,} training and {tokens[1]:,} "
         f"validation tokens); nothing to do"
     )
-    remove_locks(out / UNIT_LOCKS)  # the last run may have been killed before it did
+    remove_locks(out / INPUT_GROUP_LOCKS)  # the last run may have been killed before it did
     return True
 
 
 def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
     """Write both manifests. Raises UserError where a unit that is needed is not built."""
     train, units, cut = _training_stream(out, plan, limits)
-    held_out = read_marks(out / VALIDATION, range(units))
+    held_out = read_commits(out / VALIDATION, range(units))
     manifests = {
         split: shards.make_manifest(marks, **plan.header(), limits=asdict(limits), cut=own_cut)
         for split, marks, own_cut in ((TRAIN, train, cut), (VALIDATION, held_out, None))
@@ -80,29 +80,29 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
         (out / split / MANIFEST).unlink(missing_ok=True)
     for split, manifest in manifests.items():
         write_json(out / split / MANIFEST, asdict(manifest))
-        say(
+        log(
             f"{split}: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, "
             f"{manifest.num_bytes:,} bytes "
             f"({manifest.num_bytes / max(manifest.num_tokens, 1):.3f} bytes/token), "
             f"fingerprint {manifest.fingerprint[:12]}"
         )
     # of whole units: rows without a document are counted in a unit's last mark
-    whole = [*held_out, *read_marks(out / TRAIN, range(units))]
+    whole = [*held_out, *read_commits(out / TRAIN, range(units))]
     for what in ("repaired", "skipped"):
         counts = sum((Counter(getattr(named.mark, what)) for named in whole), Counter[str]())
         if counts:
-            say(f"{what}: " + ", ".join(f"{n:,} {reason}" for reason, n in sorted(counts.items())))
-    remove_locks(out / UNIT_LOCKS)
-    if not (out / UNIT_LOCKS).exists():  # no other process builds units here
+            log(f"{what}: " + ", ".join(f"{n:,} {reason}" for reason, n in sorted(counts.items())))
+    remove_locks(out / INPUT_GROUP_LOCKS)
+    if not (out / INPUT_GROUP_LOCKS).exists():  # no other process builds units here
         for folder in (out, *(out / split for split in SPLITS)):
             remove_leftovers(folder)
 
 
 def _training_stream(
     out: Path, plan: Plan, limits: Limits
-) -> tuple[list[NamedMark], int, Cut | None]:
+) -> tuple[list[NamedRecord], int, Cut | None]:
     """The parts of the training stream, how many units they are of, and the last part's cut."""
-    marks: list[NamedMark] = []
+    marks: list[NamedRecord] = []
     units = documents = tokens = 0
     for unit in range(len(plan.units)):
         if not is_complete(out, unit, plan.sha256):
@@ -114,13 +114,13 @@ def _training_stream(
                 f"missing); run the same `python -m data_prep build` again (every --shard, or "
                 f"none), then finish",
             )
-        for named in read_marks(out / TRAIN, [unit]):
+        for named in read_commits(out / TRAIN, [unit]):
             if limits.reached(documents, tokens):
                 return marks, units, None
             room_documents = (limits.max_documents or 1 << 62) - documents
             room_tokens = (limits.max_tokens or 1 << 62) - tokens
             if named.mark.documents > room_documents or named.mark.tokens > room_tokens:
-                if cut := _cut_part(out / TRAIN, named, room_documents, room_tokens):
+                if cut := _cut_shard(out / TRAIN, named, room_documents, room_tokens):
                     return [*marks, named], unit + 1, cut
                 if not documents:
                     raise UserError(
@@ -134,7 +134,7 @@ def _training_stream(
     return marks, len(plan.units), None
 
 
-def _cut_part(folder: Path, named: NamedMark, documents: int, tokens: int) -> Cut | None:
+def _cut_shard(folder: Path, named: NamedRecord, documents: int, tokens: int) -> Cut | None:
     """Return what of the part fits into so many documents and tokens, if any. Raises UserError."""
     path = folder / f"{named.name}.docs"
     if named.mark.version == WITHOUT_BYTE_ENDS:

@@ -14,7 +14,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import free_bytes
 from canon_pretrain.core.lock import locked
 from canon_pretrain.core.terminal import size
-from canon_pretrain.data.shard_writer import unit_marks
+from canon_pretrain.data.shard_writer import committed_records
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.plan import TokenizerRecord
 
@@ -22,34 +22,34 @@ TRAIN = "train"
 VALIDATION = "validation"
 SPLITS = (TRAIN, VALIDATION)
 LOCK = "build.lock"
-UNIT_LOCKS = "locks"
+INPUT_GROUP_LOCKS = "locks"
 # Training a tokenizer is the longest that another process may hold the lock.
-SETTLE_PATIENCE_S = 3600.0
+PLAN_LOCK_TIMEOUT_S = 3600.0
 # A killed run's worker notices within milliseconds; more means a second run is at work.
-UNIT_PATIENCE_S = 10.0
+INPUT_GROUP_LOCK_TIMEOUT_S = 10.0
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """Print one line at once, also into a pipe."""
     print(line, flush=True)
 
 
-def settling(folder: Path) -> AbstractContextManager[None]:
+def plan_lock(folder: Path) -> AbstractContextManager[None]:
     """The lock under which a folder's plan, tokenizer and manifests are written."""
     path = folder / LOCK
     note = f"waiting: another process settles the plan of {folder} (it holds {path})"
-    return locked(path, str(folder), patience_s=SETTLE_PATIENCE_S, on_wait=lambda: say(note))
+    return locked(path, str(folder), patience_s=PLAN_LOCK_TIMEOUT_S, on_wait=lambda: log(note))
 
 
-def unit_lock(folder: Path, unit: int) -> AbstractContextManager[None]:
+def input_group_lock(folder: Path, unit: int) -> AbstractContextManager[None]:
     """The lock under which one unit's parts are written."""
-    path = folder / UNIT_LOCKS / f"unit-{unit:05d}.lock"
-    return locked(path, f"unit {unit} of {folder}", patience_s=UNIT_PATIENCE_S)
+    path = folder / INPUT_GROUP_LOCKS / f"unit-{unit:05d}.lock"
+    return locked(path, f"unit {unit} of {folder}", patience_s=INPUT_GROUP_LOCK_TIMEOUT_S)
 
 
 def is_complete(out: Path, unit: int, plan_sha256: str) -> bool:
     """Whether the unit is committed in both splits."""
-    return all(unit_marks(out / split, unit, plan_sha256) is not None for split in SPLITS)
+    return all(committed_records(out / split, unit, plan_sha256) is not None for split in SPLITS)
 
 
 def load_tokenizer(out: Path, record: TokenizerRecord) -> Tokenizer:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_record, sha256_file, write_json
-from canon_pretrain.data.shards import MAX_PART_TOKENS, VERSION
+from canon_pretrain.data.shards import MAX_SHARD_TOKENS, VERSION
 
 PLAN = "plan.json"
 MAX_PLAN_BYTES = 1 << 32
@@ -55,7 +55,7 @@ class Options:
     bos: bool = False
     unit_files: int | None = None
     unit_bytes: int | None = None
-    max_part_tokens: int = MAX_PART_TOKENS
+    max_part_tokens: int = MAX_SHARD_TOKENS
     max_line_bytes: int = MAX_LINE_BYTES
 
     def __post_init__(self) -> None:
@@ -125,7 +125,7 @@ class Plan:
         }
 
 
-def hash_small(root: Path, inputs: Sequence[Input]) -> tuple[Input, ...]:
+def hash_small_inputs(root: Path, inputs: Sequence[Input]) -> tuple[Input, ...]:
     """Return the inputs with their hashes, if all are small together and on disk."""
     if sum(known.size for known in inputs) > HASH_AHEAD_BYTES:
         return tuple(inputs)
@@ -134,7 +134,7 @@ def hash_small(root: Path, inputs: Sequence[Input]) -> tuple[Input, ...]:
     )
 
 
-def cut_units(inputs: Sequence[Input], options: Options) -> tuple[tuple[int, int], ...]:
+def make_input_groups(inputs: Sequence[Input], options: Options) -> tuple[tuple[int, int], ...]:
     """Return ranges [first, end) of consecutive inputs, at least one each, as the options say."""
     ends = []
     files = size = 0
@@ -179,7 +179,7 @@ def load_plan(folder: Path) -> Plan:
     return plan
 
 
-def refuse_changes(folder: Path, old: Plan, new: Plan) -> None:
+def check_same_plan(folder: Path, old: Plan, new: Plan) -> None:
     """Raise UserError naming each field old -> new where `new` is not the plan of `folder`."""
     if lines := differences(old, new):
         more = len(lines) - MAX_DIFFERENCES

@@ -13,15 +13,15 @@ from pathlib import Path
 
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.data import hub
-from data_prep.folder import say
+from data_prep.folder import log
 from data_prep.plan import Input
 from data_prep.readers import SUFFIXES, TOPICS
 
 STDLIB = "stdlib"
 LOCAL = "local"
-UNIT_BYTES = 2_000_000
+INPUT_GROUP_BYTES = 2_000_000
 TEXT_FIELD = "text"
-WAYS_OUT = hub.WaysOut(
+HUB_HINTS = hub.HubHints(
     revision="give --revision a commit, tag or branch that has it",
     without_hub="or give a copy of the files with --files FOLDER",
 )
@@ -109,7 +109,7 @@ def select(
     else:
         version, root, inputs = _list_hub(source, known, revision or known.commit)
     if len(inputs) != known.num_files:
-        say(f"{source}: {len(inputs):,} files, the whole dataset has {known.num_files:,}")
+        log(f"{source}: {len(inputs):,} files, the whole dataset has {known.num_files:,}")
     group, unit_files = known.group_field, known.unit_files
     return Selection(source, version, root, inputs, group_field=group, unit_files=unit_files)
 
@@ -129,7 +129,7 @@ def _select_stdlib() -> Selection:
         )
     inputs = sorted(to_inputs(found, {}), key=lambda known: known.path != TOPICS)
     version = f"python {platform.python_version()}"
-    return Selection(STDLIB, version, root, tuple(inputs), unit_bytes=UNIT_BYTES)
+    return Selection(STDLIB, version, root, tuple(inputs), unit_bytes=INPUT_GROUP_BYTES)
 
 
 def _select_local(files: Sequence[Path], text_field: str) -> Selection:
@@ -141,25 +141,25 @@ def _select_local(files: Sequence[Path], text_field: str) -> Selection:
     if not readable or named.intersection(others):
         raise UserError(
             "todo.sources",
-            f"--files {name_some(named.intersection(others) or files)}: no file of a known "
+            f"--files {summarize_paths(named.intersection(others) or files)}: no file of a known "
             f"format; expected one of: {', '.join(SUFFIXES)}",
         )
     if others:
-        say(f"{LOCAL}: {len(others):,} files of other formats are left out: {name_some(others)}")
+        log(f"{LOCAL}: {len(others):,} files of other formats skipped: {summarize_paths(others)}")
     root = Path(os.path.commonpath([path.parent for path in readable]))
     inputs = to_inputs({path.relative_to(root).as_posix(): path for path in readable}, {})
-    return Selection(LOCAL, ON_DISK, root, inputs, text_field, unit_bytes=UNIT_BYTES)
+    return Selection(LOCAL, ON_DISK, root, inputs, text_field, unit_bytes=INPUT_GROUP_BYTES)
 
 
 def _list_hub(source: str, known: HubSource, commit: str) -> tuple[str, Path, tuple[Input, ...]]:
     """The version, root and inputs of a dataset on the hub."""
     if not hub.COMMIT.fullmatch(commit):
-        commit = hub.find_commit(known.repo, commit, WAYS_OUT)
-    root = hub.snapshot(known.repo, commit)
+        commit = hub.find_commit(known.repo, commit, HUB_HINTS)
+    root = hub.snapshot_folder(known.repo, commit)
     pattern = re.compile("/".join(known.tail))
     inputs = [
         Input(*file)
-        for file in hub.list_files(known.repo, commit, known.folder, WAYS_OUT)
+        for file in hub.list_files(known.repo, commit, known.folder, HUB_HINTS)
         if pattern.fullmatch(file.path)
     ]
     if not inputs:
@@ -168,7 +168,7 @@ def _list_hub(source: str, known: HubSource, commit: str) -> tuple[str, Path, tu
             f"{known.repo}@{commit[:12]}: no files {'/'.join(known.tail)} in it; give the "
             f"--revision of a commit that has them, or leave it out",
         )
-    say(f"{source}: commit {commit[:12]}, fetched when needed into {root}")
+    log(f"{source}: commit {commit[:12]}, fetched when needed into {root}")
     return commit, root, tuple(sorted(inputs, key=lambda file: natural_order(file.path)))
 
 
@@ -187,7 +187,7 @@ def _list_mirror(
     if wrong := named - set(paths.values()) if paths else files:
         raise UserError(
             "todo.sources",
-            f"--files {name_some(wrong)}: no files {'/'.join(known.tail)} of {source}; give "
+            f"--files {summarize_paths(wrong)}: no files {'/'.join(known.tail)} of {source}; give "
             f"--source {LOCAL} for other files",
         )
     for literal in (name for name in known.tail[:-1] if "[" not in name):
@@ -215,12 +215,12 @@ def fetch(source: str, version: str, root: Path, inputs: Sequence[Input]) -> Non
     if not missing:
         return
     hub_source = HUB_SOURCES.get(source)
-    if hub_source is None or not hub.is_snapshot(root, hub_source.repo, version):
+    if hub_source is None or not hub.is_cached_snapshot(root, hub_source.repo, version):
         raise UserError(
             "todo.sources", f"{root / missing[0].path}: is missing; every input is needed"
         )
     files = [hub.HubFile(known.path, known.size, known.sha256) for known in missing]
-    hub.fetch(hub_source.repo, version, root, files, WAYS_OUT)
+    hub.fetch(hub_source.repo, version, root, files, HUB_HINTS)
 
 
 def source_root(source: str) -> Path:
@@ -287,8 +287,8 @@ def match_tails(files: Sequence[Path], tail: Sequence[str]) -> tuple[Path, dict[
         if len(matches) > 1:
             raise UserError(
                 "todo.sources",
-                f"--files: several folders hold {shape}: {name_some(matches)}; name the one that "
-                f"is meant",
+                f"--files: several folders hold {shape}: {summarize_paths(matches)}; name one of "
+                f"them",
             )
         if matches:
             return matches.popitem()
@@ -301,7 +301,7 @@ def to_inputs(files: Mapping[str, Path], hashes: Mapping[str, str]) -> tuple[Inp
     return tuple(Input(p, files[p].stat().st_size, hashes.get(p, "")) for p in paths)
 
 
-def name_some(paths: Iterable[Path]) -> str:
+def summarize_paths(paths: Iterable[Path]) -> str:
     """The first few of the paths, and how many more there are."""
     names = sorted(map(str, paths), key=natural_order)
     more = len(names) - MAX_NAMED

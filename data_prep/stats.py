@@ -24,11 +24,11 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console, Progress, printable, size
 from canon_pretrain.data.blocks import BlockReader
-from canon_pretrain.data.shards import CommitMark, Part, TokenShards, dtype_for
+from canon_pretrain.data.shards import CommitRecord, Shard, TokenShards, dtype_for
 from canon_pretrain.data.tokenizer import Tokenizer
-from data_prep.folder import SPLITS, add_workers, disk_errors, load_tokenizer, say
+from data_prep.folder import SPLITS, add_workers, disk_errors, load_tokenizer, log
+from data_prep.input_groups import worker_pool
 from data_prep.plan import Plan, load_plan
-from data_prep.units import worker_pool
 
 TEMPLATES = Path(__file__).parent / "templates"
 PLOTTED = ("split", "documents", "tokens", "lengths", "frequencies", "groups")
@@ -64,7 +64,7 @@ def stats(folder: Path, html: Path | None = None, *, workers: int = 1) -> dict[s
     if html is not None:
         with disk_errors(html.parent):
             write_atomic(html, html_page(content).encode())
-        say(f"stats: {html}")
+        log(f"stats: {html}")
     return content
 
 
@@ -89,9 +89,9 @@ class Counts:
         return cls(np.sum(tokens, axis=0), np.concatenate(lengths), np.concatenate(digests))
 
 
-def count_parts(parts: Sequence[Part], vocab_size: int, workers: int) -> Iterator[Counts]:
+def count_shards(parts: Sequence[Shard], vocab_size: int, workers: int) -> Iterator[Counts]:
     """Yield the counts of each part, computed here or in `workers` processes."""
-    count = partial(count_part, vocab_size=vocab_size)
+    count = partial(count_shard, vocab_size=vocab_size)
     if workers == 1 or len(parts) < 2:
         yield from map(count, parts)
         return
@@ -99,7 +99,7 @@ def count_parts(parts: Sequence[Part], vocab_size: int, workers: int) -> Iterato
         yield from pool.map(count, parts)
 
 
-def count_part(part: Part, vocab_size: int) -> Counts:
+def count_shard(part: Shard, vocab_size: int) -> Counts:
     """Count one part. Raises ShardError."""
     ends = part.document_ends()
     tokens = np.zeros(vocab_size, dtype=np.int64)
@@ -148,7 +148,7 @@ def data_content(folder: Path, plan: Plan, workers: int) -> dict[str, Any]:
     total = sum(shards.num_tokens for shards in opened) or 1
     done, counted = 0, []
     with Progress() as progress:
-        for part, counts in zip(parts, count_parts(parts, vocab_size, workers), strict=True):
+        for part, counts in zip(parts, count_shards(parts, vocab_size, workers), strict=True):
             counted.append(counts)
             done += part.entry.tokens
             progress.update(done / total, f"stats: {done:,} of {total:,} tokens")
@@ -174,7 +174,7 @@ def data_content(folder: Path, plan: Plan, workers: int) -> dict[str, Any]:
 
 
 def _split_content(tokenizer: Tokenizer, shards: TokenShards, counts: Counts) -> dict[str, Any]:
-    marks = [part.read_mark() for part in shards.parts]
+    marks = [part.read_commit() for part in shards.parts]
     sizes = [known.size for part in shards.parts for known in vars(part.files).values()]
     top = np.argsort(-counts.tokens, kind="stable")[:TOP_TOKENS]
     # ranks are evenly far apart on a logarithmic axis
@@ -240,7 +240,7 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
     return f'"{printable(text)}"' if text else "no text"
 
 
-def _groups(marks: list[CommitMark]) -> dict[str, Any]:
+def _groups(marks: list[CommitRecord]) -> dict[str, Any]:
     """Documents, tokens and bytes by group, of whole parts (no limit's cut); the largest first."""
     sums: dict[str, np.ndarray] = {}
     for mark in marks:

@@ -25,11 +25,17 @@ from canon_pretrain.core.lock import locked, remove_locks
 from canon_pretrain.core.terminal import Progress
 from canon_pretrain.data import shards
 from canon_pretrain.data.blocks import BLOCK_BYTES, BlockReader, ShardError, block_crcs
-from canon_pretrain.data.shards import CommitMark, Manifest, dtype_for, part_name, read_mark
+from canon_pretrain.data.shards import (
+    CommitRecord,
+    Manifest,
+    dtype_for,
+    read_commit,
+    shard_name,
+)
 from data_prep import folder as folders
-from data_prep.folder import SPLITS, TRAIN, add_workers, disk_errors, load_tokenizer, say
+from data_prep.folder import SPLITS, TRAIN, add_workers, disk_errors, load_tokenizer, log
+from data_prep.input_groups import InputGroupJob, build_input_group
 from data_prep.plan import Plan, load_plan
-from data_prep.units import UnitJob, build_unit
 
 LEVELS = {
     "size": "sizes, commit marks and manifests; no content was read",
@@ -46,7 +52,7 @@ NAME = re.compile(r"part-\d{5,}-\d+")
 
 
 @dataclass(frozen=True, order=True)
-class Part:
+class StoredShard:
     """A part of the split in `folder`; `sha256` is its commit mark's by the manifest, or ""."""
 
     folder: Path
@@ -72,15 +78,15 @@ class Part:
     def check(self, plan: Plan, level: str) -> Iterator[str]:
         """Yield each fault of the part."""
         try:
-            found = read_mark(self.folder, self.name)
+            found = read_commit(self.folder, self.name)
         except ShardError as error:
             yield str(error)
             return
         mark = found.mark
         if self.sha256 not in ("", found.sha256):
             yield f"{self.file('json')}: is not the mark in the manifest"
-        if part_name(mark.unit, mark.part) != self.name:
-            yield f"{self.file('json')}: is the mark of {part_name(mark.unit, mark.part)}"
+        if shard_name(mark.unit, mark.part) != self.name:
+            yield f"{self.file('json')}: is the mark of {shard_name(mark.unit, mark.part)}"
         if mark.plan_sha256 != plan.sha256:
             yield f"{self.file('json')}: is the mark of another plan"
         planned = {known.path: known.sha256 for known in plan.inputs}
@@ -109,7 +115,7 @@ class Part:
             except OSError as error:
                 yield f"{path}: unreadable: {error.strerror}"
 
-    def _check_sample(self, mark: CommitMark, plan: Plan) -> Iterator[str]:
+    def _check_sample(self, mark: CommitRecord, plan: Plan) -> Iterator[str]:
         """The first block, the last, and up to SAMPLED_BLOCKS by chance."""
         dtype = dtype_for(plan.tokenizer.vocab_size)
         block_tokens = BLOCK_BYTES // dtype.itemsize
@@ -128,7 +134,7 @@ class Part:
                         yield f"{self.file('bin')}: an id outside the vocabulary near token {first}"
 
     def _check_all(
-        self, mark: CommitMark, plan: Plan, small: dict[str, np.ndarray]
+        self, mark: CommitRecord, plan: Plan, small: dict[str, np.ndarray]
     ) -> Iterator[str]:
         """One pass over the ids: hash and CRCs, then what hashes can't see: a wrong writer."""
         path, known = self.file("bin"), plan.tokenizer
@@ -196,10 +202,10 @@ class Part:
             )
 
 
-Fault = tuple[str, Part | None]
+Fault = tuple[str, StoredShard | None]
 
 
-def _token_ends(mark: CommitMark, table: np.ndarray) -> np.ndarray:
+def _token_ends(mark: CommitRecord, table: np.ndarray) -> np.ndarray:
     """Return the documents' ends in tokens, int64; none if .docs does not fit the mark."""
     columns = 1 if mark.version == shards.WITHOUT_BYTE_ENDS else 2
     if len(table) != columns * mark.documents:
@@ -224,24 +230,24 @@ def verify(
     plan = load_plan(folder)
     faults = find_faults(folder, plan, level, workers)
     for text, _ in faults:
-        say(f"damaged: {text}")
+        log(f"damaged: {text}")
     if not faults:
-        say(f"{folder}: ok ({LEVELS[level]})")
+        log(f"{folder}: ok ({LEVELS[level]})")
         return
     damaged = {part for _, part in faults if part}
     if not repair:
         way_out = f"; --repair rebuilds {len(damaged)} part(s)" if damaged else ""
         raise UserError("todo.verify", f"{folder}: {len(faults)} fault(s) found{way_out}")
-    mended = repair_parts(folder, plan, damaged, root or Path(plan.root))
+    mended = repair_shards(folder, plan, damaged, root or Path(plan.root))
     left = [text for text, part in faults if part and part not in mended]
     left += [text for text, _ in find_faults(folder, plan, "size", workers)]
     left += [text for part in sorted(mended) for text in part.check(plan, "full")]
     left = list(dict.fromkeys(left))
     for text in left:
-        say(f"still damaged: {text}")
+        log(f"still damaged: {text}")
     if left:
         raise UserError("todo.verify", f"{folder}: {len(left)} fault(s) left after the repair")
-    say(f"{folder}: ok again, {len(mended)} part(s) rebuilt")
+    log(f"{folder}: ok again, {len(mended)} part(s) rebuilt")
 
 
 def find_faults(folder: Path, plan: Plan, level: str, workers: int) -> list[Fault]:
@@ -251,9 +257,9 @@ def find_faults(folder: Path, plan: Plan, level: str, workers: int) -> list[Faul
         load_tokenizer(folder, plan.tokenizer)
     except UserError as error:
         faults.append((str(error), None))
-    parts: list[Part] = []
+    parts: list[StoredShard] = []
     for split in SPLITS:
-        own, texts = _split_parts(folder / split, plan)
+        own, texts = _listed_shards(folder / split, plan)
         parts += own
         path = folder / split / shards.MANIFEST
         faults += [(f"{path}: {text}; {FINISH}", None) for text in texts]
@@ -273,22 +279,22 @@ def find_faults(folder: Path, plan: Plan, level: str, workers: int) -> list[Faul
     return faults
 
 
-def _split_parts(folder: Path, plan: Plan) -> tuple[list[Part], list[str]]:
+def _listed_shards(folder: Path, plan: Plan) -> tuple[list[StoredShard], list[str]]:
     """The parts that the split's manifest lists, else those on disk; and the manifest's faults."""
     try:
         manifest = shards.read_manifest(folder)
-        parts = [Part(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
+        parts = [StoredShard(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
         return parts, list(_manifest_faults(folder, manifest, plan))
     except (ShardError, ValueError) as error:
         names = (path.stem for path in folder.glob("part-*.json") if NAME.fullmatch(path.stem))
-        parts = sorted((Part(folder, name) for name in names), key=lambda part: part.numbers)
+        parts = sorted((StoredShard(folder, name) for name in names), key=lambda part: part.numbers)
         return parts, [f"cannot be read ({error})"]
 
 
 def _manifest_faults(folder: Path, manifest: Manifest, plan: Plan) -> Iterator[str]:
     """What a manifest says that is not so, its commit marks being those that it lists."""
     try:
-        marks = [read_mark(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
+        marks = [read_commit(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
     except ShardError:  # a fault of the part, and listed there
         return
     # the plan's: a manifest of other data would fit itself
@@ -300,8 +306,8 @@ def _manifest_faults(folder: Path, manifest: Manifest, plan: Plan) -> Iterator[s
         return
     unit = part = 0
     for named in marks:
-        if named.name != part_name(unit, part):
-            yield f"lists {named.name} where {part_name(unit, part)} is due"
+        if named.name != shard_name(unit, part):
+            yield f"lists {named.name} where {shard_name(unit, part)} is due"
             break
         unit, part = (unit + 1, 0) if named.mark.last_in_unit else (unit, part + 1)
     else:
@@ -321,14 +327,16 @@ def _manifest_faults(folder: Path, manifest: Manifest, plan: Plan) -> Iterator[s
             yield f"ends inside its last part at {cut}, where no document ends"
 
 
-def repair_parts(folder: Path, plan: Plan, damaged: Collection[Part], root: Path) -> set[Part]:
+def repair_shards(
+    folder: Path, plan: Plan, damaged: Collection[StoredShard], root: Path
+) -> set[StoredShard]:
     """Rebuild the `damaged` parts from inputs below `root`; return those that are whole again."""
-    mended: set[Part] = set()
+    mended: set[StoredShard] = set()
     scratch = folder / SCRATCH
     with locked(folder / LOCK, f"the repair of {folder}"):
         for unit in sorted({part.numbers[0] for part in damaged}):
             parts = sorted(part for part in damaged if part.numbers[0] == unit)
-            say(f"repairing unit {unit}: {', '.join(map(str, parts))}")
+            log(f"repairing unit {unit}: {', '.join(map(str, parts))}")
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir()
             try:
@@ -336,14 +344,14 @@ def repair_parts(folder: Path, plan: Plan, damaged: Collection[Part], root: Path
                     rebuild(folder, scratch, root, plan, unit, parts)
                 mended |= set(parts)
             except UserError as error:
-                say(f"unit {unit} cannot be repaired: {error}")
+                log(f"unit {unit} cannot be repaired: {error}")
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     return mended
 
 
 def rebuild(
-    folder: Path, scratch: Path, root: Path, plan: Plan, unit: int, parts: list[Part]
+    folder: Path, scratch: Path, root: Path, plan: Plan, unit: int, parts: list[StoredShard]
 ) -> None:
     """Build one unit in `scratch` and give its files to `parts`. Raises UserError."""
     if unit >= len(plan.units):
@@ -356,19 +364,19 @@ def rebuild(
         for entry in shards.read_manifest(folder / TRAIN).parts:
             if entry.name.startswith(f"part-{unit:05d}-"):
                 with suppress(ShardError):
-                    seen |= read_mark(folder / TRAIN, entry.name, entry.mark_sha256).mark.inputs
-    job = UnitJob.of(scratch, root, plan, unit)
+                    seen |= read_commit(folder / TRAIN, entry.name, entry.mark_sha256).mark.inputs
+    job = InputGroupJob.of(scratch, root, plan, unit)
     inputs = [
         replace(known, sha256=seen.get(known.path, known.sha256)) for known in job.plan.inputs
     ]
-    build_unit(replace(job, plan=replace(job.plan, inputs=tuple(inputs))))
-    with folders.unit_lock(folder, unit):
+    build_input_group(replace(job, plan=replace(job.plan, inputs=tuple(inputs))))
+    with folders.input_group_lock(folder, unit):
         for part in parts:
             part.check_same(scratch / f"{part}.json")
         for part in parts:
             for suffix in ("bin", "docs", "crc", "json"):  # the mark last, as when it was built
                 publish(scratch / f"{part}.{suffix}", part.file(suffix))
-    remove_locks(folder / folders.UNIT_LOCKS)
+    remove_locks(folder / folders.INPUT_GROUP_LOCKS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,7 @@ from canon_pretrain.cluster.leases import CLAIM_EXPIRY_S, Lease, Leases, Slurm
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.lock import locked
-from canon_pretrain.data.held_out import open_apart
+from canon_pretrain.data.held_out import open_validation
 from canon_pretrain.report.record import is_outdated
 from canon_pretrain.run.folder import EVALS, RunFolder
 from canon_pretrain.run.results import RESULTS, read_results
@@ -64,7 +64,7 @@ def answers(asked: dict[str, Any], suite: str, how: Sequence[str], seq_len: int)
     options = _parse_how(how)
     wanted = {"options": None, "junk": None, **asked_how(suite_name(suite), options, seq_len)}
     if options.held_out is not None and suite == "validation":
-        wanted["held_out_fingerprint"] = open_apart(options.held_out).fingerprint
+        wanted["held_out_fingerprint"] = open_validation(options.held_out).fingerprint
     if options.dtype != "auto":
         wanted["dtype"] = options.dtype
     return all(asked.get(name) == value for name, value in wanted.items())

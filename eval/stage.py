@@ -28,7 +28,7 @@ Commit = Annotated[str, Field(pattern=f"^{hub.COMMIT.pattern}$")]
 
 LOCK, DOWNLOADS, PINS = ".stage.lock", ".stage.tmp", "pins.json"
 ALL = "all"
-WAYS_OUT = hub.WaysOut(
+HUB_HINTS = hub.HubHints(
     revision="choose another commit with --pin KEY=COMMIT",
     without_hub=(
         "run `python -m eval stage` on a machine with network, such as a login node, and copy the "
@@ -150,7 +150,7 @@ def _stage(folder: Path, data: DataSet, allow_count: bool) -> str:
             if pinned is None:
                 add_pins(folder, {data.path: manifest.revision})
             return f"is staged, {_described(manifest, data)}"
-    commit = hub.find_commit(data.path, pinned, WAYS_OUT)
+    commit = hub.find_commit(data.path, pinned, HUB_HINTS)
     if pinned is None:
         add_pins(folder, {data.path: commit})
     what, way_out = f"{data.path}@{commit[:12]} {data.split}", f"--pin {data.key}=COMMIT"
@@ -181,7 +181,7 @@ def fetch(data: DataSet, commit: str, cache: Path) -> "datasets.Dataset":
     disable_progress_bars()
     # ValueError: no such configuration, no such split
     unexpected = (DatasetsError, ValueError)
-    with hub.hub_errors(data.path, commit, WAYS_OUT, unexpected=unexpected):
+    with hub.hub_errors(data.path, commit, HUB_HINTS, unexpected=unexpected):
         # `cache` has no other revision: if the hub fails, `datasets` takes what is there
         return datasets.load_dataset(
             data.path, data.config, split=data.split, revision=commit, cache_dir=str(cache)

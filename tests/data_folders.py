@@ -11,13 +11,18 @@ from typing import Any
 import numpy as np
 
 from canon_pretrain.core.files import write_json
-from canon_pretrain.data.shards import MAX_PART_TOKENS, make_manifest, read_manifest, read_mark
+from canon_pretrain.data.shards import (
+    MAX_SHARD_TOKENS,
+    make_manifest,
+    read_commit,
+    read_manifest,
+)
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.finish import write_manifests
 from data_prep.folder import TRAIN, VALIDATION
+from data_prep.input_groups import InputGroupJob
 from data_prep.plan import NO_LIMITS, Input, Options, Plan, save_plan
-from data_prep.settle import record_of, train_tokenizer
-from data_prep.units import UnitJob
+from data_prep.planning import record_of, train_tokenizer
 
 WORDS = "the of and to in is was for on as with by he at from his an were are which".split()
 
@@ -34,22 +39,22 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(train_tokenizer(texts, 300), "test")
 
 
-def forge_manifest(folder: Path, names: Sequence[str], **changes: Any) -> None:
+def write_forged_manifest(folder: Path, names: Sequence[str], **changes: Any) -> None:
     """Write the manifest of these parts, with its header changed, as if it were made so."""
     fields = ("vocab_size", "eos_id", "tokenizer_sha256", "plan_sha256", "version", "limits", "cut")
     stored = read_manifest(folder)
     header = {name: getattr(stored, name) for name in fields} | changes
-    marks = [read_mark(folder, name) for name in names]
+    marks = [read_commit(folder, name) for name in names]
     write_json(folder / "manifest.json", asdict(make_manifest(marks, **header)))
 
 
-def plant_data(
+def make_data_folder(
     folder: Path,
     train: Sequence[Sequence[str]],
     validation: Sequence[str] = (),
     *,
     groups: Sequence[str] = ("",),
-    max_part_tokens: int = MAX_PART_TOKENS,
+    max_part_tokens: int = MAX_SHARD_TOKENS,
 ) -> Plan:
     """A finished folder whose training units hold these texts; groups take turns."""
     known, units = tokenizer(), range(len(train))
@@ -71,7 +76,7 @@ def plant_data(
     for split, unit in itertools.product((TRAIN, VALIDATION), units):
         (folder / split).mkdir(exist_ok=True)
         texts = (train if split == TRAIN else held_out)[unit]
-        with UnitJob.of(folder, folder, plan, unit).writer(split) as writer:
+        with InputGroupJob.of(folder, folder, plan, unit).writer(split) as writer:
             for row, text in enumerate(texts):
                 ids, size = np.append(known.encode(text), known.eos_id), len(text.encode())
                 writer.add(ids, num_bytes=size, row=row, group=groups[row % len(groups)])

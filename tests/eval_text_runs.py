@@ -7,7 +7,7 @@ import numpy as np
 
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.tokenizer import Tokenizer
-from data_prep.settle import train_tokenizer
+from data_prep.planning import train_tokenizer
 from tests.support import ROOT
 
 PIECES = 300

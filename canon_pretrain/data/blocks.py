@@ -25,7 +25,7 @@ BUFFER_BYTES = 4 * BLOCK_BYTES
 MAX_OPEN_FILES = 128
 """SlimPajama has 2,466 parts; a usual limit on open files is 1,024."""
 
-BUILD_AGAIN = "run the same `python -m data_prep build` again"
+REBUILD_HINT = "run the same `python -m data_prep build` again"
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -35,7 +35,7 @@ class ShardError(UserError):
 
 
 @dataclass(frozen=True)
-class FileFacts:
+class FileInfo:
     """What a commit mark knows of a file."""
 
     size: Count
@@ -43,18 +43,18 @@ class FileFacts:
 
 
 @dataclass(frozen=True)
-class PartFiles:
+class ShardFiles:
     """The files of a part, in the order in which they get their names."""
 
-    bin: FileFacts
-    docs: FileFacts
-    crc: FileFacts
+    bin: FileInfo
+    docs: FileInfo
+    crc: FileInfo
 
 
-def part_fault(path: Path, what: str) -> ShardError:
+def shard_error(path: Path, what: str) -> ShardError:
     """Return the error for a part's file; rebuilding the part gives the same bytes."""
     return ShardError(
-        "todo.blocks", f"{path}: {what}; delete {path.stem}.* in that folder and {BUILD_AGAIN}"
+        "todo.blocks", f"{path}: {what}; delete {path.stem}.* in that folder and {REBUILD_HINT}"
     )
 
 
@@ -70,7 +70,7 @@ def read_small(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise part_fault(path, f"cannot be read: {error.strerror}") from None
+        raise shard_error(path, f"cannot be read: {error.strerror}") from None
 
 
 def read_checked(path: Path, sha256: str) -> bytes:
@@ -78,7 +78,7 @@ def read_checked(path: Path, sha256: str) -> bytes:
     content = read_small(path)
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
-        raise part_fault(path, f"damaged: sha256 {found[:16]}..., expected {sha256[:16]}...")
+        raise shard_error(path, f"damaged: sha256 {found[:16]}..., expected {sha256[:16]}...")
     return content
 
 
@@ -93,7 +93,7 @@ class BlockReader:
         self._crcs: dict[str, np.ndarray] = {}
         self._descriptors: dict[str, int] = {}
 
-    def read(self, name: str, files: PartFiles, start: int, out: np.ndarray) -> None:
+    def read(self, name: str, files: ShardFiles, start: int, out: np.ndarray) -> None:
         """Fill `out`, int64 [count], with a part's ids from `start` on. Raises ShardError."""
         path, width, size = self._folder / f"{name}.bin", self._width, files.bin.size
         if name not in self._crcs:
@@ -112,7 +112,7 @@ class BlockReader:
                 if found != (expected := self._crcs[name][block]):
                     where = f"64-KiB block {block} (byte offset {block * BLOCK_BYTES})"
                     crcs = f"has CRC32 {found:08x}, expected {expected:08x}"
-                    raise part_fault(path, f"damaged: {where} {crcs}")
+                    raise shard_error(path, f"damaged: {where} {crcs}")
             ids = self._ids[(at - begin) // width : (min(end, stop) - begin) // width]
             out[done : done + len(ids)] = ids
             done += len(ids)
@@ -132,7 +132,7 @@ class BlockReader:
                 got = os.preadv(descriptor, [buffer[done:]], offset + done)
                 if got == 0:
                     end = f"the file ends at byte {offset + done}"
-                    raise part_fault(path, f"short read: {end}: truncated after it was opened")
+                    raise shard_error(path, f"short read: {end}: truncated after it was opened")
                 done += got
         except OSError as error:
             raise ShardError(

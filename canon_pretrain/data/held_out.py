@@ -46,7 +46,7 @@ def windows(num_tokens: int, seq_len: int, limit: int | None = None) -> Iterator
         yield offset, min(seq_len + 1, num_tokens - offset)
 
 
-def allot(total: int, shares: Sequence[Fraction], available: Sequence[int]) -> list[int]:
+def divide_windows(total: int, shares: Sequence[Fraction], available: Sequence[int]) -> list[int]:
     """Divide `total` windows by share (largest remainders), at least one each and what it has."""
     exact = [total * share for share in shares]
     counts = [math.floor(value) for value in exact]
@@ -63,7 +63,7 @@ def open_held_out(data: str | Path) -> TokenShards | None:
     return shards if shards and shards.num_tokens > 1 else None
 
 
-def open_apart(data: str | Path) -> TokenShards:
+def open_validation(data: str | Path) -> TokenShards:
     """Open the text of `validation.path`: a folder's held-out part, or all of a build without."""
     shards = open_held_out(data) or TokenShards.open(Path(data) / "train")
     if shards.num_tokens < 2:
@@ -71,7 +71,7 @@ def open_apart(data: str | Path) -> TokenShards:
     return shards
 
 
-def part_fingerprint(parts: Sequence[TokenShards | None]) -> str | None:
+def joined_fingerprint(parts: Sequence[TokenShards | None]) -> str | None:
     """Return the fingerprints of a mixture's held-out texts, joined by "+"; None without any."""
     joined = "+".join(part.fingerprint if part else "none" for part in parts)
     return joined if any(parts) else None

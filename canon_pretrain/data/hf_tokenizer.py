@@ -2,8 +2,8 @@
 
 That package matches every registered special token in a text and obeys a truncation or padding that
 the file asks for: here it does neither. It takes 5 GB for a document of 30 MB, which is encoded in
-slices for two known kinds of file: Llama-2's (the argument is in pieces.py), and those that split a
-text by a known expression first.
+slices for two known kinds of file: Llama-2's (the argument is in `cached_encoder.py`), and those
+that split a text by a known expression first.
 """
 
 import json
@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.data.pieces import CHECK, SLICE_CHARACTERS, SPACE, PieceEncoder
+from canon_pretrain.data.cached_encoder import PROBE_TEXT, SLICE_CHARACTERS, SPACE, CachedEncoder
 
 EOS_NAMES = (
     "</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]",
@@ -104,14 +104,14 @@ class HFTokenizer:
         # ids may have gaps: the count of tokens could be too small
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._special = [i for i in {self.eos_id, self.bos_id} if i >= 0]
-        self._encoder: PieceEncoder | SplitEncoder | None = None
-        faster: PieceEncoder | SplitEncoder | None = None
-        if (unprefixed := llama_settings(content)) is not None:
+        self._encoder: CachedEncoder | SplitEncoder | None = None
+        faster: CachedEncoder | SplitEncoder | None = None
+        if (unprefixed := llama_2_without_prefix(content)) is not None:
             raw = _load(unprefixed, name)
-            faster = PieceEncoder(partial(_ids, raw), merged_pieces(content), " ")
-        elif is_split_first(content):
+            faster = CachedEncoder(partial(_ids, raw), merged_tokens(content), " ")
+        elif has_known_split(content):
             faster = SplitEncoder(partial(_ids, self._tokenizer))
-        if faster and np.array_equal(faster.encode(CHECK), _ids(self._tokenizer, CHECK)):
+        if faster and np.array_equal(faster.encode(PROBE_TEXT), _ids(self._tokenizer, PROBE_TEXT)):
             self._encoder = faster
         self.method = f"tokenizers, {self._encoder.method if self._encoder else 'documents whole'}"
         for token in (str(self._tokenizer.id_to_token(i)) for i in self._special):
@@ -159,13 +159,13 @@ def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def llama_settings(content: dict[str, Any]) -> dict[str, Any] | None:
+def llama_2_without_prefix(content: dict[str, Any]) -> dict[str, Any] | None:
     """A tokenizer.json that lacks only the prefix of `content`; None where it is no Llama-2's."""
     model = content["model"]
     if (
         content.get("normalizer") != _LLAMA_NORMALIZER
         or content.get("pre_tokenizer") is not None
-        or _matches_in_texts(content)
+        or _has_plain_added_tokens(content)
         or model.get("type") != "BPE"
         or not model.get("byte_fallback")
         or any(f"<0x{byte:02X}>" not in model["vocab"] for byte in range(256))
@@ -175,16 +175,16 @@ def llama_settings(content: dict[str, Any]) -> dict[str, Any] | None:
     return {**content, "normalizer": _LLAMA_NORMALIZER["normalizers"][1]}
 
 
-def merged_pieces(content: dict[str, Any]) -> list[str]:
+def merged_tokens(content: dict[str, Any]) -> list[str]:
     """Every symbol that the BPE model in `content` can merge characters to."""
     merges = content["model"]["merges"]
     return ["".join(m.split(" ") if isinstance(m, str) else m) for m in merges]
 
 
-def is_split_first(content: dict[str, Any]) -> bool:
+def has_known_split(content: dict[str, Any]) -> bool:
     """Whether `content` splits a text by one of the known expressions and does nothing before."""
     splitter = content.get("pre_tokenizer") or {}
-    if content.get("normalizer") is not None or _matches_in_texts(content):
+    if content.get("normalizer") is not None or _has_plain_added_tokens(content):
         return False
     if splitter.get("type") == "ByteLevel":
         return bool(splitter.get("use_regex", True))
@@ -200,6 +200,6 @@ def is_split_first(content: dict[str, Any]) -> bool:
     )
 
 
-def _matches_in_texts(content: dict[str, Any]) -> bool:
+def _has_plain_added_tokens(content: dict[str, Any]) -> bool:
     """Whether added tokens are searched for in a text: those that are not special are."""
     return any(not entry["special"] for entry in content["added_tokens"])

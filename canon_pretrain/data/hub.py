@@ -36,18 +36,18 @@ class HubFile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WaysOut:
+class HubHints:
     """The ends of a command's messages: how to name another revision, and work without the hub."""
 
     revision: str
     without_hub: str
 
 
-def find_commit(repo: str, revision: str | None, ways_out: WaysOut) -> str:
+def find_commit(repo: str, revision: str | None, hints: HubHints) -> str:
     """Return the commit of `revision` (None: the main branch), asking the hub in every case."""
     from huggingface_hub import HfApi
 
-    with hub_errors(repo, revision or "main", ways_out):
+    with hub_errors(repo, revision or "main", hints):
         found = HfApi().dataset_info(repo, revision=revision, timeout=TIMEOUT_S).sha
     if not found or (revision and COMMIT.fullmatch(revision) and found != revision):
         raise UserError(
@@ -56,7 +56,7 @@ def find_commit(repo: str, revision: str | None, ways_out: WaysOut) -> str:
     return found
 
 
-def snapshot(repo: str, commit: str) -> Path:
+def snapshot_folder(repo: str, commit: str) -> Path:
     """Return the folder in huggingface_hub's cache that holds the commit's files."""
     from huggingface_hub import constants
 
@@ -64,9 +64,9 @@ def snapshot(repo: str, commit: str) -> Path:
     return cache / f"datasets--{repo.replace('/', '--')}" / "snapshots" / commit
 
 
-def is_snapshot(root: Path, repo: str, commit: str) -> bool:
+def is_cached_snapshot(root: Path, repo: str, commit: str) -> bool:
     """Whether `root` is the commit's folder in a cache: this one, or where HF_HOME was before."""
-    return root.parts[-3:] == snapshot(repo, commit).parts[-3:]
+    return root.parts[-3:] == snapshot_folder(repo, commit).parts[-3:]
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,12 @@ class _Listing:
     files: tuple[HubFile, ...]
 
 
-def list_files(repo: str, commit: str, folder: str, ways_out: WaysOut) -> list[HubFile]:
+def list_files(repo: str, commit: str, folder: str, hints: HubHints) -> list[HubFile]:
     """Return all files below `folder`, unsorted. Raises UserError without network or access."""
-    kept = snapshot(repo, commit).parents[1] / f"listing-{commit}-{folder.replace('/', '--')}.json"
+    kept = (
+        snapshot_folder(repo, commit).parents[1]
+        / f"listing-{commit}-{folder.replace('/', '--')}.json"
+    )
     try:
         return list(read_record(kept, _Listing).files)
     except UnreadableFile:
@@ -86,7 +89,7 @@ def list_files(repo: str, commit: str, folder: str, ways_out: WaysOut) -> list[H
     from huggingface_hub.hf_api import RepoFile
 
     # page by page: dataset_info(files_metadata=True) sends SlimPajama's 59,166 in one answer
-    with hub_errors(repo, commit, ways_out):
+    with hub_errors(repo, commit, hints):
         entries = HfApi().list_repo_tree(
             repo, folder, recursive=True, revision=commit, repo_type="dataset"
         )
@@ -100,7 +103,7 @@ def list_files(repo: str, commit: str, folder: str, ways_out: WaysOut) -> list[H
     return list(listing)
 
 
-def fetch(repo: str, commit: str, root: Path, files: Sequence[HubFile], ways_out: WaysOut) -> None:
+def fetch(repo: str, commit: str, root: Path, files: Sequence[HubFile], hints: HubHints) -> None:
     """Make sure that `files` are in `root`, the commit's snapshot. Raises UserError."""
     from huggingface_hub import hf_hub_download
 
@@ -115,7 +118,7 @@ def fetch(repo: str, commit: str, root: Path, files: Sequence[HubFile], ways_out
                     f"again",
                 )
             place: dict[str, Any] = {"revision": commit, "cache_dir": root.parents[2]}
-            with hub_errors(repo, commit, ways_out, known.path):
+            with hub_errors(repo, commit, hints, known.path):
                 hf_hub_download(repo, known.path, repo_type="dataset", **place)
 
 
@@ -144,7 +147,7 @@ def known_hashes(root: Path, paths: dict[str, Path]) -> tuple[str, dict[str, str
 def hub_errors(
     repo: str,
     revision: str,
-    ways_out: WaysOut,
+    hints: HubHints,
     path: str = "",
     *,
     unexpected: tuple[type[Exception], ...] = (),
@@ -161,14 +164,14 @@ def hub_errors(
     try:
         yield
     except (transport, OSError, *unexpected) as error:
-        kind, problem = _problem(error, ways_out, unexpected)
+        kind, problem = _problem(error, hints, unexpected)
         what = f"{repo}@{revision[:12]}" + (f" {path}" if path else "")
         detail = f"({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         raise kind("todo.hub", f"{what}: {problem} {detail}") from None
 
 
 def _problem(
-    error: Exception, ways_out: WaysOut, unexpected: tuple[type[Exception], ...]
+    error: Exception, hints: HubHints, unexpected: tuple[type[Exception], ...]
 ) -> tuple[type[UserError], str]:
     """What went wrong and the way out of it; `datasets` wraps what happens to it."""
     from huggingface_hub import constants, errors
@@ -186,13 +189,13 @@ def _problem(
             "the disk is full, here or under huggingface_hub's cache; make room or set HF_HOME, "
             "and run the same command again"
         )
-    login = f"log in (HF_TOKEN), {ways_out.without_hub}"
+    login = f"log in (HF_TOKEN), {hints.without_hub}"
     problems: list[tuple[Any, Sequence[BaseException], str]] = [
         (errors.GatedRepoError, causes, f"accept its terms and {login}"),
-        (errors.RevisionNotFoundError, causes, f"no such revision; {ways_out.revision}"),
+        (errors.RevisionNotFoundError, causes, f"no such revision; {hints.revision}"),
         (errors.RepositoryNotFoundError, causes, f"no such dataset, or {login}"),
-        (errors.EntryNotFoundError, causes, f"not in this revision; {ways_out.revision}"),
-        (unexpected, [error], f"not the expected data; {ways_out.revision}"),
+        (errors.EntryNotFoundError, causes, f"not in this revision; {hints.revision}"),
+        (unexpected, [error], f"not the expected data; {hints.revision}"),
     ]
     is_offline = any(isinstance(one, errors.LocalEntryNotFoundError) for one in causes)
     for kind, raised, problem in problems:
@@ -204,4 +207,4 @@ def _problem(
     if isinstance(error, OSError) and error.filename:
         return UserError, f"{error.filename}: {error.strerror}; set HF_HOME to a folder of yours"
     why = " (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
-    return HubUnavailable, f"the hub cannot be reached{why}; {ways_out.without_hub}"
+    return HubUnavailable, f"the hub cannot be reached{why}; {hints.without_hub}"

@@ -19,11 +19,11 @@ import numpy as np
 from canon_pretrain.core import files
 from canon_pretrain.core.files import write_json
 from canon_pretrain.data import shards
-from canon_pretrain.data.blocks import BLOCK_BYTES, FileFacts, PartFiles, ShardError, block_crcs
-from canon_pretrain.data.shards import MANIFEST, VERSION, CommitMark, NamedMark, part_name
+from canon_pretrain.data.blocks import BLOCK_BYTES, FileInfo, ShardError, ShardFiles, block_crcs
+from canon_pretrain.data.shards import MANIFEST, VERSION, CommitRecord, NamedRecord, shard_name
 
 
-class _PartFile:
+class _ShardFile:
     """The growing .bin file of one part, with its hash and block CRCs."""
 
     def __init__(self, path: Path, first_row: int) -> None:
@@ -53,20 +53,20 @@ class _PartFile:
             self._file.write(block)
             self.size += count
 
-    def publish(self, version: int) -> PartFiles:
+    def publish(self, version: int) -> ShardFiles:
         self._flush(len(self._pending))
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         files.publish(self._temporary, self.path.with_name(f"{self.path.name}.bin"))
         ends = self.ends if version == shards.WITHOUT_BYTE_ENDS else self.ends + self.byte_ends
-        facts = {"bin": FileFacts(self.size, self._digest.hexdigest())}
+        facts = {"bin": FileInfo(self.size, self._digest.hexdigest())}
         small = {"docs": np.array(ends, dtype="<u8"), "crc": np.concatenate(self._crcs)}
         for suffix, values in small.items():
             content = values.tobytes()
             files.write_atomic(self.path.with_name(f"{self.path.name}.{suffix}"), content)
-            facts[suffix] = FileFacts(len(content), hashlib.sha256(content).hexdigest())
-        return PartFiles(**facts)
+            facts[suffix] = FileInfo(len(content), hashlib.sha256(content).hexdigest())
+        return ShardFiles(**facts)
 
     def abandon(self) -> None:
         with suppress(OSError):  # on a full disk, closing tries to write once more
@@ -74,7 +74,7 @@ class _PartFile:
         self._temporary.unlink(missing_ok=True)
 
 
-class UnitWriter:
+class ShardWriter:
     """Writes a unit's documents as parts; its last mark commits it, an exception drops a part."""
 
     def __init__(
@@ -85,7 +85,7 @@ class UnitWriter:
         vocab_size: int,
         eos_id: int,
         plan_sha256: str = "",
-        max_part_tokens: int = shards.MAX_PART_TOKENS,
+        max_shard_tokens: int = shards.MAX_SHARD_TOKENS,
         version: int = VERSION,
     ) -> None:
         if not 0 <= eos_id < vocab_size:
@@ -95,10 +95,10 @@ class UnitWriter:
         self._folder, self._unit = folder, unit
         self._vocab_size, self._dtype = vocab_size, shards.dtype_for(vocab_size)
         self._plan_sha256 = plan_sha256
-        self._max_part_tokens = max_part_tokens
+        self._max_shard_tokens = max_shard_tokens
         self._version = version
         self._num_parts = 0
-        self._part: _PartFile | None = None
+        self._part: _ShardFile | None = None
 
     def add(
         self, ids: np.ndarray, *, num_bytes: int, row: int, group: str = "", repaired: str = ""
@@ -109,7 +109,7 @@ class UnitWriter:
         the input's. Raises ShardError.
         """
         count = len(ids)
-        where, most = f"row {row} of unit {self._unit}", self._max_part_tokens
+        where, most = f"row {row} of unit {self._unit}", self._max_shard_tokens
         if not 0 < count <= most:
             raise ShardError(
                 "todo.shard_writer",
@@ -154,13 +154,13 @@ class UnitWriter:
             self._part.abandon()
             self._part = None
 
-    def _new_part(self, row: int) -> _PartFile:
-        return _PartFile(self._folder / part_name(self._unit, self._num_parts), row)
+    def _new_part(self, row: int) -> _ShardFile:
+        return _ShardFile(self._folder / shard_name(self._unit, self._num_parts), row)
 
     def _commit(
-        self, part: _PartFile, skipped: Mapping[str, int], inputs: Mapping[str, str], *, last: bool
+        self, part: _ShardFile, skipped: Mapping[str, int], inputs: Mapping[str, str], *, last: bool
     ) -> None:
-        mark = CommitMark(
+        mark = CommitRecord(
             format=shards.FORMAT,
             version=3 if self._version == VERSION else 2,
             unit=self._unit,
@@ -183,30 +183,30 @@ class UnitWriter:
         self._num_parts += 1
 
 
-def unit_marks(folder: Path, unit: int, plan_sha256: str) -> list[CommitMark] | None:
+def committed_records(folder: Path, unit: int, plan_sha256: str) -> list[CommitRecord] | None:
     """Return the marks of a unit's parts in order; None unless it is complete and this plan's."""
     try:
-        named = read_marks(folder, [unit])
+        named = read_commits(folder, [unit])
     except ShardError:
         return None
-    sizes = (size for one in named for size in shards.part_sizes(folder, one))
+    sizes = (size for one in named for size in shards.shard_sizes(folder, one))
     is_ours = all(one.mark.plan_sha256 == plan_sha256 for one in named)
     is_whole = is_ours and all(known == size for _, known, size in sizes)
     return [one.mark for one in named] if is_whole else None
 
 
-def read_marks(folder: Path, units: Iterable[int]) -> list[NamedMark]:
+def read_commits(folder: Path, units: Iterable[int]) -> list[NamedRecord]:
     """Return the marks of every part of these units. Raises ShardError for an incomplete unit."""
-    marks: list[NamedMark] = []
+    marks: list[NamedRecord] = []
     for unit in units:
         part = 0
         while part == 0 or not marks[-1].mark.last_in_unit:
-            marks.append(shards.read_mark(folder, part_name(unit, part)))
+            marks.append(shards.read_commit(folder, shard_name(unit, part)))
             part += 1
     return marks
 
 
-def drop_changed_marks(folder: Path) -> None:
+def remove_changed_records(folder: Path) -> None:
     """Remove marks that are not the manifest's: to list them would take damage for the truth."""
     with suppress(ShardError):
         for entry in shards.read_manifest(folder).parts:
@@ -215,7 +215,7 @@ def drop_changed_marks(folder: Path) -> None:
                 path.unlink()
 
 
-def remove_unit(folder: Path, unit: int) -> None:
+def remove_input_group(folder: Path, unit: int) -> None:
     """Remove what an earlier attempt left of a unit: marks first, so that nothing looks whole."""
     left = sorted(folder.glob(f"part-{unit:05d}-*"), key=lambda path: ".json" not in path.name)
     for path in left:
@@ -224,7 +224,7 @@ def remove_unit(folder: Path, unit: int) -> None:
 
 def write_manifest(folder: Path, num_units: int, **header: Any) -> None:
     """Finish the split: write the manifest over all its parts (see shards.make_manifest)."""
-    manifest = shards.make_manifest(read_marks(folder, range(num_units)), **header)
+    manifest = shards.make_manifest(read_commits(folder, range(num_units)), **header)
     write_json(folder / MANIFEST, asdict(manifest))
 
 
@@ -236,14 +236,14 @@ def write_shards(
     eos_id: int,
     num_bytes: Iterable[int] | None = None,
     tokenizer_sha256: str = "",
-    max_part_tokens: int = shards.MAX_PART_TOKENS,
+    max_shard_tokens: int = shards.MAX_SHARD_TOKENS,
 ) -> None:
     """Write `documents` (int arrays, each ending with EOS) as a split. Raises ShardError."""
     folder.mkdir(parents=True, exist_ok=True)
     documents = list(documents)
     sizes = [0] * len(documents) if num_bytes is None else num_bytes
-    with UnitWriter(
-        folder, 0, vocab_size=vocab_size, eos_id=eos_id, max_part_tokens=max_part_tokens
+    with ShardWriter(
+        folder, 0, vocab_size=vocab_size, eos_id=eos_id, max_shard_tokens=max_shard_tokens
     ) as writer:
         for row, (ids, size) in enumerate(zip(documents, sizes, strict=True)):
             writer.add(np.asarray(ids), num_bytes=size, row=row)

@@ -29,19 +29,19 @@ import numpy as np
 
 from canon_pretrain.core.files import UnreadableFile, parse_record, read_record
 from canon_pretrain.data import blocks
-from canon_pretrain.data.blocks import BUILD_AGAIN, BlockReader, Count, PartFiles
+from canon_pretrain.data.blocks import REBUILD_HINT, BlockReader, Count, ShardFiles
 from canon_pretrain.data.blocks import ShardError as ShardError
 
 FORMAT: Final = "canon-shards"
 VERSION: Final = 3
 WITHOUT_BYTE_ENDS = 2
 MANIFEST = "manifest.json"
-MAX_PART_TOKENS = 1 << 28
+MAX_SHARD_TOKENS = 1 << 28
 MAX_UINT16_VOCAB = 65_535
 
 
 @dataclass(frozen=True)
-class CommitMark:
+class CommitRecord:
     """A part's commit mark; `rows` is its range in the unit, `groups` documents, tokens, bytes."""
 
     format: Literal["canon-shards"]
@@ -59,16 +59,16 @@ class CommitMark:
     skipped: dict[str, Count]
     inputs: dict[str, str]
     plan_sha256: str
-    files: PartFiles
+    files: ShardFiles
 
 
 @dataclass(frozen=True)
-class NamedMark:
+class NamedRecord:
     """A commit mark with its part's name and its file's SHA-256."""
 
     name: str
     sha256: str
-    mark: CommitMark
+    mark: CommitRecord
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class PartEntry:
+class ShardEntry:
     """A part in the manifest: of the last one, the counts are those of the cut."""
 
     name: str
@@ -110,9 +110,9 @@ class Manifest:
     num_tokens: Count
     num_documents: Count
     num_bytes: Count
-    parts: tuple[PartEntry, ...]
+    parts: tuple[ShardEntry, ...]
 
-    def fits(self, marks: Sequence[NamedMark]) -> bool:
+    def fits(self, marks: Sequence[NamedRecord]) -> bool:
         """Whether it is the manifest of the parts with these commit marks."""
         names = "vocab_size eos_id tokenizer_sha256 plan_sha256 version limits cut".split()
         try:
@@ -126,13 +126,13 @@ def dtype_for(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= MAX_UINT16_VOCAB else "<u4")
 
 
-def part_name(unit: int, part: int) -> str:
+def shard_name(unit: int, part: int) -> str:
     """Return the stem of a part's four files."""
     return f"part-{unit:05d}-{part}"
 
 
 def make_manifest(
-    marks: Sequence[NamedMark],
+    marks: Sequence[NamedRecord],
     *,
     vocab_size: int,
     eos_id: int,
@@ -146,7 +146,7 @@ def make_manifest(
 
     The fingerprint is of header, cut and marks. Raises ValueError for a mark or cut that misfits.
     """
-    parts: list[PartEntry] = []
+    parts: list[ShardEntry] = []
     tokens = documents = text_bytes = 0
     for named in marks:
         mark = named.mark
@@ -159,7 +159,7 @@ def make_manifest(
                 raise ValueError(f"{cut} in a part of {kept}")
             kept = cut
         counts = (kept.tokens, kept.documents, kept.text_bytes)
-        parts.append(PartEntry(named.name, tokens, documents, *counts, named.sha256))
+        parts.append(ShardEntry(named.name, tokens, documents, *counts, named.sha256))
         tokens += kept.tokens
         documents += kept.documents
         text_bytes += kept.text_bytes
@@ -187,15 +187,15 @@ def make_manifest(
 
 
 @dataclass(frozen=True)
-class Part:
+class Shard:
     """A part of an opened split: its place in the stream, and its files."""
 
     folder: Path
-    entry: PartEntry
-    files: PartFiles
+    entry: ShardEntry
+    files: ShardFiles
 
-    def read_mark(self) -> CommitMark:
-        return read_mark(self.folder, self.entry.name, self.entry.mark_sha256).mark
+    def read_commit(self) -> CommitRecord:
+        return read_commit(self.folder, self.entry.name, self.entry.mark_sha256).mark
 
     def document_ends(self) -> np.ndarray:
         """Return its documents' exclusive ends, counted from its first token, int64; checked."""
@@ -207,7 +207,7 @@ class Part:
 class TokenShards(AbstractContextManager["TokenShards"]):
     """A finished split, opened for reading by one thread; equal streams share `fingerprint`."""
 
-    def __init__(self, folder: Path, manifest: Manifest, parts: tuple[Part, ...]) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, parts: tuple[Shard, ...]) -> None:
         self.folder = folder
         self.parts = parts
         self.num_tokens, self.num_documents = manifest.num_tokens, manifest.num_documents
@@ -223,20 +223,20 @@ class TokenShards(AbstractContextManager["TokenShards"]):
         """Open a split; every mark is hashed, other files only measured. Raises ShardError."""
         folder = Path(folder)
         manifest = read_manifest(folder)
-        marks = [read_mark(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
+        marks = [read_commit(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
         if not manifest.fits(marks):
             raise ShardError(
                 "todo.shards",
                 f"{folder / MANIFEST}: does not fit its own fingerprint and the parts' commit "
-                f"marks: it was changed; delete it and {BUILD_AGAIN}",
+                f"marks: it was changed; delete it and {REBUILD_HINT}",
             )
         parts = []
         for entry, named in zip(manifest.parts, marks, strict=True):
-            for path, known, found in part_sizes(folder, named):
+            for path, known, found in shard_sizes(folder, named):
                 if found != known:
                     size = "is missing" if found is None else f"{found} bytes"
-                    raise blocks.part_fault(path, f"{size}, expected {known} bytes")
-            parts.append(Part(folder, entry, named.mark.files))
+                    raise blocks.shard_error(path, f"{size}, expected {known} bytes")
+            parts.append(Shard(folder, entry, named.mark.files))
         return cls(folder, manifest, tuple(parts))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -286,10 +286,10 @@ def read_manifest(folder: Path) -> Manifest:
         return read_record(path, Manifest)
     except UnreadableFile as error:
         if not error.is_missing:
-            raise ShardError("todo.shards", f"{error}; delete it and {BUILD_AGAIN}") from None
+            raise ShardError("todo.shards", f"{error}; delete it and {REBUILD_HINT}") from None
     if any(folder.glob("part-*")):
         raise ShardError(
-            "todo.shards", f"{folder}: the build is unfinished (no {MANIFEST}); {BUILD_AGAIN}"
+            "todo.shards", f"{folder}: the build is unfinished (no {MANIFEST}); {REBUILD_HINT}"
         )
     raise ShardError(
         "todo.shards",
@@ -298,21 +298,21 @@ def read_manifest(folder: Path) -> Manifest:
     )
 
 
-def read_mark(folder: Path, name: str, sha256: str = "") -> NamedMark:
+def read_commit(folder: Path, name: str, sha256: str = "") -> NamedRecord:
     """Return part `name`'s mark, compared with `sha256` unless that is "". Raises ShardError."""
     path = folder / f"{name}.json"
     content = blocks.read_small(path)
     found = hashlib.sha256(content).hexdigest()
     if sha256 and found != sha256:
         words = "this commit mark's hash does not fit the manifest's fingerprint"
-        raise blocks.part_fault(path, f"{words}: one of the two was changed")
+        raise blocks.shard_error(path, f"{words}: one of the two was changed")
     try:
-        return NamedMark(name, found, parse_record(content, CommitMark))
+        return NamedRecord(name, found, parse_record(content, CommitRecord))
     except ValueError as error:
-        raise blocks.part_fault(path, f"no commit mark of this format ({error})") from None
+        raise blocks.shard_error(path, f"no commit mark of this format ({error})") from None
 
 
-def part_sizes(folder: Path, named: NamedMark) -> Iterator[tuple[Path, int, int | None]]:
+def shard_sizes(folder: Path, named: NamedRecord) -> Iterator[tuple[Path, int, int | None]]:
     """Yield each file of a part, its size by the commit mark and on disk; None if missing."""
     for suffix, known in vars(named.mark.files).items():
         path = folder / f"{named.name}.{suffix}"

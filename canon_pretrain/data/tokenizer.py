@@ -1,8 +1,8 @@
 """Text to token ids and back, with a SentencePiece model (Llama-2's) or an HF tokenizer.json.
 
 BOS and EOS are the caller's, `encode` adds neither. The ids of a SentencePiece model are always
-those of `SentencePieceProcessor.encode(text)`; where it allows it (`pieces.py`), they are found
-faster. What reads a tokenizer.json is in `hf_tokenizer.py`.
+those of `SentencePieceProcessor.encode(text)`, found faster where the model allows it
+(`cached_encoder.py`). `hf_tokenizer.py` reads a tokenizer.json.
 """
 
 import hashlib
@@ -13,8 +13,8 @@ import numpy as np
 import sentencepiece
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.data.cached_encoder import PROBE_TEXT, CachedEncoder, SentencePieceInfo
 from canon_pretrain.data.hf_tokenizer import HFTokenizer
-from canon_pretrain.data.pieces import CHECK, ModelFacts, PieceEncoder
 
 SENTENCEPIECE_FILE = "tokenizer.model"
 HF_FILE = "tokenizer.json"
@@ -54,12 +54,12 @@ class SentencePieceModel:
                 f"tokenizer {name}: EOS {eos!r} was asked for, the model's own is "
                 f"{self.eos_token} (id {self.eos_id}); leave it out",
             )
-        facts = ModelFacts.read(model)
+        facts = SentencePieceInfo.read(model)
         self._encoder, refusal = None, facts.refusal()
         if not refusal:
             raw = sentencepiece.SentencePieceProcessor(model_proto=model + _NO_DUMMY_PREFIX)
-            encoder = PieceEncoder(raw.encode, facts.pieces, " " if facts.dummy_prefix else "")
-            if np.array_equal(encoder.encode(CHECK), self.encode(CHECK)):
+            encoder = CachedEncoder(raw.encode, facts.tokens, " " if facts.dummy_prefix else "")
+            if np.array_equal(encoder.encode(PROBE_TEXT), self.encode(PROBE_TEXT)):
                 self._encoder = encoder
             else:
                 refusal = "this version of sentencepiece encodes a text otherwise than its slices"

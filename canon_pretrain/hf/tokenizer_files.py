@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.data.pieces import SPACE, ModelFacts
+from canon_pretrain.data.cached_encoder import SPACE, SentencePieceInfo
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
 
 NUM_PROBES = 2000
@@ -53,10 +53,10 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
 
 
 def _from_sentencepiece(model: bytes) -> dict[str, Any]:
-    facts = ModelFacts.read(model)
+    facts = SentencePieceInfo.read(model)
     refusals = {
         "it is no BPE and no unigram model": facts.model_type not in (_BPE, _UNIGRAM),
-        f"it has user-defined or unused pieces {facts.odd_pieces[:1]}": facts.odd_pieces,
+        f"it has user-defined or unused pieces {facts.user_defined[:1]}": facts.user_defined,
         "it normalises characters": facts.normalizes,
         "its spaces end words": facts.space_is_suffix,
         "it does not escape spaces": not facts.escapes_spaces,
@@ -76,7 +76,7 @@ def _from_sentencepiece(model: bytes) -> dict[str, Any]:
     return json.loads(made.to_str())
 
 
-def _normalizers(facts: ModelFacts) -> list[Any]:
+def _normalizers(facts: SentencePieceInfo) -> list[Any]:
     steps: list[Any] = []
     if facts.drops_spaces:
         steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
@@ -89,7 +89,7 @@ def _normalizers(facts: ModelFacts) -> list[Any]:
     return steps
 
 
-def _decoders(facts: ModelFacts, unknown: str) -> list[Any]:
+def _decoders(facts: SentencePieceInfo, unknown: str) -> list[Any]:
     steps: list[Any] = [
         decoders.Replace(Regex(rf"\A{re.escape(unknown)}\z"), UNKNOWN),
         decoders.Replace(SPACE, " "),
@@ -97,7 +97,7 @@ def _decoders(facts: ModelFacts, unknown: str) -> list[Any]:
     if facts.byte_fallback:
         # a run of bytes that is no UTF-8, as of a character cut off, is lost as a whole there: let
         # no line end be lost with it
-        lone = [byte for byte in range(128) if chr(byte) not in facts.pieces]
+        lone = [byte for byte in range(128) if chr(byte) not in facts.tokens]
         steps += [decoders.Replace(f"<0x{byte:02X}>", chr(byte)) for byte in lone]
         steps.append(decoders.ByteFallback())
     steps.append(decoders.Fuse())
@@ -106,7 +106,7 @@ def _decoders(facts: ModelFacts, unknown: str) -> list[Any]:
 
 
 def _model(
-    processor: sentencepiece.SentencePieceProcessor, pieces: list[str], facts: ModelFacts
+    processor: sentencepiece.SentencePieceProcessor, pieces: list[str], facts: SentencePieceInfo
 ) -> models.Model:
     """Return pieces with scores, or with every pair of pieces that makes one, the best first."""
     scores = {piece: processor.get_score(i) for i, piece in enumerate(pieces)}

@@ -17,7 +17,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.data.held_out import open_apart, open_held_out, part_fingerprint
+from canon_pretrain.data.held_out import joined_fingerprint, open_held_out, open_validation
 from canon_pretrain.data.loader import BatchLoader, samples_digest
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import ShardError, TokenShards
@@ -57,7 +57,7 @@ def open_data(job: CanonJobConfig) -> OpenedData:
         parts: list[TokenShards | None] = []
         try:
             for folder in validation_folders(job):
-                parts.append((open_apart if job.validation.path else open_held_out)(folder))
+                parts.append((open_validation if job.validation.path else open_held_out)(folder))
         except ShardError as error:
             raise UserError(
                 "todo.data", f"the held-out part can't be read: {error}. {OFF_HINT}"
@@ -75,7 +75,7 @@ def open_data(job: CanonJobConfig) -> OpenedData:
                     f"{text}the text that is trained on: build another. {OFF_HINT}",
                 )
         notices = _resolve_validation(job, parts)
-        return OpenedData(training, parts, notices, {HELD_OUT: part_fingerprint(parts)})
+        return OpenedData(training, parts, notices, {HELD_OUT: joined_fingerprint(parts)})
 
 
 def open_shards(job: CanonJobConfig) -> Mixture:

@@ -22,7 +22,13 @@ from torchtitan.components.validate import BaseValidator
 from torchtitan.tools.utils import device_type
 
 from canon_pretrain.core.files import UnreadableFile
-from canon_pretrain.data.held_out import HeldOutLoss, allot, count_windows, held_out_loss, windows
+from canon_pretrain.data.held_out import (
+    HeldOutLoss,
+    count_windows,
+    divide_windows,
+    held_out_loss,
+    windows,
+)
 from canon_pretrain.data.mixture import exact_weight, short_names
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import VALIDATION
@@ -57,7 +63,7 @@ def _window_counts(job: CanonJobConfig, sources: Sequence[TokenShards | None]) -
         return [None] * len(found)
     whole = sum((weight for _, weight in found), Fraction(0))
     available = [count_windows(source.num_tokens, job.training.seq_len) for source, _ in found]
-    return [*allot(total, [weight / whole for _, weight in found], available)]
+    return [*divide_windows(total, [weight / whole for _, weight in found], available)]
 
 
 class CanonValidator(BaseValidator):

@@ -20,7 +20,7 @@ from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.checkpoint.weights import check_checkpoint, checkpoint_step, read_weights
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_json, sha256_file
-from canon_pretrain.data.held_out import open_apart, open_held_out
+from canon_pretrain.data.held_out import open_held_out, open_validation
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
@@ -216,7 +216,7 @@ def _open_checkpoint(
     wrong = f"{data} is not what {folder.path} was trained on: name the run's shards with --data"
     _expect(found, [trained_on], wrong)
     if apart:
-        part = open_apart(apart) if held_out or Path(apart).is_dir() else None
+        part = open_validation(apart) if held_out or Path(apart).is_dir() else None
     else:
         part = open_held_out(data)
     step, own = checkpoint_step(checkpoint), identity.get("held_out_fingerprint")
@@ -227,7 +227,7 @@ def _open_export(export: Path, data: Path | None, held_out: Path | None) -> Eval
     record, train, part = _record(export), None, None
     if data is not None:
         train = TokenShards.open(data / "train")
-        part = open_held_out(data) if held_out is None else open_apart(held_out)
+        part = open_held_out(data) if held_out is None else open_validation(held_out)
     seq_len, step = folder_args(export).max_seq_len, record.get("step")
     target = EvalTarget(export.resolve(), None, step, seq_len, data, train, part)
     if train is not None:

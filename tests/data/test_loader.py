@@ -31,7 +31,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         found.append(base / f"source{k}")
         tokens = 100 * k + np.random.default_rng(k).integers(0, 100, length)
         documents = np.split(tokens, 10)
-        write_shards(found[-1] / "train", documents, vocab_size=500, eos_id=2, max_part_tokens=300)
+        write_shards(found[-1] / "train", documents, vocab_size=500, eos_id=2, max_shard_tokens=300)
     return found
 
 

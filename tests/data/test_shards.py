@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canon_pretrain.data import blocks, shard_writer
-from canon_pretrain.data.shard_writer import UnitWriter, unit_marks, write_shards
+from canon_pretrain.data.shard_writer import ShardWriter, committed_records, write_shards
 from canon_pretrain.data.shards import ShardError, TokenShards
 from tests.corpora import flip
 
@@ -27,18 +27,18 @@ def split(tmp_path: Path) -> Path:
     folder = tmp_path / "train"
     big = np.arange(100_000) % VOCAB
     small = np.arange(5)
-    write_shards(folder, [big, small], vocab_size=VOCAB, eos_id=2, max_part_tokens=100_000)
+    write_shards(folder, [big, small], vocab_size=VOCAB, eos_id=2, max_shard_tokens=100_000)
     return folder
 
 
 @settings(derandomize=True, deadline=None, max_examples=25)
 @given(
     lengths=st.lists(st.integers(1, 12), max_size=20),
-    max_part_tokens=st.integers(12, 40),
+    max_shard_tokens=st.integers(12, 40),
     vocab_size=st.sampled_from([300, 65_535, 65_536, 200_000]),
     data=st.data(),
 )
-def test_round_trip(lengths, max_part_tokens, vocab_size, data):
+def test_round_trip(lengths, max_shard_tokens, vocab_size, data):
     random = np.random.default_rng(len(lengths))
     documents = [random.integers(0, vocab_size, length) for length in lengths]
     stream = np.concatenate([np.empty(0, dtype=np.int64), *documents])
@@ -50,7 +50,7 @@ def test_round_trip(lengths, max_part_tokens, vocab_size, data):
             vocab_size=vocab_size,
             eos_id=0,
             num_bytes=lengths,
-            max_part_tokens=max_part_tokens,
+            max_shard_tokens=max_shard_tokens,
         )
         with TokenShards.open(folder) as shards:
             assert (shards.num_tokens, shards.num_documents) == (len(stream), len(documents))
@@ -68,7 +68,7 @@ def test_more_parts_than_open_files(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "MAX_OPEN_FILES", 3)
     random = np.random.default_rng(0)
     documents = [random.integers(0, VOCAB, random.integers(1, 11)) for _ in range(30)]
-    write_shards(tmp_path, documents, vocab_size=VOCAB, eos_id=2, max_part_tokens=10)
+    write_shards(tmp_path, documents, vocab_size=VOCAB, eos_id=2, max_shard_tokens=10)
     before = len(os.listdir("/proc/self/fd"))
     with TokenShards.open(tmp_path) as shards:
         for _ in range(2):
@@ -81,7 +81,7 @@ def test_more_parts_than_open_files(tmp_path, monkeypatch):
 @pytest.mark.parametrize("vocab_size", [1000, 70_000])
 def test_a_read_over_many_blocks_goes_in_pieces(tmp_path, vocab_size):
     documents = np.split(np.random.default_rng(2).integers(0, vocab_size, 700_000), 7)
-    write_shards(tmp_path, documents, vocab_size=vocab_size, eos_id=2, max_part_tokens=600_000)
+    write_shards(tmp_path, documents, vocab_size=vocab_size, eos_id=2, max_shard_tokens=600_000)
     stream = np.concatenate(documents)
     pieces = blocks.BUFFER_BYTES // (2 if vocab_size == 1000 else 4)
     with TokenShards.open(tmp_path) as shards:
@@ -98,7 +98,7 @@ def test_a_read_over_many_blocks_goes_in_pieces(tmp_path, vocab_size):
 
 def test_parts_are_little_endian_and_cut_at_document_ends(tmp_path):
     both = [np.array([1, 2]), np.array([258])]
-    write_shards(tmp_path / "a", both, vocab_size=300, eos_id=2, max_part_tokens=2)
+    write_shards(tmp_path / "a", both, vocab_size=300, eos_id=2, max_shard_tokens=2)
     assert (tmp_path / "a/part-00000-0.bin").read_bytes() == b"\x01\x00\x02\x00"
     assert (tmp_path / "a/part-00000-1.bin").read_bytes() == b"\x02\x01"
     write_shards(tmp_path / "b", [np.array([65_537])], vocab_size=65_538, eos_id=2)
@@ -112,7 +112,7 @@ def test_parts_are_little_endian_and_cut_at_document_ends(tmp_path):
         ([70_000], {}, "outside the vocabulary of 1000"),
         ([-1, 3], {}, "-1 is outside the vocabulary of 1000"),
         ([], {}, "of 0 tokens"),
-        ([1, 2, 3], {"max_part_tokens": 2}, "of 3 tokens"),
+        ([1, 2, 3], {"max_shard_tokens": 2}, "of 3 tokens"),
         ([], {"eos_id": VOCAB}, "eos id 1000"),
     ],
 )
@@ -125,7 +125,7 @@ def test_documents_that_cannot_be_stored_are_refused(tmp_path, ids, more, messag
 
 def test_a_unit_is_complete_with_its_last_mark(tmp_path):
     def write(finish: bool) -> None:
-        with UnitWriter(tmp_path, 3, vocab_size=VOCAB, eos_id=2, max_part_tokens=4) as writer:
+        with ShardWriter(tmp_path, 3, vocab_size=VOCAB, eos_id=2, max_shard_tokens=4) as writer:
             for row in range(3):
                 writer.add(np.arange(3), num_bytes=1, row=row)
             if finish:
@@ -134,19 +134,19 @@ def test_a_unit_is_complete_with_its_last_mark(tmp_path):
     write(finish=False)
     names = ["part-00003-0.json", "part-00003-1.json"]
     assert sorted(path.name for path in tmp_path.glob("*.json")) == names
-    assert not list(tmp_path.glob("*.tmp")) and unit_marks(tmp_path, 3, "") is None
+    assert not list(tmp_path.glob("*.tmp")) and committed_records(tmp_path, 3, "") is None
     with pytest.raises(ShardError, match="part-00000-0.json: cannot be read"):
         shard_writer.write_manifest(tmp_path, 1, vocab_size=VOCAB, eos_id=2)
-    shard_writer.remove_unit(tmp_path, 3)
+    shard_writer.remove_input_group(tmp_path, 3)
     assert list(tmp_path.iterdir()) == []
     write(finish=True)
-    marks = unit_marks(tmp_path, 3, "")
+    marks = committed_records(tmp_path, 3, "")
     assert marks and [mark.last_in_unit for mark in marks] == [False, False, True]
     assert [mark.rows for mark in marks] == [(0, 1), (1, 2), (2, 3)]
     assert marks[-1].skipped == {"empty": 2}
-    assert unit_marks(tmp_path, 3, "another plan") is None
+    assert committed_records(tmp_path, 3, "another plan") is None
     (tmp_path / "part-00003-1.crc").write_bytes(b"")
-    assert unit_marks(tmp_path, 3, "") is None
+    assert committed_records(tmp_path, 3, "") is None
 
 
 @pytest.mark.parametrize("crc32", [blocks.crc32, zlib.crc32])  # with and without isal

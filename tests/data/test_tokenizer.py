@@ -16,10 +16,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data import hf_tokenizer
+from canon_pretrain.data.cached_encoder import CachedEncoder, SentencePieceInfo
 from canon_pretrain.data.hf_tokenizer import SplitEncoder
-from canon_pretrain.data.pieces import ModelFacts, PieceEncoder
 from canon_pretrain.data.tokenizer import Tokenizer
-from data_prep.settle import train_tokenizer
+from data_prep.planning import train_tokenizer
 
 LINES = (
     "the cat sat on the mat, and the end of it came: don't ask (why)!",
@@ -88,12 +88,12 @@ def _reference(name: str) -> Callable[[str], list[int]]:
 
 
 @cache
-def small_encoder(name: str) -> PieceEncoder:
+def small_encoder(name: str) -> CachedEncoder:
     """Slices of a few characters and a cache of a few words: every branch, all the time."""
-    facts = ModelFacts.read(model(name))
+    facts = SentencePieceInfo.read(model(name))
     raw = sentencepiece.SentencePieceProcessor(model_proto=model(name) + b"\x1a\x02\x18\x00")
     prefix = " " if facts.dummy_prefix else ""
-    return PieceEncoder(raw.encode, facts.pieces, prefix, slice_characters=7, capacity=5)
+    return CachedEncoder(raw.encode, facts.tokens, prefix, slice_characters=7, capacity=5)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -6,7 +6,7 @@ import pytest
 
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep import bench
-from data_prep.settle import train_tokenizer
+from data_prep.planning import train_tokenizer
 
 TEXTS = [
     f"def value_{number}(x, y={number}):\n    return x[{number}:] + the_value.of(y)  # the end\n"

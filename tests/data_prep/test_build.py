@@ -17,11 +17,11 @@ from canon_pretrain.core.files import sha256_file
 from canon_pretrain.core.lock import locked
 from canon_pretrain.core.terminal import Progress
 from data_prep import build as build_module
-from data_prep import settle, sources
+from data_prep import planning, sources
 from data_prep.__main__ import main
-from data_prep.build import Shard, build
+from data_prep.build import JobSlice, build
 from data_prep.plan import Limits, Options, is_held_out
-from data_prep.settle import train_tokenizer
+from data_prep.planning import train_tokenizer
 from tests.corpora import build_corpus, snapshot, stored_texts, write_corpus, write_tokenizer
 from tests.data_folders import tokenizer
 from tests.support import ROOT
@@ -160,7 +160,7 @@ def test_bad_arguments(tmp_path, changed, message):
     arguments = {"source": "stdlib", "tokenizer": TOKENIZER, "workers": 1, **changed}
     with pytest.raises(UserError, match=message):
         if shard := arguments.get("shard"):
-            arguments["shard"] = Shard.parse(shard)
+            arguments["shard"] = JobSlice.parse(shard)
         build(tmp_path / "data", options=OPTIONS, **arguments)
     assert set(snapshot(tmp_path)) <= {"data/build.lock"}
     build_library(tmp_path / "data")
@@ -174,8 +174,8 @@ def test_other_files_are_never_written_over(tmp_path):
 
 
 def test_a_second_run_at_the_same_time_is_refused(tmp_path, reference, monkeypatch, capsys):
-    monkeypatch.setattr("data_prep.folder.SETTLE_PATIENCE_S", 0.2)
-    monkeypatch.setattr("data_prep.folder.UNIT_PATIENCE_S", 0.2)
+    monkeypatch.setattr("data_prep.folder.PLAN_LOCK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("data_prep.folder.INPUT_GROUP_LOCK_TIMEOUT_S", 0.2)
     with locked(tmp_path / "build.lock", "x"):
         with pytest.raises(UserError, match="is being built by another process"):
             build_library(tmp_path)
@@ -298,10 +298,10 @@ def test_a_tokenizer_learns_from_all_over_a_large_source(tmp_path, monkeypatch):
     texts, options = write_corpus(tmp_path / "corpus", files=30), Options(holdout=0.2)
     selection = sources.select("local", [tmp_path / "corpus"])
     rest = [text for text in texts if not is_held_out(text.encode(), 0.2)]
-    assert len(rest) < len(texts) and list(settle.training_texts(selection, options)) == rest
-    monkeypatch.setattr(settle, "TRAIN_BYTES", 20_000)
-    monkeypatch.setattr(settle, "TRAIN_INPUTS", 6)
-    chosen = list(settle.training_texts(selection, options))
+    assert len(rest) < len(texts) and list(planning.training_texts(selection, options)) == rest
+    monkeypatch.setattr(planning, "TRAIN_BYTES", 20_000)
+    monkeypatch.setattr(planning, "TRAIN_INPUTS", 6)
+    chosen = list(planning.training_texts(selection, options))
     assert {text.partition(".")[0] for text in chosen} == {"0", "5", "10", "15", "20", "25"}
     assert set(chosen) < set(rest)
     assert 20_000 <= sum(len(text.encode()) for text in chosen) < 26_000

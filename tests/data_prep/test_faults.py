@@ -44,14 +44,14 @@ BUILD = """
 import sys
 from pathlib import Path
 from canon_pretrain.core.errors import UserError, exit_with
-from data_prep.build import Shard
+from data_prep.build import JobSlice
 from tests.corpora import build_corpus
 
 if __name__ == "__main__":
     base, out, workers, *shard = sys.argv[1:]
     try:
         build_corpus(Path(out), Path(base) / "corpus", workers=int(workers),
-                     shard=Shard.parse(shard[0]) if shard else None)
+                     shard=JobSlice.parse(shard[0]) if shard else None)
     except UserError as error:
         exit_with(error)
 """

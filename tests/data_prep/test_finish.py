@@ -11,7 +11,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.shards import ShardError, TokenShards
 from data_prep import finish as finish_module
 from data_prep.__main__ import main
-from data_prep.build import Shard
+from data_prep.build import JobSlice
 from data_prep.finish import finish
 from data_prep.folder import SPLITS
 from data_prep.plan import Limits, is_held_out
@@ -93,7 +93,7 @@ def test_a_folder_without_byte_ends_goes_on(base, tmp_path, monkeypatch):
     """Built by an earlier program: read, continued and repaired in its own format, not cut."""
     out = tmp_path / "data"
     with monkeypatch.context() as patch:
-        patch.setattr("data_prep.settle.VERSION", 2)
+        patch.setattr("data_prep.planning.VERSION", 2)
         build_corpus(out, base / "corpus")
     finish(base / "data", Limits())
     old, new = snapshot(out), snapshot(base / "data")
@@ -142,7 +142,7 @@ def test_a_kill_between_the_manifests_leaves_no_pair_of_two_limits(base, monkeyp
 
 def test_shards_then_finish_names_what_is_missing(base, tmp_path, capsys):
     out = tmp_path / "data"
-    build_corpus(out, base / "corpus", shard=Shard(1, 2))
+    build_corpus(out, base / "corpus", shard=JobSlice(1, 2))
     assert f"python -m data_prep finish {out}" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         main(["finish", str(out)])
@@ -174,8 +174,8 @@ def test_a_limited_shard_builds_what_may_be_needed(base, tmp_path):
     in_units = [len(unit) for unit in documents(base, held_out=False)]
     limits = Limits(max_documents=in_units[0] + in_units[2] - 1)
     out = tmp_path / "data"
-    build_corpus(out, base / "corpus", shard=Shard(1, 2), limits=limits)
+    build_corpus(out, base / "corpus", shard=JobSlice(1, 2), limits=limits)
     assert {name.split("-")[1] for name in snapshot(out / "train")} == {"00000", "00002"}
-    build_corpus(out, base / "corpus", shard=Shard(2, 2), limits=limits)
+    build_corpus(out, base / "corpus", shard=JobSlice(2, 2), limits=limits)
     finish(out, limits)
     check_limited(base, out, limits)

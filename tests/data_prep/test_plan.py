@@ -7,7 +7,7 @@ import pytest
 
 from canon_pretrain.core.errors import UserError
 from data_prep import plan as plans
-from data_prep.plan import Input, Options, Plan, TokenizerRecord, cut_units, is_held_out
+from data_prep.plan import Input, Options, Plan, TokenizerRecord, is_held_out, make_input_groups
 
 INPUTS = tuple(Input(f"f{i}.py", 10 * i, f"{i:064x}") for i in range(12))
 PLAN = Plan(
@@ -17,14 +17,14 @@ PLAN = Plan(
     group_field=None,
     options=Options(holdout=0.1),
     tokenizer=TokenizerRecord("train:300", "ab", 300, 1, 2, {"x": [5]}),
-    units=cut_units(INPUTS, Options(holdout=0.1, unit_bytes=100)),
+    units=make_input_groups(INPUTS, Options(holdout=0.1, unit_bytes=100)),
     inputs=INPUTS,
 )
 
 
 def test_units_cover_the_inputs_in_order():
     def units(inputs: tuple[Input, ...], **rule: int) -> tuple[tuple[int, int], ...]:
-        return cut_units(inputs, Options(holdout=0.1, **rule))
+        return make_input_groups(inputs, Options(holdout=0.1, **rule))
 
     assert PLAN.units == ((0, 5), (5, 7), (7, 9), (9, 11), (11, 12))
     assert units(INPUTS, unit_bytes=10**9) == ((0, 12),)

@@ -10,7 +10,7 @@ from canon_pretrain.core.terminal import printable
 from canon_pretrain.data.loader import BatchLoader
 from canon_pretrain.data.shards import TokenShards
 from data_prep.show import show_document, show_window
-from tests.data_folders import plant_data, sentence, tokenizer
+from tests.data_folders import make_data_folder, sentence, tokenizer
 
 EVIL = "red \x1b[31mtext\x1b[0m, bell \x07, CR\rLF\r\n, C1 \x9b31m, \u202eesrever\u202c\u200b\ttab"
 LINES = "first line\n\n== end of the document\nlast line\n"
@@ -20,7 +20,7 @@ UNITS = [[sentence(1, 30), EVIL, LINES, ""], [sentence(k, 40) for k in range(2, 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("show") / "data"
-    plant_data(folder, UNITS, [sentence(50, 10)], max_part_tokens=200)
+    make_data_folder(folder, UNITS, [sentence(50, 10)], max_part_tokens=200)
     return folder
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from data_prep import stats
 from tests.browser import DESKTOP, PHONE
-from tests.data_folders import plant_data, sentence, tokenizer
+from tests.data_folders import make_data_folder, sentence, tokenizer
 
 EVIL = "</script><img src=x onerror=alert(1)>[red]%{y}\x1b]0;gone\x07"
 COPIED = sentence(7, 30)
@@ -26,7 +26,7 @@ VALIDATION = [sentence(5000, 40), COPIED, sentence(5001, 5)]
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     groups = ("RedPajamaBook", EVIL, "arXiv")
-    plant_data(tmp_path / "data", texts(), VALIDATION, groups=groups, max_part_tokens=3000)
+    make_data_folder(tmp_path / "data", texts(), VALIDATION, groups=groups, max_part_tokens=3000)
     return tmp_path / "data"
 
 
@@ -74,7 +74,7 @@ def test_workers_change_nothing(data):
 
 
 def test_empty_splits_have_figures_too(tmp_path):
-    plant_data(tmp_path / "data", [[]])
+    make_data_folder(tmp_path / "data", [[]])
     content = stats.stats(tmp_path / "data", tmp_path / "page.html")
     assert content["splits"][0]["documents"] == 0
     assert content["splits"][0]["lengths"]["bins"] == []

@@ -23,7 +23,7 @@ from data_prep.plan import Limits, Options
 from data_prep.verify import LEVELS, verify
 from tests import corpora
 from tests.corpora import flip
-from tests.data_folders import forge_manifest, plant_data, sentence
+from tests.data_folders import make_data_folder, sentence, write_forged_manifest
 
 OPTIONS = Options(holdout=0.3, unit_bytes=1500, max_part_tokens=300)
 
@@ -72,12 +72,12 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
 
 def patch_writer(patch: pytest.MonkeyPatch, change: Callable[[np.ndarray], np.ndarray]) -> None:
     """Let the writer store other ids than it is given."""
-    real = shard_writer.UnitWriter.add
+    real = shard_writer.ShardWriter.add
 
-    def add(self: shard_writer.UnitWriter, ids: np.ndarray, **known: Any) -> None:
+    def add(self: shard_writer.ShardWriter, ids: np.ndarray, **known: Any) -> None:
         real(self, change(ids), **known)
 
-    patch.setattr(shard_writer.UnitWriter, "add", add)
+    patch.setattr(shard_writer.ShardWriter, "add", add)
 
 
 def test_a_flipped_byte_in_any_file_is_found(data, refused):
@@ -124,7 +124,7 @@ def test_a_part_that_was_written_wrong_is_found(data, built, monkeypatch, refuse
     assert "blocks by their CRC32: [0]" in said
     with monkeypatch.context() as patch:
         patch_writer(patch, lambda ids: np.concatenate([ids[:4], [2], ids[4:]]))
-        plant_data(data.with_name("planted"), [[sentence(1, 40), sentence(2, 40)]])
+        make_data_folder(data.with_name("planted"), [[sentence(1, 40), sentence(2, 40)]])
     assert "EOS ids inside documents: 2, expected 0" in refused(data.with_name("planted"))
 
 
@@ -140,7 +140,7 @@ def test_a_manifest_that_fits_itself_and_not_the_plan(data, refused):
     ]
     for changes, listed, fault in forged:
         path.write_bytes(good)
-        forge_manifest(data / "train", listed, **changes)
+        write_forged_manifest(data / "train", listed, **changes)
         said = refused(data, "size")
         assert "train/manifest.json: " in said and fault in said
     stored = json.loads(good)
@@ -161,9 +161,9 @@ def test_limits(data, refused):
         verify(data, level)
     names = names_of(data / "train")
     cut = Cut(**manifest["cut"] | {"tokens": manifest["cut"]["tokens"] - 1})
-    forge_manifest(data / "train", names, cut=cut)
+    write_forged_manifest(data / "train", names, cut=cut)
     assert "where no document ends" in refused(data, "size")
-    forge_manifest(data / "train", names[:1], cut=None)
+    write_forged_manifest(data / "train", names[:1], cut=None)
     assert "the splits do not end together" in refused(data, "size")
 
 
@@ -180,7 +180,7 @@ def test_a_mark_of_something_else_is_found(data, change, fault, refused):
     path = data / "train/part-00000-0.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | change))
     if "max_id" not in change:
-        forge_manifest(data / "train", names_of(data / "train"))
+        write_forged_manifest(data / "train", names_of(data / "train"))
     said = refused(data, "size")
     assert "train/part-00000-0.json: " in said and fault in said
 

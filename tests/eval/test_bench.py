@@ -10,7 +10,7 @@ import transformers.dynamic_module_utils
 from canon_pretrain.core.errors import UserError
 from eval.__main__ import main
 from eval.bench import CASES, agreement
-from tests.data_folders import plant_data, sentence
+from tests.data_folders import make_data_folder, sentence
 from tests.hf_exports import plant_run
 from tests.variants import build, variant
 
@@ -56,7 +56,7 @@ def test_every_case_is_measured_and_agrees(trained, tmp_path, monkeypatch):
     asked = ["--model", "debug,vocab_size=400"]
     if trained:
         texts = [sentence(seed, 60) for seed in range(10)]
-        plant_data(tmp_path / "data", [texts[:9]], texts[9:])
+        make_data_folder(tmp_path / "data", [texts[:9]], texts[9:])
         model = build(replace(variant("rope ABCD k2 standard gqa"), vocab_size=300))
         checkpoint = plant_run(tmp_path / "run", model, data=tmp_path / "data")
         asked = ["--checkpoint", str(checkpoint)]

@@ -14,7 +14,7 @@ from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 
 from canon_pretrain.data.tokenizer import Tokenizer
-from data_prep.settle import train_tokenizer
+from data_prep.planning import train_tokenizer
 from eval.harness import harness
 from eval.tasks.birth_year import probes as birth_year
 from eval.tasks.birth_year.probes import KINDS, NUM_ITEMS, VERSION, ends_with_space, make_probe

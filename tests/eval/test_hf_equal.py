@@ -25,7 +25,7 @@ from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.results import read_samples
 from eval.model.lm import CanonLM
 from eval.model.target import load_model
-from tests.data_folders import plant_data, sentence
+from tests.data_folders import make_data_folder, sentence
 from tests.eval_fixtures import stage_fixtures
 from tests.hf_exports import hub_environment, plant_run
 from tests.support import ROOT
@@ -89,7 +89,7 @@ def opinionated(name: str, **changes: Any) -> Transformer:
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pair]]:
     folder = tmp_path_factory.mktemp("equal")
     data = folder / "data"
-    plant_data(data, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
+    make_data_folder(data, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
     with pytest.MonkeyPatch.context() as patch:
         # the code that travels with an export is copied there, by default below the home folder
         modules = str(folder / "modules")
@@ -206,7 +206,7 @@ LIMIT = ("--limit", "12")  # all of the fixtures' items; of the 1,000 probes so 
 def test_the_commands(tmp_path):
     """`eval run` and `lm_eval --model hf`: the same items, prompts, answers and scores."""
     data, out, staged = tmp_path / "data", tmp_path / "out", tmp_path / "staged"
-    plant_data(data, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
+    make_data_folder(data, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
     model = opinionated("nope ABCD", max_seq_len=2048)
     export(plant_run(tmp_path / "run", model, data=data), out)
     stage_fixtures(staged)

@@ -14,11 +14,11 @@ from canon_pretrain.hf.export import export
 from canon_pretrain.hf.reading import import_folder
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import question_of
-from data_prep.settle import train_tokenizer
+from data_prep.planning import train_tokenizer
 from eval.model.lm import CanonLM
 from eval.model.target import EvalTarget
 from eval.validation import model_loss
-from tests.data_folders import plant_data, sentence
+from tests.data_folders import make_data_folder, sentence
 from tests.hf_exports import identity_of
 from tests.support import write_data
 from tests.variants import VARIANTS, build
@@ -31,7 +31,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data folder, a run on it with a checkpoint, and the checkpoint's export."""
     base = tmp_path_factory.mktemp("target")
     data = base / "data"
-    plant_data(data, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
+    make_data_folder(data, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
     shards = TokenShards.open(data / "train")
     model = build(replace(VARIANTS["nope ABCD"], vocab_size=shards.vocab_size))
     config = {"data": {"path": str(data), "paths": []}, "training": {"seq_len": 100}}

@@ -14,7 +14,7 @@ from canon_pretrain.hf.export import export
 from eval.task_tokenizer import TaskTokenizer, task_tokenizer
 from eval.tasks.jrt.documents import cut
 from tests import data_folders
-from tests.data_folders import plant_data, sentence
+from tests.data_folders import make_data_folder, sentence
 from tests.hf_exports import plant_run
 from tests.variants import VARIANTS, build
 
@@ -30,7 +30,7 @@ texts = st.one_of(
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data folder, data/, and an export of a model that was trained on it, export/."""
     base = tmp_path_factory.mktemp("tokenizers")
-    plant_data(base / "data", [[sentence(seed, 40) for seed in range(3)]], [sentence(9, 40)])
+    make_data_folder(base / "data", [[sentence(seed, 40) for seed in range(3)]], [sentence(9, 40)])
     model = build(dataclasses.replace(VARIANTS["nope ABCD"], vocab_size=300))
     export(plant_run(base / "run", model, data=base / "data"), base / "export")
     return base

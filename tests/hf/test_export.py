@@ -27,10 +27,10 @@ from canon_pretrain.hf.export import DTYPES, RECORD, export
 from canon_pretrain.hf.reading import import_folder
 from canon_pretrain.hf.writing import INDEX, MAX_FILE_BYTES
 from canon_pretrain.run.folder import RunFolder
-from data_prep.settle import train_tokenizer
+from data_prep.planning import train_tokenizer
 from tests import llama_canon
 from tests.checkpoint_folders import flip_byte, killed_everywhere
-from tests.data_folders import plant_data, sentence, tokenizer
+from tests.data_folders import make_data_folder, sentence, tokenizer
 from tests.hf_exports import LAST, STEP, export_model, plant_run, trained_run, weights_of
 from tests.ranks import events
 from tests.support import ROOT
@@ -149,7 +149,7 @@ def test_what_an_export_says_of_itself(checkpoint, run, tmp_path):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("planted") / "data"
-    plant_data(folder, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
+    make_data_folder(folder, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
     return folder
 
 

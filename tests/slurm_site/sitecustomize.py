@@ -59,7 +59,7 @@ if "TEST_UNIT_BYTES" in _asked:
             time.sleep(0.05)
         _fetch(source, version, root, inputs, *more)
 
-    sources.UNIT_BYTES = int(os.environ["TEST_UNIT_BYTES"])
+    sources.INPUT_GROUP_BYTES = int(os.environ["TEST_UNIT_BYTES"])
     sources.fetch = fetch
 
 if "TEST_RANK_0_ON" in _asked and _node:

@@ -12,7 +12,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.data.held_out import allot, windows
+from canon_pretrain.data.held_out import divide_windows, windows
 from canon_pretrain.data.mixture import exact_weight
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
@@ -77,8 +77,8 @@ def test_windows_are_at_even_distances_and_given_out_by_share():
     assert [offset for offset, _ in windows(101, 10, 3)] == [0, 30, 60]
     assert list(windows(95, 10))[-1] == (90, 5)
     shares = [exact_weight(weight) for weight in (0.7, 0.25, 0.05)]
-    assert allot(10, shares, [99, 99, 99]) == [7, 3, 1]  # 7, 2.5, 0.5, and one at least
-    assert allot(20, shares, [99, 3, 99]) == [14, 3, 1]
+    assert divide_windows(10, shares, [99, 99, 99]) == [7, 3, 1]  # 7, 2.5, 0.5, and one at least
+    assert divide_windows(20, shares, [99, 3, 99]) == [14, 3, 1]
 
 
 @pytest.mark.parametrize("limit", [None, 7])

@@ -15,7 +15,7 @@ from canon_pretrain.data.shards import VERSION
 from canon_pretrain.data.tokenizer import FILE_NAMES, Tokenizer
 from data_prep import plan as plans
 from data_prep import sources
-from data_prep.folder import load_tokenizer, say
+from data_prep.folder import load_tokenizer, log
 from data_prep.plan import Options, Plan, TokenizerRecord, is_held_out
 from data_prep.readers import Document, InputReader
 
@@ -55,7 +55,7 @@ class TokenizerRequest:
             ) from None
 
 
-def settle_plan(
+def prepare_plan(
     out: Path, selection: sources.Selection, request: TokenizerRequest, options: Options
 ) -> tuple[Plan, Tokenizer]:
     """Return the plan of `out`, made or compared with the one there, and its tokenizer."""
@@ -78,13 +78,13 @@ def settle_plan(
         group_field=selection.group_field,
         options=options,
         tokenizer=record,
-        units=plans.cut_units(selection.inputs, options),
+        units=plans.make_input_groups(selection.inputs, options),
         inputs=selection.inputs,
         root=str(selection.root),
         version=old.version if old else VERSION,
     )
     if old:
-        plans.refuse_changes(out, old, plan)
+        plans.check_same_plan(out, old, plan)
     else:
         plans.save_plan(out, plan)
     if not any((out / name).exists() for name in FILE_NAMES):
@@ -111,7 +111,7 @@ def _train(selection: sources.Selection, options: Options, request: TokenizerReq
     started = time.monotonic()
     model = train_tokenizer(training_texts(selection, options), request.vocab_size)
     took = duration(time.monotonic() - started)
-    say(f"tokenizer: trained {request.vocab_size:,} pieces in {took}")
+    log(f"tokenizer: trained {request.vocab_size:,} pieces in {took}")
     return Tokenizer(model, request.name)
 
 

@@ -6,8 +6,8 @@ of the vocabulary (bpe_model.cc looks each candidate up in it). Where two neighb
 occur side by side in no piece, no merge joins them; the merges left and right of that place then
 have no symbol in common, and the order in which they are done, by score and then from the left, is
 within each side the same as without the other. Characters without a piece become bytes one by one.
-What could reach across is excluded by `ModelFacts.refusal`: normalisation, symbols matched before
-merging, runs of unknown characters made one.
+What could reach across is excluded by `SentencePieceInfo.refusal`: normalization, symbols matched
+before merging, runs of unknown characters made one.
 """
 
 import re
@@ -25,7 +25,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 # Encoders take several times as long, and GBs, for a character of a document of 30 MB.
 SLICE_CHARACTERS = 1 << 18
 # Encoded both ways when a model is loaded: what another version of a library could change.
-CHECK = (
+PROBE_TEXT = (
     "Hello world.  Two   spaces,\n\n\tand (a_1b2) 'quotes'\n    return x[10:]  \n </s> <0x0A>"
     "\u2581\u2581marks \u2581 Z\u00fcrich \u6f22\u5b57\u3002 \U0001f9ec\U0001f9ec e\u0301\x00 "
 )
@@ -54,7 +54,7 @@ _SETTINGS = {
 
 
 @dataclass
-class ModelFacts:
+class SentencePieceInfo:
     """What a SentencePiece file says that decides where its texts can be cut."""
 
     model_type: int = 1
@@ -64,31 +64,31 @@ class ModelFacts:
     drops_spaces: bool = True
     escapes_spaces: bool = True
     normalizes: bool = False
-    pieces: list[str] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)
     num_bytes: int = 0
-    odd_pieces: list[str] = field(default_factory=list)
+    user_defined: list[str] = field(default_factory=list)
 
     @classmethod
-    def read(cls, model: bytes) -> "ModelFacts":
+    def read(cls, model: bytes) -> "SentencePieceInfo":
         """Read them by hand: SentencePiece's own module wants one exact version of protobuf."""
         facts = cls()
         for number, value in _fields(model):
             if number == 1:
-                facts._add_piece(dict(_fields(value)))
+                facts._add_token(dict(_fields(value)))
             for inner, setting in _fields(value) if number in (2, 3) else ():
                 if name := _SETTINGS.get((number, inner)):
                     setattr(facts, name, setting if name == "model_type" else bool(setting))
         return facts
 
-    def _add_piece(self, piece: dict[int, Any]) -> None:
+    def _add_token(self, piece: dict[int, Any]) -> None:
         kind = piece.get(3, _NORMAL)
         if kind == _BYTE:
             self.num_bytes += 1
         elif kind not in (_UNKNOWN, _CONTROL):  # those two are never matched in a text
             text = piece[1].decode()
-            self.pieces.append(text)
+            self.tokens.append(text)
             if kind != _NORMAL:
-                self.odd_pieces.append(text)
+                self.user_defined.append(text)
 
     def refusal(self) -> str:
         """Return why a text must be encoded whole; empty where the argument above holds."""
@@ -99,7 +99,7 @@ class ModelFacts:
             "it drops repeated spaces": self.drops_spaces,
             "it does not escape spaces": not self.escapes_spaces,
             "its spaces end words": self.space_is_suffix,
-            f"it has user-defined or unused pieces {self.odd_pieces[:1]}": self.odd_pieces,
+            f"it has user-defined or unused pieces {self.user_defined[:1]}": self.user_defined,
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -126,7 +126,7 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
     return value | byte << shift, at + 1
 
 
-class PieceBounds:
+class CutPoints:
     """The pairs of characters that some piece holds side by side; cuts are between all others."""
 
     def __init__(self, pieces: list[str]) -> None:
@@ -160,7 +160,7 @@ def _is_letter(character: str) -> bool:
     return character.isascii() and character.isalpha()
 
 
-class PieceEncoder:
+class CachedEncoder:
     """`encode` of a text, in slices and through a word cache where `pieces` allow one.
 
     `pieces` are all that `encode` can match; `prefix` goes before each text. A cached word keeps
@@ -186,10 +186,10 @@ class PieceEncoder:
             return b"".join(map(words.__getitem__, split(text)))
 
         self._prefix = prefix
-        self._bounds = PieceBounds(pieces)
+        self._bounds = CutPoints(pieces)
         self._slice_characters = slice_characters
-        runs = _Remembered(encode_bytes, capacity)
-        words = _Remembered(encode_runs if self._bounds.around_letters else encode_bytes, capacity)
+        runs = _WordCache(encode_bytes, capacity)
+        words = _WordCache(encode_runs if self._bounds.around_letters else encode_bytes, capacity)
         split = _WORDS_AND_NEWLINES if self._bounds.around_newlines else _WORDS
         self._encode_slice, self.method = encode_bytes, "giant documents in slices"
         if self._bounds.before_spaces:
@@ -204,7 +204,7 @@ class PieceEncoder:
         return np.frombuffer(ids, dtype=_STORED).astype(np.int64)
 
 
-class _Remembered(dict[str, bytes]):
+class _WordCache(dict[str, bytes]):
     """word -> its ids, computed where missing; the words of the last two generations are kept."""
 
     def __init__(self, compute: Callable[[str], bytes], capacity: int) -> None:

@@ -21,16 +21,24 @@ from typing import Any, Self
 import numpy as np
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.data.shard_writer import UnitWriter, remove_unit
+from canon_pretrain.data.shard_writer import ShardWriter, remove_input_group
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep import sources
-from data_prep.folder import SPLITS, TRAIN, VALIDATION, is_complete, load_tokenizer, say, unit_lock
+from data_prep.folder import (
+    SPLITS,
+    TRAIN,
+    VALIDATION,
+    input_group_lock,
+    is_complete,
+    load_tokenizer,
+    log,
+)
 from data_prep.plan import Plan, is_held_out
 from data_prep.readers import InputReader, Skipped
 
 
 @dataclass(frozen=True)
-class UnitJob:
+class InputGroupJob:
     """What a worker process needs to build one unit: `plan` has the unit's inputs alone."""
 
     folder: Path
@@ -45,20 +53,20 @@ class UnitJob:
         own = replace(plan, inputs=plan.inputs[slice(*plan.units[unit])], units=())
         return cls(folder, root, unit, own, plan.sha256)
 
-    def writer(self, split: str) -> UnitWriter:
-        return UnitWriter(
+    def writer(self, split: str) -> ShardWriter:
+        return ShardWriter(
             self.folder / split,
             self.unit,
             vocab_size=self.plan.tokenizer.vocab_size,
             eos_id=self.plan.tokenizer.eos_id,
             plan_sha256=self.plan_sha256,
-            max_part_tokens=self.plan.options.max_part_tokens,
+            max_shard_tokens=self.plan.options.max_part_tokens,
             version=self.plan.version,
         )
 
 
 # once per process: what it has learned of the text's words stays warm
-_kept_tokenizer = lru_cache(maxsize=1)(load_tokenizer)
+_cached_tokenizer = lru_cache(maxsize=1)(load_tokenizer)
 # in a worker process: the build's `new_counts`
 _counts: Any = None
 
@@ -68,29 +76,29 @@ def new_counts(num_units: int) -> Any:
     return multiprocessing.get_context("spawn").RawArray("q", 2 * num_units)
 
 
-def build_unit(job: UnitJob, counts: Any = None) -> None:
+def build_input_group(job: InputGroupJob, counts: Any = None) -> None:
     """Write one unit's parts in both splits, or none of them."""
-    with unit_lock(job.folder, job.unit):
+    with input_group_lock(job.folder, job.unit):
         # a killed run's worker may have committed it, or may come here after another run did
         if is_complete(job.folder, job.unit, job.plan_sha256):
             return
-        tokenizer = _kept_tokenizer(job.folder, job.plan.tokenizer)
+        tokenizer = _cached_tokenizer(job.folder, job.plan.tokenizer)
         # before anything that the inputs made is removed
         sources.fetch(job.plan.source, job.plan.source_version, job.root, job.plan.inputs)
         for split in SPLITS:
             (job.folder / split).mkdir(exist_ok=True)
-            remove_unit(job.folder / split, job.unit)
+            remove_input_group(job.folder / split, job.unit)
         try:
-            _write_unit(job, tokenizer, counts)
+            _write_input_group(job, tokenizer, counts)
         except BaseException:
             # half a unit is of no use to the next run, and may be what fills the disk
             for split in SPLITS:
                 with suppress(OSError):
-                    remove_unit(job.folder / split, job.unit)
+                    remove_input_group(job.folder / split, job.unit)
             raise
 
 
-def _write_unit(job: UnitJob, tokenizer: Tokenizer, counts: Any) -> None:
+def _write_input_group(job: InputGroupJob, tokenizer: Tokenizer, counts: Any) -> None:
     plan, options = job.plan, job.plan.options
     bos = np.array([plan.tokenizer.bos_id] if options.bos else [], dtype=np.int64)
     eos = np.array([plan.tokenizer.eos_id], dtype=np.int64)
@@ -160,19 +168,19 @@ def worker_pool(workers: int, counts: Any = None) -> Iterator[ProcessPoolExecuto
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _build_in_worker(job: UnitJob) -> int:
-    build_unit(job, _counts)
+def _build_in_worker(job: InputGroupJob) -> int:
+    build_input_group(job, _counts)
     return job.unit
 
 
 def run_jobs(
-    jobs: Sequence[UnitJob], workers: int, wanted: Callable[[int], bool], counts: Any
+    jobs: Sequence[InputGroupJob], workers: int, wanted: Callable[[int], bool], counts: Any
 ) -> Iterator[int]:
     """Run the `wanted` jobs in order, here or in `workers` processes; yield the finished units."""
     if workers == 1 or len(jobs) < 2:
         for each in jobs:
             if wanted(each.unit):
-                build_unit(each, counts)
+                build_input_group(each, counts)
                 yield each.unit
         return
     waiting, running = iter(jobs), set[Future[int]]()
@@ -190,6 +198,6 @@ def run_jobs(
                     yield unit
         except (UserError, OSError) as error:
             if others := len(running) - 1:
-                say(f"failed: {error}\nending once {others} other unit(s) in work are built")
+                log(f"failed: {error}\nending once {others} other unit(s) in work are built")
             wait(running)  # shutdown does not, once it was told not to
             raise
