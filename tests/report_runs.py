@@ -2,13 +2,18 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from canon_pretrain.core.files import write_json
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.launches import begin_launch
 from canon_pretrain.run.results import Results, Score, results_folder, write_results
+from canon_pretrain.run.status import Status
 
 TOKENS_A_STEP = 2048
 FINGERPRINT = "3ae1b18e23821c84" * 4
@@ -211,3 +216,27 @@ def evaluated(
     described = {"validation": {"primary": ["nats_per_token"]}}
     plant_answers(run, at, "validation", tasks, scores=scores, described=described)
     return folder
+
+
+# -- with a status --------------------------------------------------------------------------------
+
+NOW = datetime(2026, 11, 20, 12, 30, tzinfo=UTC)
+
+
+def plant_status(run: RunFolder, *, age_s: float = 1.0, **values: Any) -> None:
+    """A status.json of a running trainer, so many seconds before NOW."""
+    then = (NOW - timedelta(seconds=age_s)).isoformat()
+    status = Status("running", 20, 500, then, then, phase="training", seconds_per_step=2.0)
+    write_json(run.status_file, asdict(replace(status, **values)))
+
+
+def training_run(folder: Path, **values: Any) -> RunFolder:
+    """A run that trains: 20 of 500 steps, one skipped, in its third launch."""
+    events = [launch("start"), *(step(n, 6.0 - n / 10) for n in range(1, 21))]
+    events[-1] |= {"mfu": 0.431, "seconds_per_step": 1.0, "skipped_steps": 1}
+    folder.mkdir(parents=True, exist_ok=True)
+    for _ in range(3):
+        begin_launch(RunFolder(folder))
+    run = plant_run(folder, events)
+    plant_status(run, **values)
+    return run

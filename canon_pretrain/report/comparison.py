@@ -80,8 +80,8 @@ def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **mo
                 raise ValueError
         except ValueError:
             expected = "TASK=SIGMA or TASK:METRIC=SIGMA of a task here and a number above 0"
-            words = f"--seed_sigma {given}: expected {expected}.{suggestion(name, tasks)}"
-            raise UserError("todo.comparison", words) from None
+            message = f"--seed_sigma {given}: expected {expected}.{suggestion(name, tasks)}"
+            raise UserError("compare.seed_sigma", message, given=given) from None
     return Options(sigmas, arguments.own_noise_only, **more)
 
 
@@ -100,10 +100,8 @@ def comparison_content(
     labels: dict[str | None, str] = {run.label: each.label for each in found for run in each.runs}
     labels |= {each.label: each.label for each in found} | {None: found[0].label}
     if (label := labels.get(baseline)) is None:
-        there = ", ".join(map(repr, choices))
-        raise UserError(
-            "todo.comparison", f"baseline {baseline!r} is no architecture or run; there are {there}"
-        )
+        message = f"baseline {baseline!r}: expected a run or one of {', '.join(map(repr, choices))}"
+        raise UserError("compare.baseline", message, given=baseline, expected=list(choices))
     sides = {x: choice.recipe.runs for x, choice in choices.items() if choice.recipe}
     pairs = [((x, sides[x]), (label, sides[label])) for x in sides if label in sides and x != label]
     rows, refused, notes = verdicts.verdicts(measure, pairs)
@@ -287,10 +285,13 @@ def execute(arguments: argparse.Namespace) -> None:
     rows, refused, left = verdicts.verdicts(Measure(recipes, options), [pair])
     if not rows:
         reasons = [f"{x['suite']} {x['task'] or ''}: {x['why']}" for x in refused]
-        how = "`python -m eval run` evaluates a checkpoint"
+        found = {run.label: _available(run) for run in runs}
+        reasons += [f"{label} has {', '.join(x) or 'no results'}" for label, x in found.items()]
         raise UserError(
-            "todo.comparison",
-            f"nothing to compare: {'; '.join([*reasons, *map(_have, runs)])}. {how}",
+            "compare.nothing",
+            f"nothing to compare: {'; '.join(reasons)}. `python -m eval run` evaluates checkpoints",
+            refused=refused,
+            found=found,
         )
     is_asked = options.suites is None or VALIDATION in options.suites
     content = {
@@ -319,19 +320,17 @@ def _sides(arguments: argparse.Namespace) -> Sequence[Sequence[RunRecord]]:
     is_pair = len(pair) in (1, 2) and not (a or b)
     if len(sides) != 2 or not (is_pair or (a and b and not pair)):
         raise UserError(
-            "todo.comparison",
+            "compare.sides",
             "expected two runs (`compare A B`), one sweep of two architectures, or seeds of each "
             "(`compare --a RUN RUN --b RUN RUN`)",
         )
     return sides
 
 
-def _have(run: RunRecord) -> str:
-    there = [
-        f"{x.suite} at step {x.step}{' with --limit (not a result)' * (x.limit is not None)}"
-        for x in run.evaluations
-    ]
-    return f"{run.label} has {', '.join(dict.fromkeys(there)) or 'no results'}"
+def _available(run: RunRecord) -> list[str]:
+    limited = " with --limit (not a result)"
+    found = [f"{x.suite} at step {x.step}{limited * bool(x.limit)}" for x in run.evaluations]
+    return [*dict.fromkeys(found)]
 
 
 def _print(content: Row) -> None:

@@ -238,9 +238,8 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compare two runs; returns the exit code. Raises UserError."""
     if not 0 <= arguments.rtol < 1:
-        raise UserError(
-            "todo.diff", f"--rtol {arguments.rtol}: expected at least 0 and less than 1"
-        )
+        message = f"--rtol {arguments.rtol}: expected at least 0 and less than 1"
+        raise UserError("diff.rtol", message, given=arguments.rtol)
     found = compare(RunRecord(arguments.a), RunRecord(arguments.b), rtol=arguments.rtol)
     if arguments.json:
         print(json.dumps(found, indent=2, ensure_ascii=False))

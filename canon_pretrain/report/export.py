@@ -93,9 +93,8 @@ def row_of(event: Event) -> Row | None:
         numbers = {name: number(value) for name, value in values.items() if value is not None}
         return Row(int(event["step"]), int(event.get("tokens") or 0), _time(event), numbers)
     except (TypeError, ValueError) as error:
-        raise UserError(
-            "todo.export", f"the log is damaged at step {event['step']}: {error}"
-        ) from None
+        message = f"the log is damaged at step {event['step']}: {error}"
+        raise UserError("file.unreadable", message) from None
 
 
 def _evaluations(run: RunRecord, last_time: float) -> Iterable[Row]:
@@ -226,9 +225,8 @@ class WandbTarget:
         self, folder: Path, facts: About, *, live: bool, mode: Any, tags: list[str], **options: Any
     ) -> None:
         if mode not in MODES:
-            raise UserError(
-                "todo.export", f"WANDB_MODE = {mode!r}: expected one of {', '.join(MODES)}"
-            )
+            message = f"WANDB_MODE = {mode!r}: expected one of {', '.join(MODES)}"
+            raise UserError("export.wandb_mode", message, given=mode, expected=MODES)
         if mode != "online":
             os.environ["WANDB_ERROR_REPORTING"] = "false"  # else it tells its makers, offline too
         import wandb
@@ -263,7 +261,7 @@ class WandbTarget:
                 **options,
             )
         except (wandb.Error, ValueError, OSError) as error:  # ValueError: its variables
-            raise UserError("todo.export", f"wandb does not begin: {error}") from None
+            raise UserError("export.wandb", f"wandb.init failed: {error}") from None
         self._run.define_metric("tokens")
         self._run.define_metric("*", step_metric="tokens")
         self._next = self._run.starting_step
@@ -375,11 +373,8 @@ def run(arguments: argparse.Namespace) -> int:
     record.folder.read_config()  # refuses what is no run
     follows, out = arguments.follow, arguments.out or arguments.folder
     if arguments.out is None and not follows and live_holder(record.folder.lock_file):
-        raise UserError(
-            "todo.export",
-            f"{record.folder.path} is being trained and may show itself live: "
-            "add --out or --follow",
-        )
+        message = "is being trained and may write a live copy: add --out or --follow"
+        raise UserError("export.run_is_live", f"{record.folder.path} {message}")
 
     def opened(facts: About) -> TensorBoardTarget | WandbTarget:
         if arguments.target == "tensorboard":

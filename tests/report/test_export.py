@@ -27,7 +27,7 @@ from canon_pretrain.run.log import RunLog, number
 from canon_pretrain.run.results import Score
 from tests.ranks import events, launch
 from tests.report_runs import TOKENS_A_STEP, plant_results, plant_run
-from tests.support import ROOT, debug_run
+from tests.support import ROOT, debug_run, error_codes
 
 Output = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -136,8 +136,7 @@ def test_tensorboard_shows_one_clean_curve(killed_twice, capsys):
     stranger.parent.mkdir()
     stranger.write_bytes(b"")
     export("tensorboard", killed_twice)
-    told = capsys.readouterr().out
-    assert f"11 steps and 2 evaluations of {killed_twice}" in told
+    assert str(killed_twice / "tb") in capsys.readouterr().out
     first = files_of(killed_twice / "tb")
     check_curve(tensorboard_curve(killed_twice / "tb"))
     export("tensorboard", killed_twice)
@@ -311,7 +310,7 @@ def test_a_run_in_training_is_not_copied_over_its_live_copy(killed_twice, capsys
         with pytest.raises(SystemExit) as left:
             main(["export", "tensorboard", str(killed_twice)])
         assert left.value.code == 2
-        assert "is being trained" in capsys.readouterr().err
+        assert error_codes(capsys.readouterr().err) == ["export.run_is_live"]
         assert not (killed_twice / "tb").exists()
         export("tensorboard", killed_twice, "--out", killed_twice / "copy")
     finally:
@@ -362,10 +361,8 @@ def test_a_live_copy_that_fails_or_hangs_ends(tmp_path, monkeypatch, caplog):
         begin = time.monotonic()
         exports.finish(wait_s=0.2)
         assert time.monotonic() - begin < 5
-    told = [record.getMessage() for record in caplog.records]
-    expected = ("other does not start", "wandb has ended: error: no network", "tensorboard did not")
-    for text, words in zip(told, expected, strict=True):
-        assert text.startswith(f"the live copy for {words}")
+    for text, target in zip(caplog.messages, ("other", "wandb", "tensorboard"), strict=True):
+        assert target in text
     child = int((tmp_path / "child").read_text())
     state = Path(f"/proc/{child}/stat")
     while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.report.curves import Band, join_seeds, stretches, thin
 from canon_pretrain.report.plot import page_content
 from canon_pretrain.report.record import Curve, RunRecord
@@ -18,6 +17,7 @@ from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.results import Score
 from tests.browser import DESKTOP, EVIL, PHONE, Browser
 from tests.report_runs import TOKENS_A_STEP, plant_results, plant_run
+from tests.support import refused
 
 START = datetime(2026, 11, 1, 8, tzinfo=UTC)
 
@@ -264,8 +264,9 @@ def test_a_sweep_means_all_of_its_runs_and_bad_input_is_one_message(tmp_path, ca
         assert str(given) in capsys.readouterr().err
     assert not out.exists() and run.log_file.read_text().startswith("{")
     without_tokens = {name: value for name, value in LEARNS[1].items() if name != "tokens"}
-    with pytest.raises(UserError, match=r"log\.jsonl is damaged"):
-        page_content([record(tmp_path / "damaged", [LEARNS[0], without_tokens])])
+    damaged = record(tmp_path / "damaged", [LEARNS[0], without_tokens])
+    with refused("file.unreadable", path=damaged.folder.log_file):
+        page_content([damaged])
 
 
 # ---- the page

@@ -20,7 +20,7 @@ from canon_pretrain.report.profile import purpose_of, summarize
 from canon_pretrain.run import trace
 from canon_pretrain.run.trace import read_trace
 from tests.ranks import assert_same_run, launch
-from tests.support import debug_run
+from tests.support import debug_run, refused
 
 Command = Callable[..., str]
 
@@ -50,8 +50,7 @@ def traced(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ranks=2,
         output=base / "out",
     )
-    assert "only a GPU's memory can be recorded" in ended.output
-    assert "Profiler clears events" not in ended.output
+    assert "Profiler clears" not in ended.output
     return base / "run"
 
 
@@ -104,7 +103,7 @@ def test_the_command_on_a_run(traced, command):
     assert "step 4:" in text and "iteration_4/rank0_trace.json" in text
     document = json.loads(command(traced, "--rank", 1, "--json", "--top", 3))
     assert document["trace"].endswith("rank1_trace.json") and len(document["rows"]) == 3
-    with pytest.raises(UserError, match="rank 7.*rank0, rank1.*--profiling.enable_profiling"):
+    with refused("profile.no_trace", found=["rank0", "rank1"]):
         command(traced, "--rank", 7)
 
 

@@ -6,47 +6,20 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from canon_pretrain.checkpoint.retention import hold
-from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import write_json
 from canon_pretrain.report.status import FACTS, find_runs, look, summarize_run
 from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.launches import begin_launch
 from canon_pretrain.run.results import Score
-from canon_pretrain.run.status import Status
 from tests.checkpoint_folders import make_step
-from tests.report_runs import launch, plant_results, plant_run, step
-from tests.support import ROOT
-
-NOW = datetime(2026, 11, 20, 12, 30, tzinfo=UTC)
-
-
-def plant_status(run: RunFolder, *, age_s: float = 1.0, **values: Any) -> None:
-    """A status.json of a running trainer, so many seconds before NOW."""
-    then = (NOW - timedelta(seconds=age_s)).isoformat()
-    status = Status("running", 20, 500, then, then, phase="training", seconds_per_step=2.0)
-    write_json(run.status_file, asdict(replace(status, **values)))
-
-
-def planted(folder: Path, **values: Any) -> RunFolder:
-    """A run that trains: 20 of 500 steps, one skipped, in its third launch."""
-    events = [launch("start"), *(step(n, 6.0 - n / 10) for n in range(1, 21))]
-    events[-1] |= {"mfu": 0.431, "seconds_per_step": 1.0, "skipped_steps": 1}
-    folder.mkdir(parents=True, exist_ok=True)
-    for _ in range(3):
-        begin_launch(RunFolder(folder))
-    run = plant_run(folder, events)
-    plant_status(run, **values)
-    return run
+from tests.report_runs import NOW, launch, plant_results, plant_run, step, training_run
+from tests.support import ROOT, refused
 
 
 def status_command(*words: str) -> None:
@@ -68,7 +41,7 @@ def seen_now(*paths: Path) -> list[SimpleNamespace]:
 
 
 def test_a_run_that_trains(tmp_path):
-    run = planted(tmp_path, job_id="812", nodes="n[1-2]", restart_count=2, world_size=16)
+    run = training_run(tmp_path, job_id="812", nodes="n[1-2]", restart_count=2, world_size=16)
     make_step(run.path / "checkpoint", 10)
     make_step(run.path / "checkpoint", 20, "weights")
     seen = summary(run)
@@ -77,7 +50,7 @@ def test_a_run_that_trains(tmp_path):
     assert (seen.tokens_per_second, seen.mfu, seen.tokens) == (9000.0, 0.431, 20 * 2048)
     assert seen.eta_s == 480 * 2.0
     assert (seen.restarts, seen.skipped_steps) == (2, 1)
-    assert seen.checkpoint["step"] == 10, "20 can't be gone on from"
+    assert seen.checkpoint["step"] == 10  # step 20 has weights alone
     assert seen.checkpoint["age_s"] == 30 * 60
     assert (seen.heartbeat_age_s, seen.written_age_s) == (1.0, 1.0)
     assert (seen.job_id, seen.nodes, seen.restart_count) == ("812", "n[1-2]", 2)
@@ -87,32 +60,29 @@ def ago(**since: float) -> str:
     return (NOW - timedelta(**since)).isoformat()
 
 
-DEAD = ("dead", "no sign of life for 61 s")
-FAILED = {"state": "failed", "reason": "OutOfMemoryError: x"}
-
-
 @pytest.mark.parametrize(
     ("values", "state", "reason"),
     [
-        ({"phase": "saving"}, "saving", None),
-        ({"phase": "starting", "seconds_per_step": None}, "starting", None),
-        ({"age_s": 61}, *DEAD),
-        ({"heartbeat": ago(minutes=2)}, "hung", "no progress for 2 min (training)"),
-        ({"heartbeat": ago(seconds=20)}, "slow", "no progress for 20 s (training)"),
+        ({"phase": "saving"}, "saving", ""),
+        ({"phase": "starting", "seconds_per_step": None}, "starting", ""),
+        ({"age_s": 61}, "dead", "61 s"),
+        ({"heartbeat": ago(minutes=2)}, "hung", "2 min"),
+        ({"heartbeat": ago(seconds=20)}, "slow", "20 s"),
         ({"state": "stopped", "reason": "SIGTERM", "age_s": 9e5}, "stopped", "SIGTERM"),
-        (FAILED, "failed", "OutOfMemoryError: x"),
+        ({"state": "failed", "reason": "OutOfMemoryError: x"}, "failed", "OutOfMemoryError: x"),
     ],
 )
 def test_states(tmp_path, values, state, reason):
-    run = planted(tmp_path, **values)
+    run = training_run(tmp_path, **values)
     seen = summary(run)
-    assert (seen.state, seen.reason) == (state, reason)
+    assert seen.state == state and bool(seen.reason) == bool(reason)
+    assert reason in (seen.reason or "")
     assert (seen.eta_s is None) == (state in ("dead", "stopped", "failed"))
     if state in ("dead", "failed"):  # what is tried later does not undo a run that is done
         run.write_done(500)
         seen = summary(run)
         assert (seen.state, seen.step) == ("done", 20)
-        assert seen.reason == f"a launch since then is {state}: {reason}"
+        assert state in seen.reason and reason in seen.reason
     if state == "dead":
         run.done_file.unlink()
         run.write_config({"run": {"heartbeat_s": 30.0}}, {})
@@ -138,7 +108,7 @@ def test_a_process_that_is_gone_is_dead_at_once(tmp_path):
         process.wait()
     (dead,) = seen_now(tmp_path)
     assert (living.state, living.step, living.steps) == ("training", 3, 9)
-    assert (dead.state, dead.reason, dead.step) == ("dead", "its process is gone", 3)
+    assert (dead.state, dead.step) == ("dead", 3) and dead.reason
     assert f"pid {process.pid}" in dead.holder == living.holder and dead.eta_s is None
 
 
@@ -156,11 +126,11 @@ def test_runs_of_the_trainer(runs, tmp_path):
     (seen,) = seen_now(copy)
     (problem,) = seen.problems
     assert seen.checkpoint["step"] == 6
-    assert "step-12 is damaged: __0_0.distcp has 100 bytes" in problem
+    assert "step-12" in problem and "__0_0.distcp" in problem
 
 
 def test_evaluations_done_and_pending(tmp_path):
-    run = planted(tmp_path)
+    run = training_run(tmp_path)
     for at in (10, 20):
         plant_results(run, at, "validation", {"a": {"loss": Score(1.0)}})
     plant_results(run, 20, "validation", {"a": {"loss": Score(1.0)}}, limit=3)
@@ -190,7 +160,7 @@ DAMAGE = [
 
 def test_damage_is_named_in_its_row_and_hides_no_run(tmp_path, capsys):
     for k, (name, content, _) in enumerate(DAMAGE):
-        run = planted(tmp_path / f"run-{k}")
+        run = training_run(tmp_path / f"run-{k}")
         make_step(run.path / "checkpoint", 20)
         path = run.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -216,16 +186,17 @@ def test_damage_is_named_in_its_row_and_hides_no_run(tmp_path, capsys):
 
 def test_an_unforeseen_fault_in_a_run_is_its_problem(tmp_path, monkeypatch):
     monkeypatch.setattr("canon_pretrain.report.status.read_tail", lambda path: 1 // 0)
-    (seen,) = seen_now(planted(tmp_path).path)
-    assert seen.problems == ["ZeroDivisionError: integer division or modulo by zero"]
+    (seen,) = seen_now(training_run(tmp_path).path)
+    (problem,) = seen.problems
+    assert problem.startswith("ZeroDivisionError")
 
 
 def test_runs_are_found_by_name_by_folder_and_by_pattern(tmp_path, monkeypatch):
     names = ["lr2", "lr10", "deep/er/run", "[bold]x[/bold] y", "archive/old"]
     for name in names:
-        planted(tmp_path / name)
-    planted(tmp_path / "lr2" / "archive" / "1-before-a-fresh-start")
-    planted(tmp_path / ".hidden")
+        training_run(tmp_path / name)
+    training_run(tmp_path / "lr2" / "archive" / "1-before-a-fresh-start")
+    training_run(tmp_path / ".hidden")
     (tmp_path / "notes.txt").touch()
     monkeypatch.chdir(tmp_path)
 
@@ -238,7 +209,7 @@ def test_runs_are_found_by_name_by_folder_and_by_pattern(tmp_path, monkeypatch):
     assert found("[bold]x[/bold] y") == ["[bold]x[/bold] y"], "a name, not a pattern"
     assert found("deep") == ["deep/er/run"]
     for word in ("notes.txt", "nowhere*"):
-        with pytest.raises(UserError, match="no run in"):
+        with refused("run.not_found", path=word):
             find_runs(["lr2", word])
 
 
@@ -246,7 +217,7 @@ def test_runs_are_found_by_name_by_folder_and_by_pattern(tmp_path, monkeypatch):
 def test_bad_input_is_exit_code_2(tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     if "--watch" in words:
-        planted(tmp_path / "run")
+        training_run(tmp_path / "run")
     with pytest.raises(SystemExit) as left:
         main(["status", *words])
     assert left.value.code == 2
@@ -257,8 +228,8 @@ def test_bad_input_is_exit_code_2(tmp_path, monkeypatch, words):
 
 def test_piped_it_is_plain_and_of_a_log_only_the_end_is_read(tmp_path, capsys):
     long = "n" * 150
-    planted(tmp_path / "[red]a b[/red]", job_id="812", nodes="n[1-2]", age_s=-1e9)
-    run = planted(tmp_path / long, age_s=-1e9)
+    training_run(tmp_path / "[red]a b[/red]", job_id="812", nodes="n[1-2]", age_s=-1e9)
+    run = training_run(tmp_path / long, age_s=-1e9)
     lines = run.log_file.read_bytes()
     with open(run.log_file, "wb") as log:
         log.write(b"no line\n")
@@ -275,7 +246,7 @@ def test_piped_it_is_plain_and_of_a_log_only_the_end_is_read(tmp_path, capsys):
 
 
 def test_json_has_every_fact_under_a_stable_name(tmp_path, capsys):
-    run = planted(tmp_path / "run")
+    run = training_run(tmp_path / "run")
     make_step(run.path / "checkpoint", 10)
     status_command(str(run.path), "--json")
     document = json.loads(capsys.readouterr().out)
@@ -288,7 +259,7 @@ def test_json_has_every_fact_under_a_stable_name(tmp_path, capsys):
 
 
 def test_watch_follows_the_run_and_leaves_the_terminal_as_it_was(tmp_path):
-    run = planted(tmp_path / "run")
+    run = training_run(tmp_path / "run")
     words = [sys.executable, "-m", "canon_pretrain.run", "status", ".", "--watch", "0.1"]
     env = os.environ | {"FORCE_COLOR": "1", "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE) as process:

@@ -1,0 +1,70 @@
+"""What `run status`, `run diff` and `eval compare` print."""
+
+import re
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from canon_pretrain.core.terminal import Console
+from canon_pretrain.report.status import overview, summarize_run
+from canon_pretrain.run.__main__ import main as run_main
+from eval.__main__ import main as eval_main
+from tests.checkpoint_folders import make_step
+from tests.report_runs import (
+    ACC,
+    NOW,
+    evaluated,
+    launch,
+    plant_answers,
+    plant_run,
+    planted_run,
+    records,
+    right_or_wrong,
+    step,
+    training_run,
+)
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_run_status(tmp_path, monkeypatch, snapshot, width):
+    monkeypatch.chdir(tmp_path)
+    training = training_run(tmp_path / "training", job_id="812", nodes="n[1-2]", restart_count=2)
+    make_step(training.path / "checkpoint", 10)
+    training_run(tmp_path / "dead", age_s=61, checkpoint_failures=1)
+    training_run(tmp_path / "failed", state="failed", reason="OutOfMemoryError: x")
+    damaged = training_run(tmp_path / "damaged", state="stopped", reason="SIGTERM")
+    damaged.run_file.write_text("{}")
+    plant_run(tmp_path / "done", [launch("start"), step(1, 6.0)], done=True)
+    runs = [summarize_run(path, NOW) for path in sorted(Path().iterdir())]
+    output = StringIO()
+    console = Console(file=output, width=width)
+    console.print(overview(runs, console))
+    assert re.sub(r"[\d-]{10} [\d:]{8} UTC", "TIME", output.getvalue()) == snapshot
+
+
+def test_run_diff(tmp_path, capsys, snapshot):
+    digests = {"a": "1" * 16, "b": "2" * 16}
+    for name, rate in (("a", 0.004), ("b", 0.002)):
+        events = [launch("start"), step(1, 7.0) | {"data_digests": ["0" * 16]}]
+        events += [step(2, 6.0 + rate) | {"data_digests": [digests[name]]}]
+        plant_run(tmp_path / name, events, optimizer__lr=rate, description=name)
+    with pytest.raises(SystemExit) as left:
+        run_main(["diff", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert left.value.code == 1
+    assert capsys.readouterr().out.replace(str(tmp_path), "RUNS") == snapshot
+
+
+def test_eval_compare(tmp_path, capsys, monkeypatch, snapshot):
+    monkeypatch.setenv("COLUMNS", "140")
+    rng = np.random.default_rng(1)
+    for name, canon, loss, share in (("a", "", 5.0, 0.55), ("b", "A", 4.9, 0.85)):
+        for seed in range(2):
+            evaluated(tmp_path / f"{name}{seed}", canon, loss + 0.002 * seed, seed)
+            run = planted_run(tmp_path / f"{name}{seed}", seed, model__canon_set=canon)
+            items = {"boolq": records({"acc": right_or_wrong(1000, share, rng)})}
+            plant_answers(run, 20, "discriminative", items, described={"boolq": ACC})
+    runs = {x: [str(tmp_path / f"{x}{seed}") for seed in range(2)] for x in "ab"}
+    eval_main(["compare", "--a", *runs["a"], "--b", *runs["b"]])
+    assert capsys.readouterr().out == snapshot
