@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from canon_pretrain.core.cli import check_encoding, words
+from canon_pretrain.core.cli import check_encoding, resilient_output
 from canon_pretrain.core.errors import UserError, exit_with
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.hardware import check_cuda
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     except UserError as error:
         exit_with(error, quiet=quiet)
     device.prepare_device()
-    with words(), device.single_rank_environment():
+    with resilient_output(), device.single_rank_environment():
         import torch.distributed
 
         try:
@@ -102,7 +102,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
         finally:
             if trainer is not None:
                 trainer.close()
-            if record is not None and session.still_ours():
+            if record is not None and session.is_owner():
                 record.release_if_unused(session.folder)
     torch.distributed.destroy_process_group()
 

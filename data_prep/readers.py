@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import open_at_once
+from canon_pretrain.core.files import open_nonblocking
 from data_prep.plan import MAX_LINE_BYTES, Input
 
 INVALID_UTF8 = "invalid UTF-8"
@@ -136,7 +136,7 @@ class InputReader:
         self.sha256, self._row = "", 0
         self._digest, self._hashed_bytes = hashlib.sha256(), 0
         try:
-            with open(self.path, "rb", buffering=0, opener=open_at_once) as file:
+            with open(self.path, "rb", buffering=0, opener=open_nonblocking) as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     self._fail("not a regular file, such as a FIFO; give a file")

@@ -194,7 +194,7 @@ class Schedule:
         held = retention.held_steps(self.run.path)
         ours = {step for step in held if (holds / f"step-{step}.{HOLD}").exists()}
         for step in sorted(wanted ^ ours):
-            change = retention.hold if step in wanted else retention.release
+            change = retention.hold_step if step in wanted else retention.release_step
             change(self.run.path, step, HOLD)
 
     def _checkpoint(self, step: int, newest: int) -> tuple[str, str]:

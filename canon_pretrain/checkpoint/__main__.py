@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
         run, folder = find_folder(arguments.run)
         facts = known_run(RunFolder(run))
         # without a run folder: the only one that they name
-        named = {facts.run_id} if facts else {*folder.of_other_runs(None).values()}
+        named = {facts.run_id} if facts else {*folder.steps_of_other_runs(None).values()}
         arguments.act(run, folder, named.pop() if len(named) == 1 else None, arguments)
 
 
@@ -150,7 +150,7 @@ def _prune(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: N
 
     if (keep := arguments.keep) < 1:
         raise UserError("todo.__main__", f"--keep {keep}: expected 1 or more")
-    if others := folder.of_other_runs(run_id):
+    if others := folder.steps_of_other_runs(run_id):
         names = ", ".join(f"step-{step} of run {other}" for step, other in others.items())
         if run_id is None:
             raise UserError(

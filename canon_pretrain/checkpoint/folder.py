@@ -81,7 +81,7 @@ class CheckpointFolder:
         """Where step N is written before it gets its name."""
         return self.path / f"{_SAVING}step-{step}"
 
-    def of_other_runs(self, run_id: str | None) -> dict[int, str]:
+    def steps_of_other_runs(self, run_id: str | None) -> dict[int, str]:
         """Return by step the run_id of each checkpoint that names another run than `run_id`."""
         found: dict[int, str] = {}
         for step in self.steps():
@@ -136,7 +136,7 @@ class CheckpointFolder:
             found.append(Quarantined(path, reason, tree_bytes(path)))
         return found
 
-    def lack_of_room(self, num_bytes: int) -> str | None:
+    def make_room(self, num_bytes: int) -> str | None:
         """Why the disk can't take `num_bytes`, even without interrupted saves; None if it can."""
         if free_bytes(self.path) < num_bytes:
             freed = sum(self.discard(path) for path in self._quarantined_saves())

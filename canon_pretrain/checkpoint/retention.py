@@ -55,7 +55,7 @@ class Retention:
     def __post_init__(self) -> None:
         self._verified: dict[int, _Signature] = {}
 
-    def trust(self, step: int) -> None:
+    def mark_verified(self, step: int) -> None:
         """Treat `step`, which its writer has hashed, as verified while no file of it is touched."""
         with contextlib.suppress(OSError):
             self._verified[step] = _signature(self.folder.step_path(step))
@@ -191,14 +191,14 @@ def held_steps(run: Path) -> set[int]:
     return {step for name, dot, _ in holds if dot and (step := step_number(name)) is not None}
 
 
-def hold(run: Path, step: int, name: str) -> None:
-    """Ask retention for the weights of `step`, durably, until `release` with the same name."""
+def hold_step(run: Path, step: int, name: str) -> None:
+    """Ask retention for the weights of `step`, durably, until `release_step` with the same name."""
     path = run / EVALS / HOLDS / f"step-{step}.{name}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     fsync_folder(path.parent)
 
 
-def release(run: Path, step: int, name: str) -> None:
-    """Take back a `hold`, if there is one."""
+def release_step(run: Path, step: int, name: str) -> None:
+    """Take back a `hold_step`, if there is one."""
     (run / EVALS / HOLDS / f"step-{step}.{name}").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What every command has in common: streams that lose words rather than fail, and one error."""
+"""Standard streams that never fail, and the exit codes of all commands."""
 
 import argparse
 import codecs
@@ -16,10 +16,10 @@ from canon_pretrain.core.terminal import Rendered, printable
 EXIT_INTERRUPTED = 130
 
 
-class _Raw(io.FileIO):
-    """A file descriptor that drops what it cannot take."""
+class _DroppingFile(io.FileIO):
+    """A file descriptor that drops what cannot be written."""
 
-    failure: OSError | None = None  # of the first write that failed
+    failure: OSError | None = None  # of the first failed write
 
     def write(self, data: Any) -> int:
         try:
@@ -28,29 +28,29 @@ class _Raw(io.FileIO):
             is_first, self.failure = self.failure is None, self.failure or error
             if is_first and self.fileno() == 1 and not isinstance(error, BrokenPipeError):
                 with contextlib.suppress(OSError):
-                    os.write(2, f"NOTE: stdout takes no lines ({error})\n".encode())
+                    os.write(2, f"NOTE: stdout cannot be written to ({error})\n".encode())
             return len(memoryview(data).cast("B"))
 
 
-class _Words(io.TextIOWrapper):
-    """A standard stream. NUL ends words for scripts, and a carriage return redraws a bar."""
+class _PrintableStream(io.TextIOWrapper):
+    """A standard stream that replaces control characters, except those of --print0 and bars."""
 
     def write(self, text: str) -> int:
         super().write(text if isinstance(text, Rendered) else printable(text, keep="\n\t\r\0"))
         return len(text)
 
 
-def _open(number: int, stream: TextIO | None) -> _Words:
+def _open(number: int, stream: TextIO | None) -> _PrintableStream:
     try:
         os.fstat(number)
     except OSError:
-        # closed: the next file to be opened would get its number, and the words with it
+        # closed: the next file to be opened would get its number, and this stream's output
         null = os.open(os.devnull, os.O_RDWR)
         if null != number:
             os.dup2(null, number)
             os.close(null)
-    return _Words(
-        io.BufferedWriter(_Raw(number, "w", closefd=False)),
+    return _PrintableStream(
+        io.BufferedWriter(_DroppingFile(number, "w", closefd=False)),
         stream.encoding if stream is not None else "utf-8",
         "backslashreplace",
         line_buffering=number == 2 or os.isatty(number),
@@ -59,10 +59,10 @@ def _open(number: int, stream: TextIO | None) -> _Words:
 
 
 @contextlib.contextmanager
-def words() -> Iterator[None]:
-    """Let sys.stdout and sys.stderr drop what they cannot take, within the block."""
+def resilient_output() -> Iterator[None]:
+    """Make sys.stdout and sys.stderr drop what cannot be written, within the block."""
     before = sys.stdout, sys.stderr
-    if before[0] is sys.__stdout__:  # not a test's
+    if before[0] is sys.__stdout__:  # not replaced by a test
         for stream in filter(None, before):
             with contextlib.suppress(OSError):
                 stream.flush()
@@ -76,51 +76,49 @@ def words() -> Iterator[None]:
 
 
 def positive(text: str) -> int:
-    """Return the number of an option that is at least 1, for argparse."""
+    """Parse an integer of at least 1, for argparse."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number}, expected at least 1")
     return number
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def check_encoding() -> None:
-    """Raise UserError if Python's text files are not UTF-8: torch's own are, and a run's."""
+    """Raise UserError unless Python's text files are UTF-8, as torch's and a run's are."""
     encoding = locale.getpreferredencoding(False)
     if codecs.lookup(encoding).name != "utf-8":
         raise UserError(
-            "todo.cli",
+            "cli.encoding",
             f"this locale's encoding is {encoding}, expected UTF-8: set PYTHONUTF8=1, or a locale "
             "such as LC_ALL=C.UTF-8",
+            given=encoding,
         )
 
 
 @contextlib.contextmanager
 def command(*, prints: bool = False, interrupted: str = "") -> Iterator[None]:
-    """Run a command: bad input and faults of the disk are one message and exit code 2."""
-    with words():
+    """Run a command: UserError and OSError become one message and exit code 2."""
+    with resilient_output():
         try:
             check_encoding()
             yield
             sys.stdout.flush()
             raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
             failure = getattr(raw, "failure", None)
-            # a broken pipe: `| head` has seen enough
+            # a broken pipe is no error: `| head` has read enough
             if prints and failure is not None and not isinstance(failure, BrokenPipeError):
-                raise UserError("todo.cli", f"stdout: {failure.strerror}")
+                raise UserError("file.os_error", f"stdout: {failure.strerror}")
         except UserError as error:
             exit_with(error)
         except OSError as error:
             if error.strerror is None:
                 raise
-            exit_with(
-                UserError(
-                    "todo.cli", ": ".join(str(f) for f in (error.filename, error.strerror) if f)
-                )
-            )
+            parts = (str(part) for part in (error.filename, error.strerror) if part)
+            exit_with(UserError("file.os_error", ": ".join(parts), path=error.filename))
         except KeyboardInterrupt:
             if interrupted:
                 print(interrupted, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The one exception that every command turns into a message and exit code 2."""
+"""UserError, which every command turns into a message and exit code 2."""
 
 import difflib
 import sys
@@ -11,7 +11,7 @@ EXIT_CODE = 2
 class UserError(Exception):
     """Bad input, with a stable `code` and `fields`; `shared`: every rank raises the same.
 
-    The message names what was given, what was expected and the way out.
+    The message names what was given, what was expected and what to do.
     """
 
     def __init__(self, code: str, message: str, *, shared: bool = False, **fields: object) -> None:
@@ -23,12 +23,12 @@ class UserError(Exception):
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the one of `known` that is nearest to `name`; None if none is near."""
+    """Return the most similar of `known`, or None."""
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), None)
 
 
 def suggestion(given: str, choices: Iterable[str]) -> str:
-    """Return the end of a message that names the nearest choice; empty if none is near."""
+    """Return ' Did you mean "..."?' with the nearest choice, or ""."""
     near = nearest(given, choices)
     return f' Did you mean "{near}"?' if near else ""
 
@@ -37,9 +37,12 @@ def check_choice(name: str, given: str, choices: Iterable[str]) -> None:
     """Raise UserError, with the nearest choice, unless `given` is one of `choices`."""
     if given not in choices:
         raise UserError(
-            "todo.errors",
+            "config.unknown_choice",
             f'{name} = "{given}" is not known; expected one of {", ".join(choices)}.'
             f"{suggestion(given, choices)}",
+            name=name,
+            given=given,
+            choices=list(choices),
         )
 
 

@@ -1,4 +1,4 @@
-"""File operations that survive a crash or an odd file: atomic writes, bounded reads, hashes."""
+"""Atomic writes, bounded reads that raise one kind of error, hashes."""
 
 import contextlib
 import ctypes
@@ -24,26 +24,28 @@ T = TypeVar("T")
 
 READ_BYTES = 1 << 20
 MAX_JSON_BYTES = 64 << 20
-MAX_LINE_BYTES = 16 << 20  # of a line of JSON that we wrote: a longer one is damage
+MAX_LINE_BYTES = 16 << 20  # of a line of JSON that we wrote; a longer one is damaged
 
 
 class UnreadableFile(UserError):
-    """A file that is missing, cannot be read, or (`errno` None) does not hold what it should."""
+    """A file that is missing, cannot be read, or (`errno` None) is damaged, perhaps in `field`."""
 
-    def __init__(self, path: Path, fault: str, cause: OSError | None = None) -> None:
-        super().__init__("file.unreadable", f"{path} {fault}", path=path)
+    def __init__(
+        self, path: Path, fault: str, cause: OSError | None = None, field: str | None = None
+    ) -> None:
+        super().__init__("file.unreadable", f"{path} {fault}", path=path, field=field)
         self.errno = None if cause is None else cause.errno
         self.is_missing = self.errno == errno.ENOENT
 
 
-def open_at_once(path: str, flags: int) -> int:
-    """An `opener` that waits for nothing, such as the writer of a FIFO."""
+def open_nonblocking(path: str, flags: int) -> int:
+    """An `opener` that does not wait, for the writer of a FIFO for example."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
 def _open(path: Path) -> BufferedReader:
-    """Open a regular file for reading; OSError (ENXIO for what is none)."""
-    file = open(path, "rb", opener=open_at_once)
+    """Open a regular file for reading. Raises OSError, ENXIO if the file is not regular."""
+    file = open(path, "rb", opener=open_nonblocking)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.ENXIO, "not a regular file", str(path))
@@ -52,7 +54,7 @@ def _open(path: Path) -> BufferedReader:
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading; UnreadableFile for all else and for the block's OSErrors."""
+    """Open a regular file for reading; raises UnreadableFile, also for OSErrors of the block."""
     try:
         with _open(path) as file:
             yield file
@@ -63,16 +65,17 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def parsing(path: Path) -> Iterator[None]:
-    """Raise UnreadableFile for what the block finds wrong in the values that `path` holds."""
+    """Raise UnreadableFile for ValueError and the like in a block that interprets `path`."""
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         text = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise UnreadableFile(path, f"is damaged: {text}") from None
+        field = getattr(error, "field", None)
+        raise UnreadableFile(path, f"is damaged: {text}", field=field) from None
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """Return the content of a regular file. Raises UnreadableFile, also for a larger one."""
+    """Return the content of a regular file. Raises UnreadableFile, also if it is larger."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:
             raise UnreadableFile(path, f"is damaged: it has more than {max_bytes:,} bytes")
@@ -80,7 +83,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
 
 
 def read_lines(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """Yield the lines of a regular file with their ends; a longer one becomes an empty line."""
+    """Yield the lines of a regular file with line ends; a line that is too long becomes empty."""
     with open_regular(path) as file:
         while line := file.readline(max_line_bytes):
             is_cut = False
@@ -90,7 +93,7 @@ def read_lines(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[byt
 
 
 def parse_json(content: bytes | str, *, finite: bool = True) -> Any:
-    """`json.loads` that raises ValueError alone; with `finite` also for NaN and infinities."""
+    """`json.loads` that raises only ValueError; with `finite` also for NaN and infinities."""
     check = _finite if finite else None
     try:
         return json.loads(content, parse_constant=check, parse_float=check)
@@ -107,7 +110,7 @@ def _finite(word: str) -> float:
 def read_json(
     path: Path, *, finite: bool = True, max_bytes: int = MAX_JSON_BYTES
 ) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises UnreadableFile in every other case."""
+    """Return the object in a JSON file. Raises UnreadableFile."""
     with parsing(path):
         if isinstance(value := parse_json(read_bytes(path, max_bytes), finite=finite), dict):
             return value
@@ -118,19 +121,21 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
 def parse_record(content: bytes | str, kind: type[T], *, finite: bool = True) -> T:
-    """Return JSON `content` as `kind`, a dataclass whose annotations and constraints are checked.
+    """Return JSON `content` as the dataclass `kind`, whose annotations are checked.
 
     Types are not converted, except for lists to tuples and strings to paths and times; unknown keys
-    are ignored. Raises ValueError naming the field and its value; see parse_json for `finite`.
+    are ignored. Raises ValueError, with the attribute `field`; see parse_json for `finite`.
     """
-    parse_json(content, finite=finite)  # refuses what is nested too deeply, too
+    parse_json(content, finite=finite)  # also limits the nesting
     try:
         return _adapter(kind).validate_json(content, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "it"
+        field = ".".join(map(str, first["loc"]))
         given = "" if first["type"] == "missing" else f" (given: {first['input']!r:.60})"
-        raise ValueError(f"{field}: {first['msg']}{given}") from None
+        wrong = ValueError(f"{field or 'it'}: {first['msg']}{given}")
+        wrong.field = field  # type: ignore[attr-defined]
+        raise wrong from None
 
 
 def read_record(
@@ -142,13 +147,13 @@ def read_record(
 
 
 def sha256_file(path: Path) -> str:
-    """Return the hex SHA-256 of a regular file's bytes. Raises OSError, also for other files."""
+    """Return the hex SHA-256 of a regular file. Raises OSError, also if it is not regular."""
     with _open(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable: until then a crash may undo a rename."""
+    """Make the names in `folder` durable: before that, a crash may undo a rename."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -157,7 +162,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """`os.rename` that checks what an error did: a file server may rename and lose the reply."""
+    """`os.rename` that succeeds if a file server renamed but lost the reply."""
     before = os.lstat(source)
     try:
         os.rename(source, target)
@@ -168,13 +173,13 @@ def rename(source: Path, target: Path) -> None:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give a finished and synced `temporary` file its `final` name, durably and in one step."""
+    """Rename a synced `temporary` file to `final`, durably and atomically."""
     rename(temporary, final)
     fsync_folder(final.parent)
 
 
 def create_file(path: Path, mode: int = 0o666) -> BinaryIO:
-    """Create `path` for writing; raises FileExistsError also for a link, which is not followed."""
+    """Create `path` for writing. Raises FileExistsError, also for a link."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     return os.fdopen(os.open(path, flags, mode), "wb")
 
@@ -187,13 +192,13 @@ def _write_new(path: Path, content: bytes, mode: int = 0o666) -> None:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write `content` to `path` so that a reader sees the old file or the new one, never a part."""
+    """Write `content` to `path` so that a reader sees either the old file or the new one."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         _write_new(temporary, content)
         publish(temporary, path)
     except OSError as error:
-        if not isinstance(error, FileExistsError):  # else it is not ours
+        if not isinstance(error, FileExistsError):  # then it is not ours
             temporary.unlink(missing_ok=True)
         raise
 
@@ -204,7 +209,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_folder(target: Path, contents: Mapping[str, bytes]) -> None:
-    """Write the new folder `target`, for this user alone, as a whole or not at all."""
+    """Write the new folder `target`, readable by this user only, atomically."""
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary.mkdir(mode=0o700)
@@ -219,16 +224,16 @@ def write_folder(target: Path, contents: Mapping[str, bytes]) -> None:
 
 
 def remove_leftovers(folder: Path, name: str = "*") -> None:
-    """Remove what killed calls of `write_atomic` left; for the holder of a lock on these files."""
+    """Remove temporary files of killed `write_atomic` calls; the caller holds a lock on them."""
     for left in folder.glob(f"{name}.{'[0-9a-f]' * 8}.tmp"):
         left.unlink(missing_ok=True)
 
 
 def reserve(path: Path, num_bytes: int) -> None:
-    """Create `path` with `num_bytes` of disk space, of which little is written."""
+    """Create `path` with `num_bytes` of allocated disk space, without writing them."""
     with create_file(path) as file:
         libc = ctypes.CDLL(None, use_errno=True)
-        # not os.posix_fallocate: it writes to every block of a file system that can't reserve
+        # not os.posix_fallocate, which writes every block if the file system can't allocate
         if libc.fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)):
             code = ctypes.get_errno()
             if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
@@ -240,7 +245,7 @@ def reserve(path: Path, num_bytes: int) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that this user may still write where `path` is, or will be."""
+    """Return the bytes that this user may still write on the file system of `path`."""
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free

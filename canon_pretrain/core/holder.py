@@ -17,12 +17,12 @@ from typing import Annotated
 from pydantic import Field
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import open_at_once, parse_record
+from canon_pretrain.core.files import open_nonblocking, parse_record
 
 MAX_BYTES = 4096
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 DAMAGED, LEAVING = "damaged-", "leaving-"
-"""Prefixes of ids: of what is no lock file, and of who is releasing the lock."""
+"""Prefixes of ids: of an unreadable lock file, and of a holder that is releasing the lock."""
 
 
 def utc_now() -> str:
@@ -30,23 +30,26 @@ def utc_now() -> str:
 
 
 def host_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Return Slurm's name of this node, or the machine's own."""
+    """Return Slurm's name of this node, or the host name."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def read_count(environ: Mapping[str, str], name: str) -> int:
-    """Return the number in a launcher's variable, 0 if unset. Raises UserError for other values."""
+    """Return the integer in an environment variable, 0 if unset. Raises UserError."""
     value = environ.get(name) or "0"
     if not (value.isascii() and value.isdigit()):
         raise UserError(
-            "todo.holder", f"{name} = {value!r} in the environment: expected a number; unset it"
+            "env.not_a_number",
+            f"{name} = {value!r} in the environment: expected a number; unset it",
+            name=name,
+            given=value,
         )
     return int(value)
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that holds a lock, or wants to."""
+    """A process that holds or requests a lock."""
 
     id: Annotated[str, Field(pattern="^[^/]*$")]
     host: str
@@ -69,12 +72,12 @@ class Holder:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third on: the name may hold anything."""
+    """Return the fields of /proc/PID/stat from the third on, after the process name."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def boot_of(pid: int) -> str | None:
-    """Return kernel's boot id/pid namespace/start time of `pid`; None if /proc hides them."""
+    """Return boot id/pid namespace/start time of `pid`; None if /proc hides them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{_stat(pid)[19]}"
@@ -83,7 +86,7 @@ def boot_of(pid: int) -> str | None:
 
 
 def process_lives(holder: Holder) -> bool | None:
-    """Whether the holder's process exists; None if that is unknown: it is on another machine."""
+    """Return whether the holder's process exists; None if unknown: on another machine."""
     ours, theirs = boot_of(os.getpid()), holder.boot
     if ours is None or theirs is None or holder.host != host_name():
         return None
@@ -94,7 +97,7 @@ def process_lives(holder: Holder) -> bool | None:
             os.kill(holder.pid, 0)
         if (found := boot_of(holder.pid)) != theirs:
             return found is None  # it exists, and /proc hides it
-        # killed to its last thread, it may still wait for its parent
+        # a zombie without live threads only waits for its parent
         is_zombie = _stat(holder.pid)[0] in "ZX"
         return not (is_zombie and len(os.listdir(f"/proc/{holder.pid}/task")) <= 1)
     except (ProcessLookupError, FileNotFoundError):
@@ -116,10 +119,10 @@ def parse(content: bytes) -> Holder | None:
 
 
 def read(path: Path) -> tuple[Holder, int] | None:
-    """Return the holder in one file and the file's mtime_ns; None if there is no such file."""
+    """Return the holder in a lock file and the file's mtime_ns; None if it does not exist."""
     for attempt in range(3):
         try:
-            with open(path, "rb", opener=open_at_once) as file:
+            with open(path, "rb", opener=open_nonblocking) as file:
                 content, mtime_ns = file.read(MAX_BYTES) or b"", os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
             return None
@@ -129,14 +132,14 @@ def read(path: Path) -> tuple[Holder, int] | None:
             continue
         if (holder := parse(content)) is not None:
             return holder, mtime_ns
-        time.sleep(0.01)  # it may just be written
+        time.sleep(0.01)  # it may be half written
     name = DAMAGED + hashlib.sha256(content).hexdigest()[:32]
     return Holder(name, "unknown", 0, None, None, 0, "an unknown time"), mtime_ns
 
 
 @contextmanager
 def temporary_file(path: Path, holder: Holder) -> Iterator[Path]:
-    """Write a whole lock file beside `path`, and remove it after the block."""
+    """Write a lock file beside `path`, and remove it after the block."""
     temporary = path.with_name(f"{path.name}.{holder.id}.tmp")
     try:
         temporary.write_bytes(content_of(holder))
@@ -146,11 +149,11 @@ def temporary_file(path: Path, holder: Holder) -> Iterator[Path]:
 
 
 def link(temporary: Path, name: Path) -> bool:
-    """Make `name` with the content of `temporary` in one step; False if it exists."""
+    """Create `name` with the content of `temporary` atomically; False if it exists."""
     try:
         os.link(temporary, name)
     except FileExistsError:
-        # NFS: the server made it, its answer was lost, and the second try met the first
+        # NFS: the link was made, the reply was lost, and the retry found it
         return temporary.stat().st_nlink > 1
     except OSError as error:
         if error.errno not in NO_LINKS:
@@ -164,6 +167,6 @@ def link(temporary: Path, name: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file that does no harm if it stays."""
+    """Remove a file, ignoring errors."""
     with suppress(OSError):
         path.unlink()

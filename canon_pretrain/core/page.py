@@ -1,7 +1,7 @@
 """Self-contained HTML pages with plots: NAME.html, .css and .js extend those of templates/page.*.
 
-A page holds all it needs, plotly.js included: its Content-Security-Policy forbids the network, and
-any script but those whose hashes it names.
+A page includes plotly.js; its Content-Security-Policy allows no network access and only scripts
+whose hashes it lists.
 """
 
 import base64
@@ -18,7 +18,7 @@ COMMON = Path(__file__).parent / "templates"
 
 
 def environment(templates: Path, *, autoescape: bool, **filters: Callable[..., Any]) -> Environment:
-    """Return templates of `templates`, or common ones; a name that is not given is an error."""
+    """Return the environment of `templates` and the common ones; undefined names are errors."""
     made = Environment(
         loader=FileSystemLoader([templates, COMMON]),
         autoescape=autoescape,
@@ -34,8 +34,8 @@ def environment(templates: Path, *, autoescape: bool, **filters: Callable[..., A
 
 
 def html_page(templates: Path, name: str, plotted: Any, *, dark: bool = True, **values: Any) -> str:
-    """Return the page `name`: `values` fill its template, its script draws `plotted` (JSON)."""
-    # autoescape covers every value; only files of ours and plotly's are marked as safe
+    """Render the page `name` with `values`; its script plots `plotted` (JSON)."""
+    # autoescape covers every value; only our own files and plotly's are marked as safe
     sheets = [COMMON / "page.css", *[COMMON / "dark.css"] * dark, templates / f"{name}.css"]
     scripts = [path.read_text("utf-8") for path in (COMMON / "page.js", templates / f"{name}.js")]
     scripts.insert(0, get_plotlyjs())

@@ -1,4 +1,4 @@
-"""Text for users, and the terminal: no control characters of untrusted text, and progress."""
+"""Terminal output: control characters of untrusted text replaced, units, progress bars."""
 
 import time
 import unicodedata
@@ -11,11 +11,11 @@ from rich.segment import Segment
 
 
 class Rendered(str):
-    """Text whose control characters are our own: colors, and moves of the cursor."""
+    """Text whose control characters are our own: colors and cursor movements."""
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Replace what can't be shown or encoded, except for the characters in `keep`, by U+FFFD."""
+    """Replace unprintable characters, except those in `keep`, by U+FFFD."""
     if text.isprintable():
         return text
     return "".join(
@@ -34,7 +34,7 @@ def duration(seconds: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Return `num_bytes` in decimal units, as `df -H` shows them: 340 B, 1.25 MB, 15.36 GB."""
+    """Return `num_bytes` in decimal units, as `df -H`: 340 B, 1.25 MB, 15.36 GB."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:,.2f} {unit}"
@@ -42,7 +42,7 @@ def size(num_bytes: float) -> str:
 
 
 class Console(rich.console.Console):
-    """rich's, filtering text before colors are added to it."""
+    """rich's Console, which filters text before adding colors."""
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         clean = (
@@ -52,7 +52,7 @@ class Console(rich.console.Console):
 
 
 class Progress:
-    """A bar on a terminal; elsewhere a line every 5 s, after the first minute every 30 s."""
+    """A progress bar on a terminal; else a line every 5 s, after one minute every 30 s."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True)
@@ -71,7 +71,7 @@ class Progress:
         self._bar.live.stop()
 
     def update(self, share: float, text: str, *, final: bool = False) -> None:
-        """Show `text` and the time left, where `share` in [0, 1] of the work is done."""
+        """Show `text` and the time left; `share` in [0, 1] is the fraction done."""
         elapsed = time.monotonic() - self._started
         if 0 < share < 1 and elapsed > 1:
             text += f", about {duration(elapsed / share * (1 - share))} left"

@@ -30,7 +30,7 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from canon_pretrain.hf import writing
 from canon_pretrain.hf.config import ARCHITECTURE, MODEL_TYPE, plain_fields, to_fields, to_hf
-from canon_pretrain.hf.reading import CONFIG, halves_to_pairs, meta_parameters
+from canon_pretrain.hf.reading import CONFIG, interleave_orders, meta_parameters
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.run.folder import RunFolder
@@ -107,7 +107,9 @@ def _tensors(
     checkpoint: Path, args: ModelArgs, like: dict[str, Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     is_plain = plain_fields(args) is not None and args.rope_dim
-    orders = {n: order.argsort() for n, order in halves_to_pairs(args).items()} if is_plain else {}
+    orders = (
+        {n: order.argsort() for n, order in interleave_orders(args).items()} if is_plain else {}
+    )
     for name, tensor in weights.stream_weights(checkpoint, like, dtype):
         if not tensor.isfinite().all():
             raise UserError(
@@ -199,7 +201,7 @@ def _small_files(
     args: ModelArgs, tokenizer: Tokenizer | None, eos_id: int | None, dtype: str
 ) -> dict[str, str]:
     plain = plain_fields(args)
-    files = {} if plain else dict(writing.travelling_files(own_version()))
+    files = {} if plain else dict(writing.bundled_code(own_version()))
     fields = plain or {
         "architectures": [ARCHITECTURE],
         "auto_map": {

@@ -167,7 +167,7 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
             )
     if not is_lingua and args.rope_dim:
         if layout(read_json(_file(source, CONFIG), finite=False)) == fields.HUGGINGFACE:
-            for name, order in halves_to_pairs(args).items():
+            for name, order in interleave_orders(args).items():
                 weights[name] = weights[name][order]
     return {name: weights[name] for name in wanted}
 
@@ -184,7 +184,7 @@ def meta_parameters(args: ModelArgs) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
 
-def halves_to_pairs(args: ModelArgs) -> dict[str, Tensor]:
+def interleave_orders(args: ModelArgs) -> dict[str, Tensor]:
     """Return by our parameter name the order of its rows that turns rotary halves into pairs.
 
     Llama's code rotates dim i of a head with dim i + R/2, ours 2i with 2i + 1.

@@ -91,7 +91,7 @@ def write_files(
 
 
 @functools.cache
-def travelling_files(version: str | None) -> Mapping[str, str]:
+def bundled_code(version: str | None) -> Mapping[str, str]:
     """Return modeling_canon.py and all that it imports of this package, by file name.
 
     `from canon_pretrain.model.args import` becomes `from .args import`.

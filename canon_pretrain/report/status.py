@@ -25,7 +25,7 @@ from canon_pretrain.checkpoint.folder import HOLDS, CheckpointFolder, entries
 from canon_pretrain.checkpoint.manifest import verify
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import process_lives
-from canon_pretrain.core.lock import EXPIRY_BEATS, HEARTBEAT_S, read_holder
+from canon_pretrain.core.lock import EXPIRY_HEARTBEATS, HEARTBEAT_S, read_holder
 from canon_pretrain.core.terminal import Console, duration, printable
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run.folder import CHECKPOINTS, EVALS, natural_key, runs_below
@@ -135,7 +135,7 @@ class _Reader:
         if status is None:
             lives = holder is not None and process_lives(holder)
             return "starting" if lives else "done" if is_done else "unknown", None
-        expiry_s = EXPIRY_BEATS * (self._setting("run", "heartbeat_s") or HEARTBEAT_S)
+        expiry_s = EXPIRY_HEARTBEATS * (self._setting("run", "heartbeat_s") or HEARTBEAT_S)
         state, reason = health(status, self.now, dead_after_s=expiry_s), status.reason or None
         is_holder = holder and (holder.pid, holder.host) == (status.pid, status.host)
         if status.state == "running" and is_holder and process_lives(holder) is False:

@@ -153,8 +153,8 @@ class Session:
                 f"the run folder {path} cannot be written to: {error.strerror}; choose another "
                 "with --job.dump_folder, or make room",
             ) from None
-        way_out = f"stop it with `touch {files.stop_file}`, or {another} --job.dump_folder"
-        self._lock(files.lock_file, way_out, on_beat=self._beat)
+        hint = f"stop it with `touch {files.stop_file}`, or {another} --job.dump_folder"
+        self._lock(files.lock_file, hint, on_heartbeat=self._beat)
         if self.checkpoints is not None:
             self._lock(RunFolder(self.checkpoints).lock_file, f"{another} --checkpoint.folder")
         for written in (files.run_file, files.config_file, files.status_file):
@@ -165,24 +165,24 @@ class Session:
             self.say(f"{files.stop_file} is left over from an earlier launch: it is removed")
         self.status.write()
 
-    def _lock(self, path: Path, way_out: str, **options: Any) -> None:
-        options |= {"way_out": way_out, "heartbeat_s": self.heartbeat_s, "say": self.say}
+    def _lock(self, path: Path, hint: str, **options: Any) -> None:
+        options |= {"hint": hint, "heartbeat_s": self.heartbeat_s, "log": self.say}
         self._locks.append(LinkLock.acquire(path, **options))
 
-    def still_ours(self) -> bool:
+    def is_owner(self) -> bool:
         """Whether the folder is this launch's, by a look at the lock; True above rank 0."""
-        return all(lock.still_ours() for lock in self._locks)
+        return all(lock.is_owner() for lock in self._locks)
 
     def check_ours(self) -> None:
-        """Raise UserError unless `still_ours`; before a change to the folder."""
-        if not self.still_ours():
+        """Raise UserError unless `is_owner`; before a change to the folder."""
+        if not self.is_owner():
             raise UserError(
                 "todo.session",
                 f"{self.folder.path}: {LOST_LOCK}; this launch changes nothing there",
             )
 
     def may_write(self) -> bool:
-        """Whether the log and the status are this launch's to write; cheaper than `still_ours`."""
+        """Whether the log and the status are this launch's to write; cheaper than `is_owner`."""
         return all(lock.may_write() for lock in self._locks)
 
     def _beat(self) -> None:
@@ -201,7 +201,7 @@ class Session:
 
     def end(self, state: States, reason: str, step: int) -> None:
         """Write the launch's last state; `failed` is never replaced."""
-        if self.status is not None and self.still_ours():
+        if self.status is not None and self.is_owner():
             self.status.end(state, reason, step)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

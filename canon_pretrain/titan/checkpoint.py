@@ -55,7 +55,7 @@ def full_bytes(weights: Mapping[str, Tensor]) -> int:
 
 def check_room(folder: CheckpointFolder, num_bytes: int) -> None:
     """Raise UserError if `folder` can't be made, or has no room for `num_bytes` more."""
-    if lack := folder.lack_of_room(num_bytes):
+    if lack := folder.make_room(num_bytes):
         raise UserError("todo.checkpoint", f"{lack}. {DISK_HINT}")
     try:
         folder.make_trial()
@@ -120,9 +120,9 @@ class CanonCheckpointManager:
         self.enable = checkpoint_config.enable
         self.run = RunFolder(Path(base_folder))
         self._event, self._flush = metrics.event, metrics.flush
-        self._note, self._still_ours, self._launch = session.note, session.still_ours, launch
+        self._note, self._is_owner, self._launch = session.note, session.is_owner, launch
         path = self.run.path / checkpoint_config.folder
-        self.folder = CheckpointFolder(path, may_change=session.still_ours)
+        self.folder = CheckpointFolder(path, may_change=session.is_owner)
         parts = {"optimizer": optimizers, "dataloader": dataloader, "lr_scheduler": lr_schedulers}
         self.states = states | parts
         self._model = ModelWrapper(model_parts)
@@ -168,7 +168,7 @@ class CanonCheckpointManager:
         """Move later steps of an abandoned branch to the archive; after `load`, before training."""
         if not self.enable:
             return
-        if not self.rank_zero.run(self._still_ours):
+        if not self.rank_zero.run(self._is_owner):
             raise UserError(
                 "todo.checkpoint", f"stopped before its first step: {LOST_LOCK}", shared=True
             )
@@ -244,10 +244,10 @@ class CanonCheckpointManager:
 
     def _save_problem(self) -> str | None:
         """Return why a save must not begin now, if so; rank 0 only."""
-        if not self._still_ours():
+        if not self._is_owner():
             return LOST_LOCK
         try:
-            return self.folder.lack_of_room(self.checkpoint_bytes())
+            return self.folder.make_room(self.checkpoint_bytes())
         except OSError as error:  # such as a stale handle
             return f"{self.folder.path} cannot be read: {error}"
 
@@ -285,15 +285,15 @@ class CanonCheckpointManager:
             self._remove_unfinished(writer.step)
             raise
         if self._rank == 0:
-            self._retention.trust(writer.step)
+            self._retention.mark_verified(writer.step)
 
     def _remove_unfinished(self, step: int) -> None:
-        if self._rank == 0 and self._still_ours():  # else it may be another launch's save by now
+        if self._rank == 0 and self._is_owner():  # else it may be another launch's save by now
             shutil.rmtree(self.folder.saving_path(step), ignore_errors=True)  # its room is needed
 
     def _may_commit(self) -> bool:
         self._flush()
-        return self._still_ours()
+        return self._is_owner()
 
     def poll(self) -> None:
         """Report a save that has ended; waits for nothing."""

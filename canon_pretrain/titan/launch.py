@@ -187,7 +187,7 @@ def prepare_folder(
     """
     run = session.folder
     path = run.path / job.checkpoint.folder
-    checkpoints = CheckpointFolder(path, may_change=session.still_ours)
+    checkpoints = CheckpointFolder(path, may_change=session.is_owner)
     fresh = is_fresh(job, run)
     try:
         _check_folder(job, run, checkpoints, fresh=fresh)
@@ -224,7 +224,7 @@ def _check_folder(
         raise UserError(
             "todo.launch", f"checkpoint.folder = {path} is in another run's folder: choose another"
         )
-    if others := checkpoints.of_other_runs(own.run_id if own else None):
+    if others := checkpoints.steps_of_other_runs(own.run_id if own else None):
         steps = ", ".join(f"step-{step} of run {run_id}" for step, run_id in others.items())
         raise UserError(
             "todo.launch",

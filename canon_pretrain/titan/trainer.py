@@ -294,7 +294,7 @@ class CanonTrainer(torchtitan.train.Trainer):
     def _end(self, reason: str) -> None:
         """Write the launch's last state and, of a run that is done, DONE."""
         is_done = self.step >= self.job_config.training.steps
-        if is_done and dist.get_rank() == 0 and self.session.still_ours():
+        if is_done and dist.get_rank() == 0 and self.session.is_owner():
             try:
                 self.folder.write_done(self.step)
             except OSError as error:  # the same command writes it when there is room
@@ -495,5 +495,5 @@ class CanonTrainer(torchtitan.train.Trainer):
         finally:
             faulthandler.cancel_dump_traceback_later()
             with contextlib.suppress(OSError), file:
-                if not os.fstat(file.fileno()).st_size and self.session.still_ours():
+                if not os.fstat(file.fileno()).st_size and self.session.is_owner():
                     path.unlink()

@@ -87,7 +87,7 @@ def test_quarantine_keeps_all_but_interrupted_saves_for_room(folder):
     assert folder.steps() == [] and folder.strays() == []
     saving = make_step(folder.path, 6, name=".saving-step-6", num_bytes=1000)
     folder.quarantine(saving, INTERRUPTED)
-    assert "no room" in str(folder.lack_of_room(1 << 60))
+    assert "no room" in str(folder.make_room(1 << 60))
     expected = [(f"step-5.{number}", f"reason {number}\nsecond line") for number in (1, 2)]
     assert [(q.path.name, q.reason) for q in folder.quarantined()] == expected
     assert folder.quarantined()[0].bytes == sum(map(len, contents(target)))
@@ -100,7 +100,7 @@ def test_of_a_link_only_the_link_goes(folder, tmp_path):
     for name in (".saving-step-6", ".deleting-step-7"):
         (folder.path / name).symlink_to(target)
     assert not any("can't" in sentence for sentence in folder.recover())
-    assert folder.quarantined()[0].path.is_symlink() and folder.lack_of_room(1 << 60)
+    assert folder.quarantined()[0].path.is_symlink() and folder.make_room(1 << 60)
     assert folder.quarantined() == folder.leftovers() == []
     assert contents(target) == before
 

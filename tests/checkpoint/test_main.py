@@ -13,7 +13,7 @@ import torch
 from canon_pretrain.checkpoint.__main__ import main
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
-from canon_pretrain.checkpoint.retention import hold
+from canon_pretrain.checkpoint.retention import hold_step
 from canon_pretrain.checkpoint.weights import read_weights, stored_tensors
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.core.lock import LinkLock
@@ -93,7 +93,7 @@ def test_list_shows_all_there_is(run, command):
     (folder.step_path(40) / "manifest.json").unlink()
     flip_byte(folder.step_path(20) / "__0_0.distcp")  # by sizes it is whole
     make_step(folder.path, 5, "weights", num_bytes=2000)
-    hold(run, 5, "test")
+    hold_step(run, 5, "test")
     reason = "its reason is a long sentence that nothing may cut: " + "word " * 30 + "END"
     aside = folder.quarantine(make_step(folder.path, 50), reason)
     make_step(folder.path, 60, name=".saving-step-60")
@@ -112,7 +112,7 @@ def test_list_shows_all_there_is(run, command):
 
 
 def test_a_run_is_found_by_its_folder_its_configuration_or_its_checkpoints(run, command):
-    hold(run, 10, "test")
+    hold_step(run, 10, "test")
     assert listed(command, run) == listed(command, run / "checkpoint")
     (run / "checkpoint").rename(run / "saved")
     RunFolder(run).write_config({"checkpoint": {"folder": "saved"}}, {})
@@ -151,7 +151,7 @@ def test_what_can_not_be_done_is_refused(run, tmp_path, command):
         _, error = command("list", path, code=2)
         assert f"{path} holds no config.json, no checkpoint/ and no step-N" in error
     assert "--keep 0" in command("prune", run, "--keep", 0, code=2)[1]
-    hold(run, 10, "test")  # torch can't read what make_step wrote: the weights can't be taken
+    hold_step(run, 10, "test")  # torch can't read what make_step wrote: the weights can't be taken
     assert "step 10, not needed, stays" in command("prune", run, "--keep", 1, code=1)[1]
     assert CheckpointFolder(run / "checkpoint").steps() == [10, 40]
 
@@ -189,7 +189,7 @@ def test_prune_keeps_the_newest_whole_ones_and_empties_what_it_is_asked_to(run, 
 
 def test_prune_leaves_the_weights_of_a_held_step(tmp_path, command):
     weights = {step: real_step(tmp_path, step) for step in (10, 20, 30)}
-    hold(tmp_path, 10, "validation")
+    hold_step(tmp_path, 10, "validation")
     dry, _ = command("prune", tmp_path, "--keep", 1, "--dry-run")
     assert "step-10 would be replaced by its weights" in dry and "nothing was changed" in dry
     output, _ = command("prune", tmp_path, "--keep", 1)

@@ -15,7 +15,7 @@ from canon_pretrain.checkpoint import manifest as manifest_module
 from canon_pretrain.checkpoint import retention as retention_module
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest, verify
-from canon_pretrain.checkpoint.retention import Retention, held_steps, hold, release
+from canon_pretrain.checkpoint.retention import Retention, held_steps, hold_step, release_step
 from tests.checkpoint_folders import (
     contents,
     fake_strip,
@@ -136,7 +136,7 @@ def test_too_few_good_ones_and_nothing_is_deleted(run):
 def test_a_trusted_step_is_not_read_again_unless_it_was_touched(run):
     kept = retention(run, 2)
     for step in (40, 50):
-        kept.trust(step)
+        kept.mark_verified(step)
     with mock.patch.object(retention_module, "verify", side_effect=AssertionError):
         assert kept.apply().kept == [40, 50]
     flip_byte(folder_of(run).step_path(50) / "__0_0.distcp")  # ctime tells
@@ -145,8 +145,8 @@ def test_a_trusted_step_is_not_read_again_unless_it_was_touched(run):
 
 
 def test_a_held_step_keeps_its_weights_until_released(run):
-    hold(run, 10, "test")
-    hold(run, 50, "test")
+    hold_step(run, 10, "test")
+    hold_step(run, 50, "test")
     before = len(b"".join(contents(run / "checkpoint")))
     kept = retention(run, 2)
     outcome = kept.apply()
@@ -156,7 +156,7 @@ def test_a_held_step_keeps_its_weights_until_released(run):
     assert folder_of(run).unfinished() == folder_of(run).leftovers() == []
     again = kept.apply()
     assert (again.stripped, again.deleted, again.weights_only) == ([], [], [10])
-    release(run, 10, "test")
+    release_step(run, 10, "test")
     assert kept.apply().deleted == [10]
     assert kinds(run) == {40: "full", 50: "full"}
 
@@ -165,7 +165,7 @@ def test_the_number_of_held_ones_is_bounded_and_damaged_ones_are_set_aside(run):
     make_step(folder_of(run).path, 5, "weights")
     flip_byte(make_step(folder_of(run).path, 35) / "more" / "__1_0.distcp")
     for step in (5, 10, 20, 30, 35):
-        hold(run, step, "test")
+        hold_step(run, step, "test")
     outcome = retention(run, 2, max_held=2).apply()
     assert (outcome.deleted, outcome.over_bound, list(outcome.bad)) == ([5, 10], [5, 10], [35])
     assert (outcome.stripped, outcome.weights_only) == ([20, 30], [20, 30])
@@ -190,7 +190,7 @@ def test_what_comes_while_hashes_are_read_is_respected(run, monkeypatch):
     kept = retention(run, 2)
     plan = kept.plan()
     assert (plan.kept, plan.deleted) == ([40, 50], [10, 20, 30])
-    hold(run, 30, "late")
+    hold_step(run, 30, "late")
     monkeypatch.setattr(kept, "plan", lambda: plan)
     assert kept.apply().deleted == [10, 20]
     assert list(kinds(run)) == [30, 40, 50, 60]
@@ -203,7 +203,7 @@ def test_a_full_disk_stops_neither_the_others_nor_the_run(tmp_path):
         for step in STEPS:
             make_step(disk / "checkpoint", step, num_bytes=9000)
         for step in (10, 20):
-            hold(disk, step, "test")
+            hold_step(disk, step, "test")
 
         def strip(checkpoint: Path, temporary: Path) -> None:
             if checkpoint.name == "step-10":
@@ -229,7 +229,7 @@ def test_a_full_disk_stops_neither_the_others_nor_the_run(tmp_path):
 def test_killed_anywhere_nothing_verified_is_lost(run, tmp_path):
     """Delete, strip and quarantine in one go, killed before each of their operations."""
     flip_byte(folder_of(run).step_path(50) / "__0_0.distcp")
-    hold(run, 10, "test")
+    hold_step(run, 10, "test")
     numbers = itertools.count()
 
     def build() -> Path:
@@ -263,7 +263,7 @@ def test_what_strip_writes_is_looked_at_before_the_full_one_goes(run, wrong):
             make_step(temporary.parent, 10, "weights", name=temporary.name)
             os.truncate(temporary / "__0_0.distcp", 3)
 
-    hold(run, 10, "test")
+    hold_step(run, 10, "test")
     outcome = Retention(folder_of(run), 2, holds=lambda: held_steps(run), strip=strip).apply()
     assert outcome.stripped == [] and len(outcome.errors) == 1
     assert kinds(run) == {10: "full", 40: "full", 50: "full"}

@@ -1,4 +1,4 @@
-"""Locks exclude, end with their process, survive the removal of their files; also without flock."""
+"""`locked`, with and without flock: exclusion, killed holders, removed lock files."""
 
 import errno
 import fcntl
@@ -14,20 +14,19 @@ from unittest import mock
 
 import pytest
 
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.lock import locked, remove_locks
-from tests.support import ROOT
+from tests.support import ROOT, refused
 
-# A process on a file system whose flock fails so: counts up a file, or holds the lock for ever.
+# A process whose flock fails with error argv[2]: counts up a file, or holds the lock for ever.
 COUNTER = """
 import fcntl, sys, time
 from pathlib import Path
 from canon_pretrain.core.lock import locked
 
-def refuse(descriptor, operation):
+def fail(descriptor, operation):
     raise OSError(int(sys.argv[2]), "injected")
 
-fcntl.flock = refuse
+fcntl.flock = fail
 folder = Path(sys.argv[1])
 counter = folder / "counter"
 for _ in range(int(sys.argv[3])):
@@ -53,8 +52,8 @@ def counter(folder: Path, code: int, times: int) -> "subprocess.Popen[str]":
 
 @pytest.fixture
 def no_flock(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal = OSError(errno.ENOLCK, "injected")
-    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=refusal))
+    error = OSError(errno.ENOLCK, "injected")
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=error))
 
 
 @pytest.fixture(params=["flock", "no flock"])
@@ -64,7 +63,8 @@ def any_file_system(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_without_flock_two_processes_never_meet(code, tmp_path):
+@pytest.mark.system
+def test_two_processes_exclude_each_other_without_flock(code, tmp_path):
     (tmp_path / "counter").write_text("0")
     processes = [counter(tmp_path, code, 40) for _ in range(2)]
     for process in processes:
@@ -75,37 +75,35 @@ def test_without_flock_two_processes_never_meet(code, tmp_path):
 
 
 @pytest.mark.usefixtures("no_flock")
-def test_without_flock_a_killed_process_is_replaced_at_once(tmp_path):
+def test_a_killed_holder_is_replaced_at_once_without_flock(tmp_path):
     process = counter(tmp_path, errno.ENOSYS, 0)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
-    with pytest.raises(UserError), locked(tmp_path / "locks/one", "x"):
+    with refused("lock.held"), locked(tmp_path / "locks/one", "x"):
         pass
     process.send_signal(signal.SIGKILL)
     process.communicate()
     began = time.monotonic()
     with locked(tmp_path / "locks/one", "x"):
         assert time.monotonic() - began < 5
-    with pytest.raises(UserError, match="another took"), locked(tmp_path / "locks/one", "x"):
+    with refused("lock.lost"), locked(tmp_path / "locks/one", "x"):
         (tmp_path / "locks/one.link").unlink()
     remove_locks(tmp_path / "locks")
     assert not (tmp_path / "locks").exists()
 
 
 @pytest.mark.usefixtures("any_file_system")
-def test_held_locks_are_refused_after_patience_and_not_removed(tmp_path):
+def test_held_locks_are_refused_after_a_wait_and_not_removed(tmp_path):
     folder, waited = tmp_path / "locks", list[int]()
-    with locked(folder / "used", "unit 3"):
+    with locked(folder / "used", "x"):
         with locked(folder / "unused", "x"):
             pass
         remove_locks(folder)
         assert {path.name.partition(".")[0] for path in folder.iterdir()} == {"used"}
-        with pytest.raises(UserError, match="unit 3 is being built by another process"):
-            with locked(
-                folder / "used", "unit 3", patience_s=0.1, on_wait=lambda: waited.append(1)
-            ):
-                pass
+        options = {"patience_s": 0.1, "on_wait": lambda: waited.append(1)}
+        with refused("lock.held", path=folder / "used"), locked(folder / "used", "x", **options):
+            pass
     assert waited == [1]
-    with locked(folder / "used", "unit 3", on_wait=lambda: waited.append(2)):
+    with locked(folder / "used", "x", on_wait=lambda: waited.append(2)):
         assert waited == [1]
     remove_locks(folder)
     assert not folder.exists()
@@ -113,8 +111,7 @@ def test_held_locks_are_refused_after_patience_and_not_removed(tmp_path):
 
 
 @pytest.mark.usefixtures("any_file_system")
-def test_many_takers_of_a_folder_that_comes_and_goes(tmp_path):
-    """Never two holders at once, while the lock's folder is removed all the time."""
+def test_exclusion_while_the_folder_is_removed_repeatedly(tmp_path):
     folder, done = tmp_path / "locks", threading.Event()
     inside, most = list[int](), list[int]()
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from canon_pretrain.hf.config import DEFAULTS, OWN, layout, to_args, to_fields
-from canon_pretrain.hf.writing import travelling_files
+from canon_pretrain.hf.writing import bundled_code
 from canon_pretrain.model.args import flavor
 from tests.variants import VARIANTS
 
 # what the released class has fields for, by the variants' words
 EXPRESSIBLE = {"rope", "nope", "partial_rope_c", "A", "AC", "BD", "ABCD", "k2", "k3", "no_res"}
 EXPRESSIBLE |= {"act", "cst", "qk_full", "gqa", "tied", "relu2", "half", "k5"}
-FILES = travelling_files("1.2.3")
+FILES = bundled_code("1.2.3")
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -305,7 +305,7 @@ def test_runs_that_differ_in_their_seeds_alone_are_a_group(tmp_path):
 
 
 def test_a_run_in_training_is_not_copied_over_its_live_copy(killed_twice, capsys):
-    lock = LinkLock.acquire(RunFolder(killed_twice).lock_file, heartbeat_s=60.0, say=print)
+    lock = LinkLock.acquire(RunFolder(killed_twice).lock_file, heartbeat_s=60.0, log=print)
     try:
         with pytest.raises(SystemExit) as left:
             main(["export", "tensorboard", str(killed_twice)])

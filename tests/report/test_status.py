@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from canon_pretrain.checkpoint.retention import hold
+from canon_pretrain.checkpoint.retention import hold_step
 from canon_pretrain.report.status import FACTS, find_runs, look, summarize_run
 from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.folder import RunFolder
@@ -134,9 +134,9 @@ def test_evaluations_done_and_pending(tmp_path):
     for at in (10, 20):
         plant_results(run, at, "validation", {"a": {"loss": Score(1.0)}})
     plant_results(run, 20, "validation", {"a": {"loss": Score(1.0)}}, limit=3)
-    hold(run.path, 20, "birth-year")
-    hold(run.path, 30, "birth-year")
-    hold(run.path, 30, "validation")
+    hold_step(run.path, 20, "birth-year")
+    hold_step(run.path, 30, "birth-year")
+    hold_step(run.path, 30, "validation")
     (run.path / "evals" / "step-40" / "validation" / "unfinished").mkdir(parents=True)
     assert summary(run).evaluations == {"done": 3, "pending": 3}
 

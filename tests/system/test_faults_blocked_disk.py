@@ -120,7 +120,7 @@ def disk(monkeypatch):
 
     block(os, "write")
     block(os.path, "exists")
-    block(lock_module, "look")
+    block(lock_module, "read_lock")
     yield is_back
     is_back.set()
 
@@ -158,4 +158,4 @@ def test_a_watcher_does_not_count_the_time_that_the_disk_was_away(disk, tmp_path
         threading.Timer(1.5, lambda: os.utime(path)).start()
 
     with pytest.raises(UserError, match="in use by another launch"):
-        LinkLock.acquire(path, heartbeat_s=0.1, expiry_s=0.6, say=say)
+        LinkLock.acquire(path, heartbeat_s=0.1, expiry_s=0.6, log=say)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from canon_pretrain.checkpoint.manifest import verify
-from canon_pretrain.checkpoint.retention import hold
+from canon_pretrain.checkpoint.retention import hold_step
 from canon_pretrain.core.files import free_bytes
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.titan import trainer as trainer_module
@@ -250,7 +250,7 @@ def test_a_disk_slower_than_the_interval_does_not_hold_up_training(base, trial):
 
 
 def test_a_held_step_keeps_its_weights_alone(base, trial):
-    hold(run := copy(base, trial.run, last=8), 2, "validation")
+    hold_step(run := copy(base, trial.run, last=8), 2, "validation")
     trial.launch(*EVERY_2, "--checkpoint.keep_latest_k", 2, "--run.stop_at", 9, ranks=1)
     assert steps(run) == [2, 8, 9]
     assert [verify(checkpoint(run, k)).kind for k in (2, 8, 9)] == ["weights", "full", "full"]
