@@ -1,4 +1,4 @@
-"""Ask checkpoints, and report what they answered: `python -m eval COMMAND`, or `canon-eval`."""
+"""Evaluate checkpoints and report the scores: `python -m eval COMMAND`, or `canon-eval`."""
 
 import argparse
 import sys
@@ -7,15 +7,15 @@ from importlib import import_module
 from canon_pretrain.core.cli import command
 
 COMMANDS = {
-    "stage": ("eval.stage", "download the suites' data once, where there is a network"),
+    "stage": ("eval.stage", "download the suites' data once, on a machine with network"),
     "run": ("eval.run_command", "evaluate one checkpoint on some suites, or on all"),
-    "tasks": ("eval.suite_names", "the suites and tasks that can be asked, ours and lm_eval's"),
-    "submit": ("eval.submit", "evaluate checkpoints as they come, by Slurm jobs or here"),
+    "tasks": ("eval.suite_names", "list suites and tasks, ours and lm_eval's"),
+    "submit": ("eval.submit", "evaluate checkpoints as they are saved, by Slurm jobs or locally"),
     "report": ("canon_pretrain.report.eval_report", "scores and verdicts of runs as one HTML page"),
     "compare": ("canon_pretrain.report.comparison", "what differs between two runs"),
-    "bench": ("eval.bench", "our runner beside lm_eval's own, on the same export"),
+    "bench": ("eval.bench", "measure our runner and lm_eval's own on the same export"),
 }
-"""Name -> the module with its `add_arguments` and `execute` (imported if given), and about it."""
+"""Name -> the module with `add_arguments` and `execute` (imported on demand), and its help."""
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,7 +1,7 @@
-"""Our runner beside `lm_eval --model hf`: the same export, the same requests, one process.
+"""Time our runner and `lm_eval --model hf` on the same export and requests, in one process.
 
-Both sides take turns on every case and must give the same answers. The requests are in number and
-length like those of the suites; their text is the standard library's.
+Both alternate on every case and must return the same answers. Number and length of the requests
+are those of the suites; the text is the standard library's.
 """
 
 import argparse
@@ -44,30 +44,26 @@ from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM
 from eval.model.target import EvalTarget, dtype_for
 
-MAX_LENGTH = 2048
-"""Tokens that both sides read at most; perplexities are in windows of it."""
+MAX_LENGTH = 2048  # tokens of context; also the window of perplexities
 TEXT_CHARACTERS = 600_000
-TOLERANCE = 1e-3
-"""Nats that log-likelihoods of the two may be apart in float32: sums of rounding."""
+TOLERANCE = 1e-3  # nats between the two log-likelihoods in float32
+# lm_eval's fastest of these counts; its `auto` would exceed a CPU's memory
 HF_BATCH_SIZES = {"cpu": (1, 4, 16), "cuda": (8, 32, 128)}
-"""The best of these is theirs; `auto` tries the largest on 2,048 tokens: beyond a CPU's memory."""
-NO_TEXT = 3 + 256
-"""The ids of control tokens and bytes in a tokenizer that SentencePiece has just trained."""
+NO_TEXT = 3 + 256  # ids of control tokens and bytes in a new SentencePiece tokenizer
 CHOICE, ROLLING, GENERATION = "multiple choice", "perplexity", "generation"
 KINDS = {CHOICE: "loglikelihood", ROLLING: "loglikelihood_rolling", GENERATION: "generate_until"}
-"""lm_eval's requests by group."""
-# how many times as fast ours should be on a CPU
+# required speedup on a CPU
 TARGETS = {kind: tables.Target((x,), True, "x") for kind, x in ((CHOICE, 1.2), (GENERATION, 1.5))}
 
 
-class Form(NamedTuple):
-    """What a suite's requests look like; {6-14} is the place of a text of 6 to 14 tokens."""
+class CaseSpec(NamedTuple):
+    """The form of a suite's requests; {6-14} is replaced by a text of 6 to 14 tokens."""
 
     group: str
     items: int  # at scale 1
     prompt: str
     choices: tuple[str, ...] = ()
-    head: str = ""  # before every prompt, the same each time
+    head: str = ""  # the same text before every prompt
     new_tokens: int = 0
     until: tuple[str, ...] = ()
 
@@ -75,13 +71,13 @@ class Form(NamedTuple):
 BABILONG = "<context>\n{650-950}\n</context>\n\nQuestion: {6-9}?\nAnswer:"
 BIRTH_YEAR = "{310-360}\n\nAnswer me: {5-8} was born in the year of "
 CASES = {
-    "hellaswag": Form(CHOICE, 6, "{20-110}", (" {10-45}",) * 4),
-    "boolq": Form(CHOICE, 8, "{80-300}\nQuestion: {6-14}?\nAnswer:", (" no", " yes")),
-    "piqa": Form(CHOICE, 16, "Question: {5-25}\nAnswer:", (" {8-50}",) * 2),
-    "wikitext": Form(ROLLING, 1, "{1400-2400}"),
-    "jrt": Form(GENERATION, 4, "{880-1000}", new_tokens=48, until=("\n",)),
-    "babilong": Form(GENERATION, 3, BABILONG, head="{230-230}\n\n", new_tokens=20),
-    "birth-year": Form(GENERATION, 8, BIRTH_YEAR, new_tokens=5),
+    "hellaswag": CaseSpec(CHOICE, 6, "{20-110}", (" {10-45}",) * 4),
+    "boolq": CaseSpec(CHOICE, 8, "{80-300}\nQuestion: {6-14}?\nAnswer:", (" no", " yes")),
+    "piqa": CaseSpec(CHOICE, 16, "Question: {5-25}\nAnswer:", (" {8-50}",) * 2),
+    "wikitext": CaseSpec(ROLLING, 1, "{1400-2400}"),
+    "jrt": CaseSpec(GENERATION, 4, "{880-1000}", new_tokens=48, until=("\n",)),
+    "babilong": CaseSpec(GENERATION, 3, BABILONG, head="{230-230}\n\n", new_tokens=20),
+    "birth-year": CaseSpec(GENERATION, 8, BIRTH_YEAR, new_tokens=5),
 }
 
 
@@ -89,16 +85,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, model = parser.add_argument, parser.add_mutually_exclusive_group()
     about = "random weights of this size and variant (default: Canon ABCD and no positions)"
     model.add_argument("--model", metavar="FLAVOR[,FIELD=VALUE...]", help=about)
-    about = "a trained one instead"
+    about = "a trained checkpoint instead"
     model.add_argument("--checkpoint", type=Path, metavar="RUN/checkpoint/step-N", help=about)
-    add("--repeats", type=positive, default=3, help="how often each case is measured (%(default)s)")
-    add("--scale", type=float, help="so many times the requests (default: 1 on a CPU, 16 on a GPU)")
-    add("--cases", nargs="+", metavar="CASE", help="these only, as hellaswag or jrt")
-    add("--json", type=Path, metavar="FILE", help="write the figures to this file too")
+    add("--repeats", type=positive, default=3, help="measurements per case (%(default)s)")
+    add("--scale", type=float, help="factor on the requests (default: 1 on a CPU, 16 on a GPU)")
+    add("--cases", nargs="+", metavar="CASE", help="only these, such as hellaswag or jrt")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to this file")
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Measure and print. Raises UserError, also if the two sides answer differently."""
+    """Measure and print; raises UserError if the two sides answer differently."""
     console = tables.make_console()
     result = measure(arguments, partial(tables.print_lines, console))
     print_result(result, console)
@@ -110,7 +106,7 @@ def execute(arguments: argparse.Namespace) -> None:
 
 
 def library_texts() -> list[str]:
-    """Return the modules of the running Python's standard library, as texts."""
+    """Return the source texts of the running Python's standard library."""
     folder = Path(sysconfig.get_path("stdlib"))
     return [path.read_text("utf-8", errors="ignore") for path in sorted(folder.glob("*.py"))]
 
@@ -118,28 +114,28 @@ def library_texts() -> list[str]:
 def make_requests(
     tokenizer: Tokenizer, names: Sequence[str], scale: float
 ) -> dict[str, list[Instance]]:
-    """Return the requests of cases; equal for equal arguments and an equal standard library."""
-    # in one line: a text of the suites has few
+    """Return the requests by case, the same for the same arguments and standard library."""
+    # one line: the suites' texts have few line breaks
     ids = tokenizer.encode(" ".join(" ".join(library_texts()).split())[:TEXT_CHARACTERS])
     generator, requests = random.Random(0), {}
 
-    def some(place: re.Match[str]) -> str:
-        count = generator.randint(int(place[1]), int(place[2]))
+    def random_text(match: re.Match[str]) -> str:
+        count = generator.randint(int(match[1]), int(match[2]))
         start = generator.randrange(len(ids) - count)
         return tokenizer.decode(ids[start : start + count]).strip()
 
-    fill = partial(re.sub, r"\{(\d+)-(\d+)\}", some)
+    fill = partial(re.sub, r"\{(\d+)-(\d+)\}", random_text)
     for name in names:
-        form = CASES[name]
-        head, asked = fill(form.head), list[Any]()
-        options = {"until": list(form.until), "max_gen_toks": form.new_tokens, "do_sample": False}
-        for _ in range(max(1, round(form.items * scale))):
-            prompt = head + fill(form.prompt)
-            asked += [(prompt, fill(choice)) for choice in form.choices]
-            if not form.choices:
-                asked.append((prompt, options) if form.new_tokens else (prompt,))
-        kind = KINDS[form.group]
-        requests[name] = [Instance(kind, {}, given, index) for index, given in enumerate(asked)]
+        case = CASES[name]
+        head, inputs = fill(case.head), list[Any]()
+        options = {"until": list(case.until), "max_gen_toks": case.new_tokens, "do_sample": False}
+        for _ in range(max(1, round(case.items * scale))):
+            prompt = head + fill(case.prompt)
+            inputs += [(prompt, fill(choice)) for choice in case.choices]
+            if not case.choices:
+                inputs.append((prompt, options) if case.new_tokens else (prompt,))
+        kind = KINDS[case.group]
+        requests[name] = [Instance(kind, {}, args, index) for index, args in enumerate(inputs)]
     return requests
 
 
@@ -147,7 +143,7 @@ def make_requests(
 
 
 def parse_model(text: str) -> ModelArgs:
-    """Return the args that FLAVOR[,FIELD=VALUE...] names; Canon ABCD and NoPE by default."""
+    """Return the args of FLAVOR[,FIELD=VALUE...]; Canon ABCD and NoPE by default."""
     name, *settings = text.split(",")
     given = {field: value for field, _, value in (each.partition("=") for each in settings)}
     fields = asdict(flavor(name)) | {"position": "nope", "canon_set": "ABCD"}
@@ -156,18 +152,18 @@ def parse_model(text: str) -> ModelArgs:
     try:
         args = TypeAdapter(ModelArgs).validate_python(fields | given)
     except ValidationError as error:
-        raise UserError("todo.bench", f"--model {text}: {error}") from None
+        raise UserError("eval.bench_model", f"--model {text}: {error}") from None
     return replace(args, max_seq_len=max(args.max_seq_len, MAX_LENGTH))
 
 
 def write_random_export(args: ModelArgs, folder: Path, dtype: str) -> None:
-    """Write to `folder`/out the export of an untrained model, with a tokenizer of its size."""
+    """Write the export of an untrained model, with a tokenizer of its size, to `folder`/out."""
     tokenizer = folder / SENTENCEPIECE_FILE
     tokenizer.write_bytes(trained_tokenizer(args.vocab_size))
     model = Transformer(replace(args, tie_embeddings=False))
     model.init_weights()
     assert model.output is not None
-    with torch.no_grad():  # a logit of 0, below many others: answers are of full length, and text
+    with torch.no_grad():  # logits of 0 are below many others: answers are text of full length
         model.output.weight[:NO_TEXT] = 0.0
     run = RunFolder(folder / "run")
     run.write_config({"data": {}}, {f"model.{k}": v for k, v in asdict(model.args).items()})
@@ -177,7 +173,7 @@ def write_random_export(args: ModelArgs, folder: Path, dtype: str) -> None:
 
 
 def trained_tokenizer(vocab_size: int) -> bytes:
-    """Return a SentencePiece BPE model of the standard library, as data_prep trains one."""
+    """Return a SentencePiece BPE model trained on the standard library as by data_prep."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(x for t in library_texts() for x in t.split("\n") if 0 < len(x) < 4000),
@@ -193,8 +189,8 @@ def trained_tokenizer(vocab_size: int) -> bytes:
 
 
 def load_theirs(folder: Path, device: torch.device, dtype: str, scratch: Path) -> Any:
-    """Return what `lm_eval --model hf --model_args pretrained=FOLDER,...` makes, without BOS."""
-    # for the export's code, by default below the home folder
+    """Return the model of `lm_eval --model hf --model_args pretrained=FOLDER,...`, without BOS."""
+    # the export's code is copied there, by default to the home folder
     os.environ.setdefault("HF_MODULES_CACHE", str(scratch / "modules"))
     import transformers
     from lm_eval.models.huggingface import HFLM
@@ -208,7 +204,7 @@ def load_theirs(folder: Path, device: torch.device, dtype: str, scratch: Path) -
         device=device.type,
         dtype=dtype,
         max_length=MAX_LENGTH,
-        max_position_embeddings=MAX_LENGTH,  # of the model, which may have seen shorter texts
+        max_position_embeddings=MAX_LENGTH,  # training sequences may have been shorter
         add_bos_token=False,
     )
 
@@ -216,9 +212,9 @@ def load_theirs(folder: Path, device: torch.device, dtype: str, scratch: Path) -
 # ---- the measurement
 
 
-def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return the figures of one run, as JSON can hold them; seconds. Raises UserError."""
-    for name in asked.cases or ():
+def measure(arguments: argparse.Namespace, log: Callable[[str], None]) -> dict[str, Any]:
+    """Return the figures of all cases as JSON values; times in seconds."""
+    for name in arguments.cases or ():
         check_choice("--cases", name, CASES)
     check_cuda()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -226,21 +222,21 @@ def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
     dtype = str(weights).removeprefix("torch.")
     with tempfile.TemporaryDirectory(prefix="canon-eval-bench-") as scratch:
         folder = Path(scratch)
-        if asked.checkpoint is not None:
-            export(asked.checkpoint, folder / "out", dtype=dtype)
+        if arguments.checkpoint is not None:
+            export(arguments.checkpoint, folder / "out", dtype=dtype)
         else:
-            args = parse_model(asked.model or ("1b3" if on_gpu else "8L512D"))
+            args = parse_model(arguments.model or ("1b3" if on_gpu else "8L512D"))
             write_random_export(args, folder, dtype)
         target = EvalTarget.open(folder / "out", None)
         transformer = target.load(device, weights, MAX_LENGTH)
         ours = CanonLM(transformer, target.tokenizer, max_length=MAX_LENGTH)
         ours.batch_tokens = batch_tokens_for(ours, folder, lambda line: None)
         theirs = load_theirs(folder / "out", device, dtype, folder)
-        names = [name for name in CASES if not asked.cases or name in asked.cases]
-        rows, scale = [], asked.scale or (16.0 if on_gpu else 1.0)
+        names = [name for name in CASES if not arguments.cases or name in arguments.cases]
+        rows, scale = [], arguments.scale or (16.0 if on_gpu else 1.0)
         for name, requests in make_requests(target.tokenizer, names, scale).items():
-            rows.append(measure_case(ours, theirs, name, requests, asked.repeats))
-            say(f"{name}: {rows[-1]['ratio']:.2f}x")
+            rows.append(measure_case(ours, theirs, name, requests, arguments.repeats))
+            log(f"{name}: {rows[-1]['ratio']:.2f}x")
     means = []
     for group in dict.fromkeys(row["group"] for row in rows):
         mean = statistics.geometric_mean(row["ratio"] for row in rows if row["group"] == group)
@@ -254,7 +250,7 @@ def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if on_gpu else cpu,
         "versions": {name: version(name) for name in ("torch", "transformers", "lm_eval")},
-        "model": str(asked.checkpoint or f"random weights, {title}"),
+        "model": str(arguments.checkpoint or f"random weights, {title}"),
         "num_parameters": num_parameters(args),
         "dtype": dtype,
         "batch_tokens": ours.batch_tokens,
@@ -267,17 +263,18 @@ def measure(asked: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
 def measure_case(
     ours: Any, theirs: Any, name: str, requests: list[Instance], repeats: int
 ) -> dict[str, Any]:
-    """Measure both sides in turn; raises UserError if they do not agree in float32."""
+    """Measure both sides alternately; raises UserError if they disagree in float32."""
     batch_size = best_batch_size(theirs, requests)
     theirs.batch_size_per_gpu = batch_size
-    answer(ours, requests[:1])  # the first call warms up
+    run_requests(ours, requests[:1])  # warm up
     answers: dict[Any, list[Any]] = {}
 
-    def block(side: Any) -> dict[str, float]:
-        answers[side], seconds = answer(side, requests)
+    def run_block(side: Any) -> dict[str, float]:
+        answers[side], seconds = run_requests(side, requests)
         return {timing.STEP: seconds}
 
-    found = timing.paired(partial(block, ours), partial(block, theirs), repeats)[timing.STEP]
+    blocks = partial(run_block, ours), partial(run_block, theirs)
+    found = timing.paired(*blocks, repeats)[timing.STEP]
     dtype = ours.model.tok_embeddings.weight.dtype
     return {
         "case": name,
@@ -289,24 +286,24 @@ def measure_case(
     }
 
 
-def answer(side: Any, requests: list[Instance]) -> tuple[list[Any], float]:
-    """Return what one side answers, and the seconds of it."""
+def run_requests(side: Any, requests: list[Instance]) -> tuple[list[Any], float]:
+    """Return the answers of one side and the seconds they took."""
     answers: list[Any] = []
-    ask = getattr(side, requests[0].request_type)
-    with contextlib.redirect_stderr(io.StringIO()):  # their bars
-        seconds = timing.seconds_of(lambda: answers.extend(ask(requests, disable_tqdm=True)))
+    method = getattr(side, requests[0].request_type)
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+        seconds = timing.seconds_of(lambda: answers.extend(method(requests, disable_tqdm=True)))
     return answers, seconds
 
 
 def best_batch_size(theirs: Any, requests: list[Instance]) -> int:
-    """Return theirs' fastest batch size: larger ones are tried until one is slower or fails."""
+    """Return lm_eval's fastest batch size: try larger ones until one is slower or fails."""
     best, fastest = 0, float("inf")
     for size in HF_BATCH_SIZES[theirs.device.type]:
         theirs.batch_size_per_gpu = size
         try:
             if not best:
-                answer(theirs, requests[:1])  # the first call warms up
-            took = answer(theirs, requests)[1]
+                run_requests(theirs, requests[:1])  # warm up
+            took = run_requests(theirs, requests)[1]
         except torch.OutOfMemoryError:
             break
         if took >= fastest:
@@ -316,10 +313,10 @@ def best_batch_size(theirs: Any, requests: list[Instance]) -> int:
 
 
 def agreement(case: str, ours: list[Any], theirs: list[Any], dtype: torch.dtype) -> str:
-    """Return how the answers are the same; in float32 raises UserError if they are not."""
+    """Describe how closely the answers agree; raises UserError in float32 if they do not."""
 
     def is_same(own: str, other: str) -> bool:
-        # theirs lack the space before the first word, and bytes of a character that was cut off
+        # lm_eval drops the space before the first word and the bytes of an incomplete character
         text, was_cut, _ = own.removeprefix(" ").partition("\ufffd")
         return other.startswith(text) if was_cut else other == text
 
@@ -337,10 +334,8 @@ def agreement(case: str, ours: list[Any], theirs: list[Any], dtype: torch.dtype)
             for gap, (own, other) in zip(apart, scored, strict=True)
         ]
     if not all(agrees) and dtype == torch.float32:
-        raise UserError(
-            "todo.bench",
-            f"{case}: the two sides answer differently ({text}): their times can't be compared",
-        )
+        message = f"{case}: answers differ ({text}), so times can't be compared"
+        raise UserError("eval.bench_differs", message, case=case)
     return text
 
 

@@ -1,4 +1,4 @@
-"""Load a suite's tasks through lm_eval, ask them, and make its answers our records."""
+"""Load a suite's tasks through lm_eval, evaluate them, and convert the results to our records."""
 
 import functools
 import hashlib
@@ -31,75 +31,73 @@ from canon_pretrain.run.results import Score, TaskResult, source_of_record, wils
 from eval.model.lm import CanonLM, request_cost
 from eval.suite_names import TASKS, harness_names, harness_tasks
 
-# those of lm_eval's simple_evaluate, for tasks that draw
+# the seeds of lm_eval's simple_evaluate
 PYTHON_SEED, OTHER_SEED = 0, 1234
-# the harness's own tasks that our groups use: to read all of its 14,683 takes 12 seconds
+# lm_eval's own tasks in our groups: reading all of its 14,683 takes 12 seconds
 HARNESS_FOLDERS = "arc hellaswag lambada piqa siqa super_glue wikitext winogrande".split()
-# what names an item in the comparison of two checkpoints
-IDENTITY = ("doc_id", "filter", "doc_hash", "prompt_hash", "target")
+# fields that identify an item when two checkpoints are compared
+ITEM_KEYS = ("doc_id", "filter", "doc_hash", "prompt_hash", "target")
 NUMBERS = (bool, int, float, np.number, np.bool_)
-# files beside a task file that may be part of it
-FILE_KINDS = (".yaml", ".yml", ".py", ".json", ".toml", ".txt")
-CONNECT = ". Load its data once where there is a network, with HF_HOME on a disk of both machines"
+# files in a task file's folder that count as part of it
+TASK_FILE_SUFFIXES = (".yaml", ".yml", ".py", ".json", ".toml", ".txt")
 
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """One task: what its scores depend on, the work of its requests, and its answers by name."""
+    """One task: what its scores depend on, the cost of its requests, and how to evaluate it."""
 
-    described: dict[str, Any]
+    description: dict[str, Any]
     cost: int
-    ask: Callable[[CanonLM], dict[str, TaskResult]]
+    run: Callable[[CanonLM], dict[str, TaskResult]]
 
 
 def open_tasks(
     name: str, path: Path, metadata: Mapping[str, Any], limit: int | None, only: list[str] | None
 ) -> dict[str, TaskPlan]:
-    """Return the tasks of a YAML file, a group's in its order, or `only` some, with `metadata`."""
-    with harness():
+    """Return the tasks of a YAML file by name, in a group's order; `only`: these."""
+    with quiet_harness():
         try:
             manager, spec = _loader(name, path, metadata)
             is_theirs = path.is_relative_to(harness_tasks())
             plans = {}
             for key, task in manager.load([spec] if only is None else only)["tasks"].items():
                 entry = manager.task_index.get(key) if is_theirs else None
-                plans[key] = _plan(key, task, entry.yaml_path if entry else path, limit)
+                plans[key] = _make_plan(key, task, entry.yaml_path if entry else path, limit)
             if not plans:
-                raise UserError("todo.harness", f"{path}: holds no task")
+                raise UserError("eval.task_file", f"{path}: holds no task", path=path)
             return plans
         except UserError:
             raise
         except Exception as error:
-            # anything may come out of a task file: it names YAML, templates, Python, data sets
+            # a task file names YAML, templates, Python and data sets: anything may be raised
             if isinstance(error.__cause__, UserError):
                 raise error.__cause__ from None
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             if isinstance(error, ConnectionError):
-                reason += CONNECT
-            raise UserError(
-                "todo.harness", f"{path}: this task file does not load: {reason}"
-            ) from error
+                reason += ". Load its data on a machine with network, with HF_HOME on a shared disk"
+            message = f"{path}: this task file does not load: {reason}"
+            raise UserError("eval.task_file", message, path=path) from error
 
 
 def _loader(
     name: str, path: Path, metadata: Mapping[str, Any]
 ) -> tuple[TaskManager, str | dict[str, Any]]:
-    """Return the harness's loader, and what it loads a task file by."""
+    """Return lm_eval's task manager, and the spec by which it loads a task file."""
     group = re.search(r"^group:[ \t]+(\S+)", path.read_text(), re.MULTILINE)
     spec: str | dict[str, Any] = name
     if path.is_relative_to(harness_tasks()):
-        # the members of a group may be anywhere: all are read
+        # the members of a group may be in any folder
         folders = [path.parent] if harness_names()[name].kind == "task" else []
     else:
         folders = [harness_tasks() / folder for folder in HARNESS_FOLDERS] + [TASKS]
         if not path.resolve().is_relative_to(TASKS):
-            folders.append(path.resolve().parent)  # a group of the user's names tasks beside it
+            folders.append(path.resolve().parent)  # a user's group names tasks in its folder
         if not group:
             spec = str(path)
-        elif name != group[1]:  # one member, as the group makes it
+        elif name != group[1]:  # one member, with the group's settings
             content: dict[str, Any] = load_yaml(path)
             members = [t for t in content["task"] if isinstance(t, dict) and t["task"] == name]
-            # a group is found by its name only
+            # lm_eval finds a group by its name only
             spec = {**content, "task": members} if members else group[1]
     manager = TaskManager(
         include_path=[str(folder) for folder in folders],
@@ -109,31 +107,29 @@ def _loader(
     return manager, spec
 
 
-def _plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
+def _make_plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
     config, metadata = task.config.to_dict(), task.config.metadata or {}
     for key in ("metadata", "custom_dataset", "dataset_kwargs"):  # places on this machine
         config.pop(key, None)
-    with harness():  # the seeds with which the requests are built again when they are asked
+    with quiet_harness():  # evaluation builds the requests again with the same seeds
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(OTHER_SEED)
         task.build_all_requests(limit=limit, rank=0, world_size=1)
-    asked = [
-        [request.request_type, request.arguments, request.doc_id] for request in task.instances
-    ]
+    requests = [[each.request_type, each.arguments, each.doc_id] for each in task.instances]
     cost = sum(map(request_cost, task.instances))
     task._instances = None
-    files = {path, *(file for file in path.parent.iterdir() if file.suffix in FILE_KINDS)}
+    files = {path, *(file for file in path.parent.iterdir() if file.suffix in TASK_FILE_SUFFIXES)}
     content = b"".join(file.read_bytes() for file in sorted(files))
     source = lambda x: inspect.getsource(x) if inspect.isfunction(x) else repr(type(x))  # noqa: E731
     own = json.dumps(config, default=source, sort_keys=True)
     better = {metric: bool(up) for metric, up in task.higher_is_better().items()}
     primary = metadata.get("primary") or list(better)[:1]
     kept = ("part_of", "part", "chance", "source")
-    # a task of ours says what became of its rows
+    # our tasks count the rows they keep and drop
     notes = [str(s.info.description) for s in task.dataset.values() if hasattr(s, "info")]
     counts = [json.loads(text) for text in notes if text.startswith('{"rows"')]
-    described = {
+    description = {
         "version": task.VERSION,
         "primary": [primary] if isinstance(primary, str) else list(primary),
         "higher_is_better": better,
@@ -142,9 +138,11 @@ def _plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
         "config_sha256": hashlib.sha256(own.encode()).hexdigest(),
         **({"counts": counts[0]} if counts else {}),
         "documents_sha256": _sha256(map(_json, task.eval_docs)),
-        "requests_sha256": _sha256(json.dumps(values, default=str) for values in asked),
+        "requests_sha256": _sha256(json.dumps(values, default=str) for values in requests),
     }
-    return TaskPlan(described, max(1, cost), lambda lm: {name: ask(lm, name, task, limit)})
+    return TaskPlan(
+        description, max(1, cost), lambda lm: {name: evaluate_task(lm, name, task, limit)}
+    )
 
 
 def _sha256(lines: Iterable[str]) -> str:
@@ -158,23 +156,23 @@ def _json(value: Any) -> str:
     return json.dumps(value, default=handle_non_serializable)
 
 
-def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> TaskResult:
-    """Return scores and item records of `lm` on the first `limit` items of a task."""
+def evaluate_task(lm: CanonLM, name: str, task: Task, limit: int | None) -> TaskResult:
+    """Return the scores and item records of `lm` on the first `limit` items of a task."""
     lm.truncated.clear()
     metadata = task.config.metadata or {}
     answers = f"answers_{metadata['part']}" if metadata.get("part") else "answers"
-    # items with equal values of these fields are one draw
+    # items with equal values of these fields are one sample of the standard error
     fields = metadata.get("source") or []
     fields = [fields] if isinstance(fields, str) else fields
-    with harness():
+    with quiet_harness():
         task.set_fewshot_seed(OTHER_SEED)
-        # `evaluate`, as `simple_evaluate` reseeds the global generators and leaves them so
+        # not `simple_evaluate`, which reseeds the global generators
         found = evaluate(lm, {"tasks": {name: task}}, limit=limit, bootstrap_iters=0)
-    assert found is not None  # it is for ranks above 0, and to the harness every rank is the first
+    assert found is not None  # None on ranks above 0, but lm_eval sees every rank as rank 0
     items = found["samples"][name]
     records: dict[tuple[int, str], dict[str, Any]] = {}
     for item in items:
-        known = {key: item[key] for key in IDENTITY}
+        known = {key: item[key] for key in ITEM_KEYS}
         record = records.setdefault((item["doc_id"], item["filter"]), known)
         if fields:
             text = _json([item["doc"][field] for field in fields])
@@ -200,7 +198,7 @@ def ask(lm: CanonLM, name: str, task: Task, limit: int | None) -> TaskResult:
 
 
 def _score(value: float, by_item: Sequence[Any], sources: Sequence[str]) -> Score:
-    # perplexities have pairs (log-likelihood, weight) for items
+    # items of perplexities are pairs (log-likelihood, weight)
     if not by_item or not all(isinstance(x, NUMBERS) for x in by_item):
         return Score(value)
     values_N = np.array(by_item, dtype=np.float64)
@@ -214,8 +212,8 @@ def _score(value: float, by_item: Sequence[Any], sources: Sequence[str]) -> Scor
 
 
 @contextmanager
-def harness() -> Iterator[None]:
-    """Fix the harness's seeds, compile each template once, silence its log and bars; undo all."""
+def quiet_harness() -> Iterator[None]:
+    """Within the block, fix lm_eval's seeds, cache its templates, silence its log and bars."""
     log = logging.getLogger("lm_eval")
     level, bar, bars = log.level, lm_eval.api.task.tqdm, datasets.are_progress_bars_disabled()
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()

@@ -1,7 +1,7 @@
-"""`eval run`: ask one checkpoint one suite or several, print the scores and record them.
+"""`eval run`: evaluate one checkpoint on suites, print the scores and record them.
 
-A question that was answered is read from RUN/evals; what can be refused is refused before the model
-is loaded. Under torchrun the batches of each task are shared out (model/ranks.py).
+Stored results are reused from RUN/evals, and input is checked before the model is loaded. Under
+torchrun the batches of each task are distributed over the ranks (model/ranks.py).
 """
 
 import argparse
@@ -28,17 +28,17 @@ from eval.model.lm import CanonLM
 from eval.model.ranks import Ranks
 from eval.model.target import EvalTarget, dtype_for, locate
 from eval.staged import staged_folder
-from eval.suite_names import VALIDATION, asked_how, find_suite, folder_of, split_suites
+from eval.suite_names import VALIDATION, find_suite, split_suites, suite_settings, task_folder
 from eval.tasks.birth_year.task import FrozenSets, find_corpus
 from eval.validation import validation_task
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One suite of the command: what is asked, where answers go, and its tasks."""
+class SuitePlan:
+    """One suite of the command: the settings recorded as `asked`, its folder and tasks."""
 
     name: str
-    asked: dict[str, Any]
+    settings: dict[str, Any]
     folder: Path
     tasks: dict[str, TaskPlan]
 
@@ -48,8 +48,8 @@ class Plan:
 
 
 @dataclass
-class Work:
-    """The progress of several suites, in the costs of all their tasks."""
+class TotalProgress:
+    """The progress over several suites, weighted by the cost of their tasks."""
 
     progress: Progress
     total: int
@@ -62,40 +62,39 @@ class Work:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Ask `arguments.suite` of `arguments.checkpoint`; print tables and write results.json."""
+    """Evaluate `arguments.checkpoint`; print tables and write results.json."""
     suites = check_options(arguments)
     check_cuda()
-    # an exception leaves without waiting for ranks that are busy
+    # on an error, exit without waiting for busy ranks
     with Ranks.from_environment() as ranks:
         Evaluation(arguments, ranks).run(suites)
 
 
 def check_options(arguments: argparse.Namespace) -> dict[str, Path | None]:
-    """Return the task file by suite, if the options fit together."""
+    """Return the task file by suite; raises UserError for invalid options."""
     for name in ("limit", "max_length", "batch_tokens"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise UserError("todo.run", f"--{name} {value}: expected at least 1")
+            message = f"--{name} {value}: expected at least 1"
+            raise UserError("eval.option_range", message, option=name)
     found = [find_suite(suite) for suite in split_suites(arguments.suite)]
     suites = dict(found)
     if len(suites) < len(found):
-        raise UserError(
-            "todo.run", f"--suite {arguments.suite}: two suites of one name; rename a file"
-        )
-    has_probes = any(folder_of(path) == "birth_year" for path in suites.values())
+        message = f"--suite {arguments.suite}: two suites of one name; rename a file"
+        raise UserError("eval.ambiguous_suite", message)
+    has_probes = any(task_folder(path) == "birth_year" for path in suites.values())
     for name, suite, is_served in (
         ("must_beat", VALIDATION, VALIDATION in suites),
         ("junk", "birth-year", has_probes),
     ):
         if getattr(arguments, name) is not None and not is_served:
-            raise UserError(
-                "todo.run", f"--{name} is for --suite {suite}, not for {arguments.suite}"
-            )
+            message = f"--{name} is for --suite {suite}, not for {arguments.suite}"
+            raise UserError("eval.option_suite", message, option=name)
     return suites
 
 
 class Evaluation:
-    """One checkpoint opened for the options of `eval run`, on one of the ranks."""
+    """One checkpoint opened with the options of `eval run`, on one rank."""
 
     def __init__(self, arguments: argparse.Namespace, ranks: Ranks) -> None:
         self.arguments, self.ranks = arguments, ranks
@@ -104,51 +103,51 @@ class Evaluation:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # Triton launches on the current one
         self.dtype = dtype_for(arguments.dtype, self.device)
-        # to find a run's newest checkpoint is to read all of it: one rank does
+        # finding a run's newest checkpoint reads all of it: only on rank 0
         given = arguments.checkpoint
-        found = ranks.in_turn(lambda: locate(given) if ranks.rank == 0 else None)
+        found = ranks.rank_zero_first(lambda: locate(given) if ranks.rank == 0 else None)
         checkpoint, run = ranks.broadcast(found)
         self.target = EvalTarget.open(checkpoint, arguments.data, run, arguments.held_out)
 
-    def say(self, line: str) -> None:
-        """Print a line on the first rank."""
+    def log(self, line: str) -> None:
+        """Print a line on rank 0."""
         self.console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def run(self, suites: Mapping[str, Path | None]) -> None:
-        """Answer the suites that are not answered yet, and print the scores of all."""
-        # the first rank alone reads and makes what is in the run folder; the others find it
-        plans = self.ranks.in_turn(
+        """Evaluate the suites without stored results, and print the scores of all."""
+        # rank 0 reads and writes the run folder before the others
+        plans = self.ranks.rank_zero_first(
             lambda: [self._plan(*suite, len(suites)) for suite in suites.items()]
         )
-        missing = [plan for plan in plans if not self._is_known(plan)]
+        missing = [plan for plan in plans if not self._report_stored(plan)]
         if not missing:
             return
-        longest = max(plan.asked["max_length"] for plan in missing)
+        longest = max(plan.settings["max_length"] for plan in missing)
         lm = CanonLM(
             self.target.load(self.device, self.dtype, longest),
             None if {plan.name for plan in missing} == {VALIDATION} else self.target.tokenizer,
             max_length=longest,
             add_bos=self.arguments.add_bos,
             ranks=self.ranks,
-            say=self.say,
+            log=self.log,
         )
         lm.batch_tokens = self.arguments.batch_tokens or batch_tokens_for(
-            lm, self.target.evals or self.arguments.out, self.say
+            lm, self.target.evals or self.arguments.out, self.log
         )
         with Progress(self.console) as progress:
-            work = Work(progress, sum(plan.cost for plan in missing))
+            work = TotalProgress(progress, sum(plan.cost for plan in missing))
             for plan in missing:
-                lm.max_length = plan.asked["max_length"]
-                self._answer(plan, lm, work)
+                lm.max_length = plan.settings["max_length"]
+                self._run_suite(plan, lm, work)
 
-    def _plan(self, name: str, path: Path | None, num_suites: int) -> Plan:
+    def _plan(self, name: str, path: Path | None, num_suites: int) -> SuitePlan:
         target, arguments = self.target, self.arguments
-        how = asked_how(name, arguments, target.seq_len)
+        how = suite_settings(name, arguments, target.seq_len)
         length = how["max_length"]
         if path is None:
             target.check_held_out(arguments.held_out)
             shards = target.train_shards, target.held_out_shards
-            tasks = {name: validation_task(*shards, length, arguments.limit, self.say)}
+            tasks = {name: validation_task(*shards, length, arguments.limit, self.log)}
         else:
             tasks = self._open_tasks(name, path, length)
         asked = {
@@ -158,20 +157,19 @@ class Evaluation:
             "dtype": str(self.dtype).removeprefix("torch."),
             **how,
             "lm_eval": version("lm_eval"),
-            "tasks": {task: plan.described for task, plan in tasks.items()},
+            "tasks": {task: plan.description for task, plan in tasks.items()},
         }
         if arguments.out is not None:
             folder = arguments.out / name if num_suites > 1 else arguments.out
         elif target.folder is not None and target.evals is not None:
             folder = stored.results_folder(target.folder, asked)
         else:
-            raise UserError(
-                "todo.run", f"{target.checkpoint} is of no run, or its run left it: give --out"
-            )
-        # now: nobody waits hours to learn that it can't be
-        with writing(folder):
+            message = f"{target.checkpoint} belongs to no run or an abandoned branch: give --out"
+            raise UserError("eval.no_out", message)
+        # before the evaluation, which may take hours
+        with report_disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        return Plan(name, asked, folder, tasks)
+        return SuitePlan(name, asked, folder, tasks)
 
     def _open_tasks(self, name: str, path: Path, max_length: int) -> dict[str, TaskPlan]:
         arguments, only, staged = self.arguments, None, staged_folder(self.arguments.staged)
@@ -181,98 +179,98 @@ class Evaluation:
             "max_length": max_length,
             **dict(arguments.option),
         }
-        if folder_of(path) == "birth_year":
+        if task_folder(path) == "birth_year":
             folder = (arguments.out or self.target.evals or staged) / "probes"
             corpus = lambda: find_corpus(arguments.junk, staged)  # noqa: E731
-            advance = lambda probe: self.say(f"freezing the probes {probe} in {folder}")  # noqa: E731
+            advance = lambda probe: self.log(f"freezing the probes {probe} in {folder}")  # noqa: E731
             frozen = FrozenSets(folder, self.target.tokenizer, corpus)
-            with writing(folder):
+            with report_disk_errors(folder):
                 sets, left_out = frozen.sets(max_length, advance)
             metadata |= {"probes": str(folder), "junk": str(arguments.junk or "")}
-            # each is asked for its greedy answer, and for the rank of its years
-            asked = [task for one in sets for task in (one.name, f"{one.name}_rank")]
-            only = asked if name == "birth-year" else [name]
+            # two tasks per set: the greedy answer, and the rank of its years
+            tasks = [task for one in sets for task in (one.name, f"{one.name}_rank")]
+            only = tasks if name == "birth-year" else [name]
             if left_out:
-                self.say(f"probes left out: {'; '.join(left_out)}")
+                self.log(f"probes left out: {'; '.join(left_out)}")
         return open_tasks(name, path, metadata, arguments.limit, only)
 
-    def _is_known(self, plan: Plan) -> bool:
-        """Report earlier results of the question, if any; --out may hold no other's."""
-        known: Results | None = self.ranks.broadcast(self._read(plan))
+    def _report_stored(self, plan: SuitePlan) -> bool:
+        """Report stored results of the same settings and return whether there are any."""
+        known: Results | None = self.ranks.broadcast(self._read_stored(plan))
         if known:
-            self._report(plan, known, "as found in")
+            self._report(plan, known, "read from")
         return known is not None
 
-    def _read(self, plan: Plan) -> Results | None:
+    def _read_stored(self, plan: SuitePlan) -> Results | None:
         try:
             results = stored.read_results(plan.folder / RESULTS)
-            before, now = stored.question_of(results.asked), stored.question_of(plan.asked)
+            before, now = stored.question_of(results.asked), stored.question_of(plan.settings)
             if before == now:
                 stored.read_samples(plan.folder)
                 return results
         except UserError:
-            return None  # none, damaged, or of an older version: asked again
+            return None  # missing, damaged or of an older version: evaluated again
         if self.arguments.out is None:
             return None
         name = next(n for n in sorted({*before, *now}) if before.get(n) != now.get(n))
-        what = f"{name} {before.get(name)!r}, asked for is {now.get(name)!r}"
-        raise UserError(
-            "todo.run", f"--out {plan.folder} holds results of another question ({what})"
-        )
+        what = f"{name} {before.get(name)!r}, not {now.get(name)!r}"
+        message = f"--out {plan.folder} holds other results ({what}): choose another folder"
+        raise UserError("eval.other_results", message, field=name)
 
-    def _answer(self, plan: Plan, lm: CanonLM, work: Work) -> None:
-        unfinished = PartialResults(plan.folder, plan.asked)
+    def _run_suite(self, plan: SuitePlan, lm: CanonLM, work: TotalProgress) -> None:
+        unfinished = PartialResults(plan.folder, plan.settings)
         with ExitStack() as held:
             if self.ranks.rank == 0:
-                with writing(plan.folder):
-                    held.enter_context(unfinished.hold(self.say))
-            if self._is_known(plan):  # another process has answered it meanwhile
+                with report_disk_errors(plan.folder):
+                    held.enter_context(unfinished.hold(self.log))
+            if self._report_stored(plan):  # another process has evaluated it meanwhile
                 work.total -= plan.cost
                 return
-            results, samples = merged(plan.asked, self._answers(plan, unfinished, lm, work))
+            results, samples = merge_tasks(
+                plan.settings, self._run_tasks(plan, unfinished, lm, work)
+            )
             if self.ranks.rank == 0:
-                with writing(plan.folder):
+                with report_disk_errors(plan.folder):
                     stored.write_results(plan.folder, results, samples)
                     unfinished.remove()
             self.ranks.barrier()
         self._report(plan, results, "written to")
 
-    def _answers(
-        self, plan: Plan, unfinished: PartialResults, lm: CanonLM, work: Work
+    def _run_tasks(
+        self, plan: SuitePlan, unfinished: PartialResults, lm: CanonLM, work: TotalProgress
     ) -> dict[str, TaskResult]:
         done: dict[str, TaskResult] = self.ranks.broadcast(unfinished.read())
         if done:
-            self.say(f"{plan.name}: going on after {len(done)} tasks of an earlier call")
+            self.log(f"{plan.name}: resumed after {len(done)} tasks of an earlier call")
         answers = {}
         for name, task in plan.tasks.items():
             if name in done:
                 work.total -= task.cost
                 answers[name] = done[name]
                 continue
-            lm.answered = partial(work.advance, " ".join(dict.fromkeys([plan.name, name])))
-            answers |= task.ask(lm)
+            lm.on_done = partial(work.advance, " ".join(dict.fromkeys([plan.name, name])))
+            answers |= task.run(lm)
             if self.ranks.rank == 0 and len(plan.tasks) > 1:
-                with writing(plan.folder):
+                with report_disk_errors(plan.folder):
                     unfinished.add(name, answers[name])
         return answers
 
-    def _report(self, plan: Plan, results: Results, how: str) -> None:
+    def _report(self, plan: SuitePlan, results: Results, how: str) -> None:
         print_results(self.console, str(self.target.checkpoint), results)
-        self.say(f"{how} {plan.folder / RESULTS}")
+        self.log(f"{how} {plan.folder / RESULTS}")
         rival = self.arguments.must_beat
         if rival is None or plan.name != VALIDATION:
             return
         ours, theirs = (results.scores[t]["bits_per_byte"].value for t in (VALIDATION, rival))
         if ours >= theirs:
-            raise UserError(
-                "todo.run", f"{ours:.4f} bits/byte do not beat the {rival} model's {theirs:.4f}"
-            )
+            message = f"{ours:.4f} bits/byte do not beat the {rival} model's {theirs:.4f}"
+            raise UserError("eval.not_beaten", message, ours=ours, rival=theirs)
 
 
-def merged(
+def merge_tasks(
     asked: Mapping[str, Any], answers: Mapping[str, TaskResult]
 ) -> tuple[Results, dict[str, list[dict[str, Any]]]]:
-    """Return the results and samples by reported task: the harness may see its parts as several."""
+    """Return results and samples by reported task, of which lm_eval's tasks may be parts."""
     results = Results(dict(asked), {}, {}, {})
     records: dict[str, dict[tuple[int, str], dict[str, Any]]] = {}
     for name, given in answers.items():
@@ -283,25 +281,23 @@ def merged(
         results.truncated[reported] = truncated
         for item in given.samples:
             kept = records.setdefault(reported, {}).setdefault((item["doc_id"], item["filter"]), {})
-            kept.update({**item, **kept})  # the prompt's hash is that of the whole's own task
+            kept.update({**item, **kept})  # the first task's prompt hash counts
     return results, {name: [*items.values()] for name, items in records.items()}
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Raise UserError with the way out if `folder` can't hold what the block writes."""
+def report_disk_errors(folder: Path) -> Iterator[None]:
+    """Raise UserError if the block can't write to `folder`."""
     try:
         yield
     except OSError as error:
-        raise UserError(
-            "todo.run",
-            f"{folder} can't hold the results: {error.strerror}. Make room and give the same "
-            "command again: it goes on from what it wrote; --out DIR writes elsewhere",
-        ) from None
+        message = f"{folder}: results can't be written: {error.strerror}. Make room and repeat the "
+        message += "command, which resumes; or choose another folder with --out"
+        raise UserError("eval.cannot_write", message, path=folder) from None
 
 
 def print_results(console: Console, target: str, results: Results) -> None:
-    """Print the scores of one suite; losses best first. `target` names what was evaluated."""
+    """Print the scores of one suite for the checkpoint `target`; losses in ascending order."""
     asked, counts = results.asked, results.num_samples
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]] = []
@@ -315,7 +311,7 @@ def print_results(console: Console, target: str, results: Results) -> None:
             rows.append((model, f"{nats:.4f}", f"{bits:.4f}"))
     else:
         limit = asked["limit"]
-        cut = "" if limit is None else f"; the first {limit:,} items only: not a result"
+        cut = "" if limit is None else f"; only the first {limit:,} items"
         title = f"{asked['suite']}: {target}{cut}"
         columns, num_labels = ("task", "metric", "score", "+-", "items"), 2
         for task, metrics in results.scores.items():
@@ -331,8 +327,8 @@ def print_results(console: Console, target: str, results: Results) -> None:
         table.add_row(*map(Text, row))
     console.print(table)
     lines = [
-        f"{task} {count:,} of {counts[task]:,} contexts longer than max_length "
-        f"{asked['max_length']} lost their beginning (--max_length)"
+        f"{task}: {count:,} of {counts[task]:,} contexts were cut at the beginning to max_length "
+        f"{asked['max_length']} (--max_length)"
         for task, count in results.truncated.items()
         if count
     ]

@@ -1,4 +1,4 @@
-"""The arguments of `python -m eval run`, apart from run.py so that --help needs no torch."""
+"""The arguments of `python -m eval run`, separate from run.py so that --help needs no torch."""
 
 import argparse
 from pathlib import Path
@@ -9,16 +9,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     about = "RUN (its newest checkpoint), RUN/checkpoint/step-N, or an exported folder (with --out)"
     add("--checkpoint", type=Path, required=True, metavar="RUN", help=about)
-    about = "suites, tasks or groups that `python -m eval tasks` lists, a task's YAML, or all"
+    about = "suites, tasks or groups listed by `python -m eval tasks`, a task's YAML, or all"
     add("--suite", required=True, metavar="A,B", help=about)
     add("--limit", type=int, help="the first N windows or items: not a result")
     add("--out", type=Path, help="default: a folder of the question in RUN/evals")
     about = "validation: exit code 2 unless its bits per byte are below this count model's"
     add("--must_beat", choices=("unigram", "bigram"), help=about)
-    add_how(parser)
+    add_evaluation_options(parser)
 
 
-def add_how(parser: argparse._ActionsContainer) -> None:
+def add_evaluation_options(parser: argparse._ActionsContainer) -> None:
     """Add the options that say how suites are asked; `eval submit` passes them on."""
     add = parser.add_argument
     add("--data", type=Path, help="the run's shards, where they were moved to")
@@ -31,7 +31,7 @@ def add_how(parser: argparse._ActionsContainer) -> None:
     about = "of weights and arithmetic (auto: bfloat16 on a GPU, float32 elsewhere)"
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help=about)
     add("--add_bos", action="store_true", help="begin each text with EOS; training saw no BOS")
-    about = "tokens in a forward pass (default: found once for this device, and remembered)"
+    about = "tokens in a forward pass (default: found once for this device, and load_or_find)"
     add("--batch_tokens", type=int, metavar="N", help=about)
     about = "birth-year: text to hide the statements in; default: the staged WikiText"
     add("--junk", type=Path, metavar="FILE.txt", help=about)
@@ -47,7 +47,7 @@ def _option(words: str) -> tuple[str, str]:
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Evaluate."""
+    """Evaluate; see run.py."""
     from eval.run import run
 
     run(arguments)

@@ -1,8 +1,8 @@
-"""What of a run is to be evaluated, and its state: checkpoints x suites.
+"""The evaluations of a run, checkpoints x suites, and their states.
 
-    RUN/evals/schedule.json                        which suites of which steps, and how
-    RUN/evals/step-N/SUITE/leases/                 who evaluates it (cluster/leases.py)
-    RUN/evals/step-N/SUITE/leases/restarts.json    how often the job began again, and what it gained
+    RUN/evals/schedule.json                        suites, steps and options
+    RUN/evals/step-N/SUITE/leases/                 which job evaluates it (cluster/leases.py)
+    RUN/evals/step-N/SUITE/leases/restarts.json    restarts of the job and its progress
 
 No torch.
 """
@@ -28,41 +28,41 @@ from canon_pretrain.data.held_out import open_validation
 from canon_pretrain.report.record import is_outdated
 from canon_pretrain.run.folder import EVALS, RunFolder
 from canon_pretrain.run.results import RESULTS, read_results
-from eval.run_command import add_how
-from eval.suite_names import SUITES, asked_how, folder_of, is_file, suite_name, task_files
+from eval.run_command import add_evaluation_options
+from eval.suite_names import SUITES, is_file, suite_name, suite_settings, task_files, task_folder
 
-RETRIES = 2
-PATIENCE_S = 60.0
-HOLD = "submit"  # RUN/evals/holds/step-N.submit
-EXIT_FRUITLESS, EXIT_ANOTHERS = 1, 3
+DEFAULT_RETRIES = 2
+LOCK_TIMEOUT_S = 60.0
+HOLD_NAME = "submit"  # RUN/evals/holds/step-N.submit
+EXIT_NO_PROGRESS, EXIT_TAKEN_OVER = 1, 3
 
-IN_FLIGHT = ("claimed", "queued", "running")
-FINAL = ("done", "failed", "missing", "damaged")
-# what a suite's folder gains as tasks are answered
-PROGRESS = ("*/unfinished/*.task.json", "*/samples-*.jsonl", "*/results.json")
+ACTIVE_STATES = ("claimed", "queued", "running")
+FINAL_STATES = ("done", "failed", "missing", "damaged")
+# files added to a suite's folder as tasks are evaluated
+PROGRESS_FILES = ("*/unfinished/*.task.json", "*/samples-*.jsonl", "*/results.json")
 
 
 @dataclass(frozen=True)
 class Request:
-    """The content of schedule.json; `every`: steps, `how`: of `eval run`, `sbatch`: flags."""
+    """The content of schedule.json; `how`: options of `eval run`, `every`: in steps."""
 
     suites: list[str]
     every: int | None = None
     how: list[str] = field(default_factory=list)
     sbatch: list[str] = field(default_factory=list)
-    retries: int = RETRIES
+    retries: int = DEFAULT_RETRIES
 
 
-def _parse_how(how: Sequence[str]) -> argparse.Namespace:
+def _parse_options(how: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_how(parser)
+    add_evaluation_options(parser)
     return parser.parse_args(list(how))
 
 
-def answers(asked: dict[str, Any], suite: str, how: Sequence[str], seq_len: int) -> bool:
-    """Return whether `eval run` with options `how` would find results that were asked like this."""
-    options = _parse_how(how)
-    wanted = {"options": None, "junk": None, **asked_how(suite_name(suite), options, seq_len)}
+def matches_options(asked: dict[str, Any], suite: str, how: Sequence[str], seq_len: int) -> bool:
+    """Return whether results with the settings `asked` are those of `eval run` with `how`."""
+    options = _parse_options(how)
+    wanted = {"options": None, "junk": None, **suite_settings(suite_name(suite), options, seq_len)}
     if options.held_out is not None and suite == "validation":
         wanted["held_out_fingerprint"] = open_validation(options.held_out).fingerprint
     if options.dtype != "auto":
@@ -70,10 +70,10 @@ def answers(asked: dict[str, Any], suite: str, how: Sequence[str], seq_len: int)
     return all(asked.get(name) == value for name, value in wanted.items())
 
 
-def to_words(given: dict[str, Any]) -> list[str]:
-    """Return options of `add_how` as words, paths absolute; defaults are left out."""
+def to_argv(given: dict[str, Any]) -> list[str]:
+    """Return evaluation options as a command line with absolute paths, without defaults."""
     words: list[str] = []
-    for name, default in vars(_parse_how([])).items():
+    for name, default in vars(_parse_options([])).items():
         value = given[name]
         if isinstance(value, list):
             for key, text in value:
@@ -86,35 +86,34 @@ def to_words(given: dict[str, Any]) -> list[str]:
 
 
 def read_request(run: Path, *, change: bool = False) -> Request | None:
-    """Return schedule.json, None without one; a `change` passes over a damaged one."""
+    """Return schedule.json, None if missing, or damaged with `change`."""
     RunFolder(run).read_config()
     try:
         return read_record(run / EVALS / "schedule.json", Request)
     except UnreadableFile as error:
         if error.is_missing or change:
             return None
-        raise UserError(
-            "todo.schedule", f"{error}: --change writes it anew, with the options given"
-        ) from None
+        message = f"{error}: replace it with --change and all options"
+        raise UserError("schedule.damaged", message) from None
 
 
-def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool = True) -> Request:
-    """Return the request of schedule.json; `given` fields that differ need `change`."""
+def update_request(
+    run: Path, given: dict[str, Any], *, change: bool = False, keep: bool = True
+) -> Request:
+    """Update schedule.json (if `keep`) and return it; `given` fields that differ need `change`."""
     RunFolder(run).read_config()
     path = run / EVALS / "schedule.json"
     lock = path.with_name(".schedule.lock")
-    with locked(lock, str(path), patience_s=PATIENCE_S) if keep else nullcontext():
+    with locked(lock, str(path), patience_s=LOCK_TIMEOUT_S) if keep else nullcontext():
         known = read_request(run, change=change)
         asked = replace(known or Request(list(SUITES)), **given)
-        # two watchers with two minds would hold and release checkpoints in turns
+        # two watchers with different requests would hold and release the same checkpoints
         if known is not None and asked != known and not change:
             before = {name: getattr(known, name) for name in given}
             name = next(name for name in given if before[name] != given[name])
-            raise UserError(
-                "todo.schedule",
-                f"{path} says {name} {before[name]!r}, given {given[name]!r}: leave the options "
-                "out to go on as it says, or give --change to replace it",
-            )
+            message = f"{path} has {name} = {before[name]!r}, given {given[name]!r}: omit the "
+            message += "options to keep it, or replace it with --change"
+            raise UserError("schedule.changed", message, field=name)
         if keep and asked != known:
             write_json(path, asdict(asked))
     return asked
@@ -122,11 +121,11 @@ def settle(run: Path, given: dict[str, Any], *, change: bool = False, keep: bool
 
 @dataclass(frozen=True)
 class Entry:
-    """One suite (a name, or a task's YAML) of one checkpoint; `attempts`: its jobs so far."""
+    """One suite (a name or a task's YAML) of one checkpoint, its state and number of jobs."""
 
     step: int
     suite: str
-    state: str  # one of IN_FLIGHT, FINAL, "to come" and "waiting"
+    state: str  # one of ACTIVE_STATES, FINAL_STATES, "to come" and "waiting"
     lease: Lease | None = None
     attempts: int = 0
     why: str = ""
@@ -145,32 +144,30 @@ class Schedule:
         last, interval = int(training.get("steps", 0)), int(checkpoint.get("interval", 1))
         every = request.every or interval
         if every < 1 or every % interval:
-            saved = f"{path} saves a checkpoint each {interval} steps"
-            raise UserError(
-                "todo.schedule", f"--every {request.every}: {saved}; expected a multiple of that"
-            )
+            message = f"--every {request.every}: expected a multiple of {path}'s {interval} steps"
+            raise UserError("schedule.every", message, given=request.every, expected=interval)
         self.steps = sorted({*range(every, last + 1, every), *([last] if last else [])})
 
-    def look(self, queue: Slurm) -> list[Entry]:
-        """Return every suite of every step; `queue` was looked at before, so results count."""
+    def entries(self, queue: Slurm) -> list[Entry]:
+        """Return every suite of every step; poll `queue` before, or new results may be missed."""
         newest = max(self.checkpoints.steps(), default=0)
         saved = {step: self._checkpoint(step, newest) for step in self.steps}
         pairs = ((step, suite) for step in saved for suite in self.request.suites)
         return [self._entry(step, suite, saved[step], queue) for step, suite in pairs]
 
-    def words_for(self, suite: str) -> list[str]:
-        """Return the options for one suite: junk is for the birth-year probes alone."""
-        how, given = self.request.how, vars(_parse_how(self.request.how))
-        is_probe = folder_of(task_files().get(suite_name(suite))) == "birth_year"
-        return how if is_probe else to_words(given | {"junk": None})
+    def options_for(self, suite: str) -> list[str]:
+        """Return the options for one suite: --junk only for the birth-year probes."""
+        how, given = self.request.how, vars(_parse_options(self.request.how))
+        is_probe = task_folder(task_files().get(suite_name(suite))) == "birth_year"
+        return how if is_probe else to_argv(given | {"junk": None})
 
     def is_finished(self, overview: Sequence[Entry]) -> bool:
-        """Return whether training has ended well, with nothing left to move or to evaluate."""
+        """Return whether training is complete and nothing is left to evaluate."""
         is_done = self.run.done_file.exists() and not self.checkpoints.leftovers()
-        return is_done and all(entry.state in FINAL for entry in overview)
+        return is_done and all(entry.state in FINAL_STATES for entry in overview)
 
     def has_results(self, step: int, suite: str) -> bool:
-        """Return whether there is a whole results.json of this checkpoint, asked as requested."""
+        """Return whether this checkpoint has a complete results.json with the request's options."""
         folder = self.run.path / EVALS / f"step-{step}" / suite_name(suite)
         for path in folder.glob(f"*/{RESULTS}"):
             try:
@@ -180,31 +177,31 @@ class Schedule:
             asked = results.asked
             if (
                 (asked["suite"], asked["step"], asked["limit"]) == (suite_name(suite), step, None)
-                and answers(asked, suite, self.request.how, self._seq_len)
+                and matches_options(asked, suite, self.request.how, self._seq_len)
                 and not is_outdated(self.run, results)
             ):
                 return True
         return False
 
-    def hold(self, overview: Sequence[Entry]) -> None:
-        """Have the trainer keep the steps still to be evaluated, saved or not, and no others."""
+    def update_holds(self, overview: Sequence[Entry]) -> None:
+        """Hold the checkpoints of steps to be evaluated, saved or not, and release all others."""
         is_over = self.is_finished(overview)
         wanted = {e.step for e in overview if not is_over and e.state not in ("done", "failed")}
         holds = self.run.path / EVALS / "holds"
         held = retention.held_steps(self.run.path)
-        ours = {step for step in held if (holds / f"step-{step}.{HOLD}").exists()}
+        ours = {step for step in held if (holds / f"step-{step}.{HOLD_NAME}").exists()}
         for step in sorted(wanted ^ ours):
             change = retention.hold_step if step in wanted else retention.release_step
-            change(self.run.path, step, HOLD)
+            change(self.run.path, step, HOLD_NAME)
 
     def _checkpoint(self, step: int, newest: int) -> tuple[str, str]:
-        """Return `waiting` if the step is saved, else why it can't be evaluated."""
+        """Return the state of the step's checkpoint (`waiting` if it is whole), and the reason."""
         path = self.checkpoints.step_path(step)
         if not path.is_dir():
             moving = f".replaced-step-{step}" in {p.name for p in self.checkpoints.leftovers()}
             if moving or (step > newest and not self.run.done_file.exists()):
                 return "to come", ""
-            return "missing", "no checkpoint of it is left"
+            return "missing", "its checkpoint was removed"
         try:
             faults = find_faults(path, Manifest.read(path), hashes=False)
         except DamagedCheckpoint as error:
@@ -218,7 +215,7 @@ class Schedule:
         lease, why = last, ""
         if not self.has_results(step, suite):
             state, lease, why = leases.judge(last, queue, self._expiry_s)
-        # a job that was found by its name is written down now
+        # after `judge`, which records a job that it found by its name
         attempts = sum(each.job is not None for each in leases.all())
         if state is None and attempts > self.request.retries:
             state = "failed"
@@ -228,44 +225,46 @@ class Schedule:
 
 
 def leases_of(run: Path, step: int | str, suite: str) -> Leases:
-    """Return the leases of one suite, or of suites `a,b`, of one checkpoint."""
+    """Return the leases of one suite (or suites `a,b`) of one checkpoint."""
     name = step if isinstance(step, str) else f"step-{step}"
     return Leases(run / EVALS / name / suite_name(suite) / "leases")
 
 
 @dataclass(frozen=True)
 class Restarts:
-    """The content of restarts.json: tasks answered when `job` began, starts without one more."""
+    """The content of restarts.json; `fruitless`: consecutive starts without a further task."""
 
     job: str = ""
     tasks: int = 0
     fruitless: int = 0
 
 
-def begin(leases: Leases, job: str, lease_id: str | None, restarts: int) -> tuple[int, str]:
-    """Return the exit code of a started job (0: go on), and why; `lease_id`: its claim, if any."""
+def start_job(leases: Leases, job: str, lease_id: str | None, restarts: int) -> tuple[int, str]:
+    """Record a job's start; return its exit code (0: continue) and the reason."""
     if lease_id is not None:
         current = leases.current()
         if current is None or current.id != lease_id:
-            return EXIT_ANOTHERS, f"another job has this work, or it was archived: {leases.folder}"
+            return EXIT_TAKEN_OVER, f"another job has this work, or it is archived: {leases.folder}"
         if current.job is None:
-            leases.record(current, job=job)  # its watcher was killed before it could
+            leases.record(current, job=job)  # its watcher was killed before recording it
     path, suites, before = leases.folder / "restarts.json", leases.folder.parent, Restarts()
     with suppress(UnreadableFile):
         before = read_record(path, Restarts)
     folders = [suites.parent / name for name in suites.name.split(",")]
-    gained = sum(1 for folder in folders for pattern in PROGRESS for _ in folder.glob(pattern))
+    gained = sum(
+        1 for folder in folders for pattern in PROGRESS_FILES for _ in folder.glob(pattern)
+    )
     again = before.job == job and gained <= before.tasks
     fruitless = before.fruitless + 1 if again else 0
     if fruitless > restarts:
-        return EXIT_FRUITLESS, f"{fruitless} restarts in a row ended before another task was done"
+        return EXIT_NO_PROGRESS, f"{fruitless} restarts without progress"
     leases.folder.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(Restarts(job, gained, fruitless)))
     return 0, ""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """`... begin CHECKPOINT SUITE --job ID [--lease ID] [--restarts K]`, for slurm/eval.sh."""
+    """Run `begin CHECKPOINT SUITE --job ID [--lease ID] [--restarts K]` for slurm/eval.sh."""
     parser = argparse.ArgumentParser(prog="python -m eval.schedule")
     parser.add_argument("command", choices=("begin",))
     parser.add_argument("checkpoint", type=Path)
@@ -277,7 +276,7 @@ def main(argv: list[str] | None = None) -> None:
     # not resolved: RUN/checkpoint may be a link to a larger disk
     run, checkpoint = find_checkpoint(Path(os.path.abspath(given.checkpoint)))
     leases = leases_of(run.path, checkpoint.name, given.suite)
-    code, why = begin(leases, given.job, given.lease, given.restarts)
+    code, why = start_job(leases, given.job, given.lease, given.restarts)
     if code:
         print(why, file=sys.stderr)
         raise SystemExit(code)

@@ -1,10 +1,10 @@
-"""The data sets of the suites, staged: read back and verified without any network.
+"""The suites' staged data sets, verified and read without network.
 
     DIR/KEY/SPLIT.parquet   the rows of one split
-    DIR/KEY/manifest.json   written last: where the rows are from, how many, the files' SHA-256
+    DIR/KEY/manifest.json   written last: the rows' source and number, the files' SHA-256
 
-CATALOGUE says where the hub has them and what must be in them. A task's YAML names them:
-`custom_dataset: !function eval.staged.load`, with `dataset_kwargs: {dataset: KEY}`.
+CATALOGUE lists their repositories, columns and sizes. A task's YAML reads them by
+`custom_dataset: !function eval.staged.load` and `dataset_kwargs: {dataset: KEY}`.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import datasets
 
 DISCRIMINATIVE, JRT, BABILONG = "discriminative", "jrt", "babilong"
-SUITES = (DISCRIMINATIVE, JRT, BABILONG)  # birth-year hides its statements in wikitext's text
+SUITES = (DISCRIMINATIVE, JRT, BABILONG)  # birth-year uses the data set wikitext
 
 BABILONG_TASKS = ("qa1", "qa2", "qa3", "qa4", "qa5")
 BABILONG_LENGTHS = ("0k", "1k", "2k", "4k")
@@ -43,7 +43,7 @@ REVISIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class DataSet:
-    """One configuration of a hub repository: the split and columns that a task reads, its rows."""
+    """One configuration of a hub repository: the split, columns and rows that a task reads."""
 
     key: str
     suite: str
@@ -55,7 +55,7 @@ class DataSet:
 
     @property
     def revision(self) -> str | None:
-        return REVISIONS.get(self.path)  # without one stage.py pins what it finds
+        return REVISIONS.get(self.path)  # if None, stage.py pins the newest commit
 
 
 # key, repository, configuration (-: none), split, documents, columns; JRT's numbers: spec/eval.md
@@ -76,7 +76,7 @@ jrt_triviaqa hazyresearch/based_triviaqa - validation 1688 context question orig
 jrt_nq hazyresearch/based_nq_1024 - validation 3157 context question orig_question answers
 jrt_drop hazyresearch/based_drop - validation 2087 context question orig_question answers
 """
-# spec/eval.md: rows of the public CSVs where they are not 999
+# spec/eval.md: rows of the public CSVs if they are not 999
 _BABILONG_ROWS = {
     **dict.fromkeys((("qa1", length) for length in BABILONG_LENGTHS), 1000),
     ("qa3", "1k"): 862,
@@ -133,7 +133,7 @@ def staged_folder(given: str | Path | None = None) -> Path:
 
 
 def data_set(key: str) -> DataSet:
-    """Return the catalogue's entry. Raises UserError for an unknown key."""
+    """Return the catalogue's entry; raises UserError for an unknown key."""
     check_choice("data set", key, CATALOGUE)
     return CATALOGUE[key]
 
@@ -144,44 +144,46 @@ def load(*, dataset: str, staged: str | None = None, **_: Any) -> dict[str, "dat
 
 
 def load_staged(key: str, folder: str | Path | None = None) -> "datasets.Dataset":
-    """Return the rows of the data set `key`, in memory; UserError unless they are as staged."""
+    """Return the rows of the data set `key` in memory; raises UserError if missing or damaged."""
     import datasets
     import pyarrow.parquet
 
     _, content = verify(key, staged_folder(folder))
-    # not Dataset.from_parquet: that would copy it into a cache, which may be read-only
+    # not Dataset.from_parquet, which copies to a cache that may be read-only
     return datasets.Dataset(pyarrow.parquet.read_table(io.BytesIO(content)))
 
 
 def verify(key: str, folder: Path) -> tuple[Manifest, bytes]:
-    """Return the manifest of `key` and its file; UserError unless they are as staged."""
+    """Return the manifest and the file's content of `key`; raises UserError if damaged."""
     data, path = data_set(key), folder / key / MANIFEST
     try:
         manifest = files.read_record(path, Manifest)
     except files.UnreadableFile as error:
-        fault = f"{path.parent}: not staged" if error.is_missing else str(error)
-        raise UserError("todo.staged", f"{fault}; {restage(key, folder)}") from None
+        command = stage_command(key, folder)
+        if error.is_missing:
+            raise UserError("stage.missing", f"{path.parent}: not staged; {command}") from None
+        raise UserError("stage.damaged", f"{error}; {command}", path=path) from None
     expected = {"version": MANIFEST_VERSION, "key": key, "path": data.path, "config": data.config}
     found = {name: getattr(manifest, name) for name in expected}
     if found != expected or set(manifest.splits) != {data.split}:
-        raise UserError(
-            "todo.staged", f"{path}: of {found}, expected {expected}; {restage(key, folder)}"
-        )
+        message = f"{path}: {found}, expected {expected}; {stage_command(key, folder)}"
+        raise UserError("stage.damaged", message, path=path)
     known = manifest.splits[data.split]
     path = folder / key / known.file
     try:
         content = path.read_bytes()
         sha256 = hashlib.sha256(content).hexdigest()
-        fault = "" if sha256 == known.sha256 else "was changed after it was staged"
+        fault = "" if sha256 == known.sha256 else "changed after it was staged"
     except OSError as error:
-        fault = f"cannot be read: {error.strerror}"
+        fault = f"can't be read: {error.strerror}"
     if fault:
-        raise UserError("todo.staged", f"{path}: {fault}; {restage(key, folder)}")
+        message = f"{path}: {fault}; {stage_command(key, folder)}"
+        raise UserError("stage.damaged", message, path=path)
     return manifest, content
 
 
-def restage(key: str, folder: Path) -> str:
-    """Return what to do if the data set `key` is not whole in `folder`."""
+def stage_command(key: str, folder: Path) -> str:
+    """Return the instruction to stage the data set `key` into `folder`."""
     command = f"python -m eval stage --suite {CATALOGUE[key].suite} --only {key} --to {folder}"
     return f"on a machine with network: {command}"
 
@@ -193,14 +195,14 @@ def write_staged(
     *,
     revision: str,
 ) -> Manifest:
-    """Write the data set `key`; a reader sees the old, an error, or the new."""
+    """Write the data set `key`; a concurrent reader sees the old one, an error, or the new one."""
     import datasets
     import pyarrow.parquet
 
     data, target = data_set(key), Path(folder) / key
     if not isinstance(rows, datasets.Dataset):
         rows = datasets.Dataset.from_list([*rows])
-    # the column types travel in the schema, where Dataset finds them again
+    # the column types are stored in the schema, where Dataset reads them
     table = rows.with_format("arrow")[:].cast(rows.features.arrow_schema)
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(table, buffer)
@@ -210,9 +212,9 @@ def write_staged(
     manifest = Manifest(MANIFEST_VERSION, key, data.path, data.config, revision, splits)
     target.mkdir(parents=True, exist_ok=True)
     files.remove_leftovers(target)
-    files.write_atomic(target / f"{file}.next", content)  # a full disk leaves what is staged
+    files.write_atomic(target / f"{file}.next", content)  # a full disk keeps the old files
     (target / MANIFEST).unlink(missing_ok=True)
-    files.fsync_folder(target)  # or a crash could leave the old manifest beside a new file
+    files.fsync_folder(target)  # or a crash could leave the old manifest with a new file
     files.publish(target / f"{file}.next", target / file)
     files.write_json(target / MANIFEST, asdict(manifest))
     return manifest

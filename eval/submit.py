@@ -27,8 +27,8 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.run.folder import RunFolder, named_runs
 from eval import schedule as schedules
-from eval.run_command import add_how
-from eval.schedule import IN_FLIGHT, Entry, Schedule, leases_of
+from eval.run_command import add_evaluation_options
+from eval.schedule import ACTIVE_STATES, Entry, Schedule, leases_of
 from eval.suite_names import ALL, TASKS, is_task_file, split_suites, suite_name
 
 MAX_IN_FLIGHT = 8
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trust_task_files", action="store_true", help=about)
     about = "steps that are multiples of N, and the last (default: each that the run saves)"
     add("--every", type=int, metavar="N", help=about)
-    about = f"how often a job that failed is submitted again (default: {schedules.RETRIES})"
+    about = f"how often a job that failed is submitted again (default: {schedules.DEFAULT_RETRIES})"
     add("--retries", type=int, metavar="R", help=about)
     about = "let these options replace those of schedule.json"
     add("--change", action="store_true", help=about)
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--status", action="store_true", help="a table of what is done and what not")
     add("--json", action="store_true", help="the same as JSON")
     add("--is_finished", action="store_true", help="exit code 0 if nothing is left, else 1")
-    add_how(parser.add_argument_group("passed on to `eval run`"))
+    add_evaluation_options(parser.add_argument_group("passed on to `eval run`"))
 
 
 def execute(arguments: argparse.Namespace) -> None:
@@ -90,24 +90,24 @@ def execute(arguments: argparse.Namespace) -> None:
         "retries": arguments.retries,
         "sbatch": arguments.sbatch,
         "suites": arguments.suites and split_suites(arguments.suites, known),
-        "how": schedules.to_words(vars(arguments)) or None,
+        "how": schedules.to_argv(vars(arguments)) or None,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    looks_only = arguments.status or arguments.json or arguments.is_finished
-    if not looks_only:
+    read_only = arguments.status or arguments.json or arguments.is_finished
+    if not read_only:
         _confirm_task_files(given.get("suites", known), arguments)
-    settled = {"change": arguments.change, "keep": not looks_only}
+    settled = {"change": arguments.change, "keep": not read_only}
     out = arguments.report or (Path("report") if len(named) > 1 else named[0] / "report")
     watcher = Watcher(
-        [Schedule(run, schedules.settle(run, given, **settled)) for run in runs],
-        _queue(needed=not (arguments.local or looks_only)),
+        [Schedule(run, schedules.update_request(run, given, **settled)) for run in runs],
+        _queue(needed=not (arguments.local or read_only)),
         Path(os.path.abspath(out)),
         max_in_flight=arguments.max_in_flight or (1 if arguments.local else MAX_IN_FLIGHT),
         local=arguments.local,
         console=Console(),
         absent=absent,
     )
-    (show if looks_only else watch)(watcher, arguments)
+    (show if read_only else watch)(watcher, arguments)
 
 
 def _confirm_task_files(suites: list[str], arguments: argparse.Namespace) -> None:
@@ -142,7 +142,7 @@ def _queue(*, needed: bool) -> Slurm:
 
 
 @dataclass(frozen=True)
-class Work:
+class JobSpec:
     """What one job does: a script in slurm/, its words after those of the lease, and its end."""
 
     name: str
@@ -166,33 +166,33 @@ class Watcher:
     console: Console
     absent: Sequence[Path] = ()
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self.console.print(f"{time.strftime('%H:%M:%S')} {line}", soft_wrap=True, markup=False)
 
-    def look(self) -> Overview:
-        return [(schedule, schedule.look(self.queue)) for schedule in self.schedules]
+    def overview(self) -> Overview:
+        return [(schedule, schedule.entries(self.queue)) for schedule in self.schedules]
 
-    def one_pass(self) -> Overview:
+    def poll(self) -> Overview:
         """Hold, give out what may be, report if all is done; return what a look then finds."""
         looks_again = True
         while looks_again:
             self.queue.refresh()
-            overview = self.look()
+            overview = self.overview()
             for schedule, found in overview:
-                schedule.hold(found)
-                late = {entry.step for entry in found if entry.state in ("waiting", *IN_FLIGHT)}
+                schedule.update_holds(found)
+                late = {entry.step for entry in found if entry.state in ("waiting", *ACTIVE_STATES)}
                 if schedule.kept and len(late) > (bound := schedule.kept + schedule.max_held):
-                    self.say(
+                    self.log(
                         f"{schedule.run.path}: {len(late)} checkpoints wait, and the trainer keeps "
                         f"{bound}: raise --max_in_flight or --checkpoint.max_held"
                     )
-            looks_again = self._start_next(overview)
+            looks_again = self._start_waiting(overview)
         if self._is_evaluated(overview) and self.report_state()[0] == "waiting":
-            work = self._report_work()
+            work = self._report_job()
             self._start(work, work.leases.current())
         for run in self.absent:
-            self.say(f"{run}: it has not begun, or is no run folder")
-        self.say(summary(overview))
+            self.log(f"{run}: it has not begun, or is no run folder")
+        self.log(summary(overview))
         return overview
 
     def is_finished(self, overview: Overview) -> bool:
@@ -201,7 +201,7 @@ class Watcher:
 
     def report_state(self) -> tuple[str, str]:
         """Return done, failed, waiting, or the state of its job; and why."""
-        work = self._report_work()
+        work = self._report_job()
         if work.is_done():
             return "done", str(self.out)
         state, _, ended = work.leases.judge(work.leases.current(), self.queue)
@@ -212,14 +212,14 @@ class Watcher:
     def _is_evaluated(self, overview: Overview) -> bool:
         return not self.absent and all(s.is_finished(found) for s, found in overview)
 
-    def _start_next(self, overview: Overview) -> bool:
+    def _start_waiting(self, overview: Overview) -> bool:
         """Start as much as may be, oldest first; return whether to look again at once."""
         waiting = [(s, e) for s, found in overview for e in found if e.state == "waiting"]
-        in_flight = sum(entry.state in IN_FLIGHT for _, found in overview for entry in found)
+        in_flight = sum(entry.state in ACTIVE_STATES for _, found in overview for entry in found)
         for schedule, entry in sorted(waiting, key=lambda pair: pair[1].step):
             if in_flight >= self.max_in_flight:
                 return False
-            if not self._start(self._work(schedule, entry), entry.lease):
+            if not self._start(self._evaluation_job(schedule, entry), entry.lease):
                 in_flight = self._num_in_flight()
             elif self.local:  # it took hours, and is over
                 return True
@@ -227,26 +227,26 @@ class Watcher:
                 in_flight += 1
         return False
 
-    def _work(self, schedule: Schedule, entry: Entry) -> Work:
+    def _evaluation_job(self, schedule: Schedule, entry: Entry) -> JobSpec:
         checkpoint = str(schedule.checkpoints.step_path(entry.step))
         leases = leases_of(schedule.run.path, entry.step, entry.suite)
-        return Work(
+        return JobSpec(
             name=f"eval-{schedule.run.path.name}-step-{entry.step}-{suite_name(entry.suite)}",
             leases=leases,
             script="eval.sh",
-            words=[checkpoint, entry.suite, *schedule.words_for(entry.suite)],
+            words=[checkpoint, entry.suite, *schedule.options_for(entry.suite)],
             is_done=lambda: schedule.has_results(entry.step, entry.suite),
             log_folder=leases.folder.parent,
             flags=schedule.request.sbatch,
         )
 
-    def _report_work(self) -> Work:
+    def _report_job(self) -> JobSpec:
         """One report of what there is now: another set of runs or steps is another report."""
         what = [[str(s.run.path), s.steps, s.request.suites] for s in self.schedules]
         digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]
         folder = self.out / "leases" / digest
         runs = [str(schedule.run.path) for schedule in self.schedules]
-        return Work(
+        return JobSpec(
             name=f"eval-report-{self.schedules[0].run.path.name}",
             leases=Leases(folder),
             script="eval_report.sh",
@@ -256,7 +256,7 @@ class Watcher:
             flags=self.schedules[0].request.sbatch,
         )
 
-    def _start(self, work: Work, before: Lease | None) -> bool:
+    def _start(self, work: JobSpec, before: Lease | None) -> bool:
         """Claim and submit `work`; return False if another has it, or too much is in flight."""
         number = 1 if before is None else before.number + 1
         # a name without what a shell or squeue would take amiss
@@ -264,12 +264,12 @@ class Watcher:
         lease = cluster.new_lease(number, name, cluster=self.queue.name)
         if not work.leases.claim(lease):
             return False
-        if why := self._changed(work, lease):
+        if why := self._reason_to_skip(work, lease):
             work.leases.record(lease, ended=f"given back: {why}")
             return False
         words = (["--lease", lease.id] if work.script == "eval.sh" else []) + work.words
         if self.local:
-            self._run_here(work, lease, words)
+            self._run_locally(work, lease, words)
             return True
         log = f"{str(work.log_folder).replace('%', '%%')}/slurm-%j.log"
         if "\\" in log:  # sbatch would take it for a sign of its own
@@ -286,10 +286,10 @@ class Watcher:
             self.queue.cancel(job)  # we slept so long that another took over
             return False
         work.leases.record(lease, job=job)
-        self.say(f"job {job}: {name}")
+        self.log(f"job {job}: {name}")
         return True
 
-    def _changed(self, work: Work, lease: Lease) -> str:
+    def _reason_to_skip(self, work: JobSpec, lease: Lease) -> str:
         """Return what has changed since the look, now that all see the claim; empty if nothing."""
         if work.is_done():
             return "it is done"
@@ -297,9 +297,9 @@ class Watcher:
             return f"{self.max_in_flight} are in flight"
         return "" if work.leases.is_current(lease.id) else "another watcher has a later claim"
 
-    def _run_here(self, work: Work, lease: Lease, words: list[str]) -> None:
+    def _run_locally(self, work: JobSpec, lease: Lease, words: list[str]) -> None:
         lease = work.leases.record(lease, job=LOCAL)
-        self.say(f"here: {work.name}")
+        self.log(f"here: {work.name}")
         command = ["bash", str(SCRIPTS / work.script), "--local", *words]
         environ = os.environ | {"CANON_REPO": str(SCRIPTS.parent)}
         process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL)
@@ -318,7 +318,7 @@ class Watcher:
 
     def _num_in_flight(self) -> int:
         self.queue.refresh()
-        return sum(entry.state in IN_FLIGHT for _, found in self.look() for entry in found)
+        return sum(entry.state in ACTIVE_STATES for _, found in self.overview() for entry in found)
 
 
 def watch(watcher: Watcher, arguments: argparse.Namespace) -> None:
@@ -327,14 +327,14 @@ def watch(watcher: Watcher, arguments: argparse.Namespace) -> None:
         if any(RunFolder(run).config_file.exists() for run in watcher.absent):
             return execute(arguments)  # a run has begun: its own schedule joins the others
         try:
-            overview = watcher.one_pass()
+            overview = watcher.poll()
         except UserError as error:
             if arguments.once:
                 raise
-            watcher.say(f"{error}; trying again in {arguments.interval_s:.0f} s")
+            watcher.log(f"{error}; trying again in {arguments.interval_s:.0f} s")
         else:
             if watcher.is_finished(overview):
-                watcher.say("finished")
+                watcher.log("finished")
                 failed = any(e.state == "failed" for _, found in overview for e in found)
                 if failed or watcher.report_state()[0] != "done":
                     raise SystemExit(1)
@@ -353,7 +353,7 @@ def summary(overview: Overview) -> str:
 
 def show(watcher: Watcher, arguments: argparse.Namespace) -> None:
     """Print what a look finds: a table per run, or one JSON object, or an exit code alone."""
-    overview = watcher.look()
+    overview = watcher.overview()
     finished = watcher.is_finished(overview)
     if arguments.is_finished:
         raise SystemExit(0 if finished else 1)

@@ -19,7 +19,7 @@ from canon_pretrain.run.results import SUITES, VALIDATION
 
 ALL = "all"
 # least default of --max_length: what hides among 4,096 tokens would else be cut off, or left out
-LEAST_LENGTHS = {"babilong": 8192, "birth_year": 8192}
+MIN_MAX_LENGTHS = {"babilong": 8192, "birth_year": 8192}
 # of the suites' tasks; an option of a suite's tasks begins with its name
 FOLDERS = ("discriminative", "jrt", "babilong", "birth_year")
 TASKS = Path(__file__).parent / "tasks"
@@ -132,19 +132,19 @@ def find_suite(given: str) -> tuple[str, Path | None]:
     )
 
 
-def folder_of(path: Path | None) -> str:
+def task_folder(path: Path | None) -> str:
     """Return the folder in eval/tasks that a task file is in; empty for any other file."""
     return path.parent.name if path and path.resolve().is_relative_to(TASKS) else ""
 
 
-def asked_how(name: str, how: argparse.Namespace, seq_len: int) -> dict[str, Any]:
+def suite_settings(name: str, how: argparse.Namespace, seq_len: int) -> dict[str, Any]:
     """Return what options make of a suite's question; files count by their content."""
 
     def content(value: Path | str) -> str:
         return f"file {sha256_file(Path(value))}" if is_file(value) else str(value)
 
-    own = folder_of(task_files().get(name))
-    length = how.max_length or max(seq_len, LEAST_LENGTHS.get(own, 0))
+    own = task_folder(task_files().get(name))
+    length = how.max_length or max(seq_len, MIN_MAX_LENGTHS.get(own, 0))
     asked: dict[str, Any] = {"max_length": length, "add_bos": how.add_bos}
     if name == VALIDATION:
         return asked

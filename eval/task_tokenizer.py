@@ -18,7 +18,7 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import HF_FILE, load_tokenizer
 
 HF_CONFIG = "tokenizer_config.json"
-WAY_OUT = """name it with --metadata '{"tokenizer": "FOLDER"}': a data folder, an exported \
+TOKENIZER_HINT = """name it with --metadata '{"tokenizer": "FOLDER"}': a data folder, an exported \
 folder, or the file of a tokenizer"""
 # the names under which lm_eval looks a model's length up, in its order
 POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx")
@@ -38,7 +38,8 @@ def task_tokenizer(metadata: Mapping[str, Any]) -> TaskTokenizer:
     given = metadata.get("tokenizer") or metadata.get("pretrained")
     if not given:
         raise UserError(
-            "todo.task_tokenizer", f"this task needs the evaluated model's tokenizer: {WAY_OUT}"
+            "todo.task_tokenizer",
+            f"this task needs the evaluated model's tokenizer: {TOKENIZER_HINT}",
         )
     path = Path(str(given)).expanduser()
     if path.exists() and not (path / HF_CONFIG).is_file():
@@ -57,7 +58,7 @@ def _of_data(folder: Path) -> TaskTokenizer:
         found = load_tokenizer(folder, eos=eos)
     except UserError as error:
         raise UserError(
-            "todo.task_tokenizer", f"{error}. This task reads text: {WAY_OUT}"
+            "todo.task_tokenizer", f"{error}. This task reads text: {TOKENIZER_HINT}"
         ) from None
     encode = lambda text: found.encode(text).tolist()  # noqa: E731
     return TaskTokenizer(found.sha256, encode, lambda ids: found.decode(list(ids)))
@@ -80,7 +81,7 @@ def _of_export(name: str, revision: str | None) -> TaskTokenizer:
         found = kind.from_pretrained(name, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = " ".join(f"no tokenizer can be loaded from there ({error})".split())
-        raise UserError("todo.task_tokenizer", f"{name}: {reason}; {WAY_OUT}") from None
+        raise UserError("todo.task_tokenizer", f"{name}: {reason}; {TOKENIZER_HINT}") from None
     try:
         sha256 = str(read_json(folder / RECORD)["tokenizer"]["sha256"])
     except (UnreadableFile, KeyError, TypeError):
@@ -105,7 +106,7 @@ def known_max_length(metadata: Mapping[str, Any]) -> int | None:
         return None  # no exported folder: the name of a model on the hub, or none
 
 
-def lengths_beyond(prompts: Iterable[str], room: int, metadata: Mapping[str, Any]) -> list[int]:
+def lengths_over(prompts: Iterable[str], room: int, metadata: Mapping[str, Any]) -> list[int]:
     """Return the lengths in tokens of those prompts that have more than `room`."""
     # a token is a letter at least, and one may be put before the text: what is short needs no count
     # (beyond ASCII, normalisation makes several letters of one)

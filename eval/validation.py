@@ -27,13 +27,13 @@ def validation_task(
     held_out: TokenShards,
     seq_len: int,
     limit: int | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> TaskPlan:
     """Return the suite's one task: losses of the model and of count models of `train`."""
 
     def ask(lm: CanonLM) -> dict[str, TaskResult]:
         loss, documents = model_loss(lm, held_out, seq_len=seq_len, limit=limit)
-        say("counting the training shards' unigrams and bigrams")
+        log("counting the training shards' unigrams and bigrams")
         baselines = baseline_losses(train, held_out, seq_len=seq_len, limit=limit)
         answers = {}
         for name, found in {VALIDATION: loss, **baselines}.items():
@@ -67,7 +67,7 @@ def model_loss(
         scores = lm.score_parts(rows, [list(sizes[number].values()) for number in batch])
         return dict(zip(batch, scores, strict=True))
 
-    scores = lm.run(plan, lambda batch: batch, work, [size for _, size in places])
+    scores = lm.map_batches(plan, lambda batch: batch, work, [size for _, size in places])
     nats, tokens = defaultdict[int, list[float]](list), Counter[int]()
     for known, parts in zip(sizes, scores, strict=True):
         tokens.update(known)

@@ -32,7 +32,7 @@ TEXT = "now is better than never although never is often better than right now"
 def answers(ranks: Ranks) -> dict[str, Any]:
     """All three kinds of request, floats as hex: bitwise."""
     told: list[int] = []
-    given = {"max_length": 40, "batch_tokens": 150, "ranks": ranks, "answered": told.append}
+    given = {"max_length": 40, "batch_tokens": 150, "ranks": ranks, "on_done": told.append}
     lm = CanonLM(build(VARIANTS["nope ABCD"]).eval(), Letters(), **given)
 
     def ask(kind: str, asked: list[Any]) -> Any:
@@ -67,7 +67,7 @@ def plumbing(ranks: Ranks) -> Any:
         "told": sum(told),
         "empty": ranks.map(work, [], []),
         "again": ranks.map(lambda item: item + 1, [1, 2, 3], [1] * 3),
-        "turn": ranks.in_turn(time.monotonic),
+        "turn": ranks.rank_zero_first(time.monotonic),
         "broadcast": ranks.broadcast({"from": ranks.rank}),
     }
 
@@ -79,7 +79,7 @@ def memory(ranks: Ranks) -> Any:
     model: Any = Full(build(VARIANTS["rope"]).eval(), most)
     # or one rank would do all batches before the other begins
     model.register_forward_pre_hook(lambda *_: time.sleep(0.005))
-    given = {"max_length": 30, "batch_tokens": 300, "ranks": ranks, "say": said.append}
+    given = {"max_length": 30, "batch_tokens": 300, "ranks": ranks, "log": said.append}
     lm = CanonLM(model, Letters(), **given)
     choices = [(TEXT[:n], TEXT[n : n + 4]) for n in range(3, 60)]
     for _ in range(3):
@@ -116,7 +116,7 @@ def raises_between(ranks: Ranks) -> None:
 
 
 def refuses(ranks: Ranks) -> None:
-    ranks.in_turn(
+    ranks.rank_zero_first(
         fails(UserError("todo.eval_rank_processes", "no such data set"))
         if ranks.rank == 0
         else lambda: None

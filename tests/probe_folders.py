@@ -5,7 +5,7 @@ from pathlib import Path
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from eval.harness import harness
+from eval.harness import quiet_harness
 from eval.tasks.birth_year.probes import SETS, Encoder, Junk
 from eval.tasks.birth_year.task import Corpus, FrozenSets
 from tests import data_folders
@@ -48,7 +48,7 @@ def freeze_all(base: Path) -> dict[str, str]:
 
 def load_tasks(names: list[str], **metadata: object) -> dict[str, Task]:
     """The tasks as the harness loads them from their files."""
-    with harness():
+    with quiet_harness():
         where = {"include_path": str(TASKS), "include_defaults": False}
         manager = TaskManager(**where, metadata=dict(metadata))
         return dict(manager.load(names)["tasks"])

@@ -1,4 +1,4 @@
-"""A checkpoint as lm_eval sees it: the three kinds of request, answered by our Transformer."""
+"""A checkpoint as an lm_eval model: the three request types, answered by our Transformer."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,30 +19,30 @@ from canon_pretrain.model.transformer import Transformer
 from eval.model.ranks import Ranks
 from eval.model.score import Answer, Batch, Pair, Planner, Row, score_batch
 
-# of a vocabulary of 32,000 their float32 logits are 1 GB, keys and values of the 1.3B 3 GB
+# 1 GB of float32 logits with a vocabulary of 32,000; 3 GB of keys and values for the 1.3B model
 BATCH_TOKENS = 8192
-# characters of a prompt that are read in the time of one new token, roughly
+# characters of a prompt that are read in about the time of one generated token
 NEW_TOKEN_COST = 32
-# tokens of a pass that would take as long as the pass does with none, roughly
+# tokens that take about as long as the fixed cost of a pass
 PASS_TOKENS = {"cpu": 32, "cuda": 1024}
-# tokens that are best read at once: what a CPU's caches do not hold takes it 1.9 times as long
+# tokens per pass: beyond a CPU's caches it takes 1.9 times as long
 READ_TOKENS = {"cpu": 512}
 DEFAULT_GEN_TOKENS = 256
-NO_ROOM = "does not fit in the device's memory: lower --max_length or take --dtype bfloat16"
+OUT_OF_MEMORY_HINT = "out of device memory: lower --max_length or use --dtype bfloat16"
 GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "num_beams"}
 
 Work = TypeVar("Work")
 Result = TypeVar("Result")
 
 
-class Question(NamedTuple):
+class GenerationRequest(NamedTuple):
     context: tuple[int, ...]
     until: tuple[str, ...]
     max_tokens: int
 
 
 def request_cost(request: Instance) -> int:
-    """Return about how much work a request is, in characters read; choices share a context."""
+    """Estimate the cost of a request in characters read; choices share a context."""
     context = len(request.args[0])
     if request.request_type == "generate_until":
         options = normalize_gen_kwargs(request.args[1], DEFAULT_GEN_TOKENS)
@@ -53,12 +53,11 @@ def request_cost(request: Instance) -> int:
 
 
 class CanonLM(TemplateLM):
-    """`model` and `tokenizer` (None: token-level scores only) as an lm_eval model.
+    """An lm_eval model of `model` and `tokenizer` (None: token-level scores only).
 
-    `batch_tokens` bounds the tokens of a batch in a cache, `read_tokens` those of a pass; `add_bos`
-    puts EOS before every text. `answered` receives the costs of requests as they are answered;
-    `truncated` collects the doc_id of items whose context lost its beginning. All `ranks` make the
-    same calls.
+    `batch_tokens` limits the tokens per batch in a cache, `read_tokens` those per pass; `add_bos`
+    puts EOS before every text. `on_done` receives the costs of answered requests; `truncated`
+    collects the doc_id of items whose context was cut. All `ranks` must make the same calls.
     """
 
     def __init__(
@@ -70,51 +69,48 @@ class CanonLM(TemplateLM):
         batch_tokens: int = BATCH_TOKENS,
         add_bos: bool = False,
         ranks: Ranks | None = None,
-        answered: Callable[[int], None] = lambda cost: None,
-        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+        on_done: Callable[[int], None] = lambda cost: None,
+        log: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
     ) -> None:
         super().__init__()
         if tokenizer is not None and tokenizer.vocab_size > model.args.vocab_size:
-            sizes = f"{tokenizer.vocab_size} pieces, the model {model.args.vocab_size}"
+            sizes = f"{tokenizer.vocab_size} tokens, the model {model.args.vocab_size}"
             raise UserError(
-                "todo.lm", f"the tokenizer has {sizes}: give the one it was trained with"
+                "eval.vocab_size", f"the tokenizer has {sizes}: use the tokenizer of training"
             )
         longest = model.args.max_seq_len
         if not 1 <= max_length <= longest:
-            raise UserError(
-                "todo.lm", f"max_length {max_length}: this model takes 1 to {longest} tokens"
-            )
-        self.model, self._text = model, tokenizer
+            message = f"max_length {max_length}: expected 1 to {longest}"
+            raise UserError("eval.max_length", message, given=max_length, expected=longest)
+        self.model, self._tokenizer = model, tokenizer
         self.max_length, self.batch_tokens = max_length, batch_tokens
-        self.ranks, self.answered, self.say = ranks or Ranks(), answered, say
+        self.ranks, self.on_done, self.log = ranks or Ranks(), on_done, log
         self.truncated: set[int | None] = set()
         self._device_type = model.tok_embeddings.weight.device.type
         self.read_tokens: int | None = READ_TOKENS.get(self._device_type)
         self._bos = [self.eot_token_id] if add_bos else []
 
     @property
-    def text(self) -> Tokenizer:
+    def text_tokenizer(self) -> Tokenizer:
         """The tokenizer; raises UserError if there is none."""
-        if self._text is None:
-            raise UserError(
-                "todo.lm", "this model was given no tokenizer, so it reads and writes no text"
-            )
-        return self._text
+        if self._tokenizer is None:
+            raise UserError("eval.no_tokenizer", "this model has no tokenizer to read text with")
+        return self._tokenizer
 
     @property
     def eot_token_id(self) -> int:
-        """EOS, also `prefix_token_id`: the token before a text without context."""
-        return self.text.eos_id
+        """Return EOS, also `prefix_token_id`: the token before a text without context."""
+        return self.text_tokenizer.eos_id
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
         """Return the ids of `string`, after EOS with `add_bos` unless add_special_tokens=False."""
-        found = [int(token) for token in self.text.encode(string)]
+        found = [int(token) for token in self.text_tokenizer.encode(string)]
         return found if add_special_tokens is False else self._bos + found
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Answer]:
-        """Return (log-likelihood, is greedy) of each (context, continuation)."""
+        """Return (log-likelihood, whether greedy) per (context, continuation)."""
         pairs = []
         for request in requests:
             context, continuation = request.args
@@ -123,7 +119,7 @@ class CanonLM(TemplateLM):
             else:
                 before = [self.prefix_token_id]
                 after = self.tok_encode(continuation, add_special_tokens=False)
-                if after[:1] == before:  # a text that begins with EOS needs no other
+                if after[:1] == before:  # the text begins with EOS already
                     after = after[1:]
             pairs.append(self._pair(before + after, len(after), request))
         return self.score_pairs(pairs, [request_cost(request) for request in requests])
@@ -132,10 +128,9 @@ class CanonLM(TemplateLM):
         if not 0 < count <= self.max_length or count == len(tokens):
             item = "" if request is None else f"{request.task_name}, document {request.doc_id}: "
             given = f"{count} tokens after {len(tokens) - count}"
-            raise UserError(
-                "todo.lm", f"{item}a continuation of {given}: expected 1 to {self.max_length}"
-            )
-        # the last token is only predicted, never read: hence one more than max_length
+            message = f"{item}a continuation of {given}: expected 1 to {self.max_length}"
+            raise UserError("eval.continuation", message, given=count, expected=self.max_length)
+        # the last token is only predicted, not read: hence one more than max_length
         kept = tokens[-(self.max_length + 1) :]
         if request is not None and len(kept) < len(tokens):
             self.truncated.add(request.doc_id)
@@ -144,15 +139,15 @@ class CanonLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[float]:
-        """Return the log-likelihood of each whole text, in windows of max_length as the harness."""
+        """Return the log-likelihood of each whole text, in lm_eval's windows of max_length."""
         found: list[tuple[int, int, Pair]] = []
         for index, request in enumerate(requests):
             tokens, cost = self.tok_encode(request.args[0]), request_cost(request)
             windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
             for context, scored in map(make_disjoint_window, windows):
                 found.append((index, cost, self._pair(context + scored, len(scored))))
-                cost = 0  # the first window counts for all
-            self.answered(cost)  # of a text without windows
+                cost = 0  # the first window has the cost of all
+            self.on_done(cost)  # nonzero for a text without windows
         totals = [0.0] * len(requests)
         scores = self.score_pairs([pair for *_, pair in found], [cost for _, cost, _ in found])
         for (owner, *_), (score, _) in zip(found, scores, strict=True):
@@ -166,8 +161,8 @@ class CanonLM(TemplateLM):
         return self.score_pairs(pairs, [1] * len(pairs))
 
     def score_pairs(self, pairs: Sequence[Pair], costs: Sequence[int]) -> list[Answer]:
-        """Return the answer of each pair, in batches shared out over the ranks; see score.py."""
-        return self.run(
+        """Return the answer to each pair, from batches distributed over the ranks; see score.py."""
+        return self.map_batches(
             lambda budget, chosen: self._planner(budget).plan(pairs, chosen),
             lambda batch: batch.pairs,
             lambda budget, batch: score_batch(self.model, self._planner(budget), pairs, batch),
@@ -177,7 +172,7 @@ class CanonLM(TemplateLM):
     def score_parts(
         self, rows: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
     ) -> list[list[float]]:
-        """Return log-likelihoods of consecutive parts of each row, whose `sizes` end with it."""
+        """Return log-likelihoods of consecutive parts of each row; the last one ends the row."""
         pairs, groups = list[Pair](), []
         for row, parts in zip(rows, sizes, strict=True):
             ends = list(accumulate(parts, initial=len(row) - sum(parts)))[1:]
@@ -192,46 +187,46 @@ class CanonLM(TemplateLM):
     def _planner(self, budget: int) -> Planner:
         return Planner(budget, self.read_tokens or budget, PASS_TOKENS.get(self._device_type, 1024))
 
-    def run(
+    def map_batches(
         self,
         plan: Callable[[int, Sequence[int]], list[Work]],
         members: Callable[[Work], Sequence[int]],
         work: Callable[[int, Work], Mapping[int, Result]],
         costs: Sequence[int],
     ) -> list[Result]:
-        """Return the result of each of the items with these `costs`, on all ranks.
+        """Return the result of each item of `costs`, on all ranks.
 
         `plan(batch_tokens, items)` returns batches, `members(batch)` the items of one,
         `work(batch_tokens, batch)` their results. Lowers `batch_tokens` to what fits on all ranks.
         """
         most = fits = self.batch_tokens
 
-        def solve(batch: Work, budget: int) -> dict[int, Result]:
+        def run_batch(batch: Work, budget: int) -> dict[int, Result]:
             nonlocal fits
             items = members(batch)
-            if fits < budget:  # memory has run out since it was planned
-                return solve_all(plan(fits, items), fits)
-            results = unless_out_of_memory(partial(work, budget, batch))
+            if fits < budget:  # out of memory since it was planned
+                return run_batches(plan(fits, items), fits)
+            results = none_if_out_of_memory(partial(work, budget, batch))
             if results is not None:
                 return dict(results)
             if len(items) == 1:
-                raise UserError("todo.lm", f"one item alone {NO_ROOM}")
+                raise UserError("eval.out_of_memory", f"a single item: {OUT_OF_MEMORY_HINT}")
             if fits == most:
-                self.say(f"out of memory with {fits} tokens a batch: going on with fewer")
+                self.log(f"out of memory with {fits} tokens per batch: continuing with fewer")
             fits = budget = max(1, fits // 2)
             smaller = plan(budget, items)
-            if len(smaller) == 1:  # a sequence longer than the budget: fewer items at least
+            if len(smaller) == 1:  # a sequence exceeds the budget: halve the items
                 half = len(items) // 2
                 smaller = plan(budget, items[:half]) + plan(budget, items[half:])
-            return solve_all(smaller, budget)
+            return run_batches(smaller, budget)
 
-        def solve_all(parts: Sequence[Work], budget: int) -> dict[int, Result]:
-            return {item: one for part in parts for item, one in solve(part, budget).items()}
+        def run_batches(parts: Sequence[Work], budget: int) -> dict[int, Result]:
+            return {item: one for part in parts for item, one in run_batch(part, budget).items()}
 
         planned = plan(most, range(len(costs)))
         batch_costs = [sum(costs[item] for item in members(batch)) for batch in planned]
         shares = self.ranks.map(
-            lambda batch: (solve(batch, most), fits), planned, batch_costs, self.answered
+            lambda batch: (run_batch(batch, most), fits), planned, batch_costs, self.on_done
         )
         self.batch_tokens = min((fitted for _, fitted in shares), default=most)
         results = {item: result for share, _ in shares for item, result in share.items()}
@@ -239,81 +234,82 @@ class CanonLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Return the greedy answer to each context, cut at EOS, its length or its first `until`."""
-        asked: dict[Question, int] = {}  # its cost; the same question is asked once
+        costs: dict[GenerationRequest, int] = {}  # equal requests are answered once
         order = []
         for request in requests:
             context, options = request.args
             tokens = self.tok_encode(context) or [self.prefix_token_id]
-            found = question(tokens, options, self.max_length)
-            if len(found.context) < len(tokens):
+            prompt = generation_request(tokens, options, self.max_length)
+            if len(prompt.context) < len(tokens):
                 self.truncated.add(request.doc_id)
-            asked[found] = asked.get(found, 0) + request_cost(request)
-            order.append(found)
-        questions = list(asked)
+            costs[prompt] = costs.get(prompt, 0) + request_cost(request)
+            order.append(prompt)
+        prompts = list(costs)
 
         def plan(budget: int, chosen: Sequence[int]) -> list[list[int]]:
-            prompts = [questions[i].context for i in chosen]
-            limits = [questions[i].max_tokens for i in chosen]
-            found = batches(prompts, limits, budget, self.model.args.max_seq_len)
+            contexts = [prompts[i].context for i in chosen]
+            limits = [prompts[i].max_tokens for i in chosen]
+            found = batches(contexts, limits, budget, self.model.args.max_seq_len)
             return [[chosen[k] for k in batch] for batch in found]
 
         def work(budget: int, batch: list[int]) -> dict[int, str]:
-            chosen = [questions[i] for i in batch]
-            return dict(zip(batch, self._continuations(chosen, budget), strict=True))
+            chosen = [prompts[i] for i in batch]
+            return dict(zip(batch, self._generate_texts(chosen, budget), strict=True))
 
-        answers = self.run(plan, lambda batch: batch, work, list(asked.values()))
-        texts = dict(zip(questions, answers, strict=True))
+        answers = self.map_batches(plan, lambda batch: batch, work, list(costs.values()))
+        texts = dict(zip(prompts, answers, strict=True))
         return [texts[one] for one in order]
 
-    def _continuations(self, questions: Sequence[Question], batch_tokens: int) -> Iterator[str]:
-        def is_answered(index: int, tokens: list[int]) -> bool:
-            text = self._written(questions[index], tokens)
-            return any(stop in text for stop in questions[index].until)
+    def _generate_texts(
+        self, prompts: Sequence[GenerationRequest], batch_tokens: int
+    ) -> Iterator[str]:
+        def is_complete(index: int, tokens: list[int]) -> bool:
+            text = self._decode_answer(prompts[index], tokens)
+            return any(stop in text for stop in prompts[index].until)
 
         answers = generate(
             self.model,
-            [asked.context for asked in questions],
-            max_new_tokens=[asked.max_tokens for asked in questions],
-            eos_id=self.text.eos_id,
-            stop=is_answered,
+            [prompt.context for prompt in prompts],
+            max_new_tokens=[prompt.max_tokens for prompt in prompts],
+            eos_id=self.text_tokenizer.eos_id,
+            stop=is_complete,
             batch_tokens=batch_tokens,
             read_tokens=self.read_tokens,
         )
-        for asked, tokens in zip(questions, answers, strict=True):
-            yield postprocess_generated_text(self._written(asked, tokens), list(asked.until), None)
+        for prompt, tokens in zip(prompts, answers, strict=True):
+            text = self._decode_answer(prompt, tokens)
+            yield postprocess_generated_text(text, list(prompt.until), None)
 
-    def _written(self, asked: Question, tokens: list[int]) -> str:
-        # SentencePiece drops the space before a text's first word, which this is not
-        last = list(asked.context[-1:])
-        return self.text.decode([*last, *tokens])[len(self.text.decode(last)) :]
+    def _decode_answer(self, prompt: GenerationRequest, tokens: list[int]) -> str:
+        # SentencePiece drops the space before a text's first word
+        last = list(prompt.context[-1:])
+        return self.text_tokenizer.decode([*last, *tokens])[len(self.text_tokenizer.decode(last)) :]
 
 
-def question(tokens: Sequence[int], options: dict[str, Any], max_length: int) -> Question:
-    """Return the question of a prompt, without its beginning if it and its answer do not fit."""
+def generation_request(
+    tokens: Sequence[int], options: dict[str, Any], max_length: int
+) -> GenerationRequest:
+    """Return the request of a prompt, whose beginning is cut if it and its answer do not fit."""
     options = dict(normalize_gen_kwargs(options, DEFAULT_GEN_TOKENS))
     unknown = options.keys() - GENERATION_OPTIONS
     is_sampled = options.get("do_sample") or options.get("temperature", 0.0) > 0
     if is_sampled or options.get("num_beams", 1) != 1 or unknown:
-        raise UserError(
-            "todo.lm", f"generation options {options}: expected greedy (until, max_gen_toks)"
-        )
+        message = f"generation options {options}: expected greedy (until, max_gen_toks)"
+        raise UserError("eval.not_greedy", message)
     room = max_length - options["max_gen_toks"]
     if room < 1:
-        raise UserError(
-            "todo.lm",
-            f"max_gen_toks = {options['max_gen_toks']} leaves no room for a prompt: raise "
-            f"--max_length above {max_length}",
-        )
+        message = f"max_gen_toks = {options['max_gen_toks']} leaves no room for a prompt"
+        raise UserError("eval.max_length", f"{message}: raise --max_length", given=max_length)
     until = tuple(stop for stop in options["until"] if stop)
-    return Question(tuple(tokens[-room:]), until, options["max_gen_toks"])
+    return GenerationRequest(tuple(tokens[-room:]), until, options["max_gen_toks"])
 
 
-def unless_out_of_memory(work: Callable[[], Result]) -> Result | None:
-    """Return `work()`; None if it ran out of memory, all of which is free again then."""
+def none_if_out_of_memory(work: Callable[[], Result]) -> Result | None:
+    """Return `work()`, or None after freeing memory if it ran out."""
     try:
         return work()
     except torch.OutOfMemoryError:
-        pass  # outside of this block: the error holds on to the frames and their tensors
+        pass  # free memory outside of this block: the error refers to the frames' tensors
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return None

@@ -1,7 +1,7 @@
-"""The processes of one evaluation under torchrun: work shared out, answers on all ranks.
+"""The ranks of one evaluation under torchrun: shared work, with all results on every rank.
 
-Each rank loads the model and builds the same list of work; whoever is free takes the next item,
-which does not depend on the number of ranks. A rank that fails or dies ends the others.
+Each rank loads the model and builds the same list of items; a free rank takes the next one. Items
+do not depend on the number of ranks. A rank that fails or dies ends the others.
 """
 
 import os
@@ -21,16 +21,16 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 START_TIMEOUT = timedelta(minutes=10)
-# for ranks that hang: dead ones are noticed at once, by their closed connections
+# for hanging ranks: dead ones are noticed at once by their closed connections
 WORK_TIMEOUT = timedelta(days=2)
 
 
 class RankFailed(UserError):
-    """Another rank raised an error or is gone."""
+    """Another rank raised an error or died."""
 
 
 class Ranks:
-    """This process among those of an evaluation; `local_rank` is the number of its GPU."""
+    """The process group of an evaluation, from this rank; `local_rank` is its GPU's index."""
 
     def __init__(
         self, rank: int = 0, world_size: int = 1, local_rank: int = 0, store: Any = None
@@ -40,21 +40,19 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> "Ranks":
-        """Connect the ranks that torchrun started; one rank if it did not start this process."""
+        """Connect the ranks that torchrun started; a single rank without torchrun."""
         if read_count(os.environ, "WORLD_SIZE") <= 1:
             return cls()
         try:
-            # the store by itself, not through init_process_group: `map` counts items in it
+            # not by init_process_group: `map` counts items in the store
             store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=START_TIMEOUT)))
             store.set_timeout(WORK_TIMEOUT)
             given = {"rank": rank, "world_size": world_size, "timeout": WORK_TIMEOUT}
             dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), **given)
         except (RuntimeError, ValueError) as error:
-            raise UserError(
-                "todo.ranks",
-                f"rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']} could not connect to "
-                f"the others: {error}. Start them with torchrun, or unset WORLD_SIZE",
-            ) from None
+            who = f"rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']}"
+            message = f"{who} could not connect: {error}. Use torchrun, or unset WORLD_SIZE"
+            raise UserError("ranks.connect", message) from None
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         return cls(rank, world_size, local_rank, dist.PrefixStore("map", store))
 
@@ -69,11 +67,11 @@ class Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for the others and leave the group; after an error leave at once."""
+        """Destroy the process group, after a barrier unless an error was raised."""
         if self._store is not None:
             if kind is None:
                 self.barrier()
-            # else the others learn of it by the connection that closes with this process
+            # after an error, the closed connection ends the others
             dist.destroy_process_group()
             self._store = None
 
@@ -82,34 +80,34 @@ class Ranks:
         work: Callable[[Item], Result],
         items: Sequence[Item],
         costs: Sequence[int],
-        done: Callable[[int], None] = lambda cost: None,
+        on_done: Callable[[int], None] = lambda cost: None,
     ) -> list[Result]:
-        """Return `work(item)` of all items on every rank; `done` receives their costs."""
+        """Return `work(item)` for all items on every rank; `on_done` receives their costs."""
         results: dict[int, Result] = {}
         if self.world_size == 1:
             for index, item in enumerate(items):
                 results[index] = work(item)
-                done(costs[index])
+                on_done(costs[index])
             return list(results.values())
         self._maps += 1
         known, fault = 0, None
         try:
-            while (index := self._next()) < len(items):
+            while (index := self._next_index()) < len(items):
                 results[index] = work(items[index])
                 total = self._count("done", costs[index])
-                done(total - known)
+                on_done(total - known)
                 known = total
         except Exception as error:
             fault = error
-            with suppress(RuntimeError):  # the store is gone, and its rank: the others notice
+            with suppress(RuntimeError):  # the store's rank died: the others notice
                 self._store.set(f"{self._maps}/fault", "1")
-        self._raise_any(fault)
+        self._raise_failures(fault)
         for share in self._exchange(results):
             results |= share
-        done(sum(costs) - known)
+        on_done(sum(costs) - known)
         return [results[index] for index in range(len(items))]
 
-    def _next(self) -> int:
+    def _next_index(self) -> int:
         with suppress(RuntimeError):
             if self._store.check([f"{self._maps}/fault"]):
                 return sys.maxsize
@@ -119,31 +117,29 @@ class Ranks:
         try:
             return int(self._store.add(f"{self._maps}/{name}", amount))
         except RuntimeError as error:
-            raise RankFailed(
-                "todo.ranks", f"the rank that counts the work is gone ({error})"
-            ) from None
+            raise RankFailed("ranks.lost", f"the rank with the store is gone ({error})") from None
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on every rank; the others' is ignored."""
+        """Return rank 0's value on every rank."""
         return self._exchange(value if self.rank == 0 else None)[0]
 
-    def in_turn(self, work: Callable[[], Result]) -> Result:
-        """Return `work()` of this rank; rank 0 is first, the others find its files."""
-        for first in (True, False):
+    def rank_zero_first(self, work: Callable[[], Result]) -> Result:
+        """Return this rank's `work()`; the others run it after rank 0 and find its files."""
+        for is_first in (True, False):
             fault: Exception | None = None
-            if (self.rank == 0) == first:
+            if (self.rank == 0) == is_first:
                 try:
-                    mine = work()
+                    result = work()
                 except Exception as error:
                     fault = error
-            self._raise_any(fault)
-        return mine
+            self._raise_failures(fault)
+        return result
 
     def barrier(self) -> None:
-        """Wait until all ranks are here; raises RankFailed if one never will be."""
+        """Wait for all ranks; raises RankFailed if one died."""
         self._exchange(None)
 
-    def _raise_any(self, fault: Exception | None) -> None:
+    def _raise_failures(self, fault: Exception | None) -> None:
         if fault is not None:
             kind = "" if isinstance(fault, UserError) else f"{type(fault).__name__}: "
             with suppress(RankFailed):
@@ -151,7 +147,8 @@ class Ranks:
             raise fault
         for rank, error in enumerate(self._exchange(None)):
             if error is not None:
-                raise RankFailed("todo.ranks", f"rank {rank} of {self.world_size} failed: {error}")
+                message = f"rank {rank} of {self.world_size} failed: {error}"
+                raise RankFailed("ranks.failed", message, rank=rank)
 
     def _exchange(self, value: Any) -> list[Any]:
         shares = [value] * self.world_size
@@ -160,9 +157,7 @@ class Ranks:
                 dist.all_gather_object(shares, value)
             except (RuntimeError, ValueError) as error:
                 # gloo: a connection was closed, or WORK_TIMEOUT is over
-                why = str(error).strip().splitlines()[0]
-                who = f"rank {self.rank} of {self.world_size} lost another rank"
-                raise RankFailed(
-                    "todo.ranks", f"{who}, whose own output says why ({why})"
-                ) from None
+                reason = str(error).strip().splitlines()[0]
+                message = f"another rank died ({reason}): see its own output"
+                raise RankFailed("ranks.lost", message) from None
         return shares

@@ -1,8 +1,8 @@
-"""Many (context, continuation) pairs scored in few passes: the plan, and the passes over a batch.
+"""Score many (context, continuation) pairs in few forward passes: the plan and the passes.
 
-What several sequences begin with is read once and continued from a `Cache`, where that is cheaper.
+A prefix that several sequences share is read once and continued from a `Cache` if that is cheaper.
 
-Shapes: B rows, T tokens, V vocabulary, M places whose logits are needed, N scored tokens.
+Shapes: B rows, T tokens, V vocabulary, M positions whose logits are needed, N scored tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,20 +19,20 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.transformer import Transformer
 
-# shared beginnings are cut to a multiple of one of these, so that many are equally long
-STEPS = (1, 2, 4, 8, 16, 32, 64)
-LEAST_SAVED = 0.05  # of a group's tokens: a second pass is not worth less
-# what a token after a prefix costs, and one of a prefix that is copied for a row
-CONTINUED, REMEMBERED = 1.1, 0.03
+# shared prefixes are cut to a multiple of one of these, so that many have equal lengths
+PREFIX_STEPS = (1, 2, 4, 8, 16, 32, 64)
+MIN_SAVED = 0.05  # share of a group's tokens that a second pass must save
+# relative cost of a token after a prefix, and of a prefix's token that is copied for a row
+CONTINUED_COST, COPIED_COST = 1.1, 0.03
 MAX_DEPTH, SOFTMAX_ROWS = 200, 128
 
 T = TypeVar("T")
-Answer = tuple[float, bool]  # (log-likelihood, is every token the likeliest)
+Answer = tuple[float, bool]  # (log-likelihood, whether every token is the likeliest)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The last `count` of `tokens` are scored, each given all before it; `count` < len(tokens)."""
+    """A sequence whose last `count` < len(tokens) tokens are scored given all before them."""
 
     tokens: list[int]
     count: int
@@ -40,7 +40,7 @@ class Pair:
 
 @dataclass
 class Row:
-    """A sequence to read, and the pairs that it answers: (pair, where the pair's tokens end)."""
+    """A sequence to read, and the pairs it answers: (pair, end of the pair's tokens)."""
 
     tokens: list[int]
     members: list[tuple[int, int]] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Row:
 
 @dataclass
 class Batch:
-    """Rows that are read together, in groups that begin with `prefix` equal tokens (0: one row)."""
+    """Rows of one pass, in groups that share a prefix of `prefix` tokens (0: single rows)."""
 
     prefix: int
     groups: list[list[Row]]
@@ -60,7 +60,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Planner:
-    """How pairs become batches: the tokens in a cache, those read at once, and a pass's cost."""
+    """Make batches of pairs; limits of tokens per cache and per pass, and the cost of a pass."""
 
     batch_tokens: int
     read_tokens: int
@@ -73,10 +73,10 @@ class Planner:
         groups, single = _split(rows)
         if groups:
             rest = self._plain(single)
-            pieces = [(n, piece) for n, group in groups for piece in self._pieces(n, group)]
-            plans = [self._shared(pieces, step) + rest for step in STEPS]
+            pieces = [(n, piece) for n, group in groups for piece in self._split_group(n, group)]
+            plans = [self._shared(pieces, step) + rest for step in PREFIX_STEPS]
             best = min([best, *plans], key=lambda plan: sum(map(self.cost, plan)))
-        # so that what does not fit in memory fails at once
+        # longest first: a batch that does not fit in memory fails at once
         return sorted(best, key=lambda batch: -widest(batch))
 
     def cost(self, batch: Batch) -> float:
@@ -86,14 +86,14 @@ class Planner:
         total: float = self.pass_tokens + len(batch.groups) * batch.prefix
         for part in self.parts(batch):
             width = len(part[0][1].tokens) - batch.prefix
-            read = width + REMEMBERED * batch.prefix
-            total += self.pass_tokens + CONTINUED * len(part) * read
+            read = width + COPIED_COST * batch.prefix
+            total += self.pass_tokens + CONTINUED_COST * len(part) * read
         return total
 
     def parts(self, batch: Batch) -> list[list[tuple[int, Row]]]:
         """Return the second passes of a shared batch: (group, row), longest first."""
         rows = [(g, row) for g, group in enumerate(batch.groups) for row in group]
-        # what the prefixes do not take is for the rows that continue them
+        # the rest of the cache is for the rows that continue the prefixes
         room = self.batch_tokens - len(batch.groups) * batch.prefix
         lengths = [len(row.tokens) - batch.prefix for _, row in rows]
         return self._runs(rows, lengths, max(1, room // widest(batch)))
@@ -110,7 +110,7 @@ class Planner:
         for i in sorted(range(len(rows)), key=lambda i: -lengths[i]):
             padding += longest - lengths[i]
             count = len(runs[-1]) + 1 if runs else most + 1
-            # a run ends where its padding costs as much as another pass
+            # a run ends when its padding costs as much as another pass
             if count <= most and count * longest <= room and padding <= self.pass_tokens:
                 runs[-1].append(rows[i])
             else:
@@ -118,8 +118,8 @@ class Planner:
                 longest, padding = lengths[i], 0
         return runs
 
-    def _pieces(self, prefix: int, group: list[Row]) -> Iterator[list[Row]]:
-        """Yield a group in parts of at most `read_tokens` after the prefix, to share over ranks."""
+    def _split_group(self, prefix: int, group: list[Row]) -> Iterator[list[Row]]:
+        """Yield parts of a group of at most `read_tokens` after the prefix, for several ranks."""
         piece: list[Row] = []
         total = 0
         for row in group:
@@ -132,7 +132,7 @@ class Planner:
         yield piece
 
     def _shared(self, groups: Sequence[tuple[int, list[Row]]], step: int) -> list[Batch]:
-        """Return batches of equal prefixes; what is cut off a prefix is read with each row."""
+        """Return batches of equal prefix length; the rest of a prefix is read with each row."""
         cut = [(max(1, shared // step * step), group) for shared, group in groups]
         cut.sort(key=lambda entry: (-entry[0], -max(len(row.tokens) for row in entry[1])))
         # the other half of the cache is for the rows that continue
@@ -152,7 +152,7 @@ def widest(batch: Batch) -> int:
 
 
 def _distinct_rows(pairs: Sequence[Pair], chosen: Sequence[int]) -> list[Row]:
-    """Return the sequences to read, ordered by their tokens; none begins another."""
+    """Return the sequences to read, sorted by their tokens; none is a prefix of another."""
     # the last token of a pair is only predicted
     reads = sorted(((pairs[i].tokens[:-1], i) for i in chosen), reverse=True)
     rows: list[Row] = []
@@ -164,13 +164,13 @@ def _distinct_rows(pairs: Sequence[Pair], chosen: Sequence[int]) -> list[Row]:
 
 
 def _split(rows: list[Row]) -> tuple[list[tuple[int, list[Row]]], list[Row]]:
-    """Return (shared tokens, rows) of groups that are worth it, and the other rows."""
+    """Return (prefix length, rows) of the groups that save enough, and the other rows."""
     shared = [len(commonprefix([a.tokens, b.tokens])) for a, b in pairwise(rows)]
     groups, single = [], []
     spans = _best_groups(shared, 0, len(rows))[1] if rows else []
     for start, stop, prefix in spans:
         group = rows[start:stop]
-        if (len(group) - 1) * prefix > LEAST_SAVED * sum(len(row.tokens) for row in group):
+        if (len(group) - 1) * prefix > MIN_SAVED * sum(len(row.tokens) for row in group):
             groups.append((prefix, group))
         else:
             single += group
@@ -180,7 +180,7 @@ def _split(rows: list[Row]) -> tuple[list[tuple[int, list[Row]]], list[Row]]:
 def _best_groups(
     shared: Sequence[int], start: int, stop: int, depth: int = 0
 ) -> tuple[int, list[tuple[int, int, int]]]:
-    """Return (saved tokens, groups) of the best division of rows start .. stop; see `_split`."""
+    """Return (saved tokens, groups) of the best partition of rows start .. stop; see `_split`."""
     if stop - start == 1:
         return 0, [(start, stop, 0)]
     least = min(shared[start : stop - 1])
@@ -204,7 +204,7 @@ def score_batch(
     """Return the answers of a batch's pairs, by their indices; log-softmax in float32."""
     device = model.tok_embeddings.weight.device
     found = []
-    # what is scored within a prefix is so in the first row of its group
+    # tokens within a prefix are scored in the first row of its group
     firsts = [
         Row(group[0].tokens, [member for row in group for member in row.members])
         for group in batch.groups
@@ -224,9 +224,8 @@ def score_batch(
     logs_N = torch.cat([logs for _, logs, _ in found]).double().cpu().numpy()
     hits_N = torch.cat([hits for _, _, hits in found]).cpu().numpy()
     if not np.isfinite(logs_N).all():
-        raise UserError(
-            "todo.score", "the model's logits are not finite: it diverged, or try --dtype float32"
-        )
+        message = "the model's logits are not finite: it diverged, or needs --dtype float32"
+        raise UserError("eval.not_finite", message)
     owners = [pair for part, _, _ in found for pair in part]
     known, owner_N = np.unique(owners, return_inverse=True)
     sums, misses = (np.bincount(owner_N, weights).tolist() for weights in (logs_N, ~hits_N))
@@ -241,7 +240,7 @@ def _read(
     span: tuple[int, int],
     cache: Cache | None,
 ) -> tuple[list[int], Tensor, Tensor]:
-    """Read the tokens of a span of each row, and score what follows: pairs, log p, is likeliest."""
+    """Read a span of each row and score the next tokens: pairs, log p, whether likeliest."""
     (start, stop), device = span, model.tok_embeddings.weight.device
     width = stop - start
     owners: list[int] = []

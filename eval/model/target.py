@@ -1,6 +1,6 @@
-"""What is evaluated: a checkpoint with what its run says about it, or an exported folder.
+"""The model to evaluate: a run's checkpoint, or an exported folder.
 
-An export belongs to no run: its results need --out, and what reads shards needs --data.
+An export has no run: results need --out, and what reads shards needs --data.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ WEIGHTS = (".safetensors", ".bin", ".pth")
 
 
 def locate(given: Path) -> tuple[Path, RunFolder | None]:
-    """Return the checkpoint that `given` names and its run, or an exported folder and None."""
+    """Return the checkpoint of `given` and its run, or an exported folder and None."""
     if is_folder(given):
         return given, None
     run, checkpoint = architecture.find_checkpoint(given)
@@ -44,13 +44,12 @@ def locate(given: Path) -> tuple[Path, RunFolder | None]:
 
 @dataclass(frozen=True)
 class EvalTarget:
-    """A checkpoint or an export, for which `folder` (the run) is None; with its shards, if any."""
+    """A checkpoint of the run `folder`, or an export (`folder` is None), with its shards."""
 
     checkpoint: Path
     folder: RunFolder | None
     step: int | None
-    seq_len: int
-    """Of training; of an export its positions."""
+    seq_len: int  # of training; of an export its max_seq_len
     data: Path | None
     train: TokenShards | None
     held_out: TokenShards | None
@@ -64,7 +63,7 @@ class EvalTarget:
         run: RunFolder | None = None,
         held_out: Path | None = None,
     ) -> "EvalTarget":
-        """Open what `given`, or `locate(given)`, names; `held_out` replaces the run's own text."""
+        """Open a checkpoint of `run`, or `locate(given)`; `held_out` replaces the run's text."""
         checkpoint, run = (given, run) if run else locate(given)
         if run is None:
             return _open_export(checkpoint, data, held_out)
@@ -72,7 +71,7 @@ class EvalTarget:
 
     @property
     def evals(self) -> Path | None:
-        """Where the run's results are; None for an export and for a branch that the run left."""
+        """The folder of the run's results; None for an export or an abandoned branch."""
         if self.folder is None:
             return None
         own = CheckpointFolder.of_run(self.folder).path.resolve() == self.checkpoint.parent
@@ -80,42 +79,39 @@ class EvalTarget:
 
     @property
     def train_shards(self) -> TokenShards:
-        """The shards trained on; raises UserError if an export was given none."""
+        """The training shards; raises UserError for an export without --data."""
         if self.train is None:
-            raise UserError(
-                "todo.target", f"{self.checkpoint} is an export, which names no data: give --data"
-            )
+            message = f"{self.checkpoint} is an export, which names no data: give --data"
+            raise UserError("eval.no_data", message)
         return self.train
 
     @property
     def held_out_shards(self) -> TokenShards:
         """The held-out shards; raises UserError if there are none."""
         if self.held_out is None:
-            raise UserError(
-                "todo.target",
-                f"no held-out text for {self.checkpoint} in {self.train_shards.folder.parent}: "
-                "name a folder of the same tokenizer with --held_out, or build with --holdout",
-            )
+            where = f"{self.checkpoint} in {self.train_shards.folder.parent}"
+            message = f"no held-out text for {where}: give --held_out, or build with --holdout"
+            raise UserError("eval.no_held_out", message)
         return self.held_out
 
     def check_held_out(self, given: Path | None = None) -> None:
-        """Raise UserError unless the held-out text is that of the run, or `given` on purpose."""
+        """Raise UserError unless the held-out text is the run's, or `given` on purpose."""
         shards, train = self.held_out_shards, self.train_shards
         wrong = f"{shards.folder} was written with another tokenizer than {train.folder}"
-        _expect(shards.tokenizer_sha256, [train.tokenizer_sha256], wrong)
+        _check_hash("tokenizer", shards.tokenizer_sha256, [train.tokenizer_sha256], wrong)
         if given is None and self.recorded_held_out:
             wrong = f"{shards.folder} is not the held-out text of {self.checkpoint}: restore it, "
-            wrong += f"or score this text on purpose with --held_out {shards.folder.parent}"
-            _expect(shards.fingerprint, self.recorded_held_out.split("+"), wrong)
+            wrong += f"or score this text with --held_out {shards.folder.parent}"
+            _check_hash("held_out", shards.fingerprint, self.recorded_held_out.split("+"), wrong)
 
     @property
     def tokenizer_path(self) -> Path:
-        """The folder in which the tokenizer's file is."""
+        """The folder with the tokenizer's file."""
         return self.checkpoint if self.data is None or self.folder is None else self.data
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; raises UserError if it is not there."""
+        """The model's tokenizer; raises UserError if it is missing."""
         eos: Any = self.train_shards.eos_id if self.folder is not None else None
         if self.folder is None:
             eos = read_json(self.checkpoint / CONFIG, finite=False).get("eos_token_id")
@@ -123,19 +119,17 @@ class EvalTarget:
         try:
             tokenizer = Tokenizer.find(self.tokenizer_path, eos=eos)
         except UserError as error:
-            raise UserError(
-                "todo.target",
-                f"{error}. Export the checkpoint with its tokenizer, or restore that of the data; "
-                "only --suite validation does without",
-            ) from None
+            message = f"{error}. Restore it or export with it; only --suite validation needs none"
+            raise UserError("eval.no_tokenizer", message) from None
         if self.folder is not None:
             wrong = f"the {tokenizer.file_name} in {self.data} is not that of its shards"
-            _expect(tokenizer.sha256, [self.train_shards.tokenizer_sha256], wrong)
+            expected = [self.train_shards.tokenizer_sha256]
+            _check_hash("tokenizer", tokenizer.sha256, expected, wrong)
         return tokenizer
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What tells this model and its data from others (PROVENANCE_KEYS in run/results.py)."""
+        """The fields that identify this model and its data (PROVENANCE_KEYS in run/results.py)."""
         sha256 = None if self.train is None else self.train.tokenizer_sha256
         if self.folder is not None:
             facts, manifest = read_run(self.folder), Manifest.read(self.checkpoint)
@@ -148,7 +142,7 @@ class EvalTarget:
             run_id, content = record.get("run_id"), digest.hexdigest()
             sha256 = (record.get("tokenizer") or {}).get("sha256") or sha256
             if sha256 is None:
-                with contextlib.suppress(UserError):  # without one, only validation is asked
+                with contextlib.suppress(UserError):  # validation needs none
                     sha256 = self.tokenizer.sha256
         return {
             "checkpoint": str(self.checkpoint),
@@ -167,12 +161,13 @@ class EvalTarget:
         return load_model(self.checkpoint, device, max_length, dtype, self.folder)
 
 
-def _expect(found: str | None, expected: list[str] | list[str | None], wrong: str) -> None:
+def _check_hash(
+    what: str, found: str | None, expected: list[str] | list[str | None], wrong: str
+) -> None:
     if found not in expected:
         known = " or ".join((sha256 or "none")[:16] for sha256 in expected)
-        raise UserError(
-            "todo.target", f"{wrong}; its hash is {(found or 'none')[:16]}, expected {known}"
-        )
+        message = f"{wrong}; its hash is {(found or 'none')[:16]}, expected {known}"
+        raise UserError("eval.mismatch", message, what=what)
 
 
 def _open_checkpoint(
@@ -181,11 +176,8 @@ def _open_checkpoint(
     check_checkpoint(checkpoint)
     record = folder.read_config()
     if "imported_from" in (record.get("config") or ()):
-        raise UserError(
-            "todo.target",
-            f"{folder.path} is an import, which names no data: evaluate what "
-            "`python -m canon_pretrain.hf export` makes of it",
-        )
+        message = f"{folder.path} is an import, which names no data: evaluate an export of it"
+        raise UserError("eval.no_data", f"{message} (python -m canon_pretrain.hf export)")
     try:
         config, identity = record["config"], record["identity"]
         mixed = [Path(path) for path in config["data"].get("paths") or []]
@@ -193,19 +185,15 @@ def _open_checkpoint(
         trained_on = identity["data_fingerprint"]
         apart = held_out or config.get("validation", {}).get("path")
     except (KeyError, TypeError) as error:
-        raise UserError(
-            "todo.target", f"{folder.config_file} is damaged: it lacks {error}"
-        ) from None
+        message = f"{folder.config_file} is damaged: it lacks {error}"
+        raise UserError("eval.run_damaged", message) from None
     if data is None and mixed:
-        raise UserError(
-            "todo.target",
-            f"{folder.path} was trained on a mixture of {', '.join(map(str, mixed))}: name the "
-            "one whose held-out part and tokenizer to use with --data",
-        )
+        names = ", ".join(map(str, mixed))
+        message = f"{folder.path} was trained on a mixture: choose one of {names} with --data"
+        raise UserError("eval.mixture", message)
     if data is None and not recorded.is_dir():
-        raise UserError(
-            "todo.target", f"{recorded} is not there: name the folder it was moved to with --data"
-        )
+        message = f"{recorded} does not exist: name the folder it was moved to with --data"
+        raise UserError("eval.data_moved", message, path=recorded)
     data = data or recorded
     train = TokenShards.open(data / "train")
     found = train.fingerprint
@@ -214,7 +202,7 @@ def _open_checkpoint(
             if found in {source.fingerprint for source in mixture.sources}:
                 found = mixture.fingerprint
     wrong = f"{data} is not what {folder.path} was trained on: name the run's shards with --data"
-    _expect(found, [trained_on], wrong)
+    _check_hash("data", found, [trained_on], wrong)
     if apart:
         part = open_validation(apart) if held_out or Path(apart).is_dir() else None
     else:
@@ -233,7 +221,7 @@ def _open_export(export: Path, data: Path | None, held_out: Path | None) -> Eval
     if train is not None:
         wanted = (record.get("tokenizer") or {}).get("sha256") or target.tokenizer.sha256
         wrong = f"{data} was written with another tokenizer than {export} was trained with"
-        _expect(train.tokenizer_sha256, [wanted], wrong)
+        _check_hash("tokenizer", train.tokenizer_sha256, [wanted], wrong)
     return target
 
 
@@ -243,7 +231,7 @@ def _record(export: Path) -> dict[str, Any]:
 
 
 def dtype_for(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype called `name`; "auto" is bfloat16 on a GPU and float32 on a CPU."""
+    """Return the dtype `name`; "auto" is bfloat16 on a GPU and float32 on a CPU."""
     auto = "bfloat16" if device.type == "cuda" else "float32"
     return getattr(torch, auto if name == "auto" else name)
 
@@ -277,7 +265,7 @@ def load_model(
 
 
 class FastLinear(nn.Linear):
-    """`nn.Linear`, forward only, float32 on AMD: torch takes MKL's path there, twice as slow."""
+    """A forward-only `nn.Linear` for float32 on AMD, where torch's MKL path is twice as slow."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
@@ -285,10 +273,10 @@ class FastLinear(nn.Linear):
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x @ weight.T + bias."""
+        """Return x @ weight.T + bias."""
         if torch.is_grad_enabled():
             return F.linear(x, self.weight, self.bias)
-        # what torch.compile makes of a linear layer: it takes the weight as it is stored
+        # torch.compile's replacement of a linear layer, for the weight in its stored layout
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
@@ -303,7 +291,7 @@ def use_fast_linear(model: Transformer) -> None:
 
 
 def is_faster(model: Transformer) -> bool:
-    """Return whether FastLinear is for this model and machine; equal on every rank of a job."""
+    """Return whether FastLinear suits this model and machine; the same on all ranks of a job."""
     weight = model.tok_embeddings.weight
     fits = weight.device.type == "cpu" and weight.dtype == torch.float32
     return fits and torch.backends.mkldnn.is_available() and cpu_info("vendor_id") == "AuthenticAMD"

@@ -23,7 +23,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Results, Score, write_results
 from eval import schedule
 from eval.__main__ import main
-from eval.schedule import Request, Schedule, begin, leases_of, settle
+from eval.schedule import Request, Schedule, leases_of, start_job, update_request
 from eval.submit import Watcher
 from eval.suite_names import SUITES as ALL
 from eval.suite_names import TASKS
@@ -96,7 +96,7 @@ def watcher(run: Path, *suites: str, expiry_s: float = 600, cap: int = 8, **aske
 
 def states(watcher: Watcher) -> dict[tuple[int, str], str]:
     watcher.queue.refresh()
-    found = [entry for _, entries in watcher.look() for entry in entries]
+    found = [entry for _, entries in watcher.overview() for entry in entries]
     return {(e.step, e.suite): e.state for e in found if e.state != "to come"}
 
 
@@ -104,9 +104,9 @@ def test_from_the_first_checkpoint_to_the_report(slurm, run):
     """Oldest first, so many at a time; what has results is skipped; one report after the last."""
     answer(run, 10, "validation")
     watch = watcher(run, cap=2, how=["--max_length", "64"], sbatch=["--partition=short"])
-    watch.one_pass()
+    watch.poll()
     assert slurm.names == ["eval-run-step-10-jrt", "eval-run-step-20-jrt"]
-    assert watch.one_pass() and len(slurm.jobs()) == 2, "a second look adds nothing"
+    assert watch.poll() and len(slurm.jobs()) == 2, "a second look adds nothing"
     words = slurm.words("1")
     assert f"--output={run}/evals/step-10/jrt/slurm-%j.log" in words
     assert "--partition=short" in words and "--parsable" in words
@@ -122,19 +122,19 @@ def test_from_the_first_checkpoint_to_the_report(slurm, run):
     assert states(watch)[10, "jrt"] == "running"
     answer(run, 10, "jrt")
     slurm.set("1", "COMPLETED")
-    watch.one_pass()
+    watch.poll()
     assert slurm.names[2:] == ["eval-run-step-20-validation"]
 
     save(run, 30, 40)
     RunFolder(run).write_done(40)
     for step in (20, 30, 40):
         for suite in SUITES:
-            assert not watch.is_finished(watch.one_pass())
+            assert not watch.is_finished(watch.poll())
             assert "eval-report-run" not in slurm.names
             answer(run, step, suite)
             slurm.end(f"step-{step}-{suite}-", "COMPLETED")
     for _ in range(2):
-        assert not watch.is_finished(watch.one_pass()), "the report does not stand yet"
+        assert not watch.is_finished(watch.poll()), "the report does not stand yet"
         assert slurm.names.count("eval-report-run") == 1
     number = [*slurm.jobs()][-1]
     words = slurm.words(number)
@@ -142,7 +142,7 @@ def test_from_the_first_checkpoint_to_the_report(slurm, run):
     assert words == [str(run), "--out", f"{run}/report"]
     Path(mark).touch()
     slurm.set(number, "FORGOTTEN")
-    assert watch.is_finished(watch.one_pass()) and slurm.names.count("eval-report-run") == 1
+    assert watch.is_finished(watch.poll()) and slurm.names.count("eval-report-run") == 1
 
 
 def test_watchers_that_race_give_out_each_piece_once(slurm, tmp_path):
@@ -175,9 +175,9 @@ def test_a_job_that_is_gone_is_submitted_again(slurm, run, state):
     """COMPLETED without results is a failure too; FORGOTTEN: nobody knows the job any more."""
     watch = watcher(run, "jrt", retries=1)
     for number in ("1", "2"):
-        watch.one_pass()
+        watch.poll()
         slurm.set(number, state)
-    watch.one_pass()
+    watch.poll()
     assert len(slurm.jobs()) == 2 and states(watch) == {(20, "jrt"): "failed"}
     assert 20 not in held_steps(run), "nothing waits for it any more"
 
@@ -186,31 +186,31 @@ def test_in_doubt_nothing_is_submitted(slurm, run):
     watch = watcher(run, "jrt", expiry_s=0)
     slurm.break_down("squeue")
     with pytest.raises(UserError, match="squeue failed, nothing was submitted"):
-        watch.one_pass()
+        watch.poll()
     slurm.break_down("squeue", "")
     for state in ("PENDING", "COMPLETING"):  # it may still run
-        watch.one_pass()
+        watch.poll()
         slurm.set("1", state)
-    watch.one_pass()
+    watch.poll()
     assert len(slurm.jobs()) == 1
     (slurm.folder / "1.job").rename(slurm.folder / "hidden")  # another user's job, say
     slurm.break_down("scontrol")
-    watch.one_pass()
+    watch.poll()
     assert slurm.jobs() == {}, "the controller did not say that it is gone"
     slurm.break_down("scontrol", "")
     leases = leases_of(run, 20, "jrt")
     leases.record(leases.all()[0], cluster="elsewhere")
-    watch.one_pass()
+    watch.poll()
     assert slurm.jobs() == {}, "this cluster can't know a job of another one"
 
 
 def test_a_watcher_that_died_before_sbatch_is_replaced(slurm, run):
     leases, patient = leases_of(run, 20, "jrt"), watcher(run, "jrt")
     assert leases.claim(new_lease(1, name="eval-x-1234"))
-    patient.one_pass()
+    patient.poll()
     assert slurm.jobs() == {} and states(patient) == {(20, "jrt"): "claimed"}
     time.sleep(0.02)
-    watcher(run, "jrt", expiry_s=0).one_pass()
+    watcher(run, "jrt", expiry_s=0).poll()
     assert len(slurm.jobs()) == 1
     assert [lease.job for lease in leases.all()] == [None, "1"]
 
@@ -223,11 +223,11 @@ def test_a_watcher_that_slept_through_a_takeover_cancels_its_job(slurm, run, mon
         return submit(self, *words)
 
     monkeypatch.setattr(Slurm, "submit", slow)
-    watcher(run, "jrt").one_pass()
+    watcher(run, "jrt").poll()
     assert slurm.jobs()["1"][0] == "CANCELLED"
     first, current = leases.all()
     assert current.job == "77"
-    assert begin(leases, "1", first.id, 3)[0] == 3, "and if it runs after all, it does nothing"
+    assert start_job(leases, "1", first.id, 3)[0] == 3, "and if it runs after all, it does nothing"
 
 
 def test_what_sbatch_refuses_is_no_attempt(slurm, run):
@@ -235,9 +235,9 @@ def test_what_sbatch_refuses_is_no_attempt(slurm, run):
     slurm.break_down("sbatch", "error: QOSMaxSubmitJobPerUserLimit")
     for _ in range(3):
         with pytest.raises(UserError, match="refused eval.sh: error: QOSMaxSubmitJobPerUserLimit"):
-            watch.one_pass()
+            watch.poll()
     slurm.break_down("sbatch", "")
-    watch.one_pass()
+    watch.poll()
     assert states(watch) == {(20, "jrt"): "queued"}
 
 
@@ -251,9 +251,9 @@ def test_an_sbatch_that_does_not_answer_may_have_the_job(slurm, run, monkeypatch
 
     monkeypatch.setattr(Slurm, "submit", silent)
     with pytest.raises(SlurmTimeout):
-        watch.one_pass()
+        watch.poll()
     time.sleep(0.02)
-    watch.one_pass()
+    watch.poll()
     assert len(slurm.jobs()) == 1 and states(watch) == {(20, "jrt"): "queued"}
 
 
@@ -268,18 +268,18 @@ def test_nothing_that_waits_is_pruned(slurm, tmp_path):
         save(run, int(full.name.partition("-")[2]), kind="weights", into=temporary)
 
     retention = Retention(folder, 1, holds=lambda: held_steps(run), strip=strip)
-    watch.one_pass()
+    watch.poll()
     assert held_steps(run) == {10, 20, 30, 40}, "those to come as well"
     retention.apply()
     assert folder.steps() == [10, 20, 25]
     assert Manifest.read(folder.step_path(10)).kind == "weights"
     answer(run, 10, "jrt")
-    watch.one_pass()
+    watch.poll()
     assert 10 in held_steps(run), "one suite is still to come"
     answer(run, 10, "validation")
     others = run / "evals/holds/step-10.a_person"
     others.touch()
-    watch.one_pass()
+    watch.poll()
     assert held_steps(run) == {10, 20, 30, 40}, "a hold of another's is not ours to release"
     others.unlink()
     retention.apply()
@@ -295,22 +295,22 @@ def test_steps_that_are_gone_or_damaged_hold_up_nothing(slurm, run):
     for step in (30, 40):
         answer(run, step, "jrt")
     RunFolder(run).write_done(40)
-    assert not watch.schedules[0].is_finished(watch.look()[0][1]), "step 10 is on its way"
+    assert not watch.schedules[0].is_finished(watch.overview()[0][1]), "step 10 is on its way"
     (run / "checkpoint/.replaced-step-10").rename(run.parent / "gone")
     assert states(watch)[10, "jrt"] == "missing"
-    watch.one_pass()
+    watch.poll()
     assert held_steps(run) == set() and slurm.names == ["eval-report-run"]
 
 
 def test_a_branch_that_is_left_takes_its_leases_along(slurm, run):
     watch = watcher(run, "jrt", every=10)
-    watch.one_pass()
+    watch.poll()
     lease = leases_of(run, 20, "jrt").current()
     assert lease is not None
     CheckpointFolder(run / "checkpoint").archive_after(15, run, "a test")
-    assert begin(leases_of(run, 20, "jrt"), "2", lease.id, 3)[0] == 3
+    assert start_job(leases_of(run, 20, "jrt"), "2", lease.id, 3)[0] == 3
     save(run, 20)
-    watch.one_pass()
+    watch.poll()
     assert slurm.names.count("eval-run-step-20-jrt") == 2 and held_steps(run) == {10, 20, 30, 40}
 
 
@@ -340,17 +340,21 @@ def test_what_counts_as_answered(run, tmp_path):
 
 def test_one_run_has_one_schedule(run):
     given = {"suites": ["jrt"], "every": 10, "how": ["--add_bos"]}
-    assert settle(run, given, keep=False) == Request(**given)
+    assert update_request(run, given, keep=False) == Request(**given)
     assert not (run / "evals").exists()
-    first = settle(run, given)
-    assert settle(run, {}) == settle(run, {"every": 10}) == first
+    first = update_request(run, given)
+    assert update_request(run, {}) == update_request(run, {"every": 10}) == first
     with pytest.raises(UserError, match=r"every 10, given 20.*--change"):
-        settle(run, {"every": 20, "suites": ["jrt"]})
-    assert settle(run, {"every": 20}, change=True) == dataclasses.replace(first, every=20)
+        update_request(run, {"every": 20, "suites": ["jrt"]})
+    assert update_request(run, {"every": 20}, change=True) == dataclasses.replace(first, every=20)
     (run / "evals/schedule.json").write_text("{")
     with pytest.raises(UserError, match="schedule.json is damaged"):
-        settle(run, {})
-    assert settle(run, {"every": 20}, change=True) == settle(run, {}) == Request([*ALL], every=20)
+        update_request(run, {})
+    assert (
+        update_request(run, {"every": 20}, change=True)
+        == update_request(run, {})
+        == Request([*ALL], every=20)
+    )
     with pytest.raises(UserError, match=r"--every 7: .* each 5 steps.*a multiple"):
         Schedule(run, Request(SUITES, 7))
     write_run(run, last=37)
@@ -382,7 +386,7 @@ def test_a_job_that_gets_nowhere_ends(run):
     leases = leases_of(run, 10, "jrt")
 
     def codes(count: int, job: str = "5") -> list[int]:
-        return [begin(leases, job, None, 3)[0] for _ in range(count)]
+        return [start_job(leases, job, None, 3)[0] for _ in range(count)]
 
     assert codes(5) == [0] * 4 + [1]
     done = leases.folder.parent / "abc/unfinished/one.task.json"
@@ -390,9 +394,9 @@ def test_a_job_that_gets_nowhere_ends(run):
     done.touch()
     assert codes(5) == [0] * 4 + [1]
     both = leases_of(run, 10, "validation,jrt")
-    assert [begin(both, "7", None, 0)[0] for _ in range(2)] == [0, 1]
+    assert [start_job(both, "7", None, 0)[0] for _ in range(2)] == [0, 1]
     done.with_name("two.task.json").touch()
-    assert begin(both, "7", None, 0)[0] == 0, "a task of any of the suites counts"
+    assert start_job(both, "7", None, 0)[0] == 0, "a task of any of the suites counts"
     assert codes(1, job="6") == [0], "another job begins to count anew"
 
 
@@ -434,7 +438,7 @@ def test_a_process_that_died_here_leaves_its_work_to_others(run):
     subprocess.run([sys.executable, "-c", code, leases.folder], cwd=ROOT, check=True)
 
     def state() -> str:
-        return Schedule(run, Request(["jrt"], 20)).look(NoQueue())[0].state
+        return Schedule(run, Request(["jrt"], 20)).entries(NoQueue())[0].state
 
     assert state() == "waiting"
     assert leases.claim(new_lease(2, job=LOCAL)) and state() == "running", "we live"

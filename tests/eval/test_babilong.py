@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from canon_pretrain.core.errors import UserError
-from eval.harness import harness
+from eval.harness import quiet_harness
 from eval.staged import BABILONG_TASKS, write_staged
 from eval.suite_names import harness_tasks
 from eval.tasks.babilong.task import LABELS, OWN_PROMPTS, is_right, load, read_prompts
@@ -177,7 +177,7 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load_tasks(**metadata: object) -> dict[str, Task]:
     """The group as the harness finds it beside its own of the same name."""
-    with harness():
+    with quiet_harness():
         folders = [str(harness_tasks() / "babilong"), str(TASKS)]
         manager = TaskManager(include_path=folders, include_defaults=False, metadata=dict(metadata))
         assert "babilong_qa20" in manager.all_subtasks  # the harness's own are there
@@ -192,7 +192,7 @@ def scores(tasks: dict[str, Task], answer: Callable[[dict[str, str]], str]) -> d
         for row in rows_of(name)
     }
     model = ScriptedLM(lambda request: answer(rows[request.args[0]]))
-    with harness():
+    with quiet_harness():
         found = evaluate(model, {"tasks": dict(tasks)}, bootstrap_iters=0)
     assert found is not None
     options = {"until": ["."], "max_gen_toks": 20, "do_sample": False}

@@ -15,7 +15,7 @@ from lm_eval.evaluator import evaluate
 
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.planning import train_tokenizer
-from eval.harness import harness
+from eval.harness import quiet_harness
 from eval.tasks.birth_year import probes as birth_year
 from eval.tasks.birth_year.probes import KINDS, NUM_ITEMS, VERSION, ends_with_space, make_probe
 from eval.tasks.birth_year.task import exact
@@ -109,7 +109,7 @@ def answers(answer: Callable[[Instance], str]) -> ScriptedLM:
 
 def score(lm: ScriptedLM, tasks: dict[str, Task]) -> dict[str, float]:
     """The mean of each task's metric over all its items, by the harness's evaluator."""
-    with harness():
+    with quiet_harness():
         found = evaluate(lm, {"tasks": dict(tasks)}, bootstrap_iters=0)
     assert found is not None
     options = {"until": [], "max_gen_toks": 5, "do_sample": False}

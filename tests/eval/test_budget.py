@@ -3,7 +3,7 @@
 import pytest
 
 from canon_pretrain.core.errors import UserError
-from eval.model.budget import FILE, MOST, largest, remembered
+from eval.model.budget import FILE, MAX_TOKENS, find_largest, load_or_find
 
 
 def test_it_is_looked_for_once_per_model(tmp_path):
@@ -11,7 +11,7 @@ def test_it_is_looked_for_once_per_model(tmp_path):
 
     def found(key: str, tokens: int) -> int:
         lines.clear()
-        return remembered(tmp_path / FILE, key, lambda: tokens, lines.append)
+        return load_or_find(tmp_path / FILE, key, lambda: tokens, lines.append)
 
     assert found("a", 1000) == 1000
     assert found("b", 2000) == 2000 and str(tmp_path / FILE) in lines[0]
@@ -26,10 +26,10 @@ def test_it_is_looked_for_once_per_model(tmp_path):
     [
         (5000, 1.0, 4096),  # doubles until memory is full, and steps back
         (1 << 40, 0.01, 16384),  # 8192 takes 0.092 s, twice as many 6 % less each; the next 3 %
-        (1 << 40, 1e6, MOST),
+        (1 << 40, 1e6, MAX_TOKENS),
     ],
 )
 def test_a_gpus_budget_is_doubled(memory, start, expected):
-    assert largest(lambda n: start + n / 1e5 if n <= memory else None) == expected
+    assert find_largest(lambda n: start + n / 1e5 if n <= memory else None) == expected
     with pytest.raises(UserError, match="512 tokens .*--max_length"):
-        largest(lambda tokens: None)
+        find_largest(lambda tokens: None)

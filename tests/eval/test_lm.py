@@ -75,7 +75,7 @@ def test_what_cannot_be_done_is_refused(lm):
 def test_memory_that_runs_out_halves_the_budget(model):
     lines: list[str] = []
     full: Any = Full(model, 120)
-    lm = CanonLM(full, Bytes(), max_length=MAX_LENGTH, batch_tokens=2000, say=lines.append)
+    lm = CanonLM(full, Bytes(), max_length=MAX_LENGTH, batch_tokens=2000, log=lines.append)
     plenty = CanonLM(model, Bytes(), max_length=MAX_LENGTH)
     asked = [(TEXT[n : n + 20], TEXT[n + 20 : n + k]) for n in range(40) for k in (22, 24)]
     assert scored(lm, asked) == pytest.approx(scored(plenty, asked), abs=1e-4)
@@ -86,11 +86,11 @@ def test_memory_that_runs_out_halves_the_budget(model):
     assert written(lm, prompts) == written(plenty, prompts)
     assert len(lines) == 2
     before = full.refused
-    written(lm, prompts)  # what fits is remembered
+    written(lm, prompts)  # what fits is load_or_find
     assert full.refused == before
 
 
 def test_what_does_not_fit_alone_is_refused(model):
-    lm = CanonLM(Full(model, 5), Bytes(), max_length=MAX_LENGTH, say=lambda line: None)
+    lm = CanonLM(Full(model, 5), Bytes(), max_length=MAX_LENGTH, log=lambda line: None)
     with pytest.raises(UserError, match="one item alone .* --max_length"):
         scored(lm, [(TEXT[:20], "ab"), (TEXT[:20], "cd"), (TEXT[:3], "e")])

@@ -29,8 +29,8 @@ from canon_pretrain.run.results import Results, read_results, read_samples
 from eval.__main__ import main
 from eval.harness import open_tasks
 from eval.model.target import load_model
-from eval.run_command import add_how
-from eval.schedule import Request, Schedule, to_words
+from eval.run_command import add_evaluation_options
+from eval.schedule import Request, Schedule, to_argv
 from eval.suite_names import harness_names
 from tests.checkpoint_folders import small_disk
 from tests.eval_fixtures import stage_fixtures
@@ -254,7 +254,7 @@ def test_exact_match_has_a_standard_error(task_file, source):
     task_file.write_text(GENERATE + f"metadata: {{version: 1{source}}}\n")
     task = open_tasks("colours", task_file, {}, None, None)["colours"]
     parrot = ScriptedLM(lambda request: request.args[0].split()[-1])
-    score = task.ask(parrot)["colours"].scores["exact_match"]  # type: ignore[arg-type]
+    score = task.run(parrot)["colours"].scores["exact_match"]  # type: ignore[arg-type]
     right = np.array([float(str(k % 3 if k < 9 else k) == str(k % 2)) for k in range(12)])
     assert 0 < score.value == right.mean() < 1 and score.bound is None
     means = right.reshape(3, 4).mean(axis=1) if source else right
@@ -376,8 +376,8 @@ def test_submit_and_run_agree_on_what_is_answered(copy, ask, tmp_path, monkeypat
 
     def known(suite: str, words: Sequence[str] = words) -> bool:
         parser = argparse.ArgumentParser()
-        add_how(parser)
-        how = to_words(vars(parser.parse_args([*words])))
+        add_evaluation_options(parser)
+        how = to_argv(vars(parser.parse_args([*words])))
         monkeypatch.chdir(tmp_path.parent)  # jobs run elsewhere
         answered = Schedule(copy, Request([suite], how=how)).has_results(3, suite)
         monkeypatch.chdir(tmp_path)

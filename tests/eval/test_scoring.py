@@ -100,7 +100,7 @@ words = st.text(alphabet="abcd", max_size=MAX_LENGTH + 6)
 def test_requests_equal_the_rules_in_words(name, asked, texts, batch_tokens):
     """Around max_length: the end is kept; a context that is empty is EOS; text in windows."""
     model, letters, told = model_of(name), Letters(), list[int]()
-    given = {"max_length": MAX_LENGTH, "batch_tokens": batch_tokens, "answered": told.append}
+    given = {"max_length": MAX_LENGTH, "batch_tokens": batch_tokens, "on_done": told.append}
     lm, expected = CanonLM(model, letters, **given), []
     for context, continuation in asked:
         row = (letters.encode(context) or [letters.eos_id]) + letters.encode(continuation)

@@ -78,7 +78,7 @@ def test_the_time_limit_costs_the_running_task_at_most(jobs, run, tmp_path):
     assert not any("eval run" in line for line in processes_of(str(tmp_path)).values())
     gate.unlink()
     assert job.until_ended() == "COMPLETED", job.text()
-    assert "going on after 1 tasks of an earlier call" in job.text()
+    assert "resumed after 1 tasks of an earlier call" in job.text()
     (path,) = suite.glob("*/results.json")
     results = read_results(path)
     assert set(results.scores) == {"zen_one", "zen_two"}

@@ -17,12 +17,18 @@ from pydantic import ConfigDict, Field, StringConstraints
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import parse_record
 from eval.staged import load_staged
-from eval.task_tokenizer import check_fit, known_max_length, lengths_beyond
+from eval.task_tokenizer import check_fit, known_max_length, lengths_over
 
 ANSWER_TOKENS = 20  # of the greedy answer; `max_gen_toks` in _base.yaml
-PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
-GIVING = ("Bill", "Fred", "Jeff", "Mary", "apple", "football", "milk")
-LABELS = {"qa1": PLACES, "qa2": PLACES, "qa3": PLACES, "qa4": PLACES, "qa5": GIVING}
+PLACE_LABELS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
+QA5_LABELS = ("Bill", "Fred", "Jeff", "Mary", "apple", "football", "milk")
+LABELS = {
+    "qa1": PLACE_LABELS,
+    "qa2": PLACE_LABELS,
+    "qa3": PLACE_LABELS,
+    "qa4": PLACE_LABELS,
+    "qa5": QA5_LABELS,
+}
 # what an answer ends before: its sentence, or a further example that the model makes up
 ENDS = (".", "<context>", "<example>")
 OWN_PROMPTS = Path(__file__).with_name("prompts.toml")
@@ -34,7 +40,7 @@ LAYOUT = (
     "Question: {question}\nAnswer:"
 )
 EXAMPLE = "<context>\n{}\n</context>\n\nQuestion: {}\nAnswer: {}."
-DEEP = (AttributeError, RecursionError, MemoryError)
+PARSER_ERRORS = (AttributeError, RecursionError, MemoryError)
 TaskName = Annotated[str, StringConstraints(pattern="^qa[1-5]$")]
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
@@ -56,7 +62,7 @@ def load(
         document = {"task": qa, "prompt": prompt, "question": question, "target": target}
         documents.append({**document, "prompts": prompts.sha256})
     room = (known_max_length(metadata) or sys.maxsize) - ANSWER_TOKENS
-    long = lengths_beyond((document["prompt"] for document in documents), room, metadata)
+    long = lengths_over((document["prompt"] for document in documents), room, metadata)
     check_fit(key, max(long, default=0), answer_tokens=ANSWER_TOKENS, metadata=metadata)
     return {"test": datasets.Dataset.from_list(documents)}
 
@@ -127,7 +133,7 @@ def read_prompts(task: str, source: str | Path | None = None) -> Prompts:
         return _of_sections(tomllib.loads(text), task)
     except OSError as error:
         raise UserError("todo.task", f"{where}: cannot be read: {error.strerror}") from None
-    except (UserError, SyntaxError, ValueError, TypeError, LookupError, *DEEP) as error:
+    except (UserError, SyntaxError, ValueError, TypeError, LookupError, *PARSER_ERRORS) as error:
         lacks = "has no " if isinstance(error, KeyError) else ""
         raise UserError(
             "todo.task",
@@ -139,7 +145,7 @@ def _of_sections(content: Mapping[str, Any], task: str) -> Prompts:
     found = parse_record(json.dumps(content, default=str), dict[TaskName, Section])[task]
     instruction = f"{found.instruction} {found.answer_format}".rstrip()
     examples = (EXAMPLE.format(one.context, one.question, one.answer) for one in found.examples)
-    return _laid_out(LAYOUT, {"instruction": instruction, "examples": "\n\n".join(examples)})
+    return _fill_layout(LAYOUT, {"instruction": instruction, "examples": "\n\n".join(examples)})
 
 
 def _lm_eval_section(task: str) -> dict[str, Any]:
@@ -169,13 +175,13 @@ def _of_release(text: str, task: str) -> Prompts:
         if not isinstance(value, str) or not (value.strip() or name == "post_prompt"):
             raise ValueError(f"{RELEASED}: {name} is {value!r}, expected a text")
     if RELEASED_LAYOUT in values:
-        return _laid_out(values[RELEASED_LAYOUT], texts)
+        return _fill_layout(values[RELEASED_LAYOUT], texts)
     texts = {name: value.strip() for name, value in texts.items()}
     texts["instruction"] = f"{texts['instruction']} {texts['post_prompt']}".strip()
-    return _laid_out(LAYOUT, texts)
+    return _fill_layout(LAYOUT, texts)
 
 
-def _laid_out(layout: object, parts: Mapping[str, str]) -> Prompts:
+def _fill_layout(layout: object, parts: Mapping[str, str]) -> Prompts:
     pieces, places = [""], []
     for literal, field, *_ in string.Formatter().parse(str(layout)):
         pieces[-1] += literal

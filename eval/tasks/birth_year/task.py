@@ -21,7 +21,7 @@ import numpy as np
 from canon_pretrain.core import files
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.lock import locked
-from eval.staged import MANIFEST, load_staged, restage, staged_folder
+from eval.staged import MANIFEST, load_staged, stage_command, staged_folder
 from eval.task_tokenizer import check_fit, task_tokenizer
 from eval.tasks.birth_year import probes as birth_year
 from eval.tasks.birth_year.probes import ANSWER_TOKENS, NUM_ITEMS, SETS, Encoder, Junk
@@ -78,7 +78,7 @@ def find_corpus(junk: str | Path | None, staged: Path) -> Corpus | str:
             ) from None
         return Corpus(f"file {hashlib.sha256(text.encode()).hexdigest()}", text)
     if not (staged / WIKITEXT / MANIFEST).exists():
-        way_out = f"{restage(WIKITEXT, staged)}; or take the text of a file, --junk FILE.txt"
+        way_out = f"{stage_command(WIKITEXT, staged)}; or take the text of a file, --junk FILE.txt"
         return f"the text around the statements, WikiText, is not staged; {way_out}"
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 

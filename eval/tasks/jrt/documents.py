@@ -18,7 +18,7 @@ import datasets
 
 from canon_pretrain.core.errors import UserError, check_choice
 from eval.staged import load_staged
-from eval.task_tokenizer import TaskTokenizer, known_max_length, lengths_beyond, task_tokenizer
+from eval.task_tokenizer import TaskTokenizer, known_max_length, lengths_over, task_tokenizer
 
 ANSWER_TOKENS = 48
 NUM_TOKENS = 950  # of 1,000, with 50 left for the answer
@@ -235,7 +235,7 @@ def load(
     max_length = known_max_length(metadata)
     if max_length is not None:
         prompts = [str(item["prompt"]) for item in items]
-        counts["too_long"] = len(lengths_beyond(prompts, max_length - ANSWER_TOKENS, metadata))
+        counts["too_long"] = len(lengths_over(prompts, max_length - ANSWER_TOKENS, metadata))
         if counts["too_long"]:
             LOG.warning("%s: %d prompts will lose their beginning", dataset, counts["too_long"])
     made = datasets.Dataset.from_list(items)
