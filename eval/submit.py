@@ -1,6 +1,6 @@
-"""`eval submit`: evaluate a run's checkpoints as they come, each suite of each once, by Slurm jobs.
+"""`eval submit`: evaluate a run's checkpoints as they are saved, each suite once, by Slurm jobs.
 
-Any number of watchers may run at once, kept apart by cluster/leases.py; a killed one costs nothing.
+Any number of watchers may run at once (see cluster/leases.py); a killed one loses nothing.
 """
 
 import argparse
@@ -44,42 +44,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="runs, or sweeps")
     add = parser.add_argument
     add("--suites", metavar="A,B", help=f"suites, tasks or task files (default: {ALL})")
-    about = "use task files outside eval/tasks without asking: they are code"
-    add("--trust_task_files", action="store_true", help=about)
-    about = "steps that are multiples of N, and the last (default: each that the run saves)"
+    about = "steps that are multiples of N, and the last (default: every saved step)"
     add("--every", type=int, metavar="N", help=about)
-    about = f"how often a job that failed is submitted again (default: {schedules.DEFAULT_RETRIES})"
-    add("--retries", type=int, metavar="R", help=about)
-    about = "let these options replace those of schedule.json"
-    add("--change", action="store_true", help=about)
-    add("--report", type=Path, metavar="DIR", help="default: RUN/report, of several runs ./report")
-    add("--once", action="store_true", help="look once, and end")
-    about = f"jobs at a time, of all these runs (default: {MAX_IN_FLIGHT}; with --local 1)"
+    add("--local", action="store_true", help="run the evaluations here, one after the other")
+    add("--once", action="store_true", help="submit what is due, and exit")
+    add("--status", action="store_true", help="print a table of the evaluations' states")
+    add("--json", action="store_true", help="print the states as JSON")
+    add("--is_finished", action="store_true", help="exit with code 0 if nothing is left, else 1")
+    about = f"jobs at a time over all these runs (default: {MAX_IN_FLIGHT}; with --local 1)"
     add("--max_in_flight", type=int, metavar="K", help=about)
-    add("--interval_s", type=float, default=60.0, help="between two looks (default: 60)")
-    add("--local", action="store_true", help="run them here, one after the other")
-    about = "a flag for each job, such as --sbatch=--partition=short (may be given again)"
+    about = f"how often a failed job is submitted again (default: {schedules.DEFAULT_RETRIES})"
+    add("--retries", type=int, metavar="R", help=about)
+    add("--interval_s", type=float, default=60.0, help="seconds between two polls (default: 60)")
+    about = "folder of the report (default: RUN/report; of several runs ./report)"
+    add("--report", type=Path, metavar="DIR", help=about)
+    about = "replace the options in schedule.json by those given"
+    add("--change", action="store_true", help=about)
+    about = "a flag for each job, such as --sbatch=--partition=short (repeatable)"
     add("--sbatch", action="append", metavar="FLAG", help=about)
-    add("--status", action="store_true", help="a table of what is done and what not")
-    add("--json", action="store_true", help="the same as JSON")
-    add("--is_finished", action="store_true", help="exit code 0 if nothing is left, else 1")
+    about = "use task files outside eval/tasks, which are code, without a prompt"
+    add("--trust_task_files", action="store_true", help=about)
     add_evaluation_options(parser.add_argument_group("passed on to `eval run`"))
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Watch the runs until all is evaluated, or show their state."""
+    """Watch the runs until all is evaluated, or print their states."""
     for name, least in (("max_in_flight", 1), ("retries", 0), ("every", 1)):
         value = getattr(arguments, name)
         if value is not None and value < least:
-            raise UserError("todo.submit", f"--{name} {value}: expected at least {least}")
+            message = f"--{name} {value}: expected at least {least}"
+            raise UserError("eval.option_range", message, option=name)
     if not SCRIPTS.is_dir():
-        raise UserError(
-            "todo.submit",
-            f"{SCRIPTS} is not there: install from the repository, with pip install -e",
-        )
+        message = f"{SCRIPTS} does not exist: install from the repository with pip install -e"
+        raise UserError("submit.no_scripts", message, path=SCRIPTS)
     named = [Path(os.path.abspath(run)) for run in arguments.runs]
     runs = [*dict.fromkeys(named_runs(named, planned=True))]
-    # of a throttled sweep some runs begin days after others, whose checkpoints do not wait for them
+    # runs of a throttled sweep may start days after others, whose checkpoints can't wait
     absent = [run for run in runs if not RunFolder(run).config_file.exists()]
     if len(absent) < len(runs):
         runs = [run for run in runs if run not in absent]
@@ -118,20 +118,19 @@ def _confirm_task_files(suites: list[str], arguments: argparse.Namespace) -> Non
     answer = ""
     if sys.stdin.isatty():
         with contextlib.suppress(EOFError):
-            answer = input(f"{what}. Have the jobs use it? [y/N] ")
+            answer = input(f"{what}. Let the jobs use it? [y/N] ")
     if answer.strip().lower() not in ("y", "yes"):
-        raise UserError("todo.submit", f"{what}. Read it, and give --trust_task_files to use it")
+        message = f"{what}. Read it, then give --trust_task_files"
+        raise UserError("submit.untrusted_task", message, files=files)
     arguments.trust_task_files = True
 
 
 def _queue(*, needed: bool) -> Slurm:
-    """Return the cluster; unless `needed`, one that does not answer counts as without news."""
+    """Return the Slurm queue; an empty one if Slurm does not answer and is not `needed`."""
     slurm = Slurm()
     if needed and not slurm.is_available():
-        raise UserError(
-            "todo.submit",
-            "no Slurm here (sbatch, squeue, scontrol): give --local, or log in elsewhere",
-        )
+        message = "no Slurm here (sbatch, squeue, scontrol): give --local, or use a login node"
+        raise UserError("submit.no_slurm", message)
     try:
         slurm.refresh()
     except UserError:
@@ -143,7 +142,7 @@ def _queue(*, needed: bool) -> Slurm:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What one job does: a script in slurm/, its words after those of the lease, and its end."""
+    """A job to submit: its script in slurm/, arguments, leases and completion test."""
 
     name: str
     leases: Leases
@@ -156,7 +155,7 @@ class JobSpec:
 
 @dataclass
 class Watcher:
-    """Gives out the work of several runs; nothing is finished while some are `absent`."""
+    """Submits the evaluations of several runs; never finished while some runs are `absent`."""
 
     schedules: list[Schedule]
     queue: Slurm
@@ -173,9 +172,9 @@ class Watcher:
         return [(schedule, schedule.entries(self.queue)) for schedule in self.schedules]
 
     def poll(self) -> Overview:
-        """Hold, give out what may be, report if all is done; return what a look then finds."""
-        looks_again = True
-        while looks_again:
+        """Hold checkpoints, start jobs, and the report if all is done; return the overview."""
+        is_stale = True
+        while is_stale:
             self.queue.refresh()
             overview = self.overview()
             for schedule, found in overview:
@@ -183,24 +182,24 @@ class Watcher:
                 late = {entry.step for entry in found if entry.state in ("waiting", *ACTIVE_STATES)}
                 if schedule.kept and len(late) > (bound := schedule.kept + schedule.max_held):
                     self.log(
-                        f"{schedule.run.path}: {len(late)} checkpoints wait, and the trainer keeps "
+                        f"{schedule.run.path}: {len(late)} checkpoints wait, but the trainer keeps "
                         f"{bound}: raise --max_in_flight or --checkpoint.max_held"
                     )
-            looks_again = self._start_waiting(overview)
+            is_stale = self._start_waiting(overview)
         if self._is_evaluated(overview) and self.report_state()[0] == "waiting":
             work = self._report_job()
             self._start(work, work.leases.current())
         for run in self.absent:
-            self.log(f"{run}: it has not begun, or is no run folder")
+            self.log(f"{run}: not started, or not a run folder")
         self.log(summary(overview))
         return overview
 
     def is_finished(self, overview: Overview) -> bool:
-        """Return whether nothing is left to do, the report included."""
+        """Return whether nothing is left to do, including the report."""
         return self._is_evaluated(overview) and self.report_state()[0] in ("done", "failed")
 
     def report_state(self) -> tuple[str, str]:
-        """Return done, failed, waiting, or the state of its job; and why."""
+        """Return done, failed, waiting or the state of the report's job, and the reason."""
         work = self._report_job()
         if work.is_done():
             return "done", str(self.out)
@@ -213,7 +212,7 @@ class Watcher:
         return not self.absent and all(s.is_finished(found) for s, found in overview)
 
     def _start_waiting(self, overview: Overview) -> bool:
-        """Start as much as may be, oldest first; return whether to look again at once."""
+        """Start waiting jobs up to the limit, oldest first; return whether to poll again."""
         waiting = [(s, e) for s, found in overview for e in found if e.state == "waiting"]
         in_flight = sum(entry.state in ACTIVE_STATES for _, found in overview for entry in found)
         for schedule, entry in sorted(waiting, key=lambda pair: pair[1].step):
@@ -221,7 +220,7 @@ class Watcher:
                 return False
             if not self._start(self._evaluation_job(schedule, entry), entry.lease):
                 in_flight = self._num_in_flight()
-            elif self.local:  # it took hours, and is over
+            elif self.local:  # it has run, perhaps for hours
                 return True
             else:
                 in_flight += 1
@@ -241,7 +240,7 @@ class Watcher:
         )
 
     def _report_job(self) -> JobSpec:
-        """One report of what there is now: another set of runs or steps is another report."""
+        """Return the report's job; its leases depend on the set of runs, steps and suites."""
         what = [[str(s.run.path), s.steps, s.request.suites] for s in self.schedules]
         digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]
         folder = self.out / "leases" / digest
@@ -257,40 +256,40 @@ class Watcher:
         )
 
     def _start(self, work: JobSpec, before: Lease | None) -> bool:
-        """Claim and submit `work`; return False if another has it, or too much is in flight."""
+        """Claim and submit a job; return False if another has it, or too many are in flight."""
         number = 1 if before is None else before.number + 1
-        # a name without what a shell or squeue would take amiss
+        # no characters that are special to a shell or squeue
         name = re.sub(r"[^A-Za-z0-9._-]", "_", work.name)
         lease = cluster.new_lease(number, name, cluster=self.queue.name)
         if not work.leases.claim(lease):
             return False
-        if why := self._reason_to_skip(work, lease):
-            work.leases.record(lease, ended=f"given back: {why}")
+        if reason := self._reason_to_skip(work, lease):
+            work.leases.record(lease, ended=f"given back: {reason}")
             return False
         words = (["--lease", lease.id] if work.script == "eval.sh" else []) + work.words
         if self.local:
             self._run_locally(work, lease, words)
             return True
         log = f"{str(work.log_folder).replace('%', '%%')}/slurm-%j.log"
-        if "\\" in log:  # sbatch would take it for a sign of its own
+        if "\\" in log:  # sbatch treats it as an escape
             log = "/dev/null"
         flags = [f"--job-name={lease.name}", f"--output={log}", *work.flags]
         try:
             job = self.queue.submit(work.script, words, flags)
         except cluster.SlurmTimeout:
-            raise  # it may have the job: the claim stands, and the job is looked for by its name
+            raise  # it may have the job: keep the claim, and find the job by its name
         except UserError as error:
             work.leases.record(lease, ended=f"given back: {error}")
             raise
         if not work.leases.is_current(lease.id):
-            self.queue.cancel(job)  # we slept so long that another took over
+            self.queue.cancel(job)  # another watcher took over meanwhile
             return False
         work.leases.record(lease, job=job)
         self.log(f"job {job}: {name}")
         return True
 
     def _reason_to_skip(self, work: JobSpec, lease: Lease) -> str:
-        """Return what has changed since the look, now that all see the claim; empty if nothing."""
+        """Check again after the claim; return what has changed, or an empty text."""
         if work.is_done():
             return "it is done"
         if work.script == "eval.sh" and self._num_in_flight() > self.max_in_flight:
@@ -299,7 +298,7 @@ class Watcher:
 
     def _run_locally(self, work: JobSpec, lease: Lease, words: list[str]) -> None:
         lease = work.leases.record(lease, job=LOCAL)
-        self.log(f"here: {work.name}")
+        self.log(f"local: {work.name}")
         command = ["bash", str(SCRIPTS / work.script), "--local", *words]
         environ = os.environ | {"CANON_REPO": str(SCRIPTS.parent)}
         process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL)
@@ -309,7 +308,7 @@ class Watcher:
                     process.wait(cluster.BEAT_S)
                 except subprocess.TimeoutExpired:
                     work.leases.beat(lease)
-        except BaseException:  # Ctrl-C: the child has got it too
+        except BaseException:  # the child has received Ctrl-C too
             process.terminate()
             process.wait()
             work.leases.record(lease, job=None, ended="given back: interrupted")
@@ -322,16 +321,16 @@ class Watcher:
 
 
 def watch(watcher: Watcher, arguments: argparse.Namespace) -> None:
-    """Pass after pass; exit code 1 if some evaluations failed for good."""
+    """Poll until all is done; exit with code 1 if some evaluations failed."""
     while True:
         if any(RunFolder(run).config_file.exists() for run in watcher.absent):
-            return execute(arguments)  # a run has begun: its own schedule joins the others
+            return execute(arguments)  # a run has started: add its schedule
         try:
             overview = watcher.poll()
         except UserError as error:
             if arguments.once:
                 raise
-            watcher.log(f"{error}; trying again in {arguments.interval_s:.0f} s")
+            watcher.log(f"{error}; retrying in {arguments.interval_s:.0f} s")
         else:
             if watcher.is_finished(overview):
                 watcher.log("finished")
@@ -341,18 +340,18 @@ def watch(watcher: Watcher, arguments: argparse.Namespace) -> None:
                 return
             if arguments.once:
                 return
-        # not in step with other watchers
+        # avoid polling in step with other watchers
         time.sleep(arguments.interval_s * random.uniform(0.8, 1.2))
 
 
 def summary(overview: Overview) -> str:
-    """Return how many evaluations are in which state: `3 done, 1 running`."""
+    """Return the number of evaluations by state: `3 done, 1 running`."""
     counts = Counter(entry.state for _, found in overview for entry in found)
     return ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "none"
 
 
 def show(watcher: Watcher, arguments: argparse.Namespace) -> None:
-    """Print what a look finds: a table per run, or one JSON object, or an exit code alone."""
+    """Print a table per run or one JSON object, or only exit with a code."""
     overview = watcher.overview()
     finished = watcher.is_finished(overview)
     if arguments.is_finished:
@@ -370,7 +369,7 @@ def show(watcher: Watcher, arguments: argparse.Namespace) -> None:
             if entry.why and entry.state in reasons:
                 line = f"step {entry.step} {suite_name(entry.suite)}: {entry.state}: {entry.why}"
                 console.print(Text(line), soft_wrap=True)
-    words = "finished" if finished else "going on"
+    words = "finished" if finished else "in progress"
     line = f"{words}: {summary(overview)}; report: {' '.join(filter(None, report))}"
     console.print(Text(line), soft_wrap=True)
 

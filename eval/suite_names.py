@@ -1,7 +1,7 @@
-"""What can be asked of a checkpoint, by name, and how; `eval tasks` lists the names.
+"""The names and settings of suites; `eval tasks` lists the names.
 
-`validation`, a task or group in eval/tasks, one of lm_eval's own, or a user's task file. No torch
-and no lm_eval here.
+A suite is `validation`, a task or group in eval/tasks, one of lm_eval's own, or a user's task file.
+No torch and no lm_eval here.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from canon_pretrain.core.files import sha256_file
 from canon_pretrain.run.results import SUITES, VALIDATION
 
 ALL = "all"
-# least default of --max_length: what hides among 4,096 tokens would else be cut off, or left out
+# lower limits of the default --max_length, so that contexts of 4,096 tokens fit
 MIN_MAX_LENGTHS = {"babilong": 8192, "birth_year": 8192}
-# of the suites' tasks; an option of a suite's tasks begins with its name
+# the suites' folders; the names of their task options begin with these
 FOLDERS = ("discriminative", "jrt", "babilong", "birth_year")
 TASKS = Path(__file__).parent / "tasks"
 
@@ -30,7 +30,7 @@ _TAGS = re.compile(r"^\"?tag\"?:[ \t]*([^\n]*(?:\n[ \t]*-[^\n]*)*)", re.MULTILIN
 
 
 class HarnessName(NamedTuple):
-    """A task, group or tag of the installed lm_eval, and the file that says so."""
+    """A task, group or tag of the installed lm_eval, and the file that defines it."""
 
     kind: str
     path: Path
@@ -38,7 +38,7 @@ class HarnessName(NamedTuple):
 
 @functools.cache
 def task_files() -> dict[str, Path]:
-    """Return the files of the tasks and groups in eval/tasks; of a group's members the group's."""
+    """Return the file by task and group of eval/tasks; a group's members have the group's file."""
     found: dict[str, Path] = {}
     members: dict[str, Path] = {}
     for path in sorted(TASKS.rglob("*.yaml")):
@@ -53,18 +53,16 @@ def harness_tasks() -> Path:
     """Return the folder of the installed lm_eval's tasks."""
     spec = find_spec("lm_eval")
     if spec is None or spec.origin is None:
-        raise UserError(
-            "todo.suite_names", "lm_eval is not installed: pip install -e . installs it"
-        )
+        raise UserError("eval.no_lm_eval", "lm_eval is not installed: run pip install -e .")
     return Path(spec.origin).parent / "tasks"
 
 
 @functools.cache
 def harness_names() -> dict[str, HarnessName]:
-    """Return all names of the installed lm_eval, as in its own index, which parses 14,000 files."""
+    """Return all names of the installed lm_eval by a text scan, faster than its own index."""
     named: dict[str, HarnessName] = {}
     tags: dict[str, HarnessName] = {}
-    # a template, which has no suffix, may hold the tags of those that include it
+    # templates, which have no suffix, may define tags of the files that include them
     files = (path for path in harness_tasks().rglob("*") if path.suffix in ("", ".yaml"))
     for path in sorted(path for path in files if path.is_file()):
         text = path.read_text(errors="replace")
@@ -85,7 +83,7 @@ def is_task_file(given: str) -> bool:
 
 
 def split_suites(given: str, known: Collection[str] = ()) -> list[str]:
-    """Return the suites of `a,b` or `all`, paths absolute; UserError for one not in `known`."""
+    """Return the suites of `a,b` or `all` with absolute paths; checks those not in `known`."""
     suites: list[str] = []
     for name in filter(None, given.split(",")):
         suite = os.path.abspath(name) if is_task_file(name) else name
@@ -93,10 +91,8 @@ def split_suites(given: str, known: Collection[str] = ()) -> list[str]:
             find_suite(name)
         suites += SUITES if name == ALL else [suite]
     if not suites:
-        raise UserError(
-            "todo.suite_names",
-            f"no suite in {given!r}: expected {ALL}, or names such as jrt,{VALIDATION}",
-        )
+        message = f"no suite in {given!r}: expected {ALL}, or names such as jrt,{VALIDATION}"
+        raise UserError("eval.unknown_suite", message, given=given)
     return list(dict.fromkeys(suites))
 
 
@@ -115,30 +111,26 @@ def find_suite(given: str) -> tuple[str, Path | None]:
     if is_task_file(given):
         path = Path(given)
         if not path.is_file():
-            raise UserError("todo.suite_names", f"--suite {given}: no such task file")
+            raise UserError("eval.unknown_suite", f"--suite {given}: no such file", given=given)
         if path.stem == VALIDATION or path.resolve() != files.get(path.stem, path).resolve():
-            raise UserError(
-                "todo.suite_names",
-                f"{given}: '{path.stem}' is the name of another suite; rename the file",
-            )
+            message = f"{given}: '{path.stem}' is the name of another suite; rename the file"
+            raise UserError("eval.ambiguous_suite", message)
         return path.stem, path
     if given in harness_names():
         return given, harness_names()[given].path
     near = suggestion(given, [*SUITES, ALL, *files]) or suggestion(given, harness_names())
-    raise UserError(
-        "todo.suite_names",
-        f"unknown suite '{given}'; expected {', '.join(SUITES)}, {ALL}, a name that "
-        f"`python -m eval tasks` lists, or a task's YAML.{near}",
-    )
+    message = f"unknown suite '{given}'; expected {', '.join(SUITES)}, {ALL}, a name listed by "
+    message += f"`python -m eval tasks`, or a task's YAML.{near}"
+    raise UserError("eval.unknown_suite", message, given=given)
 
 
 def task_folder(path: Path | None) -> str:
-    """Return the folder in eval/tasks that a task file is in; empty for any other file."""
+    """Return the name of a task file's folder in eval/tasks; empty for other files."""
     return path.parent.name if path and path.resolve().is_relative_to(TASKS) else ""
 
 
 def suite_settings(name: str, how: argparse.Namespace, seq_len: int) -> dict[str, Any]:
-    """Return what options make of a suite's question; files count by their content."""
+    """Return the settings of a suite that the options determine; files count by content."""
 
     def content(value: Path | str) -> str:
         return f"file {sha256_file(Path(value))}" if is_file(value) else str(value)
@@ -156,23 +148,22 @@ def suite_settings(name: str, how: argparse.Namespace, seq_len: int) -> dict[str
 
 
 def is_file(value: Path | str) -> bool:
-    """Return whether the value of an --option names a file that exists."""
+    """Return whether the value of an --option is the path of a file."""
     return bool(Path(value).suffix) and Path(value).is_file()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `eval tasks`."""
-    parser.add_argument("--grep", metavar="PATTERN", default="", help="names that match it only")
+    parser.add_argument("--grep", metavar="PATTERN", default="", help="only names that match")
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Print the names that `eval run --suite` takes, what each is, and its file."""
+    """Print the names for `eval run --suite`, the kind and file of each."""
     try:
         pattern = re.compile(arguments.grep)
     except re.error as error:
-        raise UserError(
-            "todo.suite_names", f"--grep {arguments.grep!r}: no regular expression: {error}"
-        ) from None
+        message = f"--grep {arguments.grep!r}: no regular expression: {error}"
+        raise UserError("eval.grep", message) from None
     ours = {VALIDATION: TASKS.with_name("validation.py")} | task_files()
     known = {name: HarnessName("suite", ours[name]) for name in SUITES}
     for name in sorted(ours):
@@ -181,8 +172,7 @@ def execute(arguments: argparse.Namespace) -> None:
         known.setdefault(name, theirs)
     found = [name for name in known if pattern.search(name)]
     if not found:
-        raise UserError(
-            "todo.suite_names", f"none of {len(known):,} names matches --grep {arguments.grep!r}"
-        )
+        message = f"none of {len(known):,} names matches --grep {arguments.grep!r}"
+        raise UserError("eval.grep", message)
     for name in found:
         print(f"{name:40} {known[name].kind:5} {known[name].path}")

@@ -1,6 +1,6 @@
-"""The suite `validation`: held-out loss of a checkpoint, beside count models of the same shards.
+"""The suite `validation`: held-out loss of a checkpoint and of count models of the same shards.
 
-The windows and their mean are data/held_out.py's, as the trainer's own.
+The windows and their mean are those of the trainer (data/held_out.py).
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from eval.harness import TaskPlan
 from eval.model.lm import CanonLM
 
 METRICS = ("nats_per_token", "bits_per_byte")
-BASELINE_TOKENS = 20_000_000  # that the count models see at most: a few hundred MB of counts
+BASELINE_TOKENS = 20_000_000  # limit for the count models: a few hundred MB of counts
 
 
 def validation_task(
@@ -37,7 +37,7 @@ def validation_task(
         baselines = baseline_losses(train, held_out, seq_len=seq_len, limit=limit)
         answers = {}
         for name, found in {VALIDATION: loss, **baselines}.items():
-            # tokens are no independent items: no standard error
+            # no standard error: tokens are not independent
             scores = {metric: Score(getattr(found, metric)) for metric in METRICS}
             samples = documents if name == VALIDATION else []
             answers[name] = TaskResult(scores, found.num_tokens, samples)
@@ -52,7 +52,7 @@ def validation_task(
 def model_loss(
     lm: CanonLM, shards: TokenShards, *, seq_len: int, limit: int | None = None
 ) -> tuple[HeldOutLoss, list[dict[str, Any]]]:
-    """Return the model's held-out loss, and records of documents, whose sums give it."""
+    """Return the model's held-out loss, and records of documents whose sums yield it."""
     places = list(windows(shards.num_tokens, seq_len, limit))
     ends_D = shards.document_ends()
 
@@ -76,7 +76,7 @@ def model_loss(
     total_nats = math.fsum(chain.from_iterable(nats.values()))
     bytes_per_token = shards.num_bytes / shards.num_tokens
     loss = held_out_loss([total_nats], [tokens.total()], [bytes_per_token])
-    # a token's loss depends on what precedes it: on the other documents and on the windows
+    # a token's loss depends on all tokens before it in its window
     asked = hashlib.sha256(f"{shards.fingerprint} {seq_len}".encode()).hexdigest()[:16]
     records: list[dict[str, Any]] = []
     for document, parts in sorted(nats.items()):
@@ -89,7 +89,7 @@ def model_loss(
                 "filter": "none",
                 "doc_hash": hashlib.sha256(content).hexdigest()[:16],
                 "prompt_hash": asked,
-                # sums and their weights, as the suite's scores count them
+                # sums and their weights
                 "nats_per_token": [total, count],
                 "bits_per_byte": [-total, count * shards.num_bytes / shards.num_tokens],
             }
@@ -105,7 +105,7 @@ def _by_document(ends_D: np.ndarray, offset: int, size: int) -> dict[int, int]:
 
 
 class CountModels:
-    """A unigram and a bigram model counted on training shards: what any model must beat.
+    """A unigram and a bigram model counted on training shards, as baselines.
 
     The unigram is add-one smoothed over the vocabulary V. The bigram is absolute discounting
     (d = 0.75) interpolated with that unigram (Ney, Essen and Kneser 1994, equation 2.3 of Chen and
@@ -142,7 +142,7 @@ class CountModels:
 def baseline_losses(
     train: TokenShards, held_out: TokenShards, *, seq_len: int, limit: int | None = None
 ) -> dict[str, HeldOutLoss]:
-    """Return unigram and bigram losses, of BASELINE_TOKENS, on the tokens of `model_loss`."""
+    """Return unigram and bigram losses on the tokens of `model_loss`."""
     models = CountModels(train.read(0, min(train.num_tokens, BASELINE_TOKENS)), train.vocab_size)
     totals, count = np.zeros(2), 0
     for offset, size in windows(held_out.num_tokens, seq_len, limit):

@@ -29,11 +29,11 @@ LABELS = {
     "qa4": PLACE_LABELS,
     "qa5": QA5_LABELS,
 }
-# what an answer ends before: its sentence, or a further example that the model makes up
+# text at which an answer ends: its sentence's end, or an example that the model generates
 ENDS = (".", "<context>", "<example>")
 OWN_PROMPTS = Path(__file__).with_name("prompts.toml")
-LM_EVAL = "lm_eval"  # instead of a file: the wording of the installed lm_eval package
-# what the prompts.py of the paper's release calls them
+LM_EVAL = "lm_eval"  # instead of a file: the prompts of the installed lm_eval package
+# the names in the prompts.py of the paper's release
 RELEASED, RELEASED_LAYOUT = "DEFAULT_PROMPTS_ZEYUAN", "DEFAULT_TEMPLATE_ZEYUAN"
 LAYOUT = (
     "{instruction}\n\n{examples}\n\n<context>\n{context}\n</context>\n\n"
@@ -52,12 +52,11 @@ def load(
     prompts = read_prompts(qa, metadata.get("babilong_prompts") or None)
     key, documents = f"babilong_{qa}_{context}", []
     for place, row in enumerate(load_staged(key, staged)):
-        # the question's last space is in the paper's prompts too
+        # the question's trailing space is also in the paper's prompts
         question, target = row["question"], row["target"].strip()
         if target.lower() not in map(str.lower, LABELS[qa]):
-            raise UserError(
-                "todo.task", f"{key}, row {place}: the target {target!r} is none of {LABELS[qa]}"
-            )
+            message = f"{key}, row {place}: target {target!r}, expected one of {LABELS[qa]}"
+            raise UserError("babilong.target", message, row=place)
         prompt = prompts.of(row["input"], question)
         document = {"task": qa, "prompt": prompt, "question": question, "target": target}
         documents.append({**document, "prompts": prompts.sha256})
@@ -74,7 +73,7 @@ def score(document: dict[str, Any], answers: list[str]) -> dict[str, float]:
 
 
 def is_right(task: str, question: str, target: str, answer: str) -> bool:
-    """Return whether the labels that only the answer names are exactly the target."""
+    """Return whether the target is the only label in the answer that the question lacks."""
     answer, question = answer.lower(), question.lower()
     for end in ENDS:
         answer = answer.partition(end)[0]
@@ -85,7 +84,7 @@ def is_right(task: str, question: str, target: str, answer: str) -> bool:
 
 @dataclass(frozen=True)
 class Example:
-    """One worked question; the layout adds the answer's final "."."""
+    """One worked example; the layout adds the answer's final "."."""
 
     context: Text
     question: Text
@@ -113,9 +112,9 @@ class Prompts:
 
     @property
     def sha256(self) -> str:
-        """The name of the prompts in what is recorded."""
-        words = json.dumps([self.before, self.between, self.after])
-        return hashlib.sha256(words.encode()).hexdigest()
+        """The hash that identifies the prompts in results."""
+        content = json.dumps([self.before, self.between, self.after])
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def of(self, context: str, question: str) -> str:
         return f"{self.before}{context}{self.between}{question}{self.after}".strip()
@@ -132,13 +131,11 @@ def read_prompts(task: str, source: str | Path | None = None) -> Prompts:
             return _of_release(text, task)
         return _of_sections(tomllib.loads(text), task)
     except OSError as error:
-        raise UserError("todo.task", f"{where}: cannot be read: {error.strerror}") from None
+        raise UserError("babilong.prompts", f"{where}: {error.strerror}") from None
     except (UserError, SyntaxError, ValueError, TypeError, LookupError, *PARSER_ERRORS) as error:
         lacks = "has no " if isinstance(error, KeyError) else ""
-        raise UserError(
-            "todo.task",
-            f"{where} [{task}]: {lacks}{error}. Nothing of it is run; {OWN_PROMPTS} is a start",
-        ) from None
+        message = f"{where} [{task}]: {lacks}{error}. See {OWN_PROMPTS} for the format"
+        raise UserError("babilong.prompts", message) from None
 
 
 def _of_sections(content: Mapping[str, Any], task: str) -> Prompts:

@@ -1,4 +1,4 @@
-"""The birth-year probes 1-hop-L and 2-hop-L: does a model find, and follow, what it just read?
+"""The birth-year probes 1-hop-L and 2-hop-L: does a model find and combine facts in its context?
 
 From the paper's appendix B and footnote 29: statements "NAME was born in the year of YEAR." among L
 tokens of other text, then a question. A probe is a pure function of a seed, its number, the
@@ -23,9 +23,9 @@ SEED = 0
 NUM_ITEMS = 1000
 LENGTHS = (0, 256, 512, 1024, 2048, 4096)
 YEARS = range(1950, 2010)
-# what an answer may take: four digits, and one token for a tokenizer that splits otherwise
+# four digits, and one token for tokenizers that split otherwise
 ANSWER_TOKENS = 5
-# longer "sentences" are tables and code; without them a set's text is within this much of L
+# longer "sentences" are tables and code; a set's text is at most this much shorter than L
 MAX_SENTENCE_TOKENS = 100
 INSTRUCTION = (
     "You will be asked questions about people's birth years, and the birth year descriptions are "
@@ -39,12 +39,12 @@ Encoder = Tokenizer | TaskTokenizer
 
 @dataclass(frozen=True)
 class Kind:
-    """A sort of probe: N people are stated, (k - 1) * N more are equated with them."""
+    """A kind of probe: N people with years, and (hops - 1) * N more equated with them."""
 
     name: str
     people: int
     hops: int
-    asks_anyone: bool = False  # else about the first of the last group
+    asks_anyone: bool = False  # else about the first person of the last group
 
 
 KINDS = (Kind("1-hop", 5, 1), Kind("1-hop-random", 5, 1, asks_anyone=True), Kind("2-hop", 3, 2))
@@ -52,7 +52,7 @@ SETS = {f"{kind.name}-{length}": (kind, length) for length in LENGTHS for kind i
 
 
 class Draws:
-    """Uniform integers from Philox's raw words, which NumPy keeps across versions; keyed."""
+    """Uniform integers by key from Philox's raw words, which are stable across NumPy versions."""
 
     def __init__(self, *key: object) -> None:
         digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
@@ -72,7 +72,7 @@ class Draws:
 
 
 class Junk:
-    """Sentences to hide statements in, and how many tokens each has."""
+    """Sentences in which statements are hidden, with their lengths in tokens."""
 
     def __init__(self, sentences: Iterable[str], tokenizer: Encoder) -> None:
         known = ((sentence, len(tokenizer.encode(sentence))) for sentence in sentences)
@@ -80,7 +80,7 @@ class Junk:
         self.num_tokens = sum(length for _, length in self.sentences)
 
     def take(self, draws: Draws, length: int) -> list[str]:
-        """Return consecutive sentences below `length` tokens from a random start on a circle."""
+        """Return consecutive sentences (cyclic) of less than `length` tokens from a random start."""
         if length == 0:
             return []
         start, total = draws.below(len(self.sentences)), 0
@@ -95,13 +95,13 @@ class Junk:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Return the sentences of a text: what ends in . ! or ? and has three words, on one line."""
+    """Return the sentences of a text: at least three words that end in . ! or ?, on one line."""
     pieces = re.split(r"(?<=[.!?])\s+", " ".join(text.split()))
     return [piece for piece in pieces if piece[-1:] in {".", "!", "?"} and piece.count(" ") >= 2]
 
 
 def ends_with_space(tokenizer: Encoder) -> bool:
-    """Return whether the space before a year is a token, as in [of][ ][1][9][8][7]."""
+    """Return whether the space before a year is its own token, as in [of][ ][1][9][8][7]."""
     asked = list(tokenizer.encode("in the year of "))
     return all(
         list(tokenizer.encode(f"in the year of {year}"))[: len(asked)] == asked for year in YEARS
@@ -110,7 +110,7 @@ def ends_with_space(tokenizer: Encoder) -> bool:
 
 def make_probe(kind: Kind, length: int, item: int, junk: Junk, space: bool) -> dict[str, Any]:
     """Return probe number `item` of the set (kind, length): prompt, choices, answer and target."""
-    # the control has the key of 1-hop: the same people in the same text, another question
+    # 1-hop-random has the same people and text as 1-hop, with another question
     draws = Draws(SEED, kind.people, kind.hops, length, item)
     names: list[str] = []
     while len(names) < kind.people * kind.hops:
@@ -134,7 +134,7 @@ def make_probe(kind: Kind, length: int, item: int, junk: Junk, space: bool) -> d
         sentences.insert(place, fact)
     name, year = group[draws.below(kind.people) if kind.asks_anyone else 0]
     text = " ".join(sentences)
-    # the lone space before the line ends is the paper's
+    # the trailing space is the paper's
     context = f"{text} " if kind.hops == 1 else f"{INSTRUCTION}<context>{text}</context>"
     question = f"\n\nAnswer me: {name} was born in the year of" + " " * space
     choices = [str(choice) for choice in sorted(years)]

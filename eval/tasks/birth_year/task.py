@@ -1,9 +1,9 @@
 """The birth-year tasks: frozen sets of probes, their documents and scores (spec/eval.md section 4).
 
-    FOLDER/sets.json                    what each set is made of (tokenizer, text), its SHA-256
-    FOLDER/1-hop-256-3fa4b2c19d07.jsonl one probe per line; the name ends with a hash of that
+    FOLDER/sets.json                    the inputs of each set (tokenizer, text) and its SHA-256
+    FOLDER/1-hop-256-3fa4b2c19d07.jsonl one probe per line; the name ends with the inputs' hash
 
-A set is made once, then only read.
+A set is written once, then only read.
 """
 
 import hashlib
@@ -27,13 +27,13 @@ from eval.tasks.birth_year import probes as birth_year
 from eval.tasks.birth_year.probes import ANSWER_TOKENS, NUM_ITEMS, SETS, Encoder, Junk
 
 SETS_FILE = "sets.json"
-# the data set of the catalogue that statements are hidden in, unless a file is given
+# the catalogue's data set in which statements are hidden, unless a file is given
 WIKITEXT = "wikitext"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What sets.json says of one set: its file's hash, its longest prompt, what it is made of."""
+    """The entry of one set in sets.json: its file's hash, longest prompt and inputs."""
 
     sha256: str
     max_tokens: int
@@ -42,44 +42,41 @@ class Entry:
 
 @dataclass(frozen=True)
 class ProbeSet:
-    """One frozen set; `name` is that of its kind and length, such as 1-hop-256."""
+    """One frozen set; `name` consists of kind and length, such as 1-hop-256."""
 
     name: str
     path: Path
     entry: Entry
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the probes. Raises UserError if the file is not what was frozen."""
+        """Return the probes; raises UserError if the file has changed."""
         if not self.path.exists() or files.sha256_file(self.path) != self.entry.sha256:
-            raise UserError(
-                "todo.task",
-                f"{self.path} was changed after it was frozen: restore it, or delete "
-                f"{self.path.parent} and evaluate this run's checkpoints again",
-            )
+            message = f"{self.path} has changed since it was written: restore it, or delete "
+            message += f"{self.path.parent} and evaluate this run's checkpoints again"
+            raise UserError("probes.damaged", message, path=self.path)
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The text that statements are hidden in; `origin` is a label and a hash of its content."""
+    """The text in which statements are hidden; `origin`: a label and a hash of the content."""
 
     origin: str
     text: str
 
 
 def find_corpus(junk: str | Path | None, staged: Path) -> Corpus | str:
-    """Return the text of the file `junk`, or the staged WikiText; why not, if it is not staged."""
+    """Return the text of the file `junk` or the staged WikiText; the reason if there is none."""
     if junk:
         try:
             text = Path(junk).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                "todo.task", f"junk {junk}: cannot be read as UTF-8 text: {error}"
-            ) from None
+            message = f"junk {junk}: can't be read as UTF-8 text: {error}"
+            raise UserError("probes.junk", message, path=junk) from None
         return Corpus(f"file {hashlib.sha256(text.encode()).hexdigest()}", text)
     if not (staged / WIKITEXT / MANIFEST).exists():
-        way_out = f"{stage_command(WIKITEXT, staged)}; or take the text of a file, --junk FILE.txt"
-        return f"the text around the statements, WikiText, is not staged; {way_out}"
+        hint = f"{stage_command(WIKITEXT, staged)}; or give --junk FILE.txt"
+        return f"the text around the statements, WikiText, is not staged; {hint}"
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
     pages = load_staged(WIKITEXT, staged)
@@ -89,10 +86,10 @@ def find_corpus(junk: str | Path | None, staged: Path) -> Corpus | str:
 
 
 class FrozenSets:
-    """The probes in a folder: made when first asked for, then only read.
+    """The probe sets in a folder: written on first use, then only read.
 
-    A set is named by all that it is made of. `corpus` is called for a set with text; if it returns
-    why there is none, sets that were frozen with WikiText can still be read.
+    A set's name has a hash of its inputs. `corpus` is called for sets with text; if it returns a
+    reason, sets that were written with WikiText can still be read.
     """
 
     def __init__(
@@ -113,7 +110,7 @@ class FrozenSets:
     def sets(
         self, max_length: int, advance: Callable[[str], None]
     ) -> tuple[list[ProbeSet], list[str]]:
-        """Return the sets that fit `max_length`, and why others are left out."""
+        """Return the sets that fit `max_length`, and why others are skipped."""
         fitting: list[ProbeSet] = []
         left_out: dict[str, list[str]] = {}
         for name, (_, length) in SETS.items():
@@ -125,15 +122,12 @@ class FrozenSets:
                 found = f"prompts of up to {found.entry.max_tokens} tokens"
             left_out.setdefault(found, []).append(name)
         if not fitting:
-            raise UserError(
-                "todo.task",
-                f"no set of birth-year fits max_length {max_length}: raise it with --max_length; "
-                "it may be longer than what training saw",
-            )
+            message = f"no birth-year set fits max_length {max_length}: raise --max_length, even "
+            raise UserError("eval.max_length", f"{message}beyond the training length")
         return fitting, [f"{', '.join(names)} ({reason})" for reason, names in left_out.items()]
 
     def get(self, name: str, advance: Callable[[str], None] = lambda name: None) -> ProbeSet | str:
-        """Return one set, or why it cannot be made."""
+        """Return one set, or the reason why it can't be made."""
         length, known = SETS[name][1], self._known()
         made_of = {"set": name, **self._made_of}
         if length and isinstance(self._corpus, str):
@@ -148,9 +142,9 @@ class FrozenSets:
         if key not in known:
             junk = self._junk if length else Junk((), self.tokenizer)
             if junk.num_tokens < length:
-                return f"the text to hide in has only {junk.num_tokens:,} tokens"
+                return f"the junk text has only {junk.num_tokens:,} tokens"
             self.folder.mkdir(parents=True, exist_ok=True)
-            # two checkpoints may be evaluated side by side
+            # several processes may evaluate checkpoints of the run
             with locked(self.folder / ".lock", str(self.folder), patience_s=math.inf):
                 known = self._known()
                 if key not in known:
@@ -184,7 +178,8 @@ class FrozenSets:
         try:
             return files.read_record(self.folder / SETS_FILE, dict[str, dict[str, Entry]])["sets"]
         except files.UnreadableFile as error:
-            raise UserError("todo.task", f"{error}; delete {self.folder} to freeze anew") from None
+            message = f"{error}; delete {self.folder} to write it again"
+            raise UserError("probes.damaged", message, path=self.folder / SETS_FILE) from None
 
 
 def load(
@@ -196,32 +191,30 @@ def load(
     junk = str(metadata.get("junk") or "")
     found = _frozen_sets(folder, task_tokenizer(metadata), junk, staged).get(probe_set)
     if isinstance(found, str):
-        raise UserError(
-            "todo.task",
-            f"the probes {probe_set} are not in {folder}: {found}. lm_eval's --metadata names "
-            'those of a run, {"probes": "RUN/evals/probes"}, or a text, {"junk": "FILE.txt"}',
-        )
+        message = f"the probes {probe_set} are not in {folder}: {found}. With lm_eval, give "
+        message += '--metadata \'{"probes": "RUN/evals/probes"}\' or \'{"junk": "FILE.txt"}\''
+        raise UserError("probes.missing", message, path=folder)
     check_fit(probe_set, found.entry.max_tokens, answer_tokens=ANSWER_TOKENS, metadata=metadata)
     return {"test": datasets.Dataset.from_list(found.read())}
 
 
-# the 36 tasks of the suite load one after the other and share the text's tokens
+# the suite's 36 tasks load one after the other and share the tokenized text
 @lru_cache(maxsize=1)
 def _frozen_sets(folder: Path, tokenizer: Encoder, junk: str, staged: Path) -> FrozenSets:
     return FrozenSets(folder, tokenizer, lambda: find_corpus(junk, staged))
 
 
 def exact(document: dict[str, Any], answers: list[str]) -> dict[str, float]:
-    """Return whether a greedy answer, without the prompt's space, begins with the year."""
+    """Return the metric `exact`: whether the greedy answer begins with the year."""
     return {"exact": float(answers[0].strip()[:4] == document["answer"])}
 
 
 def without_space(document: dict[str, Any]) -> str:
-    """Return the prompt for ranking: its trailing space belongs to the continuations."""
+    """Return the prompt for ranking, whose trailing space is part of the continuations."""
     return document["prompt"].rstrip(" ")
 
 
 def rank(document: dict[str, Any], answers: list[tuple[float, bool]]) -> dict[str, float]:
-    """Return whether of the years in the context the right one is the likeliest."""
+    """Return the metric `rank`: whether the right year is the likeliest of those in the context."""
     best = int(np.argmax([score for score, _ in answers]))
     return {"rank": float(best == document["target"])}

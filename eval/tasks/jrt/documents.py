@@ -1,8 +1,8 @@
-"""The items of the JRT tasks: staged rows, cut with the evaluated model's tokenizer, as prompts.
+"""The items of the JRT tasks: prompts from staged rows, cut with the evaluated model's tokenizer.
 
-Options come through the task's metadata: `jrt_tokens`, what a context is cut to; of one data set
-`jrt_swde_context`, the field that is cut, and `jrt_swde_answers`, the fields that it is cut around,
-"key,value" or ["key", "value"] (none: its first tokens are kept, and no row is dropped).
+Options in the task's metadata: `jrt_tokens`, the length of a cut context; per data set
+`jrt_swde_context`, the field to cut, and `jrt_swde_answers`, the fields to cut around, "key,value"
+or ["key", "value"] (none: its first tokens are kept, and no row is dropped).
 """
 
 import hashlib
@@ -22,25 +22,25 @@ from eval.task_tokenizer import TaskTokenizer, known_max_length, lengths_over, t
 
 ANSWER_TOKENS = 48
 NUM_TOKENS = 950  # of 1,000, with 50 left for the answer
-# what a cut can be centred on; these two are also fields: further answers, and where it is
+# centres of a cut; these two are also fields: further answers, and the answer's position
 ALTERNATIVE, TOKEN_POSITION = "alt_answers", "tok_pos"
-# nothing of what was searched occurs: the document's end; beginning: nothing is searched
+# nothing: no answer occurs, the document's end is kept; beginning: no answers are searched
 ANSWER, NOTHING, BEGINNING = "answer", "nothing", "beginning"
 CENTRES = (ANSWER, ALTERNATIVE, TOKEN_POSITION, NOTHING, BEGINNING)
 OPTION = "jrt_"
-# below its own name the harness shows what is logged
+# lm_eval prints the records of loggers below its own name
 LOG = logging.getLogger(f"lm_eval.{__name__}")
 Row = Mapping[str, Any]
-Options = tuple[int, str, tuple[str, ...]]  # tokens of a cut, field that is cut, those around
+Options = tuple[int, str, tuple[str, ...]]  # tokens, field to cut, fields to cut around
 
 
 @dataclass(frozen=True)
 class Style:
-    """One data set: the field that is cut, those it is cut around, the labels', and its prompts.
+    """One data set: the fields to cut, to cut around and of the labels, and its prompts.
 
-    `passage(row)` is the text without its question, `prompt(row, passage, twice)` what is asked.
-    `clean` is applied to `context` before the cut, `finish` after it. Rows of one passage share a
-    source, unless a field of `documents` says so.
+    `passage(row)` is the text without its question, `prompt(row, passage, twice)` the prompt.
+    `clean` is applied to `context` before the cut, `finish` after it. Rows share a source by a
+    field of `documents`, or else by their passage.
     """
 
     context: str
@@ -105,7 +105,7 @@ _ASKED = Style(
 )
 _NQ_PROMPT = partial(_asked_prompt, end=":")
 STYLES: dict[str, Style] = {
-    # what begins SWDE's own summary, which holds the answers
+    # SWDE's own summary contains the answers
     "jrt_swde": replace(
         _PAGE, clean=lambda text: text.partition("Summary of information above")[0]
     ),
@@ -127,7 +127,7 @@ STYLES: dict[str, Style] = {
 
 @dataclass(frozen=True)
 class Cut:
-    """What is left of a document; `centre` is one of CENTRES, `whole`: nothing is gone."""
+    """A document after the cut; `centre` is one of CENTRES, `whole`: nothing was cut."""
 
     text: str
     centre: str
@@ -135,15 +135,15 @@ class Cut:
 
 
 def first_hit(text: str, answer: str) -> int | None:
-    """Return where `answer` first occurs in `text`, case ignored; None if it does not."""
-    # no position shifts where a letter's other case is longer
+    """Return the first position of `answer` in `text`, ignoring case; None if there is none."""
+    # not lower(), which may change the length of a text
     found = re.search(re.escape(answer), text, re.IGNORECASE) if answer else None
     return found.start() if found else None
 
 
 def window(num_tokens: int, position: int, limit: int) -> tuple[int, int]:
-    """Return the tokens to keep, [start, end): `limit` of them, half of it before `position`."""
-    # at the end of a document only the half is left (spec/eval.md, section 2)
+    """Return the tokens to keep, [start, end): `limit` of them, half before `position`."""
+    # at the end of a document only the first half remains (spec/eval.md, section 2)
     start = max(0, position - limit // 2)
     return start, min(num_tokens, position + limit - (position - start))
 
@@ -157,10 +157,10 @@ def cut(
     alternatives: Sequence[str] = (),
     token_position: int | None = None,
 ) -> Cut:
-    """Return at most `limit` tokens of `text` around the earliest of `answers`; None: its first.
+    """Return at most `limit` tokens of `text` around the earliest of `answers`; None: the first.
 
-    If none occurs: around the first of `alternatives` that does; else around `token_position`; else
-    the last half of `limit`. A text that is not cut stays as it is.
+    If none occurs: around the first of `alternatives` that does, else around `token_position`, else
+    the last `limit` / 2 tokens. A text that is not cut is returned unchanged.
     """
     text = text.strip()
     tokens = tokenizer.encode(text)
@@ -170,14 +170,15 @@ def cut(
     if answers is None:
         centre, position = BEGINNING, 0
     elif hits or other is not None:
-        # a hit at a character is the number of tokens of the text before it, as upstream counts
+        # the position is the number of tokens of the text before it, as upstream
         centre = ANSWER if hits else ALTERNATIVE
         position = len(tokenizer.encode(text[: min(hits, default=other)]))
     elif token_position is not None and token_position >= 0:
         centre, position = TOKEN_POSITION, token_position
     else:
         centre, position = NOTHING, len(tokens)
-    # a text cut in a word may have more tokens than the whole, `tok_pos` be another tokenizer's
+    # the text before a hit may have more tokens than the whole; `tok_pos` may be another
+    # tokenizer's
     start, end = window(len(tokens), min(position, len(tokens)), limit)
     if start == 0 and end == len(tokens):
         return Cut(text, centre, whole=True)
@@ -185,12 +186,12 @@ def cut(
 
 
 def _part(text: str, tokens: list[int], start: int, end: int, tokenizer: TaskTokenizer) -> str:
-    """Return the characters of `text` that are whole in the tokens [start, end), stripped."""
-    # tokenizers differ in what half a character decodes to: a part is cut out of the text, or
-    # decoded if the tokenizer does not reproduce texts
+    """Return the complete characters of `text` in the tokens [start, end), stripped."""
+    # tokenizers decode incomplete characters differently: cut the part out of the text, or decode
+    # it if the tokenizer does not reproduce texts
 
     def before(border: int) -> tuple[str, bool]:
-        """Return the text before a token without half characters, and whether it had none."""
+        """Return the text before a token up to its last whole character, and whether it is all."""
         if border == len(tokens):
             return text, True
         decoded = tokenizer.decode(tokens[:border])
@@ -209,25 +210,22 @@ def _part(text: str, tokens: list[int], start: int, end: int, tokenizer: TaskTok
 def load(
     *, dataset: str, twice: bool = False, staged: str | None = None, **metadata: Any
 ) -> dict[str, datasets.Dataset]:
-    """Return the items of one task: row, prompt, labels, target, centre (of the cut) and source."""
+    """Return the items of one task: row, prompt, labels, target, centre of the cut and source."""
     tokenizer, options = task_tokenizer(metadata), _options(dataset, metadata)
     rows, items, num_cut = load_staged(dataset, staged).to_list(), [], 0
     for number, raw in enumerate(rows):
         try:
             found = _item(STYLES[dataset], raw, tokenizer, options, twice)
         except KeyError as error:
-            raise UserError(
-                "todo.documents",
-                f"{dataset}: the staged rows have no field {error}, only {', '.join(raw)}; see the "
-                f"options {dataset}_context and {dataset}_answers",
-            ) from None
+            message = f"{dataset}: the staged rows have no field {error}, only {', '.join(raw)}; "
+            message += f"see the options {dataset}_context and {dataset}_answers"
+            raise UserError("jrt.field", message, field=error.args[0]) from None
         if found is not None:
             items.append({"row": number, **found[0]})
             num_cut += not found[1]
     if not items:
-        raise UserError(
-            "todo.documents", f"{dataset}: no row has an answer of two characters in {options[2]}"
-        )
+        message = f"{dataset}: no row has an answer of two characters in {options[2]}"
+        raise UserError("jrt.no_rows", message)
     dropped = len(rows) - len(items)
     counts = {"rows": len(rows), "dropped": dropped, "kept": len(items), "cut": num_cut}
     centres = [item["centre"] for item in items]
@@ -237,17 +235,17 @@ def load(
         prompts = [str(item["prompt"]) for item in items]
         counts["too_long"] = len(lengths_over(prompts, max_length - ANSWER_TOKENS, metadata))
         if counts["too_long"]:
-            LOG.warning("%s: %d prompts will lose their beginning", dataset, counts["too_long"])
-    made = datasets.Dataset.from_list(items)
-    # the harness makes them part of the results; too_long: prompts that lose their beginning
-    made.info.description = json.dumps(counts)
-    return {"validation": made}
+            LOG.warning("%s: %d prompts are cut at the beginning", dataset, counts["too_long"])
+    documents = datasets.Dataset.from_list(items)
+    # harness.py adds them to the results; too_long: prompts that are cut at the beginning
+    documents.info.description = json.dumps(counts)
+    return {"validation": documents}
 
 
 def _item(
     style: Style, raw: Row, tokenizer: TaskTokenizer, options: Options, twice: bool
 ) -> tuple[dict[str, Any], bool] | None:
-    """Return an item, and whether it is whole; None for an answer of at most one character."""
+    """Return an item and whether it is whole; None if an answer has less than two characters."""
     limit, field, around = options
     row = {**raw, style.context: style.clean(raw[style.context] or "")}
     answers = [next(iter(_texts(row[name])), "") for name in around]
@@ -261,7 +259,6 @@ def _item(
         alternatives=_texts(row.get(ALTERNATIVE)),
         token_position=row.get(TOKEN_POSITION),
     )
-    # the document: that of a field which names it, or its text
     document = next((str(row[name]) for name in style.documents if row.get(name)), None)
     source = document if document is not None else style.passage_of(row)[1]
     shown, passage = style.passage_of({**row, field: found.text})
@@ -277,7 +274,7 @@ def _item(
 
 
 def score(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Return the metric `contains`: a label that is not empty is in the answer's first line."""
+    """Return the metric `contains`: whether the answer's first line has a nonempty label."""
     line = results[0].split("\n", 1)[0]
     return {"contains": float(any(first_hit(line, label) is not None for label in doc["labels"]))}
 
@@ -290,9 +287,8 @@ def _options(dataset: str, metadata: Mapping[str, Any]) -> Options:
             check_choice("option", name, sorted(known))
     given = str(metadata.get(tokens, NUM_TOKENS))
     if not given.isdecimal() or int(given) < 2:
-        raise UserError(
-            "todo.documents", f"{tokens} {given!r}: expected a number of tokens, at least 2"
-        )
+        message = f"{tokens} {given!r}: expected a number of tokens, at least 2"
+        raise UserError("eval.option_range", message, option=tokens)
     answers = metadata.get(f"{dataset}_answers", style.answers)
     names = answers.split(",") if isinstance(answers, str) else answers
     fields = tuple(stripped for name in names if (stripped := str(name).strip()))
