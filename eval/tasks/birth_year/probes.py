@@ -80,7 +80,7 @@ class Junk:
         self.num_tokens = sum(length for _, length in self.sentences)
 
     def take(self, draws: Draws, length: int) -> list[str]:
-        """Return consecutive sentences (cyclic) of less than `length` tokens from a random start."""
+        """Return consecutive sentences below `length` tokens from a random start, cyclic."""
         if length == 0:
             return []
         start, total = draws.below(len(self.sentences)), 0
