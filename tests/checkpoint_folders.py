@@ -1,4 +1,4 @@
-"""Checkpoints of a few small files, a process killed between two file operations, a small disk."""
+"""Checkpoints of a few small files, kills between two file operations, small disks."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ from canon_pretrain.checkpoint.manifest import MANIFEST, FileEntry, Kind, Manife
 from canon_pretrain.core.files import sha256_file, write_json
 
 OPERATIONS = ("rename", "replace", "unlink", "rmdir", "mkdir")
-"""What a folder is moved or deleted with, by pathlib and shutil too."""
+"""The calls that move and delete files, also in pathlib and shutil."""
 
 
 def make_step(
@@ -29,10 +29,7 @@ def make_step(
     num_bytes: int = 64,
     run_id: str | None = None,
 ) -> Path:
-    """A whole checkpoint of `step` in `folder`, under another `name` than step-N if one is given.
-
-    Its files hold what says which step and kind they are of; a full one has more of them.
-    """
+    """Create a complete checkpoint, named step-N or `name`; its content depends on step and kind."""
     path = folder / (name or f"step-{step}")
     (path / "more").mkdir(parents=True)
     text = f"{kind} {step} ".encode()
@@ -45,7 +42,7 @@ def make_step(
 
 
 def write_manifest(path: Path, step: int, kind: Kind, run_id: str | None = None) -> None:
-    """The manifest of the files that lie in `path` now."""
+    """Write the manifest of the files in `path`."""
     files = {
         name: FileEntry((path / name).stat().st_size, sha256_file(path / name))
         for name in files_of(path)
@@ -63,13 +60,13 @@ def set_manifest(checkpoint: Path, **fields: object) -> None:
 
 
 def fake_strip(checkpoint: Path, temporary: Path) -> None:
-    """What `strip_to_weights` does, to the checkpoints of `make_step`."""
+    """Do what `strip_to_weights` does, for checkpoints of `make_step`."""
     step = int(checkpoint.name.removeprefix("step-"))
     make_step(temporary.parent, step, "weights", name=temporary.name)
 
 
 def flip_byte(path: Path) -> None:
-    """Change one byte in the middle and leave size and mtime as they were."""
+    """Change one byte in the middle, but not size and mtime."""
     before = path.stat()
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -78,22 +75,22 @@ def flip_byte(path: Path) -> None:
 
 
 def contents(folder: Path) -> list[bytes]:
-    """All bytes of all files below `folder`, in no order that depends on names."""
+    """Return the contents of all files below `folder`, sorted."""
     return sorted(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
 def killed_everywhere(
     action: Callable[[Path], object], build: Callable[[], Path]
 ) -> Iterator[Path]:
-    """Folders of `build` in which a process running `action` was killed, at one moment each.
+    """Yield folders of `build` in which a process running `action` was killed.
 
-    SIGKILL comes before the first of OPERATIONS, then in a new folder before the second, and so on
-    until `action` comes to its end; that last folder is not among those returned.
+    SIGKILL comes before the first of OPERATIONS, in the next folder before the second, and so on
+    until `action` completes.
     """
     for survived in itertools.count():
         folder = build()
         with warnings.catch_warnings():
-            # Python 3.12 warns of forks beside threads; this child takes no lock that they may hold
+            # Python 3.12 warns of forks beside threads; this child takes no lock of theirs
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
@@ -106,13 +103,13 @@ def killed_everywhere(
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code == 0:
             return
-        assert code == -signal.SIGKILL, "the action failed in the child"
+        assert code == -signal.SIGKILL
         yield folder
         shutil.rmtree(folder)
 
 
 def _kill_at(survived: int) -> None:
-    """Let that many of OPERATIONS pass in this process; the next one kills it before it begins."""
+    """Kill this process before its operation number `survived` of OPERATIONS."""
     left = itertools.count(survived, -1)
 
     def guarded(operation: Callable[..., object]) -> Callable[..., object]:
@@ -129,7 +126,7 @@ def _kill_at(survived: int) -> None:
 
 @contextmanager
 def small_disk(folder: Path, options: str) -> Iterator[Path]:
-    """`folder` as a tmpfs of its own with mount `options`; skips where mounting is not allowed."""
+    """Mount a tmpfs with `options` at `folder`; skip the test if mounting is not allowed."""
     folder.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True
@@ -143,7 +140,7 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """Write a file there until the disk is full."""
+    """Write a file until the disk is full."""
     path = folder / "filler"
     with pytest.raises(OSError, match="No space left"), open(path, "wb", buffering=0) as file:
         while True:

@@ -1,10 +1,10 @@
-"""Show a run's checkpoints, prove them whole, and make room.
+"""List, verify and prune a run's checkpoints.
 
     python -m canon_pretrain.checkpoint list RUN [--json]
     python -m canon_pretrain.checkpoint verify RUN
     python -m canon_pretrain.checkpoint prune RUN --keep K [--quarantine] [--archive] [--dry_run]
 
-Exit code 1: a checkpoint is damaged or of another run, or not all could be pruned; 2: bad input.
+Exit code 1: a checkpoint is damaged, of another run, or could not be pruned; 2: bad input.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any
 from canon_pretrain.checkpoint.folder import CheckpointFolder, tree_bytes
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
 from canon_pretrain.checkpoint.retention import Retention, held_steps
-from canon_pretrain.core.cli import command
+from canon_pretrain.core.cli import ERRORS, command, positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.core.terminal import size
@@ -37,32 +37,34 @@ def main(argv: list[str] | None = None) -> None:
         arguments = _parser().parse_args(words)
         run, folder = find_folder(arguments.run)
         facts = known_run(RunFolder(run))
-        # without a run folder: the only one that they name
+        # without a run folder: the only run that the checkpoints name
         named = {facts.run_id} if facts else {*folder.steps_of_other_runs(None).values()}
-        arguments.act(run, folder, named.pop() if len(named) == 1 else None, arguments)
+        arguments.function(run, folder, named.pop() if len(named) == 1 else None, arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m canon_pretrain.checkpoint", description="Checkpoints of a run."
+        prog="python -m canon_pretrain.checkpoint",
+        description="List, verify and prune the checkpoints of a run.",
+        epilog=ERRORS,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    show = commands.add_parser("list", help="what there is, by manifests and sizes")
-    check = commands.add_parser("verify", help="read every byte; moves nothing")
-    prune = commands.add_parser("prune", help="keep the newest K that are verified")
-    for each, act in ((show, _list), (check, _verify), (prune, _prune)):
+    show = commands.add_parser("list", help="list checkpoints, by manifests and file sizes")
+    check = commands.add_parser("verify", help="check the hash of every file; changes nothing")
+    prune = commands.add_parser("prune", help="delete all but the newest K verified ones")
+    for each, function in ((show, _list), (check, _verify), (prune, _prune)):
         each.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-        each.set_defaults(act=act)
-    show.add_argument("--json", action="store_true")
-    prune.add_argument("--keep", type=int, required=True, metavar="K", help="1 or more")
-    prune.add_argument("--quarantine", action="store_true", help="delete quarantined ones, too")
-    prune.add_argument("--archive", action="store_true", help="delete archived branches, too")
-    prune.add_argument("--dry_run", "--dry-run", action="store_true", help="say what would go")
+        each.set_defaults(function=function)
+    show.add_argument("--json", action="store_true", help="print JSON")
+    prune.add_argument("--keep", type=positive, required=True, metavar="K", help="1 or more")
+    prune.add_argument("--quarantine", action="store_true", help="also delete quarantined ones")
+    prune.add_argument("--archive", action="store_true", help="also delete archived branches")
+    prune.add_argument("--dry_run", "--dry-run", action="store_true", help="change nothing")
     return parser
 
 
 def find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
-    """Return the run folder and the checkpoint folder for `path`, one of the two."""
+    """Return the run folder and the checkpoint folder; `path` is one of them."""
     run, folder = RunFolder(path), CheckpointFolder(path)
     if run.config_file.exists():
         return path, CheckpointFolder.of_run(run)
@@ -71,9 +73,10 @@ def find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
     if folder.steps() or folder.unfinished() or folder.leftovers() or folder.quarantined():
         return path.absolute().parent, folder
     raise UserError(
-        "todo.__main__",
-        f"{path} holds no config.json, no {CHECKPOINTS}/ and no step-N: expected a run folder "
-        "(job.dump_folder) or the folder of its checkpoints",
+        "checkpoint.none",
+        f"{path} has no config.json, no {CHECKPOINTS}/ and no step-N: expected a run folder "
+        "(job.dump_folder) or its checkpoint folder",
+        path=path,
     )
 
 
@@ -82,12 +85,12 @@ def _list(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Na
         return [{"path": str(path), "bytes": tree_bytes(path)} for path in paths]
 
     held = held_steps(run)
-    looks = [_read(folder.step_path(step), run_id, hashes=False) for step in folder.steps()]
+    read = [_read(folder.step_path(step), run_id, hashes=False) for step in folder.steps()]
     # a launch may delete steps meanwhile
-    there = [facts for facts in looks if Path(facts["path"]).exists()]
+    present = [facts for facts in read if Path(facts["path"]).exists()]
     found: dict[str, Any] = {
         "folder": str(folder.path),
-        "checkpoints": [facts | {"held": facts["step"] in held} for facts in there],
+        "checkpoints": [facts | {"held": facts["step"] in held} for facts in present],
         "unfinished": sized(folder.unfinished() + folder.leftovers()),
         "quarantined": [{**q._asdict(), "path": str(q.path)} for q in folder.quarantined()],
         "archives": sized(folder.archives(run)),
@@ -104,7 +107,7 @@ def _list(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Na
 
 
 def _read(path: Path, run_id: str | None, *, hashes: bool) -> dict[str, Any]:
-    """Return the facts of one checkpoint, and its state by sizes or, with `hashes`, every byte."""
+    """Return the facts of a checkpoint, and its state by sizes or, with `hashes`, by hashes."""
     facts: dict[str, Any] = {"step": int(path.name.removeprefix("step-")), "path": str(path)}
     try:
         manifest = Manifest.read(path)
@@ -112,7 +115,7 @@ def _read(path: Path, run_id: str | None, *, hashes: bool) -> dict[str, Any]:
         facts["num_files"] = len(facts.pop("files"))
         verify(path, hashes=hashes, workers=_WORKERS)
         if hashes:
-            from canon_pretrain.checkpoint.safe_load import check_safe  # torch, behind the parser
+            from canon_pretrain.checkpoint.safe_load import check_safe  # imports torch
 
             check_safe(path)
         if manifest.run_id not in (None, run_id):
@@ -125,7 +128,7 @@ def _read(path: Path, run_id: str | None, *, hashes: bool) -> dict[str, Any]:
 
 def _line(facts: dict[str, Any]) -> str:
     words = [size(facts["bytes"])]
-    if "kind" in facts:  # its manifest can be read
+    if "kind" in facts:  # the manifest is readable
         parts = f"{facts['num_files']} file(s)", f"{facts['world_size']} rank(s)"
         words = [facts["kind"], *words, *parts, f"saved {facts['saved']}"]
     words += ["held"] * facts.get("held", False)
@@ -133,7 +136,7 @@ def _line(facts: dict[str, Any]) -> str:
 
 
 def _verify(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Namespace) -> None:
-    """Read every byte; exit with code 1 if a checkpoint is damaged, or of another run."""
+    """Verify every file; exit with code 1 if a checkpoint is damaged or of another run."""
     steps, states = folder.steps(), set[str]()
     for step in steps:
         print(_line(facts := _read(folder.step_path(step), run_id, hashes=True)))
@@ -145,16 +148,17 @@ def _verify(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: 
 
 
 def _prune(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Namespace) -> None:
-    """Delete, or say what would go; exit with code 1 if something could not be done."""
-    from canon_pretrain.checkpoint.weights import strip_to_weights  # torch, behind the parser
+    """Delete, or print what would be deleted; exit with code 1 on errors."""
+    from canon_pretrain.checkpoint.weights import strip_to_weights  # imports torch
 
-    if (keep := arguments.keep) < 1:
-        raise UserError("todo.__main__", f"--keep {keep}: expected 1 or more")
+    keep = arguments.keep
     if others := folder.steps_of_other_runs(run_id):
         names = ", ".join(f"step-{step} of run {other}" for step, other in others.items())
         if run_id is None:
             raise UserError(
-                "todo.__main__", f"{folder.path} holds {names}: expected those of one run"
+                "checkpoint.other_run",
+                f"{folder.path} has {names}: expected checkpoints of one run",
+                runs=set(others.values()),
             )
         print(f"skipped, not of run {run_id}: {names}")
     given: dict[str, Any] = {"holds": lambda: held_steps(run), "run_id": lambda: run_id}
@@ -170,11 +174,13 @@ def _prune(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: N
         locks = (RunFolder(path).lock_file for path in (run, folder.path))
         if holder := next(filter(None, map(live_holder, locks)), None):
             raise UserError(
-                "todo.__main__",
-                f"a launch is using {folder.path} ({holder}): it prunes by itself "
-                "(checkpoint.keep_latest_k); stop it first, or look with --dry_run",
+                "lock.held",
+                f"a launch is using {folder.path} ({holder}) and prunes it itself "
+                "(checkpoint.keep_latest_k); stop it first, or use --dry_run",
+                path=folder.path,
+                holder=holder,
             )
-        # before retention: what that sets aside now stays there to be looked at
+        # before retention: what it quarantines now is kept
         for path in doomed:
             try:
                 freed += folder.discard(path)
@@ -189,12 +195,12 @@ def _prune(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: N
     for path in gone:
         print(f"{path} {would}deleted")
     for step in outcome.stripped:
-        print(f"step-{step} {would}replaced by its weights: an evaluation waits for it")
+        print(f"step-{step} {would}replaced by its weights, which an evaluation needs")
     for step, fault in sorted(outcome.bad.items()):
         print(f"step-{step} {would}moved to quarantine: {fault}")
     few = f", fewer than --keep {keep}: no checkpoint is deleted" * (len(outcome.kept) < keep)
     print(f"verified and kept: {_names(outcome.kept)}{few}")
-    print(f"{size(freed)} {would}freed{'; nothing was changed' * arguments.dry_run}")
+    print(f"{size(freed)} {would}freed{'; nothing changed' * arguments.dry_run}")
     for text in errors:
         print(f"error: {text}", file=sys.stderr)
     if errors:

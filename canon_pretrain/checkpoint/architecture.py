@@ -1,4 +1,4 @@
-"""Which checkpoint a command means, its run, and the architecture it records. No torch here."""
+"""Find the checkpoint of a command line argument, its run, and the recorded model. No torch."""
 
 import logging
 from dataclasses import fields
@@ -11,7 +11,7 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.run.folder import RunFolder
 
 LATEST = "latest"
-_FLOORS = 4  # RUN/archive/K-LABEL/checkpoint/step-N
+_MAX_DEPTH = 4  # RUN/archive/K-LABEL/checkpoint/step-N
 
 logger = logging.getLogger(__name__)
 
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 def find_checkpoint(given: Path) -> tuple[RunFolder, Path]:
     """Return the run and the step-N folder that a command's `given` path names.
 
-    RUN and RUN/checkpoint/latest name the newest undamaged checkpoint, an import's folder its one
-    step; any other path is returned unchecked. Raises UserError if the run has no checkpoint.
+    RUN and RUN/checkpoint/latest name the newest undamaged checkpoint, the folder of an import its
+    only step; any other path is returned unchecked. Raises UserError if there is no checkpoint.
     """
-    if _holds_a_run(RunFolder(given)):
+    if _is_run(RunFolder(given)):
         run = RunFolder(given)
         folder = CheckpointFolder.of_run(run)
         if imported := CheckpointFolder(run.path).steps():
@@ -36,44 +36,47 @@ def find_checkpoint(given: Path) -> tuple[RunFolder, Path]:
         try:
             verify(folder.step_path(step), workers=HASH_WORKERS)
         except DamagedCheckpoint as error:
-            logger.warning(f"{error}; the newest checkpoint before it is meant")
+            logger.warning(f"{error}; using the checkpoint before it")
         except OSError as error:
+            path = folder.step_path(step)
             raise UserError(
-                "todo.architecture", f"{folder.step_path(step)} cannot be read: {error}"
+                "checkpoint.unreadable", f"{path} cannot be read: {error}", path=path
             ) from None
         else:
             return run, folder.step_path(step)
     which = "undamaged checkpoint" if steps else "checkpoint yet"
-    raise UserError(
-        "todo.architecture", f"{run.path} has no {which}: expected {folder.path}/step-N"
-    )
+    text = f"{run.path} has no {which}: expected {folder.path}/step-N"
+    raise UserError("checkpoint.none", text, path=run.path, damaged=steps)
 
 
 def run_of_checkpoint(checkpoint: Path) -> RunFolder:
     """Return the nearest run folder above RUN/checkpoint/step-N, or a step in its archives."""
     # RUN/checkpoint may be a link to another disk
-    above = [*checkpoint.absolute().parents[:_FLOORS], *checkpoint.resolve().parents[:_FLOORS]]
-    runs = (RunFolder(folder) for folder in above if _holds_a_run(RunFolder(folder)))
+    paths = checkpoint.absolute(), checkpoint.resolve()
+    above = [parent for path in paths for parent in path.parents[:_MAX_DEPTH]]
+    runs = (RunFolder(folder) for folder in above if _is_run(RunFolder(folder)))
     return next(runs, RunFolder(checkpoint.resolve().parent.parent))
 
 
-def _holds_a_run(folder: RunFolder) -> bool:
-    """Whether there is a run's config.json: other programs write files of that name too."""
+def _is_run(folder: RunFolder) -> bool:
+    """Return whether config.json is that of a run; other programs write such files too."""
     return folder.config_file.is_file() and "identity" in folder.read_config()
 
 
 def model_args_of(folder: RunFolder) -> ModelArgs:
-    """Return the architecture that a run's config.json records; UserError if it is not ours."""
+    """Return the model that a run's config.json records. Raises UserError for another version's."""
     identity = folder.read_config()["identity"]
     given = {}
     for f in fields(ModelArgs):
-        # what an earlier version had no name for is the default
+        # fields that an earlier version did not have are the default
         found = given[f.name] = identity.get(f"model.{f.name}", f.default)
         known = (int, float) if isinstance(f.default, float) else (type(f.default),)
         if type(found) not in known:
             raise UserError(
-                "todo.architecture",
-                f"{folder.config_file} gives model.{f.name} as {found!r}, expected a value like "
-                f"{f.default!r}: another version of this program wrote it; use that one",
+                "run.other_version",
+                f"{folder.config_file}: model.{f.name} = {found!r}, expected a value like "
+                f"{f.default!r}: use the version of this program that wrote it",
+                name=f"model.{f.name}",
+                given=found,
             )
     return ModelArgs(**given)

@@ -1,14 +1,14 @@
-"""The folder of a run's checkpoints, and moves that a kill leaves understandable.
+"""The folder of a run's checkpoints, and changes to it that survive a kill. No torch.
 
-    RUN/checkpoint/step-N              a whole checkpoint
-                  /.saving-step-N      a save in progress, or a killed one
-                  /.replaced-step-N    a full one whose weights alone take its place
-                  /.deleting-step-N    one that is being deleted
-                  /quarantine/NAME.K   set aside, with NAME.K.reason.txt
+    RUN/checkpoint/step-N              a complete checkpoint
+                  /.saving-step-N      a save in progress, or interrupted
+                  /.replaced-step-N    a full checkpoint that is being replaced by its weights
+                  /.deleting-step-N    a checkpoint that is being deleted
+                  /quarantine/NAME.K   damaged or interrupted, with NAME.K.reason.txt
     RUN/archive/K-LABEL/               an abandoned branch, or the run before a fresh start
 
-A step gets and loses its name by one rename, so what is called step-N was once whole. `recover`
-finishes what a kill interrupted. No torch here.
+A checkpoint gets and loses the name step-N by one rename, so it was complete at some time.
+`recover` finishes what a kill interrupted.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ _SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
 _REASON = ".reason.txt"
 _IS_REASON = re.compile(rf"{re.escape(_REASON)}(\.[0-9a-f]*\.?tmp)?$")
 _ARCHIVE_NOTE = (
-    "Moved in this order; after a kill the next launch moves the rest into an archive of its own.\n"
-    "To go back, move all of it back while no launch is running."
+    "Moved in this order; after a kill the next launch moves the rest into another archive.\n"
+    "To undo, move everything back while no launch is running."
 )
 
 logger = logging.getLogger(__name__)
@@ -48,26 +48,26 @@ class Quarantined(NamedTuple):
 
 
 class CheckpointFolder:
-    """RUN/checkpoint, if it exists. PermissionError for any change unless `may_change`."""
+    """RUN/checkpoint, which may not exist. Changes raise PermissionError unless `may_change()`."""
 
     def __init__(self, path: Path, *, may_change: Callable[[], bool] = lambda: True) -> None:
         self.path, self.may_change = path, may_change
         self.trial_path = path / f"{_DELETING}step-0"
-        """A folder for files that show whether a save could be written; `recover` deletes it."""
+        """A folder for a trial save; `recover` deletes it."""
 
     def _check_may_change(self) -> None:
         if not self.may_change():
-            text = "no longer this launch's: another one took the run folder over"
+            text = "another launch took over the run folder"
             raise PermissionError(errno.EPERM, text, str(self.path))
 
     @classmethod
     def of_run(cls, run: RunFolder) -> "CheckpointFolder":
-        """Return the folder that the run's config.json names; raises UserError without one."""
+        """Return the folder that the run's config.json names. Raises UserError without one."""
         section = run.read_config().get("config", {}).get("checkpoint", {})
         return cls(run.path / section.get("folder", CHECKPOINTS))
 
     def steps(self) -> list[int]:
-        """Return the N of each folder (or link to one) named exactly step-N, ascending."""
+        """Return N of each folder (or link to one) named exactly step-N, ascending."""
         return [step for step, path in self._named() if path.is_dir()]
 
     def _named(self, mark: str = "") -> list[tuple[int, Path]]:
@@ -78,11 +78,11 @@ class CheckpointFolder:
         return self.path / f"step-{step}"
 
     def saving_path(self, step: int) -> Path:
-        """Where step N is written before it gets its name."""
+        """Return where step N is written before it is complete."""
         return self.path / f"{_SAVING}step-{step}"
 
     def steps_of_other_runs(self, run_id: str | None) -> dict[int, str]:
-        """Return by step the run_id of each checkpoint that names another run than `run_id`."""
+        """Return the run_id by step of each checkpoint of another run than `run_id`."""
         found: dict[int, str] = {}
         for step in self.steps():
             with contextlib.suppress(DamagedCheckpoint):
@@ -92,22 +92,22 @@ class CheckpointFolder:
         return found
 
     def make_trial(self) -> None:
-        """Make `trial_path`, empty. Raises OSError if no save could be made either."""
+        """Create `trial_path`, empty. Raises OSError if a save would."""
         self._check_may_change()
         _make_folder(self.path)
         remove_tree(self.trial_path)
         self.trial_path.mkdir()
 
     def unfinished(self) -> list[Path]:
-        """Saves in progress or killed, by step."""
+        """Return saves in progress or interrupted, by step."""
         return [path for _, path in self._named(_SAVING)]
 
     def leftovers(self) -> list[Path]:
-        """What `recover` will put back or delete: replaced and half deleted steps."""
+        """Return what `recover` will restore or delete: replaced and half deleted steps."""
         return [path for _, path in self._named(_REPLACED) + self._named(_DELETING)]
 
     def strays(self) -> list[str]:
-        """Names of what does not belong here: nothing reads, moves or deletes it."""
+        """Return the names of unknown files, which are never read, moved or deleted."""
         known = [*self.unfinished(), *self.leftovers(), *map(self.step_path, self.steps())]
         # the lock of a folder outside the run folder
         known += self.path.glob(f"{RunFolder(self.path).lock_file.name}*")
@@ -117,7 +117,7 @@ class CheckpointFolder:
     # -- quarantine
 
     def quarantine(self, path: Path, reason: str) -> Path:
-        """Move `path` durably to quarantine/NAME.K, then write the reason. OSError: not moved."""
+        """Move `path` to quarantine/NAME.K and write the reason. Raises OSError if not moved."""
         self._check_may_change()
         _make_folder(self.path / QUARANTINE)
         names = (self.path / QUARANTINE / f"{path.name}.{k}" for k in itertools.count(1))
@@ -127,7 +127,7 @@ class CheckpointFolder:
         return target
 
     def quarantined(self) -> list[Quarantined]:
-        """All that was set aside, by name."""
+        """Return the entries of quarantine, by name."""
         found = []
         for path in self._quarantine_entries():
             reason = "no reason was recorded"
@@ -137,7 +137,7 @@ class CheckpointFolder:
         return found
 
     def make_room(self, num_bytes: int) -> str | None:
-        """Why the disk can't take `num_bytes`, even without interrupted saves; None if it can."""
+        """Delete interrupted saves if needed; return why `num_bytes` still don't fit, or None."""
         if free_bytes(self.path) < num_bytes:
             freed = sum(self.discard(path) for path in self._quarantined_saves())
             if freed:
@@ -157,15 +157,15 @@ class CheckpointFolder:
         return [p for p in entries(self.path / QUARANTINE) if not _IS_REASON.search(p.name)]
 
     def _quarantined_saves(self) -> list[Path]:
-        """Interrupted saves in quarantine, the oldest first, by their files' times."""
+        """Return interrupted saves in quarantine, the oldest first, by mtime of their files."""
         found = [path for path in self._quarantine_entries() if path.name.startswith(_SAVING)]
         times = [max((f.lstat().st_mtime_ns for f in _files(path)), default=0) for path in found]
         return [path for _, path in sorted(zip(times, found, strict=True))]
 
-    # -- steps that leave
+    # -- delete and replace
 
     def delete_step(self, step: int) -> int:
-        """Delete step N; return the bytes freed. A kill leaves step-N whole, or no step-N."""
+        """Delete step N; return the bytes freed. A kill leaves a complete step-N, or none."""
         self._check_may_change()
         doomed = self.path / f"{_DELETING}step-{step}"
         remove_tree(doomed)  # of an earlier step N, whose deletion failed
@@ -173,7 +173,7 @@ class CheckpointFolder:
         return remove_tree(doomed)
 
     def replace_step(self, step: int) -> int:
-        """Replace step N by `saving_path`; return the bytes freed. A kill leaves one of the two."""
+        """Replace step N by `saving_path`; return the bytes freed. A kill leaves either of them."""
         self._check_may_change()
         final, replaced = self.step_path(step), self.path / f"{_REPLACED}step-{step}"
         _move(final, replaced)
@@ -185,32 +185,32 @@ class CheckpointFolder:
         return remove_tree(replaced) - tree_bytes(final)
 
     def recover(self) -> list[str]:
-        """Finish what a kill interrupted, under the run lock; return one sentence for each act.
+        """Finish what a kill interrupted, under the run lock; return one log line per action.
 
-        Of interrupted saves, quarantine keeps the newest. A deletion that fails is only reported.
+        Quarantine keeps the newest interrupted save only. A failed deletion is only reported.
         """
-        said = [self._try_delete(path, "half deleted") for _, path in self._named(_DELETING)]
+        done = [self._try_delete(path, "half deleted") for _, path in self._named(_DELETING)]
         for step, replaced in self._named(_REPLACED):
             final = self.step_path(step)
             try:
                 if os.path.lexists(final):
                     verify(final)
-                    said.append(self._try_delete(replaced, f"now the weights in {final.name}"))
+                    done.append(self._try_delete(replaced, f"now the weights in {final.name}"))
                     continue
             except DamagedCheckpoint as error:
-                said.append(f"{error}; it was moved to {self.quarantine(final, str(error))}")
+                done.append(f"{error}; it was moved to {self.quarantine(final, str(error))}")
             _move(replaced, final)
-            said.append(f"{final.name} was being replaced by its weights; the full one is back")
+            done.append(f"{final.name} was being replaced by its weights; the full one is restored")
         for saving in self.unfinished():
             try:
                 target = self.quarantine(saving, INTERRUPTED)
-                said.append(f"{saving.name} is {INTERRUPTED}; it was moved to {target}")
+                done.append(f"{saving.name} is {INTERRUPTED}; it was moved to {target}")
             except OSError as error:
-                # on a full disk its bytes are what the next save needs
-                said.append(f"{saving.name}: quarantine can't take it ({error.strerror})")
-                said.append(self._try_delete(saving, INTERRUPTED))
+                # on a full disk the next save needs its bytes
+                done.append(f"{saving.name}: quarantine can't take it ({error.strerror})")
+                done.append(self._try_delete(saving, INTERRUPTED))
         older = self._quarantined_saves()[:-1]
-        return said + [self._try_delete(old, "an older interrupted save") for old in older]
+        return done + [self._try_delete(old, "an older interrupted save") for old in older]
 
     def _try_delete(self, path: Path, what: str) -> str:
         try:
@@ -221,10 +221,10 @@ class CheckpointFolder:
     # -- abandoned branches
 
     def archive_after(self, step: int, run: Path, why: str) -> Path | None:
-        """Move all that the run did after `step` to RUN/archive/K-back-to-step-N; None if nothing.
+        """Move what the run did after `step` to RUN/archive/K-back-to-step-N; None if nothing.
 
-        Under the run lock, after `recover`. Steps go last, the newest first: a kill leaves an
-        unbroken beginning of the old branch, and the same call moves the rest.
+        Under the run lock, after `recover`. Checkpoints are moved last, the newest first: a kill
+        leaves the first steps of the old branch, and the same call moves the rest.
         """
         results = [*entries(run / EVALS), *entries(run / EVALS / HOLDS)]
         later = [p for p in results if (step_number(p.name.split(".")[0]) or 0) > step]
@@ -233,36 +233,36 @@ class CheckpointFolder:
         return self._archive(run, f"back-to-step-{step}", why, moves, later)
 
     def archive_all(self, run: Path, why: str) -> Path | None:
-        """Move what makes the run to RUN/archive/K-before-a-fresh-start; None if there is nothing.
+        """Move the run's files to RUN/archive/K-before-a-fresh-start; None if there is nothing.
 
-        Under the run lock, after `recover`. In this order a kill leaves a run that can resume, or
-        no step and a log that says that there were some.
+        Under the run lock, after `recover`. A kill leaves a run that can resume, or one without
+        checkpoints whose log records them.
         """
         files = RunFolder(run)
         moves = [files.done_file, *map(self.step_path, reversed(self.steps()))]
         moves += [self.path / QUARANTINE, run / EVALS, *files.fresh_start]
         if files.log_file.is_file() and not files.log_file.stat().st_size:
-            moves.remove(files.log_file)  # of a launch that was refused
+            moves.remove(files.log_file)  # of a launch that did not start
         return self._archive(run, "before-a-fresh-start", why, moves, moves)
 
     def archives(self, run: Path) -> list[Path]:
-        """What `archive_after` and `archive_all` made, the oldest first."""
+        """Return the archives of `archive_after` and `archive_all`, the oldest first."""
         found = [*entries(run / ARCHIVE), *entries(self.path / ARCHIVE)]
         return sorted((p for p in found if _archive_number(p)), key=_archive_number)
 
     def _archive(
         self, run: Path, label: str, why: str, moves: list[Path], needed: list[Path]
     ) -> Path | None:
-        """Move the paths that exist, in this order; None if none of `needed` exists."""
+        """Move the paths that exist, in this order; return None if none of `needed` exists."""
         if not any(map(os.path.lexists, needed)):
             return None
         self._check_may_change()
         number = 1 + max(map(_archive_number, self.archives(run)), default=0)
         archive = run / ARCHIVE / f"{number}-{label}"
         _make_folder(archive)
-        # a rename needs one file system, and RUN/checkpoint may be a link to a larger one
-        is_far = self.path.is_dir() and self.path.stat().st_dev != archive.stat().st_dev
-        steps = self.path / ARCHIVE / archive.name if is_far else archive / self.path.name
+        # rename works within a file system, and RUN/checkpoint may be a link to another one
+        is_elsewhere = self.path.is_dir() and self.path.stat().st_dev != archive.stat().st_dev
+        steps = self.path / ARCHIVE / archive.name if is_elsewhere else archive / self.path.name
         pairs = [
             (p, steps / p.name if p.parent == self.path else archive / p.relative_to(run))
             for p in filter(os.path.lexists, moves)
@@ -277,27 +277,27 @@ class CheckpointFolder:
 
 
 def step_number(name: str, mark: str = "") -> int | None:
-    """Return the N of a name that is exactly `mark`step-N, without leading zeros; else None."""
+    """Return N if `name` is exactly `mark`step-N, without leading zeros; else None."""
     match = re.fullmatch(rf"{re.escape(mark)}step-(0|[1-9][0-9]{{0,17}})", name)
     return int(match.group(1)) if match else None
 
 
 def entries(folder: Path) -> list[Path]:
-    """Return the content of `folder`, by name; nothing if it does not exist."""
+    """Return the entries of `folder`, by name; none if it does not exist."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return sorted(folder.iterdir())
     return []
 
 
 def _files(path: Path) -> list[Path]:
-    """Return `path` or, of a folder, the files below it; links are not followed."""
+    """Return the files below `path`, or `path` itself if it is a file or a link."""
     if path.is_symlink() or not path.is_dir():
         return [path]
     return [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
 
 
 def tree_bytes(path: Path) -> int:
-    """Return the sizes of the files at and below `path`; links are not followed."""
+    """Return the total size of the files at and below `path`; links are not followed."""
     total = 0
     for file in _files(path):
         with contextlib.suppress(FileNotFoundError):
@@ -306,7 +306,7 @@ def tree_bytes(path: Path) -> int:
 
 
 def remove_tree(path: Path) -> int:
-    """Delete `path`, a folder with its content, or a link alone; return the bytes freed."""
+    """Delete a folder, a file or a link (not its target); return the bytes freed."""
     size = tree_bytes(path)
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
@@ -316,14 +316,14 @@ def remove_tree(path: Path) -> int:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Rename durably, to a name that is free or that of an empty folder."""
+    """Rename durably; `target` does not exist or is an empty folder."""
     rename(source, target)
     for folder in dict.fromkeys((target.parent, source.parent)):
         fsync_folder(folder)
 
 
 def _make_folder(folder: Path) -> None:
-    """Make `folder` and those above it, durably."""
+    """Create `folder` and its parents, durably."""
     if not folder.is_dir():
         _make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -335,14 +335,14 @@ def _reason_file(path: Path) -> Path:
 
 
 def _write_note(path: Path, text: str) -> None:
-    """Write what explains a move to users; a full disk must not stop the move itself."""
+    """Write a note about a move; a full disk must not prevent the move itself."""
     try:
         write_atomic(path, text.encode())
     except OSError as error:
-        logger.warning(f"{path} can't be written ({error.strerror}); it would say: {text.strip()}")
+        logger.warning(f"{path} can't be written ({error.strerror}). Its text: {text.strip()}")
 
 
 def _archive_number(archive: Path) -> int:
-    """The K of K-LABEL; 0 for a name without one."""
+    """Return K of a name K-LABEL, else 0."""
     number = archive.name.partition("-")[0]
     return int(number) if number.isdecimal() and "-" in archive.name else 0

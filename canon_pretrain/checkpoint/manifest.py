@@ -1,4 +1,4 @@
-"""step-N/manifest.json: size and SHA-256 of every other file, written last. No torch here."""
+"""step-N/manifest.json: size and SHA-256 of every other file, written last. No torch."""
 
 import errno
 import hashlib
@@ -26,24 +26,24 @@ DAMAGE = (
     *(errno.EIO, errno.ENODATA, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
     errno.ENXIO,  # not a regular file
 )
-"""What an OSError may say of the file itself; others condemn no checkpoint."""
+"""Errors that mean a damaged file; others, such as EACCES, do not."""
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint that is not what was saved; the message names the folder and each fault."""
+    """A checkpoint that differs from what was saved; `faults` names each difference."""
 
 
 def _check_inside(name: str) -> str:
     path = PurePosixPath(name)
     is_path = name and "\0" not in name and len(os.fsencode(name)) < 4096  # PATH_MAX
     if not is_path or path.is_absolute() or ".." in path.parts:
-        raise ValueError(f"{name[:80]!r} is no file of this folder")
+        raise ValueError(f"{name[:80]!r} is not a file of this folder")
     return name
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of a checkpoint when it was saved."""
+    """A file of a checkpoint as it was saved."""
 
     bytes: int
     sha256: str
@@ -55,9 +55,9 @@ class Manifest:
 
     step: int
     kind: Kind
-    """`full` can be resumed; `weights` holds the model alone, kept for an evaluation."""
+    """`full` can be resumed; `weights` holds only the model, for an evaluation."""
     world_size: int
-    torch: str  # the version that wrote it
+    torch: str  # version that wrote it
     files: dict[Annotated[str, AfterValidator(_check_inside)], FileEntry]  # all but the manifest
     saved: str  # UTC, ISO 8601
     run_id: str | None = None
@@ -71,8 +71,8 @@ class Manifest:
 
     @property
     def content(self) -> str:
-        """A SHA-256 of what was saved: equal for a copy, and for the weights kept of a full one."""
-        # torch's metadata has a random id per save
+        """A SHA-256 of what was saved: the same for copies and for weights taken from it."""
+        # torch's metadata contains a random id per save
         files = {name: e.sha256 for name, e in self.files.items() if name != ".metadata"}
         text = json.dumps(files, sort_keys=True)
         return self.weights_of or hashlib.sha256(text.encode()).hexdigest()
@@ -82,7 +82,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Return the manifest in `folder`. Raises DamagedCheckpoint, or OSError if unreadable."""
+        """Return the manifest in `folder`. Raises DamagedCheckpoint or OSError."""
         path = folder / MANIFEST
         try:
             return read_record(path, cls)
@@ -90,13 +90,14 @@ class Manifest:
             if error.errno is not None and error.errno not in (errno.ENOENT, *DAMAGE):
                 raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
             missing = f"{folder} has no {MANIFEST}: it was never finished"
+            text = missing if error.is_missing else str(error)
             raise DamagedCheckpoint(
-                "todo.manifest", missing if error.is_missing else str(error)
+                "checkpoint.damaged", text, path=folder, faults=[text]
             ) from None
 
 
 def files_of(folder: Path) -> list[str]:
-    """Return the paths, relative to `folder`, of all files that a manifest of it must name."""
+    """Return the relative paths of all files in `folder` that its manifest must name."""
     found = (path for path in folder.rglob("*") if path.is_file() or path.is_symlink())
     return sorted({path.relative_to(folder).as_posix() for path in found} - {MANIFEST})
 
@@ -109,7 +110,7 @@ def find_faults(
     hashes: bool = True,
     workers: int = 1,
 ) -> list[str]:
-    """Return how the files (all, and no others) differ from the manifest. Raises OSError."""
+    """Return how the files differ from the manifest, including unknown ones. Raises OSError."""
     chosen = sorted(manifest.files if names is None else names)
     check = partial(_fault, folder, manifest, sha256=sha256_file if hashes else None)
     with ThreadPoolExecutor(workers) as pool:
@@ -119,7 +120,7 @@ def find_faults(
 
 
 def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
-    """Return the content of a file that `manifest` names. Raises DamagedCheckpoint, OSError."""
+    """Return the verified content of a file. Raises DamagedCheckpoint or OSError."""
     read: list[bytes] = []
 
     def sha256(path: Path) -> str:
@@ -127,7 +128,7 @@ def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
         return hashlib.sha256(read[0]).hexdigest()
 
     if fault := _fault(folder, manifest, name, sha256=sha256):
-        raise DamagedCheckpoint("todo.manifest", fault)
+        raise DamagedCheckpoint("checkpoint.damaged", fault, path=folder, faults=[fault])
     return read[0]
 
 
@@ -153,11 +154,12 @@ def _fault(
 
 
 def verify(folder: Path, *, hashes: bool = True, workers: int = 1) -> Manifest:
-    """Return the manifest of a whole checkpoint in step-N. Raises DamagedCheckpoint, or OSError."""
+    """Return the manifest of a complete checkpoint. Raises DamagedCheckpoint or OSError."""
     manifest = Manifest.read(folder)
     faults = find_faults(folder, manifest, hashes=hashes, workers=workers)
     if folder.name != f"step-{manifest.step}":
         faults.insert(0, f"its manifest is that of step {manifest.step}")
     if faults:
-        raise DamagedCheckpoint("todo.manifest", f"{folder} is damaged: {'; '.join(faults)}")
+        text = f"{folder} is damaged: {'; '.join(faults)}"
+        raise DamagedCheckpoint("checkpoint.damaged", text, path=folder, faults=faults)
     return manifest

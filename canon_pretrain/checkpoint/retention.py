@@ -1,9 +1,9 @@
-"""Which checkpoints stay: the newest K that are verified, and weights that evaluations wait for.
+"""Delete old checkpoints: keep the newest K verified ones, and weights for pending evaluations.
 
-    RUN/evals/holds/step-N.NAME    an evaluation that still waits for step N; its content is free
+    RUN/evals/holds/step-N.NAME    an evaluation that still needs step N; any content
 
-A step counts only if its hashes were computed while it was written, or read back since and found
-right: newer broken ones cost no good one. No torch here.
+A checkpoint is verified if its hashes were computed while it was written, or were checked since;
+damaged ones do not count. No torch.
 """
 
 import contextlib
@@ -22,15 +22,17 @@ _Signature = dict[str, tuple[int, ...]]
 
 @dataclass
 class Outcome:
-    """What retention did, or would do; each list ascending."""
+    """What retention did or would do; all lists are ascending."""
 
-    kept: list[int] = field(default_factory=list)  # verified full steps; too few: none is deleted
+    kept: list[int] = field(
+        default_factory=list
+    )  # verified full steps; if too few, none is deleted
     deleted: list[int] = field(default_factory=list)
-    stripped: list[int] = field(default_factory=list)  # now weights alone, for an evaluation
-    weights_only: list[int] = field(default_factory=list)  # of a plan: those that are so already
-    over_bound: list[int] = field(default_factory=list)  # deleted though an evaluation waits
-    bad: dict[int, str] = field(default_factory=dict)  # damaged steps and how: to quarantine
-    errors: list[str] = field(default_factory=list)  # such a step neither counts nor changes
+    stripped: list[int] = field(default_factory=list)  # reduced to weights, for an evaluation
+    weights_only: list[int] = field(default_factory=list)  # in a plan: those that are so already
+    over_bound: list[int] = field(default_factory=list)  # deleted though an evaluation needs them
+    bad: dict[int, str] = field(default_factory=dict)  # damaged steps, quarantined, with the fault
+    errors: list[str] = field(default_factory=list)  # of steps that do not count and stay
     bytes_freed: int = 0
 
 
@@ -38,9 +40,9 @@ class Outcome:
 class Retention:
     """Keeps the newest `keep` verified full checkpoints of `folder`; 0 keeps all.
 
-    Nothing is deleted before `keep` verified ones are found. An older step that `holds` names is
-    replaced by its weights alone, which `strip(step_path, temporary)` writes; of these the newest
-    `max_held` stay while they are held. Links, and steps of another run than `run_id()`, stay.
+    Nothing is deleted unless there are `keep` verified ones. An older step in `holds()` is replaced
+    by its weights, which `strip(step_path, temporary)` writes; the newest `max_held` of these stay
+    while they are held. Links, and steps of another run than `run_id()`, stay.
     """
 
     folder: CheckpointFolder
@@ -56,12 +58,12 @@ class Retention:
         self._verified: dict[int, _Signature] = {}
 
     def mark_verified(self, step: int) -> None:
-        """Treat `step`, which its writer has hashed, as verified while no file of it is touched."""
+        """Treat `step`, hashed by its writer, as verified until one of its files changes."""
         with contextlib.suppress(OSError):
             self._verified[step] = _signature(self.folder.step_path(step))
 
     def plan(self) -> Outcome:
-        """Return what `apply` would do now; reads hashes of unverified steps, and moves nothing."""
+        """Return what `apply` would do; hashes unverified steps, and changes nothing."""
         plan = Outcome()
         older, weights = self._sort(plan) if self.keep else ([], [])
         if not self.keep or len(plan.kept) < self.keep:
@@ -81,7 +83,7 @@ class Retention:
         return plan
 
     def _sort(self, plan: Outcome) -> tuple[list[int], list[int]]:
-        """Fill `kept` and `bad`; return older full steps and weights-only ones, ascending."""
+        """Fill `kept` and `bad`; return older full steps and weights-only steps, ascending."""
         older, weights = list[int](), list[int]()
         for step in reversed(self.folder.steps()):
             path = self.folder.step_path(step)
@@ -106,9 +108,9 @@ class Retention:
         return older, weights
 
     def _fault(self, step: int) -> str | None:
-        """How a step is damaged; None if it is verified, by now at the latest."""
+        """Return how a step is damaged; None if it is verified."""
         path = self.folder.step_path(step)
-        # taken first: a file that changes while it is read makes the next look differ
+        # before reading: a file that changes meanwhile has another signature next time
         signature = _signature(path)
         if self._verified.get(step) == signature:
             return None
@@ -121,38 +123,38 @@ class Retention:
         return None
 
     def apply(self) -> Outcome:
-        """Set aside damaged steps, delete old ones and strip held ones. Raises OSError."""
+        """Quarantine damaged steps, delete old ones, strip held ones. Raises OSError."""
         plan = self.plan()
         outcome = Outcome(plan.kept, weights_only=plan.weights_only, errors=plan.errors)
-        # room first: a full disk leaves none for the weights
-        acts = [(self._set_aside, step) for step in sorted(plan.bad)]
-        acts += [(self._delete, step) for step in plan.deleted]
-        acts += [(self._strip, step) for step in plan.stripped]
-        for act, step in acts:
+        # deletions first: on a full disk they make room for the weights
+        actions = [(self._quarantine, step) for step in sorted(plan.bad)]
+        actions += [(self._delete, step) for step in plan.deleted]
+        actions += [(self._strip, step) for step in plan.stripped]
+        for action, step in actions:
             if not self.folder.may_change():
-                outcome.errors.append("left as it is: the folder is another launch's now")
+                outcome.errors.append("stopped: another launch took over the folder")
                 break
             try:
-                act(step, plan, outcome)
+                action(step, plan, outcome)
             except Exception as error:  # torch raises RuntimeError and more on a full disk
                 what = f"damaged ({plan.bad[step]})" if step in plan.bad else "not needed"
-                outcome.errors.append(f"step {step}, {what}, stays as it is: {error}")
+                outcome.errors.append(f"step {step}, {what}, stays: {error}")
                 self._verified.pop(step, None)
         outcome.weights_only.sort()
         return outcome
 
-    def _set_aside(self, step: int, plan: Outcome, outcome: Outcome) -> None:
+    def _quarantine(self, step: int, plan: Outcome, outcome: Outcome) -> None:
         self.folder.quarantine(self.folder.step_path(step), plan.bad[step])
         outcome.bad[step] = plan.bad[step]
 
     def _delete(self, step: int, plan: Outcome, outcome: Outcome) -> None:
-        # hashes take minutes: an evaluation may have asked for it since
+        # hashing takes minutes: an evaluation may have requested it meanwhile
         if step not in plan.over_bound and step in self.holds():
             return
         try:
             outcome.bytes_freed += self.folder.delete_step(step)
         finally:
-            if not self.folder.step_path(step).exists():  # it has lost its name at least
+            if not self.folder.step_path(step).exists():  # renamed, if not deleted
                 outcome.deleted.append(step)
                 if step in plan.over_bound:
                     outcome.over_bound.append(step)
@@ -165,14 +167,13 @@ class Retention:
             manifest = Manifest.read(temporary)
             faults = find_faults(temporary, manifest, hashes=False)
             if faults or (manifest.kind, manifest.step) != ("weights", step):
-                raise DamagedCheckpoint(
-                    "todo.retention", f"{temporary} is not the weights of step {step}: {faults}"
-                )
+                text = f"{temporary} does not hold the weights of step {step}: {faults}"
+                raise DamagedCheckpoint("checkpoint.damaged", text, path=temporary, faults=faults)
             outcome.bytes_freed += self.folder.replace_step(step)
         finally:
             with contextlib.suppress(OSError):
                 folders.remove_tree(temporary)
-            # the folder tells: of a replacement, the last deletion alone may fail
+            # read the folder: the replacement may succeed and its last deletion fail
             with contextlib.suppress(DamagedCheckpoint, OSError):
                 if Manifest.read(final).kind == "weights":
                     outcome.stripped.append(step)
@@ -180,19 +181,19 @@ class Retention:
 
 
 def _signature(folder: Path) -> _Signature:
-    """Sizes, times and inodes of files: a write can set mtime back, but not ctime."""
+    """Return sizes, inodes and times of the files: mtime can be set back, ctime cannot."""
     stats = ((str(path), path.lstat()) for path in folder.rglob("*") if not path.is_dir())
     return {name: (s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats}
 
 
 def held_steps(run: Path) -> set[int]:
-    """Return the steps that an evaluation of `run` still waits for."""
+    """Return the steps that an evaluation of `run` still needs."""
     holds = (path.name.partition(".") for path in entries(run / EVALS / HOLDS))
     return {step for name, dot, _ in holds if dot and (step := step_number(name)) is not None}
 
 
 def hold_step(run: Path, step: int, name: str) -> None:
-    """Ask retention for the weights of `step`, durably, until `release_step` with the same name."""
+    """Make retention keep the weights of `step` until `release_step` with the same `name`."""
     path = run / EVALS / HOLDS / f"step-{step}.{name}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
@@ -200,5 +201,5 @@ def hold_step(run: Path, step: int, name: str) -> None:
 
 
 def release_step(run: Path, step: int, name: str) -> None:
-    """Take back a `hold_step`, if there is one."""
+    """Undo `hold_step`, if it was called."""
     (run / EVALS / HOLDS / f"step-{step}.{name}").unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Reading a checkpoint without running its pickles: an allow-list, and torch's weights-only load.
+"""Read a checkpoint without running its pickles: an allow-list, and torch's weights-only load.
 
-`.metadata` may name only what torch 2.11 to 2.13 write into it, and an entry that is no tensor only
-what torch.load(weights_only=True) accepts; torch's own reader runs anything.
+`.metadata` may contain only what torch 2.11 to 2.13 write into it, and entries that are not tensors
+only what torch.load(weights_only=True) accepts; torch's own reader runs anything.
 
     dcp.load(state, storage_reader=SafeReader(checkpoint), planner=SafePlanner())
 """
@@ -39,9 +39,9 @@ _DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dt
 
 
 def _memory_format(encoding: object, name: str) -> Enum:
-    """A member of torch's enum of memory formats: all that is left of `getattr` here."""
+    """Replace `getattr`: return a member of torch's enum of memory formats, and nothing else."""
     if encoding is not _FORMATS:
-        raise pickle.UnpicklingError("it takes an attribute of what is no memory format")
+        raise pickle.UnpicklingError("it takes an attribute of something else than a memory format")
     return _FORMATS[name]
 
 
@@ -53,49 +53,51 @@ ALLOWED: dict[tuple[str, str], Callable[..., Any] | torch.dtype] = {
     ("torch.serialization", "_get_layout"): _get_layout,
     ("torch", "Size"): torch.Size,
     **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in _DTYPES},
-    # the folder that it was written to
+    # the path it was written to
     ("pathlib", "PosixPath"): pathlib.PosixPath,
     ("pathlib._local", "PosixPath"): pathlib.PosixPath,  # its name in Python 3.13
 }
-"""What `.metadata` may name, by module and name. No call of any of them reaches outside."""
+"""The globals that `.metadata` may name, by module and name. None of them has side effects."""
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """The standard library's unpickler in Python, whose BUILD can be restricted."""
+    """The standard library's Python unpickler, whose BUILD can be restricted."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:
             return ALLOWED[module, name]
         except KeyError:
             raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which no checkpoint needs; nothing of it was run"
+                f"it names {module}.{name}, which no checkpoint needs; it was not run"
             ) from None
 
     def _build(self) -> None:
-        # else a pickle could set attributes of the allowed classes themselves, for the process
+        # otherwise a pickle could set attributes of the allowed classes, for the whole process
         if type(self.stack[-2]) not in RECORDS:  # type: ignore[attr-defined]
-            raise pickle.UnpicklingError("it sets attributes of what is no record")
+            raise pickle.UnpicklingError("it sets attributes of something else than a record")
         self.load_build()  # type: ignore[attr-defined]
 
     dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: _build}  # type: ignore[assignment]
 
 
 def read_metadata(checkpoint: Path, content: bytes | None = None) -> Metadata:
-    """Return a checkpoint's metadata, of the file or its `content`. Raises DamagedCheckpoint."""
+    """Return a checkpoint's metadata, from the file or `content`. Raises DamagedCheckpoint."""
     path = checkpoint / METADATA
     try:
         content = path.read_bytes() if content is None else content
         metadata = _MetadataUnpickler(io.BytesIO(content)).load()
-        _check_places(metadata)
+        _check_metadata(metadata)
     except FileNotFoundError:
-        raise DamagedCheckpoint("todo.safe_load", f"{path} is missing") from None
+        raise DamagedCheckpoint("checkpoint.damaged", f"{path} is missing", path=path) from None
     except Exception as error:  # from damaged bytes an unpickler may raise anything
         text = str(error) if isinstance(error, pickle.UnpicklingError) else describe(error)
-        raise DamagedCheckpoint("todo.safe_load", f"{path} is damaged: {text}") from error
+        raise DamagedCheckpoint(
+            "checkpoint.damaged", f"{path} is damaged: {text}", path=path
+        ) from error
     return metadata
 
 
-def _check_places(metadata: object) -> None:
+def _check_metadata(metadata: object) -> None:
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}, expected Metadata")
     for info in metadata.storage_data.values():
@@ -112,15 +114,15 @@ def _check_places(metadata: object) -> None:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """torch's reader with the metadata through the allow-list, or as given."""
+    """torch's reader with metadata from `read_metadata`, or as given."""
 
     def __init__(self, path: Path, metadata: Metadata | None = None) -> None:
         super().__init__(path)
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        # where this fails torch asks again, for a rank's own metadata: we write none, and a
-        # planted one is not read
+        # if this fails torch asks again for a rank's own metadata, which we do not write: ignore
+        # the arguments, so that a planted one is not read
         metadata = self._metadata or read_metadata(Path(self.path))
         if metadata.storage_meta is None:
             metadata.storage_meta = records.StorageMeta()
@@ -129,7 +131,7 @@ class SafeReader(dcp.FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """torch's load planner, taking from entries that are no tensors plain values only."""
+    """torch's load planner, which loads only plain values from entries that are not tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -138,9 +140,9 @@ class SafePlanner(DefaultLoadPlanner):
         except Exception as error:  # from damaged bytes torch.load may raise anything
             text = f"cannot be loaded: {describe(error)}"
             if found := re.search(r"GLOBAL (\S+)", str(error)):
-                text = f"names {found.group(1)}, which is no plain value; nothing of it was run"
+                text = f"names {found.group(1)}, which is not a plain value; it was not run"
             text = f"the checkpoint is damaged: its entry {name} {text}"
-            raise DamagedCheckpoint("todo.safe_load", text) from error
+            raise DamagedCheckpoint("checkpoint.damaged", text, entry=name) from error
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
@@ -148,7 +150,7 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 def check_safe(checkpoint: Path, content: bytes | None = None) -> Metadata:
-    """Return the metadata of a checkpoint in which no pickle does more than make plain values."""
+    """Return the metadata of a checkpoint, after loading all that is pickled. DamagedCheckpoint."""
     metadata = read_metadata(checkpoint, content)
     nothing = torch.Size(())
     items = [
@@ -163,16 +165,17 @@ def check_safe(checkpoint: Path, content: bytes | None = None) -> Metadata:
     try:
         reader.read_data(LoadPlan(items), planner)
     except DamagedCheckpoint as error:
-        raise DamagedCheckpoint("todo.safe_load", f"{checkpoint}: {error}") from error
-    except (OSError, ValueError, TypeError) as error:  # a place outside its file, or no file
         raise DamagedCheckpoint(
-            "todo.safe_load", f"{checkpoint} is damaged: {describe(error)}"
+            "checkpoint.damaged", f"{checkpoint}: {error}", path=checkpoint, **error.fields
         ) from error
+    except (OSError, ValueError, TypeError) as error:  # an offset outside the file, or no file
+        text = f"{checkpoint} is damaged: {describe(error)}"
+        raise DamagedCheckpoint("checkpoint.damaged", text, path=checkpoint) from error
     return metadata
 
 
 def describe(error: BaseException) -> str:
-    """Return a failed load or save in one line: of several ranks, that of the lowest one."""
+    """Return an error in one line; of a CheckpointException, that of the lowest failed rank."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (failure, _) = min(error.failures.items())
         return f"rank {rank}: {describe(failure)}"

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint in torch's distributed format, at its top level, on one process."""
+"""Read the weights of a checkpoint (torch.distributed.checkpoint) in one process."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,22 +26,25 @@ TRAINING_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", 
 def checkpoint_step(checkpoint: Path) -> int:
     """Return the N of a folder named step-N. Raises UserError for any other name."""
     if (step := step_number(checkpoint.name)) is None:
-        where = f"RUN or RUN/{CHECKPOINTS}/step-N"
-        raise UserError("todo.weights", f"{checkpoint} is not a checkpoint: expected {where}")
+        text = f"{checkpoint} is not a checkpoint: expected RUN or RUN/{CHECKPOINTS}/step-N"
+        raise UserError("checkpoint.not_a_step", text, path=checkpoint)
     return step
 
 
 def check_checkpoint(checkpoint: Path) -> None:
-    """Raise UserError, naming the steps beside it, unless `checkpoint` is whole by its sizes."""
+    """Raise UserError unless `checkpoint` exists and its files have the right sizes."""
     checkpoint_step(checkpoint)
+    folder = CheckpointFolder(checkpoint.parent)
+    steps = folder.steps()
+    others = f"steps in {folder.path}: {', '.join(map(str, steps)) or 'none'}"
+    if not checkpoint.is_dir():
+        text = f"no checkpoint at {checkpoint}; {others}"
+        raise UserError("checkpoint.missing", text, path=checkpoint, steps=steps)
     try:
-        if not checkpoint.is_dir():
-            raise UserError("todo.weights", f"no checkpoint at {checkpoint}")
         verify(checkpoint, hashes=False)
-    except UserError as error:
-        folder = CheckpointFolder(checkpoint.parent)
-        steps = ", ".join(map(str, folder.steps())) or "none"
-        raise UserError("todo.weights", f"{error}; steps in {folder.path}: {steps}") from None
+    except DamagedCheckpoint as error:
+        fields: Any = error.fields | {"steps": steps}
+        raise UserError("checkpoint.damaged", f"{error}; {others}", **fields) from None
 
 
 def read_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -66,12 +69,14 @@ def stream_weights(
 
 
 def check_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> Manifest:
-    """Return the manifest after reading every file. DamagedCheckpoint; UserError: other weights."""
+    """Verify every file and the shapes; return the manifest. Raises UserError."""
     check_checkpoint(checkpoint)
     try:
         manifest = verify(checkpoint, workers=HASH_WORKERS)
     except OSError as error:
-        raise UserError("todo.weights", f"{checkpoint} cannot be read: {error}") from None
+        raise UserError(
+            "checkpoint.unreadable", f"{checkpoint} cannot be read: {error}", path=checkpoint
+        ) from None
     stored = {name: entry.size for name, entry in stored_tensors(checkpoint).items()}
     config = run_of_checkpoint(checkpoint).config_file
     for name in [*like, *(name for name in stored if not name.startswith(TRAINING_STATE))]:
@@ -79,45 +84,46 @@ def check_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> Manifest:
         if sizes[0] != sizes[1]:
             found, expected = ("absent" if s is None else f"of shape {tuple(s)}" for s in sizes)
             raise UserError(
-                "todo.weights",
-                f"{checkpoint} is of another model: {name} is {found} there, expected {expected} "
-                f"by {config}",
+                "checkpoint.other_model",
+                f"{checkpoint} is of another model: {name} is {found}, expected {expected} by "
+                f"{config}",
+                path=checkpoint,
+                name=name,
             )
     return manifest
 
 
-def read_plain_values(checkpoint: Path, beginnings: tuple[str, ...]) -> dict[str, Any]:
-    """Return the values whose full names begin so, without tensors."""
+def read_plain_values(checkpoint: Path, prefixes: tuple[str, ...]) -> dict[str, Any]:
+    """Return the values, except tensors, whose names start with one of `prefixes`."""
     found = read_metadata(checkpoint).state_dict_metadata.items()
     plain = (name for name, entry in found if not isinstance(entry, TensorStorageMetadata))
-    state: dict[str, Any] = dict.fromkeys(name for name in plain if name.startswith(beginnings))
+    state: dict[str, Any] = dict.fromkeys(name for name in plain if name.startswith(prefixes))
     if state:
         load_alone(state, checkpoint)
     return state
 
 
 def stored_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
-    """Return the metadata by name of every tensor in a checkpoint: weights and optimizer state."""
+    """Return the metadata by name of all tensors: weights and optimizer state."""
     stored = read_metadata(checkpoint).state_dict_metadata.items()
     return {name: entry for name, entry in stored if isinstance(entry, TensorStorageMetadata)}
 
 
 def load_alone(state: dict[str, Any], checkpoint: Path) -> None:
-    """Fill `state` in place, in a process without ranks; raises DamagedCheckpoint."""
+    """Load into `state` in place, without a process group. Raises DamagedCheckpoint."""
     try:
         with without_ranks():
             reader, planner = SafeReader(checkpoint), SafePlanner()
             dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
-        raise DamagedCheckpoint(
-            "todo.weights", f"{checkpoint} is damaged: {safe_load.describe(error)}"
-        ) from error
+        text = f"{checkpoint} is damaged: {safe_load.describe(error)}"
+        raise DamagedCheckpoint("checkpoint.damaged", text, path=checkpoint) from error
 
 
 def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
-    """Write the weights of a full checkpoint into the new folder `temporary`, as a whole one.
+    """Write the weights of a full checkpoint as a checkpoint in the new folder `temporary`.
 
-    Every file is checked first, or damage would get a manifest that fits it. DamagedCheckpoint.
+    Verifies every file first: damage must not get a valid manifest. Raises DamagedCheckpoint.
     """
     manifest = verify(checkpoint, workers=HASH_WORKERS)
     weights = {

@@ -1,13 +1,12 @@
-"""Writing a checkpoint so that it exists as a whole or not at all.
+"""Write a checkpoint atomically: it exists completely or not at all.
 
-DCP's own order of calls carries the protocol, and so every rank receives any rank's failure as a
-CheckpointException:
+The steps are DCP's own calls, so every rank receives any rank's failure as CheckpointException:
 
-    coordinator   prepare_global_plan   the final name is free; the temporary folder is made anew
-    every rank    write_data            its file, hashed while it is written, synced
-    coordinator   finish                .metadata, the manifest, the folder's sync, the rename
+    coordinator   prepare_global_plan   check that the final name is free; create a temporary folder
+    every rank    write_data            write, hash and sync a file
+    coordinator   finish                write .metadata and the manifest, sync the folder, rename
 
-A folder under the final name is therefore whole; a failed save leaves the temporary one.
+A folder with the final name is therefore complete; a failed save leaves the temporary one.
 """
 
 import errno
@@ -38,7 +37,7 @@ from canon_pretrain.core.holder import utc_now
 
 
 class _HashedFile:
-    """A new file with the SHA-256 of what was written to it; closing it syncs it."""
+    """A new file that hashes (SHA-256) what is written to it, and syncs on close."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.digest, self.bytes = file, hashlib.sha256(), 0
@@ -68,7 +67,7 @@ class _HashedFile:
 
 
 class _HashingFileSystem(FileSystem):
-    """torch's, recording size and hash of every file that is written through it."""
+    """torch's FileSystem, which records size and hash of every file written."""
 
     def __init__(self) -> None:
         self.written: dict[str, FileEntry] = {}
@@ -81,7 +80,7 @@ class _HashingFileSystem(FileSystem):
                 yield stream
                 stream.close()
             except RuntimeError as error:
-                # torch.save says "unexpected pos 704 vs 598" of a full disk
+                # torch.save raises "unexpected pos 704 vs 598" on a full disk
                 raise stream.failure or error from None
         entry = FileEntry(stream.bytes, stream.digest.hexdigest())
         self.written[os.path.basename(path)] = entry
@@ -93,18 +92,18 @@ class _HashingFileSystem(FileSystem):
 
 @dataclass(frozen=True)
 class _WrittenFile(WriteResult):
-    """A file of one rank, sent to the coordinator whether or not any item is in it."""
+    """A file of one rank, reported to the coordinator even if it contains no item."""
 
     name: str
     entry: FileEntry
 
 
 class VerifiedWriter(dcp.FileSystemWriter):
-    """Saves to `temporary`, and renames it to `final` once all of it and its manifest are synced.
+    """Saves to `temporary`, and renames it to `final` after all files and the manifest are synced.
 
-    One per save; the same paths on all ranks. If they are equal, the caller renames. If it fails,
-    with FileExistsError or any rank's OSError, the caller removes `temporary`.
-    The coordinator asks `may_commit` before the rename. `origin`: run_id, launch, weights_of.
+    One per save, with the same paths on all ranks. If the paths are equal, the caller renames. If
+    it fails, with FileExistsError or any rank's OSError, the caller removes `temporary`.
+    The coordinator calls `may_commit` before the rename. `origin`: run_id, launch, weights_of.
     """
 
     def __init__(
@@ -119,24 +118,24 @@ class VerifiedWriter(dcp.FileSystemWriter):
         **origin: Any,
     ) -> None:
         assert temporary.parent == final.parent, "a rename makes the checkpoint whole"
-        # One thread: torch loses the errors of further ones. No copying ahead: its stream is that
-        # of the thread's current device, which in a thread of one's own is 0 on every rank. No
-        # sync by torch: _HashedFile does it.
+        # One thread: torch loses the errors of further ones. No copying ahead: it uses the stream
+        # of the thread's current device, which in a new thread is device 0 on every rank. No sync
+        # by torch: _HashedFile syncs.
         super().__init__(
             temporary, sync_files=False, thread_count=1, per_thread_copy_ahead=0, overwrite=False
         )
         self.final, self.temporary, self.step = final, temporary, step
         self._may_commit = may_commit
         self._facts = {"step": step, "kind": kind, "world_size": world_size, **origin}
-        self.manifest: Manifest | None = None  # on the coordinator, once the checkpoint is whole
+        self.manifest: Manifest | None = None  # on the coordinator, after the rename
         self.fs = self._files = _HashingFileSystem()
 
     def storage_meta(self) -> StorageMeta:
-        # a plain string: one thing less to unpickle
+        # a plain string, so that no path is pickled
         return StorageMeta(checkpoint_id=str(self.final), save_id=self.save_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # the folder is made later, by the coordinator alone
+        return plan  # the coordinator creates the folder later
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._refuse_existing()
@@ -148,7 +147,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        # it is there; over NFS this makes another node look again, had it not been there before
+        # it exists; on NFS this refreshes another node's view of the parent folder
         self.temporary.mkdir(exist_ok=True)
         results = super().write_data(plan, planner).value()
         files = [
@@ -167,29 +166,31 @@ class VerifiedWriter(dcp.FileSystemWriter):
         version = str(torch.__version__)
         manifest = Manifest(torch=version, saved=utc_now(), files=files, **self._facts)
         if faults := manifests.find_faults(self.temporary, manifest, hashes=False):
-            raise DamagedCheckpoint(  # a rank wrote to a disk of its own
-                "todo.writer",
-                f"{self.temporary} does not hold what the ranks wrote ({'; '.join(faults)}): the "
-                "folder must be the same for all nodes",
+            raise DamagedCheckpoint(  # a rank wrote to a local disk
+                "checkpoint.not_shared",
+                f"{self.temporary} lacks what the ranks wrote ({'; '.join(faults)}): the folder "
+                "must be shared by all nodes",
+                path=self.temporary,
+                faults=faults,
             )
         manifest.write(self.temporary)  # syncs the names in the folder too
         if self.final != self.temporary:
             self._refuse_existing()
             if self._may_commit is not None and not self._may_commit():
-                raise PermissionError(f"{self.final} is no longer this process's to write")
+                raise PermissionError(f"{self.final} belongs to another launch now")
             rename(self.temporary, self.final)
         fsync_folder(self.final.parent)
         self.manifest = manifest
 
     def _refuse_existing(self) -> None:
         if os.path.lexists(self.final):
-            text = "exists, and a checkpoint is never written over"
+            text = "exists, and checkpoints are never overwritten"
             raise FileExistsError(errno.EEXIST, text, str(self.final))
 
 
 @contextmanager
 def without_ranks() -> Iterator[None]:
-    """Keep torch from warning that it assumes what no_dist states."""
+    """Suppress torch's warning that it assumes no_dist."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -198,7 +199,7 @@ def without_ranks() -> Iterator[None]:
 def save_alone(
     state: dict[str, Any], checkpoint: Path, *, step: int, in_place: bool = False, **facts: Any
 ) -> None:
-    """Save `state` as a whole checkpoint without ranks; `facts`: `kind` and `origin`."""
+    """Save `state` as a checkpoint without a process group; `facts`: `kind` and `origin`."""
     temporary = checkpoint if in_place else checkpoint.with_name(f".saving-{checkpoint.name}")
     writer = VerifiedWriter(checkpoint, temporary, step=step, world_size=1, **facts)
     try:

@@ -1,4 +1,4 @@
-"""Malicious checkpoints: whatever is planted in their pickles is named, and is not run."""
+"""Malicious checkpoints: what is planted in their pickles is not run."""
 
 import os
 import pickle
@@ -25,6 +25,7 @@ from canon_pretrain.checkpoint.safe_load import (
 )
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.core.files import sha256_file
+from tests.support import refused
 
 pytestmark = pytest.mark.filterwarnings(
     # torch.distributed.checkpoint on itself, when it saves or loads without ranks
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Plant:
-    """Pickles to a call of `function`; the tests' proof of a run is that the folder is there."""
+    """Pickles to a call of `function`."""
 
     def __init__(self, function: Callable[..., Any], *arguments: object) -> None:
         self.call = function, arguments
@@ -52,7 +53,7 @@ def new_state() -> dict[str, Any]:
 
 
 def blank(value: Any) -> Any:
-    """The same tree of other values, to be loaded into."""
+    """Return the same tree of other values, to be loaded into."""
     if isinstance(value, dict):
         return {name: blank(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -73,7 +74,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def replace_file(checkpoint: Path, name: str, content: bytes) -> None:
-    """Put `content` into a checkpoint, with a manifest that fits: no hash can find it."""
+    """Put `content` into a checkpoint, with a matching manifest."""
     (checkpoint / name).write_bytes(content)
     manifest = Manifest.read(checkpoint)
     entry = type(manifest.files[METADATA])(len(content), sha256_file(checkpoint / name))
@@ -88,13 +89,13 @@ def edit_metadata(checkpoint: Path, edit: Callable[[Metadata], Any]) -> None:
     replace_file(checkpoint, METADATA, pickle.dumps(metadata))
 
 
-def test_what_was_saved_is_read_as_torch_reads_it(checkpoint):
+def test_a_saved_state_is_read_as_torch_reads_it(checkpoint):
     assert check_safe(checkpoint) == pickle.loads((checkpoint / METADATA).read_bytes())
     state, expected = load(checkpoint), new_state()
     assert torch.equal(state.pop("w"), expected.pop("w")) and state == expected
 
 
-def test_checkpoints_of_torchs_own_writer_and_of_every_dtype(tmp_path):
+def test_checkpoints_of_torchs_writer_and_of_every_dtype(tmp_path):
     names = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64"
     state = {name: torch.ones(2, dtype=getattr(torch, name)) for name in names.split()}
     state["float8_e4m3fn"] = torch.ones(2).to(torch.float8_e4m3fn)
@@ -105,7 +106,7 @@ def test_checkpoints_of_torchs_own_writer_and_of_every_dtype(tmp_path):
 
 
 def test_the_enum_as_python_3_11_2_pickles_it(checkpoint):
-    """Debian 12's Python calls getattr for it: that one name is understood, getattr is not."""
+    """Debian 12's Python calls getattr, which is replaced by a lookup in that enum."""
 
     def reduce_old(self: Any, protocol: int) -> tuple[Any, ...]:
         return getattr, (self.__class__, self._name_)
@@ -118,43 +119,41 @@ def test_the_enum_as_python_3_11_2_pickles_it(checkpoint):
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_call_planted_in_the_metadata_is_named_and_not_run(checkpoint, tmp_path, nested):
+def test_a_call_planted_in_the_metadata_is_not_run(checkpoint, tmp_path, nested):
     plant = Plant(os.mkdir, str(tmp_path / "run"))
     if nested:
         edit_metadata(checkpoint, lambda metadata: metadata.planner_data.update(x=plant))
     else:
         replace_file(checkpoint, METADATA, pickle.dumps(plant))
     for read in (read_metadata, check_safe, lambda path: SafeReader(path).read_metadata()):
-        with pytest.raises(DamagedCheckpoint, match=r"step-3/\.metadata .* names posix\.mkdir,"):
+        with pytest.raises(DamagedCheckpoint, match=r"posix\.mkdir"):
             read(checkpoint)
     with pytest.raises(CheckpointException):
         load(checkpoint)
     assert not (tmp_path / "run").exists()
-    # the plant is a live one
+    # it would have been run
     pickle.loads((checkpoint / METADATA).read_bytes())
     assert (tmp_path / "run").is_dir()
 
 
-def test_a_call_planted_in_an_entry_is_named_and_not_run(tmp_path):
+def test_a_call_planted_in_an_entry_is_not_run(tmp_path):
     plant = Plant(os.mkdir, str(tmp_path / "run"))
     checkpoint = tmp_path / "step-3"
     state = new_state() | {"dataloader": {"mode": "random", "fingerprint": plant}}
     save_alone(state, checkpoint, step=3)
     verify(checkpoint)
-    match = r"step-3: .*entry dataloader\.fingerprint names posix\.mkdir,"
-    with pytest.raises(DamagedCheckpoint, match=match):
+    with refused("checkpoint.damaged", path=checkpoint, entry="dataloader.fingerprint"):
         check_safe(checkpoint)
     with pytest.raises(CheckpointException) as failed:
         load(checkpoint)
-    text = "rank 0: DamagedCheckpoint: the checkpoint is damaged: its entry dataloader."
-    assert text in describe(failed.value)
+    assert describe(failed.value).startswith("rank 0: DamagedCheckpoint: ")
     assert not (tmp_path / "run").exists()
     dcp.load(blank(new_state()), checkpoint_id=checkpoint, no_dist=True)
-    assert (tmp_path / "run").is_dir(), "torch's own reader runs it: the plant is a live one"
+    assert (tmp_path / "run").is_dir()  # torch's own reader runs it
 
 
-def test_a_rank_s_own_metadata_is_not_read_instead(checkpoint, tmp_path):
-    """torch asks for it where the first can't be read."""
+def test_the_metadata_of_a_rank_is_not_read_instead(checkpoint, tmp_path):
+    """torch asks for it if the first can't be read."""
     (checkpoint / METADATA).unlink()
     plant = Plant(os.mkdir, str(tmp_path / "run"))
     (checkpoint / f"__0{METADATA}").write_bytes(pickle.dumps(plant))
@@ -164,7 +163,7 @@ def test_a_rank_s_own_metadata_is_not_read_instead(checkpoint, tmp_path):
 
 
 def dotted(module: str, name: str) -> bytes:
-    """A pickle of protocol 4 that asks for a global by a name that may have dots."""
+    """Return a pickle of protocol 4 that names a global whose name may have dots."""
     texts = b"".join(b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, name))
     return b"\x80\x04" + texts + b"\x93."
 
@@ -178,15 +177,15 @@ def dotted(module: str, name: str) -> bytes:
         (dotted("pathlib", "PosixPath.unlink"), "pathlib.PosixPath.unlink"),
         (dotted(Metadata.__module__, "Metadata.__init__.__globals__"), "__init__.__globals__"),
         (b"(S'touch x'\niposix\nsystem\n.", "posix.system"),
-        (pickle.dumps(Plant(getattr, PosixPath, "home")), "it takes an attribute of what is no"),
+        (pickle.dumps(Plant(getattr, PosixPath, "home")), "memory format"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_every_other_global_is_refused_by_its_name(checkpoint, content, named):
+def test_every_other_global_is_refused(checkpoint, content, named):
     replace_file(checkpoint, METADATA, content)
-    with pytest.raises(DamagedCheckpoint) as refused:
+    with refused("checkpoint.damaged", path=checkpoint / METADATA) as caught:
         read_metadata(checkpoint)
-    assert named in str(refused.value) and str(checkpoint / METADATA) in str(refused.value)
+    assert named in str(caught.value)
 
 
 def test_an_allowed_class_is_not_changed(checkpoint):
@@ -196,13 +195,13 @@ def test_an_allowed_class_is_not_changed(checkpoint):
     assert getattr(pickle.loads(name + state + b"b."), "planted", None) == 1
     del Metadata.planted  # type: ignore[attr-defined]
     replace_file(checkpoint, METADATA, name + state + b"b.")
-    with pytest.raises(DamagedCheckpoint, match="sets attributes of what is no record"):
+    with refused("checkpoint.damaged", path=checkpoint / METADATA):
         read_metadata(checkpoint)
     assert not hasattr(Metadata, "planted")
 
 
-def test_nothing_that_is_allowed_reaches_outside():
-    """The list itself: torch's records, an enum, two constructors, dtypes, two lookups."""
+def test_nothing_on_the_allow_list_has_side_effects():
+    """The allow-list: torch's records, an enum, two constructors, dtypes, two lookups."""
     places = {"torch", "torch.serialization", "pathlib", "pathlib._local", "builtins"}
     records = {f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem")}
     assert {module for module, _ in ALLOWED} == places | records
@@ -215,18 +214,17 @@ STEP, W = MetadataIndex("train_state.step"), MetadataIndex("w", (0, 0))
 
 
 @pytest.mark.parametrize(
-    ("index", "fields", "message"),
+    ("index", "fields"),
     [
-        *((STEP, {"offset": k, "length": n}, "") for k, n in ((-5, 100), (10**9, 100))),
-        *((STEP, {"offset": 0, "length": n}, "") for n in (10, -3)),
-        (STEP, None, "does not say where train_state.step is"),
         *(
-            (W, {"relative_path": path}, f"names the file '{path}', which is outside")
-            for path in ("/etc/passwd", "a/../../b")
+            (STEP, {"offset": k, "length": n})
+            for k, n in ((-5, 100), (10**9, 100), (0, 10), (0, -3))
         ),
+        (STEP, None),
+        *((W, {"relative_path": path}) for path in ("/etc/passwd", "a/../../b")),
     ],
 )
-def test_an_entry_at_a_wrong_place_is_damage(checkpoint, index, fields, message):
+def test_an_entry_at_a_wrong_place_is_damage(checkpoint, index, fields):
     def move(metadata: Metadata) -> None:
         info = metadata.storage_data.pop(index)
         if fields is not None:
@@ -234,23 +232,23 @@ def test_an_entry_at_a_wrong_place_is_damage(checkpoint, index, fields, message)
             metadata.storage_data[index] = info
 
     edit_metadata(checkpoint, move)
-    with pytest.raises(DamagedCheckpoint, match=f"step-3.*{message}"):
+    with refused("checkpoint.damaged", kind=DamagedCheckpoint):
         check_safe(checkpoint)
 
 
-def test_damaged_metadata_is_one_kind_of_error_wherever_the_damage_is(checkpoint):
+def test_damaged_metadata_always_raises_damaged_checkpoint(checkpoint):
     whole = (checkpoint / METADATA).read_bytes()
     torn = [whole[:k] for k in range(0, len(whole), 37)]
     for k in range(0, len(whole), 11):
         flipped = bytearray(whole)
         flipped[k] ^= 1 << (k % 8)
         torn.append(bytes(flipped))
-    refused = 0
+    found = 0
     for content in torn:
         (checkpoint / METADATA).write_bytes(content)
         try:
             read_metadata(checkpoint)
         except DamagedCheckpoint as error:
-            refused += 1
-            assert ".metadata is damaged: " in str(error) and "\n" not in str(error)
-    assert refused > len(torn) // 2  # a flip in a name or a number is for the manifest to find
+            found += 1
+            assert error.fields["path"] == checkpoint / METADATA and "\n" not in str(error)
+    assert found > len(torn) // 2  # the manifest finds a flip in a name or a number

@@ -1,4 +1,4 @@
-"""A save is all or nothing: hashes, order of syncs, full disks, on one rank and on two."""
+"""Atomic saves: hashes, order of syncs, full disks, on one rank and on two."""
 
 import json
 import os
@@ -33,7 +33,7 @@ STATE = {"w": torch.arange(12.0), "train_state": {"step": 3}}
 
 
 def check_whole(checkpoint: Path, *, step: int, world_size: int) -> Manifest:
-    """The manifest, after comparing it with the bytes on the disk without its own code."""
+    """Compare the manifest with the files, independently of `verify`; return it."""
     manifest = Manifest.read(checkpoint)
     hashes = {name: sha256_file(checkpoint / name) for name in files_of(checkpoint)}
     assert {name: entry.sha256 for name, entry in manifest.files.items()} == hashes
@@ -47,7 +47,7 @@ def check_whole(checkpoint: Path, *, step: int, world_size: int) -> Manifest:
     return manifest
 
 
-def test_every_byte_is_synced_before_the_rename_and_the_name_after_it(tmp_path):
+def test_all_files_are_synced_before_the_rename(tmp_path):
     order: list[tuple[str, str]] = []
     fsync, rename = os.fsync, os.rename
 
@@ -69,7 +69,7 @@ def test_every_byte_is_synced_before_the_rename_and_the_name_after_it(tmp_path):
         save_alone(STATE, tmp_path / "step-3", step=3)
     renamed = order.index(("rename", "step-3"))
     files = Manifest.read(tmp_path / "step-3").files
-    for name in ("__0_0.distcp", ".metadata"):  # whole at that time; .metadata by its first name
+    for name in ("__0_0.distcp", ".metadata"):  # complete then; .metadata has its temporary name
         found = [
             k
             for k, (what, path) in enumerate(order)
@@ -84,7 +84,7 @@ def test_every_byte_is_synced_before_the_rename_and_the_name_after_it(tmp_path):
     assert order[renamed + 1 :] == [("sync", tmp_path.name)]
 
 
-def test_ranks_that_wrote_to_another_disk_are_found_out(tmp_path):
+def test_a_folder_that_is_not_shared_by_the_ranks_is_found(tmp_path):
     class Elsewhere(VerifiedWriter):
         def write_data(self, plan: Any, planner: Any) -> Any:
             results = super().write_data(plan, planner)
@@ -92,13 +92,15 @@ def test_ranks_that_wrote_to_another_disk_are_found_out(tmp_path):
             return results
 
     writer = Elsewhere(tmp_path / "step-3", tmp_path / "t", step=3, world_size=1)
-    with pytest.raises(CheckpointException, match=r"__0_0\.distcp is missing.*same for all nodes"):
+    with pytest.raises(CheckpointException) as caught:
         dcp.save(STATE, storage_writer=writer, no_dist=True)
+    failure: Any = caught.value.failures[0][0]
+    assert failure.code == "checkpoint.not_shared" and "__0_0.distcp" in failure.fields["faults"][0]
     assert not (tmp_path / "step-3").exists() and writer.manifest is None
 
 
 def full_disk_for(name: str) -> Any:
-    """Let this process write the file `name` to /dev/full: the kernel's own ENOSPC."""
+    """Make this process write the file `name` to /dev/full, for a real ENOSPC."""
 
     def opened(path: Any, mode: str) -> Any:
         if os.path.basename(path) == name:
@@ -115,7 +117,7 @@ def _on_two_ranks(rank: int, base: Path) -> None:
     sharded = distribute_tensor(torch.arange(30_000.0).reshape(3000, 10), mesh, [Shard(0)])
     uneven = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
     state = {"w": sharded, "u": uneven, "b": torch.ones(7), "train_state": {"step": 1}}
-    told: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
 
     def attempt(step: int, state: dict[str, Any], save: Callable[..., Any]) -> None:
         writer = VerifiedWriter(
@@ -124,33 +126,33 @@ def _on_two_ranks(rank: int, base: Path) -> None:
         try:
             future = save(state, storage_writer=writer, process_group=dist.group.WORLD)
             if save is dcp.async_save:
-                sharded.to_local().add_(1)  # training goes on while the copy is written
+                sharded.to_local().add_(1)  # training continues during the save
                 try:
                     future.result()
                 finally:
                     sharded.to_local().sub_(1)
-            told[str(step)] = bool(writer.manifest)
+            outcomes[str(step)] = bool(writer.manifest)
         except CheckpointException as error:
-            told[str(step)] = {r: repr(e) for r, (e, _) in error.failures.items()}
+            outcomes[str(step)] = {r: repr(e) for r, (e, _) in error.failures.items()}
         except BaseException:
-            told[str(step)] = traceback.format_exc()
+            outcomes[str(step)] = traceback.format_exc()
         dist.barrier()
 
     attempt(1, state, dcp.save)
     attempt(2, state, dcp.async_save)
     attempt(3, {"b": torch.ones(7)}, dcp.save)  # one of the ranks has nothing to write
     attempt(1, {"b": torch.zeros(7)}, dcp.save)
-    told["1 again"] = told.pop("1")
+    outcomes["1 again"] = outcomes.pop("1")
     with full_disk_for("__1_0.distcp"):
         attempt(4, state, dcp.save)
         attempt(5, state, dcp.async_save)
     with full_disk_for(".metadata.tmp"):
         attempt(6, state, dcp.save)
     if rank == 0:
-        told["left"] = sorted(os.listdir(base / ".saving-step-4"))
+        outcomes["left"] = sorted(os.listdir(base / ".saving-step-4"))
     dist.barrier()
     attempt(4, state, dcp.save)
-    (base / f"told-{rank}.json").write_text(json.dumps(told))
+    (base / f"outcomes-{rank}.json").write_text(json.dumps(outcomes))
     dist.destroy_process_group()
 
 
@@ -162,9 +164,10 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("step", [1, 2, 4])
-def test_two_ranks_save_one_whole_checkpoint(two_ranks, step):
-    """At once (1), in the background (2), and at the second try (4)."""
+def test_two_ranks_save_a_complete_checkpoint(two_ranks, step):
+    """Synchronously (1), asynchronously (2), and at a second attempt (4)."""
     check_whole(two_ranks / f"step-{step}", step=step, world_size=2)
     whole = {"w": torch.zeros(3000, 10), "u": torch.zeros(5), "b": torch.zeros(7)}
     load_alone(whole, two_ranks / f"step-{step}")
@@ -172,17 +175,18 @@ def test_two_ranks_save_one_whole_checkpoint(two_ranks, step):
     assert torch.equal(whole["u"], torch.arange(5.0)) and torch.equal(whole["b"], torch.ones(7))
 
 
-def test_all_ranks_learn_how_a_save_ended(two_ranks):
-    """Also that the checkpoint was there, and of one rank's full disk."""
+@pytest.mark.system
+def test_all_ranks_receive_the_outcome_of_a_save(two_ranks):
+    """Also if the checkpoint existed, or one rank's disk is full."""
     manifest = check_whole(two_ranks / "step-3", step=3, world_size=2)
     sizes = sorted(manifest.files[f"__{rank}_0.distcp"].bytes for rank in range(2))
-    assert sizes[0] == 0 < sizes[1], "a rank with nothing to write"
-    full = "OSError(28, 'No space left on device')"
-    told = [json.loads((two_ranks / f"told-{rank}.json").read_text()) for rank in range(2)]
-    for rank, of_rank in enumerate(told):
-        assert "FileExistsError(17, 'exists, and a" in of_rank["1 again"]["0"]
+    assert sizes[0] == 0 < sizes[1]  # a rank with nothing to write
+    full = repr(OSError(28, os.strerror(28)))
+    outcomes = [json.loads((two_ranks / f"outcomes-{rank}.json").read_text()) for rank in range(2)]
+    for rank, of_rank in enumerate(outcomes):
+        assert of_rank["1 again"]["0"].startswith("FileExistsError(17,")
         assert of_rank["2"] == of_rank["4"] == (rank == 0)
         assert of_rank["5"] == {"1": full}  # in the background
         assert of_rank["6"] == {"0": full}  # the coordinator's, when all else was written
-    assert told[0]["left"] == ["__0_0.distcp"]
+    assert outcomes[0]["left"] == ["__0_0.distcp"]
     assert not any((two_ranks / f"step-{step}").exists() for step in (5, 6))
