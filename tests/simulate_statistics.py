@@ -21,11 +21,11 @@ from canon_pretrain.report.noise import (
     OTHER_GENERATIVE,
     PUBLISHED_SPREADS,
     RANGE_OF_8,
-    Answers,
-    Paired,
+    Difference,
+    ItemScores,
     expected_maximum,
     mean_variance,
-    paired,
+    paired_difference,
     seed_noise,
 )
 
@@ -131,10 +131,10 @@ def seed_draws(kind: str, recipes: int, seeds: int, generator: np.random.Generat
 def answers(
     draws: np.ndarray, spread: float, shift: float, generator: np.random.Generator
 ) -> np.ndarray:
-    """Answers 0 or 1 to NUM_ITEMS items: (recipe, run, item); all but recipe 0 better by `shift`.
+    """Return answers 0 or 1 to NUM_ITEMS items: (recipe, run, item); recipe 0 is worse by `shift`.
 
-    Runs of one recipe vary on these items with a standard deviation of spread / RANGE_OF_8 where
-    `draws` (`seed_draws`) are normal, of which answering items otherwise is a part.
+    If `draws` (`seed_draws`) are normal, the scores of a recipe's runs have a standard deviation of
+    spread / RANGE_OF_8, which includes the chance of answering an item differently.
     """
     recipes = len(draws)
     known = generator.random(NUM_SOURCES) < 0.5
@@ -154,7 +154,7 @@ def answers(
 class Test:
     """One test: of a task, or of the mean of a suite, whose share of alpha is `weight`."""
 
-    pair: Paired
+    pair: Difference
     suite: int
     spread: float
     is_mean: bool = False
@@ -194,19 +194,19 @@ def compare_all(scenario: Scenario, shift: float, generator: np.random.Generator
                 assert noise is not None
                 sides = (
                     [
-                        Answers(runs[n][recipe], weights_N, sources_N + place * NUM_SOURCES)
+                        ItemScores(runs[n][recipe], weights_N, sources_N + place * NUM_SOURCES)
                         for place, n in enumerate(members)
                     ]
                     for recipe in (k, 0)
                 )
-                found = paired(*sides, noise)
+                found = paired_difference(*sides, noise)
                 is_mean = len(members) > 1
                 spread = math.nan if is_mean else SPREADS[tasks[members[0]]]
                 tests.append(Test(found, suite, spread, is_mean, len(tasks) if is_mean else 1.0))
     return tests
 
 
-def p_values(pairs: Sequence[Paired]) -> np.ndarray:
+def p_values(pairs: Sequence[Difference]) -> np.ndarray:
     return np.array([two_sided_p(pair.difference, *pair.noise) for pair in pairs])
 
 

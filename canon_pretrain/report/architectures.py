@@ -1,6 +1,6 @@
-"""Which runs are one architecture, its name, and which of its learning rates counts. No torch.
+"""Group runs by architecture, label each, and choose its learning rate. No torch.
 
-An architecture is all that a run is but its learning rate and its seeds.
+An architecture is the identity of a run without its learning rate and seeds.
 """
 
 import json
@@ -17,12 +17,18 @@ from canon_pretrain.report.items import HELD_OUT
 from canon_pretrain.report.record import SEEDS, RunRecord
 
 LEARNING_RATE = "optimizer.lr"
-TELLING = ("model.position", "model.canon_set", "model.num_layers", "model.dim", "model.num_heads")
+LABEL_FIELDS = (
+    "model.position",
+    "model.canon_set",
+    "model.num_layers",
+    "model.dim",
+    "model.num_heads",
+)
 """The fields that name an architecture before any other."""
 
 
 class Recipe(NamedTuple):
-    """Runs that differ in the seed alone; `repeats` have the seeds of an earlier one in `runs`."""
+    """Runs that differ in their seeds only; `repeats` have the same seeds as one of `runs`."""
 
     learning_rate: float | None
     runs: list[RunRecord]
@@ -30,7 +36,7 @@ class Recipe(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """`settings`: the fields that tell it from the others; `recipes` in order of appearance."""
+    """`settings`: the fields that differ between architectures; `recipes` in order of the runs."""
 
     label: str
     settings: dict[str, Any]
@@ -42,17 +48,17 @@ class Architecture(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The recipe that counts, or None, and why; `losses` of all recipes at `step`."""
+    """The chosen recipe, None if there is none, and why; `losses` of all recipes at `step`."""
 
     recipe: Recipe | None
-    words: str
+    reason: str
     losses: list[float | None]
     step: int | None
 
 
 @cache
 def _defaults() -> dict[str, Any]:
-    """The settings of a run whose version did not have them."""
+    """Settings of runs whose version did not have the field yet."""
     return {f"model.{field.name}": field.default for field in fields(ModelArgs)}
 
 
@@ -61,7 +67,7 @@ def _setting(run: RunRecord, name: str) -> Any:
 
 
 def _grouped(runs: Sequence[RunRecord], names: Sequence[str]) -> list[list[RunRecord]]:
-    """Return the runs with equal settings `names` together."""
+    """Group runs with equal settings `names`."""
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
         key = json.dumps([_setting(run, name) for name in names], sort_keys=True)
@@ -70,7 +76,7 @@ def _grouped(runs: Sequence[RunRecord], names: Sequence[str]) -> list[list[RunRe
 
 
 def architectures(runs: Sequence[RunRecord]) -> list[Architecture]:
-    """Group the runs by architecture, then by learning rate; labels are unique."""
+    """Group runs by architecture, then by learning rate; labels are unique."""
     known = {name for run in runs for name in run.identity}
     names = sorted(known - {LEARNING_RATE, *SEEDS, HELD_OUT})
     groups = _grouped(runs, names)
@@ -97,22 +103,24 @@ def recipe_of(runs: Sequence[RunRecord]) -> Recipe:
 
 
 def _labels(runs: Sequence[RunRecord], differing: Sequence[str]) -> list[str]:
-    """Return the fewest telling words for each, by one run of each architecture."""
+    """Return a short unique label per architecture, each given by one of its runs."""
     if len(runs) == 1:
         return [printable(str(runs[0].config.get("model", {}).get("flavor") or runs[0].label))]
     chosen: list[str] = []
     labels = [""] * len(runs)
-    for name in sorted(differing, key=lambda x: (*TELLING, x).index(x)):
+    for name in sorted(differing, key=lambda x: (*LABEL_FIELDS, x).index(x)):
         names = [*chosen, name]
-        words = [printable(", ".join(_word(x, _setting(run, x)) for x in names)) for run in runs]
+        words = [
+            printable(", ".join(_label_part(x, _setting(run, x)) for x in names)) for run in runs
+        ]
         if len(set(words)) > len(set(labels)) or not chosen:
             chosen, labels = names, words
-    # values that differ in more characters than a word shows
+    # values may be equal in the characters that a label shows
     named = zip(labels, runs, strict=True)
     return [x if labels.count(x) == 1 else f"{x} ({run.label})" for x, run in named]
 
 
-def _word(name: str, value: Any) -> str:
+def _label_part(name: str, value: Any) -> str:
     if name == "model.canon_set":
         return f"Canon-{value}" if value else "no Canon"
     text = str(value)[:16]
@@ -120,31 +128,31 @@ def _word(name: str, value: Any) -> str:
 
 
 def choose(architecture: Architecture) -> Choice:
-    """Choose the learning rate with the lowest held-out loss, at the last step that all have.
+    """Choose the learning rate with the lowest held-out loss at the last common step of one text.
 
-    Of one text; by the suite `validation`, or by the log if that goes further. Not finite is worst.
+    From the suite `validation`, or the training log if it has a later step. NaN is the worst.
     """
     recipes = architecture.recipes
     own = [str(run.identity.get(HELD_OUT)) for run in architecture.runs]
     losses: list[float | None] = [None] * len(recipes)
     step, source = None, ""
     sources = {"the suite `validation`": suite_losses, "the training log": logged_losses}
-    for words, losses_of in sources.items():
+    for name, losses_of in sources.items():
         by_run = [[losses_of(run) for run in recipe.runs] for recipe in recipes]
         scored = set.intersection(*(set(losses) for group in by_run for losses in group))
         at = max(scored, key=lambda each: (each[0], each[1] in own, each[1]), default=None)
-        if at is not None and (step is None or at[0] > step):  # the suite, of equal steps
+        if at is not None and (step is None or at[0] > step):  # the suite wins at equal steps
             means = [math.fsum(losses[at] for losses in group) / len(group) for group in by_run]
             losses = [x if math.isfinite(x) else None for x in means]
-            step, source = at[0], words
+            step, source = at[0], name
     if len(recipes) == 1:
         return Choice(recipes[0], "its only learning rate", losses, step)
     best = min((x for x in losses if x is not None), default=None)
     if best is not None:
-        words = f"lowest loss at step {step} by {source}"
-        return Choice(recipes[losses.index(best)], words, losses, step)
-    words = (
-        f"{len(recipes)} learning rates without a finite held-out loss at a step and of a text that"
-        " they share: evaluate them on the suite `validation`, or name the runs of one only"
+        reason = f"lowest loss at step {step} in {source}"
+        return Choice(recipes[losses.index(best)], reason, losses, step)
+    reason = (
+        f"{len(recipes)} learning rates without a finite held-out loss at a common step and text"
     )
-    return Choice(None, words, losses, step)
+    reason += ": evaluate them on the suite `validation`, or give the runs of one only"
+    return Choice(None, reason, losses, step)

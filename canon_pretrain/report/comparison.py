@@ -1,7 +1,6 @@
-"""What runs say about architectures: for `eval report` all of it, for `eval compare` one pair.
+"""`eval compare A B`, and the comparison of all architectures in `eval report`.
 
-architectures.py groups the runs, verdicts.py judges the pairs. `eval compare A B` (A is the
-baseline) prints a table per suite with the verdicts. No torch.
+architectures.py groups the runs, verdicts.py judges the pairs. A is the baseline. No torch.
 """
 
 import argparse
@@ -22,18 +21,18 @@ from canon_pretrain.core.terminal import Console
 from canon_pretrain.report import architectures, evaluations, verdicts
 from canon_pretrain.report.architectures import Architecture, Choice, Recipe
 from canon_pretrain.report.decide import ALPHA, POWER
-from canon_pretrain.report.evaluations import answers
-from canon_pretrain.report.items import Evaluation, Question, Scale, is_loss
+from canon_pretrain.report.evaluations import full_results
+from canon_pretrain.report.items import Evaluation, Scale, ScoreKey, is_loss
 from canon_pretrain.report.noise import SeedNoise, expected_maximum
 from canon_pretrain.report.record import RunRecord
-from canon_pretrain.report.sections import figure, interval, p_value, signed
-from canon_pretrain.report.verdicts import Measure, Options, Row
+from canon_pretrain.report.sections import interval, p_value, rounded, signed
+from canon_pretrain.report.verdicts import Comparator, Options, Row
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.results import VALIDATION
 
 SOURCE = (
     "Published: Gated DeltaNet paper, models of 1.3B parameters trained on 100B tokens of "
-    "FineWeb-Edu. Another tokenizer, another order of the data: part of no verdict."
+    "FineWeb-Edu. Other tokenizer and data order: not used in any verdict."
 )
 MODELS = ("Transformer++", "Mamba2", "Gated DeltaNet")
 PUBLISHED = {
@@ -51,22 +50,22 @@ PUBLISHED = {
 """(task, metric): the scores of MODELS; accuracies in percent, as published."""
 
 Steps = Mapping[str, Mapping[str, int]]
-"""suite -> label of an architecture -> the step that is shown (`evaluations.steps_shown`)."""
+"""suite -> label of an architecture -> the step shown (`evaluations.table_steps`)."""
 
 
 def add_noise_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options on the noise between seeds of `eval compare` and `eval report`."""
+    """Add the options on seed noise of `eval compare` and `eval report`."""
     add = parser.add_argument
-    about = "known deviation of the score over seeds; TASK:METRIC=SIGMA of a perplexity's logarithm"
+    about = "known standard deviation over seeds; TASK:METRIC=SIGMA for the log of a perplexity"
     add("--seed_sigma", action="append", default=[], metavar="TASK=SIGMA", help=about)
-    about = "take the seed noise from these runs alone, never from what the paper publishes"
+    about = "estimate seed noise from these runs only, not from the paper"
     add("--own_noise_only", action="store_true", help=about)
 
 
 def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **more: Any) -> Options:
-    """Return the options that add_noise_arguments adds, and `more`.
+    """Return the options of add_noise_arguments, and `more`.
 
-    Raises UserError for a seed noise of what no run was asked, or that is not above 0.
+    Raises UserError if --seed_sigma names an unknown task or is not above 0.
     """
     scores = [each.results.scores for run in runs for each in run.evaluations]
     tasks = {name for found in scores for name in found}
@@ -91,12 +90,12 @@ def comparison_content(
     """Return architectures, verdicts of each against the baseline, and scores; JSON values only.
 
     `baseline`: the label of an architecture or of one of its runs; default: the first run's. Raises
-    UserError if it is not there; what cannot be compared is listed with its reason.
+    UserError if unknown; pairs that cannot be compared are listed with the reason.
     """
     options = options or Options()
     found = architectures.architectures(runs)
     choices = {each.label: architectures.choose(each) for each in found}
-    measure = Measure([recipe for each in found for recipe in each.recipes], options)
+    comparator = Comparator([recipe for each in found for recipe in each.recipes], options)
     labels: dict[str | None, str] = {run.label: each.label for each in found for run in each.runs}
     labels |= {each.label: each.label for each in found} | {None: found[0].label}
     if (label := labels.get(baseline)) is None:
@@ -104,10 +103,10 @@ def comparison_content(
         raise UserError("compare.baseline", message, given=baseline, expected=list(choices))
     sides = {x: choice.recipe.runs for x, choice in choices.items() if choice.recipe}
     pairs = [((x, sides[x]), (label, sides[label])) for x in sides if label in sides and x != label]
-    rows, refused, notes = verdicts.verdicts(measure, pairs)
+    rows, refused, notes = verdicts.verdicts(comparator, pairs)
     shown = {each.label: each.runs for each in found} | sides
     steps = {
-        suite: evaluations.steps_shown(shown, label, suite, options.step)
+        suite: evaluations.table_steps(shown, label, suite, options.step)
         for suite in evaluations.suites_of(runs, options.suites)
     }
     for row in rows:
@@ -118,35 +117,35 @@ def comparison_content(
         "baseline": label,
         "architectures": [_architecture(each, choices[each.label]) for each in found],
         "held_out": [
-            *dict.fromkeys(verdicts.held_out_words(rows, refused, pair) for pair in pairs)
+            *dict.fromkeys(verdicts.held_out_summary(rows, refused, pair) for pair in pairs)
         ],
         "family": family(rows),
         "pairs": rows,
         "refused": refused,
         "steps": steps,
-        "scores": _scores(found, choices, measure, steps),
+        "scores": _scores(found, choices, comparator, steps),
         "notes": [*_notes(found, choices[label], label, steps), *notes],
     }
-    return finite(content)
+    return json_safe(content)
 
 
 def family(rows: Sequence[Row]) -> dict[str, int]:
-    """Return the number of tests by suite: those of one share its error rate (Holm)."""
+    """Return the number of tests by suite, which share its error rate (Holm)."""
     return dict(Counter(row["suite"] for row in rows if row["p"] is not None))
 
 
-def finite(value: Any) -> Any:
-    """Return `value` as JSON holds it, with None for floats that JSON does not have."""
+def json_safe(value: Any) -> Any:
+    """Return `value` after a round trip through JSON, with None for NaN and infinities."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def suite_step(shown: Mapping[str, int]) -> int:
-    """Return the step of a suite's tables: the baseline's. Cells of another one are marked."""
+    """Return the step of a suite's tables: the baseline's. Cells of other steps are marked."""
     return next(iter(shown.values()))
 
 
-def anchors(shown: Iterable[tuple[str, str]]) -> Row | None:
-    """Return what is published of the (task, metric) pairs shown, as fractions; None without."""
+def published_scores(shown: Iterable[tuple[str, str]]) -> Row | None:
+    """Return the published scores of the (task, metric) pairs, as fractions; None if none."""
     rows = []
     for task, metric in dict.fromkeys(shown):
         scale = 100 if metric.startswith("acc") else 1
@@ -162,51 +161,51 @@ def _architecture(each: Architecture, choice: Choice) -> Row:
         recipes.append({**of, "loss": loss, "chosen": recipe is choice.recipe})
     about = {"label": each.label, "settings": each.settings, "recipes": recipes}
     runs = [run.label for run in each.runs]
-    return {**about, "runs": runs, "choice": choice.words, "step": choice.step}
+    return {**about, "runs": runs, "choice": choice.reason, "step": choice.step}
 
 
 def _scores(
-    found: Sequence[Architecture], choices: Mapping[str, Choice], measure: Measure, steps: Steps
+    found: Sequence[Architecture], choices: Mapping[str, Choice], compared: Comparator, steps: Steps
 ) -> list[Row]:
     rows = []
     for suite, shown in steps.items():
         by_label: dict[str, list[Evaluation]] = {}
         for each in found:
-            by_step = [answers(run, suite, measure.options.step) for run in each.runs]
+            by_step = [full_results(run, suite, compared.options.step) for run in each.runs]
             at = shown.get(each.label, -1)
             by_label[each.label] = [there[at] for there in by_step if at in there]
         asked = [evaluation for side in by_label.values() for evaluation in side]
-        for question in evaluations.questions(asked, suite) if suite != VALIDATION else ():
-            known = [x for each in asked if (x := each.score(question)) is not None]
-            bounded = not is_loss(question.metric) and all(0 <= x <= 1 for x in known)
-            noise = measure.noise([question], bounded=bounded)
+        for key in evaluations.score_keys(asked, suite) if suite != VALIDATION else ():
+            known = [x for each in asked if (x := each.score(key)) is not None]
+            bounded = not is_loss(key.metric) and all(0 <= x <= 1 for x in known)
+            noise = compared.noise([key], bounded=bounded)
             cells = []
             for label, side in by_label.items():
-                scores = [(x, e) for e in side if (x := e.score(question)) is not None]
+                scores = [(x, e) for e in side if (x := e.score(key)) is not None]
                 if ours := [(x, e) for x, e in scores if math.isfinite(x)]:
-                    cell = _cell(question, ours, choices[label].recipe, measure, noise)
+                    cell = _cell(key, ours, choices[label].recipe, compared, noise)
                     cells.append({"architecture": label, **cell})
-            rows.append({**question._asdict(), "suite_step": suite_step(shown), "cells": cells})
+            rows.append({**key._asdict(), "suite_step": suite_step(shown), "cells": cells})
     return rows
 
 
 def _cell(
-    question: Question,
+    key: ScoreKey,
     scores: Sequence[tuple[float, Evaluation]],
     recipe: Recipe | None,
-    measure: Measure,
+    compared: Comparator,
     noise: SeedNoise | None,
 ) -> Row:
-    """The best run of an architecture, and the mean of the chosen ones."""
-    scale = Scale.of(question.metric)
-    pick = max if scores[0][1].higher_is_better(question) else min
+    """Return the score of an architecture's best run, and the mean of its chosen runs."""
+    scale = Scale.of(key.metric)
+    pick = max if scores[0][1].higher_is_better(key) else min
     value, best = pick(scores, key=lambda pair: pair[0])
     bias = noise and expected_maximum(len(scores)) * noise.sigma * (value if scale.is_log else 1)
     labels = [run.label for run in recipe.runs] if recipe else []
     mean, chosen = None, [(x, e) for x, e in scores if e.run in labels]
     if chosen:
         score = scale.score(math.fsum(scale.mean(x) for x, _ in chosen) / len(chosen))
-        stderr = measure.stderr(question, [e for _, e in chosen], noise) if noise else None
+        stderr = compared.stderr(key, [e for _, e in chosen], noise) if noise else None
         if stderr is not None and scale.is_log:
             stderr *= score
         mean = {"value": score, "num_runs": len(chosen), "stderr": stderr}
@@ -217,20 +216,20 @@ def _cell(
 def _notes(found: Sequence[Architecture], choice: Choice, baseline: str, steps: Steps) -> list[str]:
     notes = []
     if len(found) == 1:
-        notes.append("One architecture only: there is nothing to compare it with.")
+        notes.append("There is only one architecture, so nothing to compare.")
     if len(found) > 1 and choice.recipe is None:
         notes.append(f"The baseline {baseline} has no chosen learning rate: no verdicts.")
     if len(tried := {len(each.recipes) for each in found}) > 1:
         notes.append(
-            f"Not all architectures were tried at {max(tried)} learning rates: the best of more of "
-            "them is better by luck alone if lucky seeds have lower losses too."
+            f"Not all architectures have {max(tried)} learning rates: a best of more is biased "
+            "upwards if seeds with high scores also have low losses."
         )
     repeats = [run for each in found for recipe in each.recipes for run in recipe.repeats]
-    notes += [f"{run.label}: the seeds of another run here; not used." for run in repeats]
+    notes += [f"{run.label} is not used: it has the seeds of another run." for run in repeats]
     for suite, shown in steps.items():
         for each in found if suite != VALIDATION else ():
             for run in each.runs:
-                there = answers(run, suite)
+                there = full_results(run, suite)
                 if there and shown.get(each.label) not in there:
                     last = f"{run.label}, evaluated at step {max(there):,}"
                     notes.append(f"{suite}: {last}, is left out of the scores by architecture.")
@@ -241,62 +240,62 @@ def _notes(found: Sequence[Architecture], choice: Choice, baseline: str, steps: 
 
 COLUMNS = {
     "task, metric": lambda row: f"{row['task']} {row['metric']}",
-    "A": lambda row: figure(row["baseline_value"]),
-    "B": lambda row: figure(row["value"]),
+    "A": lambda row: rounded(row["baseline_value"]),
+    "B": lambda row: rounded(row["value"]),
     "B - A": lambda row: signed(row["difference"]),
     "p (Holm)": lambda row: p_value(row["p_holm"]),
     "verdict on B": lambda row: row["verdict"],
     "95 % interval": lambda row: interval(row["ci"]),
-    "detectable": lambda row: figure(row["detectable"]),
+    "detectable": lambda row: rounded(row["detectable"]),
 }
-NARROW = 6  # columns that are shown in a terminal of less than 120
+NARROW_COLUMNS = 6  # shown in a terminal narrower than 120
 STYLES = {verdicts.BETTER: "green", verdicts.WORSE: "red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `eval compare`."""
     add = parser.add_argument
-    about = "two runs or sweeps, or one sweep of two architectures"
+    about = "two runs or sweeps, A the baseline; or one sweep of two architectures"
     add("pair", type=Path, nargs="*", metavar="A B", help=about)
     add("--a", type=Path, nargs="+", default=[], metavar="RUN", help="seeds of A, the baseline")
     add("--b", type=Path, nargs="+", default=[], metavar="RUN", help="seeds of B")
-    add("--step", type=int, help="default: the last step that both were asked at")
-    add("--suite", action="append", help="this suite only (may be repeated): a smaller family")
+    add("--step", type=int, help="compare at this step (default: the last common one)")
+    add("--suite", action="append", help="compare on this suite only (may be repeated)")
     add_noise_arguments(parser)
-    add("--json", type=Path, metavar="FILE", help="write the rows there too")
+    add("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
 
 
 def execute(arguments: argparse.Namespace) -> None:
     """Print the comparison. Raises UserError if the two sides cannot be compared."""
-    given = _sides(arguments)
+    given = _read_sides(arguments)
     runs = [run for side in given for run in side]
     options = noise_options(arguments, runs, step=arguments.step, suites=arguments.suite)
     sides, recipes = [], []
     notes = [line for run in runs for line in run.left_out]
     for name, side in zip("AB", given, strict=True):
-        recipe = architectures.recipe_of(side)  # as the user says; what it has is another matter
+        recipe = architectures.recipe_of(side)  # even if its runs differ, see the note below
         found = architectures.architectures(recipe.runs)
         alike = [each for architecture in found for each in architecture.recipes]
         sides.append((name, recipe.runs))
         recipes += alike
         notes += [f"{name}: {x.label} repeats the seeds of another run" for x in recipe.repeats]
-        notes += [f"{name}: its runs differ in more than their seeds"] * (len(alike) > 1)
+        notes += [f"{name}: runs differ in more than their seeds"] * (len(alike) > 1)
     pair = sides[1], sides[0]
-    rows, refused, left = verdicts.verdicts(Measure(recipes, options), [pair])
+    rows, refused, left = verdicts.verdicts(Comparator(recipes, options), [pair])
     if not rows:
         reasons = [f"{x['suite']} {x['task'] or ''}: {x['why']}" for x in refused]
-        found = {run.label: _available(run) for run in runs}
-        reasons += [f"{label} has {', '.join(x) or 'no results'}" for label, x in found.items()]
+        results = {run.label: _available(run) for run in runs}
+        reasons += [f"{label} has {', '.join(x) or 'no results'}" for label, x in results.items()]
         raise UserError(
             "compare.nothing",
             f"nothing to compare: {'; '.join(reasons)}. `python -m eval run` evaluates checkpoints",
             refused=refused,
-            found=found,
+            found=results,
         )
     is_asked = options.suites is None or VALIDATION in options.suites
     content = {
         **{name.lower(): [run.label for run in side] for name, side in sides},
-        "held_out": verdicts.held_out_words(rows, refused, pair) if is_asked else None,
+        "held_out": verdicts.held_out_summary(rows, refused, pair) if is_asked else None,
         "family": family(rows),
         "pairs": rows,
         "refused": refused,
@@ -304,12 +303,12 @@ def execute(arguments: argparse.Namespace) -> None:
     }
     _print(content)
     if arguments.json:
-        stored = json.dumps(finite(content), indent=1, ensure_ascii=False, allow_nan=False)
+        stored = json.dumps(json_safe(content), indent=1, ensure_ascii=False, allow_nan=False)
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(arguments.json, stored.encode())
 
 
-def _sides(arguments: argparse.Namespace) -> Sequence[Sequence[RunRecord]]:
+def _read_sides(arguments: argparse.Namespace) -> Sequence[Sequence[RunRecord]]:
     pair, a, b = arguments.pair, arguments.a, arguments.b
     paths = [named_runs(side) for side in (a or pair[:1], b or pair[1:])]
     runs = evaluations.read_runs([*paths[0], *paths[1]])
@@ -341,7 +340,7 @@ def _print(content: Row) -> None:
 
     if content["held_out"]:
         show(content["held_out"], style="bold")
-    names = [*COLUMNS][: None if console.width >= 120 else NARROW]
+    names = [*COLUMNS][: None if console.width >= 120 else NARROW_COLUMNS]
     show(*(f"{name.upper()}: {', '.join(content[name])}" for name in ("a", "b")))
     for suite in dict.fromkeys(row["suite"] for row in content["pairs"]):
         rows = [row for row in content["pairs"] if row["suite"] == suite]
@@ -353,11 +352,11 @@ def _print(content: Row) -> None:
             cells = (Text(COLUMNS[name](row)) for name in names)
             table.add_row(*cells, style=STYLES.get(row["verdict"]))
         console.print(table)
-    tests = ", ".join(f"{suite} {count} tests" for suite, count in content["family"].items())
-    show(f"{tests or 'no test'}: a suite is a family, with 5 % for any wrong verdict (Holm)")
+    tests = ", ".join(f"{suite} {count}" for suite, count in content["family"].items())
+    show(f"tests: {tests or 'none'}; any false verdict in a suite has a probability of 5 % (Holm)")
     reasons: dict[str, list[str]] = {}
     for row in content["pairs"]:
-        noise = row["why"] or f"seed noise {(row['seed_noise'] or {'words': 'not known'})['words']}"
+        noise = row["why"] or f"seed noise {(row['seed_noise'] or {'words': 'unknown'})['words']}"
         reasons.setdefault(noise, []).append(f"{row['task']} {row['metric']}")
     lines = [f"{', '.join(tasks)}: {reason}" for reason, tasks in reasons.items()]
     lines += [

@@ -1,4 +1,4 @@
-"""Curves for a page: thinned so that half a million steps stay light, seeds joined. No torch."""
+"""Curves for a page: downsampled, and grouped over seeds. No torch."""
 
 import functools
 import math
@@ -11,16 +11,16 @@ import numpy as np
 from canon_pretrain.report.record import Curve, RunRecord
 
 MAX_KNOTS = 1000
-"""Points of the table of a step's tokens and hours; between two it is a straight line."""
+"""Points of the table of tokens and hours by step, which pages interpolate linearly."""
 DIGITS = 7
 """Significant digits of a value in a page."""
 FEW_POINTS = 60
-"""A line of at most so many points shows each of them."""
+"""A line of at most this many points has a marker for each."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """How one quantity is shown; `form` is of a value, in d3 as in Python."""
+    """How one quantity is shown; `form`: the format of a value, valid in d3 and Python."""
 
     id: str
     title: str
@@ -43,14 +43,14 @@ CHARTS = (
 
 
 class Entry(NamedTuple):
-    """What has one color in a page: a run, or several that differ in seeds alone."""
+    """One color on a page: a run, or several that differ in seeds only."""
 
     label: str
     runs: tuple[int, ...]
 
 
-def join_seeds(runs: Sequence[RunRecord]) -> list[Entry]:
-    """Return the runs in order, those of one recipe as one entry unless all have the same seeds."""
+def group_seeds(runs: Sequence[RunRecord]) -> list[Entry]:
+    """Return entries in the order of runs; one per recipe, unless all its runs have equal seeds."""
     alike: dict[str, list[int]] = {}
     for k, run in enumerate(runs):
         alike.setdefault(run.recipe, []).append(k)
@@ -64,31 +64,31 @@ def join_seeds(runs: Sequence[RunRecord]) -> list[Entry]:
     return sorted(entries, key=lambda entry: entry.runs)
 
 
-def stretches(count: int, most: int) -> np.ndarray:
-    """Return int64 [n + 1] bounds of n <= `most` equally long stretches of `count` points."""
+def segments(count: int, most: int) -> np.ndarray:
+    """Return int64 [n + 1] bounds of n <= `most` equally long segments of `count` points."""
     return np.linspace(0, count, min(count, most) + 1).round().astype(np.int64)
 
 
-def thin(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """Return which values to draw, int64: the ends; lowest, highest, first gap of each stretch."""
+def downsample(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """Return int64 indices to draw: both ends; minimum, maximum and first gap of each segment."""
     if len(bounds) - 1 >= len(values):
         return np.arange(len(values))
     finite = np.isfinite(values)
     low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
     kept = {0, len(values) - 1}
     for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        stretch = finite[begin:end]
-        if stretch.any():
+        segment = finite[begin:end]
+        if segment.any():
             kept |= {begin + int(x[begin:end].argmin()) for x in (low, -high)}
-        if not stretch.all():
-            kept.add(begin + int(stretch.argmin()))
+        if not segment.all():
+            kept.add(begin + int(segment.argmin()))
     return np.array(sorted(kept), dtype=np.int64)
 
 
-def summarize(curve: Curve, bounds: np.ndarray) -> np.ndarray:
-    """Return float64 [4, stretches]: mean step, mean, lowest and highest value of each stretch.
+def segment_statistics(curve: Curve, bounds: np.ndarray) -> np.ndarray:
+    """Return float64 [4, segments]: mean step, mean, minimum and maximum per segment.
 
-    NaN for a stretch without a finite value; each has a point at least.
+    NaN for a segment without a finite value; no segment is empty.
     """
     (steps, values), finite, at = curve, np.isfinite(curve.values), bounds[:-1]
     count = np.add.reduceat(finite, at, dtype=np.float64)
@@ -99,9 +99,9 @@ def summarize(curve: Curve, bounds: np.ndarray) -> np.ndarray:
 
 
 class Band(NamedTuple):
-    """Runs at the steps that all have; float64 [stretches], NaN where one has no finite value.
+    """Runs at their common steps; float64 [segments], NaN where one has no finite value.
 
-    Thinned, lowest and highest are of a whole stretch. `members`: [runs, stretches], their means.
+    `low` and `high` are over whole segments; `members`: [runs, segments], the mean of each run.
     """
 
     steps: np.ndarray
@@ -112,7 +112,7 @@ class Band(NamedTuple):
 
     @classmethod
     def of(cls, curves: Sequence[Curve | None], most: int) -> "Band | None":
-        """Return the band of the curves that are there; None without two, or common steps."""
+        """Return the band of the curves; None if fewer than two, or without common steps."""
         there = [curve for curve in curves if curve is not None]
         if len(there) < 2:
             return None
@@ -120,28 +120,28 @@ class Band(NamedTuple):
         if not len(common):
             return None
         rows = [curve.values[np.searchsorted(curve.steps, common)] for curve in there]
-        bounds = stretches(len(common), most)
-        parts = np.stack([summarize(Curve(common, row), bounds) for row in rows])
+        bounds = segments(len(common), most)
+        parts = np.stack([segment_statistics(Curve(common, row), bounds) for row in rows])
         means, low, high = parts[:, 1], parts[:, 2].min(axis=0), parts[:, 3].max(axis=0)
-        means[:, ~np.isfinite(means).all(axis=0)] = np.nan  # a gap of one is a gap of all
+        means[:, ~np.isfinite(means).all(axis=0)] = np.nan  # a gap in one is a gap in the band
         steps = np.add.reduceat(common, bounds[:-1]) / np.diff(bounds)
         return cls(steps, means.mean(axis=0), low, high, means)
 
 
 def axis(run: RunRecord) -> dict[str, Any]:
-    """Return a table of steps with their tokens and hours; a page interpolates between its rows."""
+    """Return a table of tokens and hours by step, which pages interpolate."""
     clock = run.clock
     begun = [launch.from_step for launch in clock.launches]
     after = np.searchsorted(clock.steps, begun, side="right")  # both sides of a jump in time
     last = len(clock.steps) - 1
-    kept = [stretches(last, MAX_KNOTS), after - 1, np.minimum(after, last)]
+    kept = [segments(last, MAX_KNOTS), after - 1, np.minimum(after, last)]
     rows = np.unique(np.concatenate(kept)).astype(np.int64)
     columns = zip(clock._fields[:4], clock[:4], strict=True)
     return {name: None if x is None else rounded(x[rows]) for name, x in columns}
 
 
 def rounded(values: np.ndarray) -> list[float | int | None]:
-    """Return JSON numbers: integers as they are, others of DIGITS digits, None if not finite."""
+    """Return JSON numbers: integers, others with DIGITS digits, None if not finite."""
     if values.dtype.kind == "i":
         return values.tolist()
     short = [float(f"{x:.{DIGITS}g}") if math.isfinite(x) else None for x in values.tolist()]

@@ -1,8 +1,8 @@
-"""From a difference and its two noises to a verdict: p, Holm's correction, what could be shown.
+"""From a difference and its two noises to a verdict: p values, Holm's correction, power.
 
-Both variances, of items and of a handful of seeds, are estimates, hence the Behrens-Fisher
-distribution, which is never too bold (Robinson 1976); Welch's t is (tests/simulate_statistics.py).
-With one variance nil it is Student's t. `noise` are the values of a `Noise`.
+Both variances, of items and of a few seeds, are estimates, hence the Behrens-Fisher distribution,
+which is conservative (Robinson 1976); Welch's t is not (tests/simulate_statistics.py). If one
+variance is 0 it is Student's t. `noise` are the values of a `Noise`.
 """
 
 import math
@@ -16,8 +16,8 @@ from scipy import optimize, stats
 from scipy.special import ndtr
 
 ALPHA, POWER = 0.05, 0.8
-KNOWN_FROM = 5000  # degrees of freedom from which a variance counts as known
-MOST_SEEDS = 1024
+KNOWN_DF = 5000  # degrees of freedom from which a variance is taken as known
+MAX_SEEDS = 1024
 
 
 class Noise(NamedTuple):
@@ -35,8 +35,8 @@ class Noise(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _variance_nodes(df: float, finer: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Nodes and weights of (true variance / estimate) = df / chi-squared(df), evenly in the log."""
-    if df >= KNOWN_FROM:
+    """Return log-spaced nodes and weights of true variance / estimate = df / chi-squared(df)."""
+    if df >= KNOWN_DF:
         return np.ones(1), np.ones(1)
     count = 25 if df >= 30 else 49 if df >= 5 else 129  # small ones have long tails
     ends = stats.chi2.ppf(1e-15, df), stats.chi2.isf(1e-15, df)
@@ -46,9 +46,9 @@ def _variance_nodes(df: float, finer: int = 1) -> tuple[np.ndarray, np.ndarray]:
 
 
 def two_sided_p(difference: float, *noise: float) -> float:
-    """P(|sqrt(item_variance) T(item_df) + sqrt(seed_variance) T(seed_df)| >= |difference|).
+    """Return P(|sqrt(item_variance) T(item_df) + sqrt(seed_variance) T(seed_df)| >= |difference|).
 
-    T are independent Student variables. Without variance: 1 at no difference, else 0.
+    T are independent Student variables. With no variance, 1 for a difference of 0, else 0.
     """
     item_variance, item_df, seed_variance, seed_df = noise
     item_ratio, item_weight = _variance_nodes(float(item_df))
@@ -61,7 +61,7 @@ def two_sided_p(difference: float, *noise: float) -> float:
 
 
 def critical_value(p: float, *noise: float) -> float:
-    """Return the difference whose `two_sided_p` is `p`; 0 without noise."""
+    """Return the difference whose `two_sided_p` is `p`; 0 if there is no noise."""
     stderr = Noise(*noise).stderr
     if stderr == 0 or not math.isfinite(stderr):
         return stderr
@@ -97,21 +97,21 @@ def holm_levels(p: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def detectable(alpha: float, *noise: float) -> float:
-    """Return the smallest true difference that a two-sided test at `alpha` shows with POWER.
+    """Return the smallest true difference that a two-sided test at `alpha` detects with POWER.
 
-    Another experiment would estimate the noise anew: with one of the two variances nil this is the
-    power of Student's test, by the noncentral t.
+    The noise is estimated again in each experiment: if one variance is 0, this is the power of
+    Student's test by the noncentral t.
     """
     item_variance, item_df, seed_variance, seed_df = noise
     stderr, critical = Noise(*noise).stderr, critical_value(alpha, *noise)
     if stderr == 0 or not math.isfinite(critical):
         return critical
-    # powers change within little where the critical value is many standard errors
+    # finer nodes: the power changes fast where the critical value is many standard errors
     items_lead = item_variance > seed_variance
     df = float(item_df) if item_df < 30 else math.inf
     item_ratio, item_weight = _variance_nodes(df, 8 if items_lead else 1)
     seed_ratio, seed_weight = _variance_nodes(float(seed_df), 1 if items_lead and df < 30 else 8)
-    # the critical value of another estimate is in proportion to its standard error, very nearly
+    # the critical value is nearly proportional to the estimated standard error
     estimated = np.sqrt(np.add.outer(item_variance / item_ratio, seed_variance / seed_ratio))
     criticals, weights = critical / stderr * estimated, np.outer(item_weight, seed_weight)
 
@@ -127,11 +127,11 @@ def detectable(alpha: float, *noise: float) -> float:
 def seeds_needed(
     difference: float, alpha: float, noise_with: Callable[[int], Sequence[float]]
 ) -> int | None:
-    """Return the fewest seeds per side that make `difference` detectable, at most MOST_SEEDS."""
+    """Return the fewest seeds per side that detect `difference`; None above MAX_SEEDS."""
 
     def is_enough(seeds: int) -> bool:
         return detectable(alpha, *noise_with(seeds)) <= abs(difference)
 
-    if difference == 0 or not is_enough(MOST_SEEDS):
+    if difference == 0 or not is_enough(MAX_SEEDS):
         return None
-    return 1 + bisect_left(range(1, MOST_SEEDS), True, key=is_enough)
+    return 1 + bisect_left(range(1, MAX_SEEDS), True, key=is_enough)

@@ -13,13 +13,13 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_bytes, read_json, sha256_file
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.report.items import HELD_OUT
-from canon_pretrain.report.record import Curve, RunRecord, flat, in_turn
+from canon_pretrain.report.record import Curve, RunRecord, collapse_repeats, flatten
 from canon_pretrain.run.launches import PER_LAUNCH_KEYS, launch_numbers
 from canon_pretrain.run.log import json_value, number
 
-RTOL = 1e-4  # how far losses of one experiment are apart on two machines, by rounding alone
-DATA = ("data_fingerprint", HELD_OUT)  # the fields of the identity that are about the data
-OWN = {
+RTOL = 1e-4  # rounding differences between losses of one experiment on two machines
+DATA = ("data_fingerprint", HELD_OUT)  # identity fields that describe the data
+PER_RUN_NAMES = {
     "config": ("job.dump_folder", "job.description", *PER_LAUNCH_KEYS),
     "environment": (
         *("SLURM_", "MASTER_", "TORCHELASTIC_", "CUDA_VISIBLE_DEVICES", "HOSTNAME", "RANK"),
@@ -27,16 +27,16 @@ OWN = {
     ),
     "launch": ("",),
 }
-"""By section, how names begin that each run or job has its own values of."""
+"""By section, prefixes of names whose values belong to one run or job."""
 
 Facts = dict[str, Any]
 
 
 def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Facts:
-    """Return all differences of two runs; of several launches the newest is compared.
+    """Return all differences of two runs; the newest launch of each is compared.
 
-    Each section has `differences` (name -> [a, b]), `own` ones that belong to a run or a job and
-    count for nothing, and `unknown`: the runs that have not recorded it.
+    Each section has `differences` (name -> [a, b]), `own` differences of a run or job, which are
+    ignored, and `unknown`: the runs that have not recorded it.
     """
     shared = a.identity.keys() & b.identity.keys()
     ours, theirs = (_recorded(run, shared) for run in (a, b))
@@ -56,7 +56,7 @@ def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Facts:
 
 
 def _recorded(run: RunRecord, shared: Iterable[str]) -> dict[str, Any]:
-    """Return what a run has recorded, by section; `shared`: the names in both identities."""
+    """Return the records of a run by section; `shared`: the names in both identities."""
     at = run.folder.launch_path(max(launch_numbers(run.folder), default=0))
     facts, around = (
         read_json(at / name, finite=False) if (at / name).exists() else None
@@ -73,17 +73,17 @@ def _recorded(run: RunRecord, shared: Iterable[str]) -> dict[str, Any]:
         versions = dict(line.split("==", 1) for line in lines if "==" in line)
         packages = {"python": facts.get("python"), **versions}
     if around is not None:
-        around = flat({name: facts.get(name) for name in ("platform", "devices")}) | around
+        around = flatten({name: facts.get(name) for name in ("platform", "devices")}) | around
     return {
         "identity": {name: value for name, value in run.identity.items() if name not in DATA},
         "data": {name: run.identity[name] for name in DATA if name in shared},
-        "config": {k: value for k, value in flat(run.config).items() if k not in shared},
+        "config": {k: value for k, value in flatten(run.config).items() if k not in shared},
         "code": None if git.get("problem") else code,
         "packages": packages,
         "environment": around,
         "launch": {
-            "launches": len(run.heads),
-            "world_sizes": in_turn(head.get("world_size") for head in run.heads),
+            "launches": len(run.launch_events),
+            "world_sizes": collapse_repeats(head.get("world_size") for head in run.launch_events),
             "hosts": facts.get("hosts"),
             "canon_backend": facts.get("canon_backend"),
             "last_step": int(run.clock.steps[-1]),
@@ -99,13 +99,13 @@ def _section(section: str, a: Facts | None, b: Facts | None) -> Facts:
     names = sorted(a.keys() | b.keys())
     for name in names:
         if a.get(name) != b.get(name):
-            kind = "own" if name.startswith(OWN.get(section, ())) else "differences"
+            kind = "own" if name.startswith(PER_RUN_NAMES.get(section, ())) else "differences"
             found[kind][name] = [a.get(name), b.get(name)]
     return found | {"compared": len(names)}
 
 
 def digests_by_step(events: Iterable[Facts]) -> dict[int, str]:
-    """Return the digest of each step's token ids; a line has those since the line before."""
+    """Return the digest of each step's token ids; an event lists those since the previous one."""
     digests: dict[int, str] = {}
     for event in events:
         listed = event.get("data_digests") if event["event"] == "step" else None
@@ -115,7 +115,7 @@ def digests_by_step(events: Iterable[Facts]) -> dict[int, str]:
 
 
 def compare_digests(a: Iterable[Facts], b: Iterable[Facts]) -> Facts:
-    """Find the step from which on the runs saw other data, of those that both have logged."""
+    """Find the first step with different data, among those that both runs logged."""
     ours, theirs = digests_by_step(a), digests_by_step(b)
     common = sorted(ours.keys() & theirs.keys())
     different = [step for step in common if ours[step] != theirs[step]]
@@ -129,9 +129,9 @@ def compare_digests(a: Iterable[Facts], b: Iterable[Facts]) -> Facts:
 
 
 def compare_losses(a: Curve | None, b: Curve | None, rtol: float) -> Facts:
-    """Find the steps from which on losses differ at all, and by more than `rtol` of the larger.
+    """Find the first steps at which losses differ at all, and by more than `rtol` of the larger.
 
-    NaN equals NaN; a value that is finite in one run alone is beyond any rounding.
+    NaN equals NaN; a value that is finite in one run only is beyond any tolerance.
     """
     ours, theirs = (curve or Curve(np.empty(0, np.int64), np.empty(0)) for curve in (a, b))
     steps, i, j = np.intersect1d(ours.steps, theirs.steps, assume_unique=True, return_indices=True)
@@ -158,11 +158,11 @@ def compare_losses(a: Curve | None, b: Curve | None, rtol: float) -> Facts:
     }
 
 
-# -- its words
+# -- its text
 
 
-def words(found: Facts, *, with_own: bool) -> Iterator[str]:
-    """Yield the lines that describe a comparison; `with_own` also what is each run's own."""
+def describe(found: Facts, *, with_own: bool) -> Iterator[str]:
+    """Yield the lines that describe a comparison; `with_own`: also ignored differences."""
     yield f"A  {found['a']}"
     yield f"B  {found['b']}"
     for name, section in found["sections"].items():
@@ -172,46 +172,45 @@ def words(found: Facts, *, with_own: bool) -> Iterator[str]:
         differences, own = section["differences"], section["own"]
         count = f"{len(differences)} of {section['compared']} differ" if differences else "same"
         if own and not with_own:
-            count += f" but for what is each run's own (--all shows {len(own)})"
+            count += f", {len(own)} ignored (--all)"
         yield f"{name}: {count}"
         for key, values in (differences | (own if with_own else {})).items():
-            yield f"  {key}{' (own)' if key in own else ''}: {' -> '.join(map(_shown, values))}"
-    yield f"data digests: {_digest_words(found['data_digests'])}"
-    yield f"losses: {_loss_words(found['losses'])}"
+            ignored = " (ignored)" if key in own else ""
+            yield f"  {key}{ignored}: {' -> '.join(map(_format, values))}"
+    yield f"data digests: {_describe_digests(found['data_digests'])}"
+    yield f"losses: {_describe_losses(found['losses'])}"
     yield "same" if found["same"] else "different"
 
 
-def _shown(value: Any) -> str:
-    """Return a value on one line; – if a run has none."""
+def _format(value: Any) -> str:
+    """Return a value on one line; – for None."""
     if value is None:
         return "–"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _digest_words(found: Facts) -> str:
+def _describe_digests(found: Facts) -> str:
     common, first = found["common"], found["first_different"]
     if not common:
         return f"none in common (A has {found['logged'][0]:,}, B {found['logged'][1]:,})"
     if first is None:
         return f"equal in all {common:,} common steps, to step {found['last_common']:,}"
-    return f"part at step {first:,} ({found['different']:,} of {common:,} common steps differ)"
+    return f"differ from step {first:,} on ({found['different']:,} of {common:,} common steps)"
 
 
-def _loss_words(found: Facts) -> str:
+def _describe_losses(found: Facts) -> str:
     if not found["common"]:
         return "no logged step in common"
     lines = f"{found['common']:,} common lines, to step {found['last_common']:,}"
     if found["first_unequal"] is None:
         return f"equal bit for bit in all {lines}"
     largest = f"{number(found['largest']):.1e} at step {found['largest_step']:,}"
-    first = (
-        f"first unequal at step {found['first_unequal']:,}; largest relative difference {largest}"
-    )
+    first = f"first difference at step {found['first_unequal']:,}; largest relative one {largest}"
     if found["first_beyond"] is None:
         return f"equal to {found['rtol']:g} in all {lines}; {first}"
     a, b = (f"{number(loss):.7g}" for loss in found["there"])
     at = f"{found['first_beyond']:,} ({a} -> {b})"
-    return f"part beyond {found['rtol']:g} at step {at}; {first}; {lines}"
+    return f"differ by more than {found['rtol']:g} from step {at} on; {first}; {lines}"
 
 
 # -- the command
@@ -221,17 +220,16 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "diff",
         help="how two runs differ, and from which step on",
-        description="Compare two run folders: identity, data, config, code, packages, environment; "
-        "and from which step on they saw other data, and their losses part. What is each run's own "
-        "(its folder, job ids, world size) does not count. Exit code 0: same; 1: different; 2: "
-        "trouble.",
+        description="Compare two run folders: identity, data, config, code, packages, environment, "
+        "and the first steps at which their data and losses differ. Values of one run or job (its "
+        "folder, job ids, world size) are ignored. Exit code 0: same; 1: different; 2: error.",
     )
     for name in ("a", "b"):
         parser.add_argument(name, type=Path, metavar=name.upper(), help="a run folder")
-    about = "losses may be apart by rounding so far, relative (default: %(default)s)"
+    about = "relative tolerance of losses (default: %(default)s)"
     parser.add_argument("--rtol", type=float, default=RTOL, help=about)
-    parser.add_argument("--all", action="store_true", help="also show what is each run's own")
-    parser.add_argument("--json", action="store_true", help="one JSON document")
+    parser.add_argument("--all", action="store_true", help="also show ignored differences")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
 
 
@@ -244,5 +242,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
     else:
-        print(printable("\n".join(words(found, with_own=arguments.all)), keep="\n"))
+        print(printable("\n".join(describe(found, with_own=arguments.all)), keep="\n"))
     return 0 if found["same"] else 1

@@ -1,24 +1,24 @@
-"""The evaluations of runs: at which steps they are, and which can be compared. No torch."""
+"""Which evaluations of runs exist, at which steps, and which can be compared. No torch."""
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from canon_pretrain.report.items import HELD_OUT, Evaluation, Question
-from canon_pretrain.report.record import RunRecord, flat
+from canon_pretrain.report.items import HELD_OUT, Evaluation, ScoreKey
+from canon_pretrain.report.record import RunRecord, flatten
 from canon_pretrain.run.log import number
 from canon_pretrain.run.results import PER_CHECKPOINT_KEYS, SUITES, VALIDATION
 
-# what `asked` may differ in if two runs were asked the same question; and what else for one task
-OWN_TO_A_RUN = (*PER_CHECKPOINT_KEYS, "suite", "limit")
-OF_A_SUITE = ("tasks", HELD_OUT, "lm_eval")
+# keys of `asked` that may differ between comparable runs, and more for a single task
+PER_RUN_KEYS = (*PER_CHECKPOINT_KEYS, "suite", "limit")
+PER_SUITE_KEYS = ("tasks", HELD_OUT, "lm_eval")
 
 Scored = tuple[int, str]
-"""A step, and the fingerprint of the text that a loss is of, "None" if it was not recorded."""
+"""A step, and the fingerprint of the held-out text, "None" if it was not recorded."""
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Read runs. Raises UserError for damage, before anything is computed."""
+    """Read runs. Raises UserError if one is damaged, before anything is computed."""
     found = RunRecord.of_all(paths)
     for run in found:
         _ = run.identity, run.steps
@@ -27,17 +27,17 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     return found
 
 
-def answers(run: RunRecord, suite: str, step: int | None = None) -> dict[int, Evaluation]:
-    """Return the newest whole results on `suite` by step; with `step`, of that one only."""
-    whole = [e for e in run.evaluations if e.suite == suite and e.limit is None]
-    return {e.step: e for e in whole if step in (None, e.step)}
+def full_results(run: RunRecord, suite: str, step: int | None = None) -> dict[int, Evaluation]:
+    """Return the newest results on `suite` without --limit, by step; only `step` if given."""
+    full = [e for e in run.evaluations if e.suite == suite and e.limit is None]
+    return {e.step: e for e in full if step in (None, e.step)}
 
 
 def suite_losses(run: RunRecord) -> dict[Scored, float]:
     """Return the held-out losses of the suite `validation`, by step and text."""
-    asked = Question(VALIDATION, VALIDATION, "nats_per_token")
-    whole = [e for e in run.evaluations if e.suite == VALIDATION and e.limit is None]
-    return {(e.step, e.text): x for e in whole if (x := e.score(asked)) is not None}
+    key = ScoreKey(VALIDATION, VALIDATION, "nats_per_token")
+    full = [e for e in run.evaluations if e.suite == VALIDATION and e.limit is None]
+    return {(e.step, e.text): x for e in full if (x := e.score(key)) is not None}
 
 
 def logged_losses(run: RunRecord) -> dict[Scored, float]:
@@ -51,43 +51,43 @@ def logged_losses(run: RunRecord) -> dict[Scored, float]:
 
 
 def tokens_at(run: RunRecord, step: int) -> int | None:
-    """Return the tokens seen by `step`, which need not be logged; None without any step."""
+    """Return the tokens seen by `step`, logged or not; None if no step is logged."""
     near = min(run.steps, key=lambda event: abs(event["step"] - step), default=None)
     return round(step * near["tokens"] / near["step"]) if near and near["step"] else None
 
 
 def suite_order(name: str) -> tuple[int, str]:
-    """Return the sort key of a suite: held-out loss, then the paper's order, then others."""
+    """Return a sort key: held-out loss, then the paper's order, then other suites."""
     return (SUITES.index(name) if name in SUITES else len(SUITES), name)
 
 
 def suites_of(runs: Iterable[RunRecord], wanted: Sequence[str] | None = None) -> list[str]:
-    """Return the suites with whole results, in the order of a report."""
-    whole = {each.suite for run in runs for each in run.evaluations if each.limit is None}
-    return sorted((x for x in whole if wanted is None or x in wanted), key=suite_order)
+    """Return the suites with results without --limit, in the order of a report."""
+    full = {each.suite for run in runs for each in run.evaluations if each.limit is None}
+    return sorted((x for x in full if wanted is None or x in wanted), key=suite_order)
 
 
 def _common_step(suite: str, step: int | None, *sides: Iterable[RunRecord]) -> int | None:
-    """The highest step at which all sides have a run with whole results."""
-    found = [{at for run in side for at in answers(run, suite, step)} for side in sides]
+    """Return the last step at which every side has a run with full results."""
+    found = [{at for run in side for at in full_results(run, suite, step)} for side in sides]
     return max(set.intersection(*found), default=None)
 
 
-def side_by_side(
+def pair_evaluations(
     a: Sequence[RunRecord], b: Sequence[RunRecord], suite: str, step: int | None
 ) -> list[list[Evaluation]]:
-    """Return whole results of both sides at the last step of both; two empty lists without any."""
+    """Return full results of both sides at their last common step; two empty lists if none."""
     at = _common_step(suite, step, a, b)
-    found = [[answers(run, suite) for run in side] for side in (a, b)]
+    found = [[full_results(run, suite) for run in side] for side in (a, b)]
     return [[by_step[at] for by_step in side if at in by_step] for side in found]
 
 
-def steps_shown(
+def table_steps(
     sides: Mapping[str, Sequence[RunRecord]], baseline: str, suite: str, step: int | None = None
 ) -> dict[str, int]:
-    """Return the step at which tables show each side, the baseline first: that of its verdict.
+    """Return the step at which tables show each side, the baseline first: the one that is judged.
 
-    The baseline's is the highest of them; a side without a step in common has its own last.
+    The baseline is shown at the highest of them, a side without a common step at its own last.
     """
     own = {label: _common_step(suite, step, runs) for label, runs in sides.items()}
     common = {x: _common_step(suite, step, runs, sides[baseline]) for x, runs in sides.items()}
@@ -97,18 +97,18 @@ def steps_shown(
     return {x: at for x, at in shown.items() if at is not None}
 
 
-def questions(evaluations: Sequence[Evaluation], suite: str) -> list[Question]:
-    """Return the primary metrics of the tasks that any of them answered."""
+def score_keys(evaluations: Sequence[Evaluation], suite: str) -> list[ScoreKey]:
+    """Return the primary metrics of every task that any of the evaluations has."""
     tasks = [(each, task) for each in evaluations for task in each.results.scores]
     names = [(task, name) for each, task in tasks for name in each.primary_metrics(task)]
-    return [Question(suite, *pair) for pair in dict.fromkeys(names)]
+    return [ScoreKey(suite, *pair) for pair in dict.fromkeys(names)]
 
 
-def asked_differently(
-    evaluations: Sequence[Evaluation], ignored: Collection[str] = OWN_TO_A_RUN
+def differing_options(
+    evaluations: Sequence[Evaluation], ignored: Collection[str] = PER_RUN_KEYS
 ) -> list[str]:
-    """Return what was asked differently, as `dotted.name: value / value`."""
-    asked = [flat(each.results.asked) for each in evaluations]
+    """Return the evaluation options that differ, as `dotted.name: value / value`."""
+    asked = [flatten(each.results.asked) for each in evaluations]
     found = []
     for name in dict.fromkeys(name for leaves in asked for name in leaves):
         given = [leaves.get(name, {}) for leaves in asked]
@@ -120,9 +120,9 @@ def asked_differently(
     return found
 
 
-def differing_questions(evaluations: Sequence[Evaluation], task: str) -> list[str]:
-    """Return what was asked differently of one task."""
-    found = asked_differently(evaluations, (*OWN_TO_A_RUN, *OF_A_SUITE))
+def differing_task_options(evaluations: Sequence[Evaluation], task: str) -> list[str]:
+    """Return the evaluation options of one task that differ."""
+    found = differing_options(evaluations, (*PER_RUN_KEYS, *PER_SUITE_KEYS))
     for name in ("version", "config_sha256"):
         values = dict.fromkeys(str(each.described(task).get(name)) for each in evaluations)
         found += [f"{name} of the task: {' / '.join(values)}"] * (len(values) > 1)

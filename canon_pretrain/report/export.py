@@ -1,12 +1,12 @@
 """`python -m canon_pretrain.run export wandb|tensorboard RUN`: copies of RUN/log.jsonl.
 
-    DIR/tb/events.out.tfevents.TIME.RUN_ID.canon    one file, that replaces the run's others
-    DIR/wandb/offline-run-TIME-ID                   for `wandb sync`: one folder per run, since
-                                                    syncing a second one would replace the first's
+    DIR/tb/events.out.tfevents.TIME.RUN_ID.canon    one file, which replaces earlier ones
+    DIR/wandb/offline-run-TIME-ID                   for `wandb sync`; one folder per run, since
+                                                    syncing a second one would replace the first
     online                                          the run with the log's run_id
 
-A copy begins from the whole log, without superseded steps; with `--follow` it continues as the log
-grows (run/background.py). TensorBoard's own format is written, not by torch: a laptop can make it.
+A copy starts from the whole log, without superseded steps; with `--follow` it continues as the log
+grows (run/background.py). No torch.
 """
 
 import argparse
@@ -29,15 +29,15 @@ from typing import Any, BinaryIO, NamedTuple
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import fsync_folder
 from canon_pretrain.core.lock import live_holder
-from canon_pretrain.report.record import RunRecord, seconds
+from canon_pretrain.report.record import RunRecord, unix_time
 from canon_pretrain.run.launches import allowed_environment
 from canon_pretrain.run.log import SEGMENT_EVENTS, LogFollower, drop_superseded, number
 
 POLL_S = 1.0
-FINISH_S = 60.0  # what a live copy has to end in once its trainer has gone: then it is killed
-WANDB_INIT_S, WANDB_FINISH_S = 60.0, 40.0  # less than FINISH_S: wandb reports what is not sent
+FINISH_S = 60.0  # a live copy is killed this long after its trainer has ended
+WANDB_INIT_S, WANDB_FINISH_S = 60.0, 40.0  # below FINISH_S, so that wandb can report unsent data
 MODES = ("online", "offline")
-ENDING = ".canon"  # of the files that a new copy of the run may remove
+SUFFIX = ".canon"  # of our files, which a new copy may remove
 
 GROUPS = {
     "train": ("loss", "max_loss", "grad_norm", "lr", "skipped_steps", "restarts"),
@@ -46,7 +46,7 @@ GROUPS = {
         *("data_wait", "memory_gib", "checkpoint_seconds", "checkpoint_stall_seconds"),
     ),
 }
-"""Fields of `step` events, under the heading that the tools group them by."""
+"""Fields of `step` events by the group that both tools show them in."""
 
 Event = Mapping[str, Any]
 
@@ -60,8 +60,8 @@ class Row(NamedTuple):
     values: Mapping[str, float]
 
 
-class About(NamedTuple):
-    """What a copy holds of the run beside its curves; `group` is equal for repeats of a recipe."""
+class RunMetadata(NamedTuple):
+    """What identifies a run in the copy; `group` is equal for runs that differ in seeds only."""
 
     run_id: str
     name: str
@@ -71,19 +71,21 @@ class About(NamedTuple):
     began: float
 
 
-# -- what is copied
+# -- rows
 
 
-def row_of(event: Event) -> Row | None:
-    """Return the row of a `step` or `validation` event, NaN included; None for other kinds."""
+def row_from_event(event: Event) -> Row | None:
+    """Return the row of a `step` or `validation` event, NaN included; None for other events."""
     values: dict[str, Any] = {}
     if event["event"] == "step":
         values = {f"{g}/{name}": event.get(name) for g, names in GROUPS.items() for name in names}
         if len(sources := event.get("source_tokens") or {}) > 1:
-            values |= {f"data/tokens/{plain(name)}": tokens for name, tokens in sources.items()}
+            values |= {
+                f"data/tokens/{chart_name(name)}": tokens for name, tokens in sources.items()
+            }
     elif event["event"] == "validation":
         sources = event.get("sources") or {}
-        parts = {f"/{plain(name)}": part for name, part in sources.items() if len(sources) > 1}
+        parts = {f"/{chart_name(name)}": part for name, part in sources.items() if len(sources) > 1}
         for heading, part in {"": event, **parts}.items():
             for name in ("loss", "bits_per_byte"):
                 values[f"validation{heading}/{name}"] = part.get(name)
@@ -98,22 +100,22 @@ def row_of(event: Event) -> Row | None:
 
 
 def _evaluations(run: RunRecord, last_time: float) -> Iterable[Row]:
-    """Yield scores as eval/SUITE/TASK/METRIC, those of a trial as eval/SUITE-firstN/..."""
+    """Yield scores as eval/SUITE/TASK/METRIC, of a trial as eval/SUITE-firstN/TASK/METRIC."""
     sizes = [run.identity.get(f"training.{k}") for k in ("global_batch_size", "seq_len")]
     tokens_per_step = math.prod(n if isinstance(n, int) else 0 for n in sizes)
     for (suite, step), results in run.latest.items():
         limit = results.asked["limit"]
         heading = suite if limit is None else f"{suite}-first{limit}"
         values = {
-            "/".join(("eval", *map(plain, (heading, task, metric)))): score.value
+            "/".join(("eval", *map(chart_name, (heading, task, metric)))): score.value
             for task, metrics in results.scores.items()
             for metric, score in metrics.items()
         }
         yield Row(step, step * tokens_per_step, last_time, values)
 
 
-def joined(rows: Iterable[Row]) -> list[Row]:
-    """Return a row per step, in order: a validation or an evaluation joins the row of its step."""
+def merge_rows(rows: Iterable[Row]) -> list[Row]:
+    """Return one row per step, in order; validations and evaluations join the row of their step."""
     by_step: dict[int, Row] = {}
     for row in rows:
         before = by_step.get(row.step, row)
@@ -123,17 +125,17 @@ def joined(rows: Iterable[Row]) -> list[Row]:
 
 
 def _time(event: Event) -> float:
-    found = seconds(event.get("time"))
+    found = unix_time(event.get("time"))
     return found if math.isfinite(found) else 0.0
 
 
-def plain(name: str) -> str:
-    """Return `name` as both tools take it in a chart's name: other characters become `_`."""
+def chart_name(name: str) -> str:
+    """Return `name` with characters that a chart's name may not have replaced by `_`."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", name)
 
 
-def about(run: RunRecord, events: list[dict[str, Any]]) -> About:
-    """Return what the run is called and what it is, from config.json and its log."""
+def run_metadata(run: RunRecord, events: list[dict[str, Any]]) -> RunMetadata:
+    """Return the metadata of a run from config.json and its log."""
     run_id = next((event["run_id"] for event in reversed(events) if "run_id" in event), None)
     flavor = run.config.get("model", {}).get("flavor")
     position, canon = (run.identity.get(f"model.{name}") for name in ("position", "canon_set"))
@@ -141,9 +143,9 @@ def about(run: RunRecord, events: list[dict[str, Any]]) -> About:
     heads = [event for event in events if event["event"] in SEGMENT_EVENTS]
     newest = {name: value for name, value in (heads or [{}])[-1].items() if name != "event"}
     path = run.folder.path.resolve()
-    return About(
+    return RunMetadata(
         run_id=str(run_id or _digest(json.dumps(events[:1], sort_keys=True))),
-        # `run` says nothing if every experiment has a folder of that name
+        # folders named `run` are told apart by their parents
         name=f"{path.parent.name}/{path.name}" if path.name in ("run", "runs") else path.name,
         group="-".join((*tags, _digest(run.recipe)[:6])),
         tags=tags,
@@ -156,53 +158,53 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-# -- where it is copied to
+# -- targets
 
 
 class TensorBoardTarget:
-    """Writes rows to an event file in `folder`; a `live` one can be read while it grows."""
+    """Writes rows to an event file in `folder`; a `live` file can be read while it grows."""
 
-    def __init__(self, folder: Path, facts: About, *, live: bool) -> None:
+    def __init__(self, folder: Path, facts: RunMetadata, *, live: bool) -> None:
         from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
         from tensorboard.summary.writer import record_writer  # type: ignore[import-untyped]
 
         self._events, self._folder, self._began = event_pb2, folder, facts.began
         self._step = -1
         folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files in the order of their names: a live one comes after the last
+        # TensorBoard reads files by name: a live one must come after earlier ones
         began = time.time() if live else facts.began
-        self._final = folder / f"events.out.tfevents.{int(began):010d}.{facts.run_id}{ENDING}"
-        ours = folder.glob(f"events.out.tfevents.*.{facts.run_id}{ENDING}")
+        self._final = folder / f"events.out.tfevents.{int(began):010d}.{facts.run_id}{SUFFIX}"
+        ours = folder.glob(f"events.out.tfevents.*.{facts.run_id}{SUFFIX}")
         self._before = set(ours) - {self._final}
         self._path = self._final if live else folder / f".{self._final.name}.tmp"
         self._file: BinaryIO = open(self._path, "wb")  # noqa: SIM115 - as long as the target lives
         self._writer = record_writer.RecordWriter(self._file)
         self._write(wall_time=facts.began, file_version="brain.Event:2")
-        self.restart(-1)  # a TensorBoard that is open has the steps of the file before
+        self.restart(-1)  # an open TensorBoard still has the steps of the earlier file
         if live:
             self.flush()
 
     def write(self, row: Row) -> None:
         values = dict(row.values)
-        if row.step != self._step:  # a live validation comes in a row of its own
+        if row.step != self._step:  # a live validation is a separate row
             values["tokens"] = row.tokens
         self._step = row.step
         summary = {"value": [{"tag": k, "simple_value": v} for k, v in values.items()]}
         self._write(wall_time=row.time or self._began, step=row.step, summary=summary)
 
     def restart(self, step: int) -> None:
-        """Void the steps after `step`, by the mark that TensorBoard knows."""
+        """Invalidate the steps after `step`, by a SessionLog event."""
         log = {"status": self._events.SessionLog.START}
         self._write(wall_time=self._began, step=step + 1, session_log=log)
 
     def flush(self) -> None:
-        """Make all rows readable, and remove earlier copies: this one has what they have."""
+        """Make all rows readable and remove earlier copies, which they supersede."""
         self._writer.flush()
         while self._before:
             self._before.pop().unlink(missing_ok=True)
 
     def finish(self) -> str:
-        """Complete the copy; return where it is, in words."""
+        """Complete the copy; return a description of where it is."""
         self._writer.flush()
         os.fsync(self._file.fileno())
         os.replace(self._path, self._final)
@@ -218,21 +220,27 @@ class TensorBoardTarget:
 class WandbTarget:
     """Writes rows to a wandb run, over tokens; `options` of wandb.init. Raises UserError.
 
-    Online, a copy of the whole replaces the run; a live one continues where wandb says it is.
+    Online, a whole copy replaces the run; a live one continues from the step that wandb reports.
     """
 
     def __init__(
-        self, folder: Path, facts: About, *, live: bool, mode: Any, tags: list[str], **options: Any
+        self,
+        folder: Path,
+        facts: RunMetadata,
+        *,
+        live: bool,
+        mode: Any,
+        tags: list[str],
+        **options: Any,
     ) -> None:
         if mode not in MODES:
             message = f"WANDB_MODE = {mode!r}: expected one of {', '.join(MODES)}"
             raise UserError("export.wandb_mode", message, given=mode, expected=MODES)
         if mode != "online":
-            os.environ["WANDB_ERROR_REPORTING"] = "false"  # else it tells its makers, offline too
+            os.environ["WANDB_ERROR_REPORTING"] = "false"  # else it sends reports, even offline
         import wandb
 
-        # a live wandb sends this process's arguments and all SLURM_ variables: a job's comment may
-        # hold anything
+        # a live wandb sends this process's arguments and all SLURM_ variables, which may be secret
         del sys.argv[1:]
         slurm = {name for name in os.environ if name.startswith("SLURM")}
         for variable in slurm - set(allowed_environment(os.environ)):
@@ -243,7 +251,7 @@ class WandbTarget:
         settings: dict[str, Any] = {
             **{"console": "off", "disable_code": True, "disable_git": True, "save_code": False},
             **{"symlink": False, "silent": live or mode != "online", "init_timeout": WANDB_INIT_S},
-            # a copy that is made later would show the machine that makes it
+            # a later copy would show the machine that makes it
             **{"x_disable_stats": not live, "x_disable_meta": not live},
             "finish_timeout": WANDB_FINISH_S if live else 0.0,
         }
@@ -253,28 +261,28 @@ class WandbTarget:
                 dir=folder,
                 id=facts.run_id,
                 group=facts.group,
-                # a whole copy replaces what is there; offline, wandb cannot look
+                # a whole copy replaces the run; offline, wandb cannot check
                 resume="allow" if mode == "online" and live else None,
                 tags=[tag[:64] for tag in dict.fromkeys((*facts.tags, *tags))],
                 config=dict(facts.config),
                 settings=wandb.Settings(**settings),
                 **options,
             )
-        except (wandb.Error, ValueError, OSError) as error:  # ValueError: its variables
+        except (wandb.Error, ValueError, OSError) as error:  # ValueError: bad WANDB_ variables
             raise UserError("export.wandb", f"wandb.init failed: {error}") from None
         self._run.define_metric("tokens")
         self._run.define_metric("*", step_metric="tokens")
         self._next = self._run.starting_step
 
     def write(self, row: Row) -> None:
-        """Log a row; one of a step that wandb has passed is left out, since it takes none back."""
+        """Log a row, unless wandb is past its step: it cannot go back."""
         if row.step >= self._next:
             self._next = row.step
             values = {"step": row.step, "tokens": row.tokens, "time": row.time, **row.values}
             self._run.log(values, step=row.step)
 
     def restart(self, step: int) -> None:
-        """Do nothing: wandb keeps the first of repeated steps; a whole copy puts that right."""
+        """Do nothing: wandb keeps the first of repeated steps, until a whole copy is made."""
 
     def flush(self) -> None:
         while self._before:
@@ -300,12 +308,12 @@ class WandbTarget:
 
 def copy(
     run: RunRecord,
-    open_target: Callable[[About], TensorBoardTarget | WandbTarget],
+    open_target: Callable[[RunMetadata], TensorBoardTarget | WandbTarget],
     ended: Callable[[float], bool] | None = None,
 ) -> str:
-    """Copy what there is, evaluations too; returns where it is, in words.
+    """Copy log and evaluations; return a description of where the copy is.
 
-    With `ended` the log alone, also as it grows, until `ended(seconds to wait)` or `done`.
+    With `ended`, follow the log only, until `ended(seconds to wait)` or a `done` event.
     """
     log = LogFollower(run.folder.log_file)
     events = drop_superseded(log.poll()) if ended else run.events
@@ -313,21 +321,21 @@ def copy(
     while not is_over and not any(e["event"] in ("step", *SEGMENT_EVENTS) for e in events):
         is_over = wait(POLL_S)
         events = drop_superseded([*events, *log.poll()])
-    rows = joined(row for event in events if (row := row_of(event)))
+    rows = merge_rows(row for event in events if (row := row_from_event(event)))
     if ended is None:
-        rows = joined([*rows, *_evaluations(run, rows[-1].time if rows else 0.0)])
-    target = open_target(about(run, events))
+        rows = merge_rows([*rows, *_evaluations(run, rows[-1].time if rows else 0.0)])
+    target = open_target(run_metadata(run, events))
     for row in rows:
         target.write(row)
     turns = [e["event"] for e in events if e["event"] in (*SEGMENT_EVENTS, "done")]
     is_over |= turns[-1:] == ["done"]
     while not is_over:
         target.flush()
-        is_over = wait(POLL_S)  # asked first: what was written before the end is still read
+        is_over = wait(POLL_S)  # before polling, so that the last events are still read
         for event in log.poll():
             if event["event"] in SEGMENT_EVENTS:
                 target.restart(int(event.get("from_step", 0)))
-            if row := row_of(event):
+            if row := row_from_event(event):
                 target.write(row)
             is_over |= event["event"] == "done"
     place = target.finish()
@@ -342,41 +350,40 @@ def copy(
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "export",
-        help="show a run in wandb or TensorBoard",
-        description="Make a run's log.jsonl and evaluations into a run of wandb or TensorBoard: "
-        "one clean curve over all launches, in the place of what was there before.",
+        help="copy a run to wandb or TensorBoard",
+        description="Copy log.jsonl and evaluations of a run to wandb or TensorBoard: one curve "
+        "over all launches, which replaces earlier copies.",
         epilog="example: python -m canon_pretrain.run export wandb RUN --mode online --follow",
     )
     add, given = parser.add_argument, os.environ.get
     add("target", choices=("wandb", "tensorboard"))
     add("folder", type=Path, metavar="RUN", help="a run folder")
-    add("--out", type=Path, metavar="DIR", help="as DIR/wandb, DIR/tb (default: RUN)")
-    add("--follow", action="store_true", help="continue while the run does")
+    add("--out", type=Path, metavar="DIR", help="write DIR/wandb or DIR/tb (default: RUN)")
+    add("--follow", action="store_true", help="continue while the run trains")
     mode, project = given("WANDB_MODE") or "offline", given("WANDB_PROJECT") or "canon_pretrain"
-    add("--mode", choices=MODES, default=mode, help="wandb's (default: %(default)s)")
-    add("--project", default=project, help="wandb's (default: %(default)s)")
-    for option, otherwise in (("entity", "the account's own"), ("name", "the run folder's name")):
+    add("--mode", choices=MODES, default=mode, help="wandb mode (default: %(default)s)")
+    add("--project", default=project, help="wandb project (default: %(default)s)")
+    for option, otherwise in (("entity", "your default"), ("name", "the run folder's name")):
         variable = f"WANDB_{option.upper()}"
-        about_it = f"wandb's (default: ${variable}, or {otherwise})"
-        add(f"--{option}", default=given(variable), help=about_it)
-    add("--tags", nargs="*", default=[], metavar="TAG")
-    # metrics.save_tb_folder; and how the trainer starts it: until its end of the pipe closes, and
-    # deaf to its signals
+        about = f"wandb {option} (default: ${variable}, or {otherwise})"
+        add(f"--{option}", default=given(variable), help=about)
+    add("--tags", nargs="*", default=[], metavar="TAG", help="wandb tags")
+    # metrics.save_tb_folder; and how the trainer starts it: until the pipe closes, ignoring signals
     add("--tb_folder", default="tb", help=argparse.SUPPRESS)
     add("--beside_trainer", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Export one run; returns the exit code. Raises UserError."""
+    """Export one run; return the exit code. Raises UserError."""
     record = RunRecord(arguments.folder)
-    record.folder.read_config()  # refuses what is no run
+    record.folder.read_config()  # raises UserError if it is not a run
     follows, out = arguments.follow, arguments.out or arguments.folder
     if arguments.out is None and not follows and live_holder(record.folder.lock_file):
         message = "is being trained and may write a live copy: add --out or --follow"
         raise UserError("export.run_is_live", f"{record.folder.path} {message}")
 
-    def opened(facts: About) -> TensorBoardTarget | WandbTarget:
+    def open_target(facts: RunMetadata) -> TensorBoardTarget | WandbTarget:
         if arguments.target == "tensorboard":
             return TensorBoardTarget(out / arguments.tb_folder, facts, live=follows)
         options = {name: getattr(arguments, name) for name in ("mode", "tags", "project")}
@@ -395,12 +402,12 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         for notice in record.notices:
             print(f"NOTE: {notice}", file=sys.stderr)
-    print(copy(record, opened, ended))
+    print(copy(record, open_target, ended))
     return 0
 
 
 def _trainer_ended(wait_s: float) -> bool:
-    """Return whether stdin, a pipe from the trainer, was closed; then FINISH_S are left."""
+    """Return whether stdin, a pipe from the trainer, was closed; then exit after FINISH_S."""
     readable, _, _ = select.select([sys.stdin], [], [], wait_s)
     if ended := bool(readable) and not os.read(sys.stdin.fileno(), 1):
         watchdog = threading.Timer(FINISH_S, os._exit, (1,))

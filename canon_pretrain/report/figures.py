@@ -1,7 +1,7 @@
-"""The figures of a report: their content (JSON, numbers unrounded), and how plotly draws it.
+"""The figures of a report: their content as JSON, unrounded, and the plotly figures.
 
-`meta` of a trace is the run ("run 3") or architecture ("entry 0") that it is of: the page adds its
-color. No torch.
+`meta` of a trace names its run ("run 3") or architecture ("entry 0"), whose color the page adds. No
+torch.
 """
 
 import math
@@ -16,7 +16,7 @@ import numpy as np
 
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.report import evaluations
-from canon_pretrain.report.curves import CHARTS, FEW_POINTS, Chart, rounded, stretches, thin
+from canon_pretrain.report.curves import CHARTS, FEW_POINTS, Chart, downsample, rounded, segments
 from canon_pretrain.report.evaluations import tokens_at
 from canon_pretrain.report.items import Evaluation
 from canon_pretrain.report.record import Curve, RunRecord
@@ -24,63 +24,69 @@ from canon_pretrain.report.verdicts import BABILONG
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.results import Results
 
-MAX_STRETCHES, ALL_STRETCHES = 1333, 13_333
-"""Of one line; of all lines together, so that the page opens at once."""
-LATE_STRETCHES, FEWEST_LATE, FEWEST_PER_STRETCH = 100, 8, 5
-"""Points of a smoothed line, and logged steps that each is a mean of."""
+MAX_SEGMENTS, ALL_SEGMENTS = 1333, 13_333
+"""Per line, and of all lines together, so that the page opens fast."""
+LATE_SEGMENTS, FEWEST_LATE, FEWEST_PER_SEGMENT = 100, 8, 5
+"""Points of a smoothed line, and the logged steps that each averages."""
 
-SHOWN = [chart for chart in CHARTS if chart.id in ("loss", "grad_norm", "tokens_per_second")]
+REPORT_CHARTS = [
+    chart for chart in CHARTS if chart.id in ("loss", "grad_norm", "tokens_per_second")
+]
 PROBES = re.compile(r"(1-hop|1-hop-random|2-hop)-(\d+)")
 LENGTHS = (
     ("1-hop and 2-hop over L", "tokens of junk text (L)", PROBES),
     ("Babilong over context length", "thousand tokens of context", BABILONG),
 )
 MEAN = "mean of qa1 to qa5"
-NUMBERS = ("value", "stderr")
-MAX_BARS = 8  # standard errors of more runs would hide each other, and make pages large
+SCORE_FIELDS = ("value", "stderr")
+MAX_BARS = 8  # error bars of more runs would overlap and make pages large
 
 Lines = Mapping[str, Sequence[str]]
-"""Label of an architecture -> the labels of the runs that it is drawn by."""
+"""Label of an architecture -> the labels of the runs that are drawn for it."""
 Json = dict[str, Any]
 Content = Mapping[str, Any]
 Plot = tuple[str, str, Json]
 """Title, small print and figure."""
 
 
-def _logged(run: RunRecord, field: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return [n] int64 steps and tokens, and float64 values, also such that are not finite."""
+def _logged_values(run: RunRecord, field: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return [n] int64 steps and tokens, and float64 values, finite or not."""
     empty = Curve(np.zeros(0, np.int64), np.zeros(0))
     steps, values = run.curve(field) or empty
     return steps, run.clock.tokens[np.searchsorted(run.clock.steps, steps)], values
 
 
 def training_curve(runs: Sequence[RunRecord], chart: Chart) -> Json:
-    """Return one field over tokens: a line per run with thinned points, None for a gap."""
-    most = min(MAX_STRETCHES, 1 + ALL_STRETCHES // (len(runs) * len(SHOWN)))
+    """Return one field over tokens: a downsampled line per run, None for a gap."""
+    most = min(MAX_SEGMENTS, 1 + ALL_SEGMENTS // (len(runs) * len(REPORT_CHARTS)))
     lines = []
     for run in runs:
-        steps, tokens, values = _logged(run, chart.id)
-        kept = thin(values, stretches(len(values), most))
-        line: Json = {"run": run.label, "logged": len(values), "values": _nulls(values[kept])}
+        steps, tokens, values = _logged_values(run, chart.id)
+        kept = downsample(values, segments(len(values), most))
+        line: Json = {
+            "run": run.label,
+            "logged": len(values),
+            "values": _finite(values[kept]),
+        }
         line |= {"steps": steps[kept].tolist(), "tokens": tokens[kept].tolist()}
         lines.append(line | {"not_finite": int((~np.isfinite(values)).sum())})
     return {**asdict(chart), "lines": lines}
 
 
-def _nulls(values: np.ndarray) -> list[float | None]:
+def _finite(values: np.ndarray) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
 def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> list[Json]:
-    """Return the last half of the training losses, smoothed, and less the baseline's, as curves.
+    """Return curves of the last half of the training loss, smoothed, and minus the baseline's.
 
-    Values are a run's means over equal stretches (None without a finite loss), empty if too short.
+    Values are means over equal segments, None without a finite loss. Empty if runs are too short.
     """
-    logged = {run.label: np.stack(_logged(run, "loss")[1:]) for run in runs}
+    logged = {run.label: np.stack(_logged_values(run, "loss")[1:]) for run in runs}
     half = max((rows[0].max() for rows in logged.values() if rows.size), default=0) / 2
     points = {x: rows[:, (rows[0] > half) & np.isfinite(rows[1])] for x, rows in logged.items()}
     longest = max(rows.shape[1] for rows in points.values())
-    count = min(LATE_STRETCHES, longest // FEWEST_PER_STRETCH)
+    count = min(LATE_SEGMENTS, longest // FEWEST_PER_SEGMENT)
     if count < FEWEST_LATE:
         return []
     edges = np.linspace(half, 2 * half, count + 1)
@@ -97,26 +103,26 @@ def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> 
     tokens = ((edges[:-1] + edges[1:]) / 2).tolist()
     drawn: list[Json] = []
     for title, rows in found.items():
-        lines = [{"run": x, "tokens": tokens, "values": _nulls(y)} for x, y in rows.items()]
+        lines = [{"run": x, "tokens": tokens, "values": _finite(y)} for x, y in rows.items()]
         drawn.append({"title": title, "form": ",.4f", "log_scale": False, "lines": lines})
     return drawn
 
 
 def score_cell(results: Results, task: str, metric: str) -> Json | None:
-    """Return one score as JSON; None if it is not there."""
+    """Return one score as JSON; None if missing."""
     score = results.scores.get(task, {}).get(metric)
     count = results.num_samples.get(task)
     return None if score is None else {**json_value(asdict(score)), "num_samples": count}
 
 
 def score_curves(runs: Sequence[RunRecord]) -> list[Json]:
-    """Return a curve per (suite, task, primary metric) that some run was asked at several steps.
+    """Return a curve per (suite, task, primary metric) that a run has at several steps.
 
-    Losses of different texts are different curves; the count models of `validation` have none.
+    Losses of different texts are separate curves; the count models of `validation` have none.
     """
     found: dict[tuple[str, str, str, str], dict[str, list[Json]]] = {}
     for run in runs:
-        # in order: a whole result takes the place of a trial, the newest that of all
+        # in order: a full result replaces a trial, the newest replaces all
         by_step = {(each.step, each.suite): each for each in run.evaluations}
         for (step, suite), each in sorted(by_step.items()):
             about = {"step": step, "tokens": tokens_at(run, step), "limit": each.limit}
@@ -139,9 +145,9 @@ def score_curves(runs: Sequence[RunRecord]) -> list[Json]:
 
 
 def held_out_curves(runs: Sequence[RunRecord], architectures: Lines) -> Json | None:
-    """Return held-out loss over tokens, of the source and the text that have most points.
+    """Return held-out loss over tokens, from the source and text with most points.
 
-    A line per architecture: mean, lowest and highest of its `n` runs at the steps that all have.
+    A line per architecture: mean, minimum and maximum of its `n` runs at their common steps.
     """
     found: list[Json] = []
     sources = ("the suite validation", "training logs")
@@ -171,7 +177,7 @@ def _mean_line(losses: Mapping[RunRecord, Mapping[int, float]]) -> Json:
 
 
 def _spread(at: Sequence[Sequence[float]]) -> dict[str, list[Any]]:
-    """Return mean, lowest, highest and number of the values at each place."""
+    """Return mean, minimum, maximum and number of the values at each point."""
     return {
         "values": [statistics.fmean(v) if v else None for v in at],
         "low": [min(v, default=None) for v in at],
@@ -181,7 +187,7 @@ def _spread(at: Sequence[Sequence[float]]) -> dict[str, list[Any]]:
 
 
 class _Point(NamedTuple):
-    """What a run scored at one length; `label` is its architecture's."""
+    """The score of a run at one length; `label` is its architecture's."""
 
     label: str
     each: Evaluation
@@ -195,9 +201,9 @@ class _Point(NamedTuple):
 def length_figures(
     runs: Sequence[RunRecord], architectures: Lines, steps: Mapping[str, Mapping[str, int]]
 ) -> list[Json]:
-    """Return the birth-year probes over L (the paper's Figure 17, right) and Babilong over length.
+    """Return birth-year probes over L (the paper's Figure 17, right) and Babilong over length.
 
-    A line per architecture as in held_out_curves; `steps`: suite -> architecture -> which to show.
+    A line per architecture as in held_out_curves; `steps`: suite -> architecture -> step to show.
     """
     owners = {name: label for label, names in architectures.items() for name in names}
     drawn = [(run, owners[run.label]) for run in runs if run.label in owners]
@@ -214,7 +220,7 @@ def length_figures(
 def _points(
     run: RunRecord, label: str, pattern: re.Pattern[str], steps: Mapping[str, Mapping[str, int]]
 ) -> list[_Point]:
-    """Return what a run scored in a trial or at the step to show; Babilong has its tasks' mean."""
+    """Return the scores of a run's trials and shown step; with the mean of Babilong's tasks."""
     shown = {
         each.suite: each
         for each in run.evaluations
@@ -243,7 +249,7 @@ def _panels(points: Sequence[_Point], labels: Sequence[str]) -> list[Json]:
     first = next(at[label] for label in labels if label in at)
     names = {(point.series, point.metric) for point in points}
     panels = []
-    # exact scores before ranks, the mean before its parts
+    # exact scores before ranks, the mean before its tasks
     for series, metric in sorted(names, key=lambda x: (x[1] == "rank", x[0] != MEAN, x)):
         shown = [p for p in points if (p.series, p.metric) == (series, metric)]
         lengths = sorted({p.length for p in shown})
@@ -260,14 +266,14 @@ def _panels(points: Sequence[_Point], labels: Sequence[str]) -> list[Json]:
 
 
 def _trace(of: str, labels: Sequence[str], label: str, x: Any, y: Any, **more: Any) -> Json:
-    few = len(y) <= FEW_POINTS or None in y  # a value between two gaps has no line to be seen by
+    few = len(y) <= FEW_POINTS or None in y  # a value between two gaps needs a marker
     mode, meta = "lines+markers" if few else "lines", f"{of} {labels.index(label)}"
     numbers = rounded(np.array(y, float))
     return {"mode": mode, "name": label, "meta": meta, "x": x, "y": numbers, **more}
 
 
 def _figure(traces: Sequence[Json], over: str, hover: str, *, log_scale: bool = False) -> Json:
-    template = f"%{{fullData.name}}: {hover}<extra></extra>"  # of all traces, once
+    template = f"%{{fullData.name}}: {hover}<extra></extra>"  # once for all traces
     layout = {
         "xaxis": {"title": {"text": over, "standoff": 4}, "exponentformat": "B"},
         "yaxis": {"type": "log" if log_scale else "linear", "exponentformat": "B"},
@@ -279,21 +285,21 @@ def _figure(traces: Sequence[Json], over: str, hover: str, *, log_scale: bool = 
 def draw_curves(curves: Sequence[Content], labels: Sequence[str]) -> list[Plot]:
     drawn: list[Plot] = []
     for curve in curves:
-        traces, words = [], ""
+        traces, at = [], ""
         for line in curve["lines"]:
             x, y, steps = line["tokens"], line["values"], line.get("steps")
-            words = ", step %{customdata:,d}" if steps else words
+            at = ", step %{customdata:,d}" if steps else at
             traces.append(_trace("run", labels, line["run"], x, y, customdata=steps))
-        hover = f"<b>%{{y:{curve['form']}}}</b>{words}"
+        hover = f"<b>%{{y:{curve['form']}}}</b>{at}"
         figure = _figure(traces, "tokens", hover, log_scale=curve["log_scale"])
         drawn.append((curve["title"], "", figure))
     return drawn
 
 
 def draw_scores(
-    curves: Sequence[Content], labels: Sequence[str], words: Callable[[Content], Sequence[str]]
+    curves: Sequence[Content], labels: Sequence[str], parts: Callable[[Content], Sequence[str]]
 ) -> dict[str, list[Plot]]:
-    """Draw score curves by suite, a trial as an open circle; `words`: score, error and items."""
+    """Draw score curves by suite, trials as open circles; `parts` returns score, error, items."""
     drawn: dict[str, list[Plot]] = {}
     for curve in curves:
         points = [point for line in curve["lines"] for point in line["points"]]
@@ -301,12 +307,12 @@ def draw_scores(
         traces = []
         for line in curve["lines"]:
             points = line["points"]
-            # a word is a value that is not finite
-            kept = [[None if isinstance(p[x], str) else p[x] for p in points] for x in NUMBERS]
+            # a string is the name of a value that is not finite
+            kept = [[None if isinstance(p[x], str) else p[x] for p in points] for x in SCORE_FIELDS]
             text = []
             for point in points:
-                _, error, items = words(point)
-                cut = "" if point["limit"] is None else "<br>first items only: not a result"
+                _, error, items = parts(point)
+                cut = "" if point["limit"] is None else "<br>trial of the first items"
                 text.append(f"{error}<br>step {point['step']:,}, {items}{cut}")
             symbols = ["circle" if point["limit"] is None else "circle-open" for point in points]
             more: Json = {"text": text, "mode": "lines+markers", "marker": {"symbol": symbols}}
@@ -323,7 +329,7 @@ def draw_scores(
 def draw_means(
     lines: Sequence[Content], labels: Sequence[str], over: str, x: Sequence[str] | None = None
 ) -> Json:
-    """Draw the mean of each architecture, a bar over all of its runs, over tokens or `x`."""
+    """Draw mean and range of each architecture's runs over tokens or `x`."""
     traces = []
     for line in lines:
         low, mean, high = (np.array(line[x], float) for x in ("low", "values", "high"))

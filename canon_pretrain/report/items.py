@@ -1,7 +1,7 @@
-"""One evaluation: its question, its scores, and its items as arrays that pair with another's.
+"""One evaluation of a run: its scores, and its items as arrays that can be paired.
 
-Reads samples-TASK.jsonl (run/results.py). An item is its document and its prompt, so that two runs
-are compared on an item only if they were asked exactly the same. No torch.
+Reads samples-TASK.jsonl (run/results.py). An item is identified by its document and prompt, so runs
+are compared only on items with identical prompts. No torch.
 """
 
 import math
@@ -22,7 +22,7 @@ NOT_METRICS = ("doc_id", "filter", "doc_hash", "prompt_hash", "target", "source"
 Record = dict[str, Any]
 
 
-class Question(NamedTuple):
+class ScoreKey(NamedTuple):
     """One metric of one task of a suite."""
 
     suite: str
@@ -31,13 +31,13 @@ class Question(NamedTuple):
 
 
 def is_loss(metric: str) -> bool:
-    """Return whether the metric is a loss by its name: unbounded, not comparable over settings."""
+    """Return whether a metric is a loss by name: unbounded, not comparable between settings."""
     return any(word in metric for word in LOWER_IS_BETTER)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of a run, by its label, on a suite at one step; `folder` has its item records."""
+    """Results of the run labeled `run` on a suite at one step; `folder` has the item records."""
 
     run: str
     results: Results
@@ -53,16 +53,16 @@ class Evaluation:
 
     @property
     def limit(self) -> int | None:
-        """The number of items, if it was cut short: then it is not a result."""
+        """The number of items if --limit was set: a trial, not a result."""
         return self.results.asked["limit"]
 
     @property
     def text(self) -> str:
-        """The fingerprint of the text of a held-out loss; empty for another suite."""
+        """The fingerprint of the held-out text; "" for other suites."""
         return str(self.results.asked.get(HELD_OUT)) if self.suite == VALIDATION else ""
 
     def described(self, task: str) -> Record:
-        """Return the recorded declaration of the task: version, primary, chance, ..."""
+        """Return the recorded task properties: version, primary, chance, ..."""
         return (self.results.asked.get("tasks") or {}).get(task, {})
 
     def _declarations(self, task: str) -> list[Record]:
@@ -70,31 +70,31 @@ class Evaluation:
         return [each for name, each in tasks if task in (name, each.get("part_of"))]
 
     def primary_metrics(self, task: str) -> list[str]:
-        """Return the metrics that a table with one line per task shows."""
+        """Return the metrics that a table with one row per task shows."""
         names, there = self.described(task).get("primary") or [], self.results.scores.get(task, {})
         return [name for name in names if name in there] or [*there][:1]
 
     def chance(self, task: str, metric: str) -> float | None:
-        """Return the score of guessing, as the task or its part with that metric declares it."""
+        """Return the chance level that the task, or its part with that metric, declares."""
         asked = [x for x in self._declarations(task) if metric in (x.get("primary") or ())]
         return next((float(x["chance"]) for x in asked if x.get("chance") is not None), None)
 
-    def higher_is_better(self, question: Question) -> bool:
-        """Return the direction that the task declares, else that of the metric's name."""
-        metric = question.metric.partition(", ")[0]
-        for declared in self._declarations(question.task):
+    def higher_is_better(self, key: ScoreKey) -> bool:
+        """Return the direction that the task declares, else the one the metric's name implies."""
+        metric = key.metric.partition(", ")[0]
+        for declared in self._declarations(key.task):
             if metric in (directions := declared.get("higher_is_better") or {}):
                 return bool(directions[metric])
-        return not is_loss(question.metric)
+        return not is_loss(key.metric)
 
-    def score(self, question: Question) -> float | None:
-        score = self.results.scores.get(question.task, {}).get(question.metric)
+    def score(self, key: ScoreKey) -> float | None:
+        score = self.results.scores.get(key.task, {}).get(key.metric)
         return None if score is None else float(score.value)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What is averaged over items: nats for a perplexity (`is_log`), else the metric."""
+    """The scale on which items are averaged: nats for a perplexity (`is_log`), else the metric."""
 
     is_log: bool
     factor: float = 1.0
@@ -106,17 +106,17 @@ class Scale:
         return cls(False, -1 / math.log(2)) if metric.startswith("bits_per") else cls(False)
 
     def score(self, mean: float) -> float:
-        """Return the metric's value of a mean over items."""
+        """Return the metric's value for a mean over items."""
         return _exp(mean) if self.is_log else mean
 
     def mean(self, score: float) -> float:
-        """Return the inverse of `score`; nan for what is no perplexity."""
+        """Return the inverse of `score`; NaN if a perplexity is not positive."""
         if not self.is_log:
             return score
         return math.log(score) if score > 0 else math.nan
 
     def change(self, difference: float, baseline: float) -> float:
-        """Return a difference of means on the metric's scale, from the baseline's score on."""
+        """Return a difference of means on the metric's scale, relative to the baseline's score."""
         return baseline * (_exp(difference) - 1) if self.is_log else difference
 
 
@@ -130,27 +130,27 @@ class Items:
 
     keys: tuple[str, ...]
     sources: np.ndarray
-    clusters_N: np.ndarray  # places in `sources`
+    clusters_N: np.ndarray  # indices into `sources`
     values: dict[str, np.ndarray]  # by metric, (N, 2): value and weight
-    chance: float | None = None  # of multiple-choice items the mean of 1 / choices
+    chance: float | None = None  # for multiple choice, the mean of 1 / choices
 
-    def of_metric(self, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return what is averaged, and its weights; None if the metric is not recorded."""
+    def metric_values(self, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the values to average and their weights; None if the metric is not recorded."""
         found = self.values.get(metric.partition(", ")[0])
         return None if found is None else (found[:, 0] * Scale.of(metric).factor, found[:, 1])
 
 
-class Records:
-    """The items of evaluations by their folder, each read once."""
+class ItemCache:
+    """Reads the items of evaluation folders, each once."""
 
     def __init__(self) -> None:
         self._folders: dict[Path, dict[tuple[str, str], Items]] = {}
 
-    def of(self, folder: Path, task: str, metric: str) -> Items | None:
-        """Return the items that `metric` is a mean over; None if the evaluation kept none."""
+    def get(self, folder: Path, task: str, metric: str) -> Items | None:
+        """Return the items that `metric` averages; None if the evaluation has no item records."""
         if folder not in self._folders:
             self._folders[folder] = self._read(folder)
-        name = metric.partition(", ")[2]  # of a filter, if answers have several (eval/harness.py)
+        name = metric.partition(", ")[2]  # lm_eval's filter, if the task has several
         found = {f: items for (t, f), items in self._folders[folder].items() if t == task}
         if name:
             return found.get(name)
@@ -173,7 +173,7 @@ def _items(records: Sequence[Record]) -> Items:
     keyed: dict[str, Record] = {}
     for record in records:
         name = f"{record['doc_hash']} {record['prompt_hash']}"
-        keyed[f"{name} {times[name]:06}"] = record  # a data set may hold an item twice
+        keyed[f"{name} {times[name]:06}"] = record  # a dataset may repeat an item
         times[name] += 1
     keys = tuple(sorted(keyed))
     ordered = [keyed[key] for key in keys]
@@ -182,7 +182,7 @@ def _items(records: Sequence[Record]) -> Items:
 
 
 def _chance(records: Sequence[Record]) -> float | None:
-    """Return the score of guessing on multiple-choice items, with a pair of answers per choice."""
+    """Return the chance level if all items are multiple choice: one pair of answers per choice."""
     choices: list[Any] = [record.get("answers") for record in records]
     are_choices = (
         isinstance(x, list) and len(x) > 1 and all(isinstance(pair, list) for pair in x)
@@ -192,18 +192,18 @@ def _chance(records: Sequence[Record]) -> float | None:
 
 
 def _values(records: Sequence[Record]) -> dict[str, np.ndarray]:
-    """Return every metric that all records hold as a number, or as a number and its weight."""
+    """Return the metrics that every record has as a number, or as a number and its weight."""
     found = {}
     for name in records[0]:
         if name not in NOT_METRICS and not name.startswith("answers"):
-            pairs = [_pair(record.get(name)) for record in records]
+            pairs = [_value_and_weight(record.get(name)) for record in records]
             if all(pair is not None for pair in pairs):
                 found[name] = np.array(pairs, dtype=np.float64)
     return found
 
 
-def _pair(value: Any) -> tuple[float, float] | None:
-    """Return a value and its weight; a summed log-likelihood becomes one per unit of weight."""
+def _value_and_weight(value: Any) -> tuple[float, float] | None:
+    """Return a value and its weight; a summed log-likelihood is divided by its weight."""
     match value:
         case bool() | int() | float():
             return float(value), 1.0

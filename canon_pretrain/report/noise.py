@@ -1,7 +1,7 @@
 """Noise of a difference between two architectures on the same items: over items and over seeds.
 
-Items that share a source are not independent draws: everything is over clusters of items; an item
-without a source is its own cluster. Pure functions. Letters: N items, G clusters, R runs.
+Items with a common source are not independent, so variances are over clusters of items; an item
+without a source is its own cluster. Pure functions. Shapes: N items, G clusters, R runs.
 """
 
 import math
@@ -16,29 +16,29 @@ from scipy.special import fdtrc
 from canon_pretrain.report.decide import Noise
 
 RESAMPLES = 2000
-EXACT_BELOW = 1000  # discordant items below which McNemar's test is the exact binomial one
-CELLS = 1 << 22  # draws of the bootstrap in memory at a time: 32 MB
-FEW_CLUSTERS = 20  # degrees of freedom from which what is in both noises is counted once
+EXACT_BELOW = 1000  # discordant items below which McNemar's test is the exact binomial test
+MAX_DRAWS = 1 << 22  # bootstrap draws in memory at a time: 32 MB
+FEW_CLUSTERS = 20  # degrees of freedom from which the interaction is subtracted
 
 RANGE_OF_8 = 2.847  # expected range of 8 normals in standard deviations (Tippett 1925)
 RANGE_DF = 6.0
-"""Worth of one range of 8: a variance with 6.3 degrees of freedom (Patnaik 1950), less a little
-because it is published in whole per cent."""
+"""Degrees of freedom of a range of 8: 6.3 (Patnaik 1950), less a little as it is published in whole
+percent."""
 PUBLISHED_SPREADS = {
     **{"lambada_openai": 0.04, "boolq": 0.03, "jrt_fda": 0.09, "jrt_fda_twice": 0.09},
     **{"jrt_swde": 0.08, "jrt_swde_twice": 0.08},
 }
-"""The paper: eight seeds of one architecture spread over so much (of 1)."""
+"""The paper's range of eight seeds of one architecture, as a fraction."""
 OTHER_DISCRIMINATIVE, OTHER_GENERATIVE = 0.03, 0.05
-"""The upper ends of the paper's 1-3 % and 3-5 % on its other tasks."""
-UNLIKE = 0.1  # level of the test that two architectures vary more over seeds than the others
+"""The upper ends of the paper's 1-3 % and 3-5 % for its other tasks."""
+F_TEST_LEVEL = 0.1  # of the test whether the two sides vary more over seeds than other recipes
 
 
 # -- items ----------------------------------------------------------------------------------------
 
 
-class Answers(NamedTuple):
-    """The values of one side's runs on the items of one task; `clusters_N` are codes."""
+class ItemScores(NamedTuple):
+    """The scores of one side's runs on the items of one task; `clusters_N` are cluster indices."""
 
     values_RN: np.ndarray
     weights_N: np.ndarray
@@ -46,7 +46,7 @@ class Answers(NamedTuple):
 
 
 class Clusters(NamedTuple):
-    """Sums by cluster of values times weights, and of the weights. The mean is their ratio."""
+    """Per cluster, the sum of weighted values and the sum of weights; the mean is their ratio."""
 
     sums_G: np.ndarray
     weights_G: np.ndarray
@@ -55,7 +55,7 @@ class Clusters(NamedTuple):
     def of(
         cls, values_N: np.ndarray, weights_N: np.ndarray, clusters_N: np.ndarray, count: int = 0
     ) -> "Clusters":
-        """Sum by cluster code; `count` of codes, if tasks share them."""
+        """Sum by cluster index; `count`: the number of clusters if tasks share them."""
         sums_G = np.bincount(clusters_N, weights=values_N * weights_N, minlength=count)
         return cls(sums_G, np.bincount(clusters_N, weights=weights_N, minlength=count))
 
@@ -65,10 +65,10 @@ class Clusters(NamedTuple):
 
 
 def mean_variance(*tasks: Clusters) -> float:
-    """Return the variance of the mean by the jackknife over clusters, CR3; infinite for G = 1.
+    """Return the jackknife variance of the mean over clusters (CR3); infinite for G = 1.
 
-    (G - 1) / G sum (mean without g - mean)^2; CR1 is near nil if one cluster has most weight. For
-    several tasks, of the plain mean of their means: a shared cluster is left out of all at once.
+    (G - 1) / G sum (mean without g - mean)^2; CR1 is nearly 0 if one cluster has most weight. For
+    several tasks, of the plain mean of their means: each cluster is left out of all tasks at once.
     """
     count = tasks[0].sums_G.size
     moved_G = np.zeros(count)
@@ -87,10 +87,10 @@ def degrees_of_freedom(clusters: Clusters) -> float:
 
 
 def difference_variance(clusters: Clusters, *, bounded: bool) -> float:
-    """Return `mean_variance` of paired differences; `bounded`: of values between -1 and 1.
+    """Return `mean_variance` of paired differences.
 
-    Then two items, +1 and -1, are added, so that few that agree are no certainty (Bonett and Price
-    2012, who add one to both discordant counts).
+    If `bounded` by -1 and 1, two items, +1 and -1, are added, so that the variance of few equal
+    items is not 0 (Bonett and Price 2012 add one to both discordant counts).
     """
     sums_G, weights_G = clusters
     if bounded and sums_G.size > 1:
@@ -98,8 +98,8 @@ def difference_variance(clusters: Clusters, *, bounded: bool) -> float:
     return mean_variance(clusters)
 
 
-def interaction_variance(*tasks: Answers) -> float:
-    """Return what a run's own answers add to the variance of its mean (of tasks), from R >= 2."""
+def interaction_variance(*tasks: ItemScores) -> float:
+    """Return the run-by-item interaction in the variance of a run's mean (of tasks); R >= 2."""
     count = 1 + max(int(task.clusters_N.max()) for task in tasks)
     residuals = [task.values_RN - task.values_RN.mean(axis=0) for task in tasks]
     found = 0.0
@@ -113,11 +113,11 @@ def bootstrap_interval(
     clusters: Clusters, generator: np.random.Generator, *, resamples: int = RESAMPLES
 ) -> tuple[float, float]:
     """Return the 95 % percentile interval of the mean under a bootstrap of whole clusters."""
-    # equal clusters are drawn together by a multinomial: the same distribution with few counts
+    # equal clusters are drawn together by a multinomial: the same distribution with fewer counts
     distinct, counts = np.unique(np.stack(clusters, axis=1), axis=0, return_counts=True)
     total = int(counts.sum())
     means = []
-    step = max(1, CELLS // len(distinct))
+    step = max(1, MAX_DRAWS // len(distinct))
     for begin in range(0, resamples, step):
         drawn = generator.multinomial(total, counts / total, size=min(step, resamples - begin))
         sums, weights = (drawn @ distinct).T
@@ -127,8 +127,8 @@ def bootstrap_interval(
 
 
 def mcnemar_test(a_N: np.ndarray, b_N: np.ndarray) -> dict[str, Any]:
-    """Run McNemar's test on answers 0 or 1; `only_a`, `only_b`: items that only one got right."""
-    from statsmodels.stats.contingency_tables import mcnemar  # takes a second; eval run needs none
+    """Run McNemar's test on scores 0 or 1; `only_a`, `only_b`: items that only one got right."""
+    from statsmodels.stats.contingency_tables import mcnemar  # slow import, unused by eval run
 
     only_a, only_b = int((a_N > b_N).sum()), int((b_N > a_N).sum())
     exact = only_a + only_b < EXACT_BELOW
@@ -141,19 +141,19 @@ def mcnemar_test(a_N: np.ndarray, b_N: np.ndarray) -> dict[str, Any]:
 
 
 class SeedNoise(NamedTuple):
-    """The variance of one run's score over seeds; `df` is infinite if it is taken as known."""
+    """The variance of one run's score over seeds; `df` is infinite if it is given."""
 
     variance: float
     df: float
     source: str  # own, own and paper, paper, or given
-    words: str  # in full
+    description: str
 
     @property
     def sigma(self) -> float:
         return math.sqrt(self.variance)
 
     def df_with(self, more_runs: int) -> float:
-        """Return `df` if the recipes had so many more runs."""
+        """Return `df` if the recipes had `more_runs` more runs."""
         if not math.isfinite(self.df) or self.source == "own":
             return max(self.df + more_runs, 1.0)
         own = max(self.df - RANGE_DF + more_runs, 0.0)
@@ -161,7 +161,7 @@ class SeedNoise(NamedTuple):
 
 
 def published_spread(task: str, suite: str) -> float | None:
-    """Return the range of the paper's eight seeds on `task` or others of its kind, if published."""
+    """Return the published range of the paper's eight seeds on `task`, or on tasks of its kind."""
     if suite == "discriminative":
         return PUBLISHED_SPREADS.get(task, OTHER_DISCRIMINATIVE)
     is_generative = task.startswith(("jrt_", "babilong_"))
@@ -184,37 +184,37 @@ def seed_noise(
     own_only: bool = False,
     compared: Sequence[bool] | None = None,
 ) -> SeedNoise | None:
-    """Return the seed noise of one task; None if nothing is known of it.
+    """Return the seed noise of one task; None if unknown.
 
-    `groups`: scores of the runs, by recipe. `spread`: the paper's range of eight seeds. `given`: a
-    known standard deviation. Own seeds count alone from RANGE_DF degrees of freedom on; fewer are
-    weighted with the paper's (Smyth 2004), never below their own. `compared`: which groups are of
-    the two sides; if these vary more by an F test, the others are left out.
+    `groups`: scores of the runs, by recipe. `spread`: the paper's range of eight seeds. `given`:
+    a known standard deviation. Own seeds are used alone from RANGE_DF degrees of freedom on; fewer
+    are pooled with the paper's (Smyth 2004), never below their own. `compared`: which groups belong
+    to the two sides; if an F test finds that they vary more, the others are excluded.
     """
     if given is not None:
         return SeedNoise(given**2, math.inf, "given", f"given: {given:g}")
     left_out = ""
     if compared is not None:
         pairs = list(zip(groups, compared, strict=True))
-        ours = [group for group, is_ours in pairs if is_ours]
-        high, high_df = pooled_variance(ours)
-        low, low_df = pooled_variance([group for group, is_ours in pairs if not is_ours])
+        sides = [group for group, is_side in pairs if is_side]
+        high, high_df = pooled_variance(sides)
+        low, low_df = pooled_variance([group for group, is_side in pairs if not is_side])
         is_more = high_df and low_df and high > low
-        if is_more and (low == 0 or float(fdtrc(high_df, low_df, high / low)) < UNLIKE):
-            groups, left_out = ours, "; other recipes vary less and are left out"
+        if is_more and (low == 0 or float(fdtrc(high_df, low_df, high / low)) < F_TEST_LEVEL):
+            groups, left_out = sides, "; other recipes vary less and are excluded"
     own, df = pooled_variance(groups)
     several = [len(group) for group in groups if len(group) > 1]
-    words = f"own: {sum(several)} runs, {len(several)} recipes, {df} degrees of freedom"
+    ours = f"own: {sum(several)} runs, {len(several)} recipes, {df} degrees of freedom"
     if df and (spread is None or own_only or df >= RANGE_DF):
-        return SeedNoise(own, float(df), "own", words + left_out)
+        return SeedNoise(own, float(df), "own", ours + left_out)
     if spread is None:
         return None
     paper = (spread / RANGE_OF_8) ** 2
-    paper_words = f"the paper's: 8 seeds within {100 * spread:.3g} %"
+    published = f"the paper's: 8 seeds within {100 * spread:.3g} %"
     if not df:
-        return SeedNoise(paper, RANGE_DF, "paper", paper_words)
+        return SeedNoise(paper, RANGE_DF, "paper", published)
     both = max(own, (RANGE_DF * paper + df * own) / (RANGE_DF + df))
-    return SeedNoise(both, RANGE_DF + df, "own and paper", f"{words}; {paper_words}{left_out}")
+    return SeedNoise(both, RANGE_DF + df, "own and paper", f"{ours}; {published}{left_out}")
 
 
 @lru_cache
@@ -230,15 +230,15 @@ def expected_maximum(count: int) -> float:
 # -- both -----------------------------------------------------------------------------------------
 
 
-class Paired(NamedTuple):
+class Difference(NamedTuple):
     """The mean paired difference a - b over the items, and its noise.
 
-    `lasting`: what more seeds leave of the items' variance; 0 for single runs: it is not known.
+    `residual`: the item variance that remains with more seeds; 0, since unknown, for single runs.
     """
 
     difference: float
     noise: Noise
-    lasting: float
+    residual: float
     clusters: Clusters
     num_runs: tuple[int, int]
     seeds: SeedNoise
@@ -247,17 +247,19 @@ class Paired(NamedTuple):
         """Return `noise` if both sides had `runs` seeds."""
         a, b = self.num_runs
         share = 2 / runs / (1 / a + 1 / b)
-        items = self.lasting + (self.noise.item_variance - self.lasting) * share
+        items = self.residual + (self.noise.item_variance - self.residual) * share
         seeds = self.noise.seed_variance * share
         return Noise(items, self.noise.item_df, seeds, self.seeds.df_with(2 * runs - a - b))
 
 
-def paired(a: Sequence[Answers], b: Sequence[Answers], seeds: SeedNoise) -> Paired:
+def paired_difference(
+    a: Sequence[ItemScores], b: Sequence[ItemScores], seeds: SeedNoise
+) -> Difference:
     """Compare two sides item by item on one task, or on the plain mean of several.
 
-    `seeds`: the noise of one run's score, or mean of scores. The variance is that over items plus
-    that over seeds, less what is in both (`interaction_variance`; single runs have it twice). Runs
-    that share a seed count as independent. Both err towards "within noise".
+    `seeds`: the noise of one run's score, or mean of scores. The variance is over items plus over
+    seeds, minus the `interaction_variance` in both (single runs keep it twice). Runs that share a
+    seed count as independent. Both err towards "within noise".
     """
     count = 1 + max(int(task.clusters_N.max()) for task in a)
     differences = [
@@ -274,32 +276,32 @@ def paired(a: Sequence[Answers], b: Sequence[Answers], seeds: SeedNoise) -> Pair
         scaled = [k * np.stack(x) for k, x in zip(shares, differences, strict=True)]
         clusters = Clusters(*np.sum(scaled, axis=0))
         over_items = mean_variance(*differences)
-    own_answers = _own_answers(a, b)
+    interaction = _interaction(a, b)
     counts = len(a[0].values_RN), len(b[0].values_RN)
     runs = 1 / counts[0] + 1 / counts[1]
-    # a run's score cannot vary less than its own answers make it
-    of_seeds = runs * max(seeds.variance, own_answers), seeds.df
-    noise = Noise(*_beyond(over_items, runs * own_answers, clusters), *of_seeds)
-    lasting = noise.item_variance if max(counts) > 1 else 0.0
-    return Paired(clusters.mean, noise, lasting, clusters, counts, seeds)
+    # a run's score varies at least by the interaction
+    of_seeds = runs * max(seeds.variance, interaction), seeds.df
+    noise = Noise(*_item_noise(over_items, runs * interaction, clusters), *of_seeds)
+    residual = noise.item_variance if max(counts) > 1 else 0.0
+    return Difference(clusters.mean, noise, residual, clusters, counts, seeds)
 
 
-def one_side(answers: Answers, seeds: SeedNoise) -> tuple[float, Noise]:
+def mean_score(answers: ItemScores, seeds: SeedNoise) -> tuple[float, Noise]:
     """Return the mean score of the runs of one architecture, and its noise."""
     clusters = Clusters.of(answers.values_RN.mean(axis=0), *answers[1:])
-    own_answers, runs = _own_answers([answers]), len(answers.values_RN)
-    of_items = _beyond(mean_variance(clusters), own_answers / runs, clusters)
-    return clusters.mean, Noise(*of_items, max(seeds.variance, own_answers) / runs, seeds.df)
+    interaction, runs = _interaction([answers]), len(answers.values_RN)
+    of_items = _item_noise(mean_variance(clusters), interaction / runs, clusters)
+    return clusters.mean, Noise(*of_items, max(seeds.variance, interaction) / runs, seeds.df)
 
 
-def _beyond(over_items: float, own_answers: float, clusters: Clusters) -> tuple[float, float]:
-    """The items' variance without the runs' own answers (few clusters know neither), and its df."""
+def _item_noise(over_items: float, interaction: float, clusters: Clusters) -> tuple[float, float]:
+    """Return the item variance without the interaction, unless clusters are few, and its df."""
     df = degrees_of_freedom(clusters)
-    return over_items if df < FEW_CLUSTERS else max(over_items - own_answers, 0.0), df
+    return over_items if df < FEW_CLUSTERS else max(over_items - interaction, 0.0), df
 
 
-def _own_answers(*sides: Sequence[Answers]) -> float:
-    """`interaction_variance` pooled over the sides with several runs; 0 without any."""
+def _interaction(*sides: Sequence[ItemScores]) -> float:
+    """Return `interaction_variance` pooled over the sides with several runs; 0 if none has."""
     several = [(len(tasks[0].values_RN) - 1, tasks) for tasks in sides]
     df = sum(more for more, _ in several)
     squares = sum(more * interaction_variance(*tasks) for more, tasks in several if more)

@@ -1,7 +1,7 @@
-"""`python -m canon_pretrain.run plot RUN... --out FILE.html`: the curves of runs, on one page.
+"""`python -m canon_pretrain.run plot RUN... --out FILE.html`: the curves of runs on one page.
 
-`page_content` has plotly.py's traces over steps; templates/plot.js places them over tokens or
-hours, smooths them and shows what the reader chooses. No torch.
+`page_content` has plotly traces over steps; templates/plot.js places them over tokens or hours,
+smooths and filters them. No torch.
 """
 
 import argparse
@@ -26,8 +26,8 @@ from canon_pretrain.run.results import Score
 
 TEMPLATES = Path(__file__).parent / "templates"
 PAGE_ENDINGS = (".html", ".htm")
-MAX_STRETCHES, TOTAL_STRETCHES = 2000, 16_000
-"""Of a run, and shared by the runs of a page, so that one of many runs stays a few MB."""
+MAX_SEGMENTS, TOTAL_SEGMENTS = 2000, 16_000
+"""Per run, and of all runs together, so that a page of many runs stays at a few MB."""
 
 VALIDATION = Chart(
     "validation", "Validation", "bits per byte of held-out text", ",.4f", smooth=False
@@ -38,12 +38,12 @@ MARKS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "skip": ([0.06], {"mode": "markers", "marker": {"symbol": "triangle-up", "size": 8}}),
     "restart": ([0, 1, None], {"mode": "lines", "line": {"dash": "dot", "width": 1}}),
 }
-"""By role, the heights of a mark between bottom and top, and its look."""
+"""By role, the heights of a mark between bottom and top, and its style."""
 
 Json = dict[str, Any]
-Styled = tuple[Curve | None, Json]
-"""A curve, and what plotly is told of its line beside the points."""
-Charts = list[tuple[Chart, Mapping[str, Sequence[Styled]]]]
+StyledCurve = tuple[Curve | None, Json]
+"""A curve and plotly attributes of its line."""
+Charts = list[tuple[Chart, Mapping[str, Sequence[StyledCurve]]]]
 
 
 def html_page(content: Json) -> str:
@@ -55,11 +55,11 @@ def html_page(content: Json) -> str:
 
 
 def page_content(runs: Sequence[RunRecord]) -> Json:
-    """Return all that the page says and draws of `runs`, JSON values only."""
-    most = min(MAX_STRETCHES, TOTAL_STRETCHES // len(runs))
-    entries = curves.join_seeds(runs)
+    """Return all content of the page, JSON values only."""
+    most = min(MAX_SEGMENTS, TOTAL_SEGMENTS // len(runs))
+    entries = curves.group_seeds(runs)
     names = dict.fromkeys(name for run in runs for name in run.validation)
-    by_source: dict[str, list[Styled]] = {
+    by_source: dict[str, list[StyledCurve]] = {
         f"source {name}" if name else "all sources": [(x.validation.get(name), {}) for x in runs]
         for name in names
     }
@@ -88,9 +88,9 @@ def page_content(runs: Sequence[RunRecord]) -> Json:
     }
 
 
-def _scores(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[Styled]]]:
-    """Return suite -> task and metric -> the whole results of each run."""
-    found: dict[str, dict[str, list[Styled]]] = {}
+def _scores(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[StyledCurve]]]:
+    """Return suite -> "task, metric" -> the curve of full results per run."""
+    found: dict[str, dict[str, list[StyledCurve]]] = {}
     for k, run in enumerate(runs):
         points: dict[tuple[str, str], dict[int, Score]] = {}
         for (suite, step), results in sorted(run.latest.items()):
@@ -103,25 +103,25 @@ def _scores(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[Styled]]]:
     return found
 
 
-def _scored(scores: Mapping[int, Score]) -> Styled:
+def _scored(scores: Mapping[int, Score]) -> StyledCurve:
     errors = [score.stderr for score in scores.values()]
     known = [e if e is not None and math.isfinite(e) else None for e in errors]
     style = {"mode": "lines+markers", "error_y": {"array": [e or 0 for e in known]}}
-    words = ["" if e is None else f" ± {e:.2g}" for e in known]
-    return Curve.of((step, score.value) for step, score in scores.items()), style | {"text": words}
+    text = ["" if e is None else f" ± {e:.2g}" for e in known]
+    return Curve.of((step, score.value) for step, score in scores.items()), style | {"text": text}
 
 
 def _traces(
     chart: Chart,
-    styled: Sequence[Styled],
+    styled: Sequence[StyledCurve],
     runs: Sequence[RunRecord],
     entries: Sequence[Entry],
     most: int,
 ) -> Iterator[Json]:
     """Yield a line per run, a band per entry, and marks. templates/plot.js reads their `meta`:
 
-    `entry`, `run`: whose color it has with seeds joined, and as single lines; None: it is not shown
-    then. `runs`: whose tokens and hours place it. `role`: raw, smooth, band, mean, or a mark.
+    `entry`, `run`: the index of its color with seeds grouped, and as single lines; None: hidden.
+    `runs`: whose tokens and hours place it. `role`: raw, smooth, band, mean, or a mark.
     """
     for number, entry in enumerate(entries):
         if band := Band.of([styled[k][0] for k in entry.runs], most):
@@ -130,13 +130,13 @@ def _traces(
             (curve, style), run = styled[k], runs[k]
             if curve is None:
                 continue
-            bounds = curves.stretches(len(curve.steps), most)
+            bounds = curves.segments(len(curve.steps), most)
             meta = {"entry": None if band else number, "run": k, "runs": [k], "role": "raw"}
-            kept = curves.thin(curve.values, bounds)
+            kept = curves.downsample(curve.values, bounds)
             drawn = Curve(curve.steps[kept], curve.values[kept])
             yield _line(chart, run.label, drawn, meta, style)
             if chart.smooth:
-                steps, means, _, _ = curves.summarize(curve, bounds)
+                steps, means, _, _ = curves.segment_statistics(curve, bounds)
                 there = np.isfinite(means)
                 smooth = Curve(steps[there], means[there])
                 yield _line(chart, run.label, smooth, meta | {"role": "smooth"}, {})
@@ -150,13 +150,13 @@ def _band(chart: Chart, number: int, entry: Entry, band: Band) -> Iterator[Json]
     area = meta | {"role": "band", "low": low, "high": high, "members": members}
     yield _line(chart, entry.label, mean, area, {"fill": "toself", "hoverinfo": "skip"})
     ends = zip(low, high, strict=True)
-    words = [f"<br>{_plain(a)} to {_plain(b)}, n = {len(members)}" for a, b in ends]
-    yield _line(chart, entry.label, mean, meta | {"role": "mean"}, {"text": words})
+    text = [f"<br>{_escape(a)} to {_escape(b)}, n = {len(members)}" for a, b in ends]
+    yield _line(chart, entry.label, mean, meta | {"role": "mean"}, {"text": text})
 
 
 def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json) -> Json:
-    words = "%{text}" if "text" in style else ""
-    hover = f"%{{fullData.name}}: <b>%{{y:{chart.form}}}</b>, step %{{customdata}}{words}"
+    text = "%{text}" if "text" in style else ""
+    hover = f"%{{fullData.name}}: <b>%{{y:{chart.form}}}</b>, step %{{customdata}}{text}"
     return {
         "type": "scatter",
         "mode": "lines+markers" if len(curve.steps) <= FEW_POINTS else "lines",
@@ -170,20 +170,20 @@ def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json) -> Js
 
 
 def _marks(chart: Chart, run: RunRecord, drawn: Curve, meta: Json) -> Iterator[Json]:
-    """Yield symbols at values that are not finite and at skipped steps, and lines at restarts."""
+    """Yield symbols at skipped steps and values that are not finite, and lines at restarts."""
     found: dict[str, list[tuple[int, str]]] = {role: [] for role in MARKS}
     for step, value in zip(*map(np.ndarray.tolist, drawn), strict=True):
         if not math.isfinite(value):
             found["gap"].append((step, f"<b>{json_value(value)}</b>, step {step:,}"))
     for skip in run.skips if chart.skips else ():
-        loss, norm, why = (_plain(skip.get(name)) for name in ("loss", "grad_norm", "reason"))
-        words = f"<b>skipped</b> step {skip['step']:,}<br>{why}<br>loss {loss}, norm {norm}"
-        found["skip"].append((skip["step"], words))
+        loss, norm, reason = (_escape(skip.get(name)) for name in ("loss", "grad_norm", "reason"))
+        text = f"<b>skipped</b> step {skip['step']:,}<br>{reason}<br>loss {loss}, norm {norm}"
+        found["skip"].append((skip["step"], text))
     restarts = run.clock.launches[1:] if chart.restarts else []
     for launch in restarts:
-        when = _plain((launch.time or "")[:16].replace("T", " "))
-        words = f"from step {launch.from_step:,}<br>on {launch.world_size or '?'} devices, {when}"
-        found["restart"].append((launch.from_step, f"<b>restart</b> {words}"))
+        when = _escape((launch.time or "")[:16].replace("T", " "))
+        text = f"from step {launch.from_step:,}<br>on {launch.world_size or '?'} devices, {when}"
+        found["restart"].append((launch.from_step, f"<b>restart</b> {text}"))
     hours = {
         name: [getattr(launch, name) for launch in restarts for _ in range(3)]
         for name in ("training_hours", "wall_hours")
@@ -196,24 +196,24 @@ def _marks(chart: Chart, run: RunRecord, drawn: Curve, meta: Json) -> Iterator[J
                 "meta": meta | {"role": role} | ({"at": hours} if role == "restart" else {}),
                 "x": [step for step, _ in marks for _ in heights],
                 "y": heights * len(marks),
-                "text": [words for _, words in marks for _ in heights],
+                "text": [text for _, text in marks for _ in heights],
                 "hovertemplate": "%{fullData.name}: %{text}<extra></extra>",
             }
 
 
-def _plain(value: object) -> str:
-    """Return a number in short, or a text of a log for plotly, which reads a kind of HTML."""
+def _escape(value: object) -> str:
+    """Return a short number, or text of a log escaped for plotly, which renders some HTML."""
     if isinstance(value, int | float):
         return f"{value:.4g}"
     return escape(str(value or "–"), quote=False)
 
 
 def _notes(run: RunRecord, most: int) -> Iterator[str]:
-    """Yield sentences on what of a run is not on the page; plot.html says how to read it."""
+    """Yield sentences on what of a run is not on the page."""
     if (lines := len(run.clock.steps) - 1) > most:
-        yield f"{run.label}: {lines:,} logged steps are drawn as {most:,} stretches"
+        yield f"{run.label}: {lines:,} logged steps are drawn as {most:,} segments"
     if run.clock.training_hours is None:
-        yield f"{run.label}: its log's times cannot be read: no place over hours"
+        yield f"{run.label}: not shown over hours, as its log has no valid times"
     yield from (f"{run.label}: {sentence}" for sentence in run.notices)
 
 
@@ -221,8 +221,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plot",
         help="curves of several runs on one page",
-        description="Overlay the curves of runs on one HTML page that works offline. Runs that "
-        "differ in their seeds alone are drawn as their mean in a band.",
+        description="Plot the curves of runs on one HTML page that works offline. Runs that differ "
+        "in their seeds only are drawn as mean and band.",
     )
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="a run, or a folder of runs")
@@ -231,7 +231,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page; returns the exit code. Raises UserError."""
+    """Write the page; return the exit code. Raises UserError."""
     out = arguments.out
     if out.suffix.lower() not in PAGE_ENDINGS or out.is_dir():
         message = f"--out {out}: expected the name of a page, such as curves.html"

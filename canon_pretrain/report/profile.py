@@ -1,7 +1,6 @@
-"""`python -m canon_pretrain.run profile RUN`: where the time of a traced step went.
+"""`python -m canon_pretrain.run profile RUN`: the time of a traced step by kernel and purpose.
 
-Reads the newest trace that `--profiling.enable_profiling` left in the run folder, without torch,
-and adds its time up by kernel or operator, and by purpose.
+Reads the newest trace that `--profiling.enable_profiling` wrote to the run folder. No torch.
 """
 
 import argparse
@@ -34,18 +33,18 @@ PURPOSES = {
         r"^aten::(mm|bmm|addmm|baddbmm|matmul|linear)$|gemm|cutlass|nvjet|cublas|_fused_(add)?mm",
     ),
     ATTENTION: ("attention", r"(?i)attention|flash_?(fwd|bwd|attn)|fmha|sdpa|scaled_?dot"),
-    # a pad is Canon's alone in this model, and inductor names a kernel by what it fused
-    CANON: ("Canon, and what is fused with it", r"(?i)canon|causal_?conv1d|constant_pad_nd"),
-    "optimizer": ("the optimizer's step", r"^Optimizer\.(step|zero_grad)#"),
-    "sharding": ("FSDP2's copies and casts around communication", r"(?i)^fsdp::"),
+    # only Canon pads in this model, and inductor names a kernel after the fused operators
+    CANON: ("Canon and operators fused with it", r"(?i)canon|causal_?conv1d|constant_pad_nd"),
+    "optimizer": ("optimizer step", r"^Optimizer\.(step|zero_grad)#"),
+    "sharding": ("copies and casts of FSDP2", r"(?i)^fsdp::"),
     COMMUNICATION: ("collectives", r"(?i)nccl|gloo:|c10d::"),
     VALIDATION: ("held-out loss", rf"^{VALIDATION}$"),
     DATA: ("waiting for a batch", rf"^{DATA}$"),
-    OTHER: ("norms, activations, loss, clipping, the rest", r"(?!)"),
+    OTHER: ("norms, activations, loss, clipping, other", r"(?!)"),
 }
-"""What time can be for, in words, and by which names; of several that fit the last."""
+"""Purpose -> description and pattern of names; the last match wins."""
 
-# that of a Python function (a compiled graph) ends in no digit and shares an earlier one's number
+# without autograd functions in Python (compiled graphs), which share an earlier sequence number
 _BACKWARD = re.compile(r"^autograd::engine::evaluate_function: \w+Backward\d+$")
 
 Facts = dict[str, Any]
@@ -53,14 +52,14 @@ Facts = dict[str, Any]
 
 @cache
 def purpose_of(name: str) -> str | None:
-    """Return the purpose of a kernel, operator or scope, if its name tells."""
+    """Return the purpose of a kernel, operator or scope by its name; None if unknown."""
     found = (x for x, (_, names) in reversed(PURPOSES.items()) if re.search(names, name))
     return next(found, None)
 
 
 @dataclass(slots=True)
 class _Span:
-    """An event, its purpose, and when it ran itself, not in an event within it."""
+    """An event, its purpose, and the intervals of its self time."""
 
     event: Event
     purpose: str | None
@@ -68,23 +67,23 @@ class _Span:
 
 
 def summarize(trace: Trace) -> Facts:
-    """Add up a trace; times in us, shares of the window. ValueError if there is nothing in it.
+    """Summarize a trace: times in us, shares of the window. Raises ValueError if it is empty.
 
-    Counts device work if any, else operators without what they called. `purposes` are sums of own
-    times, also of streams that overlap; while communication is `exposed` nothing else runs.
+    Counts device work if there is any, else the self time of operators. `purposes` sum over streams
+    that may overlap; while communication is `exposed`, nothing else runs.
     """
     host = _Host(trace.threads.values())
     steps = [x.event for x in host.spans if x.event.name.startswith(STEP)]
     if trace.work:
         spans = [_Span(x, host.purpose_of_work(x), [(x.begin, x.end)]) for x in trace.work]
-    else:  # of scopes those by which gloo marks its work
+    else:  # and the scopes of gloo's collectives
         spans = [x for x in host.spans if x.event.kind == OPERATOR or x.purpose == COMMUNICATION]
     if not spans or not steps:
-        raise ValueError(f"it holds no operators and kernels, or no {STEP}")
+        raise ValueError(f"no operators and kernels, or no {STEP}")
     window = [*steps, *trace.work]
     begin, end = min(event.begin for event in window), max(event.end for event in window)
     if end <= begin:
-        raise ValueError("its events take no time")
+        raise ValueError("events without duration")
 
     def share(*kinds: Sequence[_Span]) -> float:
         own = sorted(interval for each in kinds for span in each for interval in span.own)
@@ -104,18 +103,18 @@ def summarize(trace: Trace) -> Facts:
         purposes[purpose] += facts["share"]
     scopes = [x.event for x in host.spans if (x.event.kind, x.event.name) == (SCOPE, DATA)]
     waits = [_Span(each, DATA, [(each.begin, each.end)]) for each in scopes]
-    purposes[DATA] = share(waits)  # all of it, beside what a device did meanwhile
+    purposes[DATA] = share(waits)  # including overlap with device work
     talks = [span for span in spans if span.purpose == COMMUNICATION]
     rest = [span for span in spans if span.purpose != COMMUNICATION]
     busy = share(spans)
     overlapped = share(talks) + share(rest) - busy
     return {
         "is_device": bool(trace.work),
-        # the profiler counts the steps that are done
+        # the profiler counts completed steps
         "steps": sorted({int(event.name.removeprefix(STEP)) + 1 for event in steps}),
         "window_us": end - begin,
         "busy_share": busy,
-        # the host does nothing else while it waits for data, a device may
+        # a host is idle while it waits for data, a device may not be
         "idle_share": 1 - (busy if trace.work else share(spans, waits)),
         "purposes": purposes,
         "communication_exposed": share(talks) - overlapped,
@@ -125,19 +124,19 @@ def summarize(trace: Trace) -> Facts:
 
 
 class _Host:
-    """What ran on the host's threads, and its purpose."""
+    """The events of the host's threads and their purposes."""
 
     def __init__(self, threads: Iterable[list[Event]]) -> None:
         self.spans: list[_Span] = []
         self._of_sequence: dict[int, str | None] = {}
         self._of_launch: dict[int, str | None] = {}
-        # sequence numbers are counted by thread: first that of forward passes, which marks steps
+        # sequence numbers are per thread: read the forward thread first, the one that marks steps
         marked = [(any(e.name.startswith(STEP) for e in events), events) for events in threads]
         for has_forward, events in sorted(marked, key=lambda x: not x[0]):
             self._add(events, has_forward=has_forward)
 
     def purpose_of_work(self, work: Event) -> str:
-        """Return a kernel's purpose: its launch's, but for communication, which its name tells."""
+        """Return a kernel's purpose: its launch's, except for communication, known by name."""
         if purpose_of(work.name) == COMMUNICATION:
             return COMMUNICATION
         return self._of_launch.get(work.link) or purpose_of(work.name) or OTHER
@@ -145,7 +144,7 @@ class _Host:
     def _add(self, events: list[Event], *, has_forward: bool) -> None:
         stack: list[_Span] = []
         now = -math.inf
-        # outer events first if two begin at once; one after all others closes them
+        # outer events first if two start together; a last event closes all others
         last = Event(math.inf, math.inf, "", LAUNCH, -1)
         for event in [*sorted(events, key=lambda event: (event.begin, -event.end)), last]:
             while stack:
@@ -161,14 +160,14 @@ class _Host:
                 self._of_launch[event.link] = purpose
                 continue
             if has_forward and event.link >= 0 and not event.name.startswith("autograd::"):
-                # of the operators that share a number the last is the one that has a backward
+                # of operators with the same number, the last one has the backward
                 self._of_sequence[event.link] = purpose
             now = max(now, event.begin)
             stack.append(_Span(event, purpose))
             self.spans.append(stack[-1])
 
     def _purpose(self, event: Event, outer: str | None) -> str | None:
-        """Return an event's purpose; a backward's is that of its forward, by sequence number."""
+        """Return an event's purpose; a backward has that of its forward, by sequence number."""
         own = purpose_of(event.name)
         if own == COMMUNICATION or outer is None:
             of_forward = self._of_sequence.get(event.link)
@@ -180,20 +179,20 @@ class _Host:
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "profile",
-        help="top kernels of a traced step, and what its time was for",
-        description="Show where the time of a traced step went. --profiling.enable_profiling makes "
-        "traces, of one step of every --profiling.profile_freq; Perfetto opens them as well.",
+        help="top kernels of a traced step, and its time by purpose",
+        description="Show the time of a traced step by purpose and kernel. Training with "
+        "--profiling.enable_profiling traces one step of every --profiling.profile_freq.",
     )
     add = parser.add_argument
-    add("folder", type=Path, metavar="RUN", help="a run folder, or a trace's file")
+    add("folder", type=Path, metavar="RUN", help="a run folder, or a trace file")
     add("--top", type=int, default=20, help="rows of the table (default 20)")
-    add("--rank", type=int, default=0, help="whose trace (default 0)")
-    add("--json", action="store_true", help="one JSON document instead")
+    add("--rank", type=int, default=0, help="rank of the trace (default 0)")
+    add("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=main)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the summary of one trace; returns the exit code. Raises UserError."""
+    """Print the summary of one trace; return the exit code. Raises UserError."""
     path = find_trace(arguments.folder, arguments.rank)
     trace = read_trace(path)
     try:
@@ -209,13 +208,13 @@ def main(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False)
     console.print(f"{path} ({size(path.stat().st_size)})", soft_wrap=True, markup=False)
     if not trace.is_whole:
-        console.print("[yellow]the file ends too early: what follows is of its beginning[/yellow]")
+        console.print("[yellow]the file is truncated: this is a summary of its start[/yellow]")
     print_summary(console, summary)
     return 0
 
 
 def find_trace(run: Path, rank: int) -> Path:
-    """Return the newest trace of a rank in a run folder; `run` itself if it is a file."""
+    """Return the newest trace of a rank in a run folder, or `run` itself if it is a file."""
     if run.is_file():
         return run
     traces = run.glob(f"{TRACES}/iteration_*/rank*_trace.json*")
@@ -232,7 +231,7 @@ def find_trace(run: Path, rank: int) -> Path:
 
 
 def print_summary(console: Console, summary: Facts) -> None:
-    """Print the table of purposes, and that of the rows."""
+    """Print the tables of purposes and of kernels or operators."""
     processor, work = ("GPU", "kernel") if summary["is_device"] else ("CPU", "operator")
     steps = ", ".join(map(str, summary["steps"]))
     shares = {k: f"{v:.1%}" for k, v in summary.items() if isinstance(v, float)}
@@ -242,9 +241,9 @@ def print_summary(console: Console, summary: Facts) -> None:
     )
     exposed, overlapped = (shares[f"communication_{how}"] for how in ("exposed", "overlapped"))
     more = {COMMUNICATION: f"; {exposed} exposed, {overlapped} overlapped"}
-    table = Table("purpose", "share", "what it is", box=None, pad_edge=False)
-    for name, (words, _) in PURPOSES.items():
-        table.add_row(name, f"{summary['purposes'][name]:.1%}", words + more.get(name, ""))
+    table = Table("purpose", "share", "description", box=None, pad_edge=False)
+    for name, (about, _) in PURPOSES.items():
+        table.add_row(name, f"{summary['purposes'][name]:.1%}", about + more.get(name, ""))
     table.add_row("idle", shares["idle_share"], f"no {work} runs")
     console.print(table, "")
     table = Table(box=None, pad_edge=False)

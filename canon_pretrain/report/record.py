@@ -1,10 +1,10 @@
-"""RunRecord: what a run folder holds, for every view of finished and running runs.
+"""RunRecord: the contents of a run folder, for every view of finished and running runs.
 
-A part is read when it is first used, and once; a missing or damaged one raises UserError there. No
-torch.
+Each file is read once, on first use; a missing or damaged one raises UserError there. No torch.
 """
 
 import contextlib
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,21 +31,21 @@ SEEDS = ("model.init_seed", "data.data_seed")
 
 
 class Curve(NamedTuple):
-    """int64 [n] steps in order, and their float64 [n] values, also NaN and infinities."""
+    """Sorted int64 [n] steps and their float64 [n] values, NaN and infinities included."""
 
     steps: np.ndarray
     values: np.ndarray
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, float]]) -> "Curve | None":
-        """Return the curve of (step, value) pairs, the last of each step; None without any."""
+        """Return the curve of (step, value) pairs, the last per step; None if there are none."""
         by_step = dict(sorted(dict(pairs).items()))
         steps, values = np.array([*by_step], np.int64), np.array([*by_step.values()], np.float64)
         return cls(steps, values) if by_step else None
 
 
 class Launch(NamedTuple):
-    """A `start` or `resume`: where it continues, and when, in hours (see `Clock`)."""
+    """A `start` or `resume` event: the step it continues from, and its hours (see `Clock`)."""
 
     from_step: int
     time: str | None
@@ -55,9 +55,9 @@ class Launch(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """When each logged step was done, arrays [n] from step 0 on; hours None without known times.
+    """When each logged step ended, arrays [n] from step 0 on; hours are None if times are unknown.
 
-    Training hours are without the time between launches, and without work that was repeated.
+    Training hours exclude the time between launches and repeated work.
     """
 
     steps: np.ndarray
@@ -68,7 +68,7 @@ class Clock(NamedTuple):
 
 
 class RunRecord:
-    """One run folder; `label` is its name beside other runs."""
+    """One run folder; `label` names it beside other runs."""
 
     def __init__(self, path: Path, label: str = "") -> None:
         self.folder = RunFolder(path)
@@ -76,7 +76,7 @@ class RunRecord:
 
     @classmethod
     def of_all(cls, paths: Sequence[Path]) -> "list[RunRecord]":
-        """Return the runs with distinct labels. Raises UserError if one is given twice."""
+        """Return the runs with unique labels. Raises UserError if one is given twice."""
         return [cls(path, label) for path, label in zip(paths, unique_labels(paths), strict=True)]
 
     # -- config.json
@@ -101,7 +101,7 @@ class RunRecord:
 
     @property
     def recipe(self) -> str:
-        """The identity without the seeds, as text: equal for repeats with other seeds."""
+        """The identity without the seeds as JSON: equal for runs that differ in seeds only."""
         rest = {name: value for name, value in self.identity.items() if name not in SEEDS}
         return json.dumps(rest, sort_keys=True)
 
@@ -117,8 +117,8 @@ class RunRecord:
 
     @property
     def failure(self) -> tuple[int, str] | None:
-        """The step and the reason of the last launch's failure, if it failed."""
-        with contextlib.suppress(UserError):  # a damaged status hides neither log nor results
+        """The step and reason if the last launch failed."""
+        with contextlib.suppress(UserError):  # log and results are usable without status.json
             if self.status and self.status.state == "failed" and not self.is_done:
                 return self.status.step, printable(self.status.reason)
         return None
@@ -127,7 +127,7 @@ class RunRecord:
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
-        """All events but superseded ones: repeated steps are there as they were done last."""
+        """All events but superseded ones: of repeated steps, the last run."""
         return self.folder.read_log()
 
     @cached_property
@@ -138,12 +138,12 @@ class RunRecord:
         return found
 
     @cached_property
-    def heads(self) -> list[dict[str, Any]]:
+    def launch_events(self) -> list[dict[str, Any]]:
         """The `start` and `resume` events."""
         return [event for event in self.events if event["event"] in SEGMENT_EVENTS]
 
     def curve(self, field: str) -> Curve | None:
-        """Return a field of the `step` events; None if no event has it."""
+        """Return one field of the `step` events; None if no event has it."""
         logged = [(event["step"], event.get(field)) for event in self.steps]
         with parsing(self.folder.log_file):
             return Curve.of((step, number(value)) for step, value in logged if value is not None)
@@ -157,7 +157,7 @@ class RunRecord:
 
     @cached_property
     def validation(self) -> dict[str, Curve]:
-        """Bits per byte on the held-out part, by source; "" is the whole."""
+        """Bits per byte of the held-out text, by source; "" is the whole text."""
         pairs: dict[str, list[tuple[int, float]]] = {}
         with parsing(self.folder.log_file):
             for event in self.own_validations:
@@ -169,7 +169,7 @@ class RunRecord:
 
     @cached_property
     def skips(self) -> list[dict[str, Any]]:
-        """The `skip` events of steps that no later launch repeated."""
+        """The `skip` events of steps that were not repeated later."""
         kept: list[dict[str, Any]] = []
         for event in self.events:
             if event["event"] in SEGMENT_EVENTS:
@@ -183,8 +183,8 @@ class RunRecord:
         rows = [(0, 0, 0.0, 0.0)]
         launches: list[Launch] = []
         events = [e for e in self.events if e["event"] in ("step", *SEGMENT_EVENTS)]
-        times = [seconds(event.get("time")) / 3600 for event in events]
-        began, base = times[0] if times else 0.0, 0.0  # of the launch
+        times = [unix_time(event.get("time")) / 3600 for event in events]
+        began, base = times[0] if times else 0.0, 0.0  # of the current launch
         for event, now in zip(events, times, strict=True):
             step, _, training, wall = rows[-1]
             if event["event"] != "step":
@@ -192,7 +192,7 @@ class RunRecord:
                 facts = int(event.get("from_step", 0)), event.get("time"), event.get("world_size")
                 launches.append(Launch(*facts, base, now - times[0]))
             elif event["step"] > step:
-                # a clock that was set back moves no curve back
+                # hours never decrease, even if the clock was set back
                 hours = max(training, base + now - began), max(wall, now - times[0])
                 rows.append((event["step"], event.get("tokens", 0), *hours))
         columns: list[Any] = [np.array(column) for column in zip(*rows, strict=True)]
@@ -205,29 +205,30 @@ class RunRecord:
 
     @property
     def evaluations(self) -> list[Evaluation]:
-        """The results under RUN/evals, by suite, trials first, by step; the last of a step counts.
+        """The results in RUN/evals, sorted by suite, trials first, then step.
 
-        Of one step: those of the run's own checkpoint, then of its own text, then the newest.
+        The last of a step counts: results of the run's own checkpoint, then of its own text, then
+        the newest.
         """
-        return self._found[0]
+        return self._all_results[0]
 
     @property
     def left_out(self) -> list[str]:
-        """Sentences on results that are another run's."""
-        return self._found[1]
+        """One sentence per result that belongs to another run."""
+        return self._all_results[1]
 
     @property
     def damaged(self) -> list[UserError]:
-        """Why results could not be read."""
-        return self._found[2]
+        """The errors of results that could not be read."""
+        return self._all_results[2]
 
     @property
     def latest(self) -> dict[tuple[str, int], Results]:
-        """The result that counts, by suite and step: a whole one before a trial."""
+        """The result that counts, by suite and step: a complete one rather than a trial."""
         return {(each.suite, each.step): each.results for each in self.evaluations}
 
     @cached_property
-    def _found(self) -> tuple[list[Evaluation], list[str], list[UserError]]:
+    def _all_results(self) -> tuple[list[Evaluation], list[str], list[UserError]]:
         found, left_out, damaged = [], [], []
         for path in sorted((self.folder.path / EVALS).glob(f"step-*/*/*/{RESULTS}")):
             try:
@@ -235,13 +236,13 @@ class RunRecord:
             except UserError as error:
                 damaged.append(error)
                 continue
-            if whose := self._other_run(each.results.asked):
-                left_out.append(f"{path} is left out: it is of {whose}.")
+            if owner := self._other_owner(each.results.asked):
+                left_out.append(f"{path} is left out: it belongs to {owner}.")
             else:
                 found.append(each)
-        return sorted(found, key=self._order), left_out, damaged
+        return sorted(found, key=self._sort_key), left_out, damaged
 
-    def _order(self, each: Evaluation) -> tuple[Any, ...]:
+    def _sort_key(self, each: Evaluation) -> tuple[Any, ...]:
         own_texts = str(self.identity.get(HELD_OUT)).split("+")
         return (
             *(each.suite, each.limit is None, each.step),
@@ -251,8 +252,8 @@ class RunRecord:
             (each.folder / RESULTS).stat().st_mtime_ns,
         )
 
-    def _other_run(self, asked: dict[str, Any]) -> str | None:
-        """Return whose results these are, if not this run's: they belong to a run's id."""
+    def _other_owner(self, asked: dict[str, Any]) -> str | None:
+        """Describe the run that the results belong to if it is another one, by run id and data."""
         facts, data = read_run(self.folder), asked["train_fingerprint"]
         if facts is not None and asked.get("run_id") not in (None, facts.run_id):
             other = f"run {asked['run_id']} ({asked['checkpoint']})"
@@ -263,16 +264,16 @@ class RunRecord:
 
     @property
     def notices(self) -> list[str]:
-        """Sentences on what is left out of the curves and the evaluations."""
+        """One sentence per item that is left out of the curves and evaluations."""
         found = [*self.left_out, *(f"{error}; it is left out" for error in self.damaged)]
         validations = sum(event["event"] == "validation" for event in self.events)
         if others := validations - len(self.own_validations):
-            found.append(f"{others} validation(s) are of another held-out text and left out")
+            found.append(f"{others} validation(s) on another held-out text are left out")
         return found
 
 
 def is_outdated(folder: RunFolder, results: Results) -> bool:
-    """Return whether the run's checkpoint of that step exists and is not the evaluated one."""
+    """Return whether the run's checkpoint of that step has changed since the evaluation."""
     evaluated = results.asked.get("content")
     try:
         checkpoint = CheckpointFolder.of_run(folder).step_path(results.asked["step"])
@@ -281,30 +282,29 @@ def is_outdated(folder: RunFolder, results: Results) -> bool:
         return False
 
 
-def differing(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Return the fields of the identity in which `runs` differ, with each run's value."""
+def differing_settings(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Return the identity fields in which `runs` differ, with the value per run."""
     names = dict.fromkeys(name for run in runs for name in run.identity)
     rows = [{"setting": name, "values": [run.identity.get(name) for run in runs]} for name in names]
     return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
 
 
-def in_turn(values: Iterable[Any]) -> list[Any]:
-    """Return `values` without None and without repeats of the one before."""
-    known = [value for value in values if value is not None]
-    return [value for k, value in enumerate(known) if k == 0 or value != known[k - 1]]
+def collapse_repeats(values: Iterable[Any]) -> list[Any]:
+    """Return `values` without None and without consecutive duplicates."""
+    return [value for value, _ in itertools.groupby(x for x in values if x is not None)]
 
 
-def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested objects by dotted names; lists and {} are leaves."""
+def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested dicts by dotted name; lists and {} are leaves."""
     leaves: dict[str, Any] = {}
     for name, inner in value.items():
         is_leaf = not isinstance(inner, dict) or not inner
-        leaves |= {prefix + name: inner} if is_leaf else flat(inner, f"{prefix}{name}.")
+        leaves |= {prefix + name: inner} if is_leaf else flatten(inner, f"{prefix}{name}.")
     return leaves
 
 
-def seconds(time: Any) -> float:
-    """Return an event's `time` in seconds since 1970; NaN if it has none."""
+def unix_time(time: Any) -> float:
+    """Return an event's `time` as Unix seconds; NaN if it has none."""
     try:
         return datetime.fromisoformat(time).timestamp()
     except (TypeError, ValueError):

@@ -1,7 +1,6 @@
-"""The numbers of a report in words, and its tables, which the page and the Markdown show alike.
+"""The tables of a report, for both page and Markdown, with all numbers rounded here.
 
-templates/report.body.jinja has their order and what is said about them. Numbers are rounded here
-and nowhere else.
+templates/report.body.jinja has their order and the text around them.
 """
 
 import statistics
@@ -12,14 +11,14 @@ from canon_pretrain.report.verdicts import BETTER, VERDICTS, WITHIN, WORSE
 from canon_pretrain.run.results import VALIDATION, format_bound
 
 MAX_ROWS = 1000
-"""Browsers lay out longer tables slowly."""
+"""Browsers are slow with longer tables."""
 SHORT_COLUMNS = 12
-"""Columns that the table of differences shows at once, or has at all if long."""
-NONE = "–"
+"""Columns of the table of differences that are shown first; a long table has no others."""
+MISSING = "–"
 
-CHOSEN = "Chosen learning rates: one an architecture, by validation loss"
-BEST = "Best of learning rates, as in the paper"
-EVERY = "Every run"
+CHOSEN_TITLE = "Chosen learning rate per architecture, by validation loss"
+BEST_TITLE = "Best of all learning rates, as in the paper"
+EVERY_RUN_TITLE = "Every run"
 
 Table = dict[str, Any]
 Content = Mapping[str, Any]
@@ -27,55 +26,55 @@ Cell = str | dict[str, str]
 
 
 def number(value: float | None, decimals: int = 4) -> str:
-    return NONE if value is None else f"{value:,.{decimals}f}"
+    return MISSING if value is None else f"{value:,.{decimals}f}"
 
 
 def _decimals(value: float | None) -> int:
     return 4 if value is None or abs(value) < 100 else 2
 
 
-def figure(value: float | str | None) -> str:
-    """Return a score: 4 decimals, 2 from 100 on; a value that is not finite is named."""
+def rounded(value: float | str | None) -> str:
+    """Return a score with 4 decimals, 2 from 100 on, or the name of a value that is not finite."""
     return f"not finite ({value})" if isinstance(value, str) else number(value, _decimals(value))
 
 
 def signed(value: float | None) -> str:
-    return NONE if value is None else f"{value:+,.{_decimals(value)}f}".replace("-", "−")
+    return MISSING if value is None else f"{value:+,.{_decimals(value)}f}".replace("-", "−")
 
 
 def interval(bounds: Sequence[float] | None) -> str:
-    return NONE if bounds is None else f"{signed(bounds[0])} to {signed(bounds[1])}"
+    return MISSING if bounds is None else f"{signed(bounds[0])} to {signed(bounds[1])}"
 
 
 def p_value(value: float | None) -> str:
-    return NONE if value is None else "< 0.0001" if value < 1e-4 else f"{value:.4f}"
+    return MISSING if value is None else "< 0.0001" if value < 1e-4 else f"{value:.4f}"
 
 
-def score(cell: Content | None) -> tuple[str, str, str]:
-    """Return value, ± standard error or Wilson bound, and n = items; empty if unknown."""
+def score_parts(cell: Content | None) -> tuple[str, str, str]:
+    """Return value, ± standard error or Wilson bound, and n = items; "" if unknown."""
     if cell is None:
-        return NONE, "", ""
+        return MISSING, "", ""
     value, stderr, count = cell["value"], cell["stderr"], cell["num_samples"]
     error = ""
     if cell["bound"] is not None:
         error = format_bound(value, cell["bound"])
     elif stderr is not None and not isinstance(value, str):
         error = f"± {stderr if isinstance(stderr, str) else number(stderr, _decimals(value))}"
-    return figure(value), error, "" if count is None else f"n = {count:,}"
+    return rounded(value), error, "" if count is None else f"n = {count:,}"
 
 
-def state_words(run: Content) -> str:
-    why = f": {run['failure']}" if run["failure"] else ""
-    return f"{run['state']} at step {run['step']:,} of {run['total_steps'] or '?'}{why}"
+def state_text(run: Content) -> str:
+    reason = f": {run['failure']}" if run["failure"] else ""
+    return f"{run['state']} at step {run['step']:,} of {run['total_steps'] or '?'}{reason}"
 
 
 def failures(content: Content) -> list[str]:
-    """Return a sentence for each run whose last launch failed."""
-    return [f"{x['label']} {state_words(x)}" for x in content["runs"] if x["state"] == "failed"]
+    """Return a sentence per run whose last launch failed."""
+    return [f"{x['label']} {state_text(x)}" for x in content["runs"] if x["state"] == "failed"]
 
 
-def tallies(content: Content) -> dict[str, dict[str, list[Content]]]:
-    """Return architecture -> verdict -> rows; held-out loss is the headline's."""
+def verdicts_by_architecture(content: Content) -> dict[str, dict[str, list[Content]]]:
+    """Return architecture -> verdict -> rows, without held-out loss, which is in the headline."""
     found: dict[str, dict[str, list[Content]]] = {}
     for pair in content["comparison"]["pairs"]:
         if pair["suite"] != VALIDATION:
@@ -88,24 +87,24 @@ def by_run(suite: Content, row: Content) -> dict[str, Content | None]:
     return {x["run"]: cell for x, cell in zip(suite["columns"], row["cells"], strict=True)}
 
 
-def _other_step(step: int | None, suite_step: int | None = None) -> str:
+def _step_note(step: int | None, suite_step: int | None = None) -> str:
     return "" if step is None or step == suite_step else f"step {step:,}"
 
 
-def _joined(*parts: object) -> str:
+def _join(*parts: object) -> str:
     return ", ".join(str(part) for part in parts if part not in (None, ""))
 
 
 def _value(value: Any) -> str:
-    """Return a fact or setting; lists in a row, and fingerprints cut."""
+    """Return a fact or setting as text; fingerprints are cut."""
     if isinstance(value, list):
-        return ", ".join(map(_value, value)) or NONE
-    text = NONE if value in (None, "") else f"{value:,}" if type(value) is int else str(value)
+        return ", ".join(map(_value, value)) or MISSING
+    text = MISSING if value in (None, "") else f"{value:,}" if type(value) is int else str(value)
     return text[:12] + "…" if len(text) == 64 else text
 
 
 def _cell(text: str, *small: object, error: str = "", chip: str = "") -> Cell:
-    return {"text": text, "small": _joined(*small), "error": error, "chip": chip}
+    return {"text": text, "small": _join(*small), "error": error, "chip": chip}
 
 
 def _table(
@@ -118,15 +117,16 @@ def _table(
     more: str = "",
     filters: Sequence[Mapping[str, str]] = (),
 ) -> Table:
-    """A table of (name, small print) columns, the first `text` of them words; sorted if named.
+    """Return a table of (name, small print) columns, the first `text` of them text.
 
-    `more` asks for columns after the first `shown`; `filters` are of each row.
+    A table with a `name` can be sorted; `more` labels the control that shows the columns after the
+    first `shown`; `filters` are per row.
     """
     heads = []
     for k, column in enumerate(columns):
         words, small = (column, "") if isinstance(column, str) else column
-        look = "" if k < text else "num" if shown is None or k < shown else "num more"
-        heads.append({"text": words, "small": small, "look": look})
+        css = "" if k < text else "num" if shown is None or k < shown else "num more"
+        heads.append({"text": words, "small": small, "css": css})
     data = filters or [{}] * len(rows)
     options = {key: sorted({row[key] for row in filters}) for key in (filters or [{}])[0]}
     table = {"id": name, "columns": heads, "options": options, "more": more}
@@ -143,49 +143,49 @@ def held_out(shown: Content) -> Table:
 
 
 def tally(content: Content) -> Table:
-    """How many tests of each architecture have each verdict, and what they could have shown."""
+    """Return the number of tests per architecture and verdict, and what they can detect."""
     rows: list[list[Cell]] = []
-    for label, verdicts in tallies(content).items():
+    for label, verdicts in verdicts_by_architecture(content).items():
         cells = [_cell(label, f"against {content['comparison']['baseline']}")]
         for verdict, found in verdicts.items():
             real = [f"{x['task']} {signed(x['difference'])}" for x in found]
             cells.append(_cell(str(len(found)), *(real if verdict in (BETTER, WORSE) else ())))
-        # a perplexity has another scale
+        # perplexities have another scale
         within = [x["detectable"] for x in verdicts[WITHIN] if x["log_difference"] is None]
         known = [x for x in within if x is not None]
-        ends = (figure(f(known)) for f in (min, max, statistics.median)) if known else ()
-        rows.append([*cells, "{} to {}, median {}".format(*ends) if known else NONE])
-    return _table(["architecture", *VERDICTS, "could have shown"], rows, "tally")
+        ends = (rounded(f(known)) for f in (min, max, statistics.median)) if known else ()
+        rows.append([*cells, "{} to {}, median {}".format(*ends) if known else MISSING])
+    return _table(["architecture", *VERDICTS, "detectable"], rows, "tally")
 
 
 def reasons(comparison: Content) -> Table:
     rows = [
-        [x["architecture"], _joined(x["suite"], x["task"], x["metric"]), why]
+        [x["architecture"], _join(x["suite"], x["task"], x["metric"]), why]
         for x in (*comparison["pairs"], *comparison["refused"])
-        for why in (x["why"], *(f"asked differently: {y}" for y in x.get("asked_differently", ())))
+        for why in (x["why"], *(f"different options: {y}" for y in x.get("asked_differently", ())))
         if why
     ]
     return _table(["architecture", "task", "why"], rows[:MAX_ROWS], "reasons", text=3)
 
 
 PAIR_COLUMNS: dict[str, Callable[[Content], Cell]] = {
-    "task": lambda x: _cell(x["task"], x["metric"], _other_step(x["step"], x["suite_step"])),
+    "task": lambda x: _cell(x["task"], x["metric"], _step_note(x["step"], x["suite_step"])),
     "architecture": lambda x: x["architecture"],
     "verdict": lambda x: _cell(x["verdict"], x["uninformative"], chip=x["verdict"]),
     "difference": lambda x: signed(x["difference"]),
     "95 % CI (Holm)": lambda x: interval(x["ci"]),
     "p (Holm)": lambda x: p_value(x["p_holm"]),
-    "value": lambda x: figure(x["value"]),
-    "baseline": lambda x: figure(x["baseline_value"]),
-    "could have shown": lambda x: figure(x["detectable"]),
+    "value": lambda x: rounded(x["value"]),
+    "baseline": lambda x: rounded(x["baseline_value"]),
+    "detectable": lambda x: rounded(x["detectable"]),
     "seeds needed": lambda x: number(x["seeds_needed"], 0),
     "items": lambda x: number(x["num_items"], 0),
     "suite": lambda x: x["suite"],
     "p alone": lambda x: p_value(x["p"]),
-    "standard error": lambda x: figure(x["stderr"]),
-    "of items": lambda x: figure(x["stderr_items"]),
-    "of seeds": lambda x: figure(x["stderr_seeds"]),
-    "seed σ": lambda x: _filled("{sigma} ({scale}), {source}", x["seed_noise"], "sigma", figure),
+    "standard error": lambda x: rounded(x["stderr"]),
+    "of items": lambda x: rounded(x["stderr_items"]),
+    "of seeds": lambda x: rounded(x["stderr_seeds"]),
+    "seed σ": lambda x: _filled("{sigma} ({scale}), {source}", x["seed_noise"], "sigma", rounded),
     "CI alone, of these runs’ items only": lambda x: interval(x["items_ci"]),
     "McNemar": lambda x: _filled("{only_a} : {only_b}, p {p}", x["mcnemar"], "p", p_value),
     "sources": lambda x: number(x["num_clusters"], 0),
@@ -196,7 +196,7 @@ PAIR_COLUMNS: dict[str, Callable[[Content], Cell]] = {
 
 
 def _filled(words: str, test: Content | None, name: str, form: Callable[[Any], str]) -> str:
-    return NONE if test is None else words.format_map({**test, name: form(test[name])})
+    return MISSING if test is None else words.format_map({**test, name: form(test[name])})
 
 
 def pairs(comparison: Content) -> Table:
@@ -205,7 +205,7 @@ def pairs(comparison: Content) -> Table:
     columns = [*PAIR_COLUMNS][: SHORT_COLUMNS if is_long else None]
     rows = [[PAIR_COLUMNS[name](pair) for name in columns] for pair in found]
     filters = [{name: x[name] for name in ("suite", "verdict", "architecture")} for x in found]
-    more = "" if is_long else "how it was judged"
+    more = "" if is_long else "details"
     return _table(columns, rows, "pairs", text=3, shown=SHORT_COLUMNS, more=more, filters=filters)
 
 
@@ -213,7 +213,7 @@ def scores(content: Content) -> list[tuple[str, Table]]:
     comparison, runs = content["comparison"], [run["label"] for run in content["runs"]]
     labels = [each["label"] for each in comparison["architectures"]]
     found: list[tuple[str, list[str], list[tuple[Content, list[Cell]]]]] = []
-    titles = {"chosen": CHOSEN} | ({"best": BEST} if len(runs) > 1 else {})
+    titles = {"chosen": CHOSEN_TITLE} | ({"best": BEST_TITLE} if len(runs) > 1 else {})
     for kind, title in titles.items():
         lines = []
         for row in comparison["scores"]:
@@ -221,21 +221,21 @@ def scores(content: Content) -> list[tuple[str, Table]]:
             lines.append((row, [_score_cell(row, cells.get(label), kind) for label in labels]))
         found.append((title, labels, lines))
     every: list[tuple[Content, list[Cell]]] = [
-        (row, [score(by_run(suite, row).get(run))[0] for run in runs])
+        (row, [score_parts(by_run(suite, row).get(run))[0] for run in runs])
         for suite in content["suites"]
         for row in suite["rows"]
         if row["primary"] and suite["suite"] != VALIDATION
     ]
-    found += [(EVERY, runs, every)] if len(runs) > len(labels) else []
+    found += [(EVERY_RUN_TITLE, runs, every)] if len(runs) > len(labels) else []
     anchors = content["anchors"] or {"models": [], "rows": []}
     published = {(row["task"], row["metric"]): row["values"] for row in anchors["rows"]}
     beside, nothing = [(x, "published") for x in anchors["models"]], [None] * len(anchors["models"])
-    more = "published scores beside them" if beside else ""
+    more = "published scores" if beside else ""
     tables = []
     for title, names, lines in found:
         rows = [
             [_cell(row["task"], row["metric"]), *cells]
-            + [figure(x) for x in published.get((row["task"], row["metric"]), nothing)]
+            + [rounded(x) for x in published.get((row["task"], row["metric"]), nothing)]
             for row, cells in lines
         ]
         name = title.split()[0].lower()
@@ -246,25 +246,25 @@ def scores(content: Content) -> list[tuple[str, Table]]:
 
 def _score_cell(row: Content, cell: Content | None, kind: str) -> Cell:
     if cell is None:
-        return NONE
-    shown, at = cell[kind], _other_step(cell["step"], row["suite_step"])
+        return MISSING
+    shown, at = cell[kind], _step_note(cell["step"], row["suite_step"])
     count = shown["num_runs"]
     if kind == "chosen":
-        error = "" if shown["stderr"] is None else f"± {figure(shown['stderr'])}"
-        return _cell(figure(shown["value"]), error, f"{count} run(s)", at)
-    bias = f"about {figure(shown['bias'])} too good" if shown["bias"] and count > 1 else ""
-    return _cell(figure(shown["value"]), f"best of {count}", bias, at)
+        error = "" if shown["stderr"] is None else f"± {rounded(shown['stderr'])}"
+        return _cell(rounded(shown["value"]), error, f"{count} run(s)", at)
+    bias = f"biased by about {rounded(shown['bias'])}" if shown["bias"] and count > 1 else ""
+    return _cell(rounded(shown["value"]), f"best of {count}", bias, at)
 
 
 def architectures(comparison: Content) -> Table:
     rows: list[list[Cell]] = []
     for each in comparison["architectures"]:
         settings = each["settings"].items()
-        differs = _joined(*(f"{x.removeprefix('model.')} {y or 'none'}" for x, y in settings))
+        differs = _join(*(f"{x.removeprefix('model.')} {y or 'none'}" for x, y in settings))
         is_chosen = any(recipe["chosen"] for recipe in each["recipes"])
         for recipe in each["recipes"]:
             why = each["choice"] if recipe["chosen"] or not is_chosen else ""
-            loss = _cell(number(recipe["loss"]), _other_step(each["step"]))
+            loss = _cell(number(recipe["loss"]), _step_note(each["step"]))
             rate, runs = str(recipe["learning_rate"]), str(len(recipe["runs"]))
             rows.append([each["label"], differs, why, rate, runs, loss])
     columns = ["architecture", "settings", "chosen", "learning rate", "runs", "validation loss"]
@@ -276,16 +276,14 @@ def over_length(panel: Content) -> Table:
     guess = "" if chance is None else f"chance {number(chance, 3)}"
     lengths = [number(length, 0) for length in panel["lengths"]]
     rows = [
-        [_cell(line["label"], _other_step(line["step"])), *map(number, line["values"])]
+        [_cell(line["label"], _step_note(line["step"])), *map(number, line["values"])]
         for line in panel["lines"]
     ]
-    return _table([_joined(f"{name} {metric}", guess), *lengths], rows)
+    return _table([_join(f"{name} {metric}", guess), *lengths], rows)
 
 
 def facts(content: Content) -> Table:
-    runs = [
-        {"": run["label"], "state": state_words(run), **run["facts"]} for run in content["runs"]
-    ]
+    runs = [{"": run["label"], "state": state_text(run), **run["facts"]} for run in content["runs"]]
     head, *rows = [[name, *(_value(run[name]) for run in runs)] for name in runs[0]]
     return _table(head, rows, text=len(head))
 
@@ -303,7 +301,7 @@ def curve(shown: Content) -> Table:
         points = zip(line["values"], line["steps"], strict=True)
         known = [(value, step) for value, step in points if value is not None]
         ends = (known[-1], min(known), max(known)) if known else ()
-        cells = [_cell(form(value), _other_step(step)) for value, step in ends] or [NONE] * 3
+        cells = [_cell(form(value), _step_note(step)) for value, step in ends] or [MISSING] * 3
         rows.append([line["run"], *cells])
     return _table(["run", "last", "lowest", "highest"], rows)
 
@@ -311,14 +309,14 @@ def curve(shown: Content) -> Table:
 def suite(shown: Content) -> Table:
     columns = []
     for each in shown["columns"]:
-        cut = f"first {each['limit']:,} items only: not a result" if each["limit"] else ""
-        columns.append((each["run"], _joined(_other_step(each["step"]), cut)))
+        cut = f"trial of {each['limit']:,} items" if each["limit"] else ""
+        columns.append((each["run"], _join(_step_note(each["step"]), cut)))
     rows: list[list[Cell]] = []
     for row in shown["rows"]:
         cells = [_cell(row["task"], row["metric"])]
         for scored, at in zip(row["cells"], shown["columns"], strict=True):
-            value, error, items = score(scored)
-            other = _other_step(at["step"], shown["suite_step"]) if scored else ""
+            value, error, items = score_parts(scored)
+            other = _step_note(at["step"], shown["suite_step"]) if scored else ""
             cells.append(_cell(value, items, other, error=error))
         rows.append(cells)
     return _table(["task", *columns], rows, f"suite-{shown['suite']}")

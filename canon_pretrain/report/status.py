@@ -1,7 +1,7 @@
-"""`python -m canon_pretrain.run status RUN...`: the state of runs, on one screen.
+"""`python -m canon_pretrain.run status RUN...`: the state of runs on one screen.
 
-A run is read from its small files and the end of its log; nothing is written. A damaged file leaves
-its facts out and is named in `problems`. No torch.
+Reads the small files of a run and the end of its log; writes nothing. Values of a damaged file are
+None, and `problems` names the file. No torch.
 """
 
 import argparse
@@ -35,15 +35,15 @@ from canon_pretrain.run.results import RESULTS
 from canon_pretrain.run.status import health
 
 WATCH_S = 5.0
-PIPED_WIDTH = 100_000  # no line of a table is as long: nothing is folded
-CHECKED = "its manifest, and that each file it names is there with its size; no hash is read"
-ALIVE = ("starting", "loading", "training", "validating", "saving", "slow", "hung")
-OF_STATUS = ("checkpoint_failures", "world_size", "host", "job_id", "restart_count", "nodes")
-OF_LAST_STEP = ("loss", "tokens", "tokens_per_second", "mfu")
-FACTS = (
-    *("path", "state", "reason", "run_id", "step", "steps", *OF_LAST_STEP, "eta_s"),
+PIPED_WIDTH = 100_000  # longer than any line: nothing is folded
+CHECKED = "its manifest and the size of each file in it; no hash is read"
+ACTIVE_STATES = ("starting", "loading", "training", "validating", "saving", "slow", "hung")
+STATUS_FIELDS = ("checkpoint_failures", "world_size", "host", "job_id", "restart_count", "nodes")
+STEP_FIELDS = ("loss", "tokens", "tokens_per_second", "mfu")
+JSON_KEYS = (
+    *("path", "state", "reason", "run_id", "step", "steps", *STEP_FIELDS, "eta_s"),
     *("restarts", "skipped_steps", "checkpoint", "heartbeat_age_s", "written_age_s", "holder"),
-    *("evaluations", *OF_STATUS, "problems"),
+    *("evaluations", *STATUS_FIELDS, "problems"),
 )
 """The keys of a run in `status --json`."""
 
@@ -51,31 +51,31 @@ Facts = dict[str, Any]
 
 
 def summarize_run(path: Path, now: datetime) -> Facts:
-    """Return the FACTS of a run at `now`, None for what is not known; never raises.
+    """Return the JSON_KEYS of a run at `now`, None if unknown; never raises.
 
-    `state`: one of ALIVE, or dead (no sign of life), stopped, done, failed, unknown.
+    `state`: one of ACTIVE_STATES, or dead (no heartbeat), stopped, done, failed, unknown.
     """
     problems: list[str] = []
     facts: Facts = {"path": str(path), "state": "unknown", "problems": problems}
     try:
-        facts |= _Reader(RunRecord(path), now.astimezone(UTC), problems).facts()
-    except Exception as error:  # an unforeseen fault in one run must not hide the others
+        facts |= _RunReader(RunRecord(path), now.astimezone(UTC), problems).facts()
+    except Exception as error:  # an unexpected error in one run must not hide the others
         problems.append(f"{type(error).__name__}: {error}")
-    return {key: facts.get(key) for key in FACTS}
+    return {key: facts.get(key) for key in JSON_KEYS}
 
 
-class _Reader:
-    """The files of one run at one time; `problems` names what could not be read."""
+class _RunReader:
+    """Reads the files of one run; `problems` collects what could not be read."""
 
     def __init__(self, run: RunRecord, now: datetime, problems: list[str]) -> None:
         self.run, self.folder, self.now, self.problems = run, run.folder, now, problems
         has_config = self.folder.config_file.exists()
-        self.config = (self._tried(lambda: run.config) if has_config else None) or {}
-        self.status = self._tried(lambda: run.status)
-        self.holder = self._tried(lambda: read_holder(self.folder.lock_file))
+        self.config = (self._try_read(lambda: run.config) if has_config else None) or {}
+        self.status = self._try_read(lambda: run.status)
+        self.holder = self._try_read(lambda: read_holder(self.folder.lock_file))
 
-    def _tried(self, read: Callable[[], Any]) -> Any:
-        """Return what `read` finds; None if it fails: a problem, unless a file is missing."""
+    def _try_read(self, read: Callable[[], Any]) -> Any:
+        """Return `read()`; None if it fails, which is a problem unless the file is missing."""
         try:
             return read()
         except (UserError, OSError, ValueError) as error:
@@ -98,9 +98,9 @@ class _Reader:
             self.problems.append(f"no {self.folder.status_file.name}")
         if counts is None and self.folder.run_file.exists():
             self.problems.append(f"{self.folder.run_file.name} is damaged")
-        events = self._tried(lambda: read_tail(self.folder.log_file)) or []
+        events = self._try_read(lambda: read_tail(self.folder.log_file)) or []
         last: Facts = next((each for each in reversed(events) if each["event"] == "step"), {})
-        # status.json is a heartbeat old, and a launch that loads has step 0 in it
+        # status.json may be a heartbeat behind the log, and has step 0 while a launch loads
         step, skipped = (
             max((x[name] for x in (beat, last) if name in x), default=None)
             for name in ("step", "skipped_steps")
@@ -109,11 +109,11 @@ class _Reader:
         pace = beat.get("seconds_per_step") or last.get("seconds_per_step")
         launches = counts.launches if counts else beat.get("launches")
         state, reason = self._state()
-        has_eta = state in ALIVE and None not in (step, steps, pace)
+        has_eta = state in ACTIVE_STATES and None not in (step, steps, pace)
         evals = self.folder.path / EVALS
         return {
-            **{name: last.get(name) for name in OF_LAST_STEP},
-            **{name: beat.get(name) for name in OF_STATUS},
+            **{name: last.get(name) for name in STEP_FIELDS},
+            **{name: beat.get(name) for name in STATUS_FIELDS},
             **{"state": state, "reason": reason, "step": step, "steps": steps},
             "run_id": counts.run_id if counts else None,
             "eta_s": max(steps - step, 0) * pace if has_eta else None,
@@ -133,29 +133,29 @@ class _Reader:
         """Return the state and its reason."""
         status, holder, is_done = self.status, self.holder, self.run.is_done
         if status is None:
-            lives = holder is not None and process_lives(holder)
-            return "starting" if lives else "done" if is_done else "unknown", None
+            is_alive = holder is not None and process_lives(holder)
+            return "starting" if is_alive else "done" if is_done else "unknown", None
         expiry_s = EXPIRY_HEARTBEATS * (self._setting("run", "heartbeat_s") or HEARTBEAT_S)
         state, reason = health(status, self.now, dead_after_s=expiry_s), status.reason or None
         is_holder = holder and (holder.pid, holder.host) == (status.pid, status.host)
         if status.state == "running" and is_holder and process_lives(holder) is False:
-            state, reason = "dead", "its process is gone"
+            state, reason = "dead", "its process has exited"
         elif state == "running":
             state = status.phase
         elif state == "dead":
-            reason = f"no sign of life for {_age(self._age_s(status.written))}"
+            reason = f"no heartbeat for {_age(self._age_s(status.written))}"
         elif state in ("slow", "hung"):
             reason = f"no progress for {_age(self._age_s(status.heartbeat))} ({status.phase})"
         if is_done and state in ("dead", "failed"):  # each launch that trains removes DONE first
-            return "done", f"a launch since then is {state}: {reason}"
+            return "done", f"a later launch is {state}: {reason}"
         return state, None if state == "done" else reason
 
     def _newest_checkpoint(self) -> Facts | None:
-        """Return the newest step-N that is whole by CHECKED; newer damaged ones are problems."""
+        """Return the newest full checkpoint, verified as in CHECKED; damaged ones are problems."""
         name = self._setting("checkpoint", "folder") or CHECKPOINTS
         folder = CheckpointFolder(self.folder.path / str(name))
         for step in reversed(folder.steps()):
-            manifest = self._tried(partial(verify, folder.step_path(step), hashes=False))
+            manifest = self._try_read(partial(verify, folder.step_path(step), hashes=False))
             if manifest is not None and manifest.kind == "full":
                 ages = {"saved": manifest.saved, "age_s": self._age_s(manifest.saved)}
                 return {"step": step, **ages, "checked": CHECKED}
@@ -165,7 +165,7 @@ class _Reader:
 # -- the table
 
 
-def _shown(value: float | None, form: str = ",") -> str:
+def _format(value: float | None, form: str = ",") -> str:
     return "" if value is None else format(value, form)
 
 
@@ -174,7 +174,7 @@ def _age(seconds: float | None) -> str:
 
 
 def _cells(run: Facts) -> dict[str, str]:
-    """Return a line of the table, by heading."""
+    """Return one line of the table by column title."""
     step, steps, saved = run["step"], run["steps"], run["checkpoint"]
     evals = run["evaluations"] or {"done": 0, "pending": 0}
     failed, restarts = run["checkpoint_failures"], run["restart_count"]
@@ -183,14 +183,14 @@ def _cells(run: Facts) -> dict[str, str]:
     return {
         "run": printable(run["path"]),
         "state": run["state"],
-        "step": f"{_shown(step) or '-'}/{_shown(steps) or '?'}",
+        "step": f"{_format(step) or '-'}/{_format(steps) or '?'}",
         "": f"{100 * step / steps:.1f} %" if steps and step is not None else "",
-        "loss": _shown(run["loss"], ".4f"),
-        "tokens/s": _shown(run["tokens_per_second"], ",.0f"),
+        "loss": _format(run["loss"], ".4f"),
+        "tokens/s": _format(run["tokens_per_second"], ",.0f"),
         "ETA": _age(run["eta_s"]),
-        "MFU": _shown(run["mfu"], ".1%"),
-        "restarts": _shown(run["restarts"]),
-        "skipped": _shown(run["skipped_steps"]),
+        "MFU": _format(run["mfu"], ".1%"),
+        "restarts": _format(run["restarts"]),
+        "skipped": _format(run["skipped_steps"]),
         "checkpoint": f"{newest}, then {failed} failed" if failed else newest,
         "heartbeat": _age(run["heartbeat_age_s"]),
         "evals done+pending": f"{evals['done']}+{evals['pending']}" if any(evals.values()) else "",
@@ -198,9 +198,9 @@ def _cells(run: Facts) -> dict[str, str]:
     }
 
 
-NUM_FIRST = 7  # of the cells: the others are in a second line if the window is narrow
+NUM_FIRST = 7  # columns of the table in a narrow window; the others follow below it
 COLORS = {
-    **dict.fromkeys(ALIVE, "cyan"),
+    **dict.fromkeys(ACTIVE_STATES, "cyan"),
     **dict.fromkeys(("hung", "dead", "failed"), "bold red"),
     **dict.fromkeys(("slow", "stopped", "unknown"), "yellow"),
     **{"training": "green", "done": "blue"},
@@ -219,7 +219,7 @@ def _table(rows: Sequence[dict[str, str]], titles: Sequence[str]) -> Table:
 
 
 def overview(runs: Sequence[Facts], console: Console) -> Group:
-    """Return the table of `runs`, and what is to be said below it."""
+    """Return the table of `runs` and the lines below it."""
     rows = [_cells(run) for run in runs]
     titles = [title for title in rows[0] if any(row[title] for row in rows)]
     table, rest = _table(rows, titles), titles[:0]
@@ -234,36 +234,36 @@ def overview(runs: Sequence[Facts], console: Console) -> Group:
         reason = run["reason"] and f"{run['state']}: {run['reason']}"
         is_locked = run["state"] == "dead" and run["holder"]
         lock = f"lock held by {run['holder']}" if is_locked else ""
-        if said := list(filter(None, (cells, reason, lock, *run["problems"]))):
-            lines.append(Text(printable(f"{row['run']}: {'; '.join(said)}"), overflow="fold"))
+        if details := list(filter(None, (cells, reason, lock, *run["problems"]))):
+            lines.append(Text(printable(f"{row['run']}: {'; '.join(details)}"), overflow="fold"))
     return Group(*lines)
 
 
-def find_runs(words: Iterable[str]) -> list[Path]:
-    """Return the run folders that `words` name, each once. Raises UserError if one names none.
+def find_runs(patterns: Iterable[str]) -> list[Path]:
+    """Return the distinct run folders that `patterns` match. Raises UserError if one matches none.
 
-    A word is a run folder, a folder of runs, or a pattern of either unless it is a file's name.
+    A pattern is a run folder, a folder of runs, or a glob of either.
     """
     runs: dict[Path, Path] = {}
-    for word in words:
-        paths = [word] if os.path.lexists(word) else sorted(glob.glob(word), key=natural_key)
+    for given in patterns:
+        paths = [given] if os.path.lexists(given) else sorted(glob.glob(given), key=natural_key)
         found = [run for path in paths for run in runs_below(Path(path))]
         if not found:
             raise UserError(
                 "run.not_found",
-                f"no run in {word}: expected a run folder (job.dump_folder), a folder of runs, or "
-                "a pattern that matches one",
-                path=word,
+                f"no run in {given}: expected a run folder (job.dump_folder), a folder of runs, "
+                "or a pattern that matches one",
+                path=given,
             )
         for run in found:
             runs.setdefault(run.resolve(), run)
     return list(runs.values())
 
 
-def look(words: Iterable[str]) -> list[Facts]:
-    """Return the facts of the runs that `words` name."""
+def summarize_runs(patterns: Iterable[str]) -> list[Facts]:
+    """Return the summaries of the runs that `patterns` match."""
     now = datetime.now(UTC)
-    return [summarize_run(run, now) for run in find_runs(words)]
+    return [summarize_run(run, now) for run in find_runs(patterns)]
 
 
 # -- the command
@@ -273,12 +273,12 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "status",
         help="the state of runs: step, loss, speed, checkpoint, evaluations, job",
-        description=f"The state of runs, one line each. A checkpoint counts by {CHECKED}.",
+        description=f"Show the state of runs, one per line. A checkpoint is verified by {CHECKED}.",
     )
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a run folder, a folder of runs, or a pattern")
-    add("--json", action="store_true", help="one document, for scripts")
-    about = f"repeat so often (default {WATCH_S:g}), until Ctrl-C; after the runs"
+    add("--json", action="store_true", help="print one JSON document")
+    about = f"refresh every SECONDS (default {WATCH_S:g}) until Ctrl-C; give it after the runs"
     add("--watch", nargs="?", type=float, const=WATCH_S, metavar="SECONDS", help=about)
     parser.set_defaults(run=show_status)
 
@@ -292,7 +292,7 @@ def show_status(args: argparse.Namespace) -> int:
             raise UserError("status.watch", f"--watch {args.watch:g}: expected {expected}")
         _watch(console, args)
         return 0
-    runs = look(args.runs)
+    runs = summarize_runs(args.runs)
     if args.json:
         time = datetime.now(UTC).isoformat(timespec="seconds")
         print(json.dumps({"time": time, "runs": runs}, indent=2, ensure_ascii=False))
@@ -305,12 +305,12 @@ def show_status(args: argparse.Namespace) -> int:
 
 def _watch(console: Console, args: argparse.Namespace) -> None:
     """Show the runs until Ctrl-C or SIGTERM; the last overview stays on the terminal."""
-    shown = overview(look(args.runs), console)
-    # waited for, not handled: an exception amid drawing leaves rich with a buffer that it loses
+    shown = overview(summarize_runs(args.runs), console)
+    # blocked and waited for: an exception while drawing would make rich lose its buffer
     signals = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     with Live(shown, console=console, screen=True, auto_refresh=False) as live:
         while not signal.sigtimedwait(signals, args.watch):
-            shown = overview(look(args.runs), console)
+            shown = overview(summarize_runs(args.runs), console)
             live.update(shown, refresh=True)
     console.print(shown)

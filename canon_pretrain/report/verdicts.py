@@ -1,7 +1,7 @@
-"""Which differences are real: one row per task and pair of architectures, judged as one family.
+"""Which differences are significant: one row per task and pair of architectures.
 
-Pairs the items of both sides (items.py), estimates their noise (noise.py) and decides on all rows
-of a suite together (decide.py). No torch.
+Pairs the items of both sides (items.py), estimates the noise (noise.py) and tests all rows of a
+suite as one family (decide.py). No torch.
 """
 
 import math
@@ -15,9 +15,9 @@ import numpy as np
 from canon_pretrain.report import decide, evaluations, noise
 from canon_pretrain.report.architectures import Recipe
 from canon_pretrain.report.decide import ALPHA
-from canon_pretrain.report.evaluations import differing_questions
-from canon_pretrain.report.items import Evaluation, Items, Question, Records, Scale, is_loss
-from canon_pretrain.report.noise import Answers, Clusters, Paired, SeedNoise
+from canon_pretrain.report.evaluations import differing_task_options
+from canon_pretrain.report.items import Evaluation, ItemCache, Items, Scale, ScoreKey, is_loss
+from canon_pretrain.report.noise import Clusters, Difference, ItemScores, SeedNoise
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run.results import VALIDATION
 
@@ -28,7 +28,7 @@ VERDICTS = (BETTER, WORSE, WITHIN, NOT_JUDGED, UNINFORMATIVE)
 
 BABILONG = re.compile(r"babilong_(qa[1-5])_(\d+)k")
 NO_NOISE = SeedNoise(0.0, math.inf, "none", "none known")
-TOLERANCE = 1e-6  # between a score and the mean over its items, relative
+TOLERANCE = 1e-6  # relative, between a score and the mean over its items
 NO_TEST = dict.fromkeys(
     ("ci", "log_difference", "log_ci", "stderr", "stderr_items", "stderr_seeds", "p", "p_holm")
     + ("detectable", "seeds_needed", "why")
@@ -36,12 +36,12 @@ NO_TEST = dict.fromkeys(
 
 Row = dict[str, Any]
 Side = tuple[str, Sequence[RunRecord]]  # an architecture's label and its runs
-Evaluated = Sequence[Sequence[Evaluation]]  # of a side and of the baseline
+EvaluationPair = Sequence[Sequence[Evaluation]]  # of a side and of the baseline
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a user asks of a comparison; None: all."""
+    """The options of a comparison; None: all."""
 
     seed_sigma: Mapping[str, float] = field(default_factory=dict)  # by TASK or TASK:METRIC
     own_noise_only: bool = False  # never the paper's
@@ -49,15 +49,15 @@ class Options:
     suites: Sequence[str] | None = None
 
 
-class Refused(Exception):
-    """Two sides that cannot be compared on a task; the message is the reason."""
+class NotComparable(Exception):
+    """Two sides cannot be compared on a task; the message is the reason."""
 
 
-class Task(NamedTuple):
-    """What both sides answered to one question; `clusters_N` are places in `sources`."""
+class TaskPair(NamedTuple):
+    """The item scores of both sides on one task; `clusters_N` are indices into `sources`."""
 
-    question: Question
-    sides: tuple[Answers, Answers]
+    key: ScoreKey
+    sides: tuple[ItemScores, ItemScores]
     sources: np.ndarray
     values: list[float]
     bounded: bool  # the metric is between 0 and 1
@@ -67,36 +67,36 @@ class Task(NamedTuple):
 
 
 class Test(NamedTuple):
-    """One row before the family is known."""
+    """One row before the correction for its family."""
 
     row: Row
-    found: Paired | None  # None if it cannot be judged
+    found: Difference | None  # None if there is no test
     bounded: bool
-    weight: float  # its share of the family's error rate, in any unit
+    weight: float  # relative share of the family's error rate
 
 
 @dataclass
-class Measure:
-    """Measures pairs; seed noise is estimated from `recipes`."""
+class Comparator:
+    """Compares pairs of sides; estimates seed noise from `recipes`."""
 
     recipes: Sequence[Recipe]
     options: Options
-    records: Records = field(default_factory=Records)
+    items: ItemCache = field(default_factory=ItemCache)
 
     def noise(
-        self, asked: Sequence[Question], *, bounded: bool, sides: Evaluated = ()
+        self, asked: Sequence[ScoreKey], *, bounded: bool, sides: EvaluationPair = ()
     ) -> SeedNoise | None:
-        """Return the seed noise of one task, or of several as if they moved as one.
+        """Return the seed noise of one task, or of the mean of several as if perfectly correlated.
 
-        Recipes whose seeds all score 0, or all 1, are left out, but for `sides`, the two compared,
-        if both have several seeds.
+        Recipes whose seeds all score 0, or all 1, are excluded, unless they are one of `sides` and
+        both sides have several seeds.
         """
         scale, suite, options = Scale.of(asked[0].metric), asked[0].suite, self.options
         ours = {each.run for side in sides for each in side}
         each_tells = bool(sides) and all(len(side) > 1 for side in sides)
         groups, compared = [], []
         for recipe in self.recipes:
-            by_step = [evaluations.answers(run, suite, options.step) for run in recipe.runs]
+            by_step = [evaluations.full_results(run, suite, options.step) for run in recipe.runs]
             steps = [at for found in by_step for at in found]
             last = max((at for at in steps if steps.count(at) > 1), default=None)
             scores = [[found[last].score(q) for q in asked] for found in by_step if last in found]
@@ -125,30 +125,32 @@ class Measure:
             compared=compared if sides else None,
         )
 
-    def task(self, question: Question, sides: Evaluated) -> Task:
-        """Return what both sides answered. Raises Refused."""
-        (a, items), (b, others) = (self._answers(question, side) for side in sides)
-        metric, both = question.metric, [*sides[0], *sides[1]]
-        differing = differing_questions(both, question.task)
+    def task(self, key: ScoreKey, sides: EvaluationPair) -> TaskPair:
+        """Return the item scores of both sides. Raises NotComparable."""
+        (a, items), (b, others) = (self._item_scores(key, side) for side in sides)
+        metric, both = key.metric, [*sides[0], *sides[1]]
+        differing = differing_task_options(both, key.task)
         _check_items(items, others, differing)
         if differing and is_loss(metric):
-            raise Refused(f"asked differently, on which it depends ({'; '.join(differing)})")
-        # records of an older version may lack the sources
+            raise NotComparable(f"a loss with different options ({'; '.join(differing)})")
+        # records of an older version may have no sources
         coarse = min(items, others, key=lambda each: each.sources.size)
         a = a._replace(clusters_N=coarse.clusters_N)
-        b = Answers(b.values_RN, *a[1:])
+        b = ItemScores(b.values_RN, *a[1:])
         values = [_score(metric, side.values_RN.mean(axis=0), a.weights_N) for side in (a, b)]
         is_share = all(((x.values_RN >= 0) & (x.values_RN <= 1)).all() for x in (a, b))
         bounded = is_share and not is_loss(metric)
-        chance = both[0].chance(question.task, metric)
+        chance = both[0].chance(key.task, metric)
         if chance is None and metric.startswith("acc"):
             chance = items.chance
         extreme = _extreme((a, b), chance) if bounded and coarse.sources.size > 1 else None
-        return Task(question, (a, b), coarse.sources, values, bounded, chance, extreme, differing)
+        return TaskPair(key, (a, b), coarse.sources, values, bounded, chance, extreme, differing)
 
-    def row(self, tasks: Sequence[Task], sides: Evaluated) -> tuple[Row, Paired | None]:
-        """Return the row of a task, or of the mean of several; a shared source is one draw."""
-        first, asked = tasks[0], [task.question for task in tasks]
+    def row(
+        self, tasks: Sequence[TaskPair], sides: EvaluationPair
+    ) -> tuple[Row, Difference | None]:
+        """Return the row of a task, or of the mean of several; a shared source is one cluster."""
+        first, asked = tasks[0], [task.key for task in tasks]
         scale, single = Scale.of(asked[0].metric), len(tasks) == 1
         seeds = self.noise(asked, bounded=first.bounded, sides=sides)
         value, base = (math.fsum(task.values[k] for task in tasks) / len(tasks) for k in (0, 1))
@@ -162,13 +164,13 @@ class Measure:
         found, extremes, about = None, {task.extreme for task in tasks}, None
         if seeds is not None:
             about = {"sigma": seeds.sigma, "df": seeds.df, "source": seeds.source}
-            about |= {"words": seeds.words, "scale": "log" if scale.is_log else "metric"}
+            about |= {"words": seeds.description, "scale": "log" if scale.is_log else "metric"}
             if all(task.sources.size > 1 for task in tasks):
                 a, b = zip(*answers, strict=True)
-                found = noise.paired(a, b, seeds)
+                found = noise.paired_difference(a, b, seeds)
         row = {
             **asked[0]._asdict(),
-            "metric": ", ".join(dict.fromkeys(question.metric for question in asked)),
+            "metric": ", ".join(dict.fromkeys(key.metric for key in asked)),
             "higher_is_better": sides[0][0].higher_is_better(asked[0]),
             "step": sides[0][0].step,
             "baseline_step": sides[1][0].step,
@@ -179,8 +181,8 @@ class Measure:
             "num_clusters": int(sources.size),
             "num_runs": [len(side) for side in sides],
             "asked_differently": [*dict.fromkeys(x for task in tasks for x in task.differing)],
-            "mean_of": None if single else [question.task for question in asked],
-            **(_of_these_runs(first, base) if single else {"items_ci": None, "mcnemar": None}),
+            "mean_of": None if single else [key.task for key in asked],
+            **(_item_statistics(first, base) if single else {"items_ci": None, "mcnemar": None}),
             "chance": _mean_if_all([task.chance for task in tasks]),
             "uninformative": extremes.pop() if len(extremes) == 1 else None,
             "seed_noise": about,
@@ -188,39 +190,39 @@ class Measure:
         return row, found
 
     def stderr(
-        self, question: Question, evaluated: Sequence[Evaluation], seeds: SeedNoise
+        self, key: ScoreKey, evaluated: Sequence[Evaluation], seeds: SeedNoise
     ) -> float | None:
-        """Return the standard error of one side, on the scale that is averaged; None if unknown."""
+        """Return the standard error of one side on the averaged scale; None if unknown."""
         try:
-            return noise.one_side(self._answers(question, evaluated)[0], seeds)[1].stderr
-        except Refused:
+            return noise.mean_score(self._item_scores(key, evaluated)[0], seeds)[1].stderr
+        except NotComparable:
             return None
 
-    def _answers(
-        self, question: Question, evaluated: Sequence[Evaluation]
-    ) -> tuple[Answers, Items]:
-        """What the runs of a side answered, item by item. Raises Refused."""
+    def _item_scores(
+        self, key: ScoreKey, evaluated: Sequence[Evaluation]
+    ) -> tuple[ItemScores, Items]:
+        """Read the item scores of a side's runs. Raises NotComparable."""
         rows: list[tuple[np.ndarray, np.ndarray]] = []
         read: list[Items] = []
         for each in evaluated:
-            score = each.score(question)
+            score = each.score(key)
             if score is None:
-                raise Refused(f"{each.run} has no {question.metric} of it")
-            items = self.records.of(each.folder, question.task, question.metric)
-            found = items.of_metric(question.metric) if items else None
+                raise NotComparable(f"{each.run} has no {key.metric}")
+            items = self.items.get(each.folder, key.task, key.metric)
+            found = items.metric_values(key.metric) if items else None
             if items is None or found is None:
-                raise Refused(f"{each.run} kept no records of its items: evaluate again")
+                raise NotComparable(f"{each.run} has no item records: evaluate it again")
             if not np.isfinite(found[0]).all():
-                raise Refused(f"{each.run} has an item without a finite value")
-            mean = _score(question.metric, *found)
+                raise NotComparable(f"{each.run} has an item without a finite value")
+            mean = _score(key.metric, *found)
             if not math.isclose(score, mean, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
-                no_mean = f"which is no mean over its items ({mean:.6g})"
-                raise Refused(f"{each.run} scores {score:.6g}, {no_mean}")
+                expected = f"the mean over its items is {mean:.6g}"
+                raise NotComparable(f"{each.run} scores {score:.6g}, but {expected}")
             rows.append(found)
             read.append(items)
-            _check_items(read[0], items, differing_questions(evaluated, question.task))
+            _check_items(read[0], items, differing_task_options(evaluated, key.task))
         values_RN = np.stack([values_N for values_N, _ in rows])
-        return Answers(values_RN, rows[0][1], read[0].clusters_N), read[0]
+        return ItemScores(values_RN, rows[0][1], read[0].clusters_N), read[0]
 
 
 def _score(metric: str, values_N: np.ndarray, weights_N: np.ndarray) -> float:
@@ -228,24 +230,24 @@ def _score(metric: str, values_N: np.ndarray, weights_N: np.ndarray) -> float:
 
 
 def _check_items(a: Items, b: Items, differing: Sequence[str]) -> None:
-    """Raise Refused for other items."""
+    """Raise NotComparable if the items differ."""
     if a.keys != b.keys:
         common = len(set(a.keys) & set(b.keys))
-        asked = f"; asked differently ({'; '.join(differing)})" if differing else ""
-        raise Refused(
-            f"other items: {len(a.keys)} and {len(b.keys)}, of them {common} in common{asked}. "
-            "Evaluate both on the same data with the same options"
+        options = f"; different options ({'; '.join(differing)})" if differing else ""
+        raise NotComparable(
+            f"{len(a.keys)} and {len(b.keys)} items, {common} in common{options}: evaluate both on "
+            "the same data with the same options"
         )
 
 
-def _of_these_runs(task: Task, base: float) -> Row:
-    """What the items of these very runs say, seeds apart."""
+def _item_statistics(task: TaskPair, base: float) -> Row:
+    """Return the statistics over the items of these runs, without seed noise."""
     a, b = (side.values_RN for side in task.sides)
     clusters = Clusters.of(a.mean(axis=0) - b.mean(axis=0), *task.sides[0][1:])
     ends = noise.bootstrap_interval(clusters, np.random.default_rng(0))
     single = len(a) == len(b) == 1 and np.isin([a, b], (0.0, 1.0)).all()
     return {
-        "items_ci": [Scale.of(task.question.metric).change(x, base) for x in ends],
+        "items_ci": [Scale.of(task.key.metric).change(x, base) for x in ends],
         "mcnemar": noise.mcnemar_test(a[0], b[0]) if single else None,
     }
 
@@ -255,9 +257,9 @@ def _mean_if_all(values: Sequence[float | None]) -> float | None:
     return math.fsum(known) / len(known) if len(known) == len(values) else None
 
 
-def _extreme(sides: Sequence[Answers], chance: float | None) -> str | None:
-    """ "floor" (0), "ceiling" (1) or "chance" if all sides score that, by the noise of items."""
-    found = [noise.one_side(side, NO_NOISE) for side in sides]
+def _extreme(sides: Sequence[ItemScores], chance: float | None) -> str | None:
+    """Return "floor" (0), "ceiling" (1) or "chance" if both sides are within item noise of it."""
+    found = [noise.mean_score(side, NO_NOISE) for side in sides]
     ends = [(mean, decide.critical_value(ALPHA, *of_items)) for mean, of_items in found]
     for name, level in (("floor", 0.0), ("ceiling", 1.0), ("chance", chance)):
         if level is not None and all(abs(mean - level) <= half for mean, half in ends):
@@ -269,10 +271,10 @@ def _extreme(sides: Sequence[Answers], chance: float | None) -> str | None:
 
 
 def verdicts(
-    measure: Measure, pairs: Sequence[tuple[Side, Side]]
+    comparator: Comparator, pairs: Sequence[tuple[Side, Side]]
 ) -> tuple[list[Row], list[Row], list[str]]:
-    """Return rows and refusals of each (side, baseline), and notes on runs that were left out."""
-    options = measure.options
+    """Return rows and refusals per (side, baseline), and notes on runs that were left out."""
+    options = comparator.options
     tests: dict[str, list[Test]] = {}
     refused: list[Row] = []
     notes: dict[str, None] = {}
@@ -281,24 +283,24 @@ def verdicts(
         names = {"architecture": label, "baseline": baseline}
         for suite in evaluations.suites_of(both, options.suites):
             nothing: Row = {"suite": suite, "task": None, "metric": None, **names}
-            sides = evaluations.side_by_side(runs, base_runs, suite, options.step)
+            sides = evaluations.pair_evaluations(runs, base_runs, suite, options.step)
             if not sides[0]:
-                refused.append(nothing | {"why": "no whole result at a step that both have"})
+                refused.append(nothing | {"why": "no full results at a common step"})
                 continue
             here = {each.run for side in sides for each in side}
             if left := [run.label for run in both if run.label not in here]:
                 at = f"{suite} at step {sides[0][0].step}"
-                notes[f"{at}: no whole result of {', '.join(left)}"] = None
+                notes[f"{at}: no full results of {', '.join(left)}"] = None
             tasks = []
-            for question in evaluations.questions([*sides[0], *sides[1]], suite):
-                if suite == VALIDATION and question.task != VALIDATION:
-                    continue  # the count models beside it
+            for key in evaluations.score_keys([*sides[0], *sides[1]], suite):
+                if suite == VALIDATION and key.task != VALIDATION:
+                    continue  # the count models
                 try:
-                    tasks.append(measure.task(question, sides))
-                except Refused as reason:
-                    refused.append(nothing | question._asdict() | {"why": str(reason)})
+                    tasks.append(comparator.task(key, sides))
+                except NotComparable as reason:
+                    refused.append(nothing | key._asdict() | {"why": str(reason)})
             for name, members, weight in _tests(suite, tasks, sides):
-                row, paired = measure.row(members, sides)
+                row, paired = comparator.row(members, sides)
                 row |= {"task": name, **names}
                 test = Test(row, paired, members[0].bounded, weight)
                 tests.setdefault(suite, []).append(test)
@@ -307,31 +309,31 @@ def verdicts(
 
 
 def _tests(
-    suite: str, tasks: Sequence[Task], sides: Evaluated
-) -> Iterator[tuple[str, Sequence[Task], float]]:
-    """Name, tasks and weight of each test: the mean of all first, Babilong as means per length.
+    suite: str, tasks: Sequence[TaskPair], sides: EvaluationPair
+) -> Iterator[tuple[str, Sequence[TaskPair], float]]:
+    """Yield name, tasks and weight per test: first the mean of all tasks; Babilong by length.
 
-    A task counts in a mean by its first metric between 0 and 1; the mean has half of the weight.
+    A task enters a mean with its first metric between 0 and 1; the mean has half of the weight.
     """
-    scored: dict[str, Task] = {}
+    scored: dict[str, TaskPair] = {}
     for task in tasks:
-        if task.bounded and sides[0][0].higher_is_better(task.question):
-            scored.setdefault(task.question.task, task)
-    rows = [(x.question.task, [x]) for x in tasks if not BABILONG.fullmatch(x.question.task)]
-    lengths: dict[int, list[Task]] = {}
+        if task.bounded and sides[0][0].higher_is_better(task.key):
+            scored.setdefault(task.key.task, task)
+    rows = [(x.key.task, [x]) for x in tasks if not BABILONG.fullmatch(x.key.task)]
+    lengths: dict[int, list[TaskPair]] = {}
     for name, task in scored.items():
         if match := BABILONG.fullmatch(name):
             lengths.setdefault(int(match[2]), []).append(task)
     for length, members in sorted(lengths.items()):
         mean = f"babilong_{length}k, mean of {len(members)} tasks"
-        rows.append((mean if len(members) > 1 else members[0].question.task, members))
+        rows.append((mean if len(members) > 1 else members[0].key.task, members))
     if len(scored) > 1:
         yield f"{suite}, mean of {len(scored)} tasks", list(scored.values()), float(len(rows))
     yield from ((name, members, 1.0) for name, members in rows)
 
 
 def _family(tests: Sequence[Test]) -> Iterator[Row]:
-    """The rows of one suite, which is a family, with p, Holm's p and verdicts."""
+    """Yield the rows of one suite, a family, with p, Holm's p and verdicts."""
     found = [each.found for each in tests if each.found]
     p = np.array([decide.two_sided_p(x.difference, *x.noise) for x in found])
     weights = np.array([each.weight for each in tests if each.found])
@@ -340,21 +342,21 @@ def _family(tests: Sequence[Test]) -> Iterator[Row]:
     for each in tests:
         row = each.row
         if each.found is not None:
-            yield row | _judged(each, each.found, *map(float, next(numbers)))
+            yield row | _verdict_fields(each, each.found, *map(float, next(numbers)))
         elif row["uninformative"]:
             yield row | NO_TEST | {"verdict": UNINFORMATIVE}
         else:
             of = "of each task" if row["mean_of"] else f"{row['task']}:{row['metric']}=SIGMA"
-            why = f"no seed noise known: give a second seed, or --seed_sigma {of}"
+            why = f"unknown seed noise: give a second seed, or --seed_sigma {of}"
             if row["num_clusters"] == 1:
-                why = "its items are of one source, so their noise is unknown"
+                why = "all items have one source, so their noise is unknown"
             yield row | NO_TEST | {"verdict": NOT_JUDGED, "why": why}
 
 
-def _judged(
-    each: Test, found: Paired, p: float, p_holm: float, level: float, first_level: float
+def _verdict_fields(
+    each: Test, found: Difference, p: float, p_holm: float, level: float, first_level: float
 ) -> Row:
-    # `ci` is at the level of this test, which begins at `first_level`
+    # `ci` is at Holm's level for this test, `first_level` is the level without other rejections
     row, scale = each.row, Scale.of(each.row["metric"])
     size, of_both = found.difference, found.noise
     half = decide.critical_value(level, *of_both)
@@ -364,9 +366,9 @@ def _judged(
     direction = BETTER if (size > 0) == row["higher_is_better"] else WORSE
     verdict = direction if is_real else UNINFORMATIVE if says_nothing else WITHIN
     detectable = decide.detectable(first_level, *of_both)
-    # None if it is more than there can be, or all sides are at floor
+    # None if it exceeds the range of the metric, or both sides are uninformative
     is_shown = not (says_nothing or (each.bounded and detectable > 1))
-    needed = None  # a difference beyond noise has been shown already
+    needed = None  # if significant already
     if verdict == WITHIN:
         needed = decide.seeds_needed(size, first_level, found.noise_with)
     return {
@@ -384,8 +386,8 @@ def _judged(
     }
 
 
-def held_out_words(rows: Sequence[Row], refused: Sequence[Row], pair: tuple[Side, Side]) -> str:
-    """Return the verdict on held-out loss; without evaluations what training logged, and none."""
+def held_out_summary(rows: Sequence[Row], refused: Sequence[Row], pair: tuple[Side, Side]) -> str:
+    """Return a sentence on held-out loss: the verdict, or the logged losses if not evaluated."""
     start, ((side, runs), (baseline, base_runs)) = "held-out loss:", pair
     names = {"architecture": side, "baseline": baseline, "suite": VALIDATION}
     for row in (x for x in (*rows, *refused) if names.items() <= x.items()):

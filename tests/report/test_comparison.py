@@ -15,7 +15,7 @@ from canon_pretrain.report.architectures import Architecture, Choice, architectu
 from canon_pretrain.report.comparison import comparison_content
 from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.report.figures import score_curves
-from canon_pretrain.report.items import Records, Scale, _values
+from canon_pretrain.report.items import ItemCache, Scale, _values
 from canon_pretrain.report.verdicts import Options
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Score
@@ -50,7 +50,7 @@ def cells(row: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def right(share: float, count: int = 1000, rng: np.random.Generator | None = None) -> list[Any]:
-    """Records of answers with that share of them right."""
+    """ItemCache of answers with that share of them right."""
     return records({"acc": right_or_wrong(count, share, rng or RNG(7))})
 
 
@@ -264,7 +264,7 @@ def test_held_out_loss_is_paired_over_documents_and_seeds(tmp_path):
     values = {}
     for path in paths:
         (folder,) = path.glob("evals/*/*/*")
-        items = Records().of(folder, "validation", "nats_per_token")
+        items = ItemCache().get(folder, "validation", "nats_per_token")
         assert items is not None
         values[path.name] = items.values["nats_per_token"] * (1, 1)
     weights = values["a0"][:, 1]

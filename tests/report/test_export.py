@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from canon_pretrain.core.lock import LinkLock
-from canon_pretrain.report.export import About, TensorBoardTarget, about, copy
+from canon_pretrain.report.export import RunMetadata, TensorBoardTarget, copy, run_metadata
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run import background
 from canon_pretrain.run.__main__ import main
@@ -169,7 +169,7 @@ def test_tensorboard_is_followed_over_launches(tmp_path):
         curve = tensorboard_curve(tmp_path / "tb")
         seen.append({step: values["train/loss"] for step, values in curve.items()})
 
-    def live(facts: About) -> TensorBoardTarget:
+    def live(facts: RunMetadata) -> TensorBoardTarget:
         return TensorBoardTarget(tmp_path / "tb", facts, live=True)
 
     began, resumed = (partial(write_launch, run.path, k) for k in (0, 1))
@@ -297,7 +297,7 @@ def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice, tmp_path):
 def test_runs_that_differ_in_their_seeds_alone_are_a_group(tmp_path):
     def facts(name: str, **identity: Any) -> Any:
         run = plant_run(tmp_path / name, [], **identity)
-        return about(RunRecord(run.path), [])
+        return run_metadata(RunRecord(run.path), [])
 
     one, other = facts("a"), facts("b", model__init_seed=8, data__data_seed=9)
     assert (one.group, one.name, other.name) == (other.group, "a", "b")

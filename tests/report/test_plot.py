@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from canon_pretrain.report.curves import Band, join_seeds, stretches, thin
+from canon_pretrain.report.curves import Band, downsample, group_seeds, segments
 from canon_pretrain.report.plot import page_content
 from canon_pretrain.report.record import Curve, RunRecord
 from canon_pretrain.run.__main__ import main
@@ -101,10 +101,10 @@ def test_thinning_keeps_each_stretch_s_extremes_its_first_gap_and_the_ends():
     values = np.random.default_rng(3).normal(3.0, 0.1, 20_000)
     values[[17, 10_000, 19_960]] = 50.0, -20.0, 80.0
     values[[100, 101, 5000]] = np.nan, np.inf, -np.inf
-    bounds = stretches(len(values), 300)
+    bounds = segments(len(values), 300)
     assert bounds[0] == 0 and bounds[-1] == len(values) and len(bounds) == 301
     assert set(np.diff(bounds).tolist()) <= {66, 67}
-    kept = thin(values, bounds)
+    kept = downsample(values, bounds)
     expected = {0, len(values) - 1}
     for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         finite = [(values[i], i) for i in range(begin, end) if math.isfinite(values[i])]
@@ -112,7 +112,7 @@ def test_thinning_keeps_each_stretch_s_extremes_its_first_gap_and_the_ends():
         expected |= set([i for i in range(begin, end) if not math.isfinite(values[i])][:1])
     assert kept.tolist() == sorted(expected)
     assert {17, 10_000, 19_960, 100, 5000} <= set(kept.tolist())
-    assert thin(values[:300], stretches(300, 300)).tolist() == list(range(300))
+    assert downsample(values[:300], segments(300, 300)).tolist() == list(range(300))
 
 
 def test_half_a_million_steps_are_a_page_of_a_few_megabytes(tmp_path, monkeypatch):
@@ -152,7 +152,7 @@ def test_a_band_is_numpy_s_minimum_and_maximum_at_common_steps():
     assert again.high[1] == made.high[1]
     assert Band.of([logged[0], None], 2000) is None
     assert Band.of([logged[0], Curve(np.array([5]), np.array([1.0]))], 2000) is None
-    # thinned, it holds all that is in its stretches
+    # thinned, it holds all that is in its segments
     values = np.random.default_rng(6).normal(3, 1, (3, 9000))
     values[1, 4321] = 90.0
     made = Band.of([Curve(np.arange(9000), row) for row in values], 100)
@@ -172,7 +172,7 @@ def test_only_runs_that_differ_in_seeds_alone_are_joined(tmp_path):
         "twin_again": {"training__steps": 7},
     }
     runs = [record(tmp_path / name, LEARNS, **identity) for name, identity in planted.items()]
-    assert [(entry.label, entry.runs) for entry in join_seeds(runs)] == [
+    assert [(entry.label, entry.runs) for entry in group_seeds(runs)] == [
         ("rope_seed0 and 2 more", (0, 2, 3)),
         ("nope_lr", (1,)),
         ("twin", (4,)),  # the same seeds twice are no sample

@@ -13,16 +13,16 @@ import pytest
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.files import write_json
 from canon_pretrain.model.args import ModelArgs, num_parameters
-from canon_pretrain.report.comparison import PUBLISHED, anchors, comparison_content
+from canon_pretrain.report.comparison import PUBLISHED, comparison_content, published_scores
 from canon_pretrain.report.eval_report import escape_markdown, html_page, report_content
 from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.report.figures import MEAN
 from canon_pretrain.report.sections import (
-    figure,
     interval,
     p_value,
+    rounded,
     signed,
-    tallies,
+    verdicts_by_architecture,
 )
 from canon_pretrain.run.folder import RunFolder, unique_labels
 from canon_pretrain.run.results import Score
@@ -298,12 +298,17 @@ def test_a_line_that_is_no_event_is_reported_once(run, caplog):
 
 
 def test_verdicts_come_first_and_the_planted_difference_is_real(page):
-    (tally,) = tallies(content(page)).values()
+    (tally,) = verdicts_by_architecture(content(page)).values()
     mean, pair = tally["better"]
     assert (len(mean["mean_of"]), pair["task"], tally["worse"]) == (3, "piqa", [])
     assert pair["difference"] == pytest.approx(0.35, abs=0.06)
-    shown = ["better", signed(pair["difference"]), interval(pair["ci"]), p_value(pair["p_holm"])]
-    shown += [figure(pair["value"]), figure(pair["baseline_value"])]
+    shown = [
+        "better",
+        signed(pair["difference"]),
+        interval(pair["ci"]),
+        p_value(pair["p_holm"]),
+    ]
+    shown += [rounded(pair["value"]), rounded(pair["baseline_value"])]
     parsed, text = Page(page), markdown(page)
     row = ["piqa acc", "nope", *shown]
     assert row in [found[:8] for found in parsed.rows]
@@ -331,7 +336,7 @@ def test_held_out_loss_is_the_headline_with_its_curve(tmp_path, capsys):
     nope, canon = found["held_out"]["lines"]
     assert nope["values"] == pytest.approx([6.001, 5.001]) and nope["n"] == [2, 2]
     assert canon["low"] == pytest.approx([5.9, 4.9]) and canon["tokens"] == [10 * 2048, 20 * 2048]
-    assert tallies(found) == {}  # the headline is no task
+    assert verdicts_by_architecture(found) == {}  # the headline is no task
 
 
 def test_scores_by_architecture_with_published_ones_beside_them(page):
@@ -346,18 +351,18 @@ def test_scores_by_architecture_with_published_ones_beside_them(page):
         assert [x.split()[0] for x in found[1:3]] == values
     rows = [r for r in parsed.rows if r[0] == "piqa acc" and r[-1] == "0.7225"]
     assert [row[-3:] for row in rows] == [["0.7002", "0.7187", "0.7225"]] * 3
-    everything = anchors(PUBLISHED)
+    everything = published_scores(PUBLISHED)
     assert everything is not None and len(everything["rows"]) == 10
     published = {(row["task"], row["metric"]): row["values"] for row in everything["rows"]}
     assert published["lambada_openai", "acc"] == [0.426, 0.4566, 0.4665]
     assert published["wikitext", "word_perplexity"] == [18.53, 16.56, 16.42]
-    assert anchors([("mine", "acc")]) is None
+    assert published_scores([("mine", "acc")]) is None
 
 
 def test_the_baseline_and_the_seed_noise_are_the_users(six, tmp_path):
     arguments = ["report", *map(str, six), "--out", str(tmp_path)]
     main([*arguments, "--baseline", "nope", "--seed_sigma", "boolq=0.2"])
-    (tally,) = tallies(content(tmp_path / "x")).values()
+    (tally,) = verdicts_by_architecture(content(tmp_path / "x")).values()
     assert (len(tally["better"]), len(tally["worse"])) == (0, 2)
     (pair,) = (p for p in content(tmp_path / "x")["comparison"]["pairs"] if p["task"] == "boolq")
     assert pair["seed_noise"]["source"] == "given" and pair["seed_noise"]["sigma"] == 0.2

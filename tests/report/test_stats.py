@@ -13,7 +13,7 @@ from statsmodels.regression.linear_model import WLS
 from statsmodels.stats.multitest import multipletests
 
 from canon_pretrain.report import decide, noise
-from canon_pretrain.report.noise import Answers, Clusters, Paired, SeedNoise, seed_noise
+from canon_pretrain.report.noise import Clusters, Difference, ItemScores, SeedNoise, seed_noise
 from tests import simulate_statistics as simulate
 
 Rng = np.random.Generator
@@ -32,10 +32,10 @@ def alone(values: np.ndarray) -> Clusters:
 
 def compared(
     a: np.ndarray, b: np.ndarray, weights: np.ndarray, clusters: np.ndarray, seeds: SeedNoise
-) -> Paired:
+) -> Difference:
     """On one task."""
-    sides = ([Answers(values, weights, clusters)] for values in (a, b))
-    return noise.paired(*sides, seeds)
+    sides = ([ItemScores(values, weights, clusters)] for values in (a, b))
+    return noise.paired_difference(*sides, seeds)
 
 
 # -- items ----------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_few_items_that_all_agree_are_no_certainty():
 def test_what_runs_answer_on_their_own_is_in_their_spread(rng):
     chances = rng.uniform(0.1, 0.9, 900)
     answers = (rng.random((300, 900)) < chances).astype(float)  # equally good runs
-    found = noise.interaction_variance(Answers(answers, np.ones(900), np.arange(900)))
+    found = noise.interaction_variance(ItemScores(answers, np.ones(900), np.arange(900)))
     assert found == pytest.approx((chances * (1 - chances)).mean() / 900, rel=0.02)
     assert found == pytest.approx(answers.mean(axis=1).var(ddof=1), rel=0.3)
 
@@ -277,7 +277,7 @@ def test_the_mean_of_tasks_leaves_out_a_source_of_all_of_them(rng):
         codes[:25] = np.arange(25)
         weights = rng.uniform(1, 3, size)
         for side, each in zip((a, b), values, strict=True):
-            side.append(Answers(each, weights, codes))
+            side.append(ItemScores(each, weights, codes))
 
     def mean(left_out: int | None) -> float:
         each = []
@@ -287,7 +287,7 @@ def test_the_mean_of_tasks_leaves_out_a_source_of_all_of_them(rng):
             each.append(np.average(differences, weights=x.weights_N[kept]))
         return float(np.mean(each))
 
-    found = noise.paired(a, b, known)
+    found = noise.paired_difference(a, b, known)
     assert found.difference == pytest.approx(mean(None))
     by_hand = 24 / 25 * sum((mean(g) - mean(None)) ** 2 for g in range(25))
     assert found.noise.item_variance == pytest.approx(by_hand)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from canon_pretrain.checkpoint.retention import hold_step
-from canon_pretrain.report.status import FACTS, find_runs, look, summarize_run
+from canon_pretrain.report.status import JSON_KEYS, find_runs, summarize_run, summarize_runs
 from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Score
@@ -34,7 +34,7 @@ def summary(run: RunFolder) -> SimpleNamespace:
 
 
 def seen_now(*paths: Path) -> list[SimpleNamespace]:
-    return [SimpleNamespace(**facts) for facts in look([str(path) for path in paths])]
+    return [SimpleNamespace(**facts) for facts in summarize_runs([str(path) for path in paths])]
 
 
 # ---- the facts
@@ -251,7 +251,7 @@ def test_json_has_every_fact_under_a_stable_name(tmp_path, capsys):
     status_command(str(run.path), "--json")
     document = json.loads(capsys.readouterr().out)
     (record,) = document["runs"]
-    assert list(document) == ["time", "runs"] and list(record) == list(FACTS)
+    assert list(document) == ["time", "runs"] and list(record) == list(JSON_KEYS)
     assert record["checkpoint"]["step"] == 10 and "no hash" in record["checkpoint"]["checked"]
 
 

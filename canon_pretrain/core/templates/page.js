@@ -1,5 +1,5 @@
 "use strict";
-// What the scripts of all pages share: the page's JSON, its colours, texts, and plotly's set-up.
+// Shared by the scripts of all pages: the page's JSON, colors, texts and plotly settings.
 const page = (() => {
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const touch = matchMedia("(pointer: coarse)");
@@ -8,10 +8,10 @@ const page = (() => {
   const dashes = ["solid", "dash", "dot", "dashdot"];
 
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  // plotly reads its texts as a kind of HTML
+  // plotly renders some HTML in texts
   const plain = (text) =>
     text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  const short = (text) => {  // on a phone the hover box has room for less
+  const short = (text) => {  // shorter on a phone
     const half = narrow() ? 6 : 16;
     return text.length > 2 * half + 2 ? `${text.slice(0, half)}…${text.slice(-half)}` : text;
   };
@@ -36,7 +36,7 @@ const page = (() => {
 
   const config = () => ({
     responsive: true, displaylogo: false, displayModeBar: bar() ? "hover" : false,
-    // named one by one: plotly's own set has a button that sends the chart to its makers
+    // an explicit list: plotly's default has a button that uploads the chart
     modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
   });
 
@@ -52,7 +52,7 @@ const page = (() => {
     axis,
     layout,
     config,
-    // draw now and when the colours change; then the page says that it is drawn
+    // draw now and when the color scheme changes, then set data-drawn
     start: (drawAll) => {
       dark.addEventListener("change", drawAll);
       drawAll().then(() => document.documentElement.setAttribute("data-drawn", "yes"));

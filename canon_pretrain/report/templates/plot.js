@@ -1,5 +1,5 @@
 "use strict";
-// Shows the page's traces, which are over steps, as the reader chooses: over what, how smooth, whose.
+// Draws the page's traces, which are over steps, by the controls: x axis, smoothing, runs.
 (() => {
   const { content, grouped } = page;
   const { runs } = content;
@@ -13,7 +13,7 @@
   const scale = () => SCALES[Number(pick("smoothing").value)];
   const faded = (hex, alpha) => hex + Math.round(255 * alpha).toString(16).padStart(2, "0");
 
-  // x of steps (in order) by the tables of runs, straight between two rows; null without such an axis
+  // x of sorted steps, interpolated linearly in the tables of runs; null without such an axis
   function place(members, steps, over) {
     if (over === "steps") return steps;
     const tables = members.map((k) => runs[k].axis).filter((axis) => axis[over] !== null);
@@ -29,7 +29,7 @@
     return over === "tokens" && tables.length ? sums.map(Math.round) : sums;
   }
 
-  // exponential moving average over steps, without the bias of its first values; null stays a gap
+  // bias-corrected exponential moving average over steps; null stays a gap
   function smoothed(steps, values, tau) {
     let sum = 0, weight = 0, last = null;
     return values.map((value, i) => {
@@ -100,13 +100,13 @@
       xaxis: {
         ...page.axis(), exponentformat: "B", title: { text: title, standoff: 8 },
         type: logX ? "log" : "linear", showspikes: false, nticks: page.narrow() ? 5 : 9,
-        rangemode: Number(pick("from").value) ? "normal" : "tozero",  // one score alone has no range
+        rangemode: Number(pick("from").value) ? "normal" : "tozero",  // a single score has no range
         unifiedhovertitle: { text: `%{x:${over.endsWith("hours") ? ",.2f" : ",d"}} ${title}` },
       },
       yaxis: {
         ...page.axis(), exponentformat: "B", type: logScale ? "log" : "linear",
         nticks: logScale ? 5 : 7,
-        // on a log axis plotly would call 0.5 "5"
+        // on a log axis plotly would label 0.5 as "5"
         tickformat: chart.form.endsWith("%") ? "~%" : logScale ? ".3~g" : "",
       },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
@@ -114,7 +114,7 @@
   }
 
   let isAsked = false;
-  function redraw() {  // with the next frame: a slider asks for more than can be shown
+  function redraw() {  // in the next frame: a slider sends more events than can be drawn
     document.documentElement.removeAttribute("data-drawn");
     pick("smoothing-value").textContent = scale() ? `over ${grouped(scale())} steps` : "off";
     if (isAsked) return;
@@ -153,7 +153,7 @@
       redraw();
     });
   }
-  // a hundredth of the longest run at most to begin with: noise goes, the shape stays
+  // the default smoothing is at most a hundredth of the longest run
   const isLong = runs.some((run) => run.axis.steps.length >= 200);
   const fitting = SCALES.filter((tau) => isLong && tau <= longest / 100);
   pick("smoothing").value = String(Math.max(0, fitting.length - 1));

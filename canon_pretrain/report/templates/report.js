@@ -27,7 +27,7 @@
   }
   const redraw = () => Promise.all([...drawn].map(draw));
 
-  // a plot is drawn when it is scrolled to: a report of many runs opens at once all the same
+  // a plot is drawn when it is scrolled to, so that a report of many runs opens fast
   const watcher = new IntersectionObserver((entries) => {
     for (const entry of entries) if (entry.isIntersecting) draw(entry.target);
   }, { rootMargin: "400px" });
@@ -38,7 +38,7 @@
     plots.forEach(draw);
   });
 
-  // legends of several groups of plots go together
+  // a click on a legend applies to all legends
   const buttons = [...document.querySelectorAll(".legend button")];
   for (const button of buttons) {
     button.addEventListener("click", () => {
@@ -51,7 +51,7 @@
     });
   }
 
-  // a cell without a value is last, whichever way a column is sorted
+  // cells without a value are last in both directions
   const collator = new Intl.Collator("en", { numeric: true, sensitivity: "base" });
   function keyOf(cell) {
     const text = cell.textContent.trim();
