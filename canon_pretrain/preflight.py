@@ -1,12 +1,12 @@
-"""Check a job before and on its nodes, so that a broken node is named, not guessed.
+"""Check a job before it starts, and its nodes, to identify broken ones.
 
     python -m canon_pretrain.preflight job --nodes 2 --ranks_per_node 8 -- --config FILE.toml ...
     python -m canon_pretrain.preflight node --report DIR --run RUN --bytes N [--gpus 8]
     torchrun ... -m canon_pretrain.preflight ranks --report DIR [--gpus 8]
     python -m canon_pretrain.preflight verdict --report DIR --nodes n1,n2 [--ranks]
 
-slurm/lib.sh calls them in this order before each launch; `job` reads the job as the trainer will.
-Nodes and ranks leave reports in DIR, `verdict` names those at fault.
+slurm/lib.sh calls them in this order before each launch. Nodes and ranks write reports to DIR,
+`verdict` prints the broken nodes.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from canon_pretrain.core.cli import command
-from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import UnreadableFile, free_bytes, read_record, write_json
 from canon_pretrain.core.holder import host_name
 from canon_pretrain.kernels.hardware import check_cuda, copy_bandwidth, matmul_flops
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 600
 LEAST_FREE = 0.9
-"""The share of a GPU's memory that must be free; a process of a former job may hold the rest."""
+"""Fraction of a GPU's memory that must be free: processes of earlier jobs may use it."""
 MATMUL_SIZE = {"cuda": 8192, "cpu": 512}
 SECONDS = {"cuda": 1.0, "cpu": 0.1}
 CPU_BYTES = 1 << 25
@@ -53,39 +53,39 @@ MATMUL, MEMORY = "matmul", "memory"
 IN_NODE, TWO_NODES, ALL_NODES = "all-reduce in the node", "all-reduce of two nodes", "all-reduce"
 PACKAGES = ("torch", "torchtitan", "numpy")
 CLOCK_WARNING_S, CLOCK_FAULT_S = 2.0, 30.0
-"""Half of the minute after which a silent run counts as dead, by another node's clock."""
+"""A silent run counts as dead after a minute, by another node's clock."""
 SLOW_WARNING, SLOW_FAULT = 0.8, 0.5
-"""Shares of the usual speed. On CPUs, which jobs may share, a warning is all."""
+"""Fractions of the median speed. CPUs, which jobs may share, only give warnings."""
 EXIT_COMMON, EXIT_BROKEN_NODES = 1, 3
-"""Exit codes of `verdict`; after the second, leaving out the nodes that it names may help."""
+"""Exit codes of `verdict`; the second: the job may run without the printed nodes."""
 
 
 # -- the job
 
 
 def check_nodes(global_batch_size: int, nodes: int, ranks_per_node: int) -> None:
-    """Raise UserError, with the numbers that fit, if these ranks can't share a global batch."""
+    """Raise UserError if the number of ranks does not divide the global batch."""
     if nodes < 1 or ranks_per_node < 1:
         raise UserError(
-            "todo.preflight",
+            "slurm.value",
             f"{nodes} node(s) of {ranks_per_node} rank(s): expected at least 1 of each",
         )
     worlds = valid_world_sizes(global_batch_size, ranks_per_node)
     if nodes * ranks_per_node in worlds:
         return
-    fitting = ", ".join(str(world // ranks_per_node) for world in worlds) or "none"
+    valid = [world // ranks_per_node for world in worlds]
     raise UserError(
-        "todo.preflight",
-        f"{nodes} node(s) of {ranks_per_node} can't share training.global_batch_size = "
-        f"{global_batch_size}. Numbers of nodes that can: {fitting} (sbatch --nodes), of "
-        f"{ranks_per_node} each",
+        "config.world_size",
+        f"{nodes} node(s) of {ranks_per_node} ranks do not divide training.global_batch_size = "
+        f"{global_batch_size}; valid numbers of nodes: {', '.join(map(str, valid)) or 'none'}",
+        valid=valid,
     )
 
 
 def plan_job(
     arguments: list[str], nodes: int, ranks_per_node: int, data: bool = False
 ) -> tuple[Path, int]:
-    """Return a job's run folder and the bytes of a checkpoint; with `data` open its shards."""
+    """Return a job's run folder and the bytes of a checkpoint; with `data` open the shards too."""
     from canon_pretrain.titan.device import prepare_device
 
     prepare_device()
@@ -101,14 +101,14 @@ def plan_job(
     shard_degree(job, nodes * ranks_per_node)
     if data:
         open_shards(job).close()
-    # weights and AdamW's two moments; an upper bound where a part is not trained
+    # weights and AdamW's two moments; an upper bound if not all weights are trained
     numbers = 3 * num_parameters(job.model_args)
     size = numbers * getattr(torch, job.training.dtype).itemsize
     return Path(job.job.dump_folder).absolute(), size
 
 
 def slow_save_warning(run: RunFolder, show: Callable[[str], str]) -> str | None:
-    """Return a warning if Slurm, by `scontrol show ...`, kills sooner than the last save took."""
+    """Return a warning if the last save took longer than Slurm's KillWait; `show`: scontrol."""
     try:
         tail = read_tail(run.log_file, until="checkpoint")
     except UnreadableFile:
@@ -120,15 +120,14 @@ def slow_save_warning(run: RunFolder, show: Callable[[str], str]) -> str | None:
     if kill is None or save_s <= int(kill[1]):
         return None
     return (
-        f"the last checkpoint took {save_s:.0f} s, and Slurm kills {kill[1]} s after SIGTERM "
-        f"(KillWait), {grace[1] if grace else 0} s later where it preempts (GraceTime): steps "
-        "since the last checkpoint may be lost. Lower checkpoint.interval, and let the time "
-        "limit's signal come earlier (sbatch --signal=B:USR1@SECONDS)"
+        f"the last checkpoint took {save_s:.0f} s; Slurm kills a job {kill[1]} s after SIGTERM "
+        f"(KillWait), plus {grace[1] if grace else 0} s if it is preempted (GraceTime). Lower "
+        "checkpoint.interval, and raise sbatch --signal=B:USR1@SECONDS"
     )
 
 
 def scontrol(what: str) -> str:
-    """Return the output of `scontrol show WHAT`; empty if there is none."""
+    """Return the output of `scontrol show WHAT`; empty without Slurm."""
     try:
         words = ["scontrol", "show", *what.split()]
         return subprocess.run(words, capture_output=True, text=True, timeout=30).stdout
@@ -136,15 +135,15 @@ def scontrol(what: str) -> str:
         return ""
 
 
-# -- what a node finds out about itself, and a rank when it meets the others
+# -- reports of nodes and ranks
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a node or a rank found, as a JSON file.
+    """The findings of a node or a rank, a JSON file.
 
-    `disk`: faults of the run folder, which all nodes may share. `versions` all nodes must have
-    alike. `left_alone`: a collective that failed, perhaps by another rank's fault. `clock_s`: after
+    `disk`: faults of the run folder, which all nodes may share. `versions`: must be the same on all
+    nodes. `left_alone`: a collective that failed, perhaps because of another rank. `clock_s`: after
     a barrier. `speeds`: FLOP/s and bytes per second, by device and measure.
     """
 
@@ -157,25 +156,25 @@ class Report:
 
 
 def report_node(run: Path, checkpoint_bytes: int, gpus: int) -> Report:
-    """Check this node's GPUs and what it can write to `run`."""
+    """Check this node's GPUs, software versions and access to `run`."""
     faults: list[str] = []
     disk: list[str] = []
     try:
         if (free := free_bytes(run)) < checkpoint_bytes:
             disk.append(
-                f"{free:,} bytes are free in {run}, a checkpoint takes about {checkpoint_bytes:,}"
+                f"{free:,} bytes are free in {run}, a checkpoint has about {checkpoint_bytes:,}"
             )
         with tempfile.NamedTemporaryFile(dir=run, prefix=f".preflight-{host_name()}-") as file:
             file.write(os.urandom(1 << 20))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        disk.append(f"{run} cannot be written to: {error.strerror}")
+        disk.append(f"{run} cannot be written: {error.strerror}")
     if gpus:
         import torch
 
         if (found := torch.cuda.device_count()) < gpus:
-            faults.append(f"{found} of {gpus} GPUs can be used")
+            faults.append(f"{found} of {gpus} GPUs are usable")
             try:
                 check_cuda()
             except UserError as error:
@@ -187,10 +186,7 @@ def report_node(run: Path, checkpoint_bytes: int, gpus: int) -> Report:
 
 
 def report_ranks(gpus: int) -> Report:
-    """Use this rank's device by itself, all ranks at once, then all-reduce in growing groups.
-
-    A device or link that fails, or is slow, is found before the model is built, on its own node.
-    """
+    """Test this rank's device, then all-reduce within nodes, between neighbors, over all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -207,7 +203,7 @@ def report_ranks(gpus: int) -> Report:
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         faults, speeds = check_device(device)
         if gpus and not faults:
-            torch.cuda.empty_cache()  # what was tried with; NCCL allocates by itself
+            torch.cuda.empty_cache()  # NCCL allocates memory outside of torch
         found: list[list[str]] = [[]] * world
         dist.all_gather_object(found, faults)
         if any(found):
@@ -218,22 +214,22 @@ def report_ranks(gpus: int) -> Report:
                 continue
             rate = all_reduce_bandwidth(group, len(ranks), device)
             if rate is None:
-                there = f"{len(ranks)} of {world} ranks, with those of {node},"
-                return Report([f"an all-reduce of ones over {there} gave other sums"])
-            if len(ranks) > 1:  # of a node's two neighbors, one may be slow
+                there = f"{len(ranks)} of {world} ranks, including those of {node}"
+                return Report([f"an all-reduce over {there}, returned wrong sums"])
+            if len(ranks) > 1:  # a neighbor may be slow: keep the faster one
                 speeds[name] = max(rate, speeds.get(name, 0.0))
         dist.barrier()
         label = f"{device.type}:{os.environ['LOCAL_RANK']}"
         return Report(clock_s=clock_s, speeds={label: speeds})
     except RuntimeError as error:
-        # another rank's fault may be the reason: this one counts where no rank has one of its own
+        # perhaps the fault of another rank: counts only if no rank reports a fault
         return Report(left_alone=f"a collective failed: {str(error).splitlines()[0]}")
     finally:
         dist.destroy_process_group()
 
 
 def check_device(device: "torch.device") -> tuple[list[str], dict[str, float]]:
-    """Allocate and multiply on a device; return its faults, and FLOP/s and bytes per second."""
+    """Return a device's faults and its FLOP/s and bytes per second."""
     import torch
 
     size, seconds = MATMUL_SIZE[device.type], SECONDS[device.type]
@@ -244,7 +240,7 @@ def check_device(device: "torch.device") -> tuple[list[str], dict[str, float]]:
             free, total = torch.cuda.mem_get_info()
             if free < LEAST_FREE * total:
                 held = (total - free) / 2**30
-                return [f"{device}: {held:.1f} of {total / 2**30:.1f} GiB are in use already"], {}
+                return [f"{device}: {held:.1f} of {total / 2**30:.1f} GiB are in use"], {}
             num_bytes, dtype = free // 4, torch.bfloat16
         ones = torch.ones(size, size, device=device, dtype=dtype)
         source = torch.full((num_bytes,), 90, device=device, dtype=torch.uint8)
@@ -256,16 +252,16 @@ def check_device(device: "torch.device") -> tuple[list[str], dict[str, float]]:
         if not bool((ones @ ones == size).all()):
             return [f"{device}: a product of ones is wrong"], {}
         if not torch.equal(source, target):
-            return [f"{device}: a copy of {num_bytes:,} bytes is not what was copied"], {}
+            return [f"{device}: a copy of {num_bytes:,} bytes is wrong"], {}
         return [], speeds
     except RuntimeError as error:
         return [f"{device}: {str(error).splitlines()[0]}"], {}
 
 
 def rank_groups(nodes: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Return each node's ranks, those of each two neighbors on a ring of nodes, and all.
+    """Return named groups: the ranks of each node, of neighbors on a ring of nodes, and all.
 
-    Ranks take these groups in one order, so none waits for a rank that waits for it.
+    All ranks must use the groups in this order, so that none blocks another.
     """
     names = list(dict.fromkeys(nodes))
     own = {name: [rank for rank, node in enumerate(nodes) if node == name] for name in names}
@@ -274,18 +270,18 @@ def rank_groups(nodes: Sequence[str]) -> list[tuple[str, list[int]]]:
         return groups
     if len(names) > 2:
         ring = [(i, (i + 1) % len(names)) for i in range(len(names))]
-        for i, j in ring[::2] + ring[1::2]:  # neighbors of neighbors do not wait for each other
+        for i, j in ring[::2] + ring[1::2]:  # disjoint pairs first, to run in parallel
             groups.append((TWO_NODES, sorted(own[names[i]] + own[names[j]])))
     return [*groups, (ALL_NODES, list(range(len(nodes))))]
 
 
 def all_reduce_bandwidth(group: Any, count: int, device: "torch.device") -> float | None:
-    """Return bus bandwidth in bytes/s, as nccl-tests define it; None if the sums are wrong."""
+    """Return the bus bandwidth of nccl-tests in bytes/s; None if the sums are wrong."""
     import torch
     import torch.distributed as dist
 
     ones = torch.ones(ELEMENTS[device.type], device=device)
-    dist.all_reduce(ones, group=group)  # connects, and lets all begin the next ones together
+    dist.all_reduce(ones, group=group)  # connects and synchronizes
     begin = time.perf_counter()
     for _ in range(ALL_REDUCES):
         dist.all_reduce(ones.fill_(1), group=group)
@@ -298,13 +294,13 @@ def all_reduce_bandwidth(group: Any, count: int, device: "torch.device") -> floa
 # -- the verdict
 
 Reports = Mapping[str, Report | None]
-"""By node; None without one."""
+"""By node; None if it is missing."""
 Finding = tuple[str, str, bool]
-"""A node, what is odd about it, and whether that is a fault."""
+"""Node, description, whether it is a fault (else a warning)."""
 
 
 class Verdict(NamedTuple):
-    """Faults of some nodes, by name; faults of all alike, so that no other would do better."""
+    """Faults by node; `common`: faults that exclude no node, since all have them."""
 
     nodes: dict[str, list[str]]
     common: list[str]
@@ -312,7 +308,7 @@ class Verdict(NamedTuple):
 
 
 def judge(reports: Reports) -> Verdict:
-    """Judge the reports of `report_node`, or those of `report_ranks`, a node's ranks merged."""
+    """Judge the reports of `report_node`, or of `report_ranks` merged by node."""
     there = {node: report for node, report in reports.items() if report is not None}
     faults = {node: [*each.faults] if each else ["no report"] for node, each in reports.items()}
     common, warnings = [], []
@@ -339,14 +335,14 @@ def _other_versions(reports: Mapping[str, Report]) -> Iterator[Finding]:
         usual = Counter(values.values()).most_common(1)[0][0]
         for node, value in values.items():
             if value != usual:
-                yield node, f"{name} is {value}, elsewhere {usual}", True
+                yield node, f"{name} is {value}, on other nodes {usual}", True
 
 
 def _wrong_clocks(reports: Mapping[str, Report]) -> Iterator[Finding]:
     clocks = {node: each.clock_s for node, each in reports.items() if each.clock_s is not None}
     for node, clock_s in clocks.items():
         if (off := abs(clock_s - statistics.median_low(clocks.values()))) > CLOCK_WARNING_S:
-            yield node, f"its clock is {off:.1f} s off the others'", off > CLOCK_FAULT_S
+            yield node, f"clock differs by {off:.1f} s", off > CLOCK_FAULT_S
 
 
 def _slow_devices(reports: Mapping[str, Report]) -> Iterator[Finding]:
@@ -357,25 +353,25 @@ def _slow_devices(reports: Mapping[str, Report]) -> Iterator[Finding]:
                 found.setdefault(name, {}).setdefault(node, {})[device] = value
     for name, nodes in found.items():
         unit, scale = ("TFLOP/s", 1e12) if name == MATMUL else ("GB/s", 1e9)
-        # of two nodes, the better one's
+        # of two nodes, that of the faster one
         usual = statistics.median_high(statistics.median_high(s.values()) for s in nodes.values())
         for node, speeds in nodes.items():
             device = min(speeds, key=speeds.__getitem__)
             if (share := speeds[device] / usual) < SLOW_WARNING:
                 text = f"{device} is slow: {name} {speeds[device] / scale:.3g} {unit}, {share:.0%} "
-                text += f"of the usual {usual / scale:.3g} {unit}"
+                text += f"of the median {usual / scale:.3g} {unit}"
                 yield node, text, share < SLOW_FAULT and not device.startswith("cpu")
 
 
 def read_reports(folder: Path, nodes: Sequence[str], *, ranks: bool) -> dict[str, Report | None]:
-    """Return the reports by node; those of a node's ranks as one."""
+    """Return the reports by node; those of a node's ranks are merged."""
     reports: dict[str, Report | None] = dict.fromkeys(nodes)
     for node in nodes:
         for path in sorted(folder.glob(f"{node}.rank*.json" if ranks else f"{node}.json")):
             try:
                 report = read_record(path, Report)
             except UnreadableFile:
-                continue  # cut short by a full disk, or a crash
+                continue  # truncated by a full disk or a crash
             if (before := reports[node]) is not None:
                 report = replace(
                     report,
@@ -388,13 +384,13 @@ def read_reports(folder: Path, nodes: Sequence[str], *, ranks: bool) -> dict[str
 
 
 def print_verdict(folder: Path, names: str, *, ranks: bool) -> int:
-    """Print faults to stderr and the nodes to leave out to stdout; return the exit code."""
+    """Print faults to stderr and the nodes to exclude to stdout; return the exit code."""
     reports = read_reports(folder, [name for name in names.split(",") if name], ranks=ranks)
     nodes, common, warnings = judge(reports)
     if ranks and not any(reports.values()):
-        common = ["the ranks could not meet: no node reports"]
-    lines = [f"WARNING: {text}" for text in warnings] + [f"not fit: {text}" for text in common]
-    lines += [f"node {node} is not fit: {'; '.join(texts)}" for node, texts in nodes.items()]
+        common = ["the ranks could not connect: no node has a report"]
+    lines = [f"WARNING: {text}" for text in warnings] + [f"FAULT: {text}" for text in common]
+    lines += [f"FAULT of node {node}: {'; '.join(texts)}" for node, texts in nodes.items()]
     for line in lines:
         print(line, file=sys.stderr)
     if common:
@@ -408,7 +404,7 @@ def print_verdict(folder: Path, names: str, *, ranks: bool) -> int:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command. `job` prints the run folder and the bytes, each ended by a NUL byte."""
+    """Run a command; `job` prints the run folder and a checkpoint's bytes, NUL-terminated."""
     words = sys.argv[1:] if argv is None else argv
     place = words.index("--") if "--" in words else len(words)
     with command(prints=words[:1] in (["job"], ["verdict"])):
@@ -430,21 +426,25 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m canon_pretrain.preflight")
+    parser = argparse.ArgumentParser(
+        prog="python -m canon_pretrain.preflight",
+        description="Used by slurm/lib.sh.",
+        epilog=EPILOG,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     names = ("job", "node", "ranks", "verdict")
     job, node, ranks, verdict = (commands.add_parser(name) for name in names)
     job.add_argument("--nodes", type=int, required=True)
     job.add_argument("--ranks_per_node", type=int, required=True)
-    job.add_argument("--data", action="store_true", help="look for the data too")
+    job.add_argument("--data", action="store_true", help="also check the data")
     node.add_argument("--run", type=Path, required=True)
-    node.add_argument("--bytes", type=int, default=0, help="about the size of a checkpoint")
+    node.add_argument("--bytes", type=int, default=0, help="approximate size of a checkpoint")
     verdict.add_argument("--nodes", required=True, help="comma-separated names of all nodes")
-    verdict.add_argument("--ranks", action="store_true", help="judge the ranks' reports")
+    verdict.add_argument("--ranks", action="store_true", help="read the ranks' reports")
     for each in (node, ranks, verdict):
         each.add_argument("--report", type=Path, required=True, metavar="DIR")
     for each in (node, ranks):
-        each.add_argument("--gpus", type=int, default=0, help="GPUs that must be there; 0: CPUs")
+        each.add_argument("--gpus", type=int, default=0, help="expected GPUs; 0: CPUs")
     return parser.parse_args(argv)
 
 

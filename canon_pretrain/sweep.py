@@ -1,13 +1,12 @@
-"""A sweep: configs x learning rates x seeds, each a run in a folder of its own, resumed as a whole.
+"""Sweeps: configs x learning rates x seeds, each a run in its own folder.
 
     python -m canon_pretrain.sweep plan SWEEP --configs A.toml B.toml [--lr 1e-3 2e-3] [--seeds 0 1]
         [--seed_of init|data|both] [--extend] [--section.key value ...]
     python -m canon_pretrain.sweep table SWEEP [--json]
     python -m canon_pretrain.sweep run SWEEP NUMBER [--ranks N]
 
-Each run is a launch of train.py into SWEEP/NAME: `run` by torchrun on this machine, slurm/sweep.sh
-as an element of an array job. A run that is DONE is skipped, any other resumes from its newest
-checkpoint. No torch.
+`run` trains into SWEEP/NAME with torchrun on this machine, slurm/sweep.sh as a task of an array.
+A run that is DONE is skipped, others resume from their newest checkpoint. No torch.
 """
 
 import argparse
@@ -34,7 +33,7 @@ from rich.table import Table
 from rich.text import Text
 
 from canon_pretrain.core.cli import command, positive
-from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.holder import read_count
 from canon_pretrain.core.terminal import Console, printable
@@ -59,12 +58,12 @@ SEED_KEYS: dict[SeedOf, tuple[str, ...]] = {
 RATE_KEY = "optimizer.lr"
 FOLDER_KEY = "job.dump_folder"
 SAME_DATA = ("training.seq_len", "training.global_batch_size", "training.steps")
-"""With all of [data]: what must be equal in two configs for their runs to see the same batches."""
+"""Keys that, like all of [data], configs must share for their runs to see the same batches."""
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a sweep, in SWEEP/`name`; None: as its config, an absolute path, says."""
+    """One run of a sweep, in SWEEP/`name`; None: the value of its config, an absolute path."""
 
     name: str
     config: str
@@ -74,14 +73,14 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The content of sweep.json. A run's number is its place in `runs`, from 1."""
+    """The content of sweep.json. A run's number is its index in `runs`, from 1."""
 
     runs: Annotated[list[PlannedRun], Field(min_length=1)]
     configs: dict[str, str]
-    """Path of each config -> hash of what it says, with all that it extends."""
+    """Path of each config -> hash of its values, including the configs that it extends."""
     seed_of: SeedOf = "both"
     arguments: list[str] = field(default_factory=list)
-    """--section.key value ..., handed to every run."""
+    """--section.key value ..., passed to every run."""
     version: Literal[1] = 1
 
     def options(self, run: PlannedRun, folder: Path) -> list[str]:
@@ -102,18 +101,18 @@ def make_sweep(
     seed_of: SeedOf,
     arguments: Sequence[str],
 ) -> Sweep:
-    """Return all combinations, configs outermost; without rates or seeds those of the configs.
+    """Return all combinations, configs outermost; by default with the configs' rates and seeds.
 
-    Raises UserError for bad values, two runs of one name, and an argument that the sweep sets.
+    Raises UserError for bad values, runs of the same name, and arguments that the sweep sets.
     """
     rates = [_value("--lr", word, Rate) for word in learning_rates] or [None]
     numbers = [_value("--seeds", word, Seed) for word in seeds] or [None]
-    own = {FOLDER_KEY: "its folder in the sweep's", "job.config_file": "--configs"}
+    own = {FOLDER_KEY: "its name", "job.config_file": "--configs"}
     own |= {RATE_KEY: "--lr"} if learning_rates else {}
     own |= dict.fromkeys(SEED_KEYS[seed_of] if seeds else (), "--seeds")
     for word in arguments:
         if word.startswith("--") and (by := own.get(_key(word))):
-            raise UserError("todo.sweep", f"{word}: the sweep sets this of each run, by {by}")
+            raise UserError("sweep.own_option", f"{word}: the sweep sets this by {by}", option=word)
     paths = [os.path.abspath(config) for config in configs]
     runs = [
         PlannedRun(run_name(Path(path), rate, seed), path, rate, seed)
@@ -122,9 +121,10 @@ def make_sweep(
     name, count = Counter(run.name for run in runs).most_common(1)[0]
     if count > 1:
         raise UserError(
-            "todo.sweep",
-            f"{count} runs would be called {name}: give each config, learning rate and seed once, "
-            "and configs of different file names",
+            "sweep.same_name",
+            f"{count} runs would be named {name}: give each config, learning rate and seed once, "
+            "and configs different file names",
+            name=name,
         )
     return Sweep(runs, {path: config_hash(path) for path in paths}, seed_of, list(arguments))
 
@@ -133,7 +133,9 @@ def _value(option: str, word: str, kind: Any) -> Any:
     try:
         return TypeAdapter(kind).validate_strings(word)
     except ValidationError as error:
-        raise UserError("todo.sweep", f"{option} {word}: {error.errors()[0]['msg']}") from None
+        raise UserError(
+            "sweep.value", f"{option} {word}: {error.errors()[0]['msg']}", option=option
+        ) from None
 
 
 def _key(word: str) -> str:
@@ -141,7 +143,7 @@ def _key(word: str) -> str:
 
 
 def run_name(config: Path, rate: float | None, seed: int | None) -> str:
-    """Return CONFIG-lr3e-3-seed1: of the run alone, so that it stays when a sweep grows."""
+    """Return CONFIG-lr3e-3-seed1, which does not depend on the other runs of a sweep."""
     name = config.stem
     if rate is not None:
         digits, _, places = f"{Decimal(repr(rate)).normalize():e}".partition("e")
@@ -150,13 +152,13 @@ def run_name(config: Path, rate: float | None, seed: int | None) -> str:
 
 
 def config_hash(path: str) -> str:
-    """Return the SHA-256 of a config's values, those that it extends included."""
+    """Return the SHA-256 of a config's values, including the configs that it extends."""
     values = json.dumps(read_experiment(Path(path)), sort_keys=True, default=str)
     return hashlib.sha256(values.encode()).hexdigest()
 
 
 def data_differences(sweep: Sweep) -> list[str]:
-    """Return keys in which configs differ, so that runs of one seed would see other data."""
+    """Return the keys by which configs differ in the data that runs of one seed see."""
     defaults = {f"data.{each.name}": each.default for each in fields(Data)}
     experiments = [read_experiment(Path(path)) for path in sweep.configs]
     given = {_key(word) for word in sweep.arguments}
@@ -172,21 +174,25 @@ def data_differences(sweep: Sweep) -> list[str]:
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """Raises UserError for a plan that is missing or damaged."""
+    """Read SWEEP/sweep.json. Raises UserError if it is missing or damaged."""
     try:
         return read_record(folder / PLAN, Sweep)
     except UnreadableFile as error:
-        why = f"{error}: remove it, and plan with the same arguments again; no run is lost"
         if error.is_missing:
-            why = f"{folder} is not a sweep: it has no {PLAN}. `canon_pretrain.sweep plan` makes it"
-        raise UserError("todo.sweep", why) from None
+            raise UserError(
+                "sweep.not_a_sweep",
+                f"{folder} has no {PLAN}, which `python -m canon_pretrain.sweep plan` writes",
+            ) from None
+        raise UserError(
+            "sweep.damaged", f"{error}: remove it and plan again with the same arguments"
+        ) from None
 
 
 def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep, int]:
-    """Write sweep.json; return the sweep as it is now, and how many runs of it are new.
+    """Write sweep.json; return the resulting sweep and the number of new runs.
 
-    The same runs again are no change, and `extend` adds runs behind those that are there, which
-    keep their numbers. Raises UserError for any other difference, naming it.
+    `extend` appends runs to an existing plan, whose runs keep their numbers. Raises UserError for
+    any other difference from an existing plan.
     """
     path = folder / PLAN
     if not path.exists():
@@ -198,25 +204,26 @@ def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep
     added = [run for run in new.runs if run.name not in known]
     faults = []
     if old.seed_of != new.seed_of and old.runs[0].seed is not None:
-        faults.append(f"its seeds are of {old.seed_of}, not {new.seed_of}")
+        faults.append(f"its --seed_of is {old.seed_of}, not {new.seed_of}")
     if old.arguments != new.arguments:
         before, now = (" ".join(each.arguments) or "none" for each in (old, new))
         faults.append(f"its options are {before}, not {now}")
     for name, config in known.items():
         if wanted.get(name, config) != config:
-            faults.append(f"its {name} is of {config}, not {wanted[name]}")
+            faults.append(f"the config of its {name} is {config}, not {wanted[name]}")
     for config, digest in old.configs.items():
         if new.configs.get(config, digest) != digest:
             faults.append(f"{config} (or what it extends) has changed")
     if missing := ", ".join(name for name in known if name not in wanted):
-        faults.append(f"it has {missing}, which this grid has not")
+        faults.append(f"it also has {missing}")
     if added and not extend:
-        faults.append(f"this grid has {len(added)} run(s) more, such as {added[0].name}")
+        faults.append(f"it lacks {len(added)} run(s), such as {added[0].name}")
     if faults:
         raise UserError(
-            "todo.sweep",
-            f"{path} is another sweep: {'; '.join(faults)}. --extend adds runs to what is planned "
-            "and changes nothing else; another sweep needs another folder",
+            "sweep.other_plan",
+            f"{path} is another sweep: {'; '.join(faults)}. Add runs with --extend, or choose "
+            "another folder",
+            faults=faults,
         )
     if added:
         configs = old.configs | new.configs
@@ -229,7 +236,7 @@ def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run `python -m canon_pretrain.sweep`; exit with code 2 on bad input."""
+    """Run `python -m canon_pretrain.sweep`."""
     words = sys.argv[1:] if argv is None else argv
     place = next((i for i, word in enumerate(words) if _OPTION.fullmatch(word)), len(words))
     own, passed_on = words[:place], words[place:]
@@ -239,24 +246,27 @@ def main(argv: list[str] | None = None) -> None:
             return plan(given, passed_on)
         if passed_on:
             raise UserError(
-                "todo.sweep",
-                f"{passed_on[0]}: options of the runs belong to `plan`, so that all have the same",
+                "sweep.misplaced_option",
+                f"{passed_on[0]}: give options of the runs to `plan`",
+                option=passed_on[0],
             )
         given.show(given)
 
 
 def plan(given: argparse.Namespace, passed_on: list[str]) -> None:
-    """Write the plan, or add to it, and print what it holds."""
+    """Write or extend the plan, and print it."""
     if misplaced := OWN.intersection(passed_on):
-        raise UserError("todo.sweep", f"{', '.join(misplaced)}: write it before {passed_on[0]}")
-    if given.seed_of and not given.seeds:
         raise UserError(
-            "todo.sweep", f"--seed_of {given.seed_of} needs --seeds, such as --seeds 0 1 2"
+            "sweep.misplaced_option",
+            f"{', '.join(misplaced)}: give it before {passed_on[0]}",
+            option=", ".join(misplaced),
         )
+    if given.seed_of and not given.seeds:
+        raise UserError("sweep.value", "--seed_of needs --seeds", option="--seed_of")
     new = make_sweep(given.configs, given.lr, given.seeds, given.seed_of or "both", passed_on)
     sweep, num_new = write_plan(given.sweep, new, extend=given.extend)
     for key in data_differences(sweep):
-        print(f"NOTE: the configs differ in {key}: runs of one seed do not see the same data")
+        print(f"NOTE: the configs differ in {key}: runs of one seed see different data")
     print(f"{given.sweep}: {len(sweep.runs)} runs, {num_new} of them new")
     show_table(sweep_rows(sweep, given.sweep, datetime.now(UTC)))
 
@@ -271,25 +281,27 @@ def table(given: argparse.Namespace) -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Replace this process by the run's trainer under torchrun; with --print0 print its words."""
+    """Replace this process by torchrun; with --print0 print the trainer's arguments."""
     folder: Path = given.sweep
     sweep = read_sweep(folder)
     if not 1 <= given.number <= len(sweep.runs):
         raise UserError(
-            "todo.sweep", f"no run {given.number}: this sweep has the runs 1 to {len(sweep.runs)}"
+            "sweep.value",
+            f"no run {given.number}: expected 1 to {len(sweep.runs)}",
+            option="NUMBER",
         )
     planned = sweep.runs[given.number - 1]
     if RunFolder(folder / planned.name).done_file.exists():
         print(f"{planned.name}: DONE, nothing to do", file=sys.stderr)
         return
-    # a requeued job reads the config that it began with
+    # a requeued job uses the config that it started with
     is_restart = read_count(os.environ, "SLURM_RESTART_COUNT") > 0
     if not is_restart and config_hash(planned.config) != sweep.configs[planned.config]:
         raise UserError(
-            "todo.sweep",
-            f"{planned.config} (or what it extends) has changed since {folder / PLAN} was written, "
-            "and the runs of a sweep must differ in its grid alone. Put it back, or plan a sweep "
-            "in another folder",
+            "sweep.config_changed",
+            f"{planned.config} (or a config that it extends) has changed since the sweep was "
+            "planned. Restore it, or plan a sweep in another folder",
+            path=planned.config,
         )
     words = [planned.config, *sweep.options(planned, folder)]
     if given.print0:
@@ -301,7 +313,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def print_todo(given: argparse.Namespace) -> None:
-    """Print the runs that are not DONE, and one of them per config: for slurm/sweep.sh."""
+    """Print the runs that are not DONE and one of them per config, for slurm/sweep.sh."""
     left = {
         str(k): planned.config
         for k, planned in enumerate(read_sweep(given.sweep).runs, 1)
@@ -312,15 +324,15 @@ def print_todo(given: argparse.Namespace) -> None:
     print(",".join(left), " ".join(k for k in left if k in first.values()), sep="\n")
 
 
-# -- the table: a line per run, and a verdict on their held-out losses
+# -- the table: a row per run, and a comparison of held-out losses
 
 
 class Row(NamedTuple):
-    """A run of the sweep; its `held_out_loss` is in nats per token, at one step for all runs."""
+    """A run of the sweep; `held_out_loss` is in nats per token, at the same step of all runs."""
 
     number: int
     name: str
-    state: str = "waiting"  # its trainer has never started
+    state: str = "waiting"  # not started
     step: int | None = None
     steps: int | None = None
     loss: float | str | None = None
@@ -332,7 +344,7 @@ class Row(NamedTuple):
 
 
 def sweep_rows(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
-    """Return the rows at `now`, by number; never raise for what a run's folder holds."""
+    """Return the rows, by number; damaged run folders raise no error."""
     rows = []
     source, step, losses = _held_out_losses(sweep, folder)
     for place, run in enumerate(sweep.runs, 1):
@@ -348,14 +360,14 @@ def sweep_rows(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
 
 
 def _held_out_losses(sweep: Sweep, folder: Path) -> tuple[str, int, dict[str, float]]:
-    """Return where the losses are from, their step, and those of the runs that have it.
+    """Return the source of the losses, their step, and the losses by run.
 
-    From the evaluations if there are any, else the logs; of the last step that most runs have.
+    From evaluations if there are any, else from logs, at the last step that most runs have.
     """
     for source, losses_of in (("suite validation", suite_losses), ("training logs", logged_losses)):
         by_run = {}
         for run in sweep.runs:
-            with suppress(UserError):  # damaged: `run status` and `eval report` say so
+            with suppress(UserError):  # damaged: reported by `run status` and `eval report`
                 losses = losses_of(RunRecord(folder / run.name))
                 by_run[run.name] = {at: x for at, x in losses.items() if math.isfinite(x)}
         known = Counter(scored for losses in by_run.values() for scored in losses)
@@ -366,12 +378,12 @@ def _held_out_losses(sweep: Sweep, folder: Path) -> tuple[str, int, dict[str, fl
 
 
 def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
-    """Return a sentence per config against the first: the best learning rates, over seeds.
+    """Return a sentence per config that compares its best learning rate with the first config's.
 
-    Student's t, with the variance between seeds pooled over all configs and learning rates and
-    Bonferroni's correction over the configs. `eval compare` pairs documents as well.
+    Student's t-test over seeds, with the variance pooled over all configs and learning rates and
+    Bonferroni's correction over the configs. `eval compare` also pairs documents.
     """
-    from scipy import stats  # not before it is needed: a second
+    from scipy import stats  # slow to import
 
     groups: dict[str, dict[str, list[float]]] = {}
     for run, row in zip(sweep.runs, rows, strict=True):
@@ -380,7 +392,7 @@ def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
             groups.setdefault(run.config, {}).setdefault(label, []).append(row.held_out_loss)
             start = f"held-out loss ({row.held_out_source}, step {row.held_out_step:,}):"
     if not groups:
-        return ["held-out loss: not known; `python -m eval run --suite validation` evaluates a run"]
+        return ["held-out loss: unknown; evaluate with `python -m eval run --suite validation`"]
     mean = statistics.fmean
     every = [group for rates in groups.values() for group in rates.values()]
     df = sum(len(group) - 1 for group in every)
@@ -411,7 +423,7 @@ def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
 
 
 def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
-    """Print the verdicts, the rows, and how many are in each state."""
+    """Print the verdicts, the rows, and the number of runs by state."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=100_000, color_system=None)
@@ -433,30 +445,33 @@ def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m canon_pretrain.sweep",
-        description="Configs x learning rates x seeds, each a run in a folder of its own.",
+        description="Configs x learning rates x seeds, each a run in its own folder.",
+        epilog=EPILOG,
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="{plan,table,run}")
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("sweep", type=Path, metavar="SWEEP", help="the folder of its runs")
+    shared.add_argument("sweep", type=Path, metavar="SWEEP", help="folder of the sweep")
     new = functools.partial(commands.add_parser, parents=[shared], allow_abbrev=False)
-    about = "What follows the first --section.key is handed to every run."
-    add = new("plan", help="write SWEEP/sweep.json, which stays", description=about).add_argument
+    about = "The first --section.key and all that follows is passed to every run."
+    add = new("plan", help="write SWEEP/sweep.json", description=about).add_argument
     add("--configs", nargs="+", required=True, metavar="FILE.toml")
-    add("--lr", nargs="+", default=[], metavar="RATE", help="default: the configs' own")
-    add("--seeds", nargs="+", default=[], metavar="SEED", help="default: the configs' own")
-    add("--seed_of", choices=SEED_KEYS, help="what the seeds are of (default: both)")
-    add("--extend", action="store_true", help="add runs to the plan that is there")
-    shown = new("table", help="how the runs stand")
-    shown.add_argument("--json", action="store_true", help="one document, for scripts")
+    add("--lr", nargs="+", default=[], metavar="RATE", help="default: that of each config")
+    add("--seeds", nargs="+", default=[], metavar="SEED", help="default: that of each config")
+    add("--seed_of", choices=SEED_KEYS, help="what the seeds set (default: both)")
+    add("--extend", action="store_true", help="add runs to an existing plan")
+    shown = new("table", help="print the state of the runs")
+    shown.add_argument("--json", action="store_true", help="print JSON")
     shown.set_defaults(show=table)
-    one = new("run", help="train one run, or resume it")
+    one = new("run", help="train or resume one run")
     one.add_argument("number", type=int, metavar="NUMBER", help="as in the table, from 1")
-    one.add_argument("--ranks", type=positive, default=1, help="processes, one a GPU (default: 1)")
-    one.add_argument("--print0", action="store_true", help="print the launch, for scripts")
+    one.add_argument(
+        "--ranks", type=positive, default=1, help="processes, one per GPU (default: 1)"
+    )
+    one.add_argument("--print0", action="store_true", help="print the arguments of the launch")
     one.set_defaults(show=run)
     todo = new("todo", description=print_todo.__doc__)
-    todo.add_argument("--besides", default="", metavar="N,N", help="leave these out")
+    todo.add_argument("--besides", default="", metavar="N,N", help="runs to skip")
     todo.set_defaults(show=print_todo)
     return parser.parse_args(argv)
 

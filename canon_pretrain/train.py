@@ -89,7 +89,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
         steps=job.training.steps,
         heartbeat_s=job.run.heartbeat_s,
         checkpoints=checkpoints_outside(job),
-        say=logger.info,
+        log=logger.info,
     ) as session:
         if rank == 0 and data is not None:
             fingerprint = data.training.fingerprint

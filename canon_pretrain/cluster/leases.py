@@ -1,11 +1,11 @@
-"""Leases: who does a piece of work, so that several watchers never give out the same piece twice.
+"""Leases on work items, so that several watchers never submit the same one twice.
 
-    FOLDER/K.json    the K-th claim of that work, and its job
+    FOLDER/K.json    the K-th claim of a work item, and its job
 
-A watcher claims work and records the Slurm job that it then submits; the job asks, before it
-begins, whether the work is still its own. A claim is made by a link, which NFS and Lustre keep
-atomic. The highest number counts, and none is ever deleted: whoever finds its job gone makes the
-next one. In doubt a job lives: its work is given out again only when Slurm says that it is gone.
+A watcher claims a work item, submits a Slurm job and records it; the job checks the claim first. A
+claim is made by a hard link, which is atomic on NFS and Lustre. The highest number counts, and none
+is deleted: a watcher that finds the job gone makes the next claim. In doubt a job is alive: work is
+submitted again only if Slurm reports its job gone.
 """
 
 import os
@@ -29,14 +29,14 @@ DEAD = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
     "PREEMPTED", "REVOKED", "TIMEOUT", "GONE",
 )  # fmt: skip
-"""States from which a job does not come back; GONE is our word for one that nobody knows."""
+"""Final states of a job; GONE: unknown to Slurm."""
 TIMEOUT_S = 120.0
 SCRIPTS = Path(__file__).resolve().parents[2] / "slurm"
 
 BEAT_S = 10.0
-"""Work without a job touches its lease so often (`Leases.beat`)."""
+"""Interval of `Leases.beat` for work without a job."""
 CLAIM_EXPIRY_S = 600.0
-"""A claim without a job is its watcher's death after this long; sbatch takes seconds."""
+"""Age at which the watcher of a claim without a job counts as dead; sbatch takes seconds."""
 LOCAL_EXPIRY_S = 120.0
 LOCAL = "local"
 
@@ -44,14 +44,14 @@ InFlight = Literal["claimed", "queued", "running"]
 
 
 class SlurmTimeout(UserError):
-    """Slurm did not answer in time: what it was asked may have happened, or not."""
+    """Slurm did not answer in time: the command may have taken effect or not."""
 
 
 class Slurm:
-    """A cluster as one look at its queue shows it; `refresh` reads it again."""
+    """A cluster with the state of its queue at the last `refresh`."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        # what a watcher's own job was given is not for the jobs that it submits
+        # the variables of a watcher's own job must not reach the jobs that it submits
         kept = ("SLURM_CONF", "SLURM_CLUSTERS")
         self._environ = {
             k: v for k, v in environ.items() if not k.startswith("SLURM_") or k in kept
@@ -77,7 +77,7 @@ class Slurm:
         found = self._run("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%j")
         if found.returncode:
             raise UserError(
-                "todo.leases", f"squeue failed, nothing was submitted: {found.stderr.strip()}"
+                "slurm.queue", f"squeue failed, nothing was submitted: {found.stderr.strip()}"
             )
         lines = [line.split("|", 2) for line in found.stdout.splitlines()]
         self._states = {job: state for job, state, _ in lines}
@@ -87,7 +87,7 @@ class Slurm:
         return self._jobs.get(name)
 
     def verdict(self, job: str) -> tuple[bool, str]:
-        """Return whether `job` may still run or come to run, and its state in lower case."""
+        """Return whether `job` may still run, and its state in lower case."""
         self._states[job] = state = self._states.get(job) or self._state_of(job)
         return state not in DEAD, state.lower()
 
@@ -96,7 +96,7 @@ class Slurm:
         if found := re.search(r"\bJobState=(\S+)", shown.stdout):
             return found[1]
         if "Invalid job id" not in shown.stderr:
-            return "UNKNOWN"  # the controller does not answer
+            return "UNKNOWN"  # no answer from the controller
         for more in ((), ("--completion",)):  # the second works without a database
             kept = self._run("sacct", *more, "-n", "-P", "-o", "State", "-j", job)
             if kept.returncode == 0 and kept.stdout.strip():
@@ -106,7 +106,7 @@ class Slurm:
     def submit(self, script: str, arguments: Sequence[str], flags: Sequence[str]) -> str:
         """Submit slurm/`script` with the settings of cluster.env; return the job's id.
 
-        Raises UserError with sbatch's words if it is refused, SlurmTimeout if that is not known.
+        Raises UserError with sbatch's message if it fails, SlurmTimeout if that is unknown.
         """
         command = ("bash", str(SCRIPTS / "submit.sh"), "--parsable", *flags)
         done = self._run(
@@ -115,7 +115,7 @@ class Slurm:
         words = done.stdout.split()
         if done.returncode or not words:
             raise UserError(
-                "todo.leases", f"sbatch refused {script}: {(done.stderr or done.stdout).strip()}"
+                "slurm.refused", f"sbatch refused {script}: {(done.stderr or done.stdout).strip()}"
             )
         return words[-1].partition(";")[0]
 
@@ -131,12 +131,12 @@ class Slurm:
             return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: not found")
         except subprocess.TimeoutExpired:
             raise SlurmTimeout(
-                "todo.leases", f"{command[0]} has not answered for {TIMEOUT_S:.0f} s"
+                "slurm.timeout", f"{command[0]} has not answered for {TIMEOUT_S:.0f} s"
             ) from None
 
 
 class NoQueue(Slurm):
-    """A machine without Slurm: nothing is known of its jobs, so none is given out again."""
+    """A machine without Slurm: the state of jobs is unknown, so no work is submitted again."""
 
     name = None
 
@@ -149,11 +149,11 @@ class NoQueue(Slurm):
 
 @dataclass(frozen=True)
 class Lease:
-    """One claim of a piece of work: its file's name and who claimed it, then its job.
+    """One claim of a work item: its file's number, its holder and its job.
 
-    `name`: of the job, unlike any other's; it is found by it if its id was not written down.
-    `cluster`: Slurm's name of the one that knows `job`, an id, None until it is submitted, or LOCAL
-    for a process of the holder's. `ended`: how, or why the claim was given back; None before.
+    `name`: the job's unique name, by which it is found if its id was not recorded. `cluster`:
+    Slurm's name of the cluster of `job`. `job`: an id, None until it is submitted, LOCAL for a
+    process of the holder. `ended`: why the claim ended; None before.
     """
 
     number: int
@@ -169,19 +169,19 @@ class Lease:
 
 
 def new_lease(number: int, name: str = "", **more: Any) -> Lease:
-    """Return a claim of this process; its job's name begins with `name`."""
+    """Return a claim of this process; its job's name starts with `name`."""
     holder = Holder.of_this_process()
     return Lease(number, holder, name and f"{name}-{holder.id[:8]}", **more)
 
 
 class Leases:
-    """The claims of one piece of work, in `folder`, which need not exist yet."""
+    """The claims of one work item, in `folder`, which need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def all(self) -> list[Lease]:
-        """Return every claim, by number. An unreadable one is nobody's, without a job."""
+        """Return all claims, by number; an unreadable one has an unknown holder and no job."""
         numbers = [int(path.stem) for path in entries(self.folder) if path.stem.isdecimal()]
         return [self._read(number) for number in sorted(numbers)]
 
@@ -193,35 +193,35 @@ class Leases:
         return current is not None and current.id == lease_id
 
     def claim(self, lease: Lease) -> bool:
-        """Make `lease` the current one; return False if another has its number already."""
+        """Make `lease` the current one; return False if its number is taken."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._temporary() as temporary:
             write_json(temporary, asdict(lease))
             return link(temporary, self._path(lease.number))
 
     def record(self, lease: Lease, **values: Any) -> Lease:
-        """Write `values` into the claim, unless it was archived meanwhile."""
+        """Write `values` to the claim, unless it has been archived."""
         lease = replace(lease, **values)
         if self.folder.is_dir():
             write_json(self._path(lease.number), asdict(lease))
         return lease
 
     def beat(self, lease: Lease) -> None:
-        """Show that the holder lives, if it does the work itself."""
+        """Write a heartbeat, for a holder that does the work itself."""
         os.utime(self._path(lease.number))
 
     def judge(
         self, lease: Lease | None, queue: Slurm, expiry_s: float = CLAIM_EXPIRY_S
     ) -> tuple[InFlight | None, Lease | None, str]:
-        """Return the state of work that is claimed, None if nobody is at it; and why.
+        """Return the state of the claimed work (None: not in flight), the lease, and details.
 
-        A job that is found gone is noted in the lease, so that Slurm is not asked again.
+        Records in the lease that its job has ended, so that Slurm is not queried again.
         """
         if lease is None or lease.ended is not None:
             return None, lease, (lease and lease.ended) or ""
         if lease.job == LOCAL:
             lives = process_lives(lease.holder)
-            if lives is None:  # on another machine: until it is silent for long
+            if lives is None:  # on another machine: by its heartbeat
                 lives = self._age_s(lease) <= LOCAL_EXPIRY_S
             if lives:
                 return "running", lease, f"on {lease.holder.host}"
@@ -230,7 +230,7 @@ class Leases:
         if lease.job is None:
             if self._age_s(lease) <= expiry_s:
                 return "claimed", lease, f"by {lease.holder.host}"
-            # the watcher died after sbatch, before it could write down the job?
+            # the watcher may have died after sbatch, before it recorded the job
             job = queue.find(lease.name) if lease.name else None
             if job is None:
                 return None, lease, ""
@@ -249,14 +249,14 @@ class Leases:
             written = self._path(lease.number).stat().st_mtime
             probe.touch()
             return max(0.0, probe.stat().st_mtime - written)
-        return 0.0  # no sign that it is old
+        return 0.0  # unknown
 
     def _read(self, number: int) -> Lease:
         for _ in range(3):
             try:
                 return replace(read_record(self._path(number), Lease), number=number)
             except UnreadableFile:
-                time.sleep(0.01)  # NFS: replaced while we read
+                time.sleep(0.01)  # NFS: replaced while reading
         return Lease(number, Holder(f"damaged-{number}", "unknown", 1, None, None, 0, ""))
 
     def _path(self, number: int) -> Path:

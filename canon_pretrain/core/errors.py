@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 EXIT_CODE = 2
+EPILOG = "Errors print a code and exit with 2; the codes are in canon_pretrain/error_codes.txt."
 
 
 class UserError(Exception):

@@ -1,13 +1,14 @@
-"""Look at runs: their state, their curves, how two differ, their exports and profiles.
+"""Inspect runs: their state, curves and differences, exports and profiles.
 
 Each command is a module of `report/` with `add_parser(subparsers)`, which sets `run`, a function
-from the parsed arguments to the exit code. Bad input is one message and exit code 2.
+from the parsed arguments to the exit code.
 """
 
 import argparse
 import sys
 
 from canon_pretrain.core.cli import command
+from canon_pretrain.core.errors import EPILOG
 from canon_pretrain.report import diff, export, plot, profile, status
 
 
@@ -15,7 +16,9 @@ def main(argv: list[str] | None = None) -> None:
     """Run `python -m canon_pretrain.run` and exit."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
-        prog="python -m canon_pretrain.run", description="Look at runs, while they run or later."
+        prog="python -m canon_pretrain.run",
+        description="Inspect runs, during training or later.",
+        epilog=EPILOG,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for module in (status, plot, diff, export, profile):

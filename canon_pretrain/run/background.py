@@ -1,7 +1,7 @@
-"""Work that a training step must not wait for: in a thread, or in a process beside the trainer.
+"""Work that must not block a training step: in a thread, or in a separate process.
 
-A shared file system may block every call on it for minutes (a Lustre failover), and wandb or
-TensorBoard may end, slow or hang. No torch here.
+A shared file system may block every call for minutes (a Lustre failover), and wandb or TensorBoard
+may exit, slow down or hang. No torch.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 Process = subprocess.Popen[bytes]
-EXPORT_TIMEOUT_S = 30.0  # how long a launch's end waits for the last lines to arrive
+EXPORT_TIMEOUT_S = 30.0  # for live exports to copy the last lines at the end of a launch
 
 
 class Background:
-    """Call `action` in a thread, once more after the latest `request`; one call at a time.
+    """Call `action` in a daemon thread after each `request`; requests during a call are merged.
 
-    `action` must not raise. The thread is a daemon: a disk that hangs keeps no process from ending.
+    `action` must not raise.
     """
 
     def __init__(self, action: Callable[[], None], name: str) -> None:
@@ -36,7 +36,7 @@ class Background:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def request(self) -> bool:
-        """Request a call of `action`; return whether every earlier request has been served."""
+        """Request a call of `action`; return whether all earlier requests have been served."""
         with self._changed:
             was_idle = self._served == self._requested
             self._requested += 1
@@ -46,14 +46,14 @@ class Background:
             return was_idle
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all requests so far are served; return False if they are not."""
+        """Wait until all requests so far are served; return False after `timeout_s`."""
         with self._changed:
             last = self._requested
             self._changed.wait_for(lambda: self._is_closed or self._served >= last, timeout_s)
             return self._served >= last
 
     def close(self) -> None:
-        """End the thread after its current call; later requests do nothing."""
+        """End the thread after its current call; ignore later requests."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -72,9 +72,9 @@ class Background:
 
 
 class LiveExports:
-    """One launch's live copies for wandb and TensorBoard, which follow its log; none until `start`.
+    """Processes that copy a launch's log to wandb and TensorBoard.
 
-    One ends by itself when its pipe from the trainer closes, also because that was killed.
+    Each exits when its pipe from the trainer closes, also if the trainer was killed.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class LiveExports:
         self._folder = Path()
 
     def start(self, settings: Any, folder: Path) -> None:
-        """Start those that the job's `metrics` section asks for; report what does not start."""
+        """Start the exports that the job's `metrics` section enables; log failures."""
         self._folder = folder
         for target, command in follow_commands(settings, folder):
             try:
@@ -92,23 +92,23 @@ class LiveExports:
                         stdin=subprocess.PIPE,
                         stdout=file,
                         stderr=subprocess.STDOUT,
-                        # Ctrl-C and a launcher's signals are the trainer's, which then ends it
+                        # Ctrl-C and a launcher's signals are for the trainer, which then ends it
                         start_new_session=True,
                     )
             except OSError as error:
-                self._report(target, f"does not start: {error}")
+                self._report(target, f"failed to start: {error}")
 
     def check(self) -> None:
-        """Report once each that has ended before the run did."""
+        """Log once each export that exited before the run."""
         for target, process in list(self._running.items()):
             if process.poll() is not None:
                 del self._running[target]
-                given = (target, process, 0.0, "has ended")
+                given = (target, process, 0.0, "exited")
                 # in a thread: the trainer calls this between two steps
                 threading.Thread(target=self._end, args=given, daemon=True).start()
 
     def finish(self, wait_s: float = EXPORT_TIMEOUT_S) -> None:
-        """Let them copy what is left; kill those that take longer than `wait_s` together."""
+        """Let them copy what is left; kill those that take longer than `wait_s` in total."""
         deadline = time.monotonic() + wait_s
         for process in self._running.values():
             _close_pipe(process)
@@ -121,14 +121,14 @@ class LiveExports:
         output = self._output(target)
         try:
             if process.wait(wait_s):
-                words = output.read_text(errors="replace").strip() or "it left no word"
-                self._report(target, f"{failure}: {words.splitlines()[-1].rstrip('.')}")
+                text = output.read_text(errors="replace").strip() or "it produced no output"
+                self._report(target, f"{failure}: {text.splitlines()[-1].rstrip('.')}")
             else:
                 output.unlink(missing_ok=True)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what it has started itself
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in a dead disk
+                os.killpg(process.pid, signal.SIGKILL)  # and its child processes
+            with contextlib.suppress(subprocess.TimeoutExpired):  # blocked on a disk
                 process.wait(1.0)
             self._report(target, f"did not end within {wait_s:.0f} s")
         except OSError as error:
@@ -139,8 +139,8 @@ class LiveExports:
 
     def _report(self, target: str, what: str) -> None:
         logger.warning(
-            f"the live copy for {target} {what}. The run does not need it; `python -m "
-            f"canon_pretrain.run export {target} {self._folder}` makes a whole one from the log"
+            f"the live {target} export {what}. Training continues; `python -m canon_pretrain.run "
+            f"export {target} {self._folder}` exports the whole log later"
         )
 
 
@@ -150,7 +150,7 @@ def _close_pipe(process: Process) -> None:
 
 
 def follow_commands(settings: Any, folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield (target, command) of each live copy that the job's `metrics` section asks for."""
+    """Yield (target, command) of each live export that the job's `metrics` section enables."""
     base = [sys.executable, "-m", "canon_pretrain.run", "export"]
     last = [str(folder.resolve()), "--follow", "--beside_trainer"]
     if settings.enable_tensorboard:

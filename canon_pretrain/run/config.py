@@ -1,4 +1,4 @@
-"""Experiment files: TOML with `extends`, checked key by key; our own sections. No torchtitan."""
+"""Experiment files (TOML with `extends`) and this project's own sections. No torchtitan."""
 
 import dataclasses
 import functools
@@ -25,70 +25,71 @@ class Data:
     path: str = ""
     """Folder written by `python -m data_prep build`; holds train/ and validation/."""
     paths: list[str] = field(default_factory=list)
-    """Instead of `path`: several such folders, whose windows are drawn by `weights`."""
+    """Instead of `path`: several such folders, sampled by `weights`."""
     weights: list[float] = field(default_factory=list)
-    """A number for each of `paths`, relative to the others: [7, 3] is [0.7, 0.3]."""
+    """Relative sampling weight of each of `paths`: [7, 3] is [0.7, 0.3]."""
     order: Literal["random", "permute"] = "random"
-    """random: windows begin anywhere, drawn with replacement (the paper's). permute: every window
-    once an epoch, in a new order each epoch; of one folder only."""
+    """random: windows at random offsets, with replacement (as in the paper). permute: each window
+    once per epoch, reshuffled every epoch; one folder only."""
     data_seed: int = 0
-    """Seed of the sample order alone: window i of a run is a function of (data_seed, i)."""
+    """Seed of the sample order: window i of a run is a function of (data_seed, i)."""
     read_ahead: int = 8
-    """Micro-batches that a thread of each rank reads ahead of the step; 0: read when needed."""
+    """Micro-batches that each rank reads ahead in a thread; 0: read when needed."""
 
     @property
     def folders(self) -> list[str]:
-        """All folders, in order; none where no data is named."""
+        """All folders, in order; empty without data."""
         return self.paths or ([self.path] if self.path else [])
 
     @property
     def shares(self) -> list[float]:
-        """A weight for each of `folders`."""
+        """The sampling weight of each of `folders`."""
         return self.weights or [1.0] * len(self.folders)
 
 
 @dataclass(frozen=True)
 class Run:
-    """The `[run]` section: how far this launch goes. It never changes what is computed."""
+    """The `[run]` section: settings of a launch, none of which changes the computation."""
 
     stop_at: int | None = None
-    """Stop after this step with a checkpoint; the schedule stays that of `training.steps`."""
+    """Save and stop after this step; the schedule remains that of `training.steps`."""
     allow_changes: list[str] = field(default_factory=list)
-    """Names (such as `optimizer.lr`) of what this launch may change in the run that it resumes.
-    `code`: a job script takes the program as it is now, not the snapshot in RUN/code."""
+    """Keys (such as `optimizer.lr`) that may differ from those of the resumed run. `code`: a job
+    script uses the current program instead of the snapshot in RUN/code."""
     code: Literal["note", "refuse"] = "note"
-    """Other source files than the last launch's: name them in the log, or refuse to resume."""
+    """If source files differ from the last launch's: log them, or refuse to resume."""
     heartbeat_s: float = 10.0
-    """Between signs of life in lock.json and status.json; after six a lock may be taken over."""
+    """Interval of heartbeats in lock.json and status.json; a lock expires after six."""
 
 
 @dataclass(frozen=True)
 class Guards:
-    """The `[guards]` section: which steps leave the weights as they are."""
+    """The `[guards]` section: which steps are skipped."""
 
     max_bad_steps: int = 5
-    """In a row, of a loss or gradient that is not finite: the run ends as it was before them."""
+    """After this many consecutive steps with a non-finite loss or gradient the run fails; none of
+    them changed the weights."""
     outlier_sigma: float | None = None
     """Skip a step whose gradient norm is more than this many standard deviations above the mean of
-    the last `outlier_window` ones (OLMo's SkipStep: 6). Unset: never."""
+    the last `outlier_window` norms (OLMo's SkipStep: 6). Default: never."""
     outlier_window: int = 128
-    """Gradient norms that an outlier is judged by; nothing is, before half of them are there."""
+    """Number of gradient norms to compare with; at least half of them must be known."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The `[loss]` section: what is minimised beside the cross-entropy; at most one of the two.
+    """The `[loss]` section: a term added to the cross-entropy; at most one of the two.
 
-    The loss that is logged, judged and compared is the cross-entropy alone, in every run.
+    The logged loss is the cross-entropy alone.
     """
 
     z_loss: float = 0.0
-    """Adds this times logsumexp(logits)^2 for each token (PaLM: 1e-4)."""
+    """Weight of logsumexp(logits)^2 per token (PaLM: 1e-4)."""
     squared_loss: float = 0.0
-    """Adds this times the token's own cross-entropy squared: what the released Part 4.2 models call
-    z-loss (1e-4)."""
+    """Weight of the squared cross-entropy per token: the z-loss of the released Part 4.2 models
+    (1e-4)."""
     chunk_tokens: int = 4096
-    """Tokens whose logits exist at a time; 0: a micro-batch's. It changes nothing but rounding."""
+    """Tokens whose logits are in memory at a time; 0: a micro-batch's. Affects rounding only."""
 
 
 def valid_world_sizes(global_batch_size: int, multiple_of: int = 1) -> list[int]:
@@ -98,29 +99,29 @@ def valid_world_sizes(global_batch_size: int, multiple_of: int = 1) -> list[int]
 
 
 def read_experiment(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read a TOML file and all that it `extends`; later files win, key by key. Raises UserError.
+    """Read a TOML file and the files it `extends`; later files override earlier ones, key by key.
 
-    Paths are relative to the file that names them; `chain` are the files that led to this one.
+    Paths are relative to the file that names them; `chain`: the files that extend this one.
     """
     resolved = path.resolve()
     if resolved in chain:
         names = " -> ".join(map(str, (*chain, resolved)))
-        raise UserError("todo.config", f"{path}: `extends` goes in a circle: {names}")
+        raise UserError("config.extends_loop", f"`extends` is circular: {names}", path=path)
     try:
         own = tomllib.loads(read_bytes(path, 1 << 20).decode())
     except UnreadableFile as error:
         named_by = f" (named by `extends` in {chain[-1]})" if chain else ""
-        raise UserError(
-            "todo.config", f"config file {error}{named_by}: expected a .toml file"
-        ) from None
+        raise UserError("config.unreadable", f"config file {error}{named_by}", path=path) from None
     except (ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise UserError("todo.config", f"{path} is not valid TOML: {why}") from None
+        raise UserError("config.toml", f"{path} is not valid TOML: {why}", path=path) from None
     given = own.pop("extends", [])
     bases = [given] if isinstance(given, str) else given
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise UserError(
-            "todo.config", f"{path}: `extends` must be a path or a list of paths, not {given!r}"
+            "config.type",
+            f"{path}: `extends` = {given!r}: expected a path or a list of paths",
+            key="extends",
         )
     read = (read_experiment(path.parent / base, (*chain, resolved)) for base in bases)
     return functools.reduce(merge, [*read, own], {})
@@ -133,12 +134,12 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """Return TOML that holds what `read_experiment` has returned, a line per section."""
+    """Return `values`, as read by `read_experiment`, as TOML with one line per section."""
     return "".join(f"{_text(key)} = {_text(value)}\n" for key, value in values.items())
 
 
 def _text(value: Any) -> str:
-    """Return a key or a value as TOML writes it."""
+    """Return a key or a value in TOML syntax."""
     if isinstance(value, list):
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, dict):
@@ -149,21 +150,27 @@ def _text(value: Any) -> str:
 
 
 def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = "") -> T:
-    """Return an instance of dataclass `cls` from TOML `values`, every key and type checked."""
+    """Return an instance of dataclass `cls` from TOML `values`, with all keys and types checked."""
     hints = typing.get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     arguments = dict(values)
     for key, value in values.items():
         dotted, hint = f"{prefix}{key}", cast(Any, hints.get(key))
         if key not in names:
-            near, known = nearest(key, names), f"known are: {', '.join(sorted(names))}"
-            way_out = f"did you mean '{near}'?" if near else known
-            kind = "key" if prefix else "section"
-            raise UserError("todo.config", f"{source}: unknown {kind} '{dotted}': {way_out}")
+            near, known = nearest(key, names), f"expected one of {', '.join(sorted(names))}"
+            raise UserError(
+                "config.unknown_key",
+                f"{source}: unknown {'key' if prefix else 'section'} '{dotted}': "
+                + (f"did you mean '{near}'?" if near else known),
+                key=dotted,
+                nearest=near,
+            )
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             if not isinstance(value, dict):
                 raise UserError(
-                    "todo.config", f"{source}: '{dotted}' is a section, written [{dotted}]"
+                    "config.type",
+                    f"{source}: '{dotted}' = {value!r}: expected a section, [{dotted}]",
+                    key=dotted,
                 )
             arguments[key] = build(hint, value, source, prefix=f"{dotted}.")
             continue
@@ -172,6 +179,6 @@ def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = ""
         except ValidationError as error:
             expected = error.errors()[0]["msg"]
             raise UserError(
-                "todo.config", f"{source}: '{dotted}' = {value!r}: {expected}"
+                "config.type", f"{source}: '{dotted}' = {value!r}: {expected}", key=dotted
             ) from None
     return cls(**arguments)

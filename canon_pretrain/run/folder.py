@@ -1,29 +1,29 @@
-"""The files of a run folder, and the rule that one folder holds one run.
+"""The files of a run folder. One folder holds one run.
 
-    config.json     the resolved job, the facts that identify the run (`identity`), and the hash of
-                    each source file that the last launch used (`code`)
-    run.json        the run's id, and how many launches it has had (run/launches.py)
+    config.json     the resolved job, what identifies the run (`identity`), and the hashes of the
+                    last launch's source files (`code`)
+    run.json        the run's id and its number of launches (run/launches.py)
     log.jsonl       one line per event (run/log.py)
     launches/NNN/   the record of each launch (run/launches.py)
-    code/NNN/       the source that job scripts launch the run from (run/source.py)
-    README.md       this list, and the commands that resume, show and evaluate the run
-    status.json     the run's state and its last sign of life (run/status.py)
-    lock.json       the launch that writes the folder, while there is one (run/session.py)
-    obeyed.json     options that act once per job, and the job that obeyed them (run/launches.py)
-    STOP            made by a user or a script: save, and end (run/session.py)
+    code/NNN/       snapshots of the source, which job scripts use (run/source.py)
+    README.md       this list, and the commands to resume, inspect and evaluate the run
+    status.json     the run's state and last heartbeat (run/status.py)
+    lock.json       the running launch, if any (run/session.py)
+    obeyed.json     one-shot options, and the jobs that applied them (run/launches.py)
+    STOP            create it to save and stop (run/session.py)
     checkpoint/     step-N/, written by the trainer
     evals/          results, written by `python -m eval`
-    archive/        abandoned branches, and the run before a --checkpoint.fresh
+    archive/        abandoned branches, and the run before --checkpoint.fresh
     comm_traces/    stacks and communication traces of ranks that hung
-    profile_traces/, memory_snapshot/    if --profiling.* is on
-    wandb/, tb/     copies of the log for wandb and TensorBoard
-    slurm.log       output of the launches by Slurm jobs (slurm/pretrain_1b3.sh)
-    restarts.json   failures of such a job without a new checkpoint (chain.py)
-    restarts.toml   the config that it began with, for its restarts
-    preflight/      reports of its nodes before each launch
+    profile_traces/, memory_snapshot/    with --profiling.*
+    wandb/, tb/     exports to wandb and TensorBoard
+    slurm.log       output of Slurm jobs (slurm/pretrain_1b3.sh)
+    restarts.json   restarts of the current job without a new checkpoint (chain.py)
+    restarts.toml   the config that the job started with
+    preflight/      reports of the nodes before each launch
     DONE            written last, when training.steps is reached
 
-No torch here.
+No torch.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ from canon_pretrain.run.log import read_log
 CHECKPOINTS = "checkpoint"
 EVALS = "evals"
 PLAN = "sweep.json"  # of a sweep, in its folder
-DEPTH = 4  # levels of folders below a named one that are searched for runs
-# scopes that the trainer marks in a profiler's trace (run/trace.py)
+DEPTH = 4  # levels of folders to search for runs
+# scopes that the trainer records in profiler traces (run/trace.py)
 CANON, DATA, VALIDATION = "canon", "data_wait", "validation"
 
 
@@ -68,7 +68,7 @@ class RunFolder:
 
     @property
     def fresh_start(self) -> list[Path]:
-        """What a fresh start archives besides checkpoints, in this order: config.json is last."""
+        """What a fresh start archives besides checkpoints, in order: config.json last."""
         views = [self.path / name for name in ("report", "wandb", "tb")]
         return [*views, self.run_file, self.launches, self.log_file, self.config_file]
 
@@ -79,14 +79,15 @@ class RunFolder:
         """Return the content of config.json. Raises UserError if it is missing or damaged."""
         if not self.config_file.exists():
             raise UserError(
-                "todo.folder",
-                f"{self.path} is not a run folder: it has no {self.config_file.name}. Expected a "
-                "folder that canon_pretrain.train wrote (job.dump_folder)",
+                "run.not_a_run",
+                f"{self.path} has no {self.config_file.name}: expected a run folder "
+                "(job.dump_folder)",
+                path=self.path,
             )
         return read_json(self.config_file, finite=False)
 
     def read_log(self) -> list[dict[str, Any]]:
-        """Return the events of log.jsonl (see log.read_log). Raises UserError without a log."""
+        """Return the events of log.jsonl (see log.read_log). Raises UserError if it is missing."""
         return read_log(self.log_file)
 
     def write_config(
@@ -103,26 +104,26 @@ class RunFolder:
         write_atomic(self.done_file, f"{step}\n".encode())
 
 
-# -- the runs that a command names
+# -- finding runs
 
 
 def named_runs(given: Iterable[Path], *, planned: bool = False) -> list[Path]:
-    """Return the runs that a command's paths name: each a run, or a folder of runs (a sweep)."""
+    """Return the runs at `given`: each path is a run, or a folder of runs (a sweep)."""
     runs: list[Path] = []
     for path in given:
         found = list(runs_below(path, planned=planned)) or ([path] if planned else [])
         if not found:
             raise UserError(
-                "todo.folder",
-                f"{path} is not a run folder and holds none: expected a folder that "
-                "canon_pretrain.train wrote (job.dump_folder), or that of a sweep",
+                "run.not_a_run",
+                f"no run in {path}: expected a run folder (job.dump_folder) or a sweep",
+                path=path,
             )
         runs += found
     return runs
 
 
 def runs_below(path: Path, depth: int = DEPTH, *, planned: bool = False) -> Iterator[Path]:
-    """Yield the run at `path`, or those in it: a sweep's in the order of its plan, else by name."""
+    """Yield the run at `path`, or the runs in it: in the order of a sweep's plan, else by name."""
     if is_run_folder(path):
         yield path
         return
@@ -137,24 +138,24 @@ def runs_below(path: Path, depth: int = DEPTH, *, planned: bool = False) -> Iter
 
 
 def is_run_folder(path: Path) -> bool:
-    """Whether `path` has one of a run's files."""
+    """Return whether `path` has one of a run's files."""
     run = RunFolder(path)
     files = (run.config_file, run.status_file, run.log_file, run.lock_file, run.run_file)
     return any(os.path.isfile(file) for file in files)
 
 
 def natural_key(name: str) -> list[tuple[bool, int, str]]:
-    """Return a sort key that puts lr2 before lr10."""
+    """Return a sort key that orders lr2 before lr10."""
     parts = re.split("([0-9]+)", name)
     return [(k % 2 == 0, int(part) if k % 2 else 0, part) for k, part in enumerate(parts)]
 
 
 def unique_labels(paths: Sequence[Path]) -> list[str]:
-    """Return the folders' names, with as many of their parents as it takes to differ."""
+    """Return the folders' names, with as many parents as needed to be unique."""
     resolved = [path.resolve() for path in paths]
     for path in resolved:
         if resolved.count(path) > 1:
-            raise UserError("todo.folder", f"{path} is given twice: name each run once")
+            raise UserError("run.given_twice", f"{path} is given twice", path=path)
     labels = [path.name for path in resolved]
     for depth in range(2, 1 + max((len(path.parts) for path in resolved), default=0)):
         longer = ["/".join(path.parts[-depth:]).replace("//", "/") for path in resolved]

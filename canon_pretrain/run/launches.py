@@ -1,13 +1,13 @@
-"""The launches of a run: their numbers, their records, and the options that only the first obeys.
+"""The launches of a run: their numbers, their records, and one-shot options.
 
     RUN/run.json            the run's id, and the number of its newest launch
-    RUN/obeyed.json         option -> the job that obeyed it, and its count of restarts then
+    RUN/obeyed.json         one-shot option -> the job that applied it, and its restart count
     RUN/launches/NNN/       launch.json, config.json, packages.txt, environment.json, source.patch
 
-A launch takes its number under the run's lock, and returns it if it has trained nothing. A requeued
-job repeats `--checkpoint.fresh` and `--checkpoint.load_step`: obeyed again, they would discard what
-it has trained since. A record is made by one rename, and is its user's alone (mode 0600): it may
-hold a secret. No failure of it ends a run. No torch here.
+A launch takes its number under the run's lock and releases it if it has trained nothing. A requeued
+job repeats `--checkpoint.fresh` and `--checkpoint.load_step`, which must not be applied again: they
+would discard what it has trained since. A record is written by one rename, with mode 0600, since it
+may hold a secret; a run goes on if it cannot be written. No torch.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ PER_LAUNCH_KEYS = (
     *("job.config_file", "run.stop_at", "run.allow_changes", "run.code"),
     *("checkpoint.fresh", "checkpoint.load_step", "training.local_batch_size"),
 )
-"""Settings of one launch, or that follow from its world size: not reported when they differ."""
+"""Settings of one launch, or that follow from its world size: differences are not reported."""
 FRESH = "checkpoint.fresh"
 GATHER_TIMEOUT_S = 10.0  # for git and packages, which are read while the launch starts
 IS_OURS = "<!-- canon_pretrain writes this file at each launch; without this line it is yours -->"
@@ -52,11 +52,11 @@ README = """\
 
 # {title}
 
-Run `{launch[run_id]}`, to step {step}. Begun {launch[created]:.16} UTC.
-Launch {launch[launch]}, begun {launch[time]:.16} UTC: {launch[world_size]} rank(s), the first on
-{launch[host]}. Its code is {code}.
+Run `{launch[run_id]}`, {step} steps. Created {launch[created]:.16} UTC.
+Launch {launch[launch]}, started {launch[time]:.16} UTC: {launch[world_size]} rank(s), rank 0 on
+{launch[host]}. Code: {code}.
 
-## Show, resume, stop and evaluate it
+## Inspect, resume, stop and evaluate
 
     cd {here}
     python -m canon_pretrain.run status {folder}
@@ -74,7 +74,7 @@ Launch {launch[launch]}, begun {launch[time]:.16} UTC: {launch[world_size]} rank
 {files}
 """
 
-# settings of libraries and of the job; not SLURM_* as a whole: SLURM_JWT is a key
+# settings of libraries and of the job; not all of SLURM_*: SLURM_JWT is a secret
 _ALLOWED = re.compile(
     r"(CUBLAS|CUDA|CUDNN|GLOO|GOMP|KMP|MKL|NCCL|NVIDIA|OMP|OPENBLAS|PYTORCH|TORCH|TORCHELASTIC"
     r"|TORCHINDUCTOR|TRITON|UCX)_.*|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
@@ -97,7 +97,7 @@ def read_run(folder: RunFolder) -> RunFacts | None:
 
 
 def begin_launch(folder: RunFolder) -> tuple[RunFacts, str | None]:
-    """Count one more launch in run.json; return it, and why that could not be written."""
+    """Increment the launches in run.json; return its content, and a write error if any."""
     before = known_run(folder) or RunFacts(uuid.uuid4().hex[:8], utc_now(), 0)
     facts = replace(before, launches=before.launches + 1)
     try:
@@ -108,7 +108,7 @@ def begin_launch(folder: RunFolder) -> tuple[RunFacts, str | None]:
 
 
 def known_run(folder: RunFolder) -> RunFacts | None:
-    """Return run.json or, if lost, the same from launch records and log; None for a new run."""
+    """Return run.json or, if lost, its content from launch records and log; None for a new run."""
     if (facts := read_run(folder)) is not None:
         return facts
     record, last = newest_launch(folder) or {}, _last_event(folder.log_file)
@@ -120,17 +120,17 @@ def known_run(folder: RunFolder) -> RunFacts | None:
 
 
 def _last_event(log: Path) -> dict[str, Any]:
-    """Return the log's last event; {} without one."""
+    """Return the log's last event; {} if there is none."""
     return ([{}] + (read_tail(log, until=None) if os.path.lexists(log) else []))[-1]
 
 
 def launch_numbers(folder: RunFolder) -> list[int]:
-    """Return the numbers of the launches that have a record, ascending."""
+    """Return the numbers of the recorded launches, ascending."""
     return sorted(int(path.name) for path in folder.launches.glob("*") if path.name.isdecimal())
 
 
 def newest_launch(folder: RunFolder) -> dict[str, Any] | None:
-    """Return launch.json of the newest launch whose record can be read; None without one."""
+    """Return launch.json of the newest launch with a readable record; None if there is none."""
     for number in reversed(launch_numbers(folder)):
         path = folder.launch_path(number) / "launch.json"
         with contextlib.suppress(UnreadableFile), files.parsing(path):
@@ -140,11 +140,11 @@ def newest_launch(folder: RunFolder) -> dict[str, Any] | None:
     return None
 
 
-# -- options that act once
+# -- one-shot options
 
 
 class _Attempt(NamedTuple):
-    """One start of a command: Slurm's job and its restarts, torchrun's run and its attempts."""
+    """One start of a command: Slurm job and restart count, torchrun run id and attempt."""
 
     job: str
     restart: int
@@ -154,7 +154,7 @@ class _Attempt(NamedTuple):
 
 def _attempt(environ: Mapping[str, str]) -> _Attempt:
     run = environ.get("TORCHELASTIC_RUN_ID", "")
-    if run == "none":  # torchrun without --rdzv_id: its process names the command
+    if run == "none":  # torchrun without --rdzv_id: use its process id
         run = f"agent {os.getppid()} {boot_of(os.getppid())}"
     restart = read_count(environ, "SLURM_RESTART_COUNT")
     attempt = read_count(environ, "TORCHELASTIC_RESTART_COUNT")
@@ -162,7 +162,7 @@ def _attempt(environ: Mapping[str, str]) -> _Attempt:
 
 
 def already_applied(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this launch is a restart, by Slurm or torchrun, of one that obeyed `option`."""
+    """Return whether this launch is a restart (Slurm, torchrun) of one that applied `option`."""
     before, now = _read_applied(path).get(option), _attempt(environ)
     if before is None or now.job != before.job:
         return False
@@ -185,12 +185,12 @@ def _read_applied(path: Path) -> dict[str, _Attempt]:
 
 
 def allowed_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that may be recorded, sorted by name."""
+    """Return the variables that may be recorded (no secrets), sorted by name."""
     return {name: value for name, value in sorted(environ.items()) if _ALLOWED.fullmatch(name)}
 
 
 def config_hash(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
-    """Return 16 hexadecimal digits that are equal for equal configurations."""
+    """Return a hash of `config` without the keys `without`: 16 hexadecimal digits."""
     kept = dict(config)
     for section, keys in config.items():
         if isinstance(keys, Mapping):
@@ -201,7 +201,7 @@ def config_hash(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
 
 def packages() -> list[str]:
     """Return `name==version` of every installed distribution, sorted, without broken ones."""
-    # setuptools, once imported, puts what it carries along on the path: that is not installed
+    # setuptools adds its vendored packages to the path, which are not installed
     path = [folder for folder in sys.path if Path(folder).name != "_vendor"]
     found = (each.metadata for each in importlib.metadata.distributions(path=path))
     names = {f"{m['Name']}=={m['Version']}" for m in found if {"Name", "Version"} <= {*m}}
@@ -209,7 +209,7 @@ def packages() -> list[str]:
 
 
 def own_version() -> str | None:
-    """Return canon_pretrain's version; None if it is not installed."""
+    """Return the installed version of canon_pretrain; None if not installed."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("canon_pretrain")
     return None
@@ -217,7 +217,7 @@ def own_version() -> str | None:
 
 @dataclass
 class LaunchRecord:
-    """One launch's record: made early, it gathers in a thread; `write` writes it to the folder."""
+    """The record of one launch, collected in a thread; `write` writes it to the run folder."""
 
     facts: RunFacts
     arguments: Sequence[str]
@@ -227,7 +227,7 @@ class LaunchRecord:
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def __post_init__(self) -> None:
-        self._source = SourceTree(problem=f"git gave no answer within {GATHER_TIMEOUT_S:.0f} s")
+        self._source = SourceTree(problem=f"git took longer than {GATHER_TIMEOUT_S:.0f} s")
         self._packages: list[str] = []
         self._problems: list[str] = []
         self._is_written = False
@@ -237,18 +237,17 @@ class LaunchRecord:
     def _gather(self) -> None:
         try:
             self._packages = packages()
-            # the file of this package that every version of it has
             self._source = read_source_tree(Path(canon_pretrain.__file__).resolve())
-        except Exception as error:  # whatever is broken here, it is not the run
-            self._problems.append(f"the launch's record is not whole: {error!r}")
+        except Exception as error:  # must not end the run
+            self._problems.append(f"the launch record is incomplete: {error!r}")
 
     def _wait(self) -> Holder:
-        """Wait for the thread, GATHER_TIMEOUT_S at most; return who this launch is."""
+        """Wait for the thread, at most GATHER_TIMEOUT_S; return the holder of this launch."""
         self._thread.join(GATHER_TIMEOUT_S)
         return Holder.of_this_process(self.environ)
 
     def header(self) -> dict[str, Any]:
-        """Return what heads the launch in the log; waits for git, GATHER_TIMEOUT_S at most."""
+        """Return fields for the launch's first event; waits for git, at most GATHER_TIMEOUT_S."""
         launch = self._wait()
         return {
             "canon_pretrain": own_version(),
@@ -260,7 +259,7 @@ class LaunchRecord:
         }
 
     def write(self, folder: RunFolder, facts: dict[str, Any]) -> list[str]:
-        """Write the record, with the trainer's `facts`, and README.md; return what went wrong."""
+        """Write the record, with the trainer's `facts`, and README.md; return the problems."""
         self._is_written = True
         target = folder.launch_path(self.facts.launches)
         try:
@@ -277,14 +276,14 @@ class LaunchRecord:
             path = folder.readme_file
             if not path.exists() or IS_OURS in path.read_text(errors="replace"):
                 files.write_atomic(path, _readme(folder, launch))
-        except Exception as error:  # a full disk, or what nobody thought of: the run goes on
-            self._problems.append(f"what this launch is was not written to {target}: {error}")
+        except Exception as error:  # such as a full disk: must not end the run
+            self._problems.append(f"the launch record {target} was not written: {error}")
         return self._problems
 
     def release_if_unused(self, folder: RunFolder) -> None:
-        """Return the launch's number if it has left nothing, also no line in the log."""
+        """Release the launch's number if it has written neither a record nor a log line."""
         number = self.facts.launches
-        with contextlib.suppress(OSError, UnreadableFile):  # then a number is left out: no harm
+        with contextlib.suppress(OSError, UnreadableFile):  # harmless: a gap in the numbers
             if self._is_written or _last_event(folder.log_file).get("segment") == number:
                 return
             if number == 1:
@@ -324,7 +323,7 @@ def _json(value: Any) -> bytes:
 
 
 def resume_command(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return the shell command that resumes the run, without ONE_SHOT_OPTIONS and their values."""
+    """Return the shell command that resumes the run, without ONE_SHOT_OPTIONS."""
     launcher = "python"
     ranks, here = environ.get("WORLD_SIZE", "1"), environ.get("LOCAL_WORLD_SIZE", "1")
     if "TORCHELASTIC_RUN_ID" in environ or ranks != "1":
@@ -342,7 +341,7 @@ def resume_command(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
 def _readme(folder: RunFolder, launch: Mapping[str, Any]) -> bytes:
     """Return the run folder's README.md; `launch` is launch.json."""
     run, config = folder.path.resolve(), folder.read_config()["config"]
-    git, code = launch["git"], "in no commit that git knows"
+    git, code = launch["git"], "not in a git commit"
     if git["commit"]:
         code = f"commit {git['commit'][:12]} of {git['origin'] or git['folder']}"
         if git["dirty"]:

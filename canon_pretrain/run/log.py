@@ -1,18 +1,18 @@
-"""The run's log: JSON lines, appended whole, the source of every curve.
+"""The run's log: one JSON object per line, the source of all curves.
 
-Lines of two writers never mix, and a crash tears the last line at most. A thread writes them, so
-the trainer does not wait for the disk. NaN and infinities are strings: JSON has none.
+Lines of two writers never mix, and a crash truncates at most the last one. A thread writes them, so
+that the trainer does not wait for the disk. NaN and infinities are strings, which JSON lacks.
 
-    event, time (UTC)        in every line; run_id and segment too, if the folder has a run.json
-    start, resume            head a segment, that is a launch: where it begins and what it runs on
+    event, time (UTC)        in every line; with a run.json also run_id and segment (launch number)
+    start, resume            first event of a launch: its first step, code and hosts
     step                     loss and max_loss (nats per token), grad_norm, lr, tokens (so far),
-                             tokens_per_second, data_wait and mfu (shares of 1), memory_gib,
-                             skipped_steps and restarts (so far), checkpoint_seconds (since the line
-                             before; of them the step waited checkpoint_stall_seconds),
-                             data_digests (one per step since the line before)
-    validation               loss and bits_per_byte on held-out text, by source too
-    lines_dropped            how many are missing here: too many waited for the disk
-    checkpoint, skip, ...    other events, with the step and the tokens at which they happened
+                             tokens_per_second, data_wait and mfu (fractions), memory_gib,
+                             skipped_steps and restarts (so far), checkpoint_seconds (since the
+                             previous line; of these, steps waited checkpoint_stall_seconds),
+                             data_digests (one per step since the previous line)
+    validation               loss and bits_per_byte on held-out text, in total and by source
+    lines_dropped            number of lines lost here because too many waited for the disk
+    checkpoint, skip, ...    other events, with step and tokens
 """
 
 import contextlib
@@ -39,12 +39,12 @@ logger = logging.getLogger(__name__)
 
 Event = dict[str, Any]
 
-MAX_WAITING_BYTES = 1 << 26  # of lines that wait for the disk: half a day at one per second
+MAX_WAITING_BYTES = 1 << 26  # of lines that wait for the disk: half a day at one line per second
 FLUSH_TIMEOUT_S = 30.0
 REPEATABLE_EVENTS = ("step", "validation")  # written again if their steps are repeated
 SEGMENT_EVENTS = ("start", "resume")
 STEP_EVENTS = (*REPEATABLE_EVENTS, "skip", "checkpoint", "archive")
-# integers, and the kinds of events that must have them
+# integer fields, and the events that require them
 INTEGERS: dict[str, tuple[str, ...]] = {"step": STEP_EVENTS, "from_step": ("resume",), "tokens": ()}
 NUMBERS = ("loss", "max_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "data_wait")
 TAIL_BYTES, MAX_TAIL_BYTES = 1 << 16, 1 << 24
@@ -57,11 +57,11 @@ class RunFacts:
 
     run_id: str  # 8 hexadecimal digits; a fresh start is a new run
     created: str
-    launches: Annotated[int, Field(ge=0)]  # that began to train, or wrote to the log
+    launches: Annotated[int, Field(ge=0)]  # that trained or wrote to the log
 
 
 class RunLog:
-    """An append-only writer of events; for several threads. Lines wait while not `may_write`."""
+    """A thread-safe, append-only event writer. Lines wait in memory while not `may_write()`."""
 
     def __init__(self, path: Path, may_write: Callable[[], bool] = lambda: True) -> None:
         self.path = path
@@ -87,10 +87,10 @@ class RunLog:
     def _end_torn_line(self) -> None:
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            os.write(self._descriptor, b"\n")  # else ours would be glued to it and lost as well
+            os.write(self._descriptor, b"\n")  # else the next line would be lost with it
 
     def write(self, event: str, **fields: Any) -> None:
-        """Have one event appended with its UTC time; non-finite floats become strings."""
+        """Queue one event with its UTC time; non-finite floats become strings."""
         line = self._line(event, fields)
         with self._memory:
             if self._is_closed:
@@ -101,7 +101,9 @@ class RunLog:
             self._unwritten += line if is_kept else b""
             self._dropped = 0 if is_kept else self._dropped + 1
         if self._dropped == 1:
-            logger.warning(f"{self.path}: {MAX_WAITING_BYTES:,} bytes wait for it: lines are lost")
+            logger.warning(
+                f"{self.path}: {MAX_WAITING_BYTES:,} bytes are unwritten: dropping lines"
+            )
         self._writing.request()
 
     def _line(self, event: str, fields: Event) -> bytes:
@@ -109,7 +111,7 @@ class RunLog:
         return (json.dumps(record, allow_nan=False) + "\n").encode()
 
     def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> bool:
-        """Wait until what was written so far has been tried; whether the file has all of it."""
+        """Try to write all queued lines; return whether the file has them."""
         self._writing.request()
         return self._writing.wait(timeout_s) and not self._unwritten
 
@@ -119,20 +121,20 @@ class RunLog:
             self._append()
 
     def _follow_path(self) -> None:
-        """Continue in the file that `path` names now; write a removed log anew."""
-        with contextlib.suppress(OSError):  # then the open file as before; the next event retries
+        """Switch to the current file at `path` if it was replaced; rewrite it if it was removed."""
+        with contextlib.suppress(OSError):  # keep the open file; the next event retries
             is_there = os.path.lexists(self.path)
             if is_there and os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
                 return
             facts = _read_facts(self.path)
             if (facts and facts.run_id) != self._head.get("run_id"):
-                return  # another launch archived this log with its run.json
+                return  # another launch archived this log and its run.json
             if not is_there:
                 size = os.fstat(self._descriptor).st_size
                 files.write_atomic(self.path, os.pread(self._descriptor, size, 0))
             self._open_anew()
             self._end_torn_line()
-            what = "replaced: its lines go to the new file" if is_there else "removed: written anew"
+            what = "replaced: continuing in the new file" if is_there else "removed: rewritten"
             logger.warning(f"{self.path} was {what}")
 
     def _open_anew(self) -> None:
@@ -149,13 +151,13 @@ class RunLog:
                     del self._unwritten[:done]
         except OSError as error:
             if not self._is_full:
-                logger.warning(f"{self.path}: {error.strerror}; its lines wait in memory for room")
-            if error.errno == errno.ESTALE:  # a file server that came back knows its files anew
+                logger.warning(f"{self.path}: {error.strerror}; keeping lines in memory")
+            if error.errno == errno.ESTALE:  # the NFS server restarted
                 self._open_anew()
         self._is_full = bool(self._unwritten)
 
     def close(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:
-        """Write what waits; what the disk does not take in time is lost, and that is reported."""
+        """Write queued lines; log how many could not be written in time."""
         with self._memory:
             if self._is_closed:
                 return
@@ -166,12 +168,12 @@ class RunLog:
         if lines := self._unwritten.count(b"\n") + self._dropped:
             logger.warning(f"{self.path}: the last {lines} line(s) could not be written")
         if has_ended:  # else the thread still uses it
-            with contextlib.suppress(OSError):  # what is written is; NFS tells late of the rest
+            with contextlib.suppress(OSError):  # NFS reports errors of earlier writes here
                 os.close(self._descriptor)
 
 
 def _read_facts(log: Path) -> RunFacts | None:
-    """Return the run.json beside `log`; None without one."""
+    """Return the run.json beside `log`; None if it is missing or damaged."""
     try:
         return files.read_record(log.with_name("run.json"), RunFacts)
     except UnreadableFile as error:
@@ -192,7 +194,7 @@ def json_value(value: Any) -> Any:
 
 
 def number(value: Any) -> float:
-    """Return the float that a value of the log stands for. Raises ValueError."""
+    """Return a log value as a float. Raises ValueError."""
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):  # an integer beyond the largest float
             return float(value)
@@ -203,16 +205,16 @@ def number(value: Any) -> float:
 
 
 def read_log(path: Path) -> list[Event]:
-    """Return all events in order, without superseded ones; lines that are none are skipped."""
+    """Return all events in order, without superseded ones; skip invalid lines."""
     events, num_faults = [], 0
     for line in files.read_lines(path):
         if (event := _parse(line)) is not None:
             events.append(event)
         if not line.endswith(b"\n"):
-            break  # the file's end just now: its other half would be read as a line of its own
+            break  # still being written
         num_faults += event is None and bool(line.strip())
     if num_faults:
-        logger.warning(f"{path}: {num_faults} line(s) are no events and are skipped")
+        logger.warning(f"{path}: skipped {num_faults} invalid line(s)")
     return drop_superseded(events)
 
 
@@ -221,7 +223,7 @@ def read_tail(
 ) -> list[Event]:
     """Return the events of the file's last `num_bytes`, in order, without superseded ones.
 
-    More is read, up to MAX_TAIL_BYTES, until an event of kind `until` is among them (None: never).
+    Reads more, up to MAX_TAIL_BYTES, until an event `until` is found (None: does not).
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -229,7 +231,7 @@ def read_tail(
             start = max(0, size - num_bytes)
             file.seek(start)
             lines = file.read(size - start).split(b"\n")
-            # the first line begins before what was read
+            # the first line may be incomplete
             events = drop_superseded(parse_events(lines[1:] if start else lines))
             found = until is None or any(event["event"] == until for event in events)
             if found or not start or num_bytes >= MAX_TAIL_BYTES:
@@ -238,17 +240,17 @@ def read_tail(
 
 
 def drop_superseded(events: Iterable[Event]) -> list[Event]:
-    """Return `events` without steps and validations that were taken anew, or written too late.
+    """Return `events` without steps and validations that were repeated or written too late.
 
     A `resume` with `from_step` repeats the later steps before it; a `start` repeats all.
     """
     timely: list[Event] = []
     begun, newest = set[str](), ""
     for event in events:
-        # without a run_id it belongs to no launch that is known
+        # events without a run_id count as the newest launch's
         launch = f"{event['run_id']} {event.get('segment')}" if event.get("run_id") else newest
         if launch in begun and launch != newest and event["event"] not in SEGMENT_EVENTS:
-            continue  # that launch wrote it after the first line of a later one
+            continue  # written after the first line of a later launch
         begun.add(launch)
         newest = launch
         timely.append(event)
@@ -263,12 +265,12 @@ def drop_superseded(events: Iterable[Event]) -> list[Event]:
 
 
 def parse_events(lines: Iterable[bytes]) -> list[Event]:
-    """Return the events among `lines`; what is none is left out."""
+    """Return the events in `lines` without invalid ones."""
     return [event for line in lines if (event := _parse(line)) is not None]
 
 
 def _parse(line: bytes) -> Event | None:
-    """Return the event in a line; None without one, or if its fields are of other types."""
+    """Return the event in a line; None if it is invalid or its fields have wrong types."""
     try:
         event = files.parse_json(line, finite=False)
         if not isinstance(event["event"], str):
@@ -283,13 +285,13 @@ def _parse(line: bytes) -> Event | None:
         sources, digests = event.get("sources") or {}, event.get("data_digests") or []
         is_valid = isinstance(digests, list) and all(isinstance(x, dict) for x in sources.values())
         return event if is_valid else None
-    # torn, the zeros that a crash leaves, not UTF-8, no object
+    # truncated, zeros after a crash, not UTF-8, not an object
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
 class LogFollower:
-    """A reader of a log that is being written: each `poll` returns the whole lines that are new."""
+    """A reader of a log that is being written: `poll` returns the new events."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -305,7 +307,7 @@ class LogFollower:
                 file.seek(self._offset)
                 while line := file.readline(MAX_LINE_BYTES):
                     if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
-                        break  # the beginning of a line waits for its end
+                        break  # incomplete: read it in the next poll
                     self._offset += len(line)
                     lines.append(line)
         except UnreadableFile as error:

@@ -1,11 +1,11 @@
-"""Results on disk: the question of one evaluation, its scores, and each item's record.
+"""Evaluation results on disk: what was evaluated and how (the question), scores and samples.
 
     RUN/evals/step-N/SUITE/QUESTION/results.json         the question and the scores
     RUN/evals/step-N/SUITE/QUESTION/samples-TASK.jsonl   one line per item
     RUN/evals/step-N/SUITE/QUESTION/unfinished/          finished tasks, until all are
 
-QUESTION is a hash of all that was asked, so that a trial with --limit never replaces a result.
-`eval run` writes them, `eval report` and `eval compare` read them. No torch.
+QUESTION is a hash of the question, so that a trial with --limit never replaces a result. `eval run`
+writes them, `eval report` and `eval compare` read them. No torch.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ MAX_TASK_BYTES = 1 << 30
 MAX_SAMPLE_BYTES = 1 << 26
 
 VALIDATION = "validation"
-# the held-out loss, and the paper's suites (Figures 17 and 25), in the order of a report
+# the held-out loss and the paper's suites (Figures 17 and 25), in report order
 SUITES = (VALIDATION, "discriminative", "jrt", "babilong", "birth-year")
 
 Z_95 = 1.959964  # the normal distribution's 97.5 % quantile
@@ -47,23 +47,22 @@ ASKED = {
     "limit": int | None,
     "train_fingerprint": object,
 }
-"""What every question names, with its type."""
+"""Required keys of `asked`, with their types."""
 
 PROVENANCE_KEYS = ("checkpoint", "run_id")
-"""Not part of the question: `content` identifies what was evaluated, and is the same in a copy."""
+"""Not part of the question: `content` identifies the checkpoint, and is the same in a copy."""
 
 PER_CHECKPOINT_KEYS = (*PROVENANCE_KEYS, "content", "written_ns", "step", "train_fingerprint")
-"""What `asked` may differ in if two checkpoints were asked the same question. Older results have
-the time `written_ns` instead of `content`."""
+"""Keys of `asked` that differ between checkpoints evaluated in the same way. Older results have
+`written_ns` (a time) instead of `content`."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """One metric of one task and its noise over the items.
+    """One metric of one task, with its uncertainty.
 
-    `stderr`: the standard error over the sources of the items; None if the value is not a mean over
-    items, or all items are right or all wrong. `bound`: then, the other end of Wilson's 95 %
-    interval (0 to `bound`, or `bound` to 1).
+    `stderr`: standard error, clustered by source; None if the value is not a mean over items, or is
+    0 or 1. `bound`: in the latter case, the other end of Wilson's 95 % interval.
     """
 
     value: float
@@ -82,9 +81,9 @@ def _checked(asked: dict[str, Any]) -> dict[str, Any]:
 class Results:
     """One evaluation of one checkpoint on one suite.
 
-    `asked`: all that the scores depend on (question_of) and whose they are, at least ASKED.
-    `scores[task][metric]`; `num_samples[task]`, for a loss the predicted tokens; `truncated[task]`:
-    items whose context lost its beginning to max_length. Older results lack the last two.
+    `asked`: all that the scores depend on (question_of), and PROVENANCE_KEYS.
+    `scores[task][metric]`; `num_samples[task]`: items, or predicted tokens of a loss;
+    `truncated[task]`: items whose context was cut to max_length. Older results lack the last two.
     """
 
     asked: Annotated[dict[str, Any], AfterValidator(_checked)]
@@ -96,7 +95,7 @@ class Results:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The scores of one task by metric, its number of items, and a record per item."""
+    """The scores of one task by metric, its number of items, and one record per item."""
 
     scores: dict[str, Score]
     num_samples: int
@@ -105,35 +104,35 @@ class TaskResult:
 
 
 def wilson_bound(value: float, count: int) -> float:
-    """Return `Score.bound` of a share of `count` draws that is 0 or 1."""
+    """Return `Score.bound` for a fraction of `count` items that is 0 or 1."""
     end = Z_95**2 / (count + Z_95**2)
     return end if value == 0 else 1 - end
 
 
 def format_bound(value: float, bound: float) -> str:
-    """Return `Score.bound` as a table shows it beside its value 0 or 1."""
+    """Return `Score.bound`, of the value 0 or 1, as text for tables."""
     return f"{'≤' if value == 0 else '≥'} {bound:.4f}"
 
 
 def source_of_record(record: Mapping[str, Any]) -> str:
-    """Return the source of an item: items with equal sources are one draw."""
+    """Return the source of an item; items of one source are not independent."""
     return str(record.get("source", f"item {record['doc_hash']} {record['prompt_hash']}"))
 
 
 def question_of(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all of `asked` that the scores depend on."""
+    """Return `asked` without PROVENANCE_KEYS: all that the scores depend on."""
     return {name: value for name, value in asked.items() if name not in PROVENANCE_KEYS}
 
 
 def results_folder(run: RunFolder, asked: Mapping[str, Any]) -> Path:
-    """Return the default folder of the results of `asked`."""
+    """Return the default results folder for `asked`."""
     question = json.dumps(question_of(asked), sort_keys=True)
     digest = hashlib.sha256(question.encode()).hexdigest()
     return run.path / EVALS / f"step-{asked['step']}" / asked["suite"] / digest[:12]
 
 
 class PartialResults:
-    """The finished tasks of one question, in `folder`/unfinished, each kept as it ends."""
+    """The finished tasks of an unfinished evaluation, in `folder`/unfinished."""
 
     def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
         self._folder = folder / "unfinished"
@@ -141,10 +140,10 @@ class PartialResults:
 
     @contextmanager
     def hold(self, log: Callable[[str], None]) -> Iterator[None]:
-        """Hold the question within the block, waiting for another process. Raises OSError."""
+        """Lock the evaluation within the block, waiting for another process. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         folder = self._folder.parent
-        waits = f"waits: another process asks the same question, in {folder}"
+        waits = f"waiting for another process that runs this evaluation in {folder}"
         lock = self._folder / "lock"
         with locked(lock, str(folder), patience_s=math.inf, on_wait=lambda: log(waits)):
             yield
@@ -152,7 +151,7 @@ class PartialResults:
                 self.remove()
 
     def read(self) -> dict[str, TaskResult]:
-        """Return the answers by task, without unreadable ones, which are asked again."""
+        """Return the results by task; unreadable ones are left out, to be evaluated again."""
         found: dict[str, TaskResult] = {}
         for path in sorted(self._folder.glob(KEPT.format("*"))):
             with suppress(UnreadableFile), parsing(path):
@@ -161,15 +160,15 @@ class PartialResults:
                     found[_task(path, KEPT)] = files.parse_record(content, TaskResult, finite=False)
         return found
 
-    def add(self, task: str, answers: TaskResult) -> None:
-        """Keep the answers to `task`. Raises OSError if they cannot be written."""
+    def add(self, task: str, result: TaskResult) -> None:
+        """Write the result of `task`. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        content = {"question": self._question, **asdict(answers)}
+        content = {"question": self._question, **asdict(result)}
         stored = json.dumps(content, ensure_ascii=False).encode()
         files.write_atomic(self._folder / _file_name(task, KEPT), stored)
 
     def remove(self) -> None:
-        """Remove them; results.json replaces them."""
+        """Remove all task results, which results.json replaces."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -189,7 +188,7 @@ def write_results(
 
 
 def _file_name(task: str, pattern: str) -> str:
-    """A task may be named like a path."""
+    """Return the file name for `task`, which may contain slashes."""
     return pattern.format(task.replace("/", "%2F"))
 
 
@@ -199,7 +198,7 @@ def _task(path: Path, pattern: str) -> str:
 
 
 def read_samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the item records beside a results.json, by task. Raises UserError for damage."""
+    """Return the samples beside a results.json, by task. Raises UserError if damaged."""
     found = {}
     for path in sorted(folder.glob(SAMPLES.format("*"))):
         try:
@@ -207,10 +206,10 @@ def read_samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
                 lines = files.read_lines(path, MAX_SAMPLE_BYTES)
                 items = [parse_json(line, finite=False) for line in lines]
                 if not all(isinstance(item, dict) for item in items):
-                    raise ValueError("a line is no JSON object")
+                    raise ValueError("a line is not a JSON object")
         except UnreadableFile as error:
             raise UserError(
-                "todo.results", f"{error}; `python -m eval run` asks that suite again"
+                "results.damaged", f"{error}; evaluate again with `python -m eval run`", path=path
             ) from None
         found[_task(path, SAMPLES)] = items
     return found
@@ -224,14 +223,16 @@ def read_results(path: Path) -> Results:
             version = parse_json(content, finite=False).get("version")
             if version != VERSION:
                 raise UserError(
-                    "todo.results", f"{path}: version {version!r}, this program reads {VERSION}"
+                    "results.version", f"{path}: version {version!r}, expected {VERSION}", path=path
                 )
             stored = files.parse_record(content, Results, finite=False)
     except UnreadableFile as error:
-        raise UserError("todo.results", f"{error}; `python -m eval run` evaluates again") from None
+        raise UserError(
+            "results.damaged", f"{error}; evaluate again with `python -m eval run`", path=path
+        ) from None
     for task, metrics in stored.scores.items():
         for name, score in metrics.items():
             count = stored.num_samples.get(task)
-            if score.stderr == 0 and score.value in (0, 1) and count:  # of an earlier version
+            if score.stderr == 0 and score.value in (0, 1) and count:  # older results
                 metrics[name] = Score(score.value, bound=wilson_bound(score.value, count))
     return stored

@@ -1,8 +1,8 @@
-"""One launch's hold on a run folder: its lock, its status, and what asks it to stop.
+"""The session of one launch: its lock and status in the run folder, and requests to stop.
 
-train.py opens a Session before the ranks meet and closes it last. The files are global rank 0's.
-Each rank polls its StopRequests between steps, and the trainer adds them up over all ranks, so that
-all stop after the same step. No torch here.
+train.py opens a Session before torch.distributed starts and closes it last. Global rank 0 writes
+the files. Each rank polls its StopRequests between steps and the trainer combines them over all
+ranks, so that all stop after the same step. No torch.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 STOP_FILE = "the file STOP"
 LOST_LOCK = "another launch took the run folder over"
 REASONS = (*(number.name for number in SIGNALS), STOP_FILE, LOST_LOCK)
-"""By position in the result of `StopRequests.poll`."""
+"""In the order of the result of `StopRequests.poll`."""
 
 
 def describe(reasons: Sequence[bool]) -> str:
-    """Return the names of the requests that hold, for a message."""
+    """Return the names of the active requests, for a message."""
     return ", ".join(itertools.compress(REASONS, reasons))
 
 
 class StopRequests:
-    """The requests that this process knows of. Used as a context manager, it catches signals."""
+    """Requests to stop that this process received; as a context manager it catches SIGNALS."""
 
     def __init__(
         self, stop_file: Path | None = None, lost: Callable[[], bool] = lambda: False
@@ -52,12 +52,12 @@ class StopRequests:
         return self
 
     def catch(self, numbers: Iterable[signal.Signals]) -> None:
-        """Treat these signals as requests from now on."""
+        """Treat these signals as requests to stop."""
         for number in numbers:
             self._old.setdefault(number, signal.signal(number, self._catch))
 
     def restore(self, numbers: Iterable[signal.Signals]) -> None:
-        """Restore the effect that these signals had; one that was ignored ends the process."""
+        """Restore the previous handlers of these signals; one that was ignored ends the process."""
         for number in numbers:
             old = self._old.pop(number)
             signal.signal(number, signal.SIG_DFL if old is signal.SIG_IGN else old)
@@ -70,7 +70,7 @@ class StopRequests:
     def _catch(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if name == "SIGINT" and name in self._caught:
-            raise KeyboardInterrupt  # a user who presses Ctrl-C twice does not want to wait
+            raise KeyboardInterrupt  # pressed twice: do not wait for a checkpoint
         self._caught.add(name)
 
     def remove_stale_stop_file(self, began: float) -> bool:
@@ -82,32 +82,33 @@ class StopRequests:
         return False
 
     def poll(self) -> list[bool]:
-        """Return which of REASONS hold; for the STOP file, what a thread has found since."""
+        """Return which of REASONS are active; a thread looks for the STOP file."""
         if self._stop_file is not None:
             self._checking.request()
         return [*(each.name in self._caught for each in SIGNALS), self._has_stop_file, self._lost()]
 
     def _check_stop_file(self) -> None:
-        # os.path: a stale handle of a network disk is no request, and ends no run
+        # os.path: an error such as a stale NFS handle is not a request
         self._has_stop_file = self._stop_file is not None and os.path.exists(self._stop_file)
 
     def remove_stop_file(self) -> None:
-        """Remove the STOP file, so that the next launch goes on. Raises UserError if it can't."""
+        """Remove the STOP file, so that the next launch does not stop. Raises UserError."""
         try:
             if self._stop_file is not None:
                 self._stop_file.unlink(missing_ok=True)
             self._has_stop_file = False
         except OSError as error:
             raise UserError(
-                "todo.session",
-                f"{self._stop_file} cannot be removed ({error.strerror}): the next launch would "
-                "stop at once; remove it by hand",
+                "run.stop_file",
+                f"{self._stop_file} cannot be removed: {error.strerror}. Remove it before the "
+                "next launch, which would stop at once",
+                path=self._stop_file,
             ) from None
 
 
 @dataclass
 class Session:
-    """A context manager; an exception within it makes the state `failed`."""
+    """A context manager; an exception within it sets the state to `failed`."""
 
     folder: RunFolder
     _: KW_ONLY
@@ -116,7 +117,7 @@ class Session:
     steps: int
     heartbeat_s: float = 10.0
     checkpoints: Path | None = None
-    say: Callable[[str], None] = print
+    log: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
         self._locks: list[LinkLock] = []
@@ -132,13 +133,13 @@ class Session:
                 raise
         self.stop.__enter__()
         if self.rank != 0:
-            # while it waits for the others to come, no Python runs that could obey, and nothing is
-            # lost: where rank 0 is refused, torchrun's SIGTERM should end it at once
+            # while it waits for the other ranks no Python handler runs, and nothing is to be saved:
+            # if rank 0 fails to start, torchrun's SIGTERM must end this rank at once
             self.stop.restore([signal.SIGTERM])
         return self
 
     def handle_sigterm(self) -> None:
-        """From here on every rank treats SIGTERM as a request to save and stop."""
+        """Treat SIGTERM as a request to save and stop; called once all ranks are connected."""
         self.stop.catch([signal.SIGTERM])
 
     def _take_folder(self) -> None:
@@ -149,9 +150,10 @@ class Session:
                 began = os.fstat(probe.fileno()).st_mtime
         except OSError as error:
             raise UserError(
-                "todo.session",
-                f"the run folder {path} cannot be written to: {error.strerror}; choose another "
-                "with --job.dump_folder, or make room",
+                "run.unwritable",
+                f"the run folder {path} cannot be written: {error.strerror}; choose another with "
+                "--job.dump_folder, or free space",
+                path=path,
             ) from None
         hint = f"stop it with `touch {files.stop_file}`, or {another} --job.dump_folder"
         self._lock(files.lock_file, hint, on_heartbeat=self._beat)
@@ -162,27 +164,25 @@ class Session:
         self.status = StatusWriter(files.status_file, steps=self.steps, world_size=self.world_size)
         self.stop = StopRequests(files.stop_file, lambda: any(lock.lost for lock in self._locks))
         if self.stop.remove_stale_stop_file(began=began):
-            self.say(f"{files.stop_file} is left over from an earlier launch: it is removed")
+            self.log(f"removed {files.stop_file}, left over from an earlier launch")
         self.status.write()
 
     def _lock(self, path: Path, hint: str, **options: Any) -> None:
-        options |= {"hint": hint, "heartbeat_s": self.heartbeat_s, "log": self.say}
+        options |= {"hint": hint, "heartbeat_s": self.heartbeat_s, "log": self.log}
         self._locks.append(LinkLock.acquire(path, **options))
 
     def is_owner(self) -> bool:
-        """Whether the folder is this launch's, by a look at the lock; True above rank 0."""
+        """Return whether this launch still holds the lock, read from disk; True above rank 0."""
         return all(lock.is_owner() for lock in self._locks)
 
-    def check_ours(self) -> None:
-        """Raise UserError unless `is_owner`; before a change to the folder."""
+    def check_owner(self) -> None:
+        """Raise UserError unless `is_owner`."""
         if not self.is_owner():
-            raise UserError(
-                "todo.session",
-                f"{self.folder.path}: {LOST_LOCK}; this launch changes nothing there",
-            )
+            path = self.folder.path
+            raise UserError("lock.lost", f"{path}: {LOST_LOCK}; this launch ends", path=path)
 
     def may_write(self) -> bool:
-        """Whether the log and the status are this launch's to write; cheaper than `is_owner`."""
+        """Return whether this launch may write log and status; cheaper than `is_owner`."""
         return all(lock.may_write() for lock in self._locks)
 
     def _beat(self) -> None:
@@ -190,17 +190,17 @@ class Session:
             self.status.write()
 
     def progress(self, step: int, phase: str, seconds_per_step: float | None = None) -> None:
-        """Note a sign of life of the trainer itself, cheap enough for every step."""
+        """Record progress of the trainer; cheap enough for every step."""
         if self.status is not None:
             self.status.progress(step=step, phase=phase, seconds_per_step=seconds_per_step)
 
     def note(self, **fields: object) -> None:
-        """Set fields of status.json, to be written with the next heartbeat."""
+        """Set fields of status.json, which the next heartbeat writes."""
         if self.status is not None:
             self.status.set(**fields)
 
     def end(self, state: States, reason: str, step: int) -> None:
-        """Write the launch's last state; `failed` is never replaced."""
+        """Write the final state; `failed` is never replaced."""
         if self.status is not None and self.is_owner():
             self.status.end(state, reason, step)
 
@@ -212,7 +212,7 @@ class Session:
                 self.end("failed", reason, self.status.status.step)
             self._release()
         finally:
-            # last: torchrun sends SIGTERM to the remaining ranks when one has failed
+            # last: torchrun sends SIGTERM to the other ranks when one has failed
             self.stop.__exit__()
 
     def _release(self) -> None:
@@ -221,7 +221,7 @@ class Session:
 
 
 def archive_traces(folder: Path) -> Path | None:
-    """Move an earlier launch's communication traces into a folder of their own; None if none."""
+    """Move an earlier launch's communication traces to a new folder; return it, None if none."""
     traces = [path for path in folder.glob("*") if path.is_file() and path.stat().st_size]
     names = (folder / f"launch-{number}" for number in itertools.count(1))
     kept = next(path for path in names if not path.exists())

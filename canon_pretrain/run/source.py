@@ -1,13 +1,13 @@
-"""The program's own source: hashes, what git says of it, and the copy that a run keeps of it.
+"""The program's own source: hashes, git state, and the snapshots that a run keeps of it.
 
-    RUN/code/001/           made by one rename, never changed
+    RUN/code/001/           written by one rename, never changed
       canon_pretrain/       the package's *.py files
       slurm/lib.sh          shared by the job scripts
-      source_tree.json      what git said of the place that they are from
+      source_tree.json      git state of the original
       manifest.json         each file's SHA-256
 
-slurm/lib.sh takes a snapshot before a run's first launch, and puts the newest first on PYTHONPATH
-in every later one. A git that is missing, slow or clueless is a `problem`, no error. No torch here.
+slurm/lib.sh takes a snapshot before a run's first launch, and puts the newest one on PYTHONPATH in
+later ones. A git that is missing or slow is a `problem`, not an error. No torch.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ from canon_pretrain.run.folder import RunFolder
 PATCH_BYTES = 1 << 20
 UNTRACKED_KINDS = ("*.py", "*.toml")
 MAX_NAMES = 200
-GIT_S = 8.0  # less than a launch waits for git (run/launches.py)
-OWN_FOLDERS = ("data_prep", "eval")  # beside canon_pretrain/: the patch shows their *.py files
+GIT_TIMEOUT_S = 8.0  # less than GATHER_TIMEOUT_S in run/launches.py
+OWN_FOLDERS = ("data_prep", "eval")  # beside canon_pretrain/: their *.py files are in the patch
 KEPT, MANIFEST, SCRIPT = "source_tree.json", "manifest.json", "slurm/lib.sh"
 _TRAINING = ("checkpoint/[!_]*", "core/*", "data/*", "kernels/**/*", "model/*", "run/[!_]*")
-# what a training run imports of canon_pretrain
+# files of canon_pretrain that training imports
 TRAINING_CODE = ("train.py", *(f"{pattern}.py" for pattern in (*_TRAINING, "titan/*")))
 
 
 def code_hashes(package: Path = Path(canon_pretrain.__file__).parent) -> dict[str, str]:
-    """Return the first 16 digits of the SHA-256 of each file of TRAINING_CODE, by its path."""
+    """Return the first 16 digits of the SHA-256 of each file of TRAINING_CODE, by path."""
     hashes = {}
     for path in sorted({path for pattern in TRAINING_CODE for path in package.glob(pattern)}):
         with contextlib.suppress(OSError):
@@ -53,23 +53,23 @@ def code_hashes(package: Path = Path(canon_pretrain.__file__).parent) -> dict[st
 
 @dataclass(frozen=True)
 class SourceTree:
-    """What git says of the folder that the program runs from; None is unknown, see `problem`."""
+    """The git state of the program's source; None: unknown, see `problem`."""
 
-    folder: str | None = None  # the root of its working tree
+    folder: str | None = None  # root of the working tree
     commit: str | None = None
-    origin: str | None = None  # its URL without user and password
+    origin: str | None = None  # URL without user and password
     dirty: bool | None = None
-    untracked: list[str] = field(default_factory=list)  # of UNTRACKED_KINDS, MAX_NAMES at most
-    left_out: list[str] = field(default_factory=list)  # changed files that are not in the patch
-    patch: bytes = b""  # `git diff HEAD` of the project's own *.py files, its first PATCH_BYTES
+    untracked: list[str] = field(default_factory=list)  # of UNTRACKED_KINDS, at most MAX_NAMES
+    left_out: list[str] = field(default_factory=list)  # changed files not in the patch
+    patch: bytes = b""  # `git diff HEAD` of the project's *.py files, at most PATCH_BYTES
     patch_cut: bool = False
     problem: str | None = None
 
 
 def read_source_tree(
-    inside: Path, *, patch_bytes: int = PATCH_BYTES, timeout_s: float = GIT_S
+    inside: Path, *, patch_bytes: int = PATCH_BYTES, timeout_s: float = GIT_TIMEOUT_S
 ) -> SourceTree:
-    """Return the source tree that tracks the file `inside`; of a snapshot's, that of its origin."""
+    """Return the source tree that tracks the file `inside`; in a snapshot, that of its original."""
     if (kept := inside.parent.parent / KEPT).is_file():
         tree = files.read_json(kept)
         return SourceTree(**tree | {"patch": tree["patch"].encode(errors="surrogateescape")})
@@ -83,10 +83,10 @@ def read_source_tree(
     top = ask("rev-parse", "--show-toplevel").rstrip("\n")
     ask("ls-files", "--error-unmatch", "--", inside.name)
     if problems:
-        return SourceTree(problem=f"{root}: no git repository tracks it: {problems[0]}")
+        return SourceTree(problem=f"{root} is not tracked by git: {problems[0]}")
     root = Path(top)
     status = ("status", "--porcelain", "-z", "--no-renames", "--untracked-files=no")
-    # each record: two letters, a space, the path
+    # each record: two letters, a space, a path
     changed = [record[3:] for record in ask(*status).split("\0")[:-1]]
     if problems:
         return SourceTree(folder=top, problem=problems[0])
@@ -98,17 +98,16 @@ def read_source_tree(
     patch = b""
     if shown:
         diff = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
-        # without a commit everything is new, and there is nothing to differ from
+        # without a commit all files are new
         since, names = "HEAD" if commit else "--cached", [f":(top,literal){n}" for n in shown]
         patch = ask(*diff, since, "--", *names).encode(errors="surrogateescape")
     is_cut = len(patch) > patch_bytes
     url = urlsplit(ask("remote", "get-url", "origin", is_needed=False).strip())
-    # last: a tree of runs and data takes long to walk
+    # last: slow in a tree with runs and data
     others = ask("ls-files", "--others", "--exclude-standard", "-z", "--", *UNTRACKED_KINDS)
     return SourceTree(
         folder=top,
         commit=commit,
-        # without its user and password
         origin=url._replace(netloc=url.netloc.rpartition("@")[2]).geturl() or None,
         dirty=bool(changed),
         untracked=others.split("\0")[:-1][:MAX_NAMES],
@@ -120,9 +119,9 @@ def read_source_tree(
 
 
 def _git(folder: Path, deadline: float, *arguments: str) -> tuple[str, str | None]:
-    """Return what git prints until a `deadline` of time.monotonic(), and why that is not all."""
+    """Return git's output, and the reason if it failed; `deadline`: of time.monotonic()."""
     command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", "-c", "core.quotepath=off"]
-    # without what points git elsewhere (GIT_DIR, in a hook)
+    # without GIT_DIR and others, which a hook sets
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environ |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     left_s = max(deadline - time.monotonic(), 0.1)
@@ -132,10 +131,10 @@ def _git(folder: Path, deadline: float, *arguments: str) -> tuple[str, str | Non
     except subprocess.TimeoutExpired:
         return "", f"git {arguments[0]} took longer than {left_s:.0f} s"
     except OSError as error:
-        return "", f"git cannot run: {error}"
+        return "", f"git failed to start: {error}"
     if done.returncode:
         message = done.stderr.decode(errors="replace").strip().partition("\n")[0]
-        return "", message or f"git ended with {done.returncode}"
+        return "", message or f"git exited with code {done.returncode}"
     return done.stdout.decode(errors="surrogateescape"), None
 
 
@@ -143,13 +142,13 @@ def _git(folder: Path, deadline: float, *arguments: str) -> tuple[str, str | Non
 
 
 def newest_snapshot(run: RunFolder) -> Path | None:
-    """Return RUN/code/NNN with the highest number; None without one."""
+    """Return RUN/code/NNN with the highest number; None if there is none."""
     numbers = [int(path.name) for path in run.code.glob("[0-9]*") if path.name.isdecimal()]
     return run.code / f"{max(numbers):03}" if numbers else None
 
 
 def take_snapshot(run: RunFolder) -> Path:
-    """Copy this program's source to the next RUN/code/NNN, unless the newest one is the same."""
+    """Return a snapshot of the program's source: RUN/code/NNN, a new one if the newest differs."""
     newest = newest_snapshot(run)
     if newest is not None and not _faults(newest) and not differences(newest):
         return newest
@@ -164,30 +163,31 @@ def take_snapshot(run: RunFolder) -> Path:
         files.write_folder(target, contents)
     except OSError as error:
         raise UserError(
-            "todo.source", f"the run's code can't be kept in {target}: {error.strerror}"
+            "run.unwritable", f"{target} cannot be written: {error.strerror}", path=target
         ) from None
     return target
 
 
 def check_snapshot(snapshot: Path) -> None:
-    """Raise UserError unless `snapshot` is as it was written, and this user's own."""
+    """Raise UserError unless `snapshot` is unchanged and owned by this user."""
     if faults := _faults(snapshot):
         raise UserError(
-            "todo.source",
-            f"{snapshot}, the code of the run's launches, is damaged: {'; '.join(faults[:5])}. Put "
-            "it back, or take the code of this repository with --run.allow_changes code",
+            "run.code_damaged",
+            f"{snapshot}, the run's code, is damaged: {'; '.join(faults[:5])}. Restore it, or use "
+            "this repository's code with --run.allow_changes code",
+            faults=faults,
         )
 
 
 def differences(snapshot: Path) -> list[str]:
-    """Return the files of the package and slurm/lib.sh that differ from those in `snapshot`."""
+    """Return the files of this program that differ from those in `snapshot`."""
     ours = {name: sha256_file(path) for name, path in _program().items()}
     kept = _recorded(snapshot)
     return [name for name in sorted(ours | kept) if ours.get(name) != kept.get(name)]
 
 
 def _program() -> dict[str, Path]:
-    """Return the files of this program that a snapshot has, by name."""
+    """Return the files of this program that a snapshot contains, by name."""
     root = Path(canon_pretrain.__file__).resolve().parent.parent
     paths = [*(root / "canon_pretrain").rglob("*.py"), root / SCRIPT]
     return {path.relative_to(root).as_posix(): path for path in sorted(paths) if path.is_file()}
@@ -198,11 +198,11 @@ def _recorded(snapshot: Path) -> dict[str, str]:
 
 
 def _faults(snapshot: Path) -> list[str]:
-    """Return what in `snapshot` differs from its manifest, compiled files aside."""
+    """Return the differences of `snapshot` from its manifest, except for compiled files."""
     try:
         info = os.lstat(snapshot)
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
-            return ["it is no folder of yours"]
+            return ["not a folder of this user"]
         recorded = _recorded(snapshot)
     except (OSError, UnreadableFile) as error:
         return [str(error)]
@@ -215,4 +215,4 @@ def _faults(snapshot: Path) -> list[str]:
             with contextlib.suppress(OSError):
                 found[name] = None if is_link else sha256_file(path)
     names = sorted(found | recorded)
-    return [f"{n} is not as written" for n in names if found.get(n) != recorded.get(n, "")]
+    return [f"{n} differs from the manifest" for n in names if found.get(n) != recorded.get(n, "")]

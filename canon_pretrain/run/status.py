@@ -1,4 +1,4 @@
-"""status.json: the state of a run, and whether its trainer lives. Nothing resumes from it."""
+"""status.json: the state of a run and of its trainer, for display; nothing resumes from it."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ Phases = Literal["starting", "loading", "training", "validating", "saving", "end
 
 DEAD_AFTER_S = 60.0  # six heartbeats
 HUNG_AFTER_S, HUNG_AFTER_STEPS, SLOW_AFTER_STEPS = 60.0, 10, 3
-PHASE_TIMEOUT_S = 1800.0  # for a phase without steps: data, a checkpoint, a first compilation
+PHASE_TIMEOUT_S = 1800.0  # of a phase without steps: data, a checkpoint, compilation
 
 
 Time = Annotated[str, Field(pattern=r"^\d{4}-[01]\d-[0-3]\dT[0-2]\d(:[0-5]\d){2}.*\+00:00$")]
@@ -30,15 +30,15 @@ Time = Annotated[str, Field(pattern=r"^\d{4}-[01]\d-[0-3]\dT[0-2]\d(:[0-5]\d){2}
 class Status:
     """The content of status.json; times are UTC, ISO 8601.
 
-    A trainer that hangs makes no progress (`heartbeat`) while its process lives on (`written`).
+    The process writes the file (`written`) even if training hangs (`heartbeat`).
     """
 
     state: States
     step: int
     steps: int
-    heartbeat: Time  # the trainer's last step or change of phase
+    heartbeat: Time  # of the last step or change of phase
     written: Time
-    reason: str = ""  # why it is in this state; empty while it runs
+    reason: str = ""  # of the state; empty while running
     phase: Phases = "starting"
     seconds_per_step: float | None = None
     world_size: int = 1
@@ -47,7 +47,7 @@ class Status:
     job_id: str | None = None
     restart_count: int = 0
     nodes: str | None = None
-    launches: int = 1  # this time included
+    launches: int = 1  # including this one
     checkpoint_step: int | None = None  # the newest verified one
     checkpoint_saved: str | None = None
     checkpoint_failures: int = 0  # in a row
@@ -56,33 +56,35 @@ class Status:
 
 
 class StatusWriter:
-    """A launch's status in memory, written on request; for several threads."""
+    """The status of a launch, in memory and on request on disk; thread-safe."""
 
     def __init__(
         self, path: Path, *, steps: int, world_size: int, environ: Mapping[str, str] = os.environ
     ) -> None:
         self.path = path
         launch, before = Holder.of_this_process(environ), None
-        with contextlib.suppress(UserError):  # a damaged view must not keep a run from starting
+        with contextlib.suppress(UserError):  # a damaged status must not prevent a launch
             before = read_status(path)
         own = {name: getattr(launch, name) for name in ("host", "pid", "job_id", "restart_count")}
         own |= {"world_size": world_size, "nodes": environ.get("SLURM_JOB_NODELIST")}
         own["launches"] = 1 if before is None else before.launches + 1
         self.status = Status("running", 0, steps, launch.taken, launch.taken, **own)
         self._memory = threading.Lock()  # held for microseconds only
-        self._disk = threading.Lock()  # one writer at a time: the newest status is written last
+        self._disk = (
+            threading.Lock()
+        )  # one writer at a time, so that the newest status is written last
 
     def progress(self, **values: Any) -> None:
-        """Note a sign of life of the trainer, in memory alone; None leaves a field as it is."""
+        """Record progress in memory; a field given as None keeps its value."""
         self.set(heartbeat=utc_now(), **{k: v for k, v in values.items() if v is not None})
 
     def set(self, **values: Any) -> None:
-        """Set fields of `Status` by name, in memory alone."""
+        """Set fields of `Status` in memory."""
         with self._memory:
             self.status = replace(self.status, **values)
 
     def write(self) -> bool:
-        """Write the file in one step; return False if that failed: a full disk ends no run."""
+        """Write the file; return False on failure: a full disk must not end the run."""
         with self._disk:
             self.set(written=utc_now())
             with contextlib.suppress(OSError):
@@ -91,29 +93,31 @@ class StatusWriter:
             return False
 
     def end(self, state: States, reason: str, step: int) -> bool:
-        """Write the launch's last state at once; `failed` is never replaced."""
+        """Write the final state; `failed` is never replaced."""
         if self.status.state != "failed":
             self.set(state=state, reason=reason, step=step, phase="ended", heartbeat=utc_now())
         return self.write()
 
 
 def read_status(path: Path) -> Status | None:
-    """Return the content of status.json, None if it is missing; UserError if it is damaged."""
+    """Return the content of status.json; None if missing. Raises UserError if damaged."""
     try:
         return read_record(path, Status)
     except UnreadableFile as error:
         if error.is_missing:
             return None
         raise UserError(
-            "todo.status", f"{error}; a running trainer replaces it, else remove it"
+            "run.status_damaged",
+            f"{error}; a running trainer rewrites it, else remove it",
+            path=path,
         ) from None
 
 
 def health(status: Status, now: datetime, *, dead_after_s: float = DEAD_AFTER_S) -> str:
     """Return "running", "slow", "hung" or "dead" for a running state, else the state.
 
-    Dead: not written for `dead_after_s`, by the reader's clock. Hung, then slow: at the time of
-    writing the trainer had made no progress for so long, by its own clock.
+    dead: not written for `dead_after_s`, by the reader's clock. slow, hung: no progress for several
+    steps when it was written, by the writer's clock.
     """
     if status.state != "running":
         return status.state

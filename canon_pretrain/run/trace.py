@@ -1,4 +1,4 @@
-"""A profiler's chrome trace, read event by event: hundreds of megabytes need little memory."""
+"""A streaming reader of the profiler's chrome traces, which have hundreds of megabytes."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from canon_pretrain.core.errors import UserError
 
 STEP = "ProfilerStep#"
 CHUNK = 1 << 22
-MAX_EVENT = 1 << 26  # characters; what is longer and still does not parse is no event
+MAX_EVENT = 1 << 26  # characters of one event
 BEGINNING = re.compile(r'\A\s*\[|"traceEvents"\s*:\s*\[')
 BETWEEN = re.compile(r"[\s,]*")
 
@@ -25,20 +25,20 @@ KINDS = {
 
 
 class Event(NamedTuple):
-    """Something on the host, or WORK of a device: a kernel, a copy or a fill. Times in us."""
+    """A host event, or WORK of a device: a kernel, a copy or a fill. Times in us."""
 
     begin: float
     end: float
     name: str
     kind: str
     link: int
-    """Of WORK and its LAUNCH their correlation id; of an operator its autograd sequence number,
-    which a forward operator shares with its backward. -1: none."""
+    """Correlation id of WORK and its LAUNCH; autograd sequence number of an operator, which its
+    backward shares. -1: none."""
 
 
 @dataclass
 class Trace:
-    """What is kept of a trace; `is_whole` is false where its file ends too early."""
+    """The relevant events of a trace; `is_whole` is false if the file is truncated."""
 
     threads: dict[Any, list[Event]] = field(default_factory=lambda: defaultdict(list))
     work: list[Event] = field(default_factory=list)
@@ -50,23 +50,25 @@ def read_trace(path: Path) -> Trace:
     """Read a chrome trace. Raises UserError."""
     trace = Trace()
     try:
-        # names may hold anything: a byte that is no UTF-8 is shown as such
+        # names may contain invalid UTF-8
         with open(path, encoding="utf-8", errors="replace") as text:
             for event in _events(text, trace):
                 _keep(event, trace)
     except (OSError, KeyError, ValueError, TypeError) as error:
-        raise UserError("todo.trace", f"{path} is no chrome trace: {error!r}") from None
+        raise UserError(
+            "profile.trace", f"{path} is not a chrome trace: {error!r}", path=path
+        ) from None
     return trace
 
 
 def _events(file: TextIO, trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yield the objects of the list of events, decoded one at a time."""
+    """Yield the event objects, decoded one at a time."""
     decode = json.JSONDecoder(strict=False).raw_decode
     text = file.read(CHUNK)
     while (beginning := BEGINNING.search(text)) is None:
         more = file.read(CHUNK)
         if not more or len(text) > MAX_EVENT:
-            raise ValueError("no list of traceEvents in it")
+            raise ValueError("no traceEvents")
         text += more
     place = beginning.end()
     while True:
@@ -76,7 +78,7 @@ def _events(file: TextIO, trace: Trace) -> Iterator[dict[str, Any]]:
         try:
             event, place = decode(text, place)
         except json.JSONDecodeError:
-            # the chunk ends within an event, or the file does
+            # the chunk, or the file, ends within an event
             if not (more := file.read(CHUNK)):
                 trace.is_whole = False
                 return

@@ -198,7 +198,7 @@ def prepare_folder(
             f"{error.filename or path}: {error.strerror}. Choose another folder with "
             "--job.dump_folder or --checkpoint.folder",
         ) from None
-    session.check_ours()
+    session.check_owner()
     facts, problem = launches.begin_launch(run)
     if problem:
         logger.warning(f"{problem}: the number of this launch, {facts.launches}, is not kept")

@@ -1,4 +1,4 @@
-"""Signals on the way out and on the way in; a folder that cannot be had; traces of a hang."""
+"""Signals at the start and the end of a session, unwritable folders, traces of a hang."""
 
 import os
 import signal
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import SIGNALS, Session, StopRequests, archive_traces
 from canon_pretrain.run.status import StatusWriter
+from tests.support import refused
 
 
 def session(folder: Path, **options: Any) -> Session:
@@ -20,8 +20,8 @@ def session(folder: Path, **options: Any) -> Session:
 
 
 @pytest.fixture
-def heard() -> Iterator[list[int]]:
-    """What reaches the handlers from before."""
+def previous() -> Iterator[list[int]]:
+    """Signals that reach the previous handlers."""
     caught: list[int] = []
     old = {n: signal.signal(n, lambda number, _: caught.append(number)) for n in SIGNALS[:3]}
     yield caught
@@ -29,8 +29,8 @@ def heard() -> Iterator[list[int]]:
         signal.signal(number, handler)
 
 
-def test_a_signal_on_the_way_out_does_not_cut_it_short(tmp_path, monkeypatch, heard):
-    """torchrun sends SIGTERM to the others once one rank has failed: rank 0 may be just here."""
+def test_a_signal_at_the_end_does_not_interrupt_it(tmp_path, monkeypatch, previous):
+    """torchrun sends SIGTERM to the other ranks once one has failed."""
     original = StatusWriter.end
 
     def end(*arguments: Any) -> bool:
@@ -40,21 +40,21 @@ def test_a_signal_on_the_way_out_does_not_cut_it_short(tmp_path, monkeypatch, he
     monkeypatch.setattr(StatusWriter, "end", end)
     with pytest.raises(RuntimeError), session(tmp_path):
         raise RuntimeError
-    assert heard == [], "by default it would have killed the process"
+    assert previous == [], "by default it would have killed the process"
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+def test_an_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "run").write_text("a file")
-    with pytest.raises(UserError, match="run cannot be written to: .*--job.dump_folder"):
+    with refused("run.unwritable", path=tmp_path / "run"):
         session(tmp_path / "run").__enter__()
 
 
-def test_traces_of_each_launch_are_kept_apart(tmp_path):
+def test_traces_of_each_launch_are_archived(tmp_path):
     assert archive_traces(tmp_path / "none") is None
     (tmp_path / "launch-2").mkdir()
     for number in (1, 3):
         (tmp_path / "rank_0").write_text(f"launch {number}")
-        (tmp_path / "rank_1").touch()  # nothing in it: nothing to keep
+        (tmp_path / "rank_1").touch()
         assert archive_traces(tmp_path) == tmp_path / f"launch-{number}"
         assert (tmp_path / f"launch-{number}" / "rank_0").read_text() == f"launch {number}"
         assert archive_traces(tmp_path) is None
@@ -63,8 +63,8 @@ def test_traces_of_each_launch_are_kept_apart(tmp_path):
 # -- requests to stop
 
 
-def test_a_signal_that_the_parent_ignored_ends_the_process_when_let_through(heard):
-    """slurm/lib.sh shields torchrun's agent from SIGTERM, and ignoring is inherited."""
+def test_restore_gives_an_ignored_signal_its_default(previous):
+    """slurm/lib.sh ignores SIGTERM for torchrun's agent, and its children inherit that."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with StopRequests() as requests:
         requests.restore([signal.SIGTERM])

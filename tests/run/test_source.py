@@ -1,4 +1,4 @@
-"""The program's source: RUN/code, its damage and its use by a job chain; real git repositories."""
+"""Snapshots of the program's source, their use by job chains, and git state."""
 
 import os
 import shutil
@@ -11,7 +11,6 @@ import pytest
 
 import canon_pretrain
 from canon_pretrain import chain
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.config import read_experiment
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.source import (
@@ -23,7 +22,7 @@ from canon_pretrain.run.source import (
     read_source_tree,
     take_snapshot,
 )
-from tests.support import ROOT
+from tests.support import ROOT, refused
 
 CONFIG = ROOT / "train_configs" / "debug.toml"
 FILE, LOSS = "canon_pretrain/core/files.py", "titan/spec.py"
@@ -94,11 +93,11 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
-def test_damage_is_refused_and_the_way_out_is_a_new_snapshot(taken, run, harm):
+def test_a_damaged_snapshot_is_refused_and_replaced(taken, run, harm):
     shutil.copytree(taken, snapshot := run.code / "001")
     check_snapshot(snapshot)
     harm(snapshot)
-    with pytest.raises(UserError, match="--run.allow_changes code"):
+    with refused("run.code_damaged"):
         check_snapshot(snapshot)
     assert take_snapshot(run) == run.code / "002"
     check_snapshot(run.code / "002")
@@ -107,13 +106,12 @@ def test_damage_is_refused_and_the_way_out_is_a_new_snapshot(taken, run, harm):
 def test_another_users_snapshot_is_refused(taken, monkeypatch):
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
-    with pytest.raises(UserError, match="no folder of yours"):
+    with refused("run.code_damaged"):
         check_snapshot(taken)
 
 
 def test_a_chain_stays_with_its_code(run, changed_program, tmp_path, monkeypatch):
-    """By the run's first checkpoint at the latest; a restart of a job earlier, and whatever the
-    options that it repeats."""
+    """From the run's first checkpoint on; restarts of a job from its start, with any options."""
     first, second = run.code / "001", run.code / "002"
     own = tmp_path / "own.toml"
     own.write_text(f'[job]\ndump_folder = "{run.path}"\n[run]\nallow_changes = ["code"]\n')
@@ -143,7 +141,7 @@ def test_a_chain_stays_with_its_code(run, changed_program, tmp_path, monkeypatch
     scaled = ["SCALE" in (path / "canon_pretrain" / LOSS).read_text() for path in (first, second)]
     assert scaled == [False, True]
     HARMS["flip"](second)
-    with pytest.raises(UserError, match=LOSS):
+    with refused("run.code_damaged"):
         launch_code("3")
     gone = chain.launch_code("3", ["--config", "/no/such.toml"])
     assert gone[0] is None, "the job's check says so"
@@ -198,7 +196,7 @@ def git(root: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_tree_can_be_put_together_again_from_its_own_code_only(repository, tmp_path, monkeypatch):
+def test_commit_and_patch_restore_the_code_without_secrets(repository, tmp_path, monkeypatch):
     """Issue 17, item 20: no key, netrc, YAML or script of the same repository is copied."""
     init, code = repository / "package" / "__init__.py", repository / "package" / "code.py"
     git(repository, "remote", "add", "origin", "https://me:planted@host:8080/x.git")
@@ -241,7 +239,7 @@ def test_trees_without_a_commit_or_a_repository(repository, tmp_path):
         (folder / "__init__.py").write_text("x = 1\n")
         found = read_source_tree(folder / "__init__.py")  # in an ignored folder, and in none
         assert (found.folder, found.commit, found.dirty, found.patch) == (None, None, None, b"")
-        assert "no git repository tracks it" in str(found.problem)
+        assert found.problem
     git(folder, "init", "-q")
     git(folder, "add", "-A")
     found = read_source_tree(folder / "__init__.py")
@@ -249,15 +247,8 @@ def test_trees_without_a_commit_or_a_repository(repository, tmp_path):
     assert b"+x = 1" in found.patch
 
 
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        (None, "git cannot run"),
-        ("echo fatal: dubious ownership >&2; exit 128", "dubious ownership"),
-        ("exec sleep 60", "took longer than"),
-    ],
-)
-def test_git_that_does_not_work_is_a_sentence(script, said, repository, tmp_path, monkeypatch):
+@pytest.mark.parametrize("script", [None, "exit 128", "exec sleep 60"])
+def test_a_broken_git_is_a_problem_not_an_error(script, repository, tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     if script is not None:
         (tmp_path / "bin" / "git").write_text(f"#!/bin/sh\n{script}\n")
@@ -265,4 +256,4 @@ def test_git_that_does_not_work_is_a_sentence(script, said, repository, tmp_path
     (tmp_path / "bin" / "sleep").symlink_to(shutil.which("sleep") or "/bin/sleep")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     found = read_source_tree(repository / "package" / "__init__.py", timeout_s=0.3)
-    assert said in str(found.problem) and found.commit is None
+    assert found.problem and found.commit is None

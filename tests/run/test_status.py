@@ -1,4 +1,4 @@
-"""status.json: what is written, that no reader sees half of it, and who counts as hung or dead."""
+"""status.json: atomic writes, counts of launches, and which runs are hung or dead."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -20,8 +20,8 @@ def writer_of(path: Path, **environ: str) -> StatusWriter:
     return StatusWriter(path, steps=100, world_size=4, environ=environ)
 
 
-def test_no_reader_ever_sees_half_of_it(path):
-    """Two threads write beside the one that trains; step and reason always fit together."""
+def test_readers_never_see_a_partial_status(path):
+    """Several threads write; step and reason always match."""
     writer, seen = writer_of(path), set[int]()
     writer.write()
 
@@ -39,7 +39,7 @@ def test_no_reader_ever_sees_half_of_it(path):
     assert [each.name for each in path.parent.iterdir()] == ["status.json"]
 
 
-def test_launches_are_counted_and_their_ends_written_at_once(path):
+def test_launches_are_counted_and_their_ends_written(path):
     for launch in (1, 2, 3):
         writer = writer_of(path)
         assert (writer.status.state, writer.status.step) == ("running", 0)
@@ -51,13 +51,13 @@ def test_launches_are_counted_and_their_ends_written_at_once(path):
     writer.end("failed", "OutOfMemoryError: 1 GiB", 6)
     writer.end("stopped", "SIGTERM", 7)
     status = read_status(path)
-    assert status is not None and (status.state, status.step) == ("failed", 6), "a failure stays"
+    assert status is not None and (status.state, status.step) == ("failed", 6), "a failure is kept"
     path.write_text("{")
-    assert writer_of(path).status.launches == 1, "a damaged view stops no run"
+    assert writer_of(path).status.launches == 1, "a damaged status is replaced"
 
 
 def status_of(written_s: float, heartbeat_s: float, **values: object) -> Status:
-    """A status of so many seconds before NOW."""
+    """Return a status written so many seconds before NOW."""
     fields: dict[str, object] = {"state": "running", "step": 1, "steps": 9, "phase": "training"}
     fields["written"] = (NOW - timedelta(seconds=written_s)).isoformat()
     fields["heartbeat"] = (NOW - timedelta(seconds=heartbeat_s)).isoformat()
@@ -70,13 +70,13 @@ def status_of(written_s: float, heartbeat_s: float, **values: object) -> Status:
         (1, 2, {"seconds_per_step": 1.0}, "running"),
         (1, 5, {"seconds_per_step": 1.0}, "slow"),
         (1, 62, {"seconds_per_step": 1.0}, "hung"),
-        # a step of 20 s has 200 s before it counts as hung
+        # a step of 20 s counts as hung after 200 s
         (1, 150, {"seconds_per_step": 20.0}, "slow"),
         (1, 202, {"seconds_per_step": 20.0}, "hung"),
-        # a fast step: what the file does not show yet since it was written is no silence
+        # steps after the file was written are not in it
         (9, 9.1, {"seconds_per_step": 0.1}, "running"),
         (61, 61, {"seconds_per_step": 0.1}, "dead"),
-        # no step yet: a compilation may take long
+        # no step yet: compilation may take long
         (1, 900, {}, "running"),
         (1, 1802, {}, "hung"),
         (1, 900, {"phase": "saving", "seconds_per_step": 1.0}, "running"),
