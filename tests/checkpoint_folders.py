@@ -29,7 +29,7 @@ def make_step(
     num_bytes: int = 64,
     run_id: str | None = None,
 ) -> Path:
-    """Create a complete checkpoint, named step-N or `name`; its content depends on step and kind."""
+    """Create a checkpoint named step-N or `name`, whose content depends on step and kind."""
     path = folder / (name or f"step-{step}")
     (path / "more").mkdir(parents=True)
     text = f"{kind} {step} ".encode()
@@ -89,23 +89,27 @@ def killed_everywhere(
     """
     for survived in itertools.count():
         folder = build()
-        with warnings.catch_warnings():
-            # Python 3.12 warns of forks beside threads; this child takes no lock of theirs
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child == 0:
-            try:
-                _kill_at(survived)
-                action(folder)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        code = run_forked(lambda: (_kill_at(survived), action(folder)))  # noqa: B023
         if code == 0:
             return
         assert code == -signal.SIGKILL
         yield folder
         shutil.rmtree(folder)
+
+
+def run_forked(action: Callable[[], object]) -> int:
+    """Run `action` in a forked process; return its exit code."""
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks beside threads; this child takes no lock of theirs
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        try:
+            action()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _kill_at(survived: int) -> None:

@@ -1,6 +1,5 @@
-"""Small folders of LlamaCanon models (llama_canon.py), and what an import makes of them."""
+"""Small folders of LlamaCanon models (llama_canon.py), and checks of their import."""
 
-import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +10,12 @@ import torch
 from torch import Tensor
 
 from canon_pretrain.checkpoint.manifest import Manifest, verify
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.hf.reading import Imported, import_folder
 from canon_pretrain.model.transformer import Transformer
 from tests import llama_canon
 from tests.llama_canon import NO_POSITIONS, random_state, write_folder
 from tests.ranks import whole_state
+from tests.support import refused
 
 BASE: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -59,16 +58,16 @@ def check(folder: Path, config: dict[str, Any], state: dict[str, Tensor], **opti
     assert Manifest.read(found.checkpoint).kind == "weights"
 
 
-def a_folder(tmp_path: Path, **fields: Any) -> Path:
+def small_folder(tmp_path: Path, **fields: Any) -> Path:
     config = BASE | {"num_hidden_layers": 1}
     return write_folder(tmp_path / "hf", config | fields, random_state(config))
 
 
-def refused(folder: Path, match: str, **options: Any) -> None:
+def check_refused(
+    folder: Path, code: str, *, options: dict[str, Any] | None = None, **fields: object
+) -> None:
+    """Import `folder`, expecting an error with `code` and `fields`, and nothing written."""
     out = folder.with_name(f"{folder.name}-out")
-    with pytest.raises(UserError, match=match):
-        import_folder(folder, out, **options)
+    with refused(code, **fields):
+        import_folder(folder, out, **options or {})
     assert not out.exists() and not list(folder.parent.glob(".*.importing*"))
-
-
-FORKED = multiprocessing.get_context("forkserver")  # with all imports done: see tests/ranks.py

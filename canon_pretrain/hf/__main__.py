@@ -1,16 +1,16 @@
-"""Checkpoints to Hugging Face folders, and back.
+"""Export checkpoints to Hugging Face folders, and import them.
 
     python -m canon_pretrain.hf export RUN OUT [--dtype bfloat16] [--force]
     python -m canon_pretrain.hf import HF_FOLDER OUT [--state-from RUN/checkpoint/step-N]
 
-Neither needs a GPU. Exit code 2: bad input, and nothing was written.
+Runs on the CPU. Exit code 2: bad input; nothing was written.
 """
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.core.cli import command
+from canon_pretrain.core.cli import ERRORS, command
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _export(checkpoint: Path, out: Path, dtype: str, no_tokenizer: bool, **options: Any) -> None:
-    from canon_pretrain.hf.export import export  # torch, behind the parser
+    from canon_pretrain.hf.export import export  # imports torch
 
     record = export(checkpoint, out, dtype=dtype, with_tokenizer=not no_tokenizer, **options)
     files = [name for name in record["files"] if name.endswith(".safetensors")]
@@ -32,38 +32,45 @@ def _export(checkpoint: Path, out: Path, dtype: str, no_tokenizer: bool, **optio
 
 
 def _import(folder: Path, out: Path, **options: Any) -> None:
-    from canon_pretrain.hf.reading import MODEL_TOML, import_folder  # torch, behind the parser
+    from canon_pretrain.hf.reading import MODEL_TOML, import_folder  # imports torch
 
     found = import_folder(folder, out, **options)
     print(f"imported to {found.checkpoint}; the [model] section is {out / MODEL_TOML}")
     switch = "no_initial_load_model_only" if options["state_from"] else "initial_load_model_only"
-    words = f"--checkpoint.initial_load_path {found.checkpoint} --checkpoint.{switch}"
-    print(f"train on from it in a new run folder with: {words}")
+    options = f"--checkpoint.initial_load_path {found.checkpoint} --checkpoint.{switch}"
+    print(f"to train from it in a new run folder: {options}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m canon_pretrain.hf", description="Checkpoints to Hugging Face and back."
+        prog="python -m canon_pretrain.hf",
+        description="Export checkpoints to Hugging Face folders, and import them.",
+        epilog=ERRORS,
     )
     commands = parser.add_subparsers(required=True)
-    out = commands.add_parser("export", help="a checkpoint as a folder for transformers")
+    out = commands.add_parser("export", help="write a checkpoint as a folder for transformers")
     out.set_defaults(run=_export)
     add = out.add_argument
-    add("checkpoint", type=Path, metavar="RUN", help="its newest step, or RUN/checkpoint/step-N")
+    add(
+        "checkpoint",
+        type=Path,
+        metavar="RUN",
+        help="a run (its newest step), or RUN/checkpoint/step-N",
+    )
     add("out", type=Path, metavar="OUT", help="a new folder")
     add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    add("--tokenizer", type=Path, metavar="PATH", help="where the tokenizer is now")
-    add("--eos", metavar="TOKEN", help="what ends a text, where its file leaves it open")
-    add("--no-tokenizer", action="store_true", help="weights and code alone")
+    add("--tokenizer", type=Path, metavar="PATH", help="the tokenizer, if it was moved")
+    add("--eos", metavar="TOKEN", help="end-of-text token, if its file does not name it")
+    add("--no-tokenizer", action="store_true", help="write only weights and code")
     add("--force", action="store_true", help="replace an earlier export")
-    into = commands.add_parser("import", help="a Hugging Face folder as a checkpoint")
+    into = commands.add_parser("import", help="write a Hugging Face folder as a checkpoint")
     into.set_defaults(run=_import)
     add = into.add_argument
     add("folder", type=Path, metavar="HF_FOLDER")
     add("out", type=Path, metavar="OUT", help="a new folder")
-    add("--state-from", type=Path, metavar="RUN/checkpoint/step-N", help="all but weights")
-    add("--step", type=int, default=0, metavar="N", help="the checkpoint's name (0)")
-    add("--ignore", nargs="+", default=[], metavar="FIELD", help="fields that change nothing")
+    add("--state-from", type=Path, metavar="RUN/checkpoint/step-N", help="optimizer state etc.")
+    add("--step", type=int, default=0, metavar="N", help="step of the checkpoint (0)")
+    add("--ignore", nargs="+", default=[], metavar="FIELD", help="unknown fields to ignore")
     return parser
 
 

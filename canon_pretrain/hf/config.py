@@ -1,8 +1,8 @@
-"""A model's fields in config.json and its parameter names, ours and LlamaCanon's, both ways.
+"""Convert config.json and parameter names between ModelArgs and LlamaCanon.
 
 What the released LlamaCanonConfig can't express is in the sub-dictionary `canon_pretrain`, and
-`rope_version` is then a word that the released class refuses. No value is null: that class
-multiplies by a key that is there. A copy travels with every export. No torch, no transformers.
+`rope_version` is then a value that the released class rejects. No value is null, with which that
+class would compute. A copy is part of every export. No torch, no transformers.
 """
 
 import re
@@ -20,14 +20,14 @@ PLAIN = {
     ("nope", "none"): ("smollm3", "SmolLM3ForCausalLM"),
     ("rope", "per_head"): ("qwen3", "Qwen3ForCausalLM"),
 }
-"""By position and QK-norm, the model_type and class of transformers for a model without Canon."""
+"""model_type and class of transformers for a model without Canon, by position and QK-norm."""
 MODEL_TYPES = (MODEL_TYPE, *(kind for kind, _ in PLAIN.values()))
 GELU = "gelu_pytorch_tanh"
 OWN = "canon_pretrain"
-"""The sub-dictionary, and the `rope_version` of what the released class can't express."""
+"""Name of the sub-dictionary, and `rope_version` of models the released class can't express."""
 LINGUA, HUGGINGFACE = "lingua", "huggingface"
 NO_ROTATION = 1e30
-"""Every angle divided by this: how a config.json with rotary positions says NoPE."""
+"""Rotary scaling factor that means NoPE in config.json."""
 _LEAST_NO_ROTATION = 1e20
 
 DEFAULTS: dict[str, Any] = {
@@ -40,7 +40,7 @@ DEFAULTS: dict[str, Any] = {
     "canon_set": "", "canon_kernel": 4, "canon_bias": False, "canon_activation": False,
     "canon_residual": True,
 }  # fmt: skip
-"""What a field that config.json leaves out means, in the released class and in Llama's."""
+"""Defaults of absent fields, in the released class and in Llama's."""
 _DEFAULTS_OF: dict[str, dict[str, Any]] = {
     "smollm3": {
         "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36,
@@ -52,7 +52,7 @@ _DEFAULTS_OF: dict[str, dict[str, Any]] = {
         "head_dim": 128, "max_position_embeddings": 32768,
     },
 }  # fmt: skip
-_NOT_LLAMAS = {
+_CANON_ONLY = {
     *("pretraining_tp", "rope_scaling", "rope_version", "rope_dim", "partial_rotary_factor"),
     *("qk_norm", "canon_set", "canon_kernel", "canon_bias", "canon_activation", "canon_residual"),
 }
@@ -64,8 +64,8 @@ _SAME = {
     "canon_set": "canon_set", "canon_kernel": "canon_kernel",
     "canon_activation": "canon_activation", "canon_residual": "canon_residual",
 }  # fmt: skip
-"""Fields that are ours under another name."""
-# what only the sub-dictionary can say, by its name in ModelArgs
+"""ModelArgs' names of fields that have the same meaning."""
+# fields of ModelArgs that only the sub-dictionary can express
 _CHANGES_THE_MODEL = ("position", "ffn", "norm", "bias", "qk_norm", "document_mask")
 _CHANGES_TRAINING = ("eos_id", "canon_trainable", "init", "init_seed")
 
@@ -92,7 +92,7 @@ _ROPE = {
 }  # fmt: skip
 
 
-# -- names of parameters; what the released class does not have keeps the names of its nearest kin
+# -- parameter names; those the released class does not have are named like similar ones
 
 ENDS = (("tok_embeddings", "model.embed_tokens"), ("norm", "model.norm"), ("output", "lm_head"))
 BLOCK = (
@@ -108,12 +108,12 @@ BLOCK = (
 
 
 def to_hf(name: str) -> str:
-    """Return LlamaCanon's name of our parameter; ValueError for one that we do not have."""
+    """Return LlamaCanon's name of our parameter. Raises ValueError for an unknown one."""
     return _translate(name, 0)
 
 
 def to_ours(name: str) -> str:
-    """Return our name of LlamaCanon's parameter; ValueError for one that we have none for."""
+    """Return our name of LlamaCanon's parameter. Raises ValueError for an unknown one."""
     return _translate(name, 1)
 
 
@@ -126,7 +126,7 @@ def _translate(name: str, side: int) -> str:
             if pair[side] == module:
                 layer = "" if number is None else f"{after}.{number}."
                 return f"{layer}{pair[1 - side]}.{kind}"
-    raise ValueError(f"{name} is no parameter of this family of models")
+    raise ValueError(f"{name} is not a parameter of these models")
 
 
 # -- fields of config.json ----------------------------------------------------------------------
@@ -162,38 +162,38 @@ def to_fields(args: ModelArgs) -> dict[str, Any]:
 
 
 def plain_fields(args: ModelArgs) -> dict[str, Any] | None:
-    """Return the config.json by which a class of transformers computes `args`, or None."""
+    """Return a config.json for a standard class of transformers, None if none computes `args`."""
     kind, architecture = PLAIN.get((args.position, args.qk_norm), ("", ""))
     is_llama_like = (args.canon_set, args.ffn, args.ffn_activation) == ("", "gated", "silu")
     is_llama_like &= (args.norm, args.bias) == ("rmsnorm", False)
     if not kind or not is_llama_like or args.document_mask:
         return None
-    found = {name: value for name, value in to_fields(args).items() if name not in _NOT_LLAMAS}
+    found = {name: value for name, value in to_fields(args).items() if name not in _CANON_ONLY}
     own = {name: value for name, value in found.pop(OWN, {}).items() if name != "qk_norm"}
     if own:
         found[OWN] = own
     if kind == "smollm3":
         found |= {"no_rope_layers": [0] * args.num_layers, "no_rope_layer_interval": 1}
-        # left out they are ids of SmolLM3's own vocabulary; the released class reads no such file
+        # the defaults are ids of SmolLM3's vocabulary; the released class does not read this file
         found |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     return {"architectures": [architecture], "model_type": kind, **found}
 
 
 def unknown(given: Iterable[str]) -> list[str]:
-    """Return the names of fields that are neither read here nor known to change nothing."""
+    """Return the names of fields that are neither read nor known to have no effect."""
     return sorted(set(given) - DEFAULTS.keys() - _READ - _CHANGES_NOTHING)
 
 
 def layout(given: Mapping[str, Any]) -> str:
-    """Return how the rotated dims of a head lie: LINGUA in pairs, HUGGINGFACE in halves."""
+    """Return the rotary layout: LINGUA (dims 2i and 2i+1) or HUGGINGFACE (i and i+R/2)."""
     version = given.get("rope_version", HUGGINGFACE)
     if version not in (LINGUA, HUGGINGFACE, OWN):
-        _refuse("rope_version", version, f'expected "{LINGUA}" or "{HUGGINGFACE}"')
+        raise_unsupported("rope_version", version, f'expected "{LINGUA}" or "{HUGGINGFACE}"')
     return LINGUA if version == OWN else version
 
 
 def to_args(given: Mapping[str, Any]) -> ModelArgs:
-    """Return the model that a config.json describes; UserError, naming the field, if it is none."""
+    """Return the model that a config.json describes. Raises UserError, naming the field."""
     found = _checked_fields(given)
     num_kv_heads = found["num_key_value_heads"] or 0
     qk_norm = "full" if found["qk_norm"] else "none"
@@ -204,31 +204,34 @@ def to_args(given: Mapping[str, Any]) -> ModelArgs:
         **_position(found),
         "qk_norm": "per_head" if found.get("model_type") == "qwen3" else qk_norm,
     }
-    if not known["canon_set"]:  # options of what is not there mean nothing
+    if not known["canon_set"]:  # options of absent layers
         known = {name: value for name, value in known.items() if not name.startswith("canon_")}
     own = found.get(OWN) or {}
     types = {f.name: type(f.default) for f in fields(ModelArgs) if f.default is not MISSING}
     for name, value in own.items():
         if name not in _CHANGES_THE_MODEL + _CHANGES_TRAINING or type(value) is not types[name]:
-            _refuse(f"{OWN}.{name}", value, "another version of canon_pretrain wrote it")
+            raise_unsupported(
+                f"{OWN}.{name}", value, "written by another version of canon_pretrain"
+            )
     return ModelArgs(**(known | own))
 
 
 def checked(name: str, value: Any, kind: Any) -> Any:
-    """Return the JSON value as `kind`; raise UserError for another type or a size out of range."""
+    """Return a JSON value as `kind`. Raises UserError for another type or a value out of range."""
     if kind is float and type(value) is int and abs(value) < 10**300:
         value = float(value)
     if type(value) is not kind:
-        _refuse(name, value, f"expected a value of type {kind.__name__}")
+        raise_unsupported(name, value, f"expected a value of type {kind.__name__}")
     if kind is int and not 0 < value < 1 << 62:
-        _refuse(name, value, "expected at least 1 and less than 2**62")
+        raise_unsupported(name, value, "expected at least 1 and less than 2**62")
     if kind is float and not abs(value) < 1e300:
-        _refuse(name, value, "expected a finite number")
+        raise_unsupported(name, value, "expected a finite number")
     return value
 
 
-def _refuse(name: str, value: object, why: str) -> NoReturn:
-    raise UserError("todo.config", f"{name} = {value!r:.200}: {why}")
+def raise_unsupported(name: str, value: object, why: str) -> NoReturn:
+    text = f"{name} = {value!r:.200}: {why}"
+    raise UserError("hf.unsupported_field", text, name=name, given=value)
 
 
 def _checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,19 +244,19 @@ def _checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         rope = {key: value for key, value in (found.get(name) or {}).items() if value is not None}
         known = rope.keys() & _ROPE.keys()
         found[name] = rope | {k: checked(f"{name}.{k}", rope[k], _ROPE[k]) for k in known}
-    if found.get("use_sliding_window") is False:  # Qwen3 and SmolLM3 turn it on by that
+    if found.get("use_sliding_window") is False:  # the switch of Qwen3 and SmolLM3
         found["sliding_window"] = None
     for name in ("attention_bias", "mlp_bias", "canon_bias", "attention_dropout", "sliding_window"):
         if found.get(name):
-            _refuse(name, found[name], "these models have none")
+            raise_unsupported(name, found[name], "unsupported")
     types = found.get("layer_types") or []
     if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
-        _refuse("layer_types", types, 'these models have "full_attention" alone')
+        raise_unsupported("layer_types", types, 'expected only "full_attention"')
     if found["hidden_act"] not in ("silu", "relu2", GELU):
-        _refuse("hidden_act", found["hidden_act"], f"these models have silu, relu2 or {GELU}")
+        raise_unsupported("hidden_act", found["hidden_act"], f"expected silu, relu2 or {GELU}")
     size = found["hidden_size"] // found["num_attention_heads"]
     if found["head_dim"] not in (None, size):
-        _refuse("head_dim", found["head_dim"], f"here it is hidden_size / heads = {size}")
+        raise_unsupported("head_dim", found["head_dim"], f"expected hidden_size / heads = {size}")
     return found
 
 
@@ -261,24 +264,28 @@ def _position(found: Mapping[str, Any]) -> dict[str, Any]:
     old, rope = found["rope_scaling"], found["rope_parameters"]  # transformers 4's and 5's
     kinds = [r.get("rope_type") or r.get("type") or "default" for r in (old, rope)]
     if old and rope and (kinds[0], old.get("factor")) != (kinds[1], rope.get("factor")):
-        _refuse("rope_parameters", rope, f"and rope_scaling = {old!r}: they differ")
+        raise_unsupported("rope_parameters", rope, f"differs from rope_scaling = {old!r}")
     kind, rope = (kinds[1], rope) if rope else (kinds[0], old)
     theta = {"rope_theta": rope.get("rope_theta") or found["rope_theta"]}
-    is_still = kind == "linear" and (rope.get("factor") or 1.0) >= _LEAST_NO_ROTATION
-    if kind != "default" and not is_still:
-        _refuse("rope_scaling", rope, f"no angle is scaled but by {NO_ROTATION:g} (NoPE) here")
-    if is_still or (found.get("model_type") == "smollm3" and not _rotates(found)):
+    is_nope = kind == "linear" and (rope.get("factor") or 1.0) >= _LEAST_NO_ROTATION
+    if kind != "default" and not is_nope:
+        raise_unsupported(
+            "rope_scaling", rope, f"the only supported scaling is linear by {NO_ROTATION:g} (NoPE)"
+        )
+    if is_nope or (found.get("model_type") == "smollm3" and not _rotates(found)):
         return theta | {"position": "nope"}
     head_dim, rope_dim = found["hidden_size"] // found["num_attention_heads"], found["rope_dim"]
     factor = found["partial_rotary_factor"] or rope.get("partial_rotary_factor") or 1.0
     if rope_dim is None and factor != 1.0:
-        _refuse("partial_rotary_factor", factor, "it says nothing without rope_dim")
+        raise_unsupported("partial_rotary_factor", factor, "expected rope_dim beside it")
     if rope_dim in (None, head_dim):
         return theta | {"position": "rope"}
     if rope_dim > head_dim:
-        _refuse("rope_dim", rope_dim, f"a head has {head_dim} dims")
+        raise_unsupported("rope_dim", rope_dim, f"expected at most the head dim, {head_dim}")
     if found["partial_rotary_factor"] not in (None, rope_dim / head_dim):
-        _refuse("partial_rotary_factor", factor, f"rope_dim / head_dim is {rope_dim / head_dim}")
+        raise_unsupported(
+            "partial_rotary_factor", factor, f"expected rope_dim / head_dim = {rope_dim / head_dim}"
+        )
     return theta | {"position": "partial_rope_c", "partial_rope_dim": rope_dim}
 
 
@@ -290,4 +297,6 @@ def _rotates(found: Mapping[str, Any]) -> bool:
         for value in (0, 1):
             if layers == [value] * num_layers:
                 return bool(value)
-    return _refuse("no_rope_layers", layers, "expected all layers to have rotary positions or none")
+    return raise_unsupported(
+        "no_rope_layers", layers, "expected rotary positions in all layers or in none"
+    )

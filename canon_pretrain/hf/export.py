@@ -1,14 +1,14 @@
-"""A checkpoint as a folder that transformers and lm_eval open, without this package.
+"""Export a checkpoint as a folder that transformers and lm_eval load without this package.
 
     OUT/model*.safetensors      the weights under the names of LlamaCanonForCausalLM, + index
        /config.json             the model (config.py), generation_config.json
        /tokenizer.json          the training tokenizer (tokenizer_files.py), tokenizer_config.json
-       /modeling_canon.py, ...  the code that travels (writing.py), if transformers has none
-       /canon_pretrain.json     what it was made from, and the names of these files
+       /modeling_canon.py, ...  the model's code (writing.py), unless transformers has a class
+       /canon_pretrain.json     the origin of the weights, and the names of these files
        /README.md               how to load it
 
-It is written beside OUT and renamed. The files of an OUT that is replaced are replaced one by one,
-with config.json away in between: it is whole, or no program loads it.
+It is written beside OUT and renamed. If OUT is replaced, its files are replaced one by one while
+config.json is absent: either the export is complete, or it does not load.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ from canon_pretrain.run.launches import own_version, read_run
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RECORD = "canon_pretrain.json"
 POSITION = ("train_state.", "dataloader.", "lr_scheduler.")
-"""What of a checkpoint's state says how far training had come."""
-WAY_OUT = "Name it with --tokenizer PATH, or leave it out with --no-tokenizer"
+"""Prefixes of the state that records the training progress."""
+_TOKENIZER_HINT = "Use --tokenizer PATH or --no-tokenizer"
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ def export(
     force: bool = False,
     max_file_bytes: int = writing.MAX_FILE_BYTES,
 ) -> dict[str, Any]:
-    """Write a checkpoint to the new folder `out`, with weights of `dtype`; return its RECORD.
+    """Write a checkpoint to the new folder `out` with weights of `dtype`; return its RECORD.
 
     `checkpoint` is RUN/checkpoint/step-N, or RUN for the newest. `tokenizer` is a file or folder,
-    by default that of the run's data (of an import its own); `eos` names its end of a text if
-    nothing else does. `force` replaces the files of an earlier export and nothing else in `out`.
-    Raises UserError, and leaves `out` as it was, if a check fails.
+    by default that of the run's data (or of the import); `eos` names its end-of-text token if
+    nothing else does. `force` replaces the files of an earlier export, and nothing else in `out`.
+    Raises UserError without changing `out` if a check fails.
     """
     old = _files_of_export(out, force=force)
     if old is not None:
-        out = out.resolve()  # what is written beside it is on the same disk
+        out = out.resolve()  # the temporary folder must be on the same disk
     run, checkpoint = find_checkpoint(checkpoint)
     weights.check_checkpoint(checkpoint)
     args = model_args_of(run)
@@ -113,28 +113,27 @@ def _tensors(
     for name, tensor in weights.stream_weights(checkpoint, like, dtype):
         if not tensor.isfinite().all():
             raise UserError(
-                "todo.export",
+                "hf.not_finite",
                 f"{name} has values that are not finite in {str(dtype).removeprefix('torch.')}; "
                 "choose --dtype bfloat16 or float32, or an earlier step",
+                name=name,
             )
         yield to_hf(name), tensor[orders[name]] if name in orders else tensor
 
 
 def _files_of_export(out: Path, *, force: bool) -> list[str] | None:
-    """Return the files of the export in `out`, None if there is none; UserError if it must stay."""
+    """Return the files of the export in `out`, None if `out` does not exist. Raises UserError."""
     if not os.path.lexists(out):
         return None
     if not force:
-        raise UserError(
-            "todo.export", f"{out} exists; choose another folder, or replace it with --force"
-        )
+        text = f"{out} exists; choose another folder, or replace it with --force"
+        raise UserError("hf.out_exists", text, path=out)
     files: list[str] = []
     with contextlib.suppress(disk.UnreadableFile):
         files = disk.read_record(out / RECORD, _Files).files
-    if not files or any(name != Path(name).name for name in files):  # nothing outside is touched
-        raise UserError(
-            "todo.export", f"{out} exists, and no {RECORD} lists the files of an export to replace"
-        )
+    if not files or any(name != Path(name).name for name in files):
+        text = f"{out} exists, and has no valid {RECORD} that lists the files of an export"
+        raise UserError("hf.not_an_export", text, path=out)
     return files
 
 
@@ -150,8 +149,9 @@ def _publish(temporary: Path, out: Path, old: list[str] | None, record: dict[str
     for name in {*old, *new}:
         path = out / name
         if os.path.lexists(path) and (name not in old or path.is_dir()):
-            raise UserError("todo.export", f"{path} is not a file of the earlier export: move it")
-    # until the end both exports' files are this export's, for the next --force after a kill
+            text = f"{path} is not a file of the earlier export: move it"
+            raise UserError("hf.not_an_export", text, path=path)
+    # until the end the record lists the files of both exports, for --force after a kill
     disk.write_json(out / RECORD, record | {"files": sorted({*old, *new})})
     (out / CONFIG).unlink(missing_ok=True)
     disk.fsync_folder(out)
@@ -168,10 +168,10 @@ def _publish(temporary: Path, out: Path, old: list[str] | None, record: dict[str
 def _find_tokenizer(
     run: RunFolder, args: ModelArgs, asked: Path | None, eos: str | None, *, wanted: bool
 ) -> tuple[Tokenizer | None, int | None]:
-    """Return the training tokenizer, None unless `wanted`, and the id of EOS if it is known."""
+    """Return the training tokenizer (None unless `wanted`) and the id of EOS if known."""
     data = run.read_config().get("config", {}).get("data", {})
     paths = data.get("paths") or ([data["path"]] if data.get("path") else [])
-    folder = Path(paths[0]) if paths else run.path  # an import has its tokenizer with it
+    folder = Path(paths[0]) if paths else run.path  # an import contains its tokenizer
     shards = None
     with contextlib.suppress(UserError):
         shards = TokenShards.open(folder / "train") if paths else None
@@ -184,16 +184,23 @@ def _find_tokenizer(
         try:
             found = Tokenizer.find(folder, eos=eos_id)
         except UserError as error:
-            raise UserError("todo.export", f"{error}. {WAY_OUT}") from None
+            raise UserError("hf.no_tokenizer", f"{error}. {_TOKENIZER_HINT}") from None
     if shards and shards.tokenizer_sha256 not in (None, found.sha256):
         raise UserError(
-            "todo.export",
-            f"the tokenizer with the sha256 {found.sha256[:16]} is not the one that the run's data "
-            f"was written with ({shards.tokenizer_sha256[:16]}). {WAY_OUT}",
+            "hf.other_tokenizer",
+            f"the tokenizer has SHA-256 {found.sha256[:16]}, that of the run's data "
+            f"{shards.tokenizer_sha256[:16]}. {_TOKENIZER_HINT}",
+            given=found.sha256,
+            expected=shards.tokenizer_sha256,
         )
     if found.vocab_size > args.vocab_size:
-        sizes = f"{found.vocab_size} pieces, the model {args.vocab_size}"
-        raise UserError("todo.export", f"the tokenizer has {sizes}: it is another one. {WAY_OUT}")
+        raise UserError(
+            "hf.vocab_size",
+            f"the tokenizer has {found.vocab_size} tokens, the model {args.vocab_size}. "
+            f"{_TOKENIZER_HINT}",
+            given=found.vocab_size,
+            expected=args.vocab_size,
+        )
     return found, found.eos_id
 
 
@@ -211,7 +218,7 @@ def _small_files(
         "model_type": MODEL_TYPE,
         **to_fields(args),
     }
-    # EOS begins a text too, see tokenizer_files.py
+    # EOS also starts a text, see tokenizer_files.py
     names = () if eos_id is None else ("bos_token_id", "eos_token_id", "pad_token_id")
     ends = dict.fromkeys(names[:2], eos_id)
     records = {CONFIG: {**fields, **ends, "torch_dtype": dtype}}
@@ -220,38 +227,41 @@ def _small_files(
         try:
             records |= tokenizer_files(tokenizer, args.max_seq_len)
         except UserError as error:
-            raise UserError("todo.export", f"{error}. Leave it out with --no-tokenizer") from None
+            text = f"{error}. Leave it out with --no-tokenizer"
+            raise UserError("hf.inexact_tokenizer", text) from None
     for name, record in records.items():
         files[name] = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
     return files
 
 
-_OWN = """\
+_CUSTOM = """\
 Needs torch and transformers (4.57 or later); the modeling code is in this folder.
-vLLM, SGLang and llama.cpp don't serve it: it is none of their classes.
+vLLM, SGLang and llama.cpp have no such class.
 """
 _CANON = """
-vLLM's and SGLang's way to run a class of transformers packs the tokens of all requests into
-one row, in which Canon would mix neighboring requests and lose its state from one step to the
-next. So `_supports_attention_backend` is not set: they refuse the model.
+vLLM and SGLang run classes of transformers with the tokens of all requests packed into one row, in
+which Canon would mix neighboring requests and lose its state between steps. So
+`_supports_attention_backend` is not set, and they reject the model.
 
-A plugin would hold, beside keys and values, one convolution state per layer and sequence: the
-last {reach} inputs of sites {sites}, {channels:,} channels, {kilobytes:,.0f} KB in bfloat16.
+A plugin would cache one convolution state per layer and sequence besides keys and values: the last
+{reach} inputs of sites {sites}, {channels:,} channels, {kilobytes:,.0f} KB in bfloat16.
 """
 
 
 def _readme(args: ModelArgs, dtype: str, step: int, *, has_tokenizer: bool) -> str:
-    plain, serving = plain_fields(args), _OWN
+    plain, serving = plain_fields(args), _CUSTOM
     if plain is not None:
         others = "vLLM and SGLang" if args.position == "nope" else "vLLM, SGLang and llama.cpp"
-        serving = f"A plain {plain['architectures'][0]}: no code is in this folder, and {others}\n"
-        serving += "serve it as any model of that class.\n"
+        serving = f"A standard {plain['architectures'][0]}, without custom code. {others}\n"
+        serving += "serve it like any model of that class.\n"
     if args.canon_set:
         channels, reach = sum(args.canon_channels.values()), args.canon_kernel - 1
         sizes = {"reach": reach, "channels": channels, "kilobytes": 2 * channels * reach / 1000}
         serving += _CANON.format(sites=", ".join(args.canon_set), **sizes)
     if has_tokenizer:
-        serving += "\nThe tokenizer adds no BOS, as in training; EOS begins a text of no context.\n"
+        serving += (
+            "\nThe tokenizer adds no BOS, as in training; EOS starts a text without context.\n"
+        )
     loads = [("model", "AutoModelForCausalLM"), ("tokenizer", "AutoTokenizer")][: 1 + has_tokenizer]
     trust = "" if plain else "trust_remote_code=True"
     call = f'from_pretrained("THIS FOLDER"{trust and f", {trust}"})'
@@ -268,5 +278,5 @@ def _readme(args: ModelArgs, dtype: str, step: int, *, has_tokenizer: bool) -> s
     lm_eval --model hf --model_args pretrained=THIS_FOLDER{trust and f",{trust}"} --tasks ...
 
 {serving}
-`{RECORD}` says what these weights were made from, and lists the files.
+`{RECORD}` records the origin of the weights and lists the files.
 """

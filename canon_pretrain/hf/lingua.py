@@ -1,6 +1,6 @@
-"""The released models as the hub holds them: FOLDER/default/params.json and consolidated.pth.
+"""Read the released models on the hub: FOLDER/default/params.json and consolidated.pth.
 
-Lingua's names are ours but for `canonA` and its kin, and so is its rotary layout.
+Lingua's parameter names are ours except `canonA` to `canonD`; the rotary layout is the same.
 """
 
 import pickle
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.hf.config import checked
+from canon_pretrain.hf.config import checked, raise_unsupported
 from canon_pretrain.model.args import ModelArgs
 
 PARAMS = "params.json"
 WEIGHTS = "consolidated.pth"
 VARIANT = "default"
-"""The subfolder in a repository of the hub."""
+"""The subfolder in a hub repository."""
 
 _FIELDS = {
     "vocab_size": "vocab_size", "dim": "dim", "n_layers": "num_layers", "n_heads": "num_heads",
@@ -28,7 +28,7 @@ _FIELDS = {
     "canon_kernel": "canon_kernel", "canon_residual": "canon_residual",
     "canon_activation": "canon_activation", "weight_tying": "tie_embeddings",
 }  # fmt: skip
-"""Our name of each key of params.json's `model`; null means the default."""
+"""ModelArgs' names of the keys of `model` in params.json; null means the default."""
 _NEEDED = ("vocab_size", "dim", "n_layers", "n_heads")
 _REFUSED = ("canon_bias", "sliding_window")
 _READ = {"qk_norm", "head_dim", "multiple_of", "ffn_dim_multiplier", *_REFUSED, *_FIELDS}
@@ -36,35 +36,29 @@ _CHANGES_NOTHING = {"seed", "attn_impl", "z_loss", "init_base_std", "init_std_fa
 
 
 def unknown(params: Mapping[str, Any]) -> list[str]:
-    """Return the keys of `model` that are neither read here nor known to change nothing."""
+    """Return the keys of `model` that are neither read nor known to have no effect."""
     model = params.get("model")
     return sorted(set(model if isinstance(model, dict) else ()) - _READ - _CHANGES_NOTHING)
 
 
 def to_args(params: Mapping[str, Any]) -> ModelArgs:
-    """Return the model that a params.json describes; UserError, naming the key, if it is none."""
+    """Return the model that a params.json describes. Raises UserError, naming the key."""
     model, data = params.get("model"), params.get("data")
     if not isinstance(model, dict) or not isinstance(data, dict):
-        raise UserError(
-            "todo.lingua", 'no sections "model" and "data"; expected what lingua writes'
-        )
+        raise UserError("hf.missing_field", 'expected the sections "model" and "data"')
     found: dict[str, Any] = {"max_seq_len": checked("data.seq_len", data.get("seq_len"), int)}
     for theirs, ours in _FIELDS.items():
         if model.get(theirs) is not None:
             kind = type(getattr(ModelArgs, ours))
             found[ours] = checked(f"model.{theirs}", model[theirs], kind)
         elif theirs in _NEEDED:
-            raise UserError("todo.lingua", f"no model.{theirs}")
+            raise UserError("hf.missing_field", f"no model.{theirs}", name=f"model.{theirs}")
     for name in _REFUSED:
         if model.get(name):
-            raise UserError(
-                "todo.lingua", f"model.{name} = {model[name]!r}: these models have none"
-            )
+            raise_unsupported(f"model.{name}", model[name], "unsupported")
     head_dim = found["dim"] // found["num_heads"]
     if model.get("head_dim") not in (None, head_dim):
-        raise UserError(
-            "todo.lingua", f"model.head_dim = {model['head_dim']!r}: here it is dim / n_heads"
-        )
+        raise_unsupported("model.head_dim", model["head_dim"], "expected dim / n_heads")
     if "ffn_dim" not in found:  # 8D/3, scaled, rounded up to a multiple
         multiple = checked("model.multiple_of", model.get("multiple_of") or 256, int)
         scaled_by = "model.ffn_dim_multiplier"
@@ -77,37 +71,34 @@ def to_args(params: Mapping[str, Any]) -> ModelArgs:
         found.pop("partial_rope_dim", None)
     else:
         found["position"] = "partial_rope_c"
-    if not found.get("canon_set"):  # options of layers that are not there
+    if not found.get("canon_set"):  # options of absent layers
         found = {name: value for name, value in found.items() if not name.startswith("canon_")}
     return ModelArgs(**found)
 
 
 def to_ours(name: str) -> str:
-    """Return our name of a parameter of lingua's."""
+    """Return our name of lingua's parameter `name`."""
     name = name.replace("output.tied_module.", "output.")
     return re.sub(r"\bcanon([ABCD])\b", lambda match: f"canon_{match[1].lower()}", name)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a consolidated.pth by lingua's names; UserError if it holds others."""
+    """Return the tensors of a consolidated.pth by lingua's names. Raises UserError."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise UserError(
-            "todo.lingua", f"{path} cannot be read as weights alone: {reason}"
-        ) from None
+        text = f"{path} cannot be read as plain tensors: {reason}"
+        raise UserError("hf.unreadable_weights", text, path=path) from None
     state = content.get("model") if isinstance(content, dict) else None
     if not isinstance(state, dict) or not all(_is_whole(tensor) for tensor in state.values()):
-        raise UserError(
-            "todo.lingua",
-            f'{path} holds no plain tensors under "model"; expected what lingua writes',
-        )
+        text = f'{path}: expected plain tensors under "model"'
+        raise UserError("hf.unreadable_weights", text, path=path)
     return state
 
 
 def _is_whole(tensor: object) -> bool:
-    """Return whether it is a tensor that repeats no value of the file by a stride of 0."""
+    """Return whether `tensor` is a dense tensor without strides of 0."""
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
         return False
     return tensor.numel() * tensor.itemsize <= tensor.untyped_storage().nbytes()

@@ -1,8 +1,8 @@
-"""An exported model in transformers: from_pretrained(OUT, trust_remote_code=True).
+"""The exported model for transformers: from_pretrained(OUT, trust_remote_code=True).
 
-The model is `Transformer`, in copies. Its parts are in a tree with the names of
-LlamaCanonForCausalLM; a forward pass uses a part that is replaced there (LoRA, a larger
-vocabulary). B rows, T tokens, S tokens with those before them, V vocabulary.
+It wraps a copy of `Transformer`, whose modules are registered under the names of
+LlamaCanonForCausalLM; modules that are replaced there (LoRA, a larger vocabulary) are used by the
+forward pass. B rows, T tokens, S tokens including the cached ones, V vocabulary.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ class LlamaCanonConfig(PretrainedConfig):
 
     model_type = MODEL_TYPE
     keys_to_ignore_at_inference = ["past_key_values"]
-    # of the class, so that no config.json holds a null, which the released class can't read; and
+    # class attributes, so that no null is written, which the released class can't read; and
     # transformers 5 has a property rope_scaling, which renames the field and adds to it
     rope_scaling = rope_dim = partial_rotary_factor = num_key_value_heads = head_dim = None
 
@@ -42,12 +42,14 @@ class LlamaCanonConfig(PretrainedConfig):
         for name, value in found.items():
             if value is not None:
                 setattr(self, name, value)
-        ties: Any = {"tie_word_embeddings": found["tie_word_embeddings"]}  # else its own default
+        ties: Any = {
+            "tie_word_embeddings": found["tie_word_embeddings"]
+        }  # otherwise its own default
         super().__init__(**ties, **kwargs)
 
 
 class DecodingCache(HFCache):
-    """`Cache` under transformers' names. It can't forget tokens: no assisted generation."""
+    """`Cache` with the interface of transformers. It can't be cropped: no assisted generation."""
 
     is_compileable = False
     is_croppable = False
@@ -74,7 +76,7 @@ class DecodingCache(HFCache):
     get_max_length = get_max_cache_shape
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Row i becomes what row indices[i] was."""
+        """Replace row i by row indices[i]."""
         self.memory.take(indices)
         self.rows = len(indices)
 
@@ -86,39 +88,39 @@ class DecodingCache(HFCache):
 
     def crop(self, *args: object, **kwargs: object) -> None:
         raise NotImplementedError(
-            "this model's cache can't be cropped, for Canon's last inputs: use greedy decoding, "
-            "sampling or beam search, no assisted or contrastive one"
+            "this model's cache can't be cropped: it holds only Canon's last inputs; use greedy "
+            "decoding, sampling or beam search"
         )
 
     def activate_past_recording(self) -> None:
         self.crop()
 
     def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("only the model that made this cache writes into it")
+        raise NotImplementedError("only the model itself updates this cache")
 
 
-class _Part(nn.Module):
+class _Namespace(nn.Module):
     pass
 
 
 class LlamaCanonDecoderLayer(GradientCheckpointingLayer):
-    """A block's place in the tree, through which it is called: hooks and sharding see the call."""
+    """A registered wrapper of a block, so that hooks and sharding see its calls."""
 
     block: TransformerBlock
 
     def __init__(self, block: TransformerBlock) -> None:
         super().__init__()
-        object.__setattr__(self, "block", block)  # unregistered: its parts have other names here
-        self.self_attn, self.mlp = _Part(), _Part()
+        object.__setattr__(self, "block", block)  # unregistered: its modules have other names here
+        self.self_attn, self.mlp = _Namespace(), _Namespace()
 
     def forward(self, *args: Any) -> Tensor:
         return self.block(*args)
 
 
 class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
-    """`Transformer` for transformers. Raises ValueError for what it can't do.
+    """`Transformer` for transformers. Raises ValueError for unsupported options.
 
-    Positions are relative: they count from the first column, padding included.
+    Positions count from the first column, including padding; only differences matter.
     """
 
     core: Transformer
@@ -129,7 +131,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
     _no_split_modules = ["LlamaCanonDecoderLayer"]
     _supports_sdpa = True
     _supports_flex_attn = True
-    _is_stateful = True  # no cache of transformers' own, and no assisted generation
+    _is_stateful = True  # no standard cache, no assisted generation
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: LlamaCanonConfig) -> None:
@@ -137,30 +139,30 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         given = config.to_dict()
         if layout(given) != LINGUA:
             raise ValueError(
-                'these weights have rope_version "huggingface", which this code does not read: '
-                "turn them into a checkpoint with `python -m canon_pretrain.hf import`"
+                'rope_version = "huggingface" is unsupported here: import these weights with '
+                "`python -m canon_pretrain.hf import`"
             )
         backend = "flex" if config._attn_implementation == "flex_attention" else "sdpa"
         core = Transformer(to_args(given), attention_backend=backend)
         object.__setattr__(self, "core", core)
-        self.model = _Part()
-        self._places: list[tuple[nn.Module, str, nn.Module, str]] = []
+        self.model = _Namespace()
+        self._modules_by_place: list[tuple[nn.Module, str, nn.Module, str]] = []
         first, *last = ENDS
-        self._hang(core, self, [first])
+        self._register_modules(core, self, [first])
         blocks: Any = core.layers.values()
         self.model.layers = nn.ModuleList(LlamaCanonDecoderLayer(block) for block in blocks)
         for number, layer in enumerate(self.model.layers):
-            self._hang(layer.block, layer, BLOCK)
+            self._register_modules(layer.block, layer, BLOCK)
             core.layers[str(number)] = layer
-        self._hang(core, self, last)
+        self._register_modules(core, self, last)
         if config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-            self._places.append((core, "output", self, "lm_head"))
+            self._modules_by_place.append((core, "output", self, "lm_head"))
         self.post_init()
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load as transformers does; what was fixed in training (cst-Canon) stays fixed."""
+        """Load as transformers does; weights frozen in training (cst-Canon) stay frozen."""
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for module in model.modules():
@@ -168,27 +170,29 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
                 module.weight.requires_grad_(model.core.args.canon_trainable)
         return loaded
 
-    def _hang(self, owner: nn.Module, root: nn.Module, names: Iterable[tuple[str, str]]) -> None:
-        """Put the parts that `owner` has into the tree under `root`; names are ours and there."""
+    def _register_modules(
+        self, owner: nn.Module, root: nn.Module, names: Iterable[tuple[str, str]]
+    ) -> None:
+        """Register modules of `owner` under `root`; `names` are pairs of both names."""
         for ours, theirs in names:
             path, _, name = ours.rpartition(".")
             their_path, _, their_name = theirs.rpartition(".")
             inner, place = owner.get_submodule(path), root.get_submodule(their_path)
             if (part := getattr(inner, name)) is not None:
                 setattr(place, their_name, part)
-                self._places.append((inner, name, place, their_name))
+                self._modules_by_place.append((inner, name, place, their_name))
 
-    def _bind(self) -> None:
+    def _update_modules(self) -> None:
         if getattr(self, "_is_replica", False):
             raise ValueError("nn.DataParallel can't copy this model; use one process per GPU")
-        for owner, name, place, their_name in self._places:
+        for owner, name, place, their_name in self._modules_by_place:
             part = getattr(place, their_name)
             if getattr(owner, name) is not part:
                 setattr(owner, name, part)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)  # as model/init.py's `paper`, but for Canon
+        super()._init_weights(module)  # like `paper` in model/init.py, except Canon
         if isinstance(module, Canon):
             bound = self.core.args.canon_bound
             nn.init.uniform_(module.weight, -bound, bound)
@@ -199,19 +203,19 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *others: Any
     ) -> None:
-        *_, max_cache_length = others  # after the mode of generation and the number of rows
+        *_, max_cache_length = others  # after the generation mode and the number of rows
         self._check_length(max_cache_length)
         asked = generation_config.cache_implementation
         if asked not in (None, "dynamic"):
-            raise ValueError(f'leave out cache_implementation = "{asked}": it has its own')
+            raise ValueError(f'cache_implementation = "{asked}" is unsupported: leave it out')
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = DecodingCache(self.core.args.num_layers)
 
     def _check_length(self, num_tokens: int) -> None:
         limit = self.config.max_position_embeddings
         if num_tokens > limit:
-            way_out = "for more load it with from_pretrained(..., max_position_embeddings=N)"
-            raise ValueError(f"{num_tokens} tokens > max_position_embeddings = {limit}; {way_out}")
+            hint = "for more use from_pretrained(..., max_position_embeddings=N)"
+            raise ValueError(f"{num_tokens} tokens > max_position_embeddings = {limit}; {hint}")
 
     def forward(
         self,
@@ -230,23 +234,23 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         """Return logits [B, T, V], or those of the last `logits_to_keep` tokens.
 
         `attention_mask`: 1 for tokens, 0 for padding on either side, [B, S] or [B, T]. `labels`
-        [B, T]: the input's own ids, -100 where none counts; the loss is the next token's.
-        `position_ids` must count up by one.
+        [B, T]: the input ids, -100 for positions without loss; the loss is that of the next token.
+        `position_ids` must be consecutive.
         """
         if input_ids is None or inputs_embeds is not None:
-            raise ValueError("this model reads input_ids; inputs_embeds can't be given")
+            raise ValueError("expected input_ids; inputs_embeds is unsupported")
         if output_attentions or output_hidden_states:
-            raise ValueError("this model returns no attention weights and no hidden states")
+            raise ValueError("attention weights and hidden states are unsupported outputs")
         tokens_BT = input_ids
         is_real_BT = _real_tokens(attention_mask, tokens_BT, past_key_values)
         _check_positions(kwargs.get("position_ids"), is_real_BT)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and labels is None
         cache = self._cache(past_key_values, bool(use_cache), tokens_BT)
-        self._bind()
+        self._update_modules()
         core = self.core
         if core.rope is not None and core.rope.cos_TR.device != tokens_BT.device:
-            core.rope.reset(tokens_BT.device)  # transformers builds models without memory
+            core.rope.reset(tokens_BT.device)  # transformers builds models on the meta device
         keep = logits_to_keep if isinstance(logits_to_keep, int) else 0
         memory = cache.memory if cache is not None else None
         options = {"is_real_BT": is_real_BT, "cache": memory, "logits_to_keep": keep}
@@ -269,10 +273,12 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         given = DecodingCache(self.core.args.num_layers) if given is None else given
         if not isinstance(given, DecodingCache):
             kind = type(given).__name__
-            raise ValueError(f"past_key_values is a {kind}; give what this model returned, or None")
+            raise ValueError(
+                f"past_key_values is a {kind}; expected what this model returned, or None"
+            )
         self._check_length(num_tokens + given.memory.length)
         if given.rows not in (0, rows):
-            raise ValueError(f"past_key_values is of {given.rows} rows, input_ids of {rows}")
+            raise ValueError(f"past_key_values has {given.rows} rows, input_ids {rows}")
         given.rows = rows
         return given
 
@@ -280,16 +286,16 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
 def _real_tokens(
     attention_mask: Tensor | None, tokens_BT: Tensor, cache: DecodingCache | None
 ) -> Tensor | None:
-    """Return which of these tokens are no padding; None if all are."""
+    """Return which of these tokens are not padding [B, T]; None if all are."""
     if attention_mask is None:
         return None
     rows, num_tokens = tokens_BT.shape
     before = cache.get_seq_length() if cache is not None else 0
     if attention_mask.shape not in ((rows, before + num_tokens), (rows, num_tokens)):
         given, wanted = tuple(attention_mask.shape), (rows, before + num_tokens)
-        raise ValueError(f"attention_mask has the shape {given}; expected {wanted}, 0 for padding")
+        raise ValueError(f"attention_mask has shape {given}, expected {wanted}")
     is_real_BT = attention_mask[:, -num_tokens:].bool()
-    # without a mask attention takes its faster way
+    # attention is faster without a mask
     return None if not torch.compiler.is_compiling() and bool(is_real_BT.all()) else is_real_BT
 
 
@@ -301,4 +307,4 @@ def _check_positions(position_ids: Tensor | None, is_real_BT: Tensor | None) -> 
         between = is_real_BT[:, 1:] & is_real_BT[:, :-1]
         steps_BT = torch.where(between, steps_BT, 1)
     if not bool((steps_BT == 1).all()):
-        raise ValueError("position_ids must count up by one for this model; leave them out")
+        raise ValueError("position_ids must be consecutive; leave them out")

@@ -1,12 +1,12 @@
-"""`python -m canon_pretrain.hf import`: a Hugging Face folder as a checkpoint to train on from.
+"""Import a Hugging Face folder as a checkpoint to train from.
 
     HF_FOLDER/config.json, *.safetensors  ->  OUT/step-N/      the weights, float32, with a manifest
                                               OUT/config.json  the model, as a run folder records it
-                                              OUT/model.toml   the [model] section, to `extends`
-                                              OUT/tokenizer.*  the tokenizer, if it is there
+                                              OUT/model.toml   the [model] section, for `extends`
+                                              OUT/tokenizer.*  the tokenizer, if there is one
 
-No code of the folder is run, nothing is unpickled freely, no link out of it is followed. OUT is
-written beside it and renamed.
+No code of the folder is run, nothing is unpickled without an allow-list, no link out of the folder
+is followed. OUT is written under a temporary name and renamed.
 """
 
 import json
@@ -42,7 +42,7 @@ CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
 MODEL_TOML = "model.toml"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# tables that old Llama checkpoints hold, which follow from the config
+# tables in old Llama checkpoints that follow from the config
 _TABLES = ".rotary_emb.inv_freq"
 
 
@@ -61,14 +61,14 @@ def import_folder(
 ) -> Imported:
     """Write the weights of the folder `source` as OUT/step-N; N is `step`, or that of `state_from`.
 
-    `state_from` is a full checkpoint of the same model, of which training continues. `ignore` names
-    fields of config.json that change nothing. Raises UserError, with nothing written, for no such
-    model, and if `out` exists or is being written.
+    `state_from` is a full checkpoint of the same model, whose optimizer and other state is copied.
+    `ignore` names unknown fields of config.json. Raises UserError, with nothing written, for other
+    models, and if `out` exists or is being written.
     """
     if os.path.lexists(out):
-        raise UserError("todo.reading", f"{out} exists: name a new folder")
+        raise UserError("hf.out_exists", f"{out} exists: name a new folder", path=out)
     if step < 0:
-        raise UserError("todo.reading", f"step = {step}: expected 0 or more")
+        raise UserError("hf.negative_step", f"step = {step}: expected 0 or more", given=step)
     args = folder_args(source, ignore=ignore)
     state: dict[str, Any] = {}
     if state_from is not None:
@@ -82,9 +82,9 @@ def import_folder(
         save_alone(state | weights, target, step=step, kind=kind, in_place=True)
         write_atomic(temporary / MODEL_TOML, model_toml(args, str(source.absolute())).encode())
         identity = {f"model.{name}": value for name, value in asdict(args).items()}
-        # as a run's: export and evaluation find the model of OUT/step-N there
+        # as a run folder's, for export and evaluation of OUT/step-N
         RunFolder(temporary).write_config({"imported_from": str(source.absolute())}, identity)
-        # a folder may have its SentencePiece model and a conversion of it: data takes one of them
+        # a folder may have both a SentencePiece model and its conversion; data accepts one
         for name in [name for name in FILE_NAMES if (source / name).is_file()][:1]:
             write_atomic(temporary / name, _file(source, name).read_bytes())
         fsync_folder(temporary)
@@ -93,78 +93,75 @@ def import_folder(
 
 
 def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
-    """Return the model of the folder; UserError if it is not ours or larger than its weights."""
+    """Return the model of the folder. Raises UserError if it is unsupported."""
     params = _params(source)
     path = _file(source, params or CONFIG)
     config = read_json(path, finite=False)
     kind, ignored = config.get("model_type"), set(ignore)
     if params is None and kind not in fields.MODEL_TYPES and "model_type" not in ignored:
         known = f"{' or '.join(fields.MODEL_TYPES)}, or --ignore model_type"
-        raise UserError("todo.reading", f"{path} has model_type = {kind!r}; expected {known}")
+        text = f"{path} has model_type = {kind!r}; expected {known}"
+        raise UserError("hf.model_type", text, given=kind)
     reader: Any = fields if params is None else lingua
     if others := sorted(set(reader.unknown(config)) - ignored):
         raise UserError(
-            "todo.reading",
-            f"{path} has {', '.join(others)}, which this version does not know and which may "
-            f"change the model. Where they change nothing, say so: --ignore {' '.join(others)}",
+            "hf.unknown_fields",
+            f"{path} has the unknown fields {', '.join(others)}, which may change the model. If "
+            f"they do not, use --ignore {' '.join(others)}",
+            names=others,
         )
     try:
         if params is None:
-            layout(config)  # an unknown one is refused before anything large is read
+            layout(config)  # raises for an unknown one, before the weights are read
         args = reader.to_args(config)
     except UserError as error:
-        raise UserError("todo.reading", f"{path}: {error}") from None
+        found: Any = error.fields
+        raise UserError("hf.unsupported_field", f"{path}: {error}", **found) from None
     shapes = [shape for _, _, shape, _ in _tensors(source)]
     num_values = sum(shape.numel() for shape in shapes)
     if args.num_layers > len(shapes) or num_parameters(args) > 4 * num_values:
         raise UserError(
-            "todo.reading",
+            "hf.missing_tensors",
             f"{path} describes {args.num_layers} layers with {num_parameters(args):,} parameters; "
-            f"the folder holds {len(shapes):,} tensors of {num_values:,} values",
+            f"the folder has {len(shapes):,} tensors with {num_values:,} values",
         )
     return args
 
 
 def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
-    """Return the weights of the folder, whose model is `args`: float32, by our names and layout."""
+    """Return the weights of the folder in float32, with our names and rotary layout."""
     is_lingua = _params(source) is not None
     described = lingua.PARAMS if is_lingua else CONFIG
     wanted = meta_parameters(args)
     weights: dict[str, Tensor] = {}
     extra: list[str] = []
     for theirs, ours, shape, read in _tensors(source):
-        if args.tie_embeddings and ours == "output.weight":  # some writers store it twice
+        if args.tie_embeddings and ours == "output.weight":  # stored twice by some writers
             ours = "tok_embeddings.weight"
         if ours is None or ours not in wanted:
             extra += [] if theirs.endswith(_TABLES) else [theirs]
             continue
         if shape != wanted[ours].shape:
-            asked = tuple(wanted[ours].shape)
-            raise UserError(
-                "todo.reading", f"{source}: {theirs} has the shape {tuple(shape)}, expected {asked}"
-            )
+            given, expected = tuple(shape), tuple(wanted[ours].shape)
+            text = f"{source}: {theirs} has shape {given}, expected {expected}"
+            raise UserError("hf.tensor_shape", text, name=theirs, given=given, expected=expected)
         tensor = read()
         if tensor.dtype not in _FLOATS:
             dtype = str(tensor.dtype).removeprefix("torch.")
-            raise UserError(
-                "todo.reading", f"{source}: {theirs} is {dtype}; expected floating-point weights"
-            )
+            text = f"{source}: {theirs} is {dtype}, expected floating point"
+            raise UserError("hf.tensor_dtype", text, name=theirs, given=dtype)
         tensor = tensor.to(torch.float32)
         if ours in weights and not torch.equal(weights[ours], tensor):
             head = to_hf("output.weight")
-            raise UserError(
-                "todo.reading",
-                f"{source}: {described} ties them, but {head} and {to_hf(ours)} differ",
-            )
+            text = f"{source}: {described} ties {head} and {to_hf(ours)}, but they differ"
+            raise UserError("hf.tied_weights_differ", text)
         weights[ours] = tensor
-    missing = [name if is_lingua else to_hf(name) for name in wanted if name not in weights]
-    for what, names in (("lacks", missing), ("holds beside the model", extra)):
-        if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            listed = ", ".join(names[:5]) + more
-            raise UserError(
-                "todo.reading", f"{source} {what} {listed}: it is not the model of its {described}"
-            )
+    if missing := [name if is_lingua else to_hf(name) for name in wanted if name not in weights]:
+        text = f"{source} lacks {_listed(missing)}, which its {described} describes"
+        raise UserError("hf.missing_tensors", text, names=missing)
+    if extra:
+        text = f"{source} has {_listed(extra)}, which its {described} does not describe"
+        raise UserError("hf.unknown_tensors", text, names=extra)
     if not is_lingua and args.rope_dim:
         if layout(read_json(_file(source, CONFIG), finite=False)) == fields.HUGGINGFACE:
             for name, order in interleave_orders(args).items():
@@ -172,22 +169,26 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
     return {name: weights[name] for name in wanted}
 
 
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 def is_folder(path: Path) -> bool:
-    """Return whether this is a Hugging Face folder: a config.json with weights beside it."""
+    """Return whether `path` is a Hugging Face folder: config.json and weights."""
     return (path / CONFIG).is_file() and any((path / name).is_file() for name in (ONE_FILE, INDEX))
 
 
 def meta_parameters(args: ModelArgs) -> dict[str, Tensor]:
-    """Return the parameters of the model of `args`, in its order, without values."""
+    """Return the parameters of the model, in its order, on the meta device."""
     with torch.device("meta"):
-        model = Transformer(replace(args, max_seq_len=1))  # no rotary tables, which would be real
+        model = Transformer(replace(args, max_seq_len=1))  # small rotary tables
     return dict(model.named_parameters())
 
 
 def interleave_orders(args: ModelArgs) -> dict[str, Tensor]:
-    """Return by our parameter name the order of its rows that turns rotary halves into pairs.
+    """Return by parameter name the order of rows that turns HUGGINGFACE's layout into LINGUA's.
 
-    Llama's code rotates dim i of a head with dim i + R/2, ours 2i with 2i + 1.
+    Llama's code rotates dim i of a head with dim i + R/2, ours dim 2i with 2i + 1.
     """
     half = args.rope_dim // 2
     pairs = torch.stack((torch.arange(half), torch.arange(half) + half), dim=1).flatten()
@@ -213,11 +214,11 @@ def interleave_orders(args: ModelArgs) -> dict[str, Tensor]:
 
 
 def model_toml(args: ModelArgs, source: str) -> str:
-    """Return the [model] section that selects `args`, with every key, whatever is beside it."""
+    """Return a TOML file whose [model] section sets every field of `args`."""
     values = asdict(args)
     flavor = max(FLAVORS, key=lambda name: len(asdict(FLAVORS[name]).items() & values.items()))
     seq_len = values.pop("max_seq_len")
-    # quoted: a name may hold what no comment may
+    # quoted: a path may contain line ends
     lines = [f"# the model of {json.dumps(source)}", "", "[model]", f'flavor = "{flavor}"']
     lines += [f"{name} = {json.dumps(value)}" for name, value in values.items()]
     return "\n".join([*lines, "", "[training]", f"seq_len = {seq_len}", ""])
@@ -225,9 +226,8 @@ def model_toml(args: ModelArgs, source: str) -> str:
 
 def _training_state(checkpoint: Path, args: ModelArgs) -> dict[str, Any]:
     if checkpoints.check_weights(checkpoint, meta_parameters(args)).kind != "full":
-        raise UserError(
-            "todo.reading", f"{checkpoint} holds weights alone: it has no optimizer state"
-        )
+        text = f"{checkpoint} holds only weights, no optimizer state"
+        raise UserError("checkpoint.weights_only", text, path=checkpoint)
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         if isinstance(entry, TensorStorageMetadata)
@@ -250,26 +250,24 @@ def _params(source: Path) -> Path | None:
 
 
 def _file(source: Path, name: str | Path) -> Path:
-    """Return the path of a file; UserError for a link out of the folder, or no regular file."""
+    """Return the path of a file. Raises UserError for links out of the folder."""
     path = source / name
     try:
         real, root = path.resolve(), source.resolve()
-    except (OSError, RuntimeError) as error:  # links in a circle
-        raise UserError("todo.reading", f"{path} cannot be read: {error}") from None
-    # the hub's cache holds each file of snapshots/REVISION as a link to its blob
+    except (OSError, RuntimeError) as error:  # a loop of links
+        raise UserError("hf.outside_link", f"{path}: {error}", path=path) from None
+    # in the hub's cache each file of snapshots/REVISION is a link to its blob
     blobs = [f.parent.parent / "blobs" for f in (root, root.parent) if f.parent.name == "snapshots"]
     if not any(real.is_relative_to(folder) for folder in (root, *blobs)):
-        raise UserError(
-            "todo.reading",
-            f"{path} is a link out of {source}, to {real}: put the file itself there",
-        )
+        text = f"{path} is a link to {real}, outside of the folder: copy the file itself"
+        raise UserError("hf.outside_link", text, path=path)
     if real.exists() and not real.is_file():
-        raise UserError("todo.reading", f"{path} is not a regular file")
+        raise UserError("hf.unreadable_weights", f"{path} is not a regular file", path=path)
     return path
 
 
 def _tensors(source: Path) -> Iterator[tuple[str, str | None, torch.Size, Callable[[], Tensor]]]:
-    """Yield every tensor's name there, ours (or None), shape, and how to read it until the next."""
+    """Yield each tensor's name, our name or None, shape, and a function that reads it."""
     if (params := _params(source)) is not None:
         path = _file(source, params.with_name(lingua.WEIGHTS))
         for name, tensor in lingua.read_tensors(path).items():
@@ -280,10 +278,8 @@ def _tensors(source: Path) -> Iterator[tuple[str, str | None, torch.Size, Callab
             with safe_open(path, framework="pt", device="cpu") as file:
                 there = set(file.keys())
                 if lost := sorted(names - there):
-                    raise UserError(
-                        "todo.reading",
-                        f"{path} lacks {', '.join(lost[:5])}, which {INDEX} puts there",
-                    )
+                    text = f"{path} lacks {_listed(lost)}, which {INDEX} lists"
+                    raise UserError("hf.damaged_index", text, names=lost)
                 for name in sorted(names or there):
                     shape = torch.Size(file.get_slice(name).get_shape())
                     try:
@@ -292,30 +288,28 @@ def _tensors(source: Path) -> Iterator[tuple[str, str | None, torch.Size, Callab
                         ours = None
                     yield name, ours, shape, partial(file.get_tensor, name)
         except (SafetensorError, OSError) as error:
-            raise UserError("todo.reading", f"{path} cannot be read: {error}") from None
+            raise UserError(
+                "hf.unreadable_weights", f"{path} cannot be read: {error}", path=path
+            ) from None
 
 
 def _files(source: Path) -> dict[Path, set[str]]:
-    """Return the names that an index takes from each safetensors file; without one none: all."""
+    """Return the tensor names by safetensors file, from the index; empty: all in the file."""
     if (source / INDEX).is_file():
         places = read_json(_file(source, INDEX), finite=False).get("weight_map")
         if not isinstance(places, dict) or not places:
-            raise UserError("todo.reading", f"{source / INDEX} has no weight_map")
+            raise UserError("hf.damaged_index", f"{source / INDEX} has no weight_map")
         files: dict[Path, set[str]] = {}
         for name, file in places.items():
             if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
-                raise UserError(
-                    "todo.reading",
-                    f"{source / INDEX} puts {name} into {file!r}: expected a file name",
-                )
+                text = f"{source / INDEX} lists {name} in {file!r}: expected a file name"
+                raise UserError("hf.damaged_index", text, names=[name])
             files.setdefault(_file(source, file), set()).add(name)
         return files
     if (source / ONE_FILE).is_file():
         return {_file(source, ONE_FILE): set()}
     if any(source.glob("*.bin")) or any(source.glob("*.pt*")):
-        raise UserError(
-            "todo.reading",
-            f"{source} holds pickled weights (.bin, .pt), which can run code when they are read: "
-            "save it as safetensors where you trust it (model.save_pretrained)",
-        )
-    raise UserError("todo.reading", f"{source} has neither {ONE_FILE} nor {INDEX}")
+        text = "holds pickled weights, which can run code: convert them with save_pretrained"
+        raise UserError("hf.pickled_weights", f"{source} {text}", path=source)
+    text = f"{source} has neither {ONE_FILE} nor {INDEX}"
+    raise UserError("hf.no_weights", text, path=source)

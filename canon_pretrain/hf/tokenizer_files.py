@@ -1,7 +1,7 @@
-"""The training tokenizer as the files that AutoTokenizer reads, with the very same ids.
+"""Convert the training tokenizer to the files that AutoTokenizer reads, with identical ids.
 
-`split_special_tokens` keeps the name of a special token in a text from being read as that token.
-`bos_token` is EOS, as in GPT-2: lm_eval puts it before a text that has no context.
+With `split_special_tokens` the name of a special token in a text is not read as that token.
+`bos_token` is EOS, as in GPT-2: lm_eval puts it before a text without context.
 """
 
 import json
@@ -20,22 +20,22 @@ from canon_pretrain.data.cached_encoder import SPACE, SentencePieceInfo
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
 
 NUM_PROBES = 2000
-# far below every real score: such a piece is taken where nothing else fits, which _compare looks at
+# far below all scores: such a piece is used only if nothing else fits, which _compare checks
 _NEVER = -1e6
 _BPE, _UNIGRAM = 2, 1
 _ALL = 1 << 20
 UNKNOWN = " \u2047 "
-"""How SentencePiece decodes what it had no piece for."""
+"""How SentencePiece decodes the unknown token."""
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
-    """Return both files' contents by name; UserError if they would not give the same ids."""
+    """Return the contents of both files by name. Raises UserError if the ids would differ."""
     if tokenizer.file_name == SENTENCEPIECE_FILE:
         content = _from_sentencepiece(tokenizer.model)
     else:
         content = json.loads(tokenizer.model)
     for entry in content["added_tokens"]:
-        # only special tokens can be kept from matching
+        # only special tokens can be excluded from matching
         entry["special"] = entry["special"] or entry["id"] in (tokenizer.eos_id, tokenizer.bos_id)
     content |= {"truncation": None, "padding": None}
     content["post_processor"] = _without_special_tokens(content.get("post_processor"))
@@ -55,17 +55,15 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
 def _from_sentencepiece(model: bytes) -> dict[str, Any]:
     facts = SentencePieceInfo.read(model)
     refusals = {
-        "it is no BPE and no unigram model": facts.model_type not in (_BPE, _UNIGRAM),
-        f"it has user-defined or unused pieces {facts.user_defined[:1]}": facts.user_defined,
-        "it normalises characters": facts.normalizes,
-        "its spaces end words": facts.space_is_suffix,
+        "it is neither a BPE nor a unigram model": facts.model_type not in (_BPE, _UNIGRAM),
+        f"it has user-defined or unused tokens {facts.user_defined[:1]}": facts.user_defined,
+        "it normalizes characters": facts.normalizes,
+        "spaces are suffixes": facts.space_is_suffix,
         "it does not escape spaces": not facts.escapes_spaces,
     }
     if reasons := [reason for reason, holds in refusals.items() if holds]:
-        raise UserError(
-            "todo.tokenizer_files",
-            f"the tokenizer can't become a tokenizer.json: {'; '.join(reasons)}",
-        )
+        text = f"the tokenizer can't be converted to tokenizer.json: {'; '.join(reasons)}"
+        raise UserError("hf.inexact_tokenizer", text)
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     pieces = [processor.id_to_piece(i) for i in range(processor.vocab_size())]
     made = tokenizers.Tokenizer(_model(processor, pieces, facts))
@@ -84,7 +82,7 @@ def _normalizers(facts: SentencePieceInfo) -> list[Any]:
     if facts.dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
     steps.append(normalizers.Replace(" ", SPACE))
-    if facts.drops_spaces:  # at the end of a text those too that it had as U+2581
+    if facts.drops_spaces:  # at the end of a text also its own U+2581
         steps.append(normalizers.Replace(Regex(rf"{SPACE}+\z"), ""))
     return steps
 
@@ -95,8 +93,8 @@ def _decoders(facts: SentencePieceInfo, unknown: str) -> list[Any]:
         decoders.Replace(SPACE, " "),
     ]
     if facts.byte_fallback:
-        # a run of bytes that is no UTF-8, as of a character cut off, is lost as a whole there: let
-        # no line end be lost with it
+        # ByteFallback drops a whole run of invalid UTF-8, as of a truncated character: keep ASCII,
+        # such as line ends, out of it
         lone = [byte for byte in range(128) if chr(byte) not in facts.tokens]
         steps += [decoders.Replace(f"<0x{byte:02X}>", chr(byte)) for byte in lone]
         steps.append(decoders.ByteFallback())
@@ -108,9 +106,9 @@ def _decoders(facts: SentencePieceInfo, unknown: str) -> list[Any]:
 def _model(
     processor: sentencepiece.SentencePieceProcessor, pieces: list[str], facts: SentencePieceInfo
 ) -> models.Model:
-    """Return pieces with scores, or with every pair of pieces that makes one, the best first."""
+    """Return a Unigram model, or BPE with all pairs of pieces as merges, the best first."""
     scores = {piece: processor.get_score(i) for i, piece in enumerate(pieces)}
-    matched = {  # no text matches the others
+    matched = {  # the others match no text
         piece
         for i, piece in enumerate(pieces)
         if not (processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i))
@@ -146,14 +144,14 @@ def _compare(tokenizer: Tokenizer, content: dict[str, Any]) -> None:
         ids = tokenizer.encode(text)
         if not np.array_equal(ids, other.encode(text).ids):
             raise UserError(
-                "todo.tokenizer_files",
-                f"the tokenizer can't become a tokenizer.json with the same ids: {text!r} is "
-                f"{ids.tolist()} in training and would be {other.encode(text).ids}",
+                "hf.inexact_tokenizer",
+                f"the tokenizer can't be converted to tokenizer.json: {text!r} is {ids.tolist()} "
+                f"in training and would be {other.encode(text).ids}",
             )
 
 
 def _probe_texts(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
-    """Yield texts that may trip a tokenizer up: its pieces in any order, spaces, any characters."""
+    """Yield texts of random tokens, spaces and unusual characters."""
     names = list(tokenizer.get_vocab(with_added_tokens=True))
     odd = ["", " ", "  ", "\n", "\t", "\r\n", "\x00", SPACE, "\u200d", "e\u0301", "\U0001f642"]
     odd += ["\ufffd", "</s>", "<s>", "<unk>", "<0x0A>", "\u3000", "0123456789", "\ufb01", "\u0130"]

@@ -1,4 +1,4 @@
-"""What an export writes: its folder, weights as safetensors files, the code that travels."""
+"""Write the folder of an export: safetensors files and the model's code."""
 
 import functools
 import json
@@ -19,17 +19,17 @@ from canon_pretrain.core.lock import locked
 MAX_FILE_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
 PACKAGE = "canon_pretrain"
-FACE = f"{PACKAGE}.hf.modeling_canon"
+MODELING_MODULE = f"{PACKAGE}.hf.modeling_canon"
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _IMPORT = re.compile(rf"^([ \t]*from)[ \t]+({PACKAGE}(?:\.\w+)*)(?=[ \t]+import\b)", re.MULTILINE)
 Plans = Mapping[str, Mapping[str, torch.Size]]
-"""The tensors' shapes by file."""
+"""Shapes of tensors by file and name."""
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @contextmanager
 def folder_beside(out: Path, doing: str) -> Iterator[Path]:
-    """Make .OUT.`doing`, anew after a kill, and remove it at the end; one process at a time."""
+    """Create the folder .OUT.`doing`, for one process at a time; remove it at the end."""
     out.parent.mkdir(parents=True, exist_ok=True)
     folder, lock = (out.with_name(f".{out.name}.{doing}{end}") for end in ("", ".lock"))
     with locked(lock, str(out)):
@@ -46,7 +46,7 @@ def folder_beside(out: Path, doing: str) -> Iterator[Path]:
 def plan_files(
     shapes: Mapping[str, torch.Size], dtype: torch.dtype, max_bytes: int = MAX_FILE_BYTES
 ) -> dict[str, dict[str, torch.Size]]:
-    """Return the tensors' shapes by file, each of at most `max_bytes` of weights or one tensor."""
+    """Split tensors into files of at most `max_bytes` of weights, or one tensor."""
     groups: list[dict[str, torch.Size]] = [{}]
     room = max_bytes
     for name, shape in shapes.items():
@@ -64,11 +64,11 @@ def plan_files(
 def write_files(
     folder: Path, plans: Plans, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> None:
-    """Write the files of `plans`, one of `tensors` (in their order) in memory at a time."""
+    """Write the files of `plans`; `tensors` in that order, one in memory at a time."""
     stream = iter(tensors)
     total = 0
     for file_name, shapes in plans.items():
-        # 8 bytes of its length, then a JSON header, then the tensors' bytes
+        # 8 bytes of header length, the JSON header, the data
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, shape in shapes.items():
@@ -77,7 +77,7 @@ def write_files(
             header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": place}
         total += end
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # the first tensor is then at a multiple of 8
+        text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
         with open(folder / file_name, "xb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name, shape in shapes.items():
@@ -92,13 +92,13 @@ def write_files(
 
 @functools.cache
 def bundled_code(version: str | None) -> Mapping[str, str]:
-    """Return modeling_canon.py and all that it imports of this package, by file name.
+    """Return modeling_canon.py and all it imports from this package, by file name.
 
     `from canon_pretrain.model.args import` becomes `from .args import`.
     """
     sources: dict[str, str] = {}
     paths: dict[str, Path] = {}
-    wanted = [FACE]
+    wanted = [MODELING_MODULE]
     while wanted:
         if (module := wanted.pop()) not in sources:
             paths[module] = Path(*module.split(".")).with_suffix(".py")
@@ -112,9 +112,9 @@ def bundled_code(version: str | None) -> Mapping[str, str]:
     for module, name in names.items():
         flat = _IMPORT.sub(lambda m: f"{m[1]} .{m[2].rpartition('.')[2]}", sources[module])
         files[f"{name}.py"] = f"# {paths[module]} of {maker}, imports made relative\n{flat}"
-    # transformers 4 copies only those files that this one names
-    others = [name for module, name in names.items() if module != FACE]
+    # transformers 4 copies only files that this one imports
+    others = [name for module, name in names.items() if module != MODELING_MODULE]
     tail = "".join(f"from .{name} import __name__ as _  # noqa: E402, F401\n" for name in others)
-    note = "# all files beside this one: transformers 4 looks here"
-    files[f"{names[FACE]}.py"] += f"\n{note}\n{tail}"
+    note = "# transformers 4 copies only files that are imported here"
+    files[f"{names[MODELING_MODULE]}.py"] += f"\n{note}\n{tail}"
     return MappingProxyType(files)

@@ -163,6 +163,7 @@ def test_an_interrupted_save_is_deleted_if_the_disk_is_full(tmp_path, monkeypatc
         assert len(folder.recover()) == 1 and len(folder.leftovers()) == 1
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("is_fresh", [False, True])
 def test_archiving_killed_at_any_moment_can_be_repeated(builder, is_fresh):
     def archive_run(run: Path) -> None:

@@ -1,4 +1,4 @@
-"""Exports opened where this package can't be imported: every variant, tokenizers."""
+"""Exports loaded in a process without this package: every variant, tokenizers."""
 
 import json
 import os
@@ -18,8 +18,8 @@ from tests.hf.test_tokenizer import training_tokenizer
 from tests.hf_exports import export_model, in_clean_process
 from tests.variants import VARIANTS, build, random_tokens
 
-# saved and loaded again: all that needs a field of ours
-pytestmark = pytest.mark.system  # a process of its own, that imports transformers anew
+pytestmark = pytest.mark.system  # starts a process that imports transformers
+# also saved and loaded again: with many fields that the released class lacks
 LAST = "alibi A no_res act cst standard gqa tied documents"
 TOKENIZERS = ("as ours", "byte-level")
 
@@ -42,7 +42,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     base = tmp_path_factory.mktemp("exports")
     models, tokenizers = {}, {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)  # 1,200 of them; no power cut here
+        patch.setattr(os, "fsync", lambda descriptor: None)
         for number, name in enumerate([*(n for n in VARIANTS if n != LAST), LAST]):
             model, folder = build(VARIANTS[name]), base / f"v{number}"
             models[name] = str(export_model(folder, model))
@@ -58,9 +58,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_is_opened(name, answers):
+def test_a_variant_is_loaded(name, answers):
     found, args = answers["models"][name], VARIANTS[name]
-    assert found["difference"] < 1e-4 and found["scale"] > 0.5  # there is something to differ in
+    assert found["difference"] < 1e-4 and found["scale"] > 0.5
     assert found["greedy"]
     expected = {to_hf(ours) for ours, _ in build(args).named_parameters()}
     # transformers lists what is tied too
@@ -68,7 +68,7 @@ def test_a_variant_is_opened(name, answers):
     plain = plain_fields(args)
     architectures = plain["architectures"] if plain else ["LlamaCanonForCausalLM"]
     assert [found["type"]] == found["architectures"] == architectures
-    # all folders have one name, and so have their configs' classes: none is another's
+    # all folders and config classes have the same name: none is mistaken for another
     assert found["canon_set"] == args.canon_set and found["num_layers"] == args.num_layers
     frozen = {n for n in found["names"] if ".canon" in n} if "cst" in name else set()
     assert set(found["frozen"]) == frozen

@@ -1,4 +1,4 @@
-"""Names of parameters and fields of config.json, there and back; the files that travel along."""
+"""Fields of config.json, both ways, and the code files of an export."""
 
 import ast
 import sys
@@ -12,18 +12,18 @@ from canon_pretrain.hf.writing import bundled_code
 from canon_pretrain.model.args import flavor
 from tests.variants import VARIANTS
 
-# what the released class has fields for, by the variants' words
+# words of variants that the released class can express
 EXPRESSIBLE = {"rope", "nope", "partial_rope_c", "A", "AC", "BD", "ABCD", "k2", "k3", "no_res"}
 EXPRESSIBLE |= {"act", "cst", "qk_full", "gqa", "tied", "relu2", "half", "k5"}
 FILES = bundled_code("1.2.3")
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_released_class_sees_its_own_fields_or_refuses(name):
+def test_rope_version_tells_what_the_released_class_supports(name):
     fields = to_fields(VARIANTS[name])
     assert fields.keys() - {OWN} <= DEFAULTS.keys() and None not in fields.values()
     is_expressible = set(name.split()) <= EXPRESSIBLE
-    # "lingua" or "huggingface" is what it takes; of any other word it says that it is unknown
+    # the released class accepts "lingua" and "huggingface" only
     assert fields["rope_version"] == ("lingua" if is_expressible else "canon_pretrain")
     changes_training_only = {"canon_trainable", "init", "init_seed", "eos_id"}
     assert is_expressible == (fields.get(OWN, {}).keys() <= changes_training_only)
@@ -49,10 +49,10 @@ def test_fields_of_the_released_1b_model():
     assert fields.keys().isdisjoint({OWN, "rope_scaling"})
     fields = to_fields(replace(flavor("debug"), position="nope"))
     assert fields["rope_scaling"] == {"rope_type": "linear", "factor": 1e30}
-    assert "rope_dim" not in fields  # the released class takes no 0
+    assert "rope_dim" not in fields  # the released class rejects 0
 
 
-def test_what_a_config_leaves_out_and_what_transformers_5_writes():
+def test_defaults_and_the_fields_of_transformers_5():
     args = to_args({"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96})
     assert (args.norm_eps, args.rope_theta, args.max_seq_len) == (1e-6, 10000.0, 2048)
     assert (args.position, args.kv_heads, args.canon_set) == ("rope", 4, "")
@@ -64,7 +64,7 @@ def test_what_a_config_leaves_out_and_what_transformers_5_writes():
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_travelling_file_needs_torch_and_transformers_alone(name):
+def test_bundled_code_imports_only_torch_and_transformers(name):
     first, _, source = FILES[name].partition("\n")
     assert "canon_pretrain 1.2.3" in first and f"/{name} of" in first
     for node in ast.walk(ast.parse(source)):

@@ -1,4 +1,4 @@
-"""The face that an export wears in transformers: decoding, training, replaced parts, refusals."""
+"""LlamaCanonForCausalLM: decoding, training, replaced modules, unsupported options."""
 
 import copy
 from typing import Any
@@ -14,7 +14,6 @@ from canon_pretrain.hf.modeling_canon import LlamaCanonConfig, LlamaCanonForCaus
 from canon_pretrain.model.transformer import Transformer
 from tests.variants import VARIANTS, build, random_tokens
 
-# each with another way to go wrong: nothing, Canon everywhere, documents, windows, a shared matrix
 DECODED = (
     "nope ABCD",
     "rope A k3 cst relu2 qk_per_head documents",
@@ -25,7 +24,7 @@ DECODED = (
 decoded = pytest.mark.parametrize("name", DECODED)
 
 
-def face(name: str, **fields: Any) -> tuple[LlamaCanonForCausalLM, Transformer]:
+def wrapped_model(name: str, **fields: Any) -> tuple[LlamaCanonForCausalLM, Transformer]:
     ours = build(VARIANTS[name]).eval()
     model = LlamaCanonForCausalLM(LlamaCanonConfig(**(to_fields(ours.args) | fields))).eval()
     state = {to_hf(n): tensor for n, tensor in ours.state_dict().items()}
@@ -37,7 +36,7 @@ def face(name: str, **fields: Any) -> tuple[LlamaCanonForCausalLM, Transformer]:
 
 @torch.no_grad()
 def full_logits(model: Transformer, tokens: list[int]) -> Tensor:
-    """The logits after the last of these tokens, by one pass over all."""
+    """Return the logits after the last token, from one full pass."""
     return model(torch.tensor([tokens]))[0, -1]
 
 
@@ -48,7 +47,7 @@ def greedy(model: Transformer, tokens: list[int], count: int) -> list[int]:
 
 
 def beams(model: Transformer, tokens: list[int], count: int, width: int) -> list[list[int]]:
-    """The `width` likeliest continuations that keeping `width` at each step finds."""
+    """Return the `width` likeliest continuations by beam search over full passes."""
     kept = [(0.0, tokens)]
     for _ in range(count):
         grown = []
@@ -75,8 +74,8 @@ PLAIN: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 2}
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @decoded
 @torch.no_grad()
-def test_greedy_over_unequal_prompts(name, device):
-    model, ours = face(name)
+def test_greedy_decoding_of_prompts_of_different_lengths(name, device):
+    model, ours = wrapped_model(name)
     ids, mask = padded(PROMPTS)
     logits = model(ids, attention_mask=mask).logits
     model, ids, mask = model.to(device), ids.to(device), mask.to(device)
@@ -88,8 +87,8 @@ def test_greedy_over_unequal_prompts(name, device):
 
 
 @decoded
-def test_beam_search_is_that_over_full_passes(name):
-    model, ours = face(name)
+def test_beam_search_equals_full_passes(name):
+    model, ours = wrapped_model(name)
     ids, mask = padded(PROMPTS[:2])
     options = {"num_beams": 3, "num_return_sequences": 3, "do_sample": False, **PLAIN}
     found = model.generate(ids, attention_mask=mask, max_new_tokens=5, **options).tolist()
@@ -100,15 +99,15 @@ def test_beam_search_is_that_over_full_passes(name):
 
 @decoded
 @torch.no_grad()
-def test_a_prompt_in_parts(name):
-    model, ours = face(name)
+def test_a_prompt_in_several_forward_passes(name):
+    model, ours = wrapped_model(name)
     prompts = [PROMPTS[1] + [9], PROMPTS[0] + [4, 4]]
     ids, mask = padded(prompts)
     for sizes in ((1,) * 12, (5, 1, 4, 2), (2, 10)):
         past, at, parts = None, 0, []
         for size in sizes:
             at += size
-            # both forms that a caller may give the mask in
+            # the mask may include the cached tokens or not
             given = mask[:, :at] if len(parts) % 2 else mask[:, at - size : at]
             options = {"attention_mask": given, "past_key_values": past, "use_cache": True}
             output = model(ids[:, at - size : at], **options)
@@ -121,13 +120,13 @@ def test_a_prompt_in_parts(name):
 
 
 def test_chunked_prefill_and_sampling():
-    model, ours = face("nope ABCD")
+    model, ours = wrapped_model("nope ABCD")
     ids = torch.tensor([PROMPTS[1]])
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, **PLAIN}
-    options["attention_mask"] = torch.ones_like(ids)  # the pad token is in the prompt
+    options["attention_mask"] = torch.ones_like(ids)  # the prompt contains the pad token
     found = model.generate(ids, prefill_chunk_size=3, **options)
     assert found[0].tolist() == greedy(ours, PROMPTS[1], 4)
-    # on from an answer, by the cache that was handed back
+    # continue from the returned cache
     first = model.generate(ids, return_dict_in_generate=True, **options)
     more = torch.cat((first.sequences, torch.tensor([[7, 8, 9]])), dim=1)
     given = options | {"attention_mask": torch.ones_like(more)}
@@ -144,8 +143,8 @@ def test_chunked_prefill_and_sampling():
 
 
 @torch.no_grad()
-def test_longer_than_in_training():
-    model, ours = face("partial_rope_c ABCD qk_full", max_position_embeddings=200)
+def test_sequences_longer_than_in_training():
+    model, ours = wrapped_model("partial_rope_c ABCD qk_full", max_position_embeddings=200)
     ids = random_tokens(ours.args, rows=1, num_tokens=180)
     torch.testing.assert_close(model(ids).logits[:, :160], ours(ids[:, :160]), atol=1e-4, rtol=0)
 
@@ -154,8 +153,8 @@ def test_longer_than_in_training():
 
 
 @pytest.mark.parametrize("mode", ["eval", "checkpointed"])
-def test_loss_and_gradients_are_the_next_tokens(mode):
-    model, ours = face("rope AC no_res act standard_relu2 qk_full gqa tied documents")
+def test_loss_and_gradients(mode):
+    model, ours = wrapped_model("rope AC no_res act standard_relu2 qk_full gqa tied documents")
     if mode == "checkpointed":
         model.train()
         newer = getattr(model, "activation_checkpointing_enable", None)
@@ -174,7 +173,7 @@ def test_loss_and_gradients_are_the_next_tokens(mode):
 
 
 def test_a_step_of_transformers_trainer(tmp_path):
-    model, ours = face("nope A k3 no_res act cst relu2 qk_per_head gqa tied")
+    model, ours = wrapped_model("nope A k3 no_res act cst relu2 qk_per_head gqa tied")
     before = copy.deepcopy(model.state_dict())
     rows = random_tokens(ours.args, rows=4, num_tokens=16)
     options: dict[str, Any] = {"use_cpu": True, "report_to": [], "save_strategy": "no"}
@@ -187,11 +186,11 @@ def test_a_step_of_transformers_trainer(tmp_path):
     assert moved == {name for name in before if ".canon" not in name}  # cst-Canon is fixed
 
 
-# ---- what stands in the tree is what is computed with
+# ---- replaced modules
 
 
 class Wrapped(nn.Module):
-    """A layer put in another's place, as adapters do it."""
+    """A module that wraps another, like an adapter."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -204,8 +203,8 @@ class Wrapped(nn.Module):
 
 @pytest.mark.parametrize("use_cache", [False, True])
 @torch.no_grad()
-def test_every_part_of_a_layer_may_be_replaced_and_is_called_once(use_cache):
-    model, ours = face("nope ABCD k2 no_res act standard documents")
+def test_replaced_modules_of_a_layer_are_called_once(use_cache):
+    model, ours = wrapped_model("nope ABCD k2 no_res act standard documents")
     ids = random_tokens(ours.args, rows=1, num_tokens=12)
     names = [name for name, _ in model.model.layers[1].named_parameters()]
     places = [name.removesuffix(".weight") for name in names]
@@ -223,7 +222,7 @@ def test_every_part_of_a_layer_may_be_replaced_and_is_called_once(use_cache):
 @pytest.mark.parametrize("name", ["nope ABCD", "nope qk_full gqa tied"])
 @torch.no_grad()
 def test_a_larger_vocabulary(name):
-    model, ours = face(name)
+    model, ours = wrapped_model(name)
     size, ids = ours.args.vocab_size, random_tokens(ours.args, rows=1, num_tokens=12)
     model.resize_token_embeddings(size + 8, mean_resizing=False)
     logits = model(torch.cat((ids, torch.full((1, 1), size + 5)), dim=1)).logits
@@ -235,7 +234,7 @@ def test_a_larger_vocabulary(name):
 
 @torch.no_grad()
 def test_copies_and_casts_keep_the_rotation():
-    model, ours = face("partial_rope_c ABCD qk_full")
+    model, ours = wrapped_model("partial_rope_c ABCD qk_full")
     ids = random_tokens(ours.args, rows=1, num_tokens=40)
     low = copy.deepcopy(model).to(torch.bfloat16)
     assert low.core.rope is not None and low.core.rope.cos_TR.dtype == torch.float32
@@ -243,7 +242,7 @@ def test_copies_and_casts_keep_the_rotation():
     # with a cache Canon-D is rounded before the gate: the last bits of bfloat16 differ
     torch.testing.assert_close(low(ids, use_cache=False).logits, expected)
     logits = model(ids).logits
-    torch.testing.assert_close(logits, ours(ids))  # the original is as it was
+    torch.testing.assert_close(logits, ours(ids))  # the original is unchanged
     torch.testing.assert_close(model(ids, logits_to_keep=3).logits, logits[:, -3:])
     picked = model(ids, logits_to_keep=torch.tensor([2, 5]), return_dict=False)[0]
     torch.testing.assert_close(picked, logits[:, [2, 5]])
@@ -253,7 +252,7 @@ def test_copies_and_casts_keep_the_rotation():
     torch.testing.assert_close(hollow.eval()(ids).logits, ours(ids))
 
 
-# ---- refusals
+# ---- unsupported options
 
 CALLS: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": None}, "input_ids"),
@@ -266,14 +265,14 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": torch.ones(1, 5)}, "attention_mask"),
 ]
 WAYS: list[tuple[dict[str, Any], str]] = [
-    ({"prompt_lookup_num_tokens": 2}, "assisted generation is not supported"),
+    ({"prompt_lookup_num_tokens": 2}, "assisted generation"),
     ({"cache_implementation": "static"}, "cache_implementation"),
     ({"max_new_tokens": 200}, "max_position_embeddings = 160"),
 ]
 
 
-def test_what_is_refused():
-    model, _ = face("nope ABCD")
+def test_unsupported_options_raise():
+    model, _ = wrapped_model("nope ABCD")
     for arguments, match in CALLS:
         with pytest.raises(ValueError, match=match):
             model(**({"input_ids": torch.tensor([[1, 2, 3, 4]])} | arguments))
@@ -283,9 +282,9 @@ def test_what_is_refused():
     past = model(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
     with pytest.raises(NotImplementedError, match="cropped"):
         past.crop(-1)
-    with pytest.raises(NotImplementedError, match="only the model"):
+    with pytest.raises(NotImplementedError, match="cache"):
         past.update(torch.zeros(1), torch.zeros(1), 0)
-    with pytest.raises(ValueError, match="1 rows, input_ids of 2"):
+    with pytest.raises(ValueError, match="1 rows"):
         model(torch.tensor([[1], [2]]), past_key_values=past)
     fields = to_fields(VARIANTS["rope"]) | {"rope_version": "huggingface"}
     with pytest.raises(ValueError, match="canon_pretrain.hf import"):

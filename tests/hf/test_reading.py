@@ -1,4 +1,4 @@
-"""Import: a Hugging Face folder gives the same logits, a [model] section, a run that goes on."""
+"""Import of Hugging Face folders: equal logits, a [model] section, continued training."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canon_pretrain.checkpoint.manifest import Manifest
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.hf.config import to_fields, to_hf
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.reading import import_folder, model_toml
@@ -20,18 +19,23 @@ from canon_pretrain.titan.data import build_dataloader, open_shards
 from canon_pretrain.titan.job_config import CanonJobConfig
 from tests import llama_canon
 from tests.checkpoint_folders import flip_byte
-from tests.hf_folders import BASE, POSITIONS, TOKENS, a_folder, check, our_logits, refused
+from tests.hf_folders import (
+    BASE,
+    POSITIONS,
+    TOKENS,
+    check,
+    check_refused,
+    our_logits,
+    small_folder,
+)
 from tests.hf_folders import quick as quick
 from tests.llama_canon import random_state, write_folder, write_lingua_folder
 from tests.ranks import differences, events, launch, whole_state
 from tests.support import debug_run
 from tests.variants import VARIANTS, build, every_variant, random_tokens
 
-# -- the weights mean what they mean there -------------------------------------------------------
-
-
 RECIPES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    # of lingua_recipes/: params.json's model section, and the same in config.json's words
+    # of lingua_recipes/: params.json's model section, and the same fields of config.json
     (
         {"qk_norm": True, "rope_dim": 8, "norm_eps": 1e-4},
         {"qk_norm": True, "rope_dim": 8, "rms_norm_eps": 1e-4, "rope_theta": 10000.0},
@@ -45,8 +49,8 @@ RECIPES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("params", "fields"), RECIPES, ids=["1B and 3B", "8B", "Llama"])
-def test_the_released_models_as_the_hub_holds_them(params, fields, tmp_path):
-    """Issue 17, item 8: params.json and consolidated.pth, by the folder or its subfolder."""
+def test_released_models_of_the_hub(params, fields, tmp_path):
+    """params.json and consolidated.pth, by the folder or its subfolder."""
     config = BASE | {"canon_set": "ABCD", "rope_version": "lingua"} | params | fields
     if "hidden_dim" not in params:  # null: 8D/3, rounded up to a multiple of 256
         config["intermediate_size"] = 512
@@ -57,13 +61,12 @@ def test_the_released_models_as_the_hub_holds_them(params, fields, tmp_path):
         found = import_folder(source, tmp_path / f"out-{k}")
         assert (our_logits(found) - expected).abs().max() < 1e-4
         assert found.args.max_seq_len == 32
-    with pytest.raises(UserError, match="--ignore new_option"):
-        params = params | {"new_option": 1}
-        import_folder(write_lingua_folder(tmp_path / "new", params, config, state), tmp_path / "x")
+    new = write_lingua_folder(tmp_path / "new", params | {"new_option": 1}, config, state)
+    check_refused(new, "hf.unknown_fields", names=["new_option"])
 
 
-def test_a_released_folder_that_is_not_whole(tmp_path):
-    """Issue 17, item 8: weights_only, so that a pickle runs nothing; and all is checked."""
+def test_a_damaged_released_folder(tmp_path):
+    """Also a pickle with other objects than tensors, which are not created."""
     config = BASE | {"canon_set": "AC", "rope_version": "lingua", "intermediate_size": 512}
     state = random_state(config)
     folder = write_lingua_folder(tmp_path / "hub", {}, config, state)
@@ -71,31 +74,37 @@ def test_a_released_folder_that_is_not_whole(tmp_path):
     model = torch.load(weights, weights_only=True)["model"]
     whole = weights.read_bytes()
 
-    def spoiled(content: dict[str, Any], match: str) -> None:
-        torch.save(content, weights)
-        refused(folder, match)
-
-    spoiled({"model": model | {"layers.0.canonA.bias": torch.ones(128)}}, "holds beside.*canonA")
-    spoiled({"model": {n: t for n, t in model.items() if "canonC" not in n}}, "lacks .*canon_c")
-    repeated = {name: torch.ones(1).expand(tensor.shape) for name, tensor in model.items()}
-    spoiled({"model": repeated}, "holds no plain tensors")
-    spoiled({"model": {"x": Path}}, "cannot be read as weights alone")
+    contents = {
+        "hf.unknown_tensors": [model | {"layers.0.canonA.bias": torch.ones(128)}],
+        "hf.missing_tensors": [{n: t for n, t in model.items() if "canonC" not in n}],
+        "hf.unreadable_weights": [
+            {name: torch.ones(1).expand(tensor.shape) for name, tensor in model.items()},
+            {"x": Path},
+        ],
+    }
+    for code, each in contents.items():
+        for content in each:
+            torch.save({"model": content}, weights)
+            check_refused(folder, code)
     weights.write_bytes(whole[: len(whole) // 2])
-    refused(folder, "consolidated.pth cannot be read")
+    check_refused(folder, "hf.unreadable_weights", path=weights)
     weights.write_bytes(whole)
-    for text in ("", '{"model": 3, "data": {}}', "[" * 100_000):
+    for text, code in (
+        ("", "file.unreadable"),
+        ('{"model": 3, "data": {}}', "hf.unsupported_field"),
+    ):
         params.write_text(text)
-        refused(folder, "params.json")
+        check_refused(folder, code)
     params.unlink()
     params.symlink_to(tmp_path / "elsewhere")
-    refused(folder, "params.json is a link out of")
+    check_refused(folder, "hf.outside_link", path=params)
 
 
 @pytest.mark.parametrize("position", POSITIONS, ids=str)
 @pytest.mark.parametrize("version", ["lingua", "huggingface"])
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_any_model_in_both_layouts_and_any_files(version, position, data, tmp_path_factory):
+def test_any_model_in_both_rotary_layouts(version, position, data, tmp_path_factory):
     draw = data.draw
     sampled = {
         "num_key_value_heads": [None, 1, 2],
@@ -121,7 +130,7 @@ def test_any_model_in_both_layouts_and_any_files(version, position, data, tmp_pa
 
 
 @every_variant
-def test_our_own_exports(args, tmp_path):
+def test_an_import_of_any_variant(args, tmp_path):
     model = build(args)
     state = {to_hf(name): tensor.detach() for name, tensor in model.named_parameters()}
     found = import_folder(write_folder(tmp_path / "hf", to_fields(args), state), tmp_path / "out")
@@ -132,8 +141,8 @@ def test_our_own_exports(args, tmp_path):
         assert torch.equal(our_logits(found, tokens), model(tokens))
 
 
-def test_tied_with_a_stored_head(tmp_path):
-    """In either order: names are read sorted in a file, and files as the index names them."""
+def test_tied_embeddings_with_a_stored_head(tmp_path):
+    """In either order: names are read sorted per file, and files in the order of the index."""
     config = BASE | {"tie_word_embeddings": True, "rope_version": "lingua"}
     state = random_state(config)
     head = {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
@@ -146,15 +155,12 @@ def test_tied_with_a_stored_head(tmp_path):
     head["lm_head.weight"][3, 5] += 1
     for k in (1, 3):
         folder = write_folder(tmp_path / f"other{k}", config, state | head, num_files=k)
-        refused(folder, r"lm_head\.weight and model\.embed_tokens\.weight differ")
-
-
-# -- and training goes on from it ----------------------------------------------------------------
+        check_refused(folder, "hf.tied_weights_differ")
 
 
 @every_variant
 def test_the_toml_selects_the_model(args, tmp_path):
-    """On top of any other file, whose variant must not show through."""
+    """Even if it extends a file with another variant."""
     (tmp_path / "model.toml").write_text(model_toml(args, 'a "name"\n\x01 [model]\n\u2028'))
     other = 'position = "nope"\ncanon_set = "BD"\ncanon_kernel = 2\nqk_norm = "full"\ndim = 8\n'
     base = f'[data]\npath = "{tmp_path}"\n[model]\n{other}tie_embeddings = true\nffn_dim = 7\n'
@@ -186,8 +192,9 @@ def steps_of(run: Path) -> list[list[Any]]:
     return [[event[name] for name in FIELDS] for event in events(run, "step")]
 
 
-def test_an_import_goes_on_as_the_run_does(straight, data_folder, tmp_path):
-    """Weights from the folder, all else from the checkpoint: bitwise the run that never left."""
+@pytest.mark.system
+def test_an_import_continues_the_run_bitwise(straight, data_folder, tmp_path):
+    """With the weights of the folder and all other state of the checkpoint."""
     step_3 = straight / "checkpoint" / "step-3"
     export(step_3, tmp_path / "hf", with_tokenizer=False)
     found = import_folder(tmp_path / "hf", tmp_path / "imported", state_from=step_3)
@@ -202,12 +209,13 @@ def test_an_import_goes_on_as_the_run_does(straight, data_folder, tmp_path):
     ends = [whole_state(folder / "checkpoint" / "step-6") for folder in (straight, run)]
     assert any(name.startswith("optimizer.") for name in ends[0])
     assert differences(*ends) == []
-    (told,) = events(run, "initial_load")
-    assert told["checkpoint"] == str(found.checkpoint) and told["model_only"] is False
-    assert (told["checkpoint_step"], events(run, "resume")[0]["from_step"]) == (3, 3)
+    (load,) = events(run, "initial_load")
+    assert load["checkpoint"] == str(found.checkpoint) and load["model_only"] is False
+    assert (load["checkpoint_step"], events(run, "resume")[0]["from_step"]) == (3, 3)
 
 
-def test_weights_alone_begin_at_step_1(straight, data_folder, tmp_path):
+@pytest.mark.system
+def test_imported_weights_train_from_step_1(straight, data_folder, tmp_path):
     export(straight / "checkpoint" / "step-6", tmp_path / "hf", with_tokenizer=False)
     found = import_folder(tmp_path / "hf", tmp_path / "imported")
     run = tmp_path / "run"
@@ -223,25 +231,29 @@ def test_weights_alone_begin_at_step_1(straight, data_folder, tmp_path):
     assert first["step"] == 1 and first["lr"] == steps_of(straight)[0][FIELDS.index("lr")]
     assert first["data_digests"] == events(straight, "step")[0]["data_digests"]
     assert first["loss"] == pytest.approx(expected.item(), rel=1e-6)
-    assert first["loss"] < events(straight, "step")[0]["loss"] - 0.1  # not the seeds' weights
-    (told,) = events(run, "initial_load")
-    assert told["model_only"] is True and told["checkpoint_step"] == 0
+    assert first["loss"] < events(straight, "step")[0]["loss"] - 0.1  # not the initial weights
+    (load,) = events(run, "initial_load")
+    assert load["model_only"] is True and load["checkpoint_step"] == 0
 
 
-def test_a_state_that_does_not_fit(straight, tmp_path):
+@pytest.mark.system
+def test_a_state_of_another_model_is_refused(straight, tmp_path):
     step_3 = straight / "checkpoint" / "step-3"
     export(step_3, tmp_path / "hf", with_tokenizer=False)
     weights = import_folder(tmp_path / "hf", tmp_path / "weights", step=3)
-    refused(tmp_path / "hf", "holds weights alone", state_from=weights.checkpoint)
-    refused(a_folder(tmp_path / "other"), "of another model", state_from=step_3)
-    refused(tmp_path / "hf", "no checkpoint at", state_from=straight / "checkpoint" / "step-2")
     torn = tmp_path / "torn" / "step-3"
     shutil.copytree(step_3, torn)
     flip_byte(next(torn.glob("*.distcp")))
-    refused(tmp_path / "hf", "step-3.*damaged|sha", state_from=torn)
+    for folder, state_from, code in (
+        (tmp_path / "hf", weights.checkpoint, "checkpoint.weights_only"),
+        (small_folder(tmp_path / "other"), step_3, "checkpoint.other_model"),
+        (tmp_path / "hf", straight / "checkpoint" / "step-2", "checkpoint.missing"),
+        (tmp_path / "hf", torn, "checkpoint.damaged"),
+    ):
+        check_refused(folder, code, options={"state_from": state_from})
 
 
-def test_transformers_own_llama(tmp_path):
+def test_the_reference_equals_llama_of_transformers(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     own = BASE | {"num_key_value_heads": 2}
@@ -252,6 +264,5 @@ def test_transformers_own_llama(tmp_path):
         theirs = model(TOKENS).logits
     assert (llama_canon.logits(own, state, TOKENS) - theirs).abs().max() < 1e-4
     model.save_pretrained(tmp_path / "hf", max_shard_size="200KB")
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
     found = import_folder(tmp_path / "hf", tmp_path / "out")
     assert (our_logits(found) - theirs).abs().max() < 1e-4

@@ -1,4 +1,4 @@
-"""Import: what is refused, each by its name, and an import that is whole or not there."""
+"""Import: errors of folders that are damaged, unsupported or malicious; atomicity."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import signal
 import tracemalloc
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from canon_pretrain.checkpoint.manifest import Manifest
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.hf import reading
 from canon_pretrain.hf.reading import import_folder
-from tests.hf_folders import BASE, FORKED, a_folder, check, quick, refused  # noqa: F401
+from tests.checkpoint_folders import run_forked
+from tests.hf_folders import BASE, check, check_refused, small_folder
+from tests.hf_folders import quick as quick
 from tests.llama_canon import NO_POSITIONS, random_state, write_folder
+from tests.support import refused
 
 SMOLLM3: dict[str, Any] = {"model_type": "smollm3", "tie_word_embeddings": False}
 UNSUPPORTED: list[dict[str, Any]] = [
@@ -29,96 +32,97 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"rope_scaling": {"type": "linear", "factor": 4.0}},
     {"rope_dim": 7}, {"rope_dim": 48}, {"rope_dim": 0}, {"partial_rotary_factor": 0.25},
     {"rope_version": "other"}, {"qk_norm": "per_head"}, {"canon_set": "AE"},
-    {"canon_kernel": 17, "canon_set": "A"}, {"model_type": "qwen2"},
+    {"canon_kernel": 17, "canon_set": "A"},
     {"layer_types": ["sliding_attention"]}, {"rms_norm_eps": 10**400},
     {"canon_pretrain": {"position": 3}}, {"canon_pretrain": {"dropout": 0.1}},
     {"no_rope_layers": [0, 1], **SMOLLM3}, {"no_rope_layers": 3, **SMOLLM3},
-    # not known at all
-    {"quantization_config": {"quant_method": "gptq", "bits": 4}}, {"embedding_multiplier": 12.0},
 ]  # fmt: skip
+UNKNOWN = [{"quantization_config": {"quant_method": "gptq"}}, {"embedding_multiplier": 12.0}]
 
 
-def test_fields_that_are_no_model_of_ours_or_that_the_caller_knows(tmp_path):
+def test_unsupported_and_unknown_fields(tmp_path):
     for k, fields in enumerate(UNSUPPORTED):
-        refused(a_folder(tmp_path / str(k), **fields), next(iter(fields)))
-    folder = a_folder(tmp_path, embedding_multiplier=1.0, model_type="granite")
-    refused(folder, "--ignore model_type")
-    refused(folder, "--ignore embedding_multiplier$", ignore=["model_type"])
+        check_refused(small_folder(tmp_path / str(k), **fields), "hf.unsupported_field")
+    for k, fields in enumerate(UNKNOWN):
+        folder = small_folder(tmp_path / f"unknown-{k}", **fields)
+        check_refused(folder, "hf.unknown_fields", names=[*fields])
+    folder = small_folder(tmp_path, embedding_multiplier=1.0, model_type="granite")
+    check_refused(folder, "hf.model_type", given="granite")
+    check_refused(folder, "hf.unknown_fields", options={"ignore": ["model_type"]})
     names = ["model_type", "embedding_multiplier"]
     assert import_folder(folder, tmp_path / "out", ignore=names).checkpoint.is_dir()
-    # transformers 5 has rope_parameters, 4 rope_scaling: a folder with both may contradict it
-    rope, still = {"rope_type": "default", "rope_theta": 100.0}, NO_POSITIONS
-    both = a_folder(tmp_path / "two", rope_scaling=still, rope_parameters=rope)
-    refused(both, "rope_parameters")
-    own = {"rope_scaling": still, "rope_parameters": still | {"rope_theta": 100.0}}
-    found = import_folder(a_folder(tmp_path / "both", **own), tmp_path / "nope")
+    # transformers 5 writes rope_parameters, 4 rope_scaling: they may contradict each other
+    rope, nope = {"rope_type": "default", "rope_theta": 100.0}, NO_POSITIONS
+    both = small_folder(tmp_path / "two", rope_scaling=nope, rope_parameters=rope)
+    check_refused(both, "hf.unsupported_field", name="rope_parameters")
+    own = {"rope_scaling": nope, "rope_parameters": nope | {"rope_theta": 100.0}}
+    found = import_folder(small_folder(tmp_path / "both", **own), tmp_path / "nope")
     assert found.args.position == "nope"
 
 
 def test_a_claim_of_ten_million_layers(tmp_path):
-    """Issue 17, item 23: refused before a model, or a table for its positions, is built."""
-    import_folder(a_folder(tmp_path / "good"), tmp_path / "good" / "out")  # what it imports
+    """Refused before a model or a table of positions is created."""
+    import_folder(small_folder(tmp_path / "good"), tmp_path / "good" / "out")  # lazy imports
     tracemalloc.start()
     for claim, size in (("num_hidden_layers", 10**7), ("vocab_size", 10**12)):
-        refused(a_folder(tmp_path / claim, **{claim: size}), "describes .*; the folder holds")
-    # no weight says otherwise, and nothing is as long
-    import_folder(a_folder(tmp_path, max_position_embeddings=10**12), tmp_path / "out")
+        check_refused(small_folder(tmp_path / claim, **{claim: size}), "hf.missing_tensors")
+    # contradicted by no weight, and nothing of that size is created
+    import_folder(small_folder(tmp_path, max_position_embeddings=10**12), tmp_path / "out")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20e6
 
 
 def test_links_out_of_the_folder_and_of_the_hubs_cache(tmp_path):
-    """Issue 17, item 20: no file of the user's comes into OUT, or is read, by a planted link."""
     secret = tmp_path / "id_rsa"
     secret.write_text("{}")
     for name in ("tokenizer.json", "config.json", "model.safetensors"):
-        folder = a_folder(tmp_path / name)
+        folder = small_folder(tmp_path / name)
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(secret)
-        refused(folder, f"{name} is a link out of")
-    folder = a_folder(tmp_path / "pipes")
+        check_refused(folder, "hf.outside_link", path=folder / name)
+    folder = small_folder(tmp_path / "pipes")
     os.mkfifo(folder / "tokenizer.model")
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "model.safetensors")
-    refused(folder, "model.safetensors is not a regular file|has neither")
+    check_refused(folder, "hf.no_weights")
     several = write_folder(tmp_path / "several", BASE, random_state(BASE), num_files=2)
     (shard,) = several.glob("*00001-of*")
     shutil.move(shard, tmp_path / "shard")
     shard.symlink_to(tmp_path / "shard")
-    refused(several, "00001-of-00002.safetensors is a link out of")
-    cache = tmp_path / "models--a--b"  # a snapshot there is links to blobs beside it
+    check_refused(several, "hf.outside_link", path=shard)
+    cache = tmp_path / "models--a--b"  # a snapshot consists of links to blobs
     (cache / "snapshots").mkdir(parents=True)
     (cache / "blobs").mkdir()
-    snapshot = a_folder(tmp_path).rename(cache / "snapshots" / "0123abcd")
+    snapshot = small_folder(tmp_path).rename(cache / "snapshots" / "0123abcd")
     for path in list(snapshot.iterdir()):
         path.rename(cache / "blobs" / path.name)
         path.symlink_to(Path("..", "..", "blobs", path.name))
     assert import_folder(snapshot, tmp_path / "out").checkpoint.is_dir()
 
 
-def test_tensors_that_are_not_the_models(tmp_path):
+def test_tensors_of_another_model(tmp_path):
     config = BASE | {"num_hidden_layers": 1}
     good = random_state(config)
     q = "model.layers.0.self_attn.q_proj.weight"
-    several = r"lacks model\.layers\.1\.\S+, .* and 4 more: it is not the model"
-    cases: list[tuple[dict[str, Tensor], dict[str, Any], str]] = [
-        ({n: t for n, t in good.items() if n != q}, {}, f"lacks {q}:"),
-        (good | {"score.weight": torch.ones(2, 128)}, {}, r"beside the model score\.weight:"),
-        (good, {"canon_set": "A"}, r"lacks model\.layers\.0\.canonA\.weight"),
-        (good, {"num_hidden_layers": 2}, several),
-        (good | {q: torch.ones(128, 9)}, {}, rf"{q} has the shape \(128, 9\).*\(128, 128\)"),
-        (good | {q: torch.ones(128, 128, dtype=torch.int8)}, {}, f"{q} is int8"),
+    missing, extra = "hf.missing_tensors", torch.ones(2, 128)
+    cases: list[tuple[dict[str, Tensor], dict[str, Any], str, dict[str, Any]]] = [
+        ({n: t for n, t in good.items() if n != q}, {}, missing, {"names": [q]}),
+        (good | {"score.weight": extra}, {}, "hf.unknown_tensors", {"names": ["score.weight"]}),
+        (good, {"canon_set": "A"}, missing, {"names": ["model.layers.0.canonA.weight"]}),
+        (good, {"num_hidden_layers": 2}, missing, {}),
+        (good | {q: torch.ones(128, 9)}, {}, "hf.tensor_shape", {"name": q, "given": (128, 9)}),
+        (good | {q: torch.ones(128, 128, dtype=torch.int8)}, {}, "hf.tensor_dtype", {"name": q}),
     ]
-    for k, (state, fields, match) in enumerate(cases):
-        refused(write_folder(tmp_path / str(k), config | fields, state), match)
-    # old Llamas store a table that follows from the config
+    for k, (state, fields, code, named) in enumerate(cases):
+        check_refused(write_folder(tmp_path / str(k), config | fields, state), code, **named)
+    # old Llama checkpoints contain a table that follows from the config
     table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
     check(tmp_path / "table", config, good | table)
 
 
-def test_files_that_are_not_whole(tmp_path):
-    refused(tmp_path / "absent", "config.json is missing")
+def test_damaged_files(tmp_path):
+    check_refused(tmp_path / "absent", "file.unreadable")
     config = BASE | {"num_hidden_layers": 1}
     state = random_state(config)
     one = write_folder(tmp_path / "one", config, state)
@@ -126,9 +130,9 @@ def test_files_that_are_not_whole(tmp_path):
     whole = weights.read_bytes()
     for size in (0, 100, len(whole) - 1):
         weights.write_bytes(whole[:size])
-        refused(one, "model.safetensors cannot be read")
+        check_refused(one, "hf.unreadable_weights", path=weights)
     weights.unlink()
-    refused(one, "has neither model.safetensors nor")
+    check_refused(one, "hf.no_weights", path=one)
 
     several = write_folder(tmp_path / "several", config, state, num_files=3)
     index = several / "model.safetensors.index.json"
@@ -137,23 +141,15 @@ def test_files_that_are_not_whole(tmp_path):
     name, outside = next(iter(places)), tmp_path / "outside.safetensors"
     other = next(file for file in places.values() if file != places[name])
     save_file({name: state[name]}, outside)
-    spoiled: list[tuple[Any, str]] = [
-        *(
-            (places | {name: p}, f"puts {name} into")
-            for p in (f"../{outside.name}", str(outside), 3)
-        ),
-        (places | {name: other}, f"{other} lacks {name}"),
-        ({}, "index.json"),
-        (3, "index.json"),
-    ]
-    for weight_map, match in spoiled:
+    wrong = [places | {name: file} for file in (f"../{outside.name}", str(outside), 3, other)]
+    for weight_map in (*wrong, {}, 3):
         index.write_text(json.dumps({"weight_map": weight_map}))
-        refused(several, match)
+        check_refused(several, "hf.damaged_index")
     index.write_text("{")
-    refused(several, "index.json")
+    check_refused(several, "file.unreadable", path=index)
     index.write_text(record)
     (several / other).unlink()
-    refused(several, f"{other} cannot be read")
+    check_refused(several, "hf.unreadable_weights", path=several / other)
 
 
 class _Marker:
@@ -167,49 +163,36 @@ class _Marker:
 def test_nothing_of_the_folder_is_run(tmp_path):
     marker = tmp_path / "it-ran"
     auto_map = {"AutoConfig": "modeling_x.C", "AutoModelForCausalLM": "modeling_x.M"}
-    folder = a_folder(tmp_path, auto_map=auto_map)
+    folder = small_folder(tmp_path, auto_map=auto_map)
     for name in ("modeling_x.py", "__init__.py", "torch.py"):
         (folder / name).write_text(f"import os\nos.mkdir({str(marker)!r})\n")
     for name in ("pytorch_model.bin", "optimizer.pt"):
         (folder / name).write_bytes(pickle.dumps(_Marker(marker)))
     import_folder(folder, tmp_path / "out")
     (folder / "model.safetensors").unlink()
-    refused(folder, r"pickled weights.*save_pretrained")
-    # one in the clothes of the other
+    check_refused(folder, "hf.pickled_weights")
     shutil.copy(folder / "pytorch_model.bin", folder / "model.safetensors")
-    refused(folder, "model.safetensors cannot be read")
+    check_refused(folder, "hf.unreadable_weights")
     assert not marker.exists()
     pickle.loads((folder / "pytorch_model.bin").read_bytes())
-    assert marker.exists()  # it would have
+    assert marker.exists()  # it would have been run
 
 
-def _killed_import(folder: Path, out: Path) -> None:
-    def kill(path: Path, content: bytes) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    reading.write_atomic = kill  # type: ignore[assignment]
-    import_folder(folder, out)
-
-
-def test_an_import_is_whole_or_not_there(tmp_path, monkeypatch):
-    """On a full disk; and killed: the next one takes its files away."""
-    folder, out = a_folder(tmp_path), tmp_path / "out"
-
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device", str(out))
+def test_an_import_is_atomic(tmp_path, monkeypatch):
+    """On a full disk, and killed: the next one removes its files."""
+    folder, out = small_folder(tmp_path), tmp_path / "out"
 
     with monkeypatch.context() as patch:
-        patch.setattr(reading, "write_atomic", full)
-        with pytest.raises(OSError, match="No space left"):
+        patch.setattr(reading, "write_atomic", mock.Mock(side_effect=OSError(28, "full")))
+        with pytest.raises(OSError, match="full"):
             import_folder(folder, out)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
-    killed = FORKED.Process(target=_killed_import, args=(folder, out))
-    killed.start()
-    killed.join(60)
     left = tmp_path / ".out.importing"
-    assert killed.exitcode == -signal.SIGKILL
+    with monkeypatch.context() as patch:
+        patch.setattr(reading, "write_atomic", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        assert run_forked(lambda: import_folder(folder, out)) == -signal.SIGKILL
     assert not out.exists() and (left / "step-0").is_dir()
-    # Llama-2's folder has both; a data folder with both is refused (data/tokenizer.py)
+    # Llama-2's folder has both; data/tokenizer.py rejects both
     for name in ("tokenizer.json", "tokenizer.model"):
         (folder / name).write_text("{}")
     found = import_folder(folder, out, step=7)
@@ -218,9 +201,9 @@ def test_an_import_is_whole_or_not_there(tmp_path, monkeypatch):
     assert not (out / "tokenizer.json").exists()
     taken = tmp_path / "taken"
     taken.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="taken exists"):
+    with refused("hf.out_exists", path=taken):
         import_folder(folder, taken)
-    with pytest.raises(UserError, match="step = -1"):
+    with refused("hf.negative_step", given=-1):
         import_folder(folder, tmp_path / "new", step=-1)
     (folder / "tokenizer.model").unlink()
     import_folder(folder, tmp_path / "new" / "deep")
