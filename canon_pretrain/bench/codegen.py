@@ -1,8 +1,8 @@
-"""What a 1.3B block would launch and move on an H100, counted in Inductor's code without a GPU.
+"""Kernel launches and bytes of a 1.3B block on an H100, counted in Inductor's code without a GPU.
 
-A `TransformerBlock` is compiled as the trainer compiles it, for an H100 that exists only for
-Inductor's code generator: nothing is executed, spills and caches are not in it. What the generator
-asks of a GPU is patched, and it remembers some answers: use a process that does nothing else.
+A `TransformerBlock` is compiled as in training, with the code generator's queries of a GPU patched;
+nothing is executed, and spills and caches are not counted. Inductor caches some answers: use a
+separate process.
 """
 
 import argparse
@@ -25,9 +25,9 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 
 from canon_pretrain import kernels
-from canon_pretrain.bench.limits import PEAK_FLOPS, Machine, Rates, block_traffic, step_seconds
+from canon_pretrain.bench.limits import PEAK_FLOPS, Machine, Rates, min_block_bytes, step_seconds
 from canon_pretrain.bench.tables import Columns, print_lines
-from canon_pretrain.bench.variants import Bench, Result, Say, canon_sets_of, with_canon
+from canon_pretrain.bench.variants import Bench, Log, Result, normalize_canon_sets, with_canon
 from canon_pretrain.core.errors import check_choice
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
@@ -41,31 +41,23 @@ GPU = torch.device("cuda", 0)
 ATTENTION = "torch.ops.canon_pretrain_bench.attention"
 NAME = "NVIDIA H100 80GB HBM3"
 PROPERTIES = SimpleNamespace(
-    name=NAME,
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    total_memory=80 * 2**30,
-    warp_size=32,
-    max_threads_per_multi_processor=2048,
-    regs_per_multiprocessor=65536,
-    shared_memory_per_block=49152,
-    shared_memory_per_block_optin=232448,
+    **{"name": NAME, "major": 9, "minor": 0, "multi_processor_count": 132, "warp_size": 32},
+    **{"total_memory": 80 * 2**30, "L2_cache_size": 50 * 2**20, "gcnArchName": ""},
+    **{"max_threads_per_multi_processor": 2048, "regs_per_multiprocessor": 65536},
+    **{"shared_memory_per_block": 49152, "shared_memory_per_block_optin": 232448},
     shared_memory_per_multiprocessor=233472,
-    L2_cache_size=50 * 2**20,
-    gcnArchName="",
 )
 
 Row = dict[str, Any]
 KIB = 1024
 RECORD = Path(kernels.__file__).with_name("codegen.json")
 PAGE = RECORD.with_name("CODEGEN.md")
-GPUS_OF_A_NODE = 8
+GPUS_PER_NODE = 8
 MICRO_BATCH, NUM_TOKENS = 6, 4096
-OURS, GEMM = "torch.ops.canon_pretrain.", "extern_kernels."
+OWN_OPERATORS, GEMM = "torch.ops.canon_pretrain.", "extern_kernels."
 BACKENDS = ("compiled", "triton")
 SETS = ("A", "B", "C", "D", "AC", "ABCD")
-BRIEF_SETS = ("AC", "ABCD")
+DEFAULT_SETS = ("AC", "ABCD")
 NOPE, STANDARD = {"position": "nope"}, {"ffn": "standard"}
 MODELS: dict[str, dict[str, Any]] = {
     "nope": NOPE,
@@ -81,11 +73,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "nope_qk_per_head": NOPE | {"qk_norm": "per_head"},
     "released_1b": {"position": "partial_rope_c", "qk_norm": "full"},
 }
-"""Name -> what it changes in a 1b3 model (released_1b: in 1b3_released)."""
+"""Name -> changes to 1b3 (released_1b: to 1b3_released)."""
 
 
 class Case(NamedTuple):
-    """A model of MODELS with a Canon set by a backend; no set is the model without Canon."""
+    """A model of MODELS with a Canon set (may be empty) and a backend."""
 
     model: str
     canon_set: str
@@ -101,18 +93,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--models", nargs="+", default=list(MODELS), metavar="M", help=f"of {', '.join(MODELS)}")
     add("--sets", nargs="+", metavar="SET", help="Canon sets (default: more for nope)")
-    about = f"count all, and write it to {RECORD.name} and {PAGE.name} in {RECORD.parent}"
+    about = f"count all, and write {RECORD.name} and {PAGE.name} in {RECORD.parent}"
     add("--record", action="store_true", help=about)
 
 
-def measure(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result:
+def measure(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
     versions = {name: machine.facts()["versions"][name] for name in ("torch", "triton")}
     result: Row = {"counted_for": NAME, "micro_batch": MICRO_BATCH, "num_tokens": NUM_TOKENS}
     result |= {"versions": versions, "rows": []}
     chosen = (MODELS, None) if arguments.record else (arguments.models, arguments.sets)
     for case in cases(*chosen):
         result["rows"].append(case._asdict() | count(case))
-        say(f"{case.model}: {case.canon_set or 'no Canon'} {case.backend}")
+        log(f"{case.model}: {case.canon_set or 'no Canon'} {case.backend}")
     rows = result["rows"]
     if arguments.record:
         lines = ",\n".join(map(json.dumps, rows))
@@ -123,24 +115,24 @@ def measure(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result
 
 
 def cases(models: Iterable[str], sets: Sequence[str] | None) -> Iterator[Case]:
-    """Yield what to count, each model first without Canon. Raises UserError."""
+    """Yield the cases, each model first without Canon. Raises UserError."""
     for model in models:
         check_choice("--models", model, MODELS)
         yield Case(model, "", "compiled")
-        for canon_set in canon_sets_of(sets or (SETS if model == "nope" else BRIEF_SETS)):
+        for canon_set in normalize_canon_sets(sets or (SETS if model == "nope" else DEFAULT_SETS)):
             yield from (Case(model, canon_set, backend) for backend in BACKENDS)
 
 
-# -- the GPU that is not there
+# -- a fake GPU
 
 
 @contextlib.contextmanager
 def fake_gpu() -> Iterator[None]:
-    """Let Inductor believe in the GPU, and traced code that its tensors, on the CPU, are there."""
+    """Make Inductor generate code for an H100, and traced code take CPU tensors for CUDA ones."""
     import triton
     from triton.backends.compiler import GPUTarget
 
-    driver = SimpleNamespace(  # what Triton asks; no kernel is compiled or launched
+    driver = SimpleNamespace(  # no kernel is compiled or launched
         get_current_target=lambda: GPUTarget("cuda", 90, PROPERTIES.warp_size),
         get_current_device=lambda: 0,
         get_current_stream=lambda device=None: 0,
@@ -160,7 +152,7 @@ def fake_gpu() -> Iterator[None]:
     def traced(answer: Any) -> Any:
         return lambda variable, tx: VariableTracker.build(tx, answer)
 
-    # a pass over slices of fake tensors copies them to learn a shape: no such copy without CUDA
+    # a pass over slices copies fake tensors to learn a shape, which fails without CUDA
     scatter = "torch._inductor.fx_passes.reinplace._inplace_generalized_scatter"
     patch: Any = mock.patch.multiple
     with (
@@ -174,7 +166,7 @@ def fake_gpu() -> Iterator[None]:
 
 
 def lower(gm: torch.fx.GraphModule, is_backward: bool) -> tuple[str, list[tuple[str, int]]]:
-    """Move a graph of CPU fakes to the GPU; return the code of its launches, and kernels' bytes."""
+    """Move a graph of CPU fake tensors to CUDA; return its code, and the kernels' bytes."""
     # the steps of compile_fx between AOT autograd and the compilation of kernels
     from torch._inductor import compile_fx
     from torch._inductor.debug import DebugContext
@@ -223,7 +215,7 @@ def _attention_backward(
     return torch.empty_like(q_BTHK), torch.empty_like(k_BTGK), torch.empty_like(v_BTGK)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs, output)
 
 
@@ -238,22 +230,22 @@ _attention.register_fake(lambda q, k, v: q.new_empty(q.shape))
 _attention_backward.register_fake(
     lambda dy, q, k, v, y: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
 )
-_attention.register_autograd(_attention_gradients, setup_context=_keep)
+_attention.register_autograd(_attention_gradients, setup_context=_save_for_backward)
 
 
 class OpaqueAttend(Attend):
-    """Any of the ways of attention: what stands before and after it is the same for all."""
+    """Attention as one opaque operator: the code before and after it is always the same."""
 
     def forward(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Mask) -> Tensor:
         y_BTHK: Tensor = _attention(q_BTHK.contiguous(), k_BSGK.contiguous(), v_BSGK.contiguous())
         return y_BTHK
 
 
-# -- what is counted
+# -- counts
 
 
 def count(case: Case) -> Row:
-    """Compile a block for the fake GPU; return `_count` of each pass, and `saved_bytes` a token."""
+    """Compile a block for the fake GPU; return each pass's `_count`, and saved bytes per token."""
     from torch._inductor.compile_fx import compile_fx
 
     if case.backend == "triton":  # a traced function can't import
@@ -261,7 +253,7 @@ def count(case: Case) -> Row:
     found: Row = {}
 
     def inner(gm: torch.fx.GraphModule, _: Any, *, is_backward: bool = False, **__: Any) -> Any:
-        """Count the code of a graph; what is returned makes empty results in its place."""
+        """Count a graph's code; return a function that makes empty results."""
         (returned,) = next(node for node in gm.graph.nodes if node.op == "output").args
         values = [out.meta["val"] if isinstance(out, torch.fx.Node) else out for out in returned]
         if not is_backward:  # the block's parameters and inputs are placeholders
@@ -293,17 +285,17 @@ def count(case: Case) -> Row:
             block = TransformerBlock(args, rope, OpaqueAttend(args), case.backend)
         block.to(torch.bfloat16).to_empty(device="cpu")
         near_shape = MICRO_BATCH, args.canon_kernel - 1 + NUM_TOKENS
-        near_BN = torch.empty(near_shape, dtype=torch.int32) if args.document_mask else None
+        segments_BN = torch.empty(near_shape, dtype=torch.int32) if args.document_mask else None
         shape = MICRO_BATCH, NUM_TOKENS, args.dim
         h_BTD = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
-        # as titan/parallelize.py compiles it; nothing but empty tensors is computed
-        y_BTD = torch.compile(block, backend=backend, fullgraph=True)(h_BTD, None, near_BN)
+        # compiled as in titan/parallelize.py; only empty tensors are computed
+        y_BTD = torch.compile(block, backend=backend, fullgraph=True)(h_BTD, None, segments_BN)
         y_BTD.backward(torch.empty_like(y_BTD))
     return found
 
 
 def _count(code: str, kernels: list[tuple[str, int]]) -> Row:
-    """Return launches, and KiB per token by what reads and writes them."""
+    """Return launches, and KiB per token by kind of kernel."""
     kib = {"gemm": 0.0, "attention": 0.0, "other": 0.0}
     for name, num_bytes in kernels:
         kind = "attention" if name.startswith(ATTENTION) else "other"
@@ -311,13 +303,13 @@ def _count(code: str, kernels: list[tuple[str, int]]) -> Row:
         kib[kind] += num_bytes / (MICRO_BATCH * NUM_TOKENS) / KIB
     return {
         "launches": len(re.findall(r"^\s+triton_\w+\.run\(", code, re.MULTILINE)),
-        "operators": sum(name.startswith(OURS) for name, _ in kernels),
+        "operators": sum(name.startswith(OWN_OPERATORS) for name, _ in kernels),
         "gemms": sum(name.startswith(GEMM) for name, _ in kernels),
         "kib": {kind: round(value, 2) for kind, value in kib.items()},
     }
 
 
-def _both(row: Row) -> tuple[Row, Row]:
+def _passes(row: Row) -> tuple[Row, Row]:
     return row["forward"], row["backward"]
 
 
@@ -326,31 +318,30 @@ def _args(row: Row) -> ModelArgs:
 
 
 def computed(row: Row, rows: Sequence[Row]) -> Row:
-    """Return what follows from a row: the least KiB, the ratio to them, and a training step's time.
+    """Return the least KiB, the ratio to them, and the computed time of a training step.
 
-    `total_kib`: per token, forward and backward, products and attention included; `extra_kib`: over
-    no Canon. `seconds`, `mfu`, `over_none` (the price over no Canon): each with low rates, middle
-    and high ones. Computed, not measured.
+    `total_kib`: per token, forward and backward, matmuls and attention included; `extra_kib`: over
+    no Canon. `seconds`, `mfu`, `over_none` (cost over no Canon): with low, middle and high rates.
     """
 
     def step_s(row: Row, bar: int) -> float:
-        launches = sum(one["launches"] + one["operators"] + one["gemms"] for one in _both(row))
+        launches = sum(one["launches"] + one["operators"] + one["gemms"] for one in _passes(row))
         return step_seconds(
             _args(row),
             bar,
             Rates(),
             num_tokens=MICRO_BATCH * NUM_TOKENS,
             seq_len=NUM_TOKENS,
-            world_size=GPUS_OF_A_NODE,
-            layer_bytes=KIB * sum(one["kib"]["other"] for one in _both(row)),
-            # a second stage of weight gradients; attention
+            world_size=GPUS_PER_NODE,
+            layer_bytes=KIB * sum(one["kib"]["other"] for one in _passes(row)),
+            # and the second stage of weight gradients, and attention
             layer_launches=launches + row["backward"]["operators"] + 3,
         )
 
     none = next(one for one in rows if one["model"] == row["model"] and not one["canon_set"])
-    least = sum(map(sum, block_traffic(_args(row), itemsize=2).values())) / KIB
-    counted = sum(one["kib"]["other"] for one in _both(row))
-    total, base = (sum(sum(one["kib"].values()) for one in _both(each)) for each in (row, none))
+    least = sum(map(sum, min_block_bytes(_args(row), itemsize=2).values())) / KIB
+    counted = sum(one["kib"]["other"] for one in _passes(row))
+    total, base = (sum(sum(one["kib"].values()) for one in _passes(each)) for each in (row, none))
     flops = flops_per_token(_args(row), NUM_TOKENS) * MICRO_BATCH * NUM_TOKENS
     own, others = ([step_s(one, bar) for bar in range(3)] for one in (row, none))
     return {
@@ -361,48 +352,43 @@ def computed(row: Row, rows: Sequence[Row]) -> Row:
     }
 
 
-def _bars(values: Sequence[float], form: str) -> str:
-    low, middle, high = (format(value, form) for value in values)
-    return f"{middle} ({low}, {high})"
-
-
 COLUMNS: Columns = {
     "model": lambda row: row["model"],
     "Canon": lambda row: row["canon_set"] or "none",
     "backend": lambda row: row["backend"] if row["canon_set"] else "",
-    "launches": lambda row: " + ".join(str(one["launches"]) for one in _both(row)),
-    "operators": lambda row: " + ".join(str(one["operators"]) for one in _both(row)),
-    "KiB": lambda row: f"{row['total_kib']:,.1f}",
-    "extra": lambda row: f"{row['extra_kib']:+,.1f}" if row["canon_set"] else "",
-    "saved B": lambda row: f"{row['saved_bytes']:,.0f}",
+    "launches": lambda row: " + ".join(str(one["launches"]) for one in _passes(row)),
+    "own": lambda row: " + ".join(str(one["operators"]) for one in _passes(row)),
+    "KiB": lambda row: f"{row['total_kib']:.1f}",
+    "extra": lambda row: f"{row['extra_kib']:+.1f}" if row["canon_set"] else "",
     "least": lambda row: f"{row['least_kib']:.1f}",
     "ratio": lambda row: f"{row['ratio']:.2f}",
-    "step s": lambda row: _bars(row["seconds"], ".3f"),
-    "MFU": lambda row: _bars(row["mfu"], ".0%"),
-    "over none": lambda row: _bars(row["over_none"], "+.1%") if row["canon_set"] else "",
+    "saved B": lambda row: f"{row['saved_bytes']:,.0f}",
+    "step s": lambda row: f"{row['seconds'][1]:.3f}",
+    "MFU": lambda row: f"{row['mfu'][1]:.0%}",
+    "cost": lambda row: f"{row['over_none'][1]:+.1%}" if row["canon_set"] else "",
 }
 
 
 def page(result: Row) -> str:
-    """Return PAGE: what the columns are, the rates that times are computed from, and a table."""
+    """Return PAGE: an explanation of the columns, the rates, and the table."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    rates = [f"{name} {_bars(bars, '.3g')}" for name, bars in Rates()._asdict().items()]
+    rates = [f"{name} {middle:.3g}" for name, (_, middle, _) in Rates()._asdict().items()]
     lines = [
-        "# What a block launches and moves on an H100, counted without one",
-        f"Written by `python -m canon_pretrain.bench codegen --record` ({versions}).",
-        f"Counted for {result['counted_for']}: one block of 1.3B, {result['micro_batch']} x "
+        "# Launches and bytes of a block on an H100, counted without one",
+        f"Written by `python -m canon_pretrain.bench codegen --record` ({versions}) for "
+        f"{result['counted_for']}: one block of 1.3B, {result['micro_batch']} x "
         f"{result['num_tokens']:,} tokens, bfloat16; nothing was run.",
-        "launches: Inductor's kernels, forward + backward; operators: our own. KiB: read and "
-        "written per token and layer, by Inductor's count; extra: over no Canon. saved B: bytes "
-        "kept for backward per token, without the block's input. least: the KiB around products "
-        "and attention that must move (limits.py); ratio: counted over least.",
-        f"Computed, not measured: a training step of the whole model on {GPUS_OF_A_NODE} GPUs, one "
-        "micro-batch each; in brackets with the worst and the best rates.",
-        f"Rates: {'; '.join(rates)}; MFU is of {PEAK_FLOPS / 1e12:.0f} TFLOP/s.",
+        "launches: Inductor's kernels, forward + backward; own: our operators. KiB: read and "
+        "written per token and layer; extra: over no Canon; least: lower bound outside matmuls "
+        "and attention (limits.py); ratio: counted over least. saved B: bytes per token saved for "
+        "backward, without the block's input.",
+        f"Computed, not measured: a training step of the whole model on {GPUS_PER_NODE} GPUs, one "
+        f"micro-batch each; cost: over no Canon. Rates assumed: {', '.join(rates)}; MFU of "
+        f"{PEAK_FLOPS / 1e12:.0f} TFLOP/s.",
     ]
     rows = [row | computed(row, result["rows"]) for row in result["rows"]]
     cells = [[cell(row) for cell in COLUMNS.values()] for row in rows]
-    table = [f"| {' | '.join(each)} |\n" for each in (COLUMNS, ["---"] * len(COLUMNS), *cells)]
+    table = [f"|{'|'.join(each)}|\n" for each in (COLUMNS, ["---"] * len(COLUMNS), *cells)]
     return "".join([*(f"{line}\n\n" for line in lines), *table])
 
 

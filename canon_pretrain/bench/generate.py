@@ -1,8 +1,7 @@
-"""Canon's price in generation: each set beside the same model without Canon, prompt and answer.
+"""The cost of Canon in generation: each set against the same model without Canon.
 
-`model/decode.py` generates greedily, and the clock is read at every token: until the first one the
-prompts were read (prefill), each one after it is a step of decoding. On a CPU two models take
-turns, on a GPU each is in memory alone, the one without Canon first and last.
+`model/decode.py` generates greedily; the time to the first token is prefill, the time per later
+token decoding. See `timing.compare_candidates` for the order.
 """
 
 import argparse
@@ -15,8 +14,8 @@ import torch
 
 from canon_pretrain.bench import tables, variants
 from canon_pretrain.bench.limits import Machine
-from canon_pretrain.bench.timing import BASE, Seconds, Subject, no_garbage, now, synchronize
-from canon_pretrain.bench.variants import Result, Say, Variant
+from canon_pretrain.bench.timing import BASE, Candidate, Seconds, gc_disabled, now, synchronize
+from canon_pretrain.bench.variants import Log, Result, Variant
 from canon_pretrain.core.cli import positive
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.model.args import num_parameters
@@ -28,15 +27,15 @@ PREFILL, DECODE = "prefill", "decode"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shapes = dict.fromkeys(("cuda", "cpu"), (0, 0))  # of --batches and the two below
+    shapes = dict.fromkeys(("cuda", "cpu"), (0, 0))  # set by the options below
     variants.add_options(parser, "sets", "pairs", pairs=9, shapes=shapes, micro_batch=None)
-    about = "rows at a time (default: 1 8 32)"
+    about = "batch sizes (default: 1 8 32)"
     parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8, 32], help=about)
     for option, tokens in (("--prompt-tokens", 128), ("--new-tokens", 64)):
         parser.add_argument(option, type=positive, default=tokens, help="(default: %(default)s)")
 
 
-def measure(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result:
+def measure(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
     num_prompt, num_new = arguments.prompt_tokens, arguments.new_tokens
     arguments.tokens = num_prompt + num_new
     work = variants.workload(arguments, machine)
@@ -48,8 +47,8 @@ def measure(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result
         for batch in arguments.batches
     }
 
-    def make(variant: Variant) -> Subject:
-        say(f"{variant.name} ...")
+    def make(variant: Variant) -> Candidate:
+        log(f"{variant.name} ...")
         args = variants.with_canon(work.args, variant.canon_set)
         with torch.device("meta"):
             model = Transformer(args, canon_backend=variant.backend).to(work.dtype)
@@ -60,12 +59,12 @@ def measure(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result
         def block() -> dict[str, float]:
             found: dict[str, float] = {}
             for batch, texts in prompts.items():
-                taken = generation(model, texts, num_new)
-                found |= {f"{part} {batch}": seconds for part, seconds in taken.items()}
+                times = time_generation(model, texts, num_new)
+                found |= {f"{part} {batch}": seconds for part, seconds in times.items()}
             return found
 
         block()
-        return Subject(block, lambda: {"operators": counts})
+        return Candidate(block, lambda: {"operators": counts})
 
     parts, facts, _ = variants.compare_variants(make, chosen, arguments.pairs, machine)
     rows = [
@@ -91,19 +90,21 @@ def measure(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result
     }
 
 
-def generation(model: Transformer, prompts: Sequence[Sequence[int]], new_tokens: int) -> Seconds:
-    """Generate once; return seconds until the first token, and per later one, for all rows."""
+def time_generation(
+    model: Transformer, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> Seconds:
+    """Generate once; return seconds until the first token, and per later one, for the batch."""
     batch_tokens = len(prompts) * (len(prompts[0]) + new_tokens)
     stamps: list[float] = []
 
     def stop(i: int, tokens: list[int]) -> bool:
-        if i == 0:  # once per step; the tokens are on the host then, so the device is idle
+        if i == 0:  # once per step; the tokens are on the host, so the device is idle
             stamps.append(now())
         return False
 
     gc.collect()
     synchronize()
-    with no_garbage():
+    with gc_disabled():
         begin = now()
         generate(model, prompts, max_new_tokens=new_tokens, stop=stop, batch_tokens=batch_tokens)
     return {PREFILL: stamps[0] - begin, DECODE: (stamps[-1] - stamps[0]) / max(1, len(stamps) - 1)}
@@ -112,7 +113,7 @@ def generation(model: Transformer, prompts: Sequence[Sequence[int]], new_tokens:
 def operators_per_token(
     model: Transformer, prompts: Sequence[Sequence[int]], machine: Machine
 ) -> float:
-    """Return operators (on a GPU: kernels) per step of decoding: of 9 tokens less those of 1."""
+    """Return operators (on a GPU: kernels) per decoding step."""
     work = partial(generate, model, prompts)
     many, one = (machine.count_operators(partial(work, max_new_tokens=n)) for n in (9, 1))
     return (many - one) / 8
@@ -134,10 +135,10 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     }
     line = (
         f"{result['model']}, {result['dtype']}, prompts of {result['prompt_tokens']:,} tokens, "
-        f"answers of {result['new_tokens']:,}; decode: ms per step, which makes one token in every "
-        f"row; medians of {result['rows'][0][DECODE]['pairs']} pairs of calls. The limit: a step "
-        f"reads the weights once, {1000 * result['weights_read_s']:.3f} ms at the measured copy "
-        f"bandwidth of {result['copy_bandwidth'] / 1e9:,.1f} GB/s"
+        f"answers of {result['new_tokens']:,}; decode: ms per step of one token per row; medians "
+        f"of {result['rows'][0][DECODE]['pairs']} pairs. Lower bound of a step: reading the "
+        f"weights once, {1000 * result['weights_read_s']:.3f} ms at the measured copy bandwidth "
+        f"of {result['copy_bandwidth'] / 1e9:,.1f} GB/s"
     )
     tables.print_table(console, result["rows"], columns, line)
 

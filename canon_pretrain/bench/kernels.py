@@ -1,10 +1,10 @@
-"""Canon's kernels and the ways of attention by themselves, forward and backward.
+"""Canon kernels and attention implementations by themselves, forward and backward.
 
-`canon`: every form of model/canon_check.py by every backend, compiled as a block is, over the
-reference; seconds, and bytes against the copy bandwidth. `attention`: every fused kernel of
-scaled_dot_product_attention, the packages of FlashAttention 2 to 4 and flex attention, where they
-can be had, on the shapes of a training step; `model.attention_backend` takes what is the fastest.
-Before anything is timed its values (Canon: gradients too) are compared with the formula in float64.
+`canon`: every case of model/canon_check.py with every backend, compiled, over the reference;
+seconds, and bytes against the copy bandwidth. `attention`: every fused kernel of
+scaled_dot_product_attention, the packages of FlashAttention 2 to 4 and flex attention, on the
+shapes of a training step, to choose `model.attention_backend`. Values (for Canon also gradients)
+are compared with the formula in float64 before anything is timed.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from torch.nn.attention.flex_attention import create_block_mask
 from canon_pretrain.bench import tables, variants
 from canon_pretrain.bench.limits import Machine
 from canon_pretrain.bench.timing import NotMeasured, Step, compare_steps
-from canon_pretrain.bench.variants import Result, Say
+from canon_pretrain.bench.variants import Log, Result
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.model import canon_check
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import FLASH_IMPLS, Attend, activate_flash
-from canon_pretrain.model.canon_check import Form
+from canon_pretrain.model.canon_check import Case
 
 PASS: tables.Columns = {
     "pass": lambda row: row["direction"],
@@ -47,7 +47,7 @@ def passes(
     wanted: Sequence[Tensor],
     prepare: Callable[[], object] = lambda: None,
 ) -> dict[str, Callable[[], Step]]:
-    """Return makers of steps: forward, and backward from what one forward pass has kept."""
+    """Return factories of steps: forward, and backward repeated after one forward pass."""
 
     def backward() -> Step:
         outputs = call()
@@ -72,46 +72,46 @@ def add_canon_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(position="rope")  # B's neighbor is the rotation
 
 
-def measure_canon(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result:
+def measure_canon(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
     work = variants.workload(arguments, machine)
-    backends, missing = variants.available(arguments.backends, work)
+    backends, missing = variants.available_backends(arguments.backends, work)
     rows: list[dict[str, Any]] = []
 
-    def measure_form(form: Form, base: Timed, timed: Timed) -> None:
-        error = canon_check.compare(form, timed.module, timed.compiled, timed.inputs)
-        for direction, moved in zip(("forward", "backward"), form.moved, strict=True):
+    def measure_case(case: Case, base: Timed, timed: Timed) -> None:
+        error = canon_check.compare(case, timed.module, timed.compiled, timed.inputs)
+        for direction, moved in zip(("forward", "backward"), case.moved, strict=True):
             steps = (one.passes[direction]() for one in (base, timed))
             found = compare_steps(*steps, pairs=arguments.pairs, block_s=arguments.block_seconds)
             least = moved * work.micro_batch * work.num_tokens * work.dtype.itemsize
             bandwidth = least / found["other_s"]
-            row = {"form": form.name, "backend": timed.backend, "direction": direction, **found}
+            row = {"form": case.name, "backend": timed.backend, "direction": direction, **found}
             row |= {"least_bytes": least, "bandwidth": bandwidth, "max_error": error}
             rows.append(row | {"of_copy": bandwidth / machine.copy_bandwidth})
-            say(f"{form.name} {direction} by {timed.backend}: {found['ratio']:.2f}")
+            log(f"{case.name} {direction} by {timed.backend}: {found['ratio']:.2f}")
 
-    # a backward pass is timed again and again on what one forward pass has kept
+    # backward is repeated on the buffers that one forward pass saved
     with torch._functorch.config.patch(donated_buffer=False):
-        for form in canon_check.forms(work.args):
+        for case in canon_check.bench_cases(work.args):
             shape = (work.micro_batch, work.num_tokens)
-            inputs = canon_check.make_inputs(form, shape, work.dtype, work.device)
-            base = Timed(form, "reference", inputs)
+            inputs = canon_check.make_inputs(case, shape, work.dtype, work.device)
+            base = Timed(case, "reference", inputs)
             for backend in backends:
                 try:
-                    with variants.failing(backend):
+                    with variants.failures_as_not_measured(backend):
                         same = backend == base.backend
-                        measure_form(form, base, base if same else Timed(form, backend, inputs))
-                except (NotMeasured, canon_check.WrongCanon) as why:
-                    missing[f"{form.name} by {backend}"] = str(why)
+                        measure_case(case, base, base if same else Timed(case, backend, inputs))
+                except (NotMeasured, canon_check.CanonMismatch) as why:
+                    missing[f"{case.name} by {backend}"] = str(why)
     peaks = machine.peaks(work.dtype)
     return {**work.facts(), "peaks": peaks, "unavailable": missing, "rows": rows}
 
 
 class Timed:
-    """A form's module, compiled, its inputs, and the two passes."""
+    """A case's module, compiled, its inputs, and the two passes."""
 
-    def __init__(self, form: Form, backend: str, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, case: Case, backend: str, inputs: Sequence[Tensor]) -> None:
         self.backend, self.inputs = backend, inputs
-        self.module = canon_check.make_module(form, backend, inputs[0].dtype, inputs[0].device)
+        self.module = canon_check.make_module(case, backend, inputs[0].dtype, inputs[0].device)
         options = compile_options(inputs[0].device.type, backend)
         self.compiled = torch.compile(self.module, fullgraph=True, dynamic=False, options=options)
         wanted = (*inputs, *self.module.parameters())
@@ -129,21 +129,21 @@ def print_canon(result: dict[str, Any], console: Console) -> None:
     }
     line = (
         f"{result['work']}, each compiled; factor over the reference; "
-        f"{tables.peaks_line(result['peaks'])}; the limit is that every operand is read or written "
-        "once, at the copy bandwidth: 100 % of copy"
+        f"{tables.peaks_line(result['peaks'])}; of copy: 100 % is every operand read or written "
+        "once at the copy bandwidth"
     )
     tables.print_table(console, result["rows"], columns, line)
 
 
 # -- attention
 
-Way = Callable[..., Tensor]
+AttentionFunction = Callable[..., Tensor]
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-WAYS = (*KERNELS, "flex", "flash_attn", *FLASH_IMPLS)
+METHODS = (*KERNELS, "flex", "flash_attn", *FLASH_IMPLS)
 DIRECTIONS = {"forward": 1.0, "backward": 2.5}  # FLOPs: five products instead of two
 WORST_ERROR = 3e-2  # of the largest value; bfloat16 products, summed in float32
 
@@ -153,7 +153,7 @@ def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
     variants.add_options(parser, *SHAPE_AND_TIMING, shapes=shapes, pairs=11, block_seconds=0.1)
 
 
-def measure_attention(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result:
+def measure_attention(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
     work = variants.workload(arguments, machine)
     args, shape, device = work.args, (work.micro_batch, work.num_tokens), work.device
     tensors = [  # q, k and v, [B, T, heads, K], laid out as the block's projections leave them
@@ -163,19 +163,19 @@ def measure_attention(arguments: argparse.Namespace, machine: Machine, say: Say)
     usable: dict[str, dict[str, Any]] = {}
     errors: dict[str, float] = {}
     missing: dict[str, str] = {}
-    for name in WAYS:
+    for name in METHODS:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch tells there why it refuses a kernel
-                way = make_way(name, args, tensors)
-                errors[name] = check(way, tensors)
-            call = partial(lambda way: [way(*tensors)], way)
+                warnings.simplefilter("ignore")  # torch warns why it refuses a kernel
+                attend = make_attention(name, args, tensors)
+                errors[name] = check_output(attend, tensors)
+            call = partial(lambda attend: [attend(*tensors)], attend)
             usable[name] = passes(call, tensors, partial(use_flash, name))
         except (UserError, RuntimeError) as why:
             missing[name] = (str(why).strip() or type(why).__name__).splitlines()[0]
-    variants.check_any("attention by", usable, missing)
+    variants.require_any("attention by", usable, missing)
     base, both, rows = next(iter(usable)), dict.fromkeys(usable, 0.0), []
-    # two products, of the half of the scores that causality leaves
+    # two products, half of them masked by causality
     forward_flops = 2 * shape[0] * args.num_heads * shape[1] ** 2 * args.head_dim
     for name in usable:
         for direction, times in DIRECTIONS.items():
@@ -187,7 +187,7 @@ def measure_attention(arguments: argparse.Namespace, machine: Machine, say: Say)
             row |= {"flops": flops, "flops_per_second": per_second}
             rows.append(row | {"of_matmul": per_second / machine.matmul_flops(work.dtype)})
             both[name] += found["other_s"]
-        say(f"{name}: {tables.ms(both[name], 3)} ms forward and backward")
+        log(f"{name}: {tables.ms(both[name], 3)} ms forward and backward")
     use_flash("flash")
     return {
         **work.facts(),
@@ -200,13 +200,13 @@ def measure_attention(arguments: argparse.Namespace, machine: Machine, say: Say)
     }
 
 
-def make_way(name: str, args: ModelArgs, tensors: list[Tensor]) -> Way:
-    """Return the function of q_BTHK, k_BTGK and v_BTGK called `name`. Raises NotMeasured."""
+def make_attention(name: str, args: ModelArgs, tensors: list[Tensor]) -> AttentionFunction:
+    """Return the attention `name`, a function of q_BTHK, k_BTGK, v_BTGK. Raises NotMeasured."""
     on_gpu, num_tokens = tensors[0].is_cuda, tensors[0].shape[1]
     if name in ("cudnn", "efficient", "flex") and not on_gpu:
-        raise NotMeasured("todo.kernels", "needs a GPU")
+        raise NotMeasured("bench.unavailable", "needs a GPU")
     if name in FLASH_IMPLS and (why := activate_flash(name)):
-        raise NotMeasured("todo.kernels", why)
+        raise NotMeasured("bench.unavailable", why)
     if name in ("flash_attn", "flex"):
         attend, mask = Attend(dataclasses.replace(args, position="nope"), name), None
         if name == "flex":
@@ -227,7 +227,7 @@ def make_way(name: str, args: ModelArgs, tensors: list[Tensor]) -> Way:
 
 
 def use_flash(name: str) -> None:
-    """Make the process's flash kernel the one that `name` is; 0.2 ms if it was another."""
+    """Activate the flash kernel of `name` in this process; 0.2 ms if another one was active."""
     wanted = FLASH_IMPLS[name].name if name in FLASH_IMPLS else None
     if (wanted or name == "flash") and attention.current_flash_attention_impl() != wanted:
         attention.restore_flash_attention_impl(_raise_warn=False)
@@ -235,30 +235,29 @@ def use_flash(name: str) -> None:
             attention.activate_flash_attention_impl(wanted)
 
 
-def check(way: Way, tensors: list[Tensor]) -> float:
-    """Return the first head's largest error, of its largest value; NotMeasured if it is wrong."""
+def check_output(attend: AttentionFunction, tensors: list[Tensor]) -> float:
+    """Return the first head's largest error over its largest value. Raises NotMeasured."""
     with torch.no_grad(), attention.sdpa_kernel(SDPBackend.MATH):
         q, k, v = (part[:1, :, :1].double().transpose(1, 2) for part in tensors)
         true_TK = F.scaled_dot_product_attention(q, k, v, is_causal=True)[0, 0]
-        error = ((way(*tensors)[0, :, 0] - true_TK).abs().max() / true_TK.abs().max()).item()
+        error = ((attend(*tensors)[0, :, 0] - true_TK).abs().max() / true_TK.abs().max()).item()
     if not error <= WORST_ERROR:
-        raise NotMeasured("todo.kernels", f"it is {error:.2g} away from softmax(q k^T) v")
+        raise NotMeasured("bench.wrong_result", f"it is {error:.2g} away from softmax(q k^T) v")
     return error
 
 
 def print_attention(result: dict[str, Any], console: Console) -> None:
     heads, kv_heads, head_dim = result["heads"]
     columns: tables.Columns = {
-        "way": lambda row: row["way"],
+        "attention": lambda row: row["way"],
         **PASS,
         "TFLOP/s": lambda row: f"{row['flops_per_second'] / 1e12:,.2f}",
         "of matmul": lambda row: f"{row['of_matmul']:.0%}",
     }
     line = (
         f"{result['work']}, {heads} heads (k and v: {kv_heads}) of {head_dim}, causal; factor over "
-        f"{result['base']}; {tables.peaks_line(result['peaks'])}; FLOPs of the half of the scores "
-        "that causality leaves, backward 2.5 times forward's. The fastest for both passes: "
-        f"{result['fastest']}"
+        f"{result['base']}; {tables.peaks_line(result['peaks'])}; FLOPs of the causal half, "
+        f"backward 2.5 times forward's. The fastest for both passes: {result['fastest']}"
     )
     tables.print_table(console, result["rows"], columns, line)
 

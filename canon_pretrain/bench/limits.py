@@ -1,7 +1,7 @@
-"""What bounds a figure: the machine's two speeds, bytes that a block must move, products of a step.
+"""Lower bounds of times: the machine's speeds, the bytes of a block, the FLOPs of a step.
 
-The speeds are measured in the same run, the matmul peak for a second, since a GPU's burst is over
-its power limit; a GPU's clocks, power and throttle reasons are recorded meanwhile.
+Speeds are measured in the same run, the matmul peak for a second, since a short burst exceeds a
+GPU's power limit; clocks, power and throttle reasons are recorded meanwhile.
 """
 
 import functools
@@ -31,19 +31,19 @@ UNCOMPUTED = ("aten::empty", "aten::new_empty", "aten::_local_scalar_dense")
 
 @dataclass
 class Machine:
-    """One device and what it can do at best; `alone`: it holds one of the compared at a time."""
+    """A device and its peak speeds; `exclusive`: one candidate in memory at a time."""
 
     device: torch.device
-    alone: bool = False
+    exclusive: bool = False
     _matmul: dict[torch.dtype, float] = field(default_factory=dict)
     _gpu: dict[str, Any] | None = None
 
     @classmethod
     def here(cls) -> "Machine":
-        """Return the GPU, or the CPU if there is none. Raises UserError for a broken GPU."""
+        """Return the GPU, or the CPU if there is none. Raises UserError for an unusable GPU."""
         check_cuda()
         has_gpu = torch.cuda.is_available()
-        return cls(torch.device("cuda", 0) if has_gpu else torch.device("cpu"), alone=has_gpu)
+        return cls(torch.device("cuda", 0) if has_gpu else torch.device("cpu"), exclusive=has_gpu)
 
     @property
     def on_gpu(self) -> bool:
@@ -51,13 +51,13 @@ class Machine:
 
     @functools.cached_property
     def copy_bandwidth(self) -> float:
-        """Bytes read and written per second by a large copy, the best of several."""
+        """Bytes read and written per second by a large copy, the best of eight."""
         source = torch.ones(COPY_BYTES[self.device.type], dtype=torch.uint8, device=self.device)
         target = torch.zeros_like(source)
         return 2 * source.numel() / min(seconds_of(lambda: target.copy_(source)) for _ in range(8))
 
     def matmul_flops(self, dtype: torch.dtype) -> float:
-        """Return FLOP/s of square products of `dtype`, sustained; a GPU is queried meanwhile."""
+        """Return sustained FLOP/s of square products; query the GPU meanwhile."""
         if dtype not in self._matmul:
             size = MATMUL_SIZE[self.device.type]
             with ThreadPoolExecutor(1) as pool:
@@ -101,7 +101,7 @@ class Machine:
         return measured | {"stated_flops": stated}
 
     def count_operators(self, work: Callable[[], Any]) -> int:
-        """Count kernels of `work` on a GPU; on a CPU operators but views and allocations."""
+        """Count the kernels of `work` on a GPU; on a CPU operators except views and allocations."""
         if not self.on_gpu:
             with _Operators() as operators:
                 work()
@@ -124,18 +124,17 @@ class _Operators(TorchDispatchMode):
 
 
 def block_flops_per_token(args: ModelArgs, seq_len: int) -> int:
-    """FLOPs of one token in one block, forward and backward, as `flops_per_token` counts them."""
+    """Return the training FLOPs per token of one block."""
     one, two = (flops_per_token(replace(args, num_layers=n), seq_len) for n in (1, 2))
     return two - one
 
 
-def block_traffic(args: ModelArgs, itemsize: int) -> dict[str, tuple[int, int]]:
-    """Least bytes per token and layer around the products and attention, by site of the block.
+def min_block_bytes(args: ModelArgs, itemsize: int) -> dict[str, tuple[int, int]]:
+    """Return the least bytes per token and layer outside matmuls and attention, by site.
 
-    Forward, backward. Every operand is read and every result written once, by one kernel a site;
-    each product writes a gradient of its own, and all inputs of products are kept, so that none is
-    made anew. A, C: the norm, its Canon and the residual stream. B: Canon, QK-norm and rotation of
-    q, k and v. D: Canon and the activation. residual: the addition at the block's end.
+    (forward, backward), with one kernel per site that reads and writes every operand once; matmuls
+    write separate gradients, and their inputs are saved. A, C: norm, Canon, residual stream. B:
+    Canon, QK-norm, rotation. D: Canon, activation. residual: the addition at the block's end.
     """
     dim, width = args.dim, args.ffn_dim
     gated = args.ffn == "gated"
@@ -145,7 +144,7 @@ def block_traffic(args: ModelArgs, itemsize: int) -> dict[str, tuple[int, int]]:
     if "B" in args.canon_set:
         changed, kept = sum(args.qkv_dims), True
     values = {
-        "A": (2 * dim, (3 + 3) * dim),  # backward: three products' gradients, h, stream in, out
+        "A": (2 * dim, (3 + 3) * dim),  # backward: three matmuls' gradients, h, stream in, out
         "B": (2 * changed, (2 + kept) * changed),
         "C": (4 * dim, (1 + gated + 3) * dim),
         "D": ((3 if gated else 2) * width, (5 if gated else 3) * width),
@@ -154,31 +153,31 @@ def block_traffic(args: ModelArgs, itemsize: int) -> dict[str, tuple[int, int]]:
     return {site: (a * itemsize, b * itemsize) for site, (a, b) in values.items()}
 
 
-def least_extra(args: ModelArgs, itemsize: int) -> int:
-    """Return the least bytes per token and layer that the Canon of `args` adds, both directions."""
-    pair = (block_traffic(one, itemsize) for one in (args, replace(args, canon_set="")))
+def min_canon_bytes(args: ModelArgs, itemsize: int) -> int:
+    """Return the least bytes per token and layer that Canon adds, forward and backward."""
+    pair = (min_block_bytes(one, itemsize) for one in (args, replace(args, canon_set="")))
     with_canon, without = (sum(map(sum, traffic.values())) for traffic in pair)
     return with_canon - without
 
 
-Bars = tuple[float, float, float]
+Range = tuple[float, float, float]
 """Low, middle and high."""
 
 
 class Rates(NamedTuple):
-    """What an H100 is assumed to sustain in a training step; nothing here was measured by us.
+    """Assumed (not measured) sustained rates of an H100 in a training step.
 
-    Dense bfloat16; attention of head dim 64, of the causal half's FLOPs. `launch_gap_s`: from the
-    end of a kernel to the start of the next. `network_bytes`: a GPU's over NVLink, of which
-    `exposed_network` is not hidden behind compute.
+    Dense bfloat16; attention of head dim 64, FLOPs of the causal half. `launch_gap_s`: from the end
+    of a kernel to the start of the next. `network_bytes`: per GPU over NVLink; `exposed_network`:
+    the share of that time not hidden behind compute.
     """
 
-    gemm_flops: Bars = (560e12, 630e12, 700e12)
-    attention_flops: Bars = (270e12, 340e12, 410e12)
-    memory_bytes: Bars = (2.5e12, 2.8e12, 3.05e12)  # 3.35 TB/s are stated
-    launch_gap_s: Bars = (3e-6, 2e-6, 1e-6)
-    network_bytes: Bars = (250e9, 320e9, 370e9)
-    exposed_network: Bars = (0.3, 0.15, 0.05)
+    gemm_flops: Range = (560e12, 630e12, 700e12)
+    attention_flops: Range = (270e12, 340e12, 410e12)
+    memory_bytes: Range = (2.5e12, 2.8e12, 3.05e12)  # 3.35 TB/s are stated
+    launch_gap_s: Range = (3e-6, 2e-6, 1e-6)
+    network_bytes: Range = (250e9, 320e9, 370e9)
+    exposed_network: Range = (0.3, 0.15, 0.05)
 
 
 PEAK_FLOPS = 989e12
@@ -195,10 +194,10 @@ def step_seconds(
     layer_bytes: float,
     layer_launches: int,
 ) -> float:
-    """Computed seconds of a training step of one micro-batch of `num_tokens` on each GPU.
+    """Return computed seconds of a training step with one micro-batch of `num_tokens` per GPU.
 
-    Of one layer, both directions: `layer_bytes` per token, without products and attention. With
-    FSDP2 (weights gathered once), float32 AdamW, clipping, and the loss in chunks.
+    `layer_bytes`: per token and layer, forward and backward, outside matmuls and attention. With
+    FSDP2 (one gather), float32 AdamW, clipping, and the loss in chunks.
     """
     gemm, memory = rates.gemm_flops[bar], rates.memory_bytes[bar]
     q_dim, k_dim, v_dim = args.qkv_dims

@@ -1,8 +1,8 @@
-"""Canon's price in a training step and in memory: each set and backend beside no Canon.
+"""The cost of Canon in a training step and in memory: each set and backend against no Canon.
 
-`step --unit model` is on a CPU the whole step (titan/spec.py), on a GPU the model's forward and
-backward; there FSDP2 and AdamW are measured apart, without Canon. `memory` counts what a compiled
-block keeps for backward, whole storages without parameters, by saved_tensors_hooks.
+`step --unit model` times the whole step (titan/spec.py) on a CPU, and forward and backward on a
+GPU; there FSDP2 and AdamW are measured separately, without Canon. `memory` counts what a compiled
+block saves for backward: whole storages without parameters, by saved_tensors_hooks.
 """
 
 import argparse
@@ -14,9 +14,16 @@ from typing import Any
 import torch
 
 from canon_pretrain.bench import tables, variants
-from canon_pretrain.bench.limits import Machine, block_flops_per_token, least_extra
-from canon_pretrain.bench.timing import BASE, STEP, Subject, block_of, seconds_of, steps_for
-from canon_pretrain.bench.variants import NONE, Result, Say, Variant, Workload
+from canon_pretrain.bench.limits import Machine, block_flops_per_token, min_canon_bytes
+from canon_pretrain.bench.timing import (
+    BASE,
+    STEP,
+    Candidate,
+    make_block,
+    seconds_of,
+    steps_per_block,
+)
+from canon_pretrain.bench.variants import NONE, Log, Result, Variant, Workload
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.model.args import CANON_SITES, FLOPS_FORMULA, ModelArgs, flops_per_token
 from canon_pretrain.model.attend import Attend
@@ -30,7 +37,7 @@ SET_COLUMNS: tables.Columns = {
 
 
 def build(work: Workload, variant: Variant, is_model: bool, *, plain: bool) -> Any:
-    """Return a step of `variant`, whose first call compiles it."""
+    """Return a step of `variant`; the first call compiles it."""
     if is_model:
         job = job_of(
             variants.with_canon(work.args, variant.canon_set),
@@ -64,25 +71,27 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     variants.add_options(parser, *names, shapes=shapes, pairs=15, block_seconds=0.5)
 
 
-def measure_step(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result:
+def measure_step(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
     work = variants.workload(arguments, machine)
     unit = arguments.unit or ("model" if machine.on_gpu else "block")
-    is_model, plain = unit == "model", machine.alone
-    backends, missing = variants.available(arguments.backends, work)
+    is_model, plain = unit == "model", machine.exclusive
+    backends, missing = variants.available_backends(arguments.backends, work)
     chosen = variants.variants(arguments.sets, arguments.backends, backends)
     peaks, block_s = machine.peaks(work.dtype), arguments.block_seconds
     num_tokens = work.micro_batch * work.num_tokens
 
-    def make(variant: Variant) -> Subject:
-        say(f"{variant.name} ...")
+    def make(variant: Variant) -> Candidate:
+        log(f"{variant.name} ...")
         if machine.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        with variants.failing(variant.backend):
+        with variants.failures_as_not_measured(variant.backend):
             step = build(work, variant, is_model, plain=plain)
             seconds_of(step)
         peak = torch.cuda.max_memory_allocated() - before or None
-        return Subject(block_of(step, steps_for(step, block_s)), lambda: {"peak_bytes": peak})
+        return Candidate(
+            make_block(step, steps_per_block(step, block_s)), lambda: {"peak_bytes": peak}
+        )
 
     def speed(canon_set: str, seconds: float) -> dict[str, Any]:
         args = variants.with_canon(work.args, canon_set)
@@ -97,7 +106,7 @@ def measure_step(arguments: argparse.Namespace, machine: Machine, say: Say) -> R
 
     with one_rank() if is_model else nullcontext():
         parts, facts, failed = variants.compare_variants(make, chosen, arguments.pairs, machine)
-        variants.check_any("--sets", parts, failed)
+        variants.require_any("--sets", parts, failed)
         whole = None
         if is_model and plain:
             machine.free_memory()
@@ -107,7 +116,7 @@ def measure_step(arguments: argparse.Namespace, machine: Machine, say: Say) -> R
         if variant.name in parts:
             beside = parts[variant.name][STEP]
             args = variants.with_canon(work.args, variant.canon_set)
-            least = least_extra(args, work.dtype.itemsize) * num_tokens
+            least = min_canon_bytes(args, work.dtype.itemsize) * num_tokens
             least *= args.num_layers if is_model else 1
             row = variant.row() | facts[variant.name] | beside
             row |= speed(variant.canon_set, beside["other_s"])
@@ -128,11 +137,13 @@ def measure_step(arguments: argparse.Namespace, machine: Machine, say: Say) -> R
 
 
 def measure_whole(work: Workload, pairs: int, block_s: float) -> dict[str, float]:
-    """Return seconds of the step without Canon: forward and backward under FSDP2, the update."""
+    """Return the seconds of forward and backward under FSDP2, and of the update, without Canon."""
     step = build(work, NONE, True, plain=False)
     step()
     parts = {"forward_backward_s": step.forward_backward, "update_s": step.update}
-    blocks = {name: block_of(part, steps_for(part, block_s)) for name, part in parts.items()}
+    blocks = {
+        name: make_block(part, steps_per_block(part, block_s)) for name, part in parts.items()
+    }
     return {n: statistics.median(b()[STEP] for _ in range(pairs)) for n, b in blocks.items()}
 
 
@@ -157,22 +168,21 @@ def print_step(result: dict[str, Any], console: Console) -> None:
     }
     lines = [
         f"{result['timed']} of the {unit}: {result['work']}; attention by {result['attention']}; "
-        f"medians of {rows[0]['pairs']} pairs of blocks; spread: 10th to 90th percentile",
+        f"medians of {rows[0]['pairs']} pairs; spread: 10th to 90th percentile",
         tables.peaks_line(result["peaks"]),
-        f"limits: the products alone take {tables.ms(base['mfu_of_measured'] * base['other_s'])} "
-        f"ms of none's {tables.ms(base['other_s'])} at the measured matmul peak "
-        f"({result['flops_formula']}); least: Canon's own bytes, one kernel per site, at the copy "
-        "bandwidth",
+        f"lower bounds: matmuls {tables.ms(base['mfu_of_measured'] * base['other_s'])} ms of "
+        f"none's {tables.ms(base['other_s'])} at the measured peak ({result['flops_formula']}); "
+        "least: Canon's bytes, one kernel per site, at the copy bandwidth",
     ]
     if whole := result["whole"]:
         lines.append(
-            "apart, without Canon: FSDP2 at one rank "
-            f"{1000 * (whole['forward_backward_s'] - base['other_s']):+.2f} ms on forward and "
-            f"backward; clipping and AdamW of all parameters {tables.ms(whole['update_s'])} ms"
+            "without Canon: FSDP2 on one rank adds "
+            f"{1000 * (whole['forward_backward_s'] - base['other_s']):+.2f} ms to forward and "
+            f"backward; clipping and AdamW take {tables.ms(whole['update_s'])} ms"
         )
     if base["peak_bytes"]:
         peaks = [f"{row['variant']} {row['peak_bytes'] / GIB:.1f}" for row in (base, *rows)]
-        lines.append(f"peak memory of each by itself in GiB: {', '.join(peaks)}")
+        lines.append(f"peak memory in GiB: {', '.join(peaks)}")
     tables.print_table(console, [base, *rows], columns, *lines)
 
 
@@ -185,16 +195,16 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(flavor="1b3", dtype="bfloat16", sets=[*CANON_SITES, "AC", "ABCD"])
 
 
-def measure_memory(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result:
+def measure_memory(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
     work = variants.workload(arguments, machine)
-    backends, missing = variants.available(arguments.backends, work)
+    backends, missing = variants.available_backends(arguments.backends, work)
     rows: list[dict[str, Any]] = []
     for variant in [NONE, *variants.variants(arguments.sets, arguments.backends, backends)]:
         block, compiled = variants.compiled_block(work, variant)
         h_BTD = torch.randn(1, work.num_tokens, work.args.dim, device=work.device).to(work.dtype)
         h_BTD.requires_grad_()
         saved = count_saved(partial(compiled, h_BTD), block) / work.num_tokens
-        say(f"{variant.name}: {saved:,.1f} bytes per token")
+        log(f"{variant.name}: {saved:,.1f} bytes per token")
         row = {**variant.row(), "bytes_per_token": saved}
         if rows:
             extra = saved - rows[0]["bytes_per_token"]
@@ -204,7 +214,7 @@ def measure_memory(arguments: argparse.Namespace, machine: Machine, say: Say) ->
     peaks = {}
     if machine.on_gpu:
         with one_rank():
-            for canon_set in ("", "ABCD"):  # two training steps of each
+            for canon_set in ("", "ABCD"):
                 machine.free_memory()
                 torch.cuda.reset_peak_memory_stats()
                 step = build(work, Variant(canon_set, "auto"), True, plain=False)
@@ -225,9 +235,9 @@ def print_memory(result: dict[str, Any], console: Console) -> None:
             targets, row, round(row.get("extra_per_channel", 0.0), 2)
         ),
     }
-    lines = [f"kept for backward by one compiled block: {result['work']}"]
+    lines = [f"saved for backward by one compiled block: {result['work']}"]
     for canon_set, peak in result["peaks"].items():
-        lines.append(f"measured on one rank: peak {peak / GIB:.1f} GiB with Canon {canon_set}")
+        lines.append(f"measured peak on one rank: {peak / GIB:.1f} GiB with Canon {canon_set}")
     tables.print_table(console, result["rows"], columns, *lines)
 
 

@@ -1,4 +1,4 @@
-"""How the benches print: a table whose cells stay on one line, then lines; targets and verdicts."""
+"""Tables of the benches, and their targets."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -14,14 +14,14 @@ Columns = Mapping[str, Callable[[Any], str]]
 
 
 class Target(NamedTuple):
-    """Upper bounds, the easiest first, or lower ones if more is better; a single one is a goal."""
+    """Upper (or lower) bounds, the easiest first: must, goal, stretch; a single one is a goal."""
 
     bounds: tuple[float, ...]
     more_is_better: bool = False
     unit: str = "%"
 
     def verdict(self, value: float) -> str:
-        """Return the bounds and the hardest one that `value` meets, if any."""
+        """Return the bounds and the hardest one that `value` meets."""
         scale = 100 if self.unit == "%" else 1
         names = ("must", "goal", "stretch") if len(self.bounds) == 3 else ("goal",)
         met = "MISSED"
@@ -31,7 +31,7 @@ class Target(NamedTuple):
         return f"{'/'.join(f'{scale * bound:g}' for bound in self.bounds)} {self.unit}: {met}"
 
 
-# By Canon set: over the same without Canon.
+# By Canon set: the cost over no Canon.
 STEP = {"ABCD": Target((0.08, 0.05, 0.03)), "AC": Target((0.025, 0.015, 0.01))}  # 1.3B, on a GPU
 CPU_BLOCK = {"ABCD": Target((0.15, 0.10, 0.05))}  # compiled, 8L512D, float32
 GENERATION = {"ABCD": Target((0.10, 0.05, 0.03))}  # decoding
@@ -40,7 +40,7 @@ TRAINER = Target((0.03,))  # the trainer's step beyond a bare loop's
 
 
 def verdict(targets: Mapping[str, Target], row: Row, value: float | None = None) -> str:
-    """Return the cell of a row's target for `value`, by default its extra; empty without one."""
+    """Return the target cell for `value` (default: the extra cost); empty without a target."""
     if row["canon_set"] not in targets:
         return ""
     return targets[row["canon_set"]].verdict(row["ratio"] - 1 if value is None else value)
@@ -52,7 +52,7 @@ def make_console() -> Console:
 
 
 def print_table(console: Console, rows: Iterable[Any], columns: Columns, *lines: str) -> None:
-    """Print a line per row, whose cells stay on one line, and then `lines`."""
+    """Print a table without wrapped cells, then `lines`."""
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     for title in columns:
         table.add_column(title, no_wrap=True)
@@ -63,23 +63,21 @@ def print_table(console: Console, rows: Iterable[Any], columns: Columns, *lines:
 
 
 def print_lines(console: Console, *lines: str) -> None:
-    """Print plain lines as they are."""
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def ms(seconds: float, digits: int = 2) -> str:
-    """Return a cell of milliseconds."""
     return f"{1000 * seconds:.{digits}f}"
 
 
 def extra(row: Row) -> str:
-    """Return the cell of a comparison: the extra over the base; empty for the base."""
+    """Return the extra cost over the base; empty for the base."""
     return f"{row['ratio'] - 1:+.1%}" if "ratio" in row else ""
 
 
 def spread(row: Row) -> str:
-    """Return the cell of the spread of `extra`."""
+    """Return the spread of `extra`."""
     return f"{row['ratio_low'] - 1:+.1%} to {row['ratio_high'] - 1:+.1%}" if "ratio" in row else ""
 
 
@@ -91,7 +89,6 @@ FACTOR: Columns = {
 
 
 def peaks_line(peaks: Row) -> str:
-    """Return both speeds of the machine in words."""
     copy, matmul, stated = (peaks[name] or 0.0 for name in sorted(peaks))
     line = f"measured: copy {copy / 1e9:,.1f} GB/s, matmul sustained {matmul / 1e12:,.3g} TFLOP/s"
     return line + (f" (stated: {stated / 1e12:,.0f})" if stated else "")

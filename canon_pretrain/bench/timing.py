@@ -1,8 +1,8 @@
-"""Seconds of two things that take turns: the paired blocks under every bench.
+"""Paired timing of two candidates, used by every bench.
 
-A pair is a block of steps of each of the two side by side, so that load of the machine meets both;
-the order changes from pair to pair. Reported is the median of the pairs' ratios. Time is CPU time
-of the process if one CPU thread computes, which a busy machine hardly changes, else the clock's.
+A pair is a block of steps of each candidate, one after the other, so that load of the machine
+affects both; the order alternates. The result is the median ratio of the pairs. Time is CPU time of
+the process with one CPU thread (robust on a busy machine), else wall-clock time.
 """
 
 import gc
@@ -20,7 +20,7 @@ from canon_pretrain.core.errors import UserError
 Step = Callable[[], Any]
 Seconds = Mapping[str, float]
 Block = Callable[[], Seconds]
-"""Does its work once and returns the seconds of each of its parts."""
+"""Runs once and returns the seconds of each of its parts."""
 Comparison = dict[str, float]
 """`base_s`, `other_s`, `ratio`, `ratio_low`, `ratio_high` (10th, 90th percentile), `pairs`."""
 Parts = dict[str, Comparison]
@@ -29,11 +29,11 @@ STEP, BASE = "step", ""
 
 
 class NotMeasured(UserError):
-    """The message is why something can't be measured here."""
+    """Raised if something can't be measured here; the message is the reason."""
 
 
-def summarise(base_s: Sequence[float], other_s: Sequence[float]) -> Comparison:
-    """Compare two lists of seconds whose places are pairs."""
+def summarize(base_s: Sequence[float], other_s: Sequence[float]) -> Comparison:
+    """Compare two lists of seconds, pair by pair."""
     ratios = sorted(other / base for base, other in zip(base_s, other_s, strict=True))
     outer = len(ratios) // 10
     return {
@@ -46,81 +46,84 @@ def summarise(base_s: Sequence[float], other_s: Sequence[float]) -> Comparison:
     }
 
 
-def by_part(base: Sequence[Seconds], other: Sequence[Seconds]) -> Parts:
-    """Compare blocks part by part."""
-    return {p: summarise([t[p] for t in base], [t[p] for t in other]) for p in base[0]}
+def compare_parts(base: Sequence[Seconds], other: Sequence[Seconds]) -> Parts:
+    return {p: summarize([t[p] for t in base], [t[p] for t in other]) for p in base[0]}
 
 
-def paired(base: Block, other: Block, pairs: int) -> Parts:
-    """Run blocks of the two in turn, `pairs` times; return a comparison per part."""
-    taken: tuple[list[Seconds], list[Seconds]] = ([], [])
+def time_pairs(base: Block, other: Block, pairs: int) -> Parts:
+    """Run both blocks in alternating order, `pairs` times; return a comparison per part."""
+    times: tuple[list[Seconds], list[Seconds]] = ([], [])
     for number in range(pairs):
-        # base first, other first, ...: what one leaves in caches is there for both alike
-        turn = list(zip((base, other), taken, strict=True))
-        for block, times in turn if number % 2 == 0 else reversed(turn):
-            times.append(block())
-    return by_part(*taken)
+        turn = list(zip((base, other), times, strict=True))
+        for block, own_times in turn if number % 2 == 0 else reversed(turn):
+            own_times.append(block())
+    return compare_parts(*times)
 
 
-class Subject(NamedTuple):
-    """One of the things compared, ready to be timed; `facts` are asked for after its blocks."""
+class Candidate(NamedTuple):
+    """One of the things compared, ready to be timed; `facts` is called after its blocks."""
 
     block: Block
     facts: Callable[[], dict[str, Any]] = dict
 
 
-Compared = tuple[dict[str, Parts], dict[str, dict[str, Any]], dict[str, str]]
-Make = Callable[[], Subject]
-"""Builds a subject. Raises NotMeasured."""
+CompareResult = tuple[dict[str, Parts], dict[str, dict[str, Any]], dict[str, str]]
+CandidateFactory = Callable[[], Candidate]
+"""Raises NotMeasured."""
 
 
-def compare_subjects(
-    base: Make, others: Mapping[str, Make], *, pairs: int, alone: bool, free: Callable[[], None]
-) -> Compared:
-    """Compare others with the base; return their parts and facts by name, and why others failed.
+def compare_candidates(
+    base: CandidateFactory,
+    others: Mapping[str, CandidateFactory],
+    *,
+    pairs: int,
+    exclusive: bool,
+    free_memory: Callable[[], None],
+) -> CompareResult:
+    """Compare others with the base; return parts and facts by name, and the errors of others.
 
-    Blocks take turns, with the base and one other in memory. `alone` (on a GPU): one subject in
-    memory at a time, the base first and last; a block's partner is the mean of the base's two of
-    its number, so that a drift of the clocks falls on both. `free` is called before each is built.
+    The base and one other are in memory and alternate. `exclusive` (on a GPU): one candidate in
+    memory at a time, the base first and last; block n is compared with the mean of the base's two
+    blocks n, so that a drift of the clocks affects both. `free_memory` is called before each build.
     Raises NotMeasured if the base fails.
     """
-    first: Subject | None = None
+    first: Candidate | None = None
 
-    def measure(make: Make) -> tuple[Any, dict[str, Any]]:
-        free()
-        subject = make()
+    def measure(build: CandidateFactory) -> tuple[Any, dict[str, Any]]:
+        free_memory()
+        candidate = build()
         if first is None:
-            return [subject.block() for _ in range(pairs)], subject.facts()
-        return paired(first.block, subject.block, pairs), subject.facts()
+            return [candidate.block() for _ in range(pairs)], candidate.facts()
+        return time_pairs(first.block, candidate.block, pairs), candidate.facts()
 
-    taken: dict[str, Any] = {}
+    blocks: dict[str, Any] = {}
     facts: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
-    if alone:
+    if exclusive:
         before, _ = measure(base)
     else:
-        free()
+        free_memory()
         first = base()
-    for name, make in others.items():
+    for name, build in others.items():
         try:
-            taken[name], facts[name] = measure(make)
+            blocks[name], facts[name] = measure(build)
         except NotMeasured as why:
             failed[name] = str(why)
     if first is not None:
-        return taken, facts | {BASE: first.facts()}, failed
+        return blocks, facts | {BASE: first.facts()}, failed
     after, facts[BASE] = measure(base)
     means = [{p: (a[p] + b[p]) / 2 for p in a} for a, b in zip(before, after, strict=True)]
-    return {name: by_part(means, blocks) for name, blocks in taken.items()}, facts, failed
+    return {name: compare_parts(means, one) for name, one in blocks.items()}, facts, failed
 
 
-def block_of(step: Step, count: int) -> Block:
-    """Return a block of `count` steps; its one part, STEP, is the seconds of one."""
+def make_block(step: Step, count: int) -> Block:
+    """Return a block of `count` steps; its only part, STEP, is the seconds per step."""
     return lambda: {STEP: seconds_of(step, count) / count}
 
 
 def seconds_of(step: Step, count: int = 1) -> float:
-    """Return the seconds of `count` steps, begun and ended with an idle device."""
-    with no_garbage():
+    """Return the seconds of `count` steps; the device is idle before and after."""
+    with gc_disabled():
         synchronize()
         begin = now()
         for _ in range(count):
@@ -130,8 +133,8 @@ def seconds_of(step: Step, count: int = 1) -> float:
 
 
 @contextmanager
-def no_garbage() -> Iterator[None]:
-    """Turn the collection of garbage off inside: it would fall on one of the two."""
+def gc_disabled() -> Iterator[None]:
+    """Disable garbage collection, which would slow down only one of the two."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -141,20 +144,20 @@ def no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def steps_for(step: Step, block_s: float) -> int:
-    """Return the steps of a block of about `block_s` seconds, by the fastest of four."""
+def steps_per_block(step: Step, block_s: float) -> int:
+    """Return the steps in a block of about `block_s` seconds, from the fastest of four."""
     fastest = min(seconds_of(step) for _ in range(4))
     return min(10_000, max(1, math.ceil(block_s / max(fastest, 1e-9))))
 
 
 def compare_steps(base: Step, other: Step, *, pairs: int, block_s: float) -> Comparison:
-    """Warm both up and compare them in blocks of about `block_s` seconds each."""
-    own, others = (block_of(step, steps_for(step, block_s)) for step in (base, other))
-    return paired(own, others, pairs)[STEP]
+    """Warm up and compare both, in blocks of about `block_s` seconds."""
+    own, others = (make_block(step, steps_per_block(step, block_s)) for step in (base, other))
+    return time_pairs(own, others, pairs)[STEP]
 
 
 def clock_name() -> str:
-    """ "CPU" if seconds are those that this process computed, otherwise "clock"."""
+    """Return "CPU" if `now` is CPU time of this process, "clock" if wall-clock time."""
     return "clock" if torch.cuda.is_available() or torch.get_num_threads() > 1 else "CPU"
 
 

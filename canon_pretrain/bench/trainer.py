@@ -1,8 +1,8 @@
-"""The trainer's step against a bare PyTorch loop, and what a save costs the step.
+"""The trainer's step against a bare PyTorch loop, and the cost of a checkpoint save.
 
-The bare loop (titan/spec.py) has the same model, sharded and compiled alike, the same loss,
-fused AdamW and clipping. The two take turns in blocks; on a GPU, which they would share, the loop
-is measured before the trainer and after it, each alone in memory.
+The bare loop (titan/spec.py) has the same model, sharding, compilation, loss, fused AdamW and
+clipping. Both alternate in blocks; on a GPU the loop runs before and after the trainer instead,
+each alone in memory.
 """
 
 import argparse
@@ -19,8 +19,8 @@ import numpy as np
 
 from canon_pretrain.bench import tables, timing, variants
 from canon_pretrain.bench.limits import Machine
-from canon_pretrain.bench.timing import STEP, Step, Subject
-from canon_pretrain.bench.variants import Result, Say
+from canon_pretrain.bench.timing import STEP, Candidate, Step
+from canon_pretrain.bench.variants import Log, Result
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.cli import positive
 from canon_pretrain.core.terminal import Console
@@ -34,60 +34,62 @@ from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.spec import BareStep, one_rank
 from canon_pretrain.titan.trainer import CanonTrainer
 
-WARM_UP = 3
-SAVES = 3
+WARM_UP_STEPS = 3
+NUM_SAVES = 3
 CONFIG = Path("train_configs/quickstart.toml")
 GPU_JOB = (
     *("train_configs/nope_canon.toml", "--model.num_layers", "6"),
     *("--training.global_batch_size", "6"),
 )
-"""A quarter of the 1.3B model's layers, compiled, in bfloat16; a rank's share of 8 GPUs' batch."""
+"""A quarter of the 1.3B model's layers, with the batch of one of 8 GPUs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    parser.epilog = "Any --section.key value goes on top of the config, as for training."
+    parser.epilog = "Any --section.key value overrides the config, as for training."
     add("--config", type=Path, help=f"(default: {CONFIG}; on a GPU {' '.join(GPU_JOB)})")
-    add(
-        "--repeats",
-        type=positive,
-        default=30,
-        help="blocks of each (default: %(default)s)",
-    )
+    add("--repeats", type=positive, default=30, help="blocks of each (default: %(default)s)")
     add("--steps", type=positive, default=3, help="steps in a block (default: %(default)s)")
 
 
-def measure(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result:
+def measure(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
     repeats, steps = arguments.repeats, arguments.steps
     config, overrides = arguments.config or CONFIG, arguments.overrides
     if arguments.config is None and machine.on_gpu:
         config, overrides = Path(GPU_JOB[0]), [*GPU_JOB[1:], *overrides]
     with tempfile.TemporaryDirectory(prefix="canon-bench-") as scratch, ExitStack() as held:
-        job = _job(config, overrides, Path(scratch), (repeats + 2) * steps + WARM_UP + SAVES)
-        shared = None if machine.alone else held.enter_context(_trainer(job, Path(scratch)))
+        job = _job(
+            config, overrides, Path(scratch), (repeats + 2) * steps + WARM_UP_STEPS + NUM_SAVES
+        )
+        shared = None if machine.exclusive else held.enter_context(_trainer(job, Path(scratch)))
 
-        def free() -> None:
-            if machine.alone:
+        def free_memory() -> None:
+            if machine.exclusive:
                 held.close()
             machine.free_memory()
 
-        def warm(step: Step, facts: Callable[[], dict[str, Any]] = dict) -> Subject:
-            timing.seconds_of(step, WARM_UP)
-            return Subject(timing.block_of(step, steps), facts)
+        def warmed_up(step: Step, facts: Callable[[], dict[str, Any]] = dict) -> Candidate:
+            timing.seconds_of(step, WARM_UP_STEPS)
+            return Candidate(timing.make_block(step, steps), facts)
 
-        def bare() -> Subject:
-            if machine.alone:
+        def build_bare_loop() -> Candidate:
+            if machine.exclusive:
                 held.enter_context(one_rank())
             rounds = job.training.global_batch_size // job.training.local_batch_size
-            return warm(BareStep(job, machine.device, rounds=rounds))
+            return warmed_up(BareStep(job, machine.device, rounds=rounds))
 
-        def ours() -> Subject:
+        def build_trainer() -> Candidate:
             trainer, data = shared or held.enter_context(_trainer(job, Path(scratch)))
-            saves = lambda: {"saves": [_save(trainer, data) for _ in range(SAVES)]}  # noqa: E731
-            return warm(partial(trainer.advance, data), saves)
+            saves = lambda: {"saves": [_save(trainer, data) for _ in range(NUM_SAVES)]}  # noqa: E731
+            return warmed_up(partial(trainer.advance, data), saves)
 
-        options: dict[str, Any] = {"pairs": repeats, "alone": machine.alone, "free": free}
-        parts, facts, _ = timing.compare_subjects(bare, {"ours": ours}, **options)
+        parts, facts, _ = timing.compare_candidates(
+            build_bare_loop,
+            {"ours": build_trainer},
+            pairs=repeats,
+            exclusive=machine.exclusive,
+            free_memory=free_memory,
+        )
     return {
         "config": str(config),
         "overrides": overrides,
@@ -99,7 +101,7 @@ def measure(arguments: argparse.Namespace, machine: Machine, say: Say) -> Result
 
 
 def _job(config: Path, overrides: list[str], folder: Path, total: int) -> CanonJobConfig:
-    """Return the job on random shards in `folder`; it saves only on request."""
+    """Return a job on random shards in `folder` that saves only on request."""
     job = parse_job(["--config", str(config), *overrides])
     job.training.steps, job.training.local_batch_size = total, micro_batch_size(job, 1)
     job.lr_scheduler.warmup_steps = min(job.lr_scheduler.warmup_steps, total)
@@ -117,13 +119,13 @@ def _job(config: Path, overrides: list[str], folder: Path, total: int) -> CanonJ
 @contextmanager
 def _trainer(job: CanonJobConfig, folder: Path) -> Iterator[tuple[CanonTrainer, Any]]:
     run = RunFolder(folder / "run")
-    # torchtitan's Trainer turns the collection of garbage off, and leaves it so
+    # torchtitan's Trainer disables garbage collection and leaves it disabled
     with (
-        timing.no_garbage(),
+        timing.gc_disabled(),
         one_rank(start=False),
         Session(run, rank=0, world_size=1, steps=job.training.steps) as session,
     ):
-        # a run saves and stops at these; a bench has nothing to save
+        # a run saves and stops at these signals; a bench has nothing to save
         session.stop.restore([signal.SIGINT, signal.SIGTERM])
         trainer = CanonTrainer(job, world_size=1, data=open_data(job), session=session)
         trainer.metrics_processor.begin(0)
@@ -134,7 +136,7 @@ def _trainer(job: CanonJobConfig, folder: Path) -> Iterator[tuple[CanonTrainer, 
 
 
 def _save(trainer: CanonTrainer, data: Any) -> dict[str, float]:
-    """Make a step and save its state; return how long it stalled, and until it was whole."""
+    """Run a step and save; return the seconds of the stall and until the save is complete."""
     trainer.advance(data)
     timing.synchronize()
     manager, begin = trainer.checkpointer, time.perf_counter()
@@ -155,15 +157,15 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     }
     lines = [
         f"{result['config']} {' '.join(result['overrides'])}, {tokens:,} tokens per step",
-        f"ours takes {tables.extra(result)} ({tables.spread(result)}, {result['pairs']} pairs of "
+        f"trainer: {tables.extra(result)} ({tables.spread(result)}, {result['pairs']} pairs of "
         f"blocks of {result['steps_a_block']} steps); target "
         f"{tables.TRAINER.verdict(result['ratio'] - 1)}",
     ]
     for save in result["saves"]:
         wait, whole = (tables.ms(save[name], 1) for name in ("stall_s", "whole_s"))
         size = f"{save['bytes'] / 1e6:,.1f} MB"
-        lines.append(f"a save of {size}: the step waits {wait} ms, whole on disk after {whole} ms")
-    rows = [("ours", result["other_s"]), ("bare PyTorch loop", result["base_s"])]
+        lines.append(f"save of {size}: stalls the step {wait} ms, complete after {whole} ms")
+    rows = [("trainer", result["other_s"]), ("bare PyTorch loop", result["base_s"])]
     tables.print_table(console, rows, columns, *lines)
 
 

@@ -1,4 +1,4 @@
-"""What the benches compare: Canon sets by backends, at sizes that fit the machine."""
+"""The variants that benches compare: Canon sets and backends, at sizes that fit the machine."""
 
 import argparse
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from canon_pretrain.bench.limits import Machine
-from canon_pretrain.bench.timing import Compared, NotMeasured, Subject, compare_subjects
+from canon_pretrain.bench.timing import Candidate, CompareResult, NotMeasured, compare_candidates
 from canon_pretrain.core.cli import positive
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.terminal import Console
@@ -22,24 +22,24 @@ from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.transformer import TransformerBlock
 
 MEASURED = tuple(name for name in BACKENDS if name != "auto")
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Result = dict[str, Any]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Bench(NamedTuple):
-    """A bench: adds its options, measures (`say` is called with each step), and prints.
+    """A bench: adds its options, measures, and prints.
 
-    The figures are returned as JSON can hold them: seconds, bytes, FLOPs. Raises UserError.
+    `measure` logs progress and returns JSON: seconds, bytes, FLOPs. Raises UserError.
     """
 
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    measure: Callable[[argparse.Namespace, Machine, Say], Result]
+    measure: Callable[[argparse.Namespace, Machine, Log], Result]
     print_result: Callable[[Result, Console], None]
 
 
 class Variant(NamedTuple):
-    """A Canon set and what computes it; the empty set is the model without Canon."""
+    """A Canon set and its backend; the empty set is the model without Canon."""
 
     canon_set: str
     backend: str
@@ -81,14 +81,14 @@ class Workload:
 OPTIONS: dict[str, dict[str, Any]] = {
     "flavor": {"help": "size of the model (default: 1b3 on a GPU, 8L512D on a CPU)"},
     "position": {"default": "nope", "choices": POSITIONS, "help": "(default: %(default)s)"},
-    "layers": {"type": positive, "help": "so many layers instead of the flavor's"},
+    "layers": {"type": positive, "help": "number of layers (default: the flavor's)"},
     "dtype": {"choices": tuple(DTYPES), "help": "(default: bfloat16 on a GPU, else float32)"},
-    "micro-batch": {"type": positive, "help": "rows (default: fits the device)"},
-    "tokens": {"type": positive, "help": "of a row (default: fits the device)"},
-    "sets": {"nargs": "+", "default": ["A", "AC", "ABCD"], "help": "Canon sets, as AC"},
-    "backends": {"nargs": "+", "help": f"of {', '.join(MEASURED)} (default: all here)"},
+    "micro-batch": {"type": positive, "help": "rows (default: by device)"},
+    "tokens": {"type": positive, "help": "tokens per row (default: by device)"},
+    "sets": {"nargs": "+", "default": ["A", "AC", "ABCD"], "help": "Canon sets, such as AC"},
+    "backends": {"nargs": "+", "help": f"of {', '.join(MEASURED)} (default: all available)"},
     "pairs": {"type": positive, "help": "pairs of blocks (default: %(default)s)"},
-    "block-seconds": {"type": float, "help": "in whole steps (default: %(default)s)"},
+    "block-seconds": {"type": float, "help": "seconds per block (default: %(default)s)"},
 }
 MODEL = ("flavor", "position", "layers", "dtype")
 SHAPE = ("micro-batch", "tokens")
@@ -96,14 +96,14 @@ TIMING = ("pairs", "block-seconds")
 
 
 def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
-    """Add MODEL and these of OPTIONS; `shapes`: rows and tokens of a micro-batch by device."""
+    """Add MODEL and `names` of OPTIONS; the default `shapes`: (rows, tokens) by device type."""
     for name in (*MODEL, *names):
         parser.add_argument(f"--{name}", **OPTIONS[name])
     parser.set_defaults(**defaults)
 
 
 def workload(arguments: argparse.Namespace, machine: Machine) -> Workload:
-    """Return what the options mean here. Raises UserError."""
+    """Return the workload of the options on this machine. Raises UserError."""
     rows, tokens = arguments.shapes[machine.device.type]
     rows, tokens = arguments.micro_batch or rows, arguments.tokens or tokens
     args = flavor(arguments.flavor or ("1b3" if machine.on_gpu else "8L512D"))
@@ -114,83 +114,82 @@ def workload(arguments: argparse.Namespace, machine: Machine) -> Workload:
 
 
 def with_canon(args: ModelArgs, canon_set: str) -> ModelArgs:
-    """Return `args` with these Canon sites."""
     return dataclasses.replace(args, canon_set=canon_set)
 
 
-def available(asked: Sequence[str] | None, work: Workload) -> tuple[list[str], dict[str, str]]:
-    """Return the backends of `asked` (or all) to measure, and why others can't be."""
+def available_backends(
+    asked: Sequence[str] | None, work: Workload
+) -> tuple[list[str], dict[str, str]]:
+    """Return the available backends of `asked` (None: all), and why others are not."""
     missing: dict[str, str] = {}
     for name in asked or MEASURED:
         check_choice("--backends", name, MEASURED)
         problem = backends.backend_problem(name, work.device.type, work.dtype)
         if name in OPTIONAL and work.device.type == "cpu":
-            problem = "needs a GPU"  # an interpreter says nothing about speed
+            problem = "needs a GPU"  # interpreted kernels are not worth timing
         missing |= {name: problem} if problem else {}
     found = [name for name in asked or MEASURED if name not in missing]
-    check_any("--backends", found, missing)
+    require_any("--backends", found, missing)
     return found, missing
 
 
-def check_any(option: str, usable: Collection[str], missing: Mapping[str, str]) -> None:
-    """Raise UserError, with the reasons, if nothing is usable."""
+def require_any(option: str, usable: Collection[str], missing: Mapping[str, str]) -> None:
+    """Raise NotMeasured, with the reasons, if nothing is usable."""
     if not usable:
         reasons = "; ".join(f"{name}: {why}" for name, why in missing.items())
-        raise NotMeasured(
-            "todo.variants", f"{option} {' '.join(missing)}: none can be had here. {reasons}"
-        )
+        message = f"{option} {' '.join(missing)}: none is available here. {reasons}"
+        raise NotMeasured("bench.unavailable", message, option=option)
 
 
 @contextmanager
-def failing(backend: str = "") -> Iterator[None]:
-    """Raise NotMeasured if the block needs too much memory, or fails by an optional backend."""
+def failures_as_not_measured(backend: str = "") -> Iterator[None]:
+    """Turn a lack of GPU memory, or a failure of an optional backend, into NotMeasured."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise NotMeasured(
-            "todo.variants",
-            "it does not fit in this GPU's memory; give a smaller --micro-batch, --batches or "
-            "--tokens, or fewer --layers",
+            "bench.out_of_memory",
+            "out of GPU memory; lower --micro-batch, --batches, --tokens or --layers",
         ) from None
     except Exception as why:
         if backend not in OPTIONAL:
             raise
         first = str(why).strip().partition("\n")[0]
-        raise NotMeasured("todo.variants", f"{type(why).__name__}: {first}") from None
+        raise NotMeasured("bench.failed", f"{type(why).__name__}: {first}") from None
 
 
 def variants(
     canon_sets: Sequence[str], asked: Sequence[str] | None, usable: Sequence[str]
 ) -> list[Variant]:
-    """Return every set by every backend that was `asked` for and is usable.
+    """Return every set with every usable backend.
 
-    If none was asked for: every set by what `auto` is, and the last set by the others.
+    If none was `asked` for: every set with that of `auto`, the last set with the others too.
     """
-    sets = canon_sets_of(canon_sets)
+    sets = normalize_canon_sets(canon_sets)
     usual = usable if asked else ["triton" if "triton" in usable else "compiled"]
     found = [Variant(canon_set, backend) for canon_set in sets for backend in usual]
     return list(dict.fromkeys([*found, *(Variant(sets[-1], backend) for backend in usable)]))
 
 
 def compare_variants(
-    make: Callable[[Variant], Subject], chosen: Sequence[Variant], pairs: int, machine: Machine
-) -> Compared:
-    """Compare the `chosen` with no Canon; see compare_subjects."""
+    make: Callable[[Variant], Candidate], chosen: Sequence[Variant], pairs: int, machine: Machine
+) -> CompareResult:
+    """Compare the `chosen` with no Canon; see compare_candidates."""
     others = {variant.name: partial(make, variant) for variant in chosen}
-    how: Any = {"pairs": pairs, "alone": machine.alone, "free": machine.free_memory}
-    return compare_subjects(partial(make, NONE), others, **how)
+    memory: Any = {"exclusive": machine.exclusive, "free_memory": machine.free_memory}
+    return compare_candidates(partial(make, NONE), others, pairs=pairs, **memory)
 
 
-def canon_sets_of(given: Sequence[str]) -> list[str]:
-    """Return the sets with their letters in order. Raises UserError for one that can't be."""
+def normalize_canon_sets(given: Sequence[str]) -> list[str]:
+    """Return the sets with their letters sorted. Raises UserError for an invalid one."""
     sets = [with_canon(ModelArgs(), canon_set).canon_set for canon_set in given]
     if "" in sets:
-        raise UserError("todo.variants", '--sets "": no Canon is what the others are compared with')
+        raise UserError("bench.sets", '--sets "": every set is compared with no Canon anyway')
     return sets
 
 
 def compiled_block(work: Workload, variant: Variant) -> tuple[TransformerBlock, Any]:
-    """Return a block with the variant's Canon, and the same compiled as in training."""
+    """Return a block with the variant's Canon, and the same block compiled as in training."""
     args = with_canon(work.args, variant.canon_set)
     rope = Rope(args) if args.rope_dim else None
     block = TransformerBlock(args, rope, Attend(args, "auto"), variant.backend)

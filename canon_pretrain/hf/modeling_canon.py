@@ -77,7 +77,7 @@ class DecodingCache(HFCache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Replace row i by row indices[i]."""
-        self.memory.take(indices)
+        self.memory.select_rows(indices)
         self.rows = len(indices)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

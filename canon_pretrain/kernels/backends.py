@@ -14,12 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from canon_pretrain.core.errors import UserError, check_choice
-from canon_pretrain.kernels.compiled import (
-    Segments,
-    canon_compiled,
-    canon_gate_compiled,
-    sum_dtype,
-)
+from canon_pretrain.kernels.compiled import Segments, canon_compiled, canon_gate_compiled, sum_dtype
 
 BACKENDS = ("auto", "reference", "compiled", "causal_conv1d", "fla", "triton")
 OPTIONAL = {
@@ -71,7 +66,7 @@ def canon_reference(
     return y.to(dtype)
 
 
-def choose(backend: str, num_taps: int = 0) -> str:
+def resolve_backend(backend: str, num_taps: int = 0) -> str:
     """Return the backend for a kernel of `num_taps`: `compiled` for `auto` and for too many."""
     too_wide = backend == "triton" and num_taps > TRITON_TAPS
     return "compiled" if backend == "auto" or too_wide else backend
@@ -82,7 +77,7 @@ def compile_options(device_type: str, backend: str) -> dict[str, Any]:
 
     On a GPU it would else store in float32 what has more than 8 reads or 30 operations (NOTES.md).
     """
-    if device_type != "cuda" or choose(backend) != "compiled":
+    if device_type != "cuda" or resolve_backend(backend) != "compiled":
         return {}
     reads = dict.fromkeys(("realize_acc_reads_threshold", "realize_reads_threshold"), 128)
     return {**reads, "realize_opcount_threshold": 1000}
@@ -95,7 +90,9 @@ def check_canon_backend(backend: str, device_type: str | None = None) -> None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if problem := backend_problem(backend, device_type):
         raise UserError(
-            "todo.backends", f'canon_backend = "{backend}", but {problem}; or choose "auto"'
+            "canon.unavailable",
+            f'canon_backend = "{backend}", but {problem}; or choose "auto"',
+            backend=backend,
         )
     if backend in OPTIONAL:
         _module(backend)
@@ -165,7 +162,7 @@ def canon_gate(
         options |= {"activation": activation, "relu2": relu2}
         y_BTF: Tensor = fused.canon_gate_triton(gate_BTF, up_BTF, weight_C1K, **options)
         return y_BTF
-    if choose(backend) == "compiled" and not activation:
+    if resolve_backend(backend) == "compiled" and not activation:
         return canon_gate_compiled(gate_BTF, up_BTF, weight_C1K, relu2=relu2, **options)
     gate_weight, up_weight = weight_C1K.split((gate_BTF.shape[-1], up_BTF.shape[-1]))
     options |= {"activation": activation, "backend": backend}

@@ -34,7 +34,7 @@ class CanonMemory:
         shape = (self._reach, x_BTC.shape[0], 1, num_channels)
         self._sums_PB1C = self._taps_K11C.new_zeros(shape)  # [i]: for the i-th next output
         self._widths: list[int] = []  # of the parts
-        self._holds = False  # a token
+        self._has_tokens = False  # a token
         self._step: CanonStep | None = None
         self._slot = 0
         # in `_step`, for each part: what earlier tokens add to its output, and its own tap
@@ -65,19 +65,19 @@ class CanonMemory:
         if not num_tokens:
             return parts
         if num_tokens <= reach:
-            return _split(self._read_few(_joined(parts), segments_BN), parts)
+            return _split(self._read_one_by_one(_concat(parts), segments_BN), parts)
         weights = weight_C1K.split(self._widths)
         options: dict[str, Any] = {"residual": self._residual, "activation": self._activation}
         options |= {"segments_BN": segments_BN, "backend": backend}
         pairs = zip(parts, weights, strict=True)
         outputs = tuple(canon(part, weight, **options) for part, weight in pairs)
-        if self._holds:
+        if self._has_tokens:
             outputs = self._after_past(parts, outputs, segments_BN)
         last = num_tokens - reach
         tail_BN = None if segments_BN is None else segments_BN[:, last:]
         self._sums_PB1C = torch.zeros_like(self._sums_PB1C)
-        for i, x_B1C in enumerate(_joined([part[:, last:] for part in parts]).split(1, dim=1)):
-            self._add(x_B1C, _same_as_before(tail_BN, i, reach))
+        for i, x_B1C in enumerate(_concat([part[:, last:] for part in parts]).split(1, dim=1)):
+            self._add(x_B1C, _continues_segment(tail_BN, i, reach))
         return outputs
 
     def _after_past(self, parts: Parts, outputs: Parts, segments_BN: Segments) -> Parts:
@@ -90,7 +90,7 @@ class CanonMemory:
             for y_BTC, past in zip(outputs, _split(past_BPC, parts), strict=True):
                 y_BTC[:, :reach].add_(past)
             return outputs
-        first_BPC = self._read_few(_joined([part[:, :reach] for part in parts]), segments_BN)
+        first_BPC = self._read_one_by_one(_concat([part[:, :reach] for part in parts]), segments_BN)
         pairs = list(zip(_split(first_BPC, parts), outputs, strict=True))
         if differentiable:
             return tuple(torch.cat((first, y[:, reach:]), dim=1) for first, y in pairs)
@@ -98,22 +98,22 @@ class CanonMemory:
             y_BTC[:, :reach] = first
         return outputs
 
-    def take(self, rows_N: Tensor) -> "CanonMemory":
+    def select_rows(self, rows_N: Tensor) -> "CanonMemory":
         """Return a memory of the rows of these indices, in this order; self is not changed."""
         taken = copy.copy(self)
         taken._sums_PB1C, taken._step = self._sums_PB1C[:, rows_N], None
         return taken
 
-    def _read_few(self, x_BTC: Tensor, segments_BN: Tensor | None) -> Tensor:
+    def _read_one_by_one(self, x_BTC: Tensor, segments_BN: Tensor | None) -> Tensor:
         steps = []
         for i, x_B1C in enumerate(x_BTC.split(1, dim=1)):
-            y_B1C = self._add(x_B1C, _same_as_before(segments_BN, i, self._reach))
+            y_B1C = self._add(x_B1C, _continues_segment(segments_BN, i, self._reach))
             steps.append(self._activated(y_B1C, x_B1C))
         return steps[0] if len(steps) == 1 else torch.cat(steps, dim=1)
 
     def _add(self, x_B1C: Tensor, same_B11: Tensor | None) -> Tensor:
         """Add one token; return its sum. `same_B11`: false where a row begins another segment."""
-        self._holds = True
+        self._has_tokens = True
         window_KB1C = F.pad(self._sums_PB1C, (0, 0, 0, 0, 0, 0, 0, 1))
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             if same_B11 is not None:
@@ -171,7 +171,7 @@ class CanonStep:
 
     def begin(self, segments_BN: Tensor | None) -> None:
         """Start a token; `segments_BN` as for `CanonMemory.read`."""
-        same_B11 = _same_as_before(segments_BN, 0, len(self._sums))
+        same_B11 = _continues_segment(segments_BN, 0, len(self._sums))
         if same_B11 is not None:
             for sum_B1C in self._sums:
                 sum_B1C.mul_(same_B11)
@@ -186,7 +186,7 @@ class CanonStep:
             self.is_stale = True
             for memory, given in zip(self.memories, self.inputs, strict=True):
                 if given is not None:
-                    memory._add(_joined(given), None)
+                    memory._add(_concat(given), None)
             return
         sums, taps, x_B1C = self._sums, self._taps, self._x_B1C
         torch.cat([part for parts in self.inputs for part in parts or ()], dim=-1, out=x_B1C)
@@ -196,7 +196,7 @@ class CanonStep:
         torch.mul(x_B1C, taps[-1], out=sums[-1])
 
 
-def steps_of(memories: Sequence[CanonMemory], earlier: list[CanonStep]) -> list[CanonStep]:
+def group_steps(memories: Sequence[CanonMemory], earlier: list[CanonStep]) -> list[CanonStep]:
     """Return steps that read the next token of all `memories`: the `earlier` ones if they do."""
     held = [memory for step in earlier for memory in step.memories if not step.is_stale]
     if len(held) == len(memories) and all(a is b for a, b in zip(held, memories, strict=True)):
@@ -208,7 +208,7 @@ def steps_of(memories: Sequence[CanonMemory], earlier: list[CanonStep]) -> list[
     return [CanonStep(group) for group in kinds.values()]
 
 
-def _same_as_before(segments_BN: Tensor | None, token: int, reach: int) -> Tensor | None:
+def _continues_segment(segments_BN: Tensor | None, token: int, reach: int) -> Tensor | None:
     """Return whether `token` is in its predecessor's segment, bool [B, 1, 1]; None if all are."""
     if segments_BN is None:
         return None
@@ -216,7 +216,7 @@ def _same_as_before(segments_BN: Tensor | None, token: int, reach: int) -> Tenso
     return (segments_BN[:, place] == segments_BN[:, place - 1])[:, None, None]
 
 
-def _joined(parts: Parts | list[Tensor]) -> Tensor:
+def _concat(parts: Parts | list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 

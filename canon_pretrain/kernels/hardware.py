@@ -57,10 +57,12 @@ def check_cuda() -> None:
     except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
         reason = " ".join(str(error).split())
     raise UserError(
-        "todo.hardware",
+        "gpu.unusable",
         f"this node has a GPU ({evidence}; CUDA_VISIBLE_DEVICES={visible}), but torch "
         f"{torch.__version__} can't use it: {reason}. Repair the driver or install a build of "
         "torch for it; to use the CPU, set CUDA_VISIBLE_DEVICES= (empty)",
+        evidence=evidence,
+        reason=reason,
     )
 
 
@@ -77,15 +79,19 @@ def matmul_flops(
 
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * size**3 * _sustained(lambda: torch.mm(a, b, out=out), seconds, clock)
+    return 2 * size**3 * _steps_per_second(lambda: torch.mm(a, b, out=out), seconds, clock)
 
 
 def copy_bandwidth(source: "torch.Tensor", target: "torch.Tensor", *, seconds: float) -> float:
     """Return the bytes read and written per second by copies, repeated for about `seconds`."""
-    return 2 * source.nbytes * _sustained(lambda: target.copy_(source), seconds, time.perf_counter)
+    return (
+        2
+        * source.nbytes
+        * _steps_per_second(lambda: target.copy_(source), seconds, time.perf_counter)
+    )
 
 
-def _sustained(step: Callable[[], Any], seconds: float, clock: Callable[[], float]) -> float:
+def _steps_per_second(step: Callable[[], Any], seconds: float, clock: Callable[[], float]) -> float:
     import torch
 
     def run(count: int) -> float:
@@ -125,7 +131,7 @@ def _nvidia_smi(*arguments: str) -> str:
         return ""
 
 
-def near_cores(gpu: int, root: Path = Path("/")) -> set[int]:
+def numa_cores(gpu: int, root: Path = Path("/")) -> set[int]:
     """Return the cores of the NUMA node that has `gpu`; none if the system names none."""
     import torch
 

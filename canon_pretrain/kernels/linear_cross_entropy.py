@@ -47,7 +47,7 @@ def linear_cross_entropy(
         return found
     chunks = _chunks(h_ND, labels_N, chunk_tokens)
     parts = [_score(h_CD @ weight_VD.T, labels_C, terms)[1:3] for h_CD, labels_C in chunks]
-    nats_N, added_N = (_joined(list(column)) for column in zip(*parts, strict=True))
+    nats_N, added_N = (_concat(list(column)) for column in zip(*parts, strict=True))
     return nats_N, (nats_N + added_N).sum()
 
 
@@ -59,24 +59,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         terms, chunk_tokens, compile_backend = options
         needs_h, needs_weight, *_ = ctx.needs_input_grad
         differentiate = _compiled(compile_backend) if compile_backend else _differentiate
-        wide_weight_VD = _wide(weight_VD) if needs_h else None
+        wide_weight_VD = _widen(weight_VD) if needs_h else None
         nats, added, h_grads = [], [], []
         weight_grad_VD: Tensor | None = None
         for h_CD, labels_C in _chunks(h_ND, labels_N, chunk_tokens):
             nats_C, added_C, grad_CV = differentiate(h_CD @ weight_VD.T, labels_C, terms)
             nats.append(nats_C)
             added.append(added_C)
-            grad_CV = _wide(grad_CV)
+            grad_CV = _widen(grad_CV)
             if wide_weight_VD is not None:
                 h_grads.append(_matmul(grad_CV, wide_weight_VD))
             if needs_weight:
-                weight_grad_VD = _matmul(grad_CV.T, _wide(h_CD), onto=weight_grad_VD)
+                weight_grad_VD = _matmul(grad_CV.T, _widen(h_CD), onto=weight_grad_VD)
             del grad_CV  # before the next chunk's logits
-        nats_N = _joined(nats)
-        ctx.save_for_backward(_joined(h_grads) if needs_h else None, weight_grad_VD)
+        nats_N = _concat(nats)
+        ctx.save_for_backward(_concat(h_grads) if needs_h else None, weight_grad_VD)
         ctx.dtypes = h_ND.dtype, weight_VD.dtype
         ctx.mark_non_differentiable(nats_N)
-        return nats_N, (nats_N + _joined(added)).sum()
+        return nats_N, (nats_N + _concat(added)).sum()
 
     @staticmethod
     @once_differentiable
@@ -96,7 +96,7 @@ def _chunks(h_ND: Tensor, labels_N: Tensor, chunk_tokens: int) -> list[tuple[Ten
     return list(zip(h_ND.split(size), labels_N.split(size), strict=True))
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concat(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -135,7 +135,7 @@ def _differentiate(
 
 
 def _matmul(a: Tensor, b: Tensor, onto: Tensor | None = None) -> Tensor:
-    """Return a @ b of `_wide` factors in `sum_dtype`, added to `onto` in place if given."""
+    """Return a @ b of `_widen` factors in `sum_dtype`, added to `onto` in place if given."""
     dtype = sum_dtype(a)
     if a.dtype == dtype:
         return a @ b if onto is None else onto.addmm_(a, b)
@@ -143,7 +143,7 @@ def _matmul(a: Tensor, b: Tensor, onto: Tensor | None = None) -> Tensor:
     return product if onto is None else onto.add_(product)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _widen(x: Tensor) -> Tensor:
     """Return a factor of `_matmul`: in `sum_dtype`, unless the product can sum halves in it."""
     return x if x.device.type == "cuda" else x.to(sum_dtype(x))
 

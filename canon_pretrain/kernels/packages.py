@@ -108,7 +108,7 @@ def package_forward(
         y_BTC: Tensor = run(x=x_BTC, weight=taps_CK, bias=None, **options)[0]
         return y_BTC
     segments = None if segments_BT is None else segments_BT.contiguous()
-    y_BCT = run(_channel_last(x_BTC), taps_CK, None, segments, None, None, silu)
+    y_BCT = run(_channels_last(x_BTC), taps_CK, None, segments, None, None, silu)
     y_BTC = y_BCT.transpose(1, 2).contiguous()
     return x_BTC + y_BTC if adds else y_BTC
 
@@ -127,14 +127,14 @@ def package_backward(
         return dx_BTC + dy if adds else dx_BTC, dtaps_CK
     dx_BTC = x.new_empty(x.shape)
     segments = None if segments is None else segments.contiguous()
-    both = _channel_last(x), taps, None, _channel_last(dy), segments
+    both = _channels_last(x), taps, None, _channels_last(dy), segments
     # It adds up in a fixed order only under torch's flag. Set directly:
     # torch.use_deterministic_algorithms sets inductor's options too
     wanted = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     try:
-        dtaps_CK = run(*both, None, None, _channel_last(dx_BTC), False, silu)[1]
+        dtaps_CK = run(*both, None, None, _channels_last(dx_BTC), False, silu)[1]
     finally:
         torch._C._set_deterministic_algorithms(wanted, warn_only=warn_only)
     return dx_BTC + dy if adds else dx_BTC, dtaps_CK
@@ -169,7 +169,7 @@ def _function(backend: str, index: int) -> Any:
     return getattr(importlib.import_module(package.functions), package.needed[index])
 
 
-def _channel_last(x_BTC: Tensor) -> Tensor:
+def _channels_last(x_BTC: Tensor) -> Tensor:
     """Return [B, C, T], in memory as [B, T, C] from a multiple of 16 bytes, as the kernels read."""
     x_BTC = x_BTC.contiguous()
     if x_BTC.data_ptr() % 16:

@@ -1,4 +1,4 @@
-"""What a model is: its sizes, its variant, and the numbers that follow without building it.
+"""The description of a model: its sizes, its variant, and its parameter and FLOP counts.
 
 Letters: L layers, D hidden, H heads, G key-value heads, K head dim, F ffn dim, V vocabulary, T
 tokens.
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from canon_pretrain.core.errors import UserError, check_choice, suggestion
+from canon_pretrain.core.errors import UserError, check_choice, nearest, suggestion
 
 ROTARY = ("rope", "partial_rope_a", "partial_rope_b", "partial_rope_c")
 POSITIONS = ("rope", "nope", "alibi", "h_alibi", *ROTARY[1:])
@@ -28,14 +28,14 @@ CANON_KERNELS = range(2, 17)
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """The whole description of one model; equal args give equal initial weights.
+    """All options of one model; equal args mean equal initial weights.
 
-    `num_kv_heads`: G, the heads of k and v (grouped-query attention); 0 for as many as H.
+    `num_kv_heads`: G, the heads of k and v (grouped-query attention); 0 means H.
     `position`: the partial layouts rotate one quarter of the dimensions (Figure 22): `a` half of
     the heads, half of each one's dims; `b` a quarter of the heads, all dims; `c` all heads, a
     quarter of each one's dims, or `partial_rope_dim` of them (stored as 0 for a quarter). `alibi`
-    adds -2^(-8h/H) a token of distance to the scores of head h (1 .. H); in `h_alibi` head h of the
-    first half sees itself and the h-1 tokens before it.
+    adds -2^(-8h/H) per token of distance to the scores of head h (1 .. H); in `h_alibi` head h of
+    the first half attends to the last h tokens only.
     `canon_set`: any subset of the sites A, B, C, D of section 4; stored sorted and upper-case.
     `canon_trainable=False`: cst-Canon, fixed at its initial values (Figure 20).
     `ffn`: `gated` w2(act(w1 x) * w3 x), `standard` w2(act(w1 x)); `ffn_activation`: `silu`, or
@@ -47,8 +47,8 @@ class ModelArgs:
     `document_mask`: attention and Canon stop at the start of a document; `eos_id` ends one.
     `init`: `paper` N(0, 0.02); `lingua` a normal of std fan_in^-1/2 cut at 3 sigma.
 
-    A field that is added later has the default that means what earlier versions did. Raises
-    UserError for a value outside its range or that does not fit the others.
+    The default of a field added later means what earlier versions did. Raises UserError for a
+    value that is out of range or conflicts with the others.
     """
 
     vocab_size: int = 32000
@@ -82,11 +82,12 @@ class ModelArgs:
         letters = "".join(sorted(self.canon_set.upper()))
         if not set(letters) <= set(CANON_SITES) or len(set(letters)) < len(letters):
             raise UserError(
-                "todo.args",
+                "model.canon_set",
                 f'canon_set = "{self.canon_set}": expected each of the sites A, B, C and D at most '
-                'once, such as "AC" or "ABCD", or "" for no Canon',
+                'once, such as "AC", or "" for no Canon',
+                given=self.canon_set,
             )
-        # frozen: the one place where fields are rewritten, so that "ca" and "AC" are equal args
+        # normalize, so that "ca" and "AC" are equal args
         object.__setattr__(self, "canon_set", letters)
         if self.num_kv_heads == self.num_heads:
             object.__setattr__(self, "num_kv_heads", 0)
@@ -126,17 +127,17 @@ class ModelArgs:
 
     @property
     def rope_share(self) -> int:
-        """One in how many heads rotates: always the first ones, of q as of k."""
+        """One in this many heads rotates, of q and of k: the first ones."""
         return {"partial_rope_a": 2, "partial_rope_b": 4}.get(self.position, 1)
 
     @property
     def rope_heads(self) -> int:
-        """How many heads of q rotate: always the first ones; 0 where positions are not rotary."""
+        """How many heads of q rotate: the first ones; 0 if positions are not rotary."""
         return self.num_heads // self.rope_share if self.position in ROTARY else 0
 
     @property
     def rope_dim(self) -> int:
-        """How many dims of a rotating head rotate: always the first ones; 0 where none does."""
+        """How many dims of a rotating head rotate: the first ones; 0 if none does."""
         if self.partial_rope_dim:
             return self.partial_rope_dim
         divisor = {"partial_rope_a": 2, "partial_rope_c": 4}.get(self.position, 1)
@@ -148,72 +149,70 @@ def _check(args: ModelArgs) -> None:
     least |= {"max_seq_len": 1, "init_seed": 0, "num_kv_heads": 0, "partial_rope_dim": 0}
     for name, smallest in least.items():
         if (value := getattr(args, name)) < smallest:
-            raise UserError(
-                "todo.args", f"{name} = {value} is too small; expected an integer from {smallest}."
-            )
+            raise _out_of_range(name, value, f"an integer of at least {smallest}")
     for name in ("norm_eps", "rope_theta"):
         value = getattr(args, name)
         if not (math.isfinite(value) and value > 0):
-            raise UserError(
-                "todo.args", f"{name} = {value} is not usable; expected a finite number above 0."
-            )
+            raise _out_of_range(name, value, "a finite number above 0")
     for name, choices in CHOICES.items():
         check_choice(name, getattr(args, name), choices)
     if args.canon_kernel not in CANON_KERNELS:
-        raise UserError(
-            "todo.args", f"canon_kernel = {args.canon_kernel}: expected 2 to 16 (the paper's is 4)."
-        )
+        raise _out_of_range("canon_kernel", args.canon_kernel, "2 to 16 (the paper's is 4)")
     if args.document_mask and not 0 <= args.eos_id < args.vocab_size:
-        raise UserError(
-            "todo.args",
-            f"eos_id = {args.eos_id} is no token of a vocabulary of {args.vocab_size}; "
-            "document_mask needs the id of the token that ends a document.",
-        )
+        expected = f"a token id below vocab_size = {args.vocab_size}, for document_mask"
+        raise _out_of_range("eos_id", args.eos_id, expected)
     if args.ffn_activation == "gelu" and args.ffn != "standard":
         raise UserError(
-            "todo.args", 'ffn_activation = "gelu" is GPT2\'s: set ffn = "standard" with it'
+            "model.conflict",
+            'ffn_activation = "gelu" needs ffn = "standard"',
+            name="ffn_activation",
         )
     for whole, part in (("dim", "num_heads"), ("num_heads", "kv_heads")):
         if getattr(args, whole) % getattr(args, part):
             raise UserError(
-                "todo.args",
+                "model.not_divisible",
                 f"{whole} = {getattr(args, whole)} is not a multiple of "
-                f"{part.replace('kv_', 'num_kv_')} = {getattr(args, part)}. Change one of the two.",
+                f"{part.replace('kv_', 'num_kv_')} = {getattr(args, part)}; change one of the two",
+                name=whole,
+                divisor=getattr(args, part),
             )
     _check_position(args)
     for name in ("canon_kernel", "canon_residual", "canon_activation", "canon_trainable"):
         if not args.canon_set and (given := getattr(args, name)) != getattr(ModelArgs, name):
-            raise UserError(
-                "todo.args",
+            message = (
                 f"{name} = {str(given).lower()} changes nothing in a model without Canon layers "
-                f'(canon_set = ""). Name the sites in canon_set, or leave {name} out.',
+                f'(canon_set = ""); name the sites in canon_set, or omit {name}'
             )
+            raise UserError("model.conflict", message, name=name)
+
+
+def _out_of_range(name: str, given: float, expected: str) -> UserError:
+    message = f"{name} = {given}: expected {expected}"
+    return UserError("model.out_of_range", message, name=name, given=given)
 
 
 def _check_position(args: ModelArgs) -> None:
     if args.partial_rope_dim:
         given = f"partial_rope_dim = {args.partial_rope_dim}"
         if args.position != "partial_rope_c":
-            raise UserError(
-                "todo.args", f'{given} is for partial_rope_c, not "{args.position}"; leave it out'
-            )
+            message = f'{given} is for partial_rope_c, not "{args.position}"; omit it'
+            raise UserError("model.conflict", message, name="partial_rope_dim")
         if args.partial_rope_dim % 2 or args.partial_rope_dim >= args.head_dim:
-            raise UserError(
-                "todo.args",
-                f"{given} of a head dim of {args.head_dim} (dim / num_heads): expected an even "
-                'number below it, or 0 for a quarter; position = "rope" rotates all',
-            )
-    # position -> what the numbers of heads, and the dims of a head, must be a multiple of
+            expected = f"an even number below the head dim, {args.head_dim}, or 0 for a quarter"
+            raise _out_of_range("partial_rope_dim", args.partial_rope_dim, expected)
+    # position -> divisors of the number of heads and of the head dim
     divisors = {"rope": (1, 2), "h_alibi": (2, 1), "partial_rope_a": (2, 4)}
     divisors |= {"partial_rope_b": (4, 2), "partial_rope_c": (1, 2 if args.partial_rope_dim else 8)}
     heads_divisor, dims_divisor = divisors.get(args.position, (1, 1))
     name = "num_heads" if args.position == "h_alibi" or not args.num_kv_heads else "num_kv_heads"
     if getattr(args, name) % heads_divisor or args.head_dim % dims_divisor:
         raise UserError(
-            "todo.args",
+            "model.not_divisible",
             f'position = "{args.position}" got {name} = {getattr(args, name)} and a head dim of '
-            f"{args.head_dim} (dim / num_heads): expected a multiple of {heads_divisor} and a "
-            f"multiple of {dims_divisor}. Change dim or the heads, or choose another position.",
+            f"{args.head_dim} (dim / num_heads): expected multiples of {heads_divisor} and "
+            f"{dims_divisor}; change dim or the heads, or choose another position",
+            name=name if getattr(args, name) % heads_divisor else "head_dim",
+            divisor=heads_divisor if getattr(args, name) % heads_divisor else dims_divisor,
         )
 
 
@@ -238,20 +237,20 @@ FLOPS_FORMULA = "PaLM's formula, 6(N - embeddings) + 12LHKT, causality not halve
 def flops_per_token(args: ModelArgs, seq_len: int) -> int:
     """Return the training FLOPs of one token, 6 (N - V D) + 12 L H K T, as torchtitan counts them.
 
-    PaLM's (Chowdhery et al. 2022, appendix B); the embedding counts only as the output matrix.
+    PaLM's formula (Chowdhery et al. 2022, appendix B); the token embedding is not counted.
     """
     embedding = 0 if args.tie_embeddings else args.vocab_size * args.dim
     attention = 12 * args.num_layers * args.num_heads * args.head_dim * seq_len
     return 6 * (num_parameters(args) - embedding) + attention
 
 
-# F of the paper's 8D/3 widths is rounded up to a multiple of 8: Canon-D's fast kernels need that.
+# The paper's F = 8D/3 is rounded up to a multiple of 8: Canon-D's fast kernels need that.
 FLAVORS: Mapping[str, ModelArgs] = MappingProxyType(
     {
         name: ModelArgs(v, n, d, h, ffn_dim=f, max_seq_len=t)
         for name, (v, n, d, h, f, t) in {
-            "debug": (512, 2, 64, 4, 176, 128),  # CPU tests
-            "quickstart": (2048, 3, 128, 4, 344, 256),  # the README's first run
+            "debug": (512, 2, 64, 4, 176, 128),
+            "quickstart": (2048, 3, 128, 4, 344, 256),
             "4M": (2000, 4, 256, 4, 768, 512),  # seed 000: TinyStories
             "162M": (32000, 16, 768, 8, 2048, 4096),  # seed 001: Llama medium
             # the synthetic tasks' sizes, section 3
@@ -262,15 +261,19 @@ FLAVORS: Mapping[str, ModelArgs] = MappingProxyType(
             "1b3": (32000, 24, 2048, 32, 5504, 4096),  # section 9 and appendix B
             # the released LlamaCanon checkpoints are wider
             "1b3_released": (32000, 24, 2048, 32, 5632, 4096),
-            "1b7": (32000, 24, 2304, 24, 6144, 4096),  # the SlimPajama run of 300B tokens
+            "1b7": (32000, 24, 2304, 24, 6144, 4096),  # SlimPajama, 300B tokens
         }.items()
     }
 )
 
 
 def flavor(name: str) -> ModelArgs:
-    """Return the flavor called `name`, or raise UserError with the nearest one."""
+    """Return the flavor `name`. Raises UserError for an unknown name."""
     if name not in FLAVORS:
         known = f"expected one of {', '.join(FLAVORS)}.{suggestion(name, FLAVORS)}"
-        raise UserError("todo.args", f'model flavor "{name}" is not known; {known}')
+        raise UserError(
+            "model.unknown_flavor",
+            f'model flavor "{name}" is not known; {known}',
+            nearest=nearest(name, FLAVORS),
+        )
     return FLAVORS[name]

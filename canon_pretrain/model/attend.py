@@ -1,7 +1,7 @@
-"""softmax(q k^T / sqrt(K) + bias) v over the tokens that each token may see, by the fastest way.
+"""softmax(q k^T / sqrt(K) + bias) v over the tokens that each token may attend to.
 
-Three ways to the same numbers: PyTorch's scaled_dot_product_attention (SDPA), its flex attention,
-the package flash_attn. The packages of FlashAttention 3 and 4 replace SDPA's flash kernel.
+Three implementations: PyTorch's scaled_dot_product_attention (SDPA), flex attention, the package
+flash_attn. The packages of FlashAttention 3 and 4 replace SDPA's flash kernel.
 
 Shapes: B batch, T queries, S keys, H heads, G key-value heads, K head dim.
 """
@@ -29,7 +29,7 @@ MAX_FLASH_HEAD_DIM = 256
 
 
 class FlashImpl(NamedTuple):
-    """A package in the place of SDPA's flash kernel; `majors` of the GPUs that it can train on."""
+    """A package that replaces SDPA's flash kernel; `majors` of the GPUs that it can train on."""
 
     name: str
     package: str
@@ -46,10 +46,10 @@ FLASH_IMPLS = {
 }
 _PACKAGES = ("flash_attn", *FLASH_IMPLS)
 
-# cuDNN's kernel is the fastest on Hopper; each takes the shapes and dtypes that those before refuse
+# cuDNN's kernel is the fastest on Hopper; the others take the shapes and dtypes that it refuses
 _CUDNN, _FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
 _SDPA_KERNELS = [_CUDNN, _FLASH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# by backend, in the order in which they are tried; not in `Attend`: these can't be pickled
+# by backend, in the order in which SDPA tries them; not in `Attend`: these can't be pickled
 _SDPA_ORDERS = dict.fromkeys(BACKENDS, _SDPA_KERNELS)
 _SDPA_ORDERS |= dict.fromkeys(("flash", *FLASH_IMPLS), [_FLASH, _CUDNN, *_SDPA_KERNELS[2:]])
 
@@ -57,10 +57,10 @@ _SDPA_ORDERS |= dict.fromkeys(("flash", *FLASH_IMPLS), [_FLASH, _CUDNN, *_SDPA_K
 class Attend(nn.Module):
     """The attention of one model, without parameters; `backend` is one of BACKENDS.
 
-    `auto`: SDPA, but flex on a GPU for ALiBi, H-ALiBi and segments; `flex` takes it on a CPU too,
-    forward only. `cudnn` and `flash` are SDPA with that kernel first (`auto`: cuDNN's), `fa3` and
-    `fa4` `flash` with that package behind it, in the whole process. What is read in parts takes
-    SDPA instead of flex. Raises UserError for a backend that can't compute this model.
+    `auto`: SDPA, but flex on a GPU for ALiBi, H-ALiBi and segments; `flex`: also on a CPU, forward
+    only. `cudnn` and `flash`: SDPA with that kernel first (`auto`: cuDNN's); `fa3` and `fa4`:
+    `flash` by that package, process-wide. With a cache SDPA replaces flex. Raises UserError for a
+    backend that can't compute this model.
     """
 
     def __init__(self, args: ModelArgs, backend: str = "auto") -> None:
@@ -68,8 +68,8 @@ class Attend(nn.Module):
         check_backend(args, backend)
         self.args, self.backend = args, backend
 
-    def way(self, device_type: str, *, masked: bool) -> str:
-        """Return what takes a batch, `masked` if it has segments: "sdpa", "flex" or a package."""
+    def implementation(self, device_type: str, *, masked: bool) -> str:
+        """Return "sdpa", "flex" or a package; `masked`: the batch has segments."""
         if self.backend in _PACKAGES:
             return self.backend
         special = masked or self.args.position in ("alibi", "h_alibi")
@@ -77,71 +77,69 @@ class Attend(nn.Module):
         return "flex" if special and wants_flex else "sdpa"
 
     def describe(self, device_type: str) -> str:
-        """Return the way of a training step, in a few words for a log."""
-        way = self.way(device_type, masked=self.args.document_mask)
-        if way != "sdpa" or device_type != "cuda":
-            return way
+        """Return the implementation of a training step, for a log."""
+        name = self.implementation(device_type, masked=self.args.document_mask)
+        if name != "sdpa" or device_type != "cuda":
+            return name
         kernels = ", ".join(kernel.name.lower() for kernel in _SDPA_ORDERS[self.backend])
         return f"sdpa (the first that fits of {kernels})"
 
     def mask(
         self, num_queries: int, segments_BS: Tensor | None, num_keys: int, device: torch.device
     ) -> Mask:
-        """Return what the last `num_queries` of `num_keys` tokens may see; None: all before them.
+        """Return the mask of the last `num_queries` of `num_keys` tokens; None: plain causal.
 
-        `segments_BS` (int32): the segments of all of them, or None for a single one.
+        `segments_BS` (int32): the segment of each key, or None if there is one segment.
         """
         whole, offset = num_queries == num_keys, num_keys - num_queries
         num_heads, windowed = self.args.num_heads, self.args.position == "h_alibi"
-        way = self.way(device.type, masked=segments_BS is not None)
-        if way == "flash_attn" and segments_BS is not None:
-            raise UserError(
-                "todo.attend",
-                f'attention_backend = "{way}" takes no padding in a batch; use "auto"',
-            )
-        if way == "flash_attn":
+        name = self.implementation(device.type, masked=segments_BS is not None)
+        if name == "flash_attn":
+            if segments_BS is not None:
+                message = f'attention_backend = "{name}" supports no padding; choose "auto"'
+                raise UserError("attention.unsupported", message, backend=name, feature="padding")
             return None
 
-        def sees(b: Any, h: Any, q: Any, s: Any) -> Any:
-            """Return whether query q of head h, counted from `offset`, sees key s in row b."""
+        def mask_mod(b: Any, h: Any, q: Any, s: Any) -> Any:
+            """Return whether query q + `offset` of head h may attend to key s in row b."""
             distance = q + offset - s
             seen = distance >= 0
-            if windowed:  # head h of the first half sees itself and the h tokens before it
+            if windowed:  # head h of the first half: the token itself and the h before it
                 seen = seen & ((h >= num_heads // 2) | (distance <= h))
             if segments_BS is not None:
                 seen = seen & (segments_BS[b, q + offset] == segments_BS[b, s])
             return seen
 
         rows = None if segments_BS is None else segments_BS.shape[0]
-        if way == "flex" and whole:
+        if name == "flex" and whole:
             heads = num_heads if windowed else None
-            return _block_mask(device)(sees, rows, heads, num_queries, num_keys, device=device.type)
+            sizes = rows, heads, num_queries, num_keys
+            return _block_mask(device)(mask_mod, *sizes, device=device.type)
         if segments_BS is None and not windowed and (whole or num_queries == 1):
             return None
-        sizes = (rows or 1, num_heads, num_queries, num_keys)
         places = [
             torch.arange(n, device=device).view([-1 if i == dim else 1 for i in range(4)])
-            for dim, n in enumerate(sizes)
+            for dim, n in enumerate((rows or 1, num_heads, num_queries, num_keys))
         ]
-        dense: Tensor = sees(*places)
+        dense: Tensor = mask_mod(*places)
         return dense
 
     def forward(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Mask) -> Tensor:
-        """Return what each head reads, [B, T, H, K]; `mask` is from `mask()`."""
+        """Return the output of each head, [B, T, H, K]; `mask` is from `mask()`."""
         if self.backend == "flash_attn" and not isinstance(mask, BlockMask):
             is_alibi = self.args.position == "alibi"
             slopes_H = alibi_slopes(self.args.num_heads, q_BTHK.device) if is_alibi else None
             return _flash_attn_func()(q_BTHK, k_BSGK, v_BSGK, causal=True, alibi_slopes=slopes_H)
         q, k, v = (part.transpose(1, 2) for part in (q_BTHK, k_BSGK, v_BSGK))
-        read = self._flex if isinstance(mask, BlockMask) else self._sdpa
-        return read(q, k, v, mask).transpose(1, 2)
+        attend = self._flex if isinstance(mask, BlockMask) else self._sdpa
+        return attend(q, k, v, mask).transpose(1, 2)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         num_heads, dtype = self.args.num_heads, q.dtype
         num_queries, num_keys = q.shape[2], k.shape[2]
         is_causal = mask is None and num_queries > 1
         if self.args.position == "alibi":
-            # a bias of 8 bits would lose the distance: it is added to float32 scores
+            # bfloat16 can't represent large distances: add the bias to float32 scores
             q, k, v = (part.to(torch.promote_types(dtype, torch.float32)) for part in (q, k, v))
             keys_S = torch.arange(num_keys, device=q.device)
             distance_TS = keys_S[num_keys - num_queries :, None] - keys_S
@@ -168,7 +166,7 @@ class Attend(nn.Module):
 
 
 def check_backend(args: ModelArgs, backend: str) -> None:
-    """Make `backend` ready; raise UserError unless it can do what `args` ask for, here."""
+    """Activate `backend`; raise UserError unless it supports `args` on this machine."""
     check_backend_fits(args, backend)
     problem = None
     if backend == "flash_attn":
@@ -177,25 +175,31 @@ def check_backend(args: ModelArgs, backend: str) -> None:
         problem = activate_flash(backend) or flash_problem(args, torch.device("cuda"))
     if problem:
         raise UserError(
-            "todo.attend", f'attention_backend = "{backend}", but {problem}, or choose "auto"'
+            "attention.unavailable",
+            f'attention_backend = "{backend}", but {problem}, or choose "auto"',
+            backend=backend,
+            reason=problem,
         )
 
 
 def check_backend_fits(args: ModelArgs, backend: str) -> None:
-    """Check what `check_backend` does, except this machine: for a job planned for another."""
+    """Raise UserError unless `backend` supports `args`, on whatever machine."""
     check_choice("attention_backend", backend, BACKENDS)
     if backend not in _PACKAGES:
         return
-    refused = None
+    feature = None
     if args.head_dim > MAX_FLASH_HEAD_DIM:
-        refused = f"heads of {args.head_dim} dims (dim / num_heads), above {MAX_FLASH_HEAD_DIM}"
+        feature = f"a head dim of {args.head_dim} (dim / num_heads), above {MAX_FLASH_HEAD_DIM}"
     if args.document_mask:
-        refused = "document_mask"
+        feature = "document_mask"
     if args.position == "h_alibi" or (args.position == "alibi" and backend in FLASH_IMPLS):
-        refused = f'position = "{args.position}"'
-    if refused:
+        feature = args.position
+    if feature:
         raise UserError(
-            "todo.attend", f'attention_backend = "{backend}" can\'t do {refused}; choose "auto"'
+            "attention.unsupported",
+            f'attention_backend = "{backend}" does not support {feature}; choose "auto"',
+            backend=backend,
+            feature=feature,
         )
 
 
@@ -211,9 +215,9 @@ def _flash_attn_problem() -> str | None:
 
 
 def activate_flash(backend: str) -> str | None:
-    """Make `fa3` or `fa4` SDPA's flash kernel in this process; return why it can't be, or None."""
+    """Make `fa3` or `fa4` this process's flash kernel; return why it is unavailable, or None."""
     impl = FLASH_IMPLS[backend]
-    # not imported at the top: older versions of torch load an export too
+    # no import at the top: an export also loads under older versions of torch
     registry: Any = torch.nn.attention
     if impl.name not in getattr(registry, "list_flash_attention_impls", list)():
         return f"torch {torch.__version__} has no {impl.name}: install torch 2.11 or later"
@@ -239,7 +243,7 @@ def activate_flash(backend: str) -> str | None:
 
 
 def flash_problem(args: ModelArgs, device: torch.device) -> str | None:
-    """Return what SDPA's flash kernel gets wrong for this model's heads, forward or backward."""
+    """Return how SDPA's flash kernel fails for this model's heads, or None."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, 128, args.head_dim) for heads in (args.num_heads, *[args.kv_heads] * 2)]
     parts = [torch.randn(shape, generator=generator, device="cpu").bfloat16() for shape in shapes]

@@ -18,7 +18,7 @@ from canon_pretrain.kernels.compiled import Segments
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.cache import Memory
-from canon_pretrain.model.canon import CanonOfParts, Stream, canon_at, for_readers
+from canon_pretrain.model.canon import CanonOfParts, Stream, make_canon, per_reader
 
 
 def rope_tables(num_tokens: int, rope_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -27,7 +27,7 @@ def rope_tables(num_tokens: int, rope_dim: int, theta: float) -> tuple[Tensor, T
     The exponent divides by the rotated dims, not by the head dim, and there is no Llama-3.1
     frequency scaling (RoFormer, section 3.4; partial layouts: paper, Figure 22).
     """
-    # float32 throughout, as torchtitan and transformers do: released checkpoints saw these angles
+    # float32 throughout, as in torchtitan and transformers, with which checkpoints were trained
     pairs_R = torch.arange(0, rope_dim, 2, device="cpu", dtype=torch.float32)
     frequency_R = 1.0 / (theta ** (pairs_R / rope_dim))
     angle_TR = torch.outer(torch.arange(num_tokens, device="cpu", dtype=torch.float32), frequency_R)
@@ -55,9 +55,9 @@ def apply_rope(x_BTHK: Tensor, cos_TR: Tensor, sin_TR: Tensor, rope_heads: int) 
 
 
 class Rope(nn.Module):
-    """The rotation of one model, which its blocks share: its float32 tables, and their use.
+    """The rotation, with its float32 tables, shared by all blocks of a model.
 
-    Not an argument: FSDP2's mixed precision casts those of a block to bfloat16.
+    The tables are not arguments of a block, which FSDP2's mixed precision casts to bfloat16.
     """
 
     cos_TR: Tensor
@@ -73,20 +73,20 @@ class Rope(nn.Module):
 
     def reset(self, device: torch.device) -> None:
         """Compute the tables on `device`, as after `to_empty`."""
-        # made on the CPU and copied, so that every machine has the same bits
+        # computed on the CPU and copied, for the same bits on every machine
         args = self.args
         tables = rope_tables(args.max_seq_len, args.rope_dim, args.rope_theta)
         self.cos_TR, self.sin_TR = (table.to(device) for table in tables)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        # model.to(bfloat16), as in an evaluation, must not round the tables
+        # model.to(bfloat16) must not round the tables
         if self.cos_TR.dtype != torch.float32:
             self.reset(self.cos_TR.device)
         return self
 
     def forward(self, x_BTHK: Tensor, start: int = 0) -> Tensor:
-        """Return q, or k, with its tokens rotated to the positions start, start + 1, .."""
+        """Return q or k rotated to the positions start, start + 1, .."""
         stop = start + x_BTHK.shape[1]
         rope_heads = x_BTHK.shape[2] // self.args.rope_share
         return apply_rope(x_BTHK, self.cos_TR[start:stop], self.sin_TR[start:stop], rope_heads)
@@ -95,7 +95,7 @@ class Rope(nn.Module):
 class Attention(nn.Module):
     """q, k, v -> QK-norm -> Canon-B over [q|k|v] -> heads -> rotation -> causal softmax -> wo.
 
-    QK-norm per head is after the split into heads instead. `rope` and `attend` are the model's.
+    Per-head QK-norm comes after the split into heads. `rope` and `attend` are the model's.
     """
 
     def __init__(
@@ -113,28 +113,28 @@ class Attention(nn.Module):
         has_norm = args.qk_norm != "none"
         self.q_norm = nn.RMSNorm(q_width, eps=args.norm_eps) if has_norm else None
         self.k_norm = nn.RMSNorm(k_width, eps=args.norm_eps) if has_norm else None
-        self.canon_b = canon_at(CanonOfParts, "B", args, canon_backend)
+        self.canon_b = make_canon(CanonOfParts, "B", args, canon_backend)
         self.rope, self.attend = rope, attend
 
     def forward(
-        self, x_BTD: Stream, mask: Mask = None, near_BN: Segments = None, cache: Memory = None
+        self, x_BTD: Stream, mask: Mask = None, segments_BN: Segments = None, cache: Memory = None
     ) -> Tensor:
         """Return what the block adds to its residual stream, [B, T, D]; see `TransformerBlock`."""
-        x_q, x_k, x_v = for_readers(x_BTD, 3)
+        x_q, x_k, x_v = per_reader(x_BTD, 3)
         qkv = self.wq(x_q), self.wk(x_k), self.wv(x_v)
-        q_BTHK, k_BSGK, v_BSGK = self.heads(*qkv, near_BN, cache)
+        q_BTHK, k_BSGK, v_BSGK = self.heads(*qkv, segments_BN, cache)
         if cache is not None:
             k_BSGK, v_BSGK = cache.append(k_BSGK, v_BSGK)
         return self.wo(self.attend(q_BTHK, k_BSGK, v_BSGK, mask).flatten(-2))
 
     def heads(
-        self, q: Tensor, k: Tensor, v: Tensor, near_BN: Segments, cache: Memory
+        self, q: Tensor, k: Tensor, v: Tensor, segments_BN: Segments, cache: Memory
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q_BTHK, k_BTGK and v_BTGK for attention, from the projections [B, T, ..]."""
-        # an export's user may have put an adapter around canon_b
+        # in an export, an adapter (PEFT) may wrap canon_b
         if cache is None and isinstance(self.canon_b, CanonOfParts):
             if kernels := triton_kernels(self.canon_b.backend, q):
-                options = self.canon_b.options(near_BN) | {"qk_norm": self.qk_norm}
+                options = self.canon_b.options(segments_BN) | {"qk_norm": self.qk_norm}
                 if self.q_norm is not None and self.k_norm is not None:
                     options |= {"q_gain": self.q_norm.weight, "k_gain": self.k_norm.weight}
                 if self.rope is not None:
@@ -148,7 +148,7 @@ class Attention(nn.Module):
                 return heads
         q, k = self._norm("full", q, k)
         if self.canon_b is not None:
-            q, k, v = self.canon_b((q, k, v), near_BN, cache)
+            q, k, v = self.canon_b((q, k, v), segments_BN, cache)
         q_BTHK, k_BTGK, v_BTGK = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
         q_BTHK, k_BTGK = self._norm("per_head", q_BTHK, k_BTGK)
         if self.rope is not None:
@@ -157,7 +157,7 @@ class Attention(nn.Module):
         return q_BTHK, k_BTGK, v_BTGK
 
     def _norm(self, scope: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply QK-norm, if `scope` is this model's place for it."""
+        """Apply QK-norm if the model's is of this `scope`."""
         if self.qk_norm != scope or self.q_norm is None or self.k_norm is None:
             return q, k
         return self.q_norm(q), self.k_norm(k)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from canon_pretrain.kernels.backends import (
     canon,
     canon_gate,
-    choose,
     ffn_activation,
+    resolve_backend,
     triton_kernels,
 )
 from canon_pretrain.kernels.compiled import Segments
@@ -35,109 +35,113 @@ class Canon(nn.Module):
 
     def __init__(self, args: ModelArgs, site: str, backend: str = "auto") -> None:
         super().__init__()
-        self.site, self.backend = site, choose(backend, args.canon_kernel)
+        self.site, self.backend = site, resolve_backend(backend, args.canon_kernel)
         self.residual = args.canon_residual
         self.activation = args.canon_activation
         shape = (args.canon_channels[site], 1, args.canon_kernel)
         self.weight = nn.Parameter(torch.empty(shape), requires_grad=args.canon_trainable)
         nn.init.uniform_(self.weight, -args.canon_bound, args.canon_bound)
 
-    def forward(self, x_BTC: Tensor, near_BN: Segments = None, cache: Memory = None) -> Tensor:
+    def forward(self, x_BTC: Tensor, segments_BN: Segments = None, cache: Memory = None) -> Tensor:
         """Return y_BTC of equation 4.1, in the dtype of x.
 
-        `near_BN` (int32): the segments of the tokens and of the K - 1 places before them, if a row
-        has several. `cache`: this block's memory of the tokens before x; x is added to it.
+        `segments_BN` (int32): the segments of the tokens and of the K - 1 before them, if a row has
+        several. `cache`: this block's cache of the tokens before x; x is added to it.
         """
         if cache is not None:
-            return self._read((x_BTC,), near_BN, cache)[0]
-        return canon(x_BTC, self.weight, **self.options(near_BN), backend=self.backend)
+            return self._read((x_BTC,), segments_BN, cache)[0]
+        return canon(x_BTC, self.weight, **self.options(segments_BN), backend=self.backend)
 
-    def _read(self, parts: Parts, near_BN: Segments, cache: LayerCache) -> Parts:
+    def _read(self, parts: Parts, segments_BN: Segments, cache: LayerCache) -> Parts:
         memory = cache.canon.get(self.site)
         if memory is None:
             options = {"residual": self.residual, "activation": self.activation}
             memory = cache.canon[self.site] = CanonMemory(parts[0], self.weight, **options)
-        return memory.read(parts, self.weight, near_BN, self.backend)
+        return memory.read(parts, self.weight, segments_BN, self.backend)
 
-    def options(self, near_BN: Segments) -> dict[str, Any]:
+    def options(self, segments_BN: Segments) -> dict[str, Any]:
         """Return what every kernel takes: residual, activation and segments."""
-        if near_BN is not None and self.backend == "compiled" and torch.compiler.is_compiling():
-            # Only equality counts. A comparison that all sites of a block share would be far from
-            # some of them, and torch's partitioner would save every shifted product of it for those
-            # (float32, one per tap) instead of recomputing it in backward.
-            near_BN = near_BN + ord(self.site)
-        return {"residual": self.residual, "activation": self.activation, "segments_BN": near_BN}
+        if segments_BN is not None and self.backend == "compiled" and torch.compiler.is_compiling():
+            # Only equality counts. If all sites of a block shared one comparison, torch's
+            # partitioner would save each shifted product (float32, one per tap) for backward
+            # instead of recomputing it.
+            segments_BN = segments_BN + ord(self.site)
+        return {
+            "residual": self.residual,
+            "activation": self.activation,
+            "segments_BN": segments_BN,
+        }
 
 
 class CanonOfParts(Canon):
-    """One Canon layer over several tensors, each with its rows of the weight: q, k, v; gate, up."""
+    """One Canon layer over several tensors, each with its own rows of the weight."""
 
     def forward(  # type: ignore[override]
-        self, parts: Parts, near_BN: Segments = None, cache: Memory = None
+        self, parts: Parts, segments_BN: Segments = None, cache: Memory = None
     ) -> Parts:
         """Return y_BTC of each part; see `Canon.forward`."""
         if cache is not None:
-            return self._read(parts, near_BN, cache)
+            return self._read(parts, segments_BN, cache)
         weights = self.weight.split([part.shape[-1] for part in parts])
         return tuple(
-            canon(part, weight, **self.options(near_BN), backend=self.backend)
+            canon(part, weight, **self.options(segments_BN), backend=self.backend)
             for part, weight in zip(parts, weights, strict=True)
         )
 
 
 class CanonGate(CanonOfParts):
-    """Canon-D of a gated feed-forward together with the gate behind it."""
+    """Canon-D of a gated feed-forward, with the gate."""
 
     def __init__(self, args: ModelArgs, site: str = "D", backend: str = "auto") -> None:
         super().__init__(args, site, backend)
         self.relu2 = args.ffn_activation == "relu2"
 
     def forward(  # type: ignore[override]
-        self, parts: tuple[Tensor, Tensor], near_BN: Segments = None, cache: Memory = None
+        self, parts: tuple[Tensor, Tensor], segments_BN: Segments = None, cache: Memory = None
     ) -> Tensor:
         """Return act(Canon(gate)) * Canon(up), [B, T, F], of the parts (gate, up)."""
         if cache is not None:
-            gate_BTF, up_BTF = self._read(parts, near_BN, cache)
+            gate_BTF, up_BTF = self._read(parts, segments_BN, cache)
             return ffn_activation(gate_BTF, self.relu2) * up_BTF
-        options = self.options(near_BN) | {"relu2": self.relu2, "backend": self.backend}
+        options = self.options(segments_BN) | {"relu2": self.relu2, "backend": self.backend}
         return canon_gate(*parts, self.weight, **options)
 
 
-def normed(
+def norm_canon(
     norm: nn.RMSNorm | nn.LayerNorm,
     canon: nn.Module | None,
     h_BTD: Tensor,
     added_BTD: Tensor | None = None,
-    near_BN: Segments = None,
+    segments_BN: Segments = None,
     cache: Memory = None,
     *,
     readers: int = 1,
 ) -> tuple[Tensor, Stream]:
-    """Return h + added and Canon(norm(h + added)), [B, T, D], both of which a block reads.
+    """Return h + added and Canon(norm(h + added)), [B, T, D].
 
-    By one kernel, where Canon's backend has it: the second is then a tuple, one per reader.
+    If Canon's backend has one kernel for it, the second is a tuple, one tensor per reader.
     """
-    # an export's user may have put an adapter around `canon`
+    # in an export, an adapter (PEFT) may wrap `canon`
     if isinstance(canon, Canon) and isinstance(norm, nn.RMSNorm) and cache is None:
         if fused := triton_kernels(canon.backend, h_BTD):
-            options = canon.options(near_BN) | {"added_BTD": added_BTD, "readers": readers}
+            options = canon.options(segments_BN) | {"added_BTD": added_BTD, "readers": readers}
             h_BTD, *x_BTD = fused.norm_canon_stream_triton(
                 h_BTD, norm.weight, canon.weight, eps=norm.eps, **options
             )
             return h_BTD, tuple(x_BTD)
     h_BTD = h_BTD if added_BTD is None else h_BTD + added_BTD
     y_BTD = norm(h_BTD)
-    return h_BTD, y_BTD if canon is None else canon(y_BTD, near_BN, cache)
+    return h_BTD, y_BTD if canon is None else canon(y_BTD, segments_BN, cache)
 
 
-def for_readers(x_BTD: Stream, readers: int) -> Parts:
-    """Return x for each of its readers: itself, or the results of `normed`."""
+def per_reader(x_BTD: Stream, readers: int) -> Parts:
+    """Return x once per reader, as `norm_canon` returned it."""
     return x_BTD if isinstance(x_BTD, tuple) else (x_BTD,) * readers
 
 
 CanonT = TypeVar("CanonT", bound=Canon)
 
 
-def canon_at(kind: type[CanonT], site: str, args: ModelArgs, backend: str) -> CanonT | None:
-    """Return the Canon layer of `site` ("A" to "D") as a `kind`, or None if `args` leave it out."""
+def make_canon(kind: type[CanonT], site: str, args: ModelArgs, backend: str) -> CanonT | None:
+    """Return the Canon layer of `site` ("A" to "D") as a `kind`; None if `args` have none."""
     return kind(args, site, backend) if site in args.canon_set else None

@@ -1,7 +1,6 @@
-"""Text generation as tokens: many prompts, read and continued together with a `Cache`.
+"""Batched generation of tokens with a `Cache`; the results equal those of full forward passes.
 
-The tokens are those of full passes. In a batch shorter rows have padding on their left, and a row
-that has ended is removed.
+Rows of a batch are padded on the left; a row that has ended is removed.
 
 The cache holds 2 L G K numbers per token (keys and values) and L C K float32 numbers per row
 (Canon's sums; C channels of all sites of a block, K taps). For `1b3` that is 384 KiB per token in
@@ -31,7 +30,7 @@ def generate(
     max_new_tokens: int | Sequence[int],
     eos_id: int | None = None,
     stop: Callable[[int, list[int]], bool] | None = None,
-    ended: Callable[[int], None] | None = None,
+    on_end: Callable[[int], None] | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -41,16 +40,16 @@ def generate(
 ) -> list[list[int]]:
     """Return the tokens that `model` generates after each prompt, in the order of the prompts.
 
-    An answer ends at `max_new_tokens` (one number, or one per prompt), before `eos_id`, or with the
-    token for which `stop(i, tokens)`, asked of prompt i's answer after every token, is true.
-    `ended(i)` is called when it is whole. `temperature` 0 takes the likeliest token, the lowest id
-    of equals; above 0 tokens are drawn from softmax(logits / temperature), of the `top_k` likeliest
-    (0: all) and of those of a joint probability of `top_p`. `generator` draws a number per prompt
-    and place beforehand, so batches change no answer.
+    An answer ends after `max_new_tokens` (one number, or one per prompt), before `eos_id`, or with
+    the first token for which `stop(i, tokens)` is true of prompt i's answer so far; then
+    `on_end(i)` is called. `temperature` 0: the most likely token, the lowest id among equals.
+    Above 0: a sample of softmax(logits / temperature) from the `top_k` most likely tokens (0: all)
+    with a joint probability of `top_p`. `generator` draws one number per prompt and position
+    beforehand, so answers do not depend on batches.
 
-    `batch_tokens` bounds the tokens of a batch's cache, answers included; a longer sequence is a
-    batch of its own. `read_tokens` bounds those that are read at once. On a sharded model all ranks
-    must ask for the same. Raises UserError, before anything is computed, for what can't be done.
+    `batch_tokens` limits the tokens of a batch's cache, answers included; a longer sequence is a
+    batch by itself. `read_tokens` limits the prompt tokens per forward pass. On a sharded model all
+    ranks must pass the same prompts. Raises UserError for bad arguments before computing anything.
     """
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     _check_prompts(model, prompts, limits)
@@ -62,20 +61,21 @@ def generate(
         draws_NT.uniform_(generator=generator)
     answers: list[list[int]] = [[] for _ in prompts]
 
-    def pick(batch: list[int], logits_BV: Tensor) -> list[int]:
+    def next_tokens(batch: list[int], logits_BV: Tensor) -> list[int]:
         if temperature == 0:
             return logits_BV.argmax(-1).tolist()
         draws_B = draws_NT[batch, len(answers[batch[0]])].to(logits_BV.device)
         return sample(logits_BV, draws_B, temperature, top_k, top_p).tolist()
 
-    def continues(i: int, token: int) -> bool:
+    def append(i: int, token: int) -> bool:
+        """Append to answer i unless it is EOS; return whether the answer continues."""
         ends = token == eos_id
         if not ends:
             answers[i].append(token)
             stopped = stop is not None and stop(i, answers[i])
             ends = stopped or len(answers[i]) == limits[i]
-        if ends and ended is not None:
-            ended(i)
+        if ends and on_end is not None:
+            on_end(i)
         return not ends
 
     device = model.tok_embeddings.weight.device
@@ -83,16 +83,16 @@ def generate(
         room = len(prompts[batch[0]]) + max(limits[i] for i in batch)
         cache = Cache(model.args.num_layers, capacity=room)
         chunk = max(1, min(batch_tokens, read_tokens or batch_tokens) // len(batch))
-        logits_BV = _read(model, [prompts[i] for i in batch], cache, chunk)
+        logits_BV = _prefill(model, [prompts[i] for i in batch], cache, chunk)
         while True:
-            picked = pick(batch, logits_BV)
-            rows = [row for row, i in enumerate(batch) if continues(i, picked[row])]
+            tokens = next_tokens(batch, logits_BV)
+            rows = [row for row, i in enumerate(batch) if append(i, tokens[row])]
             if not rows:
                 break
             if len(rows) < len(batch):
                 batch = [batch[row] for row in rows]
-                cache.take(torch.tensor(rows, device=device))
-            tokens_B1 = torch.tensor([[picked[row]] for row in rows], device=device)
+                cache.select_rows(torch.tensor(rows, device=device))
+            tokens_B1 = torch.tensor([[tokens[row]] for row in rows], device=device)
             logits_BV = model(tokens_B1, cache=cache)[:, -1]
     return answers
 
@@ -100,7 +100,7 @@ def generate(
 def sample(
     logits_BV: Tensor, draws_B: Tensor, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
-    """Return the first id whose sum of probabilities exceeds `draws_B` in [0, 1), int64 [B].
+    """Return the first id whose cumulative probability exceeds `draws_B` in [0, 1), int64 [B].
 
     Raises UserError for logits that are not finite.
     """
@@ -108,21 +108,19 @@ def sample(
     if top_k:
         ranked_BV[:, top_k:] = -torch.inf
     probs_BV = ranked_BV.softmax(-1)
-    # a token stays where those before it do not yet come to top_p; the first always does
+    # keep a token if the sum of those before it is below top_p: the first one always
     probs_BV = probs_BV.masked_fill(probs_BV.cumsum(-1) - probs_BV >= top_p, 0.0)
     sums_BV = torch.zeros_like(probs_BV).scatter(-1, ids_BV, probs_BV).cumsum(-1)
     total_B1 = sums_BV[:, -1:]
     if not total_B1.isfinite().all():
-        raise UserError(
-            "todo.decode", "the model's logits are not finite, nothing can be drawn from them"
-        )
-    # below the total also where the product rounds up to it: then some sum exceeds it
+        raise UserError("generate.logits_not_finite", "the model's logits are not finite")
+    # the product may round up to the total, which no sum exceeds
     below_B1 = total_B1.nextafter(torch.zeros_like(total_B1))
     wanted_B1 = torch.minimum(draws_B[:, None] * total_B1, below_B1)
     return torch.searchsorted(sums_BV, wanted_B1, right=True)[:, 0]
 
 
-def _read(model: Transformer, rows: Sequence[Sequence[int]], cache: Cache, chunk: int) -> Tensor:
+def _prefill(model: Transformer, rows: Sequence[Sequence[int]], cache: Cache, chunk: int) -> Tensor:
     """Read prompts into an empty `cache`, `chunk` tokens of each at a time; return logits_BV."""
     longest = max(map(len, rows))
     tokens_BT = torch.zeros((len(rows), longest), dtype=torch.long)
@@ -144,12 +142,12 @@ def _read(model: Transformer, rows: Sequence[Sequence[int]], cache: Cache, chunk
 def batches(
     prompts: Sequence[Sequence[int]], limits: Sequence[int], batch_tokens: int, max_seq_len: int
 ) -> Iterator[list[int]]:
-    """Yield the prompts of each batch as indices, the longest first; a row's padding counts."""
+    """Yield the indices of each batch's prompts, the longest first; padding counts."""
     batch: list[int] = []
     longest = limit = 0
     for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
         room = longest + max(limit, limits[i])
-        # the last token of an answer is never read
+        # the last token of an answer is not read
         if batch and ((len(batch) + 1) * room > batch_tokens or room - 1 > max_seq_len):
             yield batch
             batch = []
@@ -166,29 +164,23 @@ def _check_prompts(
 ) -> None:
     args = model.args
     if len(limits) != len(prompts):
-        raise UserError(
-            "todo.decode", f"max_new_tokens has {len(limits)} numbers for {len(prompts)} prompts"
-        )
+        count = f"{len(limits)} numbers for {len(prompts)} prompts"
+        raise UserError("generate.max_new_tokens", f"max_new_tokens has {count}")
     for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         if limit < 1:
-            raise UserError(
-                "todo.decode", f"prompt {i} with {limit} new tokens: expected at least 1"
-            )
+            message = f"prompt {i} with {limit} new tokens: expected at least 1"
+            raise UserError("generate.max_new_tokens", message, prompt=i)
         if not len(prompt):
             raise UserError(
-                "todo.decode", f"prompt {i} is empty: begin with EOS, which separates documents"
+                "generate.empty_prompt", f"prompt {i} is empty: begin with EOS", prompt=i
             )
         if not 0 <= min(prompt) <= max(prompt) < args.vocab_size:
             ids = f"{min(prompt)} to {max(prompt)}, the model's are 0 to {args.vocab_size - 1}"
-            raise UserError(
-                "todo.decode", f"prompt {i} has ids from {ids}: encode it with the run's tokenizer"
-            )
+            raise UserError("generate.token_ids", f"prompt {i} has ids from {ids}", prompt=i)
         if len(prompt) + limit - 1 > args.max_seq_len:  # the last one is not read
             size = f"{len(prompt)} tokens with {limit} new ones"
-            raise UserError(
-                "todo.decode",
-                f"prompt {i} of {size} is longer than max_seq_len = {args.max_seq_len}",
-            )
+            message = f"prompt {i} of {size} is longer than max_seq_len = {args.max_seq_len}"
+            raise UserError("model.sequence_too_long", message, prompt=i)
 
 
 def _check_sampling(
@@ -196,10 +188,8 @@ def _check_sampling(
 ) -> None:
     if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
         given = f"temperature {temperature}, top_k {top_k}, top_p {top_p}"
-        raise UserError(
-            "todo.decode", f"{given}: expected at least 0, at least 0, and more than 0 up to 1"
-        )
+        raise UserError("generate.sampling", f"{given}: expected >= 0, >= 0, and > 0 up to 1")
     if temperature > 0 and generator is None:
-        raise UserError("todo.decode", f"temperature {temperature} needs a torch.Generator")
+        raise UserError("generate.sampling", "a temperature above 0 needs a torch.Generator")
     if temperature == 0 and (top_k or top_p < 1 or generator is not None):
-        raise UserError("todo.decode", "top_k, top_p and a generator need a temperature above 0")
+        raise UserError("generate.sampling", "top_k, top_p and a generator need a temperature")

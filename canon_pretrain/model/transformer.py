@@ -1,7 +1,7 @@
-"""The language model: embedding, blocks, norm, head; and how its weights are initialized.
+"""The language model: embedding, blocks, norm, head, and their initialization.
 
 Shapes: B batch, T tokens, S tokens with those before them, D hidden, F ffn dim, V vocabulary,
-N = T + Canon's reach (in the head N = B T), M chosen places.
+N = T + Canon's reach (in the head N = B T), M selected tokens.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from canon_pretrain.kernels.backends import check_canon_backend, ffn_activation
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Attention, Rope
-from canon_pretrain.model.cache import PADDING, Cache, Memory, document_numbers, near_segments
-from canon_pretrain.model.canon import Canon, CanonGate, Stream, canon_at, for_readers, normed
+from canon_pretrain.model.cache import PADDING, Cache, Memory, document_numbers, window_segments
+from canon_pretrain.model.canon import Canon, CanonGate, Stream, make_canon, norm_canon, per_reader
 from canon_pretrain.model.init import InitialValue, initial_value
 
 Writer = Callable[[nn.Parameter, InitialValue], None]
@@ -40,19 +40,21 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(args.dim, args.ffn_dim, bias=args.bias) if gated else None
         self.gelu = args.ffn_activation == "gelu"
         self.relu2 = args.ffn_activation == "relu2"
-        self.canon_d = canon_at(CanonGate if gated else Canon, "D", args, canon_backend)
+        self.canon_d = make_canon(CanonGate if gated else Canon, "D", args, canon_backend)
 
-    def forward(self, x_BTD: Stream, near_BN: Tensor | None = None, cache: Memory = None) -> Tensor:
-        """Return what the block adds to its residual stream, [B, T, D]; see `TransformerBlock`."""
-        x_gate, *x_up = for_readers(x_BTD, 1 if self.w3 is None else 2)
+    def forward(
+        self, x_BTD: Stream, segments_BN: Tensor | None = None, cache: Memory = None
+    ) -> Tensor:
+        """Return the addition to the residual stream, [B, T, D]; see `TransformerBlock`."""
+        x_gate, *x_up = per_reader(x_BTD, 1 if self.w3 is None else 2)
         inner = self.w1(x_gate)
         if self.w3 is not None:
             up_BTF = self.w3(*x_up)
             if self.canon_d is not None:
-                return self.w2(self.canon_d((inner, up_BTF), near_BN, cache))
+                return self.w2(self.canon_d((inner, up_BTF), segments_BN, cache))
             return self.w2(ffn_activation(inner, self.relu2) * up_BTF)
         if self.canon_d is not None:
-            inner = self.canon_d(inner, near_BN, cache)
+            inner = self.canon_d(inner, segments_BN, cache)
         if self.gelu:
             return self.w2(F.gelu(inner, approximate="tanh"))
         return self.w2(ffn_activation(inner, self.relu2))
@@ -65,34 +67,38 @@ class TransformerBlock(nn.Module):
         self, args: ModelArgs, rope: Rope | None, attend: Attend, canon_backend: str = "auto"
     ) -> None:
         super().__init__()
-        self.attention_norm = norm_of(args)
-        self.canon_a = canon_at(Canon, "A", args, canon_backend)
+        self.attention_norm = make_norm(args)
+        self.canon_a = make_canon(Canon, "A", args, canon_backend)
         self.attention = Attention(args, rope, attend, canon_backend)
-        self.ffn_norm = norm_of(args)
-        self.canon_c = canon_at(Canon, "C", args, canon_backend)
+        self.ffn_norm = make_norm(args)
+        self.canon_c = make_canon(Canon, "C", args, canon_backend)
         self.feed_forward = FeedForward(args, canon_backend)
 
     def forward(
-        self, h_BTD: Tensor, mask: Mask = None, near_BN: Tensor | None = None, cache: Memory = None
+        self,
+        h_BTD: Tensor,
+        mask: Mask = None,
+        segments_BN: Tensor | None = None,
+        cache: Memory = None,
     ) -> Tensor:
         """Return the residual stream after this block, [B, T, D]; `mask` is from `Attend.mask`."""
-        near = near_BN, cache
-        h_BTD, x_BTD = normed(self.attention_norm, self.canon_a, h_BTD, None, *near, readers=3)
-        y_BTD = self.attention(x_BTD, mask, *near)
+        past = segments_BN, cache
+        h_BTD, x_BTD = norm_canon(self.attention_norm, self.canon_a, h_BTD, None, *past, readers=3)
+        y_BTD = self.attention(x_BTD, mask, *past)
         readers = 1 if self.feed_forward.w3 is None else 2
-        h_BTD, x_BTD = normed(self.ffn_norm, self.canon_c, h_BTD, y_BTD, *near, readers=readers)
-        return h_BTD + self.feed_forward(x_BTD, *near)
+        h_BTD, x_BTD = norm_canon(self.ffn_norm, self.canon_c, h_BTD, y_BTD, *past, readers=readers)
+        return h_BTD + self.feed_forward(x_BTD, *past)
 
 
-def norm_of(args: ModelArgs) -> nn.RMSNorm | nn.LayerNorm:
-    """Return a norm over D of the blocks, and before the head, of a model of `args`."""
+def make_norm(args: ModelArgs) -> nn.RMSNorm | nn.LayerNorm:
+    """Return a norm over D, as in the blocks and before the head."""
     if args.norm == "layernorm":
         return nn.LayerNorm(args.dim, eps=args.norm_eps, bias=args.bias)
     return nn.RMSNorm(args.dim, eps=args.norm_eps)
 
 
 class Head(nn.Linear):
-    """A linear layer with the loss inside its forward: there FSDP2 has its whole weight."""
+    """A linear layer that also computes the loss: inside its forward FSDP2 gathers the weight."""
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
@@ -111,7 +117,7 @@ def head_output(
     if labels_BT is None:
         return F.linear(h_BTD, weight_VD)
     if loss is None:
-        raise ValueError("labels_BT without a loss: give both, or neither for logits")
+        raise ValueError("labels_BT needs a loss")
     nats_N, objective = loss(h_BTD.flatten(0, 1), weight_VD, labels_BT.flatten())
     return nats_N.view(labels_BT.shape), objective
 
@@ -119,7 +125,7 @@ def head_output(
 class Transformer(nn.Module):
     """The model of `args`, not usable before `init_weights` (or a loaded checkpoint).
 
-    Backends: see `Attend`, `kernels/backends.py`. Raises UserError for one that can't be had.
+    Backends: see `Attend`, `kernels/backends.py`. Raises UserError for an unavailable one.
     """
 
     def __init__(
@@ -135,7 +141,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict()
         for i in range(args.num_layers):
             self.layers[str(i)] = TransformerBlock(args, self.rope, self.attend, canon_backend)
-        self.norm = norm_of(args)
+        self.norm = make_norm(args)
         self.output: nn.Linear | None = None
         if not args.tie_embeddings:
             self.output = Head(args.dim, args.vocab_size)
@@ -151,35 +157,37 @@ class Transformer(nn.Module):
         labels_BT: Tensor | None = None,
         loss: HeadLoss | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits_BTV for int64 token ids; with `labels_BT`, what `loss` computes of them.
+        """Return logits_BTV for int64 token ids; with `labels_BT` and `loss`, (nats_BT, objective).
 
-        `is_real_BT` (bool): false for padding on either side of a row, not between two real tokens.
-        `cache`: what was read before these tokens, updated here.
-        `logits_to_keep`: only for that many last tokens, 0 for all. `logits_at_M` (int64): only for
-        the tokens at these places of the B * T; the result is logits_MV then.
-        `labels_BT` (int64) and `loss`: the result is (nats_BT, the sum that is minimized).
+        `is_real_BT` (bool): false for padding, at either end of a row only.
+        `cache`: the tokens before these; updated.
+        `logits_to_keep`: return that many last tokens, 0 for all. `logits_at_M` (int64): return
+        logits_MV of the tokens with these flat indices into B * T.
         Raises UserError past max_seq_len tokens.
         """
         num_tokens = tokens_BT.shape[1]
         start = cache.length if cache is not None else 0
         if start + num_tokens > self.args.max_seq_len:
             raise UserError(
-                "todo.transformer",
+                "model.sequence_too_long",
                 f"a sequence of {start + num_tokens} tokens is longer than max_seq_len = "
-                f"{self.args.max_seq_len}; shorten the sequence or raise max_seq_len.",
+                f"{self.args.max_seq_len}",
             )
         segments_BS = self._segments(tokens_BT, is_real_BT, cache)
         mask = self.attend.mask(num_tokens, segments_BS, start + num_tokens, tokens_BT.device)
-        near_BN = None
+        segments_BN = None
         if segments_BS is not None and self.args.canon_set:
-            near = num_tokens, self.args.canon_kernel - 1
-            near_BN = near_segments(segments_BS, *near) if cache is None else cache.near(*near)
+            reach = self.args.canon_kernel - 1
+            if cache is None:
+                segments_BN = window_segments(segments_BS, num_tokens, reach)
+            else:
+                segments_BN = cache.window_segments(num_tokens, reach)
         if cache is not None:
-            cache.begin(num_tokens, near_BN)
+            cache.begin(num_tokens, segments_BN)
         h_BTD = self.tok_embeddings(tokens_BT)
         for i, block in enumerate(self.layers.values()):
             memory = () if cache is None else (cache.layers[i],)
-            h_BTD = block(h_BTD, mask, near_BN, *memory)
+            h_BTD = block(h_BTD, mask, segments_BN, *memory)
         if cache is not None:
             cache.end(num_tokens)
         is_all = logits_at_M is None
@@ -187,17 +195,17 @@ class Transformer(nn.Module):
         h_BTD = self.norm(h_BTD)
         if self.output is None:
             return head_output(h_BTD, self.tok_embeddings.weight, labels_BT, loss)
-        # eval puts a linear layer that knows no labels here
+        # eval replaces the head by a plain linear layer
         return self.output(h_BTD) if labels_BT is None else self.output(h_BTD, labels_BT, loss)
 
     def _segments(
         self, tokens_BT: Tensor, is_real_BT: Tensor | None, cache: Cache | None
     ) -> Tensor | None:
-        """Return the segments of all tokens so far, int32 [B, S]; None if all are in one."""
+        """Return the segments of all tokens so far, int32 [B, S]; None if there is one."""
         segments_BT = None
         if self.args.document_mask:
             eos_id = self.args.eos_id
-            if is_real_BT is not None:  # EOS often serves as padding: it ends no document then
+            if is_real_BT is not None:  # EOS used as padding ends no document
                 tokens_BT = tokens_BT.masked_fill(~is_real_BT, eos_id + 1)
             first_B = None if cache is None else cache.next_document
             segments_BT = document_numbers(tokens_BT, eos_id, first_B)
@@ -213,18 +221,17 @@ class Transformer(nn.Module):
     def init_weights(
         self, write: Writer | None = None, buffer_device: torch.device | None = None
     ) -> None:
-        """Initialize every parameter, and compute the rotary tables again.
+        """Initialize every parameter, and recompute the rotary tables on `buffer_device`.
 
-        `write(parameter, initial_value)` stores this process's share of each; by default the whole
-        value, with ValueError on the meta device. `buffer_device`: of the tables; by default the
-        parameters'.
+        `write(parameter, initial_value)` stores this process's shard; by default the whole value.
+        Raises ValueError on the meta device.
         """
         for name, parameter in self.named_parameters():
             value = initial_value(self.args, name, parameter.shape)
             if write is not None:
                 write(parameter, value)
             elif parameter.is_meta:
-                raise ValueError(f"{value.name} is on the meta device: first call model.to_empty()")
+                raise ValueError(f"{value.name} is on the meta device: call to_empty() first")
             else:
                 parameter.copy_(value.rows(0, value.shape[0]))
         if self.rope is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import read_count
-from canon_pretrain.kernels.hardware import near_cores
+from canon_pretrain.kernels.hardware import numa_cores
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -109,7 +109,7 @@ def bind_device() -> None:
     gpu = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(gpu)
     if os.environ.get("NUMA_BINDING") != "0":
-        set_cpu_affinity(near_cores(gpu))
+        set_cpu_affinity(numa_cores(gpu))
 
 
 def set_cpu_affinity(cores: set[int]) -> None:

@@ -34,8 +34,8 @@ from canon_pretrain.model.args import (
 )
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.attention import Rope
-from canon_pretrain.model.cache import near_segments
-from canon_pretrain.model.transformer import Head, Transformer, TransformerBlock, norm_of
+from canon_pretrain.model.cache import window_segments
+from canon_pretrain.model.transformer import Head, Transformer, TransformerBlock, make_norm
 from canon_pretrain.run.config import Loss, valid_world_sizes
 from canon_pretrain.titan.data import open_shards
 from canon_pretrain.titan.device import has_accelerator
@@ -137,15 +137,15 @@ def saved_bytes(
         with utils.set_default_dtype(dtype):
             rope = Rope(plain) if plain.rope_dim else None
             block = TransformerBlock(plain, rope, Attend(plain))
-            norm, output = norm_of(args), Head(args.dim, args.vocab_size)
+            norm, output = make_norm(args), Head(args.dim, args.vocab_size)
         modules = nn.ModuleList([block, norm, output])
         h_BTD = torch.empty(*shape, args.dim, dtype=dtype, requires_grad=True)
         labels_BT = torch.zeros(shape, dtype=torch.int64)
-        near_BN = None
+        segments_BN = None
         if args.document_mask and args.canon_set:
-            near_BN = near_segments(labels_BT.int(), args.max_seq_len, args.canon_kernel - 1)
+            segments_BN = window_segments(labels_BT.int(), args.max_seq_len, args.canon_kernel - 1)
         return (
-            count_saved(lambda: block(h_BTD, None, near_BN), modules),
+            count_saved(lambda: block(h_BTD, None, segments_BN), modules),
             count_saved(lambda: output(norm(h_BTD), labels_BT, head_loss(loss))[1], modules),
         )
 

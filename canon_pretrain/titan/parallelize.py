@@ -27,7 +27,7 @@ from torchtitan.tools.utils import device_type
 
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.files import read_record, write_json
-from canon_pretrain.kernels.backends import OPTIONAL, choose, compile_options
+from canon_pretrain.kernels.backends import OPTIONAL, compile_options, resolve_backend
 from canon_pretrain.model.init import InitialValue
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.job_config import CanonJobConfig
@@ -63,7 +63,7 @@ def choose_canon(
         return None
     backend = "triton" if asked == "auto" else asked
     if device.type not in DEVICE_TYPES or backend not in OPTIONAL:
-        return CanonChoice(choose(asked), "auto" if asked == "auto" else "")
+        return CanonChoice(resolve_backend(asked), "auto" if asked == "auto" else "")
     answer = [_check_backend(job, backend, device, code) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(answer, src=0)
     assert answer[0] is not None
@@ -181,7 +181,7 @@ def compile_blocks(model: Transformer, job: CanonJobConfig) -> None:
 def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> None:
     """Raise UserError if the attention that was asked for has no training step here."""
     dtype = job.training.mixed_precision_param
-    way = model.attend.way(device, masked=model.args.document_mask)
+    way = model.attend.implementation(device, masked=model.args.document_mask)
     text = f'model.attention_backend = "{job.model.attention_backend}" takes {way} here, which '
     if way != "sdpa" and device == "cpu":
         raise UserError(

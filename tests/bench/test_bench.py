@@ -53,9 +53,9 @@ def test_memory_counts_what_a_compiled_block_keeps(tmp_path):
         assert row["extra_per_channel"] == pytest.approx(row["extra_per_token"] / 672)
 
 
-def on_cpu(monkeypatch: pytest.MonkeyPatch, alone: bool = False) -> None:
-    """`alone`: as on a GPU, which holds one of the compared at a time."""
-    here = classmethod(lambda cls: cls(torch.device("cpu"), alone=alone))
+def on_cpu(monkeypatch: pytest.MonkeyPatch, exclusive: bool = False) -> None:
+    """`exclusive`: as on a GPU, which holds one of the compared at a time."""
+    here = classmethod(lambda cls: cls(torch.device("cpu"), exclusive=exclusive))
     monkeypatch.setattr(Machine, "here", here)
 
 
@@ -90,7 +90,7 @@ def test_all_is_one_page_and_one_file(run, monkeypatch):
     new = ["--prompt-tokens", "8", "--new-tokens", "4", "--pairs", "1"]
     small["generate"] = ["--flavor", "debug", *new]
     small["trainer"] = ["--config", DEBUG, "--repeats", "2", "--steps", "1"]
-    monkeypatch.setattr(bench_main, "BRIEFLY", {name: small[name] for name in BENCHES})
+    monkeypatch.setattr(bench_main, "ALL_OPTIONS", {name: small[name] for name in BENCHES})
     result, page = run("all")
     assert tuple(result["results"]) == BENCHES
     for name, part in result["results"].items():
@@ -159,7 +159,7 @@ def test_a_gpu_holds_one_model_at_a_time(run, monkeypatch):
         built.append((variant.canon_set, plain))
         return build(work, variant, *how, plain=plain)
 
-    on_cpu(monkeypatch, alone=True)
+    on_cpu(monkeypatch, exclusive=True)
     monkeypatch.setattr(step, "build", watched)
     options = ("--unit", "model", "--backends", "reference", "--sets", "AC")
     result, page = run("step", *SMALL, *QUICK, *options)
@@ -198,7 +198,7 @@ def test_all_keeps_what_is_there_where_one_fails(run, monkeypatch, tmp_path):
             raise faults[arguments.command]
         return {"bench": arguments.command}
 
-    monkeypatch.setattr(bench_main, "_one", one)
+    monkeypatch.setattr(bench_main, "_run_one", one)
     with pytest.raises(SystemExit, match="1"):
         run("all")
     results = json.loads((tmp_path / "result.json").read_text())["results"]
@@ -228,7 +228,7 @@ def test_a_kernel_that_is_wrong_or_fails_leaves_the_others(run, monkeypatch, bad
         return y * 1.001 if backend == bad else y
 
     change_kernels(monkeypatch, change)
-    monkeypatch.setattr(kernels.variants, "available", lambda asked, work: (asked, {}))
+    monkeypatch.setattr(kernels.variants, "available_backends", lambda asked, work: (asked, {}))
     monkeypatch.setattr(canon_check, "check_canon_backend", lambda *backend: None)
     result, page = run("canon", *SMALL, *QUICK, "--backends", bad, good, "--micro-batch", 2)
     assert {row["backend"] for row in result["rows"]} == {good}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from canon_pretrain.bench.codegen import PAGE, RECORD, computed, page
-from canon_pretrain.bench.limits import Rates, block_traffic, step_seconds
+from canon_pretrain.bench.limits import Rates, min_block_bytes, step_seconds
 from canon_pretrain.model.args import flavor
 from tests.support import ROOT
 
@@ -86,7 +86,7 @@ def test_inductor_counts_what_is_counted_by_hand(brief):
     assert none["forward"]["kib"]["gemm"] * 1024 == pytest.approx(moved + weights, rel=1e-3)
     for row in (none, fused):
         found = computed(row, brief["rows"])
-        least = block_traffic(
+        least = min_block_bytes(
             replace(flavor("1b3"), position="nope", canon_set=row["canon_set"]), 2
         )
         assert found["least_kib"] == pytest.approx(sum(map(sum, least.values())) / 1024)

@@ -10,7 +10,7 @@ from torch import Tensor
 from canon_pretrain.kernels import compiled
 from canon_pretrain.kernels.backends import canon_reference
 from canon_pretrain.kernels.compiled import canon_compiled, canon_gate_compiled
-from canon_pretrain.model.cache import NOWHERE
+from canon_pretrain.model.cache import BEFORE_START
 
 # dynamo on itself
 pytestmark = [
@@ -42,7 +42,7 @@ def _random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> T
 def _segments(num_tokens: int, num_taps: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randint(0, num_tokens // 3 + 2, (2, num_tokens), generator=generator)
-    return F.pad(numbers.sort(dim=1).values.int(), (num_taps - 1, 0), value=NOWHERE)
+    return F.pad(numbers.sort(dim=1).values.int(), (num_taps - 1, 0), value=BEFORE_START)
 
 
 def _gate_reference(gate, up, weight, *, relu2, **options):

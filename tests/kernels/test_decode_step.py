@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from canon_pretrain.kernels.backends import canon_reference
-from canon_pretrain.kernels.decode_step import CanonMemory, steps_of
-from canon_pretrain.model.cache import NOWHERE, PADDING
+from canon_pretrain.kernels.decode_step import CanonMemory, group_steps
+from canon_pretrain.model.cache import BEFORE_START, PADDING
 
 PLAIN = {"residual": True, "activation": False}
 KINDS = [{"residual": r, "activation": a} for r in (True, False) for a in (False, True)]
@@ -34,7 +34,7 @@ def _segments(num_tokens: int, reach: int, every: int = 4) -> Tensor | None:
     tokens = torch.arange(num_tokens)
     padded = torch.where(tokens < num_tokens // 3, PADDING, 0)
     rows = torch.stack((tokens // every, padded, torch.zeros_like(tokens))).int()
-    return F.pad(rows, (reach, 0), value=NOWHERE)
+    return F.pad(rows, (reach, 0), value=BEFORE_START)
 
 
 def _read(
@@ -86,7 +86,7 @@ def _step(
     memories: list[CanonMemory], tokens: list[Tensor], weights: list[Tensor], near: Tensor | None
 ) -> list[Tensor]:
     steps = memories[0]._step
-    (step,) = steps_of(memories, [steps] if steps else [])
+    (step,) = group_steps(memories, [steps] if steps else [])
     step.begin(near)
     given = zip(memories, tokens, weights, strict=True)
     found = [torch.cat(memory.read(x.split(WIDTHS, -1), w, near), -1) for memory, x, w in given]

@@ -88,10 +88,10 @@ def test_training_evaluation_and_benches_refuse_a_broken_gpu_with_torchs_reason(
 def test_cores_near_a_gpu_are_those_of_its_numa_node(node, cores, expected, tmp_path, monkeypatch):
     place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {2: place}.get)
-    assert hardware.near_cores(2, tmp_path) == set()
+    assert hardware.numa_cores(2, tmp_path) == set()
     write(tmp_path / "sys/bus/pci/devices/0000:dc:01.0/numa_node", f"{node}\n")
     write(tmp_path / "sys/devices/system/node/node1/cpulist", cores)
-    assert hardware.near_cores(2, tmp_path) == expected
+    assert hardware.numa_cores(2, tmp_path) == expected
 
 
 def test_available_memory_is_the_kernels_or_the_narrowest_cgroups(tmp_path):

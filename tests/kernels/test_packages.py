@@ -17,7 +17,7 @@ from canon_pretrain.kernels.backends import canon_reference
 from canon_pretrain.kernels.packages import DTYPES, PACKAGES, canon_by_package
 from canon_pretrain.model import canon_check
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.cache import NOWHERE, PADDING
+from canon_pretrain.model.cache import BEFORE_START, PADDING
 
 calls: list[str] = []
 PLAIN = {"residual": True, "activation": False}
@@ -152,7 +152,7 @@ def _segments(num_tokens: int, reach: int, device: str = "cpu") -> Tensor:
     numbers = torch.arange(num_tokens, dtype=torch.int32) // 3
     padded = torch.full((num_tokens,), PADDING, dtype=torch.int32)
     padded[num_tokens // 2 :] = 0
-    return F.pad(torch.stack((numbers, padded)), (reach, 0), value=NOWHERE).to(device)
+    return F.pad(torch.stack((numbers, padded)), (reach, 0), value=BEFORE_START).to(device)
 
 
 def _with_gradients(

@@ -193,7 +193,7 @@ def test_a_package_whose_kernels_are_wrong_is_refused(monkeypatch, fault):
         Attend(BASE, "fa4")
 
 
-WAYS = [  # on a CPU, on a GPU
+METHODS = [  # on a CPU, on a GPU
     ("rope", "auto", "sdpa", "sdpa"),
     ("rope", "flex", "sdpa", "sdpa"),
     ("alibi", "auto", "sdpa", "flex"),
@@ -205,7 +205,7 @@ WAYS = [  # on a CPU, on a GPU
 
 
 def test_the_way_of_a_training_step(flash_attn):
-    for name, backend, *expected in WAYS:
+    for name, backend, *expected in METHODS:
         attend = Attend(variant(name), backend)
         found = [attend.describe(device) for device in ("cpu", "cuda")]
         assert [way.split()[0] for way in found] == expected

@@ -92,7 +92,7 @@ def test_rows_padded_on_the_left_are_continued_and_taken_in_any_order(args):
     # beams: some go twice, one ends; then down to one row; then to several again
     for step, taken in enumerate(([0, 1, 2], [2, 0, 0, 1], [3, 1, 1, 0], [2], [0, 0])):
         if step:
-            cache.take(torch.tensor(taken))
+            cache.select_rows(torch.tensor(taken))
         after = random_tokens(args, rows=len(taken), num_tokens=1 + step % 2, seed=10 + step)
         pasts = [torch.cat((pasts[row], after[i])) for i, row in enumerate(taken)]
         logits = model(after, cache=cache)

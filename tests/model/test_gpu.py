@@ -30,7 +30,7 @@ def _fresh_compiler():
     torch.compiler.reset()
 
 
-def _wide(args: ModelArgs) -> ModelArgs:
+def _widen(args: ModelArgs) -> ModelArgs:
     return replace(args, dim=64 * args.num_heads, ffn_dim=256, max_seq_len=256)
 
 
@@ -62,19 +62,19 @@ def _assert_equals_the_reference(args: ModelArgs, **options) -> None:
 
 @every_variant
 def test_every_variant_equals_the_reference_by_the_way_it_takes(args):
-    _assert_equals_the_reference(_wide(args))
+    _assert_equals_the_reference(_widen(args))
 
 
-WAYS = [
+METHODS = [
     *(("rope gqa", backend) for backend in ("sdpa", "flash_attn", "fa3", "fa4")),
     *(("alibi gqa", backend) for backend in ("sdpa", "flex", "flash_attn")),
     *(("h_alibi ABCD gqa documents", backend) for backend in ("sdpa", "flex")),
 ]
 
 
-@pytest.mark.parametrize(("name", "backend"), WAYS)
+@pytest.mark.parametrize(("name", "backend"), METHODS)
 def test_every_way_of_attention_equals_the_reference(name, backend):
-    args = _wide(variant(name))
+    args = _widen(variant(name))
     try:
         check_backend(args, backend)
     except UserError as why:
@@ -88,12 +88,12 @@ def test_every_way_of_attention_equals_the_reference(name, backend):
 @pytest.mark.parametrize("kernel", attend_module._SDPA_KERNELS, ids=lambda k: k.name)
 def test_every_sdpa_kernel_equals_the_reference(monkeypatch, kernel):
     monkeypatch.setattr(attend_module, "_SDPA_ORDERS", {"auto": [kernel]})
-    _assert_equals_the_reference(_wide(variant("rope")))
+    _assert_equals_the_reference(_widen(variant("rope")))
 
 
 @pytest.mark.parametrize("name", ["rope ABCD", "alibi ABCD gqa documents", "h_alibi AC"])
 def test_blocks_compile_to_one_graph_with_the_same_numbers(name):
-    args = _wide(variant(name))
+    args = _widen(variant(name))
     model, eager = _on_gpu(args), _on_gpu(args)
     for layer, block in model.layers.named_children():
         compiled = torch.compile(block, fullgraph=True, options=compile_options("cuda", "auto"))
@@ -105,7 +105,7 @@ def test_blocks_compile_to_one_graph_with_the_same_numbers(name):
 
 @pytest.mark.parametrize("name", ["rope ABCD gqa", "alibi ABCD documents"])
 def test_reading_in_parts_equals_one_pass(name):
-    args = _wide(variant(name))
+    args = _widen(variant(name))
     model = _on_gpu(args)
     tokens = random_tokens(args, rows=2, num_tokens=NUM_TOKENS).to(DEVICE)
     cache = Cache(args.num_layers)

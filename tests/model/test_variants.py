@@ -1,4 +1,4 @@
-"""Every variant: against the independent implementation, who sees whom by gradient, bfloat16."""
+"""Every variant: logits of the reference, causality by gradient, bfloat16."""
 
 import itertools
 
