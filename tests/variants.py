@@ -1,7 +1,7 @@
-"""Small models of every variant, for the tests of all that must work on the whole family.
+"""Small models of every variant, for tests that must pass for all of them.
 
-A variant's name is its definition: the words of WORDS that it holds, on top of BASE. Any two words
-that may stand together do so in one of them at least: a fault that needs both is met.
+A variant's name is its definition: words of WORDS, applied to BASE. Every compatible pair of words
+occurs in at least one variant.
 """
 
 from dataclasses import replace
@@ -14,18 +14,11 @@ from canon_pretrain.model.args import POSITIONS, ModelArgs
 from canon_pretrain.model.transformer import Transformer
 
 EOS_ID = 2
-# sizes apart from one another, so that a wrong width shows; lingua's values are large enough for a
-# mistake in any part to change the logits
+# distinct sizes show a wrong width; lingua's values are large enough for any fault to change logits
 BASE = ModelArgs(
-    vocab_size=40,
-    num_layers=2,
-    dim=32,
-    num_heads=4,
-    ffn_dim=24,
-    max_seq_len=160,
-    eos_id=EOS_ID,
+    vocab_size=40, num_layers=2, dim=32, num_heads=4, ffn_dim=24, max_seq_len=160, eos_id=EOS_ID,
     init="lingua",
-)
+)  # fmt: skip
 WORDS: dict[str, dict[str, Any]] = {
     **{position: {"position": position} for position in POSITIONS},
     **{canon_set: {"canon_set": canon_set} for canon_set in ("A", "AC", "BD", "ABCD")},
@@ -49,57 +42,39 @@ WORDS: dict[str, dict[str, Any]] = {
     "documents": {"document_mask": True},
 }
 NAMES = (
-    "rope",
-    "rope gpt2 tied",
-    "rope standard gqa",
-    "rope A k3 cst relu2 qk_per_head documents",
-    "rope AC no_res act standard_relu2 qk_full gqa tied documents",
-    "rope BD k2 no_res gqa tied",
-    "rope ABCD k2 standard gqa",
-    "nope qk_full gqa tied",
-    "nope A k3 no_res act cst relu2 qk_per_head gqa tied",
-    "nope AC k3 no_res cst standard_relu2 tied",
-    "nope BD k2 no_res cst standard qk_full gqa",
-    "nope ABCD",
-    "nope ABCD k2 no_res act standard documents",
-    "alibi standard_relu2 qk_per_head documents",
-    "alibi A no_res act cst standard gqa tied documents",
-    "alibi AC k3 act cst relu2 qk_per_head documents",
-    "alibi BD k2 act qk_full gqa",
-    "alibi ABCD k3 cst relu2 qk_per_head tied",
-    "h_alibi relu2 qk_per_head tied documents",
-    "h_alibi A k2 act relu2 gqa tied documents",
-    "h_alibi AC k2 cst standard qk_full gqa documents",
-    "h_alibi BD k3 act standard_relu2 gqa",
-    "h_alibi ABCD k3 no_res cst tied documents",
-    "partial_rope_a standard_relu2 tied documents",
-    "partial_rope_a A k2 cst qk_per_head gqa tied documents",
-    "partial_rope_a AC k3 act standard",
-    "partial_rope_a BD no_res act cst relu2 qk_full gqa",
-    "partial_rope_a ABCD k2 no_res act cst relu2",
-    "partial_rope_b relu2 documents",
-    "partial_rope_b A k2 act standard_relu2 qk_full tied",
-    "partial_rope_b AC k3 no_res act qk_per_head",
-    "partial_rope_b BD k3 no_res act standard qk_per_head gqa documents",
-    "partial_rope_b ABCD cst qk_per_head gqa",
-    "partial_rope_c standard qk_full gqa",
-    "partial_rope_c A no_res act qk_full gqa",
-    "partial_rope_c AC k3 act relu2 gqa",
-    "partial_rope_c BD k2 no_res cst relu2 qk_per_head tied documents",
-    "partial_rope_c ABCD qk_full",
-    "partial_rope_c ABCD k3 cst standard_relu2 qk_full tied",
-    "partial_rope_c half ABCD k5 qk_full gqa",
-    "partial_rope_c ABCD gpt2 qk_full gqa documents",
-    "nope ABCD bias qk_per_head",
-    "alibi AC layernorm",
+    """
+rope, rope gpt2 tied, rope standard gqa, rope A k3 cst relu2 qk_per_head documents,
+rope AC no_res act standard_relu2 qk_full gqa tied documents, rope BD k2 no_res gqa tied,
+rope ABCD k2 standard gqa, nope qk_full gqa tied,
+nope A k3 no_res act cst relu2 qk_per_head gqa tied, nope AC k3 no_res cst standard_relu2 tied,
+nope BD k2 no_res cst standard qk_full gqa, nope ABCD, nope ABCD k2 no_res act standard documents,
+alibi standard_relu2 qk_per_head documents, alibi A no_res act cst standard gqa tied documents,
+alibi AC k3 act cst relu2 qk_per_head documents, alibi BD k2 act qk_full gqa,
+alibi ABCD k3 cst relu2 qk_per_head tied, h_alibi relu2 qk_per_head tied documents,
+h_alibi A k2 act relu2 gqa tied documents, h_alibi AC k2 cst standard qk_full gqa documents,
+h_alibi BD k3 act standard_relu2 gqa, h_alibi ABCD k3 no_res cst tied documents,
+partial_rope_a standard_relu2 tied documents,
+partial_rope_a A k2 cst qk_per_head gqa tied documents, partial_rope_a AC k3 act standard,
+partial_rope_a BD no_res act cst relu2 qk_full gqa, partial_rope_a ABCD k2 no_res act cst relu2,
+partial_rope_b relu2 documents, partial_rope_b A k2 act standard_relu2 qk_full tied,
+partial_rope_b AC k3 no_res act qk_per_head,
+partial_rope_b BD k3 no_res act standard qk_per_head gqa documents,
+partial_rope_b ABCD cst qk_per_head gqa, partial_rope_c standard qk_full gqa,
+partial_rope_c A no_res act qk_full gqa, partial_rope_c AC k3 act relu2 gqa,
+partial_rope_c BD k2 no_res cst relu2 qk_per_head tied documents, partial_rope_c ABCD qk_full,
+partial_rope_c ABCD k3 cst standard_relu2 qk_full tied, partial_rope_c half ABCD k5 qk_full gqa,
+partial_rope_c ABCD gpt2 qk_full gqa documents, nope ABCD bias qk_per_head, alibi AC layernorm
+""".strip()
+    .replace(",\n", ", ")
+    .split(", ")
 )
 
 
 def variant(name: str) -> ModelArgs:
-    """Return the args that the words of `name` spell, as in "alibi ABCD gqa"."""
+    """Return the args of a name such as "alibi ABCD gqa"."""
     words = name.split()
     changes = {field: value for word in words for field, value in WORDS[word].items()}
-    if "partial_rope_b" in words and "gqa" in words:  # a quarter of k's heads must be whole
+    if "partial_rope_b" in words and "gqa" in words:  # needs 4 heads of k
         changes |= {"num_heads": 8, "dim": 64, "num_kv_heads": 4}
     return replace(BASE, **changes)
 
@@ -109,10 +84,7 @@ every_variant = pytest.mark.parametrize("args", VARIANTS.values(), ids=list(VARI
 
 
 def build(args: ModelArgs, **options: Any) -> Transformer:
-    """Return the initialised model of `args` with norm gains that differ from 1, biases from 0.
-
-    Gains of 1 would hide one that is applied in the wrong place. `options` go to `Transformer`.
-    """
+    """Return an initialized model with gains other than 1 and biases other than 0."""
     model = Transformer(args, **options)
     model.init_weights()
     generator = torch.Generator().manual_seed(args.init_seed)
@@ -126,7 +98,7 @@ def build(args: ModelArgs, **options: Any) -> Transformer:
 
 
 def random_tokens(args: ModelArgs, rows: int, num_tokens: int, seed: int = 0) -> torch.Tensor:
-    """Return int64 [rows, num_tokens]; one in eight is EOS, so rows hold several documents."""
+    """Return int64 [rows, num_tokens], one in eight of them EOS."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(args.vocab_size, (rows, num_tokens), generator=generator)
     ends = torch.rand(rows, num_tokens, generator=generator) < 1 / 8

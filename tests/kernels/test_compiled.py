@@ -129,6 +129,7 @@ TRACED = [
 ]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("function", "reference", "options", "num_taps"), TRACED)
 def test_traced_for_a_gpu_the_numbers_are_the_same(
     function, reference, options, num_taps, monkeypatch

@@ -1,4 +1,4 @@
-"""A GPU that is there and broken is an error; what this node's memory is."""
+"""An unusable GPU is an error; NUMA cores, available memory, nvidia-smi."""
 
 import contextlib
 from pathlib import Path
@@ -9,18 +9,22 @@ import torch
 
 from canon_pretrain import train
 from canon_pretrain.bench.limits import Machine
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.kernels import hardware
 from eval.__main__ import main as eval_main
-from tests.support import debug_run
+from tests.support import debug_run, error_codes, refused
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
 @pytest.fixture
-def broken_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    file = tmp_path / "dev" / "nvidia0"
-    write(file, "")
+def broken_gpu(tmp_path, monkeypatch):
+    file = write(tmp_path / "dev" / "nvidia0", "")
     write(file.parent / "nvidia-uvm", "")
     monkeypatch.setattr(hardware, "DEVICE_FILES", str(file.parent / "nvidia[0-9]*"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -28,45 +32,34 @@ def broken_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    program = tmp_path / "bin" / "nvidia-smi"
-    write(program, "#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n")
+def nvidia_smi(tmp_path, monkeypatch):
+    program = write(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\nexit 9\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent), prepend=":")
     return program
 
 
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
-def test_a_gpu_is_found_and_the_cpu_taken_where_it_is_asked_for(
-    broken_gpu, nvidia_smi, monkeypatch
-):
-    assert hardware.find_gpu() == str(broken_gpu)
+def test_an_unusable_gpu_is_refused_unless_hidden(broken_gpu, nvidia_smi, monkeypatch):
     for value in (None, "0", "", "-1", " "):
         if value is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-        refused = pytest.raises(UserError, match=f"nvidia0.*CUDA_VISIBLE_DEVICES={value}")
-        with refused if value in (None, "0") else contextlib.nullcontext():
+        error = refused("gpu.unusable", evidence=str(broken_gpu))
+        with error if value in (None, "0") else contextlib.nullcontext():
             hardware.check_cuda()
     broken_gpu.unlink()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     hardware.check_cuda()
-    assert hardware.find_gpu() is None, "nvidia-uvm is no GPU, and nvidia-smi fails"
+    assert hardware.find_gpu() is None  # nvidia-uvm is not a GPU, and nvidia-smi fails
     nvidia_smi.write_text("#!/bin/sh\n[ $1 = -L ] && echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\n")
     assert "NVIDIA H100" in (hardware.find_gpu() or "")
     monkeypatch.setenv("PATH", str(nvidia_smi.parent / "nothing"))
     assert hardware.find_gpu() is None
 
 
-def test_training_evaluation_and_benches_refuse_a_broken_gpu_with_torchs_reason(
-    broken_gpu, data_folder, tmp_path, capsys
-):
+@pytest.mark.system
+def test_commands_refuse_an_unusable_gpu(broken_gpu, data_folder, tmp_path, capsys):
     with pytest.raises((RuntimeError, AssertionError)) as raised:
         torch.cuda.init()
-    reason = str(raised.value).splitlines()[0]
     suite = ["run", "--checkpoint", tmp_path, "--suite", "validation"]
     command = list(map(str, debug_run(data_folder, tmp_path / "run")))
     for main, arguments in ((train.main, command), (eval_main, suite)):
@@ -74,9 +67,10 @@ def test_training_evaluation_and_benches_refuse_a_broken_gpu_with_torchs_reason(
             main(list(map(str, arguments)))
         assert ended.value.code == 2
         message = capsys.readouterr().err
-        assert reason in message and message.count("\n") == 1
+        assert error_codes(message) == ["gpu.unusable"]
+        assert str(raised.value).splitlines()[0] in message and message.count("\n") == 1
     assert not (tmp_path / "run").exists()
-    with pytest.raises(UserError, match="nvidia0"):
+    with refused("gpu.unusable"):
         Machine.here()
     train.main([*command, "--dry_run"])
 
@@ -85,7 +79,7 @@ def test_training_evaluation_and_benches_refuse_a_broken_gpu_with_torchs_reason(
     ("node", "cores", "expected"),
     [("1", "48-50,144\n", {48, 49, 50, 144}), ("-1", "0-3", set()), ("1", "", set())],
 )
-def test_cores_near_a_gpu_are_those_of_its_numa_node(node, cores, expected, tmp_path, monkeypatch):
+def test_numa_cores_of_a_gpu(node, cores, expected, tmp_path, monkeypatch):
     place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {2: place}.get)
     assert hardware.numa_cores(2, tmp_path) == set()
@@ -94,8 +88,8 @@ def test_cores_near_a_gpu_are_those_of_its_numa_node(node, cores, expected, tmp_
     assert hardware.numa_cores(2, tmp_path) == expected
 
 
-def test_available_memory_is_the_kernels_or_the_narrowest_cgroups(tmp_path):
-    total = hardware.available_memory(tmp_path)  # nothing to read: all of it
+def test_available_memory_is_limited_by_cgroups(tmp_path):
+    total = hardware.available_memory(tmp_path)  # nothing to read
     assert 0 < hardware.available_memory() <= total
     write(tmp_path / "proc/meminfo", f"MemTotal: 9 kB\nMemAvailable:   {total // 2048} kB\n")
     assert hardware.available_memory(tmp_path) == total // 2048 * 1024
@@ -107,9 +101,9 @@ def test_available_memory_is_the_kernels_or_the_narrowest_cgroups(tmp_path):
     write(groups / "cpu,cpuacct/job/step/memory.max", "1\n")
     assert hardware.available_memory(tmp_path) == total // 2048 * 1024
     write(groups / "slice/memory.max", "200000000\n")
-    assert hardware.available_memory(tmp_path) == 200_000_000, "that of the slice around it"
+    assert hardware.available_memory(tmp_path) == 200_000_000
     write(groups / "memory/memory.limit_in_bytes", "100000000\n")
-    assert hardware.available_memory(tmp_path) == 100_000_000, "all that a container shows"
+    assert hardware.available_memory(tmp_path) == 100_000_000
 
 
 SMI = """#!/bin/sh
@@ -120,8 +114,8 @@ esac
 """
 
 
-def test_a_gpus_clocks_power_and_throttle_reasons(nvidia_smi):
-    assert hardware.query_gpu("0") is None, "nvidia-smi fails"
+def test_query_gpu(nvidia_smi):
+    assert hardware.query_gpu("0") is None
     nvidia_smi.write_text(SMI)
     numbers = {"sm_mhz": 1410, "max_sm_mhz": 1980, "memory_mhz": 2619, "power_w": 693.25}
     numbers |= {"power_limit_w": 700, "celsius": 64}

@@ -15,7 +15,6 @@ from canon_pretrain.kernels.linear_cross_entropy import IGNORE_INDEX, linear_cro
 from canon_pretrain.run.config import Loss
 from canon_pretrain.titan.spec import head_loss
 
-system = pytest.mark.system
 TERMS = [{}, {"z_loss": 0.03}, {"squared_loss": 0.05}]
 every_term = pytest.mark.parametrize("terms", TERMS, ids=str)
 # one chunk, even ones, uneven ones, one token each
@@ -104,9 +103,10 @@ def test_a_loss_whose_square_overflows_is_still_a_number():
         assert grad.isfinite().all()
 
 
-# what torch itself says when it traces an autograd function
+# from torch, tracing an autograd function
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=system)])
+@pytest.mark.system
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @every_term
 def test_it_compiles_inside_and_in_a_caller(terms, backend):
     h, weight, labels = problem(torch.float32, num_tokens=40)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _run(module: str, out: Path, *arguments: str, **environment: str) -> dict[str, list]:
-    """Run a module in a process of its own: TRITON_INTERPRET is read when triton is imported."""
+    """Run a module in its own process: TRITON_INTERPRET is read when triton is imported."""
     pytest.importorskip("triton")
     command = [sys.executable, "-m", module, str(out), *arguments]
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
@@ -25,25 +25,33 @@ def _run(module: str, out: Path, *arguments: str, **environment: str) -> dict[st
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
+def results(request, tmp_path_factory):
+    """The errors of the selected cases, all run in one process."""
     out = tmp_path_factory.mktemp("triton") / "results.json"
-    return _run("tests.triton_cases", out, TRITON_INTERPRET="1")
+    tests = [item for item in request.session.items if item.path == request.path]
+    names = [item.callspec.params["name"] for item in tests if "name" in item.callspec.params]
+    return _run("tests.triton_cases", out, *names, TRITON_INTERPRET="1")
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = [name for name in CASES if "1, 3, 40" in name or "2, 3, 40" in name]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.system) for n in CASES]
+)
 def test_in_the_interpreter(name, results):
     assert not results[name], results[name]
 
 
-@pytest.mark.system  # Triton's compiler takes its time
+@pytest.mark.system
 @pytest.mark.parametrize("capability", ["90", "80"])
-def test_every_kernel_compiles_into_registers_without_atomics(tmp_path, capability):
+def test_kernels_compile_without_spills_and_atomics(tmp_path, capability):
     out, cache = tmp_path / "kernels.json", str(tmp_path / "cache")
     compiled = _run("tests.triton_compiled", out, capability, TRITON_CACHE_DIR=cache)
     assert len({name.split()[0] for name in compiled}) == 5
     for name, (text, resources) in compiled.items():
-        assert "st.global" in text  # it is PTX, and of a kernel that writes
+        assert "st.global" in text  # PTX of a kernel that writes
         atomics = re.findall(r"^\s*(?:@%p\d+ )?(?:atom|red)\.\S+", text, re.MULTILINE)
-        assert not atomics, (name, atomics)  # their order would be another in each run
+        assert not atomics, (name, atomics)  # their order differs between runs
         if resources and capability == "90":  # Triton may come without cuobjdump
             assert "STACK:0 " in resources, (name, resources)

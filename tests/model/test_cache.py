@@ -1,12 +1,12 @@
-"""Reading in parts: chunks, padding, rows taken, branches; all equal one full pass."""
+"""Forward passes with a cache: chunks, padding, selected rows, branches; all equal one pass."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.cache import FIRST_CAPACITY, Cache
 from canon_pretrain.model.transformer import Transformer
+from tests.support import refused
 from tests.variants import BASE, EOS_ID, VARIANTS, build, every_variant, random_tokens, variant
 
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
@@ -24,7 +24,7 @@ def _in_parts(
 
 @torch.no_grad()
 @every_variant
-def test_chunks_and_single_tokens_give_the_logits_of_one_pass(args):
+def test_chunks_and_single_tokens_equal_one_pass(args):
     model = build(args)
     tokens = random_tokens(args, rows=3, num_tokens=13)
     expected = model(tokens)
@@ -40,12 +40,12 @@ def test_chunks_and_single_tokens_give_the_logits_of_one_pass(args):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["rope ABCD gqa", "alibi BD documents"])
-def test_the_cache_grows_past_its_first_room_and_past_its_double(name):
+def test_the_cache_grows_past_its_first_and_second_capacity(name):
     assert FIRST_CAPACITY == 64
     model = build(variant(name))
     tokens = random_tokens(model.args, rows=2, num_tokens=140)
     expected = model(tokens)
-    # over 64 by single tokens, over 128 by four; a first part that is longer than the room
+    # past 64 by single tokens, past 128 by four; a first chunk above the capacity
     for sizes in ([60, 1, 1, 1, 1, 1, 1, 57, 4, 1, 1, 11], [129, 1, 10]):
         torch.testing.assert_close(_in_parts(model, tokens, sizes), expected, **TOLERANCE)
 
@@ -68,33 +68,33 @@ def _padded(rows: list[Tensor], side: str, pad_id: int) -> tuple[Tensor, Tensor]
 @torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right"])
 @every_variant
-def test_padded_rows_equal_the_rows_by_themselves(args, side):
+def test_padded_rows_equal_unpadded_rows(args, side):
     model, rows = build(args), _prompts(seed=0)
     given = []
-    for pad_id in (EOS_ID, 33):  # what tokenizers without a padding token pad with, and another
+    for pad_id in (EOS_ID, 33):
         tokens, is_real = _padded(rows, side, pad_id)
         logits = model(tokens, is_real_BT=is_real)
         assert torch.isfinite(logits).all()
         given.append(logits[is_real])
     alone = torch.cat([model(row[None])[0] for row in rows])
     torch.testing.assert_close(given[0], alone, **TOLERANCE)
-    assert torch.equal(*given), "what stands in padding changes nothing"
+    assert torch.equal(*given)
 
 
 @torch.no_grad()
 @every_variant
-def test_rows_padded_on_the_left_are_continued_and_taken_in_any_order(args):
+def test_left_padded_rows_continue_and_are_selected(args):
     model, rows = build(args), _prompts(seed=1)
     tokens, is_real = _padded(rows, "left", EOS_ID)
     cache, pasts = Cache(args.num_layers), list(rows)
     for part, real in zip(tokens.split([3, 5, 1], 1), is_real.split([3, 5, 1], 1), strict=True):
         model(part, is_real_BT=real, cache=cache, logits_to_keep=1)
-    # beams: some go twice, one ends; then down to one row; then to several again
-    for step, taken in enumerate(([0, 1, 2], [2, 0, 0, 1], [3, 1, 1, 0], [2], [0, 0])):
+    # beams: repeated rows, one ends; then one row; then several again
+    for step, selected in enumerate(([0, 1, 2], [2, 0, 0, 1], [3, 1, 1, 0], [2], [0, 0])):
         if step:
-            cache.select_rows(torch.tensor(taken))
-        after = random_tokens(args, rows=len(taken), num_tokens=1 + step % 2, seed=10 + step)
-        pasts = [torch.cat((pasts[row], after[i])) for i, row in enumerate(taken)]
+            cache.select_rows(torch.tensor(selected))
+        after = random_tokens(args, rows=len(selected), num_tokens=1 + step % 2, seed=10 + step)
+        pasts = [torch.cat((pasts[row], after[i])) for i, row in enumerate(selected)]
         logits = model(after, cache=cache)
         for row, past in enumerate(pasts):
             expected = model(past[None])[0, -after.shape[1] :]
@@ -103,7 +103,7 @@ def test_rows_padded_on_the_left_are_continued_and_taken_in_any_order(args):
 
 @torch.no_grad()
 @every_variant
-def test_branches_go_on_apart_from_one_prompt(args):
+def test_branches_of_one_prompt_are_independent(args):
     model = build(args)
     prompts, more = random_tokens(args, 2, 9), random_tokens(args, 5, 4, seed=1)
     rows = torch.tensor([1, 0, 0, 1, 1])
@@ -118,23 +118,20 @@ def test_branches_go_on_apart_from_one_prompt(args):
 
 
 @torch.no_grad()
-def test_past_max_seq_len_is_refused_and_changes_nothing():
+def test_past_max_seq_len_is_refused_without_effect():
     model = build(VARIANTS["rope"])
     tokens = random_tokens(model.args, rows=1, num_tokens=160)
     cache = Cache(model.args.num_layers)
     model(tokens[:, :159], cache=cache)
-    with pytest.raises(UserError, match="161 tokens.*max_seq_len = 160"):
+    with refused("model.sequence_too_long"):
         model(tokens[:, :2], cache=cache)
     last = model(tokens[:, 159:], cache=cache)
     torch.testing.assert_close(last, model(tokens)[:, -1:], **TOLERANCE)
 
 
-# -- documents ----------------------------------------------------------------------------------
-
-
 @torch.no_grad()
-def test_a_cache_that_an_error_left_half_read_is_refused():
-    """Some layers' Canon memories hold the tokens then, others' do not."""
+def test_a_cache_after_an_interrupted_pass_is_refused():
+    """The token is in the Canon state of some layers only."""
     model = build(variant("nope ABCD"))
     tokens, cache = random_tokens(model.args, rows=1, num_tokens=7), Cache(model.args.num_layers)
     model(tokens[:, :5], cache=cache)
@@ -146,5 +143,5 @@ def test_a_cache_that_an_error_left_half_read_is_refused():
     with pytest.raises(KeyboardInterrupt):
         model(tokens[:, 5:6], cache=cache)
     hook.remove()
-    with pytest.raises(UserError, match="new cache"):
+    with refused("cache.incomplete"):
         model(tokens[:, 5:6], cache=cache)

@@ -1,4 +1,4 @@
-"""Generation with a cache against whole passes, for every variant and however the rows are put."""
+"""Generation with a cache against full passes, for every variant and batch layout."""
 
 import itertools
 import math
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.model import decode
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.decode import generate, sample
 from canon_pretrain.model.transformer import Transformer
+from tests.support import refused
 from tests.variants import BASE, build, every_variant, random_tokens, variant
 
 LENGTHS = (1, 3, 30, 9, 31)
@@ -40,14 +40,14 @@ def whole_pass(model: Transformer, prompt: list[int], answer: list[int]) -> Tens
 
 
 @every_variant
-def test_tokens_and_logits_are_those_of_whole_passes(args):
+def test_tokens_and_logits_equal_full_passes(args):
     model, prompts = build(args), prompts_for(args)
     with recorded(model) as passes:
         together = generate(model, prompts, max_new_tokens=NEW)
-    assert len(passes) == NEW  # the prompts at once, then a token at a time
-    # no graph is kept; and no inference tensors, which a later training step could trip over
+    assert len(passes) == NEW
+    # no graph, and no inference tensors, which fail in a later training step
     assert not any(logits.requires_grad or logits.is_inference() for logits in passes)
-    with recorded(model) as passes_in_parts:  # each for itself, 12 tokens at a time
+    with recorded(model) as passes_in_parts:  # one row per batch, 12 tokens per pass
         in_parts = generate(model, prompts, max_new_tokens=NEW, batch_tokens=12)
     assert len(passes_in_parts) == len(prompts) * NEW + 2 + 2
     assert together == in_parts == generate(model, prompts, max_new_tokens=NEW, read_tokens=30)
@@ -67,13 +67,13 @@ def cut_answer(free: list[int], limit: int, eos_id: int, stop_id: int) -> tuple[
     return free[:limit], "limit"
 
 
-@pytest.mark.parametrize("name", ["rope ABCD k2 standard gqa", "alibi BD k2 act qk_full gqa"])
-def test_rows_end_by_themselves_and_answers_keep_their_order(name):
+@pytest.mark.parametrize("name", ["rope ABCD gqa", "alibi BD gqa"])
+def test_rows_end_independently_and_keep_their_order(name):
     model = build(variant(name))
     prompts = prompts_for(model.args, (5, 1, 17, 2, 40, 17, 8))
     free = generate(model, prompts, max_new_tokens=NEW)
     limits = [NEW, 1, NEW, 7, NEW, 2, NEW]
-    # two ids for which some answers end in each of the three ways
+    # find two ids for which answers end for all three reasons
     for eos_id, stop_id in itertools.permutations(sorted({t for row in free for t in row}), 2):
         cut = [cut_answer(*given, eos_id, stop_id) for given in zip(free, limits, strict=True)]
         if {reason for _, reason in cut} == {"eos", "stop", "limit"}:
@@ -89,23 +89,24 @@ def test_rows_end_by_themselves_and_answers_keep_their_order(name):
         asked.append((i, list(tokens)))
         return tokens[-1] == stop_id
 
-    options = {"max_new_tokens": limits, "eos_id": eos_id, "stop": stop, "ended": ended.append}
+    options = {"max_new_tokens": limits, "eos_id": eos_id, "stop": stop, "on_end": ended.append}
     for batch_tokens in (10_000, 120, 1):
         asked.clear()
         ended.clear()
         assert generate(model, prompts, batch_tokens=batch_tokens, **options) == expected
         assert sorted(ended) == list(range(len(prompts)))
-        # once a token, with all up to it
-        assert sorted(asked) == [
-            (i, kept[: n + 1]) for i, kept in enumerate(expected) for n in range(len(kept))
+        # once per token, with all tokens so far
+        prefixes = [
+            [(i, kept[: n + 1]) for n in range(len(kept))] for i, kept in enumerate(expected)
         ]
-    with recorded(model) as passes:  # rows that ended are not computed
+        assert sorted(asked) == sum(prefixes, [])
+    with recorded(model) as passes:  # rows that have ended are not computed
         generate(model, [[5], [6, 7], [8]], max_new_tokens=[4, 1, 2])
     assert [len(logits) for logits in passes] == [3, 2, 1, 1]
     assert generate(model, [], max_new_tokens=3) == []
 
 
-def test_batches_stay_within_their_budget_and_are_few():
+def test_batches_stay_within_budget_and_are_few():
     lengths, new, budget = [1 + 37 * i % 71 for i in range(40)], 20, 200
     found = list(decode.batches([[5] * n for n in lengths], [new] * 40, budget, 160))
     assert sorted(i for batch in found for i in batch) == list(range(40))
@@ -114,17 +115,17 @@ def test_batches_stay_within_their_budget_and_are_few():
     assert len(found) <= math.ceil(sum(n + new for n in lengths) / budget * 1.25)
 
 
-def test_training_goes_on_as_if_nothing_had_been_asked():
-    """Asked while a graph is held, between a backward pass and its step; under inference_mode."""
+def test_generation_does_not_affect_training():
+    """Generate between forward and backward, before the step, and under inference_mode."""
 
-    def train(asks: bool) -> list[Tensor]:
+    def train(generates: bool) -> list[Tensor]:
         model = build(variant("partial_rope_a ABCD k2 no_res act cst relu2"))
         parameters = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=1e-2)
         seen = []
 
-        def ask() -> None:
-            if asks:
+        def maybe_generate() -> None:
+            if generates:
                 generate(model, [[3, 4], [5]], max_new_tokens=5)
                 with torch.inference_mode():
                     generate(model, [[3, 4], [5]], max_new_tokens=5)
@@ -132,10 +133,10 @@ def test_training_goes_on_as_if_nothing_had_been_asked():
         for step in range(3):
             tokens = random_tokens(model.args, 2, 20, seed=step)
             logits = model(tokens)
-            ask()
+            maybe_generate()
             loss = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
-            ask()
+            maybe_generate()
             seen += [loss.detach(), *(p.grad.clone() for p in parameters)]
             optimizer.step()
             optimizer.zero_grad()
@@ -146,7 +147,7 @@ def test_training_goes_on_as_if_nothing_had_been_asked():
         assert torch.equal(with_it, without)
 
 
-def test_draws_depend_on_the_seed_and_on_nothing_else():
+def test_samples_depend_on_the_seed_only():
     model = build(variant("rope AC no_res act standard_relu2 qk_full gqa tied documents"))
     prompts = prompts_for(model.args, (5, 1, 17, 2, 40))
 
@@ -163,7 +164,7 @@ def test_draws_depend_on_the_seed_and_on_nothing_else():
     assert first != drawn(2)
     greedy = generate(model, prompts, max_new_tokens=15)
     assert all(a != b for a, b in zip(first, greedy, strict=True))
-    # draws are of the whole passes' distribution: the only likely id is always taken
+    # near temperature 0 the most likely token is always drawn
     cold = {"temperature": 1e-4, "generator": torch.Generator().manual_seed(3)}
     assert generate(model, prompts, max_new_tokens=15, **cold) == greedy
 
@@ -184,7 +185,7 @@ def expected_probabilities(
     ("temperature", "top_k", "top_p"),
     [(0.5, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.6), (1.3, 5, 0.7), (1.0, 0, 1e-9)],
 )
-def test_ids_are_drawn_with_their_probabilities(temperature, top_k, top_p):
+def test_tokens_are_sampled_with_their_probabilities(temperature, top_k, top_p):
     logits = torch.randn(11, generator=torch.Generator().manual_seed(0)) * 2
     num_draws = 20_000
     draws = (torch.arange(num_draws, dtype=torch.float64) + 0.5) / num_draws
@@ -195,26 +196,28 @@ def test_ids_are_drawn_with_their_probabilities(temperature, top_k, top_p):
     likely = {i for i, probability in enumerate(expected) if probability}
     edges = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
     assert set(sample(logits.expand(2, -1), edges, temperature, top_k, top_p).tolist()) <= likely
-    with pytest.raises(UserError, match="not finite"):
+    with refused("generate.logits_not_finite"):
         sample(torch.full((1, 2), math.nan), draws[:1], 1.0, 0, 1.0)
 
 
-REFUSED: list[tuple[list[list[int]], dict[str, Any], str]] = [
-    ([[1], []], {}, "prompt 1"),
-    ([[1, 40]], {}, "prompt 0"),
-    ([[1] * 3, [1] * 152], {}, "max_seq_len"),
-    ([[1], [2]], {"max_new_tokens": [1]}, "max_new_tokens"),
-    ([[1], [2]], {"max_new_tokens": [1, 0]}, "prompt 1"),
-    ([[1]], {"temperature": 1.0}, "Generator"),
-    ([[1]], {"temperature": -1.0}, "temperature"),
-    ([[1]], {"top_k": 3}, "temperature"),
-    ([[1]], {"top_p": 0.0}, "top_p"),
+REFUSED: list[tuple[str, list[list[int]], dict[str, Any]]] = [
+    ("empty_prompt", [[1], []], {}),
+    ("token_ids", [[1, 40]], {}),
+    ("max_new_tokens", [[1], [2]], {"max_new_tokens": [1]}),
+    ("max_new_tokens", [[1], [2]], {"max_new_tokens": [1, 0]}),
+    ("sampling", [[1]], {"temperature": 1.0}),
+    ("sampling", [[1]], {"temperature": -1.0}),
+    ("sampling", [[1]], {"top_k": 3}),
+    ("sampling", [[1]], {"top_p": 0.0}),
 ]
 
 
-def test_what_can_not_be_done_is_refused_before_anything_is_computed():
+def test_bad_arguments_are_refused_before_any_pass():
     model = build(BASE)
-    for prompts, options, match in REFUSED:
-        with recorded(model) as passes, pytest.raises(UserError, match=match):
-            generate(model, prompts, **{"max_new_tokens": NEW, **options})
-        assert not passes
+    with recorded(model) as passes:
+        for code, prompts, options in REFUSED:
+            with refused(f"generate.{code}"):
+                generate(model, prompts, **{"max_new_tokens": NEW, **options})
+        with refused("model.sequence_too_long", prompt=1):
+            generate(model, [[1] * 3, [1] * 152], max_new_tokens=NEW)
+    assert not passes

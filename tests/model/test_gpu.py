@@ -1,4 +1,4 @@
-"""On a GPU: every variant and every way of attention in bfloat16 against the float32 reference."""
+"""On a GPU: variants and attention backends in bfloat16 against the float32 reference."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ NUM_TOKENS = 200
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
-    # one process sees more shapes and masks here than dynamo recompiles for
+    # more shapes and masks than dynamo recompiles for
     torch.compiler.reset()
 
 
@@ -61,7 +61,7 @@ def _assert_equals_the_reference(args: ModelArgs, **options) -> None:
 
 
 @every_variant
-def test_every_variant_equals_the_reference_by_the_way_it_takes(args):
+def test_every_variant_equals_the_reference(args):
     _assert_equals_the_reference(_widen(args))
 
 
@@ -73,12 +73,12 @@ METHODS = [
 
 
 @pytest.mark.parametrize(("name", "backend"), METHODS)
-def test_every_way_of_attention_equals_the_reference(name, backend):
+def test_every_attention_backend_equals_the_reference(name, backend):
     args = _widen(variant(name))
     try:
         check_backend(args, backend)
     except UserError as why:
-        if "not installed" not in str(why) and "this GPU is" not in str(why):
+        if why.code != "attention.unavailable" or "fail" in str(why) or "away from" in str(why):
             raise
         pytest.skip(str(why))
     _assert_equals_the_reference(args, attention_backend=backend)
@@ -104,7 +104,7 @@ def test_blocks_compile_to_one_graph_with_the_same_numbers(name):
 
 
 @pytest.mark.parametrize("name", ["rope ABCD gqa", "alibi ABCD documents"])
-def test_reading_in_parts_equals_one_pass(name):
+def test_reading_in_chunks_equals_one_pass(name):
     args = _widen(variant(name))
     model = _on_gpu(args)
     tokens = random_tokens(args, rows=2, num_tokens=NUM_TOKENS).to(DEVICE)
