@@ -1,6 +1,6 @@
-"""The 64-KiB blocks of .bin files, compared with their CRC32s at every read.
+"""The 64-KiB blocks of .bin files, checked against their CRC32s at every read.
 
-The hot path of a run's data: a window of 4,096 tokens costs one preadv of one or two blocks.
+The hot path of data loading: a window of 4,096 tokens costs one preadv of one or two blocks.
 """
 
 import hashlib
@@ -16,14 +16,14 @@ from canon_pretrain.core.errors import UserError
 
 try:
     from isal.isal_zlib import crc32
-except ImportError:  # there is no wheel for every machine; this one takes ten times as long
+except ImportError:  # isal has no wheel for every platform; zlib's is ten times slower
     from zlib import crc32
 
 BLOCK_BYTES = 1 << 16
 BUFFER_BYTES = 4 * BLOCK_BYTES
-"""Read at once: fits a core's second-level cache, from which CRC and conversion then read."""
+"""Size of a read: fits a core's L2 cache, from which CRC and conversion then read."""
 MAX_OPEN_FILES = 128
-"""SlimPajama has 2,466 parts; a usual limit on open files is 1,024."""
+"""SlimPajama has 2,466 shards; a usual limit on open files is 1,024."""
 
 REBUILD_HINT = "run the same `python -m data_prep build` again"
 
@@ -31,12 +31,12 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class ShardError(UserError):
-    """A shard folder that is missing, unfinished, of another version or damaged."""
+    """A split that is missing, unfinished, of another version or damaged."""
 
 
 @dataclass(frozen=True)
 class FileInfo:
-    """What a commit mark knows of a file."""
+    """Size and hash of a file, as in a commit record."""
 
     size: Count
     sha256: str
@@ -44,29 +44,28 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """The files of a part, in the order in which they get their names."""
+    """The files of a shard, in the order in which they are renamed into place."""
 
     bin: FileInfo
     docs: FileInfo
     crc: FileInfo
 
 
-def shard_error(path: Path, what: str) -> ShardError:
-    """Return the error for a part's file; rebuilding the part gives the same bytes."""
-    return ShardError(
-        "todo.blocks", f"{path}: {what}; delete {path.stem}.* in that folder and {REBUILD_HINT}"
-    )
+def shard_error(path: Path, problem: str, **fields: object) -> ShardError:
+    """Return the error for a shard's damaged file; rebuilding the shard gives the same bytes."""
+    message = f"{path}: {problem}; delete {path.stem}.* in that folder and {REBUILD_HINT}"
+    return ShardError("shard.damaged", message, path=path, **fields)
 
 
 def block_crcs(content: bytes | memoryview) -> np.ndarray:
-    """Return the CRC32 of every 64 KiB of `content`, uint32 [ceil(bytes / 65536)]."""
+    """Return the CRC32 of each 64-KiB block of `content`, uint32 [ceil(bytes / 65536)]."""
     view = memoryview(content)
     starts = range(0, len(view), BLOCK_BYTES)
     return np.array([crc32(view[at : at + BLOCK_BYTES]) for at in starts], dtype="<u4")
 
 
 def read_small(path: Path) -> bytes:
-    """Return the content of one of a part's small files. Raises ShardError."""
+    """Return the content of a shard's .docs, .crc or .json file. Raises ShardError."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -74,16 +73,16 @@ def read_small(path: Path) -> bytes:
 
 
 def read_checked(path: Path, sha256: str) -> bytes:
-    """Return the content of a .docs or .crc file, compared with the hash in the commit mark."""
+    """Return the content of a .docs or .crc file. Raises ShardError if its hash differs."""
     content = read_small(path)
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
-        raise shard_error(path, f"damaged: sha256 {found[:16]}..., expected {sha256[:16]}...")
+        raise shard_error(path, f"sha256 {found[:16]}..., expected {sha256[:16]}...")
     return content
 
 
 class BlockReader:
-    """Reads ids, stored as `dtype`, from the .bin files of the parts in `folder`, on first use."""
+    """Reader of token ids, stored as `dtype`, from the .bin files in `folder`."""
 
     def __init__(self, folder: Path, dtype: np.dtype) -> None:
         self._folder = folder
@@ -94,7 +93,7 @@ class BlockReader:
         self._descriptors: dict[str, int] = {}
 
     def read(self, name: str, files: ShardFiles, start: int, out: np.ndarray) -> None:
-        """Fill `out`, int64 [count], with a part's ids from `start` on. Raises ShardError."""
+        """Fill `out`, int64 [count], with a shard's ids from `start` on. Raises ShardError."""
         path, width, size = self._folder / f"{name}.bin", self._width, files.bin.size
         if name not in self._crcs:
             known = read_checked(path.with_suffix(".crc"), files.crc.sha256)
@@ -110,9 +109,9 @@ class BlockReader:
             self._fill(path, content, begin)
             for block, found in enumerate(block_crcs(content), first_block):
                 if found != (expected := self._crcs[name][block]):
-                    where = f"64-KiB block {block} (byte offset {block * BLOCK_BYTES})"
-                    crcs = f"has CRC32 {found:08x}, expected {expected:08x}"
-                    raise shard_error(path, f"damaged: {where} {crcs}")
+                    where = f"64-KiB block {block} (byte {block * BLOCK_BYTES})"
+                    problem = f"{where} has CRC32 {found:08x}, expected {expected:08x}"
+                    raise shard_error(path, problem, block=block)
             ids = self._ids[(at - begin) // width : (min(end, stop) - begin) // width]
             out[done : done + len(ids)] = ids
             done += len(ids)
@@ -128,24 +127,22 @@ class BlockReader:
         try:
             descriptor = self._open(path)
             while done < len(buffer):
-                # one call may return less than asked for: only 0 is the end of the file
+                # preadv may return fewer bytes; only 0 is the end of the file
                 got = os.preadv(descriptor, [buffer[done:]], offset + done)
                 if got == 0:
-                    end = f"the file ends at byte {offset + done}"
-                    raise shard_error(path, f"short read: {end}: truncated after it was opened")
+                    end = offset + done
+                    raise shard_error(path, f"truncated to {end} bytes while open", end=end)
                 done += got
         except OSError as error:
-            raise ShardError(
-                "todo.blocks",
-                f"{path}: cannot be read: {error.strerror}; check the disk or network folder",
-            ) from error
+            message = f"{path}: cannot be read: {error.strerror}; check the disk or network folder"
+            raise ShardError("shard.unreadable", message, path=path) from error
 
     def _open(self, path: Path) -> int:
-        """Return a descriptor of a .bin file; the one opened first is closed for one too many."""
+        """Return a descriptor of a .bin file; close the oldest one above MAX_OPEN_FILES."""
         if path.name not in self._descriptors:
             if len(self._descriptors) >= MAX_OPEN_FILES:
                 os.close(self._descriptors.pop(next(iter(self._descriptors))))
             self._descriptors[path.name] = descriptor = os.open(path, os.O_RDONLY)
-            if hasattr(os, "posix_fadvise"):  # windows are drawn at random: what follows is no use
+            if hasattr(os, "posix_fadvise"):  # windows are random: read-ahead would be wasted
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         return self._descriptors[path.name]

@@ -1,13 +1,12 @@
-"""Texts encoded slice by slice and word by word, where that gives the ids of the whole text.
+"""An encoder that caches words and cuts texts, only where the ids are those of the whole text.
 
-Used by both tokenizer formats: SentencePiece takes GBs for a document of 30 MB, and most words have
-been seen before. The argument, for BPE: every symbol that arises while a text is merged is a piece
-of the vocabulary (bpe_model.cc looks each candidate up in it). Where two neighbouring characters
-occur side by side in no piece, no merge joins them; the merges left and right of that place then
-have no symbol in common, and the order in which they are done, by score and then from the left, is
-within each side the same as without the other. Characters without a piece become bytes one by one.
-What could reach across is excluded by `SentencePieceInfo.refusal`: normalization, symbols matched
-before merging, runs of unknown characters made one.
+Used by both tokenizer formats: SentencePiece needs GBs for a document of 30 MB, and most words
+repeat. Why cuts are exact for BPE: every symbol of a merge is a token of the vocabulary
+(bpe_model.cc looks up each candidate). If no token has two given characters side by side, no merge
+joins them; the merges on the two sides of such a place share no symbol, and their order (by score,
+then from the left) within each side does not depend on the other. Characters that are no token
+become bytes one by one. `SentencePieceInfo.whole_text_reason` excludes all that could act across a
+cut: normalization, symbols matched before merging, runs of unknown characters that become one.
 """
 
 import re
@@ -18,28 +17,27 @@ from typing import Any
 import numpy as np
 
 SPACE = "\u2581"
-"""What the format writes for a space; in a text the two are the same."""
+"""The format's symbol for a space; in a text the two are equal."""
 
 _BPE = 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
-# Encoders take several times as long, and GBs, for a character of a document of 30 MB.
+# For documents of 30 MB, encoders take several times as long per character, and GBs.
 SLICE_CHARACTERS = 1 << 18
-# Encoded both ways when a model is loaded: what another version of a library could change.
+# Encoded both ways when a model is loaded, because another library version could differ.
 PROBE_TEXT = (
     "Hello world.  Two   spaces,\n\n\tand (a_1b2) 'quotes'\n    return x[10:]  \n </s> <0x0A>"
     "\u2581\u2581marks \u2581 Z\u00fcrich \u6f22\u5b57\u3002 \U0001f9ec\U0001f9ec e\u0301\x00 "
 )
-# Two generations of this many words and of runs: 170 MB where no word ever repeats (measured).
+# Words, and runs, in each of two generations: at most 170 MB (measured).
 CAPACITY = 1 << 18
-# Longer ones are seldom seen twice.
+# Longer words seldom repeat.
 MAX_WORD = 48
-# Ids are kept as the bytes of an array: joining those is several times faster than chaining lists.
+# Ids are stored as bytes: joining those is several times faster than chaining lists.
 _STORED = np.dtype("=u4")
 
 _WORDS = re.compile(r" *[^ ]+| +").findall
 _WORDS_AND_NEWLINES = re.compile(r" *[^ \n]+|\n+| +").findall
 _RUNS = re.compile(r" *[A-Za-z]+| *[^ A-Za-z]+| +").findall
-
 
 # message and field numbers of sentencepiece_model.proto
 _SETTINGS = {
@@ -55,7 +53,7 @@ _SETTINGS = {
 
 @dataclass
 class SentencePieceInfo:
-    """What a SentencePiece file says that decides where its texts can be cut."""
+    """Settings and tokens of a SentencePiece file that decide where texts can be cut."""
 
     model_type: int = 1
     byte_fallback: bool = False
@@ -70,42 +68,42 @@ class SentencePieceInfo:
 
     @classmethod
     def read(cls, model: bytes) -> "SentencePieceInfo":
-        """Read them by hand: SentencePiece's own module wants one exact version of protobuf."""
-        facts = cls()
+        """Parse a .model file, without SentencePiece's module that needs an exact protobuf."""
+        info = cls()
         for number, value in _fields(model):
             if number == 1:
-                facts._add_token(dict(_fields(value)))
+                info._add_token(dict(_fields(value)))
             for inner, setting in _fields(value) if number in (2, 3) else ():
                 if name := _SETTINGS.get((number, inner)):
-                    setattr(facts, name, setting if name == "model_type" else bool(setting))
-        return facts
+                    setattr(info, name, setting if name == "model_type" else bool(setting))
+        return info
 
-    def _add_token(self, piece: dict[int, Any]) -> None:
-        kind = piece.get(3, _NORMAL)
+    def _add_token(self, fields: dict[int, Any]) -> None:
+        kind = fields.get(3, _NORMAL)
         if kind == _BYTE:
             self.num_bytes += 1
-        elif kind not in (_UNKNOWN, _CONTROL):  # those two are never matched in a text
-            text = piece[1].decode()
+        elif kind not in (_UNKNOWN, _CONTROL):  # never matched in a text
+            text = fields[1].decode()
             self.tokens.append(text)
             if kind != _NORMAL:
                 self.user_defined.append(text)
 
-    def refusal(self) -> str:
-        """Return why a text must be encoded whole; empty where the argument above holds."""
+    def whole_text_reason(self) -> str:
+        """Return why texts must be encoded whole; "" if cuts are exact."""
         reasons = {
-            "it is no BPE model": self.model_type != _BPE,
+            "it is not a BPE model": self.model_type != _BPE,
             "it has no byte fallback": not self.byte_fallback or self.num_bytes != 256,
-            "it normalises characters": self.normalizes,
+            "it normalizes characters": self.normalizes,
             "it drops repeated spaces": self.drops_spaces,
             "it does not escape spaces": not self.escapes_spaces,
             "its spaces end words": self.space_is_suffix,
-            f"it has user-defined or unused pieces {self.user_defined[:1]}": self.user_defined,
+            f"it has user-defined or unused tokens {self.user_defined[:1]}": self.user_defined,
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """The (number, value) of each field of a protobuf message; a value that is no varint: bytes."""
+    """Yield (number, value) of each field of a protobuf message; int for varints, else bytes."""
     at = 0
     while at < len(message):
         tag, at = _varint(message, at)
@@ -127,16 +125,14 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 class CutPoints:
-    """The pairs of characters that some piece holds side by side; cuts are between all others."""
+    """Where texts can be cut: between characters that no token has side by side."""
 
-    def __init__(self, pieces: list[str]) -> None:
-        pairs = {
-            left + right for piece in pieces for left, right in zip(piece, piece[1:], strict=False)
-        }
+    def __init__(self, tokens: list[str]) -> None:
+        pairs = {token[at : at + 2] for token in tokens for at in range(len(token) - 1)}
         spaces = {pair.replace(SPACE, " ") for pair in pairs}
         self.pairs = frozenset(pairs | spaces)
-        # whether a text can be cut before every run of spaces, before and after every run of
-        # newlines, and where ASCII letters begin (unless after a space) or end
+        # cuts are exact before each run of spaces, before and after each run of newlines, and
+        # where ASCII letters begin (unless after a space) or end
         self.before_spaces = not any(pair[1] == " " != pair[0] for pair in spaces)
         self.around_newlines = not any("\n" in pair and pair != "\n\n" for pair in spaces)
         self.around_letters = not any(
@@ -144,7 +140,7 @@ class CutPoints:
         )
 
     def cut(self, text: str, size: int) -> Iterator[str]:
-        """Yield `text` in slices of `size` characters, or more where no cut is safe before."""
+        """Yield `text` in slices of `size` characters, longer if no cut is exact there."""
         start = 0
         while len(text) - start > size:
             at = start + size
@@ -161,16 +157,17 @@ def _is_letter(character: str) -> bool:
 
 
 class CachedEncoder:
-    """`encode` of a text, in slices and through a word cache where `pieces` allow one.
+    """`encode` in slices, with a word cache if `tokens` allow one.
 
-    `pieces` are all that `encode` can match; `prefix` goes before each text. A cached word keeps
-    the spaces before it, and is put together from runs of letters and of others if none crosses.
+    `tokens` are all that `encode` can match; `prefix` is put before each text. A cached word
+    includes the spaces before it; it is joined from runs of letters and of others if no token
+    crosses those.
     """
 
     def __init__(
         self,
         encode: Callable[[str], list[int]],
-        pieces: list[str],
+        tokens: list[str],
         prefix: str,
         *,
         slice_characters: int = SLICE_CHARACTERS,
@@ -186,13 +183,13 @@ class CachedEncoder:
             return b"".join(map(words.__getitem__, split(text)))
 
         self._prefix = prefix
-        self._bounds = CutPoints(pieces)
+        self._cuts = CutPoints(tokens)
         self._slice_characters = slice_characters
         runs = _WordCache(encode_bytes, capacity)
-        words = _WordCache(encode_runs if self._bounds.around_letters else encode_bytes, capacity)
-        split = _WORDS_AND_NEWLINES if self._bounds.around_newlines else _WORDS
+        words = _WordCache(encode_runs if self._cuts.around_letters else encode_bytes, capacity)
+        split = _WORDS_AND_NEWLINES if self._cuts.around_newlines else _WORDS
         self._encode_slice, self.method = encode_bytes, "giant documents in slices"
-        if self._bounds.before_spaces:
+        if self._cuts.before_spaces:
             self._encode_slice, self.method = encode_words, "word cache"
 
     def encode(self, text: str) -> np.ndarray:
@@ -200,12 +197,12 @@ class CachedEncoder:
         if not text:
             return np.empty(0, dtype=np.int64)
         text = self._prefix + text.replace(SPACE, " ")
-        ids = b"".join(map(self._encode_slice, self._bounds.cut(text, self._slice_characters)))
+        ids = b"".join(map(self._encode_slice, self._cuts.cut(text, self._slice_characters)))
         return np.frombuffer(ids, dtype=_STORED).astype(np.int64)
 
 
 class _WordCache(dict[str, bytes]):
-    """word -> its ids, computed where missing; the words of the last two generations are kept."""
+    """Word -> ids, computed if missing; keeps the words of two generations."""
 
     def __init__(self, compute: Callable[[str], bytes], capacity: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""The held-out part of the data, cut into the windows of the trainer and of `--suite validation`.
+"""The held-out split, cut into windows for the trainer and `--suite validation`.
 
-Every token but the first is predicted once: windows of `seq_len + 1` tokens overlap by one.
+Each token but the first is predicted once: windows of `seq_len + 1` tokens overlap by one.
 """
 
 import math
@@ -26,19 +26,19 @@ class HeldOutLoss:
 def held_out_loss(
     nats: Sequence[float], counts: Sequence[int], bytes_per_token: Sequence[float]
 ) -> HeldOutLoss:
-    """Return the loss over several sources' summed log-likelihoods, tokens and bytes per token."""
+    """Return the loss from each source's summed NLL, token count and bytes per token."""
     total, tokens = math.fsum(nats), sum(counts)
     num_bytes = sum(n * width for n, width in zip(counts, bytes_per_token, strict=True))
     return HeldOutLoss(total / tokens, tokens, total / math.log(2) / num_bytes)
 
 
 def count_windows(num_tokens: int, seq_len: int) -> int:
-    """Return how many windows there are: 0 if no token can be predicted."""
+    """Return the number of windows; 0 if there is no token to predict."""
     return max(0, -(-(num_tokens - 1) // seq_len))
 
 
 def windows(num_tokens: int, seq_len: int, limit: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yield (offset, count) of the windows in order; of `limit` windows at even distances."""
+    """Yield (offset, count) of the windows in order, or of `limit` evenly spaced ones."""
     total = count_windows(num_tokens, seq_len)
     chosen = total if limit is None else min(limit, total)
     for k in range(chosen):
@@ -47,7 +47,7 @@ def windows(num_tokens: int, seq_len: int, limit: int | None = None) -> Iterator
 
 
 def divide_windows(total: int, shares: Sequence[Fraction], available: Sequence[int]) -> list[int]:
-    """Divide `total` windows by share (largest remainders), at least one each and what it has."""
+    """Divide `total` windows by share (largest remainder): at least 1, at most `available`."""
     exact = [total * share for share in shares]
     counts = [math.floor(value) for value in exact]
     order = sorted(range(len(exact)), key=lambda k: (counts[k] - exact[k], k))
@@ -57,21 +57,21 @@ def divide_windows(total: int, shares: Sequence[Fraction], available: Sequence[i
 
 
 def open_held_out(data: str | Path) -> TokenShards | None:
-    """Open a data folder's held-out part; None if there is no token to predict."""
+    """Open a data folder's held-out split; None if there is no token to predict."""
     folder = Path(data) / FOLDER
     shards = TokenShards.open(folder) if folder.exists() else None
     return shards if shards and shards.num_tokens > 1 else None
 
 
 def open_validation(data: str | Path) -> TokenShards:
-    """Open the text of `validation.path`: a folder's held-out part, or all of a build without."""
+    """Open the data of `validation.path`: the held-out split, or "train" if there is none."""
     shards = open_held_out(data) or TokenShards.open(Path(data) / "train")
     if shards.num_tokens < 2:
-        raise ShardError("todo.held_out", f"{data}: holds no text to validate on")
+        raise ShardError("data.no_validation", f"{data}: no tokens to validate on", path=data)
     return shards
 
 
-def joined_fingerprint(parts: Sequence[TokenShards | None]) -> str | None:
-    """Return the fingerprints of a mixture's held-out texts, joined by "+"; None without any."""
-    joined = "+".join(part.fingerprint if part else "none" for part in parts)
-    return joined if any(parts) else None
+def joined_fingerprint(splits: Sequence[TokenShards | None]) -> str | None:
+    """Return the fingerprints of a mixture's held-out splits, joined by "+"; None if none."""
+    joined = "+".join(split.fingerprint if split else "none" for split in splits)
+    return joined if any(splits) else None

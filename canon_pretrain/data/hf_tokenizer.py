@@ -1,9 +1,8 @@
-"""An HF tokenizer.json, read with the package `tokenizers`; one of `Tokenizer`'s two formats.
+"""Encoder of an HF tokenizer.json with the package `tokenizers`, one of `Tokenizer`'s two formats.
 
-That package matches every registered special token in a text and obeys a truncation or padding that
-the file asks for: here it does neither. It takes 5 GB for a document of 30 MB, which is encoded in
-slices for two known kinds of file: Llama-2's (the argument is in `cached_encoder.py`), and those
-that split a text by a known expression first.
+By default that package matches special tokens in texts, and truncates or pads if the file says so;
+both are off here. It needs 5 GB for a document of 30 MB, so texts are encoded in slices for two
+kinds of file: Llama-2's (see `cached_encoder.py`), and those that first split by a known regex.
 """
 
 import json
@@ -27,7 +26,7 @@ BOS_NAMES = (
     "<s>", "<|begin_of_text|>", "<bos>", "<|bos|>", "<|startoftext|>", "[BOS]",
     "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
 )  # fmt: skip
-# A character that hardly any vocabulary has: it must become bytes or the unknown token.
+# In hardly any vocabulary: must become bytes or the unknown token.
 _RARE = "\U0001f9ec"
 _LLAMA_NORMALIZER = {
     "type": "Sequence",
@@ -43,13 +42,13 @@ _SPLIT = (
 )
 # Llama-3's and Qwen-2's; GPT-2's is built into ByteLevel.
 _SPLITS = (_SPLIT % "{1,3}", _SPLIT % "")
-# In all three a match that holds the letter ends at the space, and none that begins there looks
-# back: what stands before does not change how the text is split from there on.
+# In all three, a match that includes the letter ends at the space, and no match that begins there
+# looks back, so the split from there on does not depend on the text before.
 _CUT = re.compile("[A-Za-z](?= [A-Za-z])")
 
 
 class SplitEncoder:
-    """`encode` of a text in slices that end before a space between ASCII letters."""
+    """`encode` in slices that end before a space between ASCII letters."""
 
     method = "giant documents in slices"
 
@@ -70,38 +69,38 @@ class SplitEncoder:
 
 
 class HFTokenizer:
-    """The tokenizer.json in `model`; EOS is `eos` (a text or id), else by a usual name.
+    """Encoder of the tokenizer.json in `model`; EOS is `eos` (text or id), else a common name.
 
-    Raises UserError without one EOS, or where a text could hold it or loses characters.
+    Raises UserError without exactly one EOS, or if texts could contain it or lose characters.
     """
 
     def __init__(self, model: bytes, name: str, eos: str | int | None = None) -> None:
         self._name = name
-        # a worker has one core; with more threads the package also warns after every fork
+        # workers have one core each; with threads the package also warns after every fork
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
             content = json.loads(model)
             added = {entry["content"]: int(entry["id"]) for entry in content["added_tokens"]}
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                "todo.hf_tokenizer", f"tokenizer {name}: not a tokenizer.json: {error!r}"
-            ) from None
+            message = f"tokenizer {name}: not a tokenizer.json: {error!r}"
+            raise UserError("tokenizer.unreadable", message) from None
         known = added if eos is not None else EOS_NAMES
         found = [token for token, i in added.items() if token in known and eos in (None, token, i)]
         if len(found) != 1:
+            wanted = "an EOS by name" if eos is None else repr(eos)
             raise UserError(
-                "todo.hf_tokenizer",
+                "tokenizer.eos",
                 f"tokenizer {name}: {len(found)} of its added tokens ({', '.join(list(added)[:8])})"
-                f" are {'an EOS by name' if eos is None else repr(eos)}, expected one; name it "
-                f"with --eos TOKEN",
+                f" are {wanted}, expected one; give --eos TOKEN",
+                found=len(found),
             )
         self.eos_token, self.eos_id = found[0], added[found[0]]
         self.bos_id = next((added[token] for token in BOS_NAMES if token in added), -1)
         for entry in content["added_tokens"]:
             if entry["id"] in (self.eos_id, self.bos_id):
-                entry["special"] = True  # only special tokens can be kept from matching
+                entry["special"] = True  # matching can be turned off for special tokens only
         self._tokenizer = _load(content, name)
-        # ids may have gaps: the count of tokens could be too small
+        # ids may have gaps, so the number of tokens could be too small
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._special = [i for i in {self.eos_id, self.bos_id} if i >= 0]
         self._encoder: CachedEncoder | SplitEncoder | None = None
@@ -119,9 +118,9 @@ class HFTokenizer:
                 self.encode(probe)
         if not len(self.encode(_RARE)):
             raise UserError(
-                "todo.hf_tokenizer",
-                f"tokenizer {name}: drops characters that it does not know ({_RARE!r} gives no "
-                f"id); give one with byte fallback, byte-level pieces or an unknown token",
+                "tokenizer.drops_text",
+                f"tokenizer {name}: drops unknown characters ({_RARE!r} has no id); give one with "
+                f"byte fallback, byte-level tokens or an unknown token",
             )
 
     def encode(self, text: str) -> np.ndarray:
@@ -131,10 +130,9 @@ class HFTokenizer:
             tokens = self._encoder.encode(text)
         if any((tokens == special).any() for special in self._special):
             raise UserError(
-                "todo.hf_tokenizer",
-                f"tokenizer {self._name}: reads its own EOS or BOS (ids {self._special}) out of a "
-                f"text that holds its name: documents could not be told apart; give a tokenizer "
-                f"that has them as added tokens only",
+                "tokenizer.eos_in_text",
+                f"tokenizer {self._name}: a text with the name of EOS or BOS gets their ids "
+                f"{self._special}; give a tokenizer that has them as added tokens only",
             )
         return tokens
 
@@ -146,9 +144,8 @@ def _load(content: dict[str, Any], name: str) -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
     except Exception as error:  # the package raises nothing more precise
-        raise UserError(
-            "todo.hf_tokenizer", f"tokenizer {name}: not a readable tokenizer.json: {error}"
-        ) from None
+        message = f"tokenizer {name}: not a tokenizer.json: {error}"
+        raise UserError("tokenizer.unreadable", message) from None
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -160,7 +157,7 @@ def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
 
 
 def llama_2_without_prefix(content: dict[str, Any]) -> dict[str, Any] | None:
-    """A tokenizer.json that lacks only the prefix of `content`; None where it is no Llama-2's."""
+    """Return `content` without the prefix of texts; None if it is not like Llama-2's."""
     model = content["model"]
     if (
         content.get("normalizer") != _LLAMA_NORMALIZER
@@ -176,13 +173,13 @@ def llama_2_without_prefix(content: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def merged_tokens(content: dict[str, Any]) -> list[str]:
-    """Every symbol that the BPE model in `content` can merge characters to."""
+    """Return all results of merges of the BPE model in `content`."""
     merges = content["model"]["merges"]
     return ["".join(m.split(" ") if isinstance(m, str) else m) for m in merges]
 
 
 def has_known_split(content: dict[str, Any]) -> bool:
-    """Whether `content` splits a text by one of the known expressions and does nothing before."""
+    """Return whether `content` begins by splitting a text by one of the known regexes."""
     splitter = content.get("pre_tokenizer") or {}
     if content.get("normalizer") is not None or _has_plain_added_tokens(content):
         return False
@@ -201,5 +198,5 @@ def has_known_split(content: dict[str, Any]) -> bool:
 
 
 def _has_plain_added_tokens(content: dict[str, Any]) -> bool:
-    """Whether added tokens are searched for in a text: those that are not special are."""
+    """Return whether some added tokens are not special: those are matched in texts."""
     return any(not entry["special"] for entry in content["added_tokens"])

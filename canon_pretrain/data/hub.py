@@ -1,14 +1,13 @@
-"""Datasets of the Hugging Face hub at one commit: their files, downloads and errors.
+"""Datasets of the Hugging Face Hub at one commit: listings, downloads and errors.
 
-huggingface_hub brings login (HF_TOKEN), mirrors (HF_ENDPOINT), retries and the cache (HF_HOME): a
-finished file is never fetched again, an interrupted one continues. A listing is kept beside the
-cache's snapshot, so that other jobs need no network.
+huggingface_hub does login (HF_TOKEN), mirrors (HF_ENDPOINT), retries and the cache (HF_HOME);
+interrupted downloads resume. A listing is saved in the cache, so that other jobs need no network.
 """
 
 import errno
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,11 +23,11 @@ TIMEOUT_S = 30.0
 
 
 class HubUnavailable(UserError):
-    """No hub or no room: any other download would fail as well."""
+    """The hub cannot be reached or the disk is full: any other download would fail too."""
 
 
 class HubFile(NamedTuple):
-    """A file of a repository: its path, size and, if the hub has it, SHA-256 ("" otherwise)."""
+    """A file of a repository: path, size, and SHA-256 ("" if the hub does not have it)."""
 
     path: str
     size: int
@@ -37,22 +36,21 @@ class HubFile(NamedTuple):
 
 @dataclass(frozen=True)
 class HubHints:
-    """The ends of a command's messages: how to name another revision, and work without the hub."""
+    """Ends of a command's messages: how to give another revision, and work without the hub."""
 
     revision: str
     without_hub: str
 
 
 def find_commit(repo: str, revision: str | None, hints: HubHints) -> str:
-    """Return the commit of `revision` (None: the main branch), asking the hub in every case."""
+    """Ask the hub for the commit of `revision` (None: the main branch)."""
     from huggingface_hub import HfApi
 
     with hub_errors(repo, revision or "main", hints):
         found = HfApi().dataset_info(repo, revision=revision, timeout=TIMEOUT_S).sha
     if not found or (revision and COMMIT.fullmatch(revision) and found != revision):
-        raise UserError(
-            "todo.hub", f"{repo}: asked for {revision}, the hub (HF_ENDPOINT) has {found}"
-        )
+        message = f"{repo}: requested {revision}, the hub (HF_ENDPOINT) returned {found}"
+        raise UserError("hub.unexpected", message, repo=repo)
     return found
 
 
@@ -65,7 +63,7 @@ def snapshot_folder(repo: str, commit: str) -> Path:
 
 
 def is_cached_snapshot(root: Path, repo: str, commit: str) -> bool:
-    """Whether `root` is the commit's folder in a cache: this one, or where HF_HOME was before."""
+    """Return whether `root` is the commit's folder in a cache, also under another HF_HOME."""
     return root.parts[-3:] == snapshot_folder(repo, commit).parts[-3:]
 
 
@@ -76,7 +74,7 @@ class _Listing:
 
 
 def list_files(repo: str, commit: str, folder: str, hints: HubHints) -> list[HubFile]:
-    """Return all files below `folder`, unsorted. Raises UserError without network or access."""
+    """Return all files below `folder`, unsorted. Raises UserError."""
     kept = (
         snapshot_folder(repo, commit).parents[1]
         / f"listing-{commit}-{folder.replace('/', '--')}.json"
@@ -84,11 +82,11 @@ def list_files(repo: str, commit: str, folder: str, hints: HubHints) -> list[Hub
     try:
         return list(read_record(kept, _Listing).files)
     except UnreadableFile:
-        pass  # listing again is all that it costs
+        pass  # list it again
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
-    # page by page: dataset_info(files_metadata=True) sends SlimPajama's 59,166 in one answer
+    # paginated: dataset_info(files_metadata=True) returns SlimPajama's 59,166 files at once
     with hub_errors(repo, commit, hints):
         entries = HfApi().list_repo_tree(
             repo, folder, recursive=True, revision=commit, repo_type="dataset"
@@ -104,7 +102,7 @@ def list_files(repo: str, commit: str, folder: str, hints: HubHints) -> list[Hub
 
 
 def fetch(repo: str, commit: str, root: Path, files: Sequence[HubFile], hints: HubHints) -> None:
-    """Make sure that `files` are in `root`, the commit's snapshot. Raises UserError."""
+    """Download those of `files` that are not in `root`, the commit's folder. Raises UserError."""
     from huggingface_hub import hf_hub_download
 
     for known in files:
@@ -112,10 +110,10 @@ def fetch(repo: str, commit: str, root: Path, files: Sequence[HubFile], hints: H
         if not path.exists():
             if (free := free_bytes(root)) < known.size:
                 raise HubUnavailable(
-                    "todo.hub",
-                    f"{root}: {size(free)} are free, {known.path} needs {size(known.size)}; make "
-                    f"room, or set HF_HOME to a folder on another disk and run the same command "
-                    f"again",
+                    "disk.full",
+                    f"{root}: {size(free)} free, {known.path} needs {size(known.size)}; free some "
+                    f"space or set HF_HOME, and run the same command again",
+                    path=root,
                 )
             place: dict[str, Any] = {"revision": commit, "cache_dir": root.parents[2]}
             with hub_errors(repo, commit, hints, known.path):
@@ -123,7 +121,7 @@ def fetch(repo: str, commit: str, root: Path, files: Sequence[HubFile], hints: H
 
 
 def known_hashes(root: Path, paths: dict[str, Path]) -> tuple[str, dict[str, str]]:
-    """Return (commit or "", {path: sha256}) that huggingface_hub left beside files it fetched."""
+    """Return (commit or "", {path: sha256}) from huggingface_hub's metadata of downloaded files."""
     commits = set()
     hashes = {}
     for path, file in paths.items():
@@ -152,28 +150,30 @@ def hub_errors(
     *,
     unexpected: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Raise UserError for what the hub, the network or the disk does within the block.
+    """Raise UserError for errors of the hub, the network or the disk in the block.
 
-    Exceptions of the types `unexpected` mean that the data is not what was expected.
+    Exceptions of the types `unexpected` mean that the data is not as expected.
     """
     from huggingface_hub import errors
 
-    # the transport changes with the releases (requests, httpx): its root is above their own error
-    ours = (Exception, BaseException, object, OSError)
-    transport: Any = [base for base in errors.HfHubHTTPError.__mro__ if base not in ours][-1]
+    # requests or httpx, depending on the version: their base class is above the hub's own error
+    builtin = (Exception, BaseException, object, OSError)
+    transport: Any = [base for base in errors.HfHubHTTPError.__mro__ if base not in builtin][-1]
     try:
         yield
     except (transport, OSError, *unexpected) as error:
-        kind, problem = _problem(error, hints, unexpected)
         what = f"{repo}@{revision[:12]}" + (f" {path}" if path else "")
         detail = f"({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-        raise kind("todo.hub", f"{what}: {problem} {detail}") from None
+        raise _user_error(error, hints, unexpected, f"{what}: {{}} {detail}".format) from None
 
 
-def _problem(
-    error: Exception, hints: HubHints, unexpected: tuple[type[Exception], ...]
-) -> tuple[type[UserError], str]:
-    """What went wrong and the way out of it; `datasets` wraps what happens to it."""
+def _user_error(
+    error: Exception,
+    hints: HubHints,
+    unexpected: tuple[type[Exception], ...],
+    message: Callable[[str], str],
+) -> UserError:
+    """Classify `error` by its causes, because `datasets` wraps the hub's errors."""
     from huggingface_hub import constants, errors
 
     causes: list[BaseException] = []
@@ -181,30 +181,37 @@ def _problem(
     while cause is not None and cause not in causes:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
+
+    def is_any(*kinds: type[BaseException]) -> bool:
+        return any(isinstance(one, kinds) for one in causes)
+
     full = (errno.ENOSPC, errno.EDQUOT)
-    # `datasets` checks the room beforehand and raises a bare OSError
+    # `datasets` checks the free space first and raises a bare OSError
     bare = "Not enough disk space"
     if any(getattr(one, "errno", None) in full or str(one).startswith(bare) for one in causes):
-        return HubUnavailable, (
-            "the disk is full, here or under huggingface_hub's cache; make room or set HF_HOME, "
-            "and run the same command again"
+        problem = "the disk is full, here or in huggingface_hub's cache; free some space or set "
+        return HubUnavailable(
+            "disk.full", message(f"{problem}HF_HOME, and run the same command again")
         )
     login = f"log in (HF_TOKEN), {hints.without_hub}"
-    problems: list[tuple[Any, Sequence[BaseException], str]] = [
-        (errors.GatedRepoError, causes, f"accept its terms and {login}"),
-        (errors.RevisionNotFoundError, causes, f"no such revision; {hints.revision}"),
-        (errors.RepositoryNotFoundError, causes, f"no such dataset, or {login}"),
-        (errors.EntryNotFoundError, causes, f"not in this revision; {hints.revision}"),
-        (unexpected, [error], f"not the expected data; {hints.revision}"),
-    ]
-    is_offline = any(isinstance(one, errors.LocalEntryNotFoundError) for one in causes)
-    for kind, raised, problem in problems:
-        if not is_offline and any(isinstance(one, kind) for one in raised):
-            return UserError, problem
+    if not is_any(errors.LocalEntryNotFoundError):
+        if is_any(errors.GatedRepoError):
+            return UserError("hub.no_access", message(f"accept its terms and {login}"))
+        if is_any(errors.RevisionNotFoundError):
+            return UserError("hub.not_found", message(f"no such revision; {hints.revision}"))
+        if is_any(errors.RepositoryNotFoundError):
+            return UserError("hub.no_access", message(f"no such dataset, or {login}"))
+        if is_any(errors.EntryNotFoundError):
+            return UserError("hub.not_found", message(f"not in this revision; {hints.revision}"))
+        if isinstance(error, unexpected):
+            return UserError("hub.unexpected", message(f"not the expected data; {hints.revision}"))
     if isinstance(error, errors.HfHubHTTPError) and error.response is not None:
         status = error.response.status_code
-        return UserError, f"the hub answered {status}; run the same command again later"
+        problem = f"the hub returned status {status}; run the same command again later"
+        return UserError("hub.http_error", message(problem), status=status)
     if isinstance(error, OSError) and error.filename:
-        return UserError, f"{error.filename}: {error.strerror}; set HF_HOME to a folder of yours"
+        problem = f"{error.filename}: {error.strerror}; set HF_HOME to a folder of yours"
+        return UserError("hub.cache", message(problem), path=error.filename)
     why = " (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
-    return HubUnavailable, f"the hub cannot be reached{why}; {hints.without_hub}"
+    problem = f"the hub cannot be reached{why}; {hints.without_hub}"
+    return HubUnavailable("hub.unavailable", message(problem))

@@ -1,13 +1,12 @@
-"""Batches of windows in numpy, identical in order on any number of ranks.
+"""Batches of windows in NumPy, in the same order at any world size.
 
-Sample i of the run is a window that (data_seed, i) alone decides (`sampler.py`, and `mixture.py`
-for its source); with b = local_batch_size and dp ranks,
+Sample i of a run is a window determined by (data_seed, i) alone (`sampler.py`; `mixture.py` for its
+source). With b = local_batch_size and dp ranks,
 
-    i = step * global_batch + microbatch * (dp * b) + rank * b + j
+    i = origin + step * global_batch + microbatch * (dp * b) + rank * b + j
 
-so a step's global batch holds the same samples whatever the world size, and the state is a few
-numbers, equal on every rank. (Where a run was told to change its batch size, `step` counts from
-the sample at which it did: `origin`.)
+so the global batch of a step holds the same samples at any world size, and the state is a few
+numbers, equal on all ranks. `origin` is 0 until a run changes its batch size.
 """
 
 import hashlib
@@ -33,7 +32,7 @@ _IDENTITY = ("version", "fingerprint", "seed", "mode", "seq_len", "global_batch"
 
 
 def samples_digest(windows: np.ndarray) -> int:
-    """Return the sum of BLAKE2b digests of samples, int64 [samples, tokens], modulo 2^64."""
+    """Return the sum modulo 2^64 of the samples' BLAKE2b digests; int64 [samples, tokens]."""
     total = 0
     for window in np.ascontiguousarray(windows, dtype="<i8"):
         digest = hashlib.blake2b(window.tobytes(), digest_size=8).digest()
@@ -42,10 +41,10 @@ def samples_digest(windows: np.ndarray) -> int:
 
 
 class BatchLoader:
-    """This rank's micro-batches of a run, endless; `data` is one split or several by weight.
+    """Endless micro-batches of one rank, from one split or a weighted mixture.
 
-    `next_sample` is the index of the next round's first sample, `source_tokens` what each source
-    has given to all ranks (since its data was last changed). Raises UserError.
+    `next_sample` is the first sample of the next micro-batch over all ranks; `source_tokens` counts
+    the tokens per source on all ranks, since the data last changed. Raises UserError.
     """
 
     def __init__(
@@ -64,16 +63,17 @@ class BatchLoader:
         batch_sizes = {"global_batch_size": global_batch_size, "local_batch_size": local_batch_size}
         for name, value in {"seq_len": seq_len, **batch_sizes}.items():
             if value < 1:
-                raise UserError("todo.loader", f"{name} is {value}, expected at least 1")
+                message = f"{name} is {value}, expected at least 1"
+                raise UserError("data.out_of_range", message, name=name)
         if not 0 <= data_seed < 1 << 64:
-            raise UserError("todo.loader", f"data_seed is {data_seed}, expected 0 to 2**64 - 1")
+            message = f"data_seed is {data_seed}, expected 0 to 2**64 - 1"
+            raise UserError("data.out_of_range", message, name="data_seed")
         self._round = dp_world_size * local_batch_size
         if global_batch_size % self._round:
             raise UserError(
-                "todo.loader",
+                "data.batch_size",
                 f"global_batch_size {global_batch_size} is not a multiple of dp_world_size "
-                f"{dp_world_size} * local_batch_size {local_batch_size} = {self._round}; change "
-                f"one of the three",
+                f"{dp_world_size} * local_batch_size {local_batch_size} = {self._round}",
             )
         mixture = data if isinstance(data, Mixture) else Mixture([data])
         check_order(order, len(mixture.sources))
@@ -88,22 +88,22 @@ class BatchLoader:
 
     @property
     def at_step_start(self) -> bool:
-        """Whether the next micro-batch is the first of a step."""
+        """True if the next micro-batch is the first of a step."""
         return (self.next_sample - self._origin) % self._global_batch == 0
 
     def next_batch(self) -> np.ndarray:
         """Return the next micro-batch, int64 [local_batch_size, seq_len + 1]. Raises ShardError."""
         batch = np.empty((self._local_batch, self._seq_len + 1), dtype=np.int64)
-        places, drawn = self._draw()
-        for window, (source, offset) in zip(batch, places, strict=True):
+        offsets, counts = self._draw()
+        for window, (source, offset) in zip(batch, offsets, strict=True):
             source.read_into(window, offset)
         self.next_sample += self._round
-        for index, windows in enumerate(drawn):
+        for index, windows in enumerate(counts):
             self.source_tokens[index] += windows * self._seq_len
         return batch
 
     def _draw(self) -> tuple[list[tuple[TokenShards, int]], list[int]]:
-        """Where this rank's windows begin; how many windows each source gives to all ranks."""
+        """Return this rank's (source, offset)s, and the windows per source on all ranks."""
         sources, seed, seq_len = self._mixture.sources, self._seed, self._seq_len
         begin = self._rank * self._local_batch
         own = slice(begin, begin + self._local_batch)
@@ -121,7 +121,7 @@ class BatchLoader:
         ], np.bincount(indices, minlength=len(sources)).tolist()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and what it is relative to: equal on every rank, free of the world size."""
+        """Return the position and the data order: equal on all ranks and at any world size."""
         return {
             "version": STATE_VERSION,
             "next_sample": self.next_sample,
@@ -135,27 +135,27 @@ class BatchLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any], allow: Collection[str] = frozenset()) -> None:
-        """Continue at any world's `state`; fields of `allow` may differ. Raises UserError."""
+        """Resume `state` of any world size; fields in `allow` may differ. Raises UserError."""
         current = self.state_dict()
         changed = [field for field in _IDENTITY if state.get(field) != current[field]]
         for field in changed:
             if field not in allow:
                 raise UserError(
-                    "todo.loader",
-                    f"the checkpoint's data order does not fit this run: {field} is "
-                    f"{state.get(field)!r} in the checkpoint, {current[field]!r} now; set it back, "
-                    f"or start a new run",
+                    "data.order_changed",
+                    f"the data order differs from the checkpoint's: {field} is {current[field]!r}, "
+                    f"the checkpoint has {state.get(field)!r}; set it back, or start a new run",
+                    field=field,
                 )
         next_sample = state["next_sample"]
         origin = next_sample if changed else state["origin"]
         if (next_sample - origin) % self._round:
             raise UserError(
-                "todo.loader",
-                f"the checkpoint's next_sample is {next_sample} (counted from {origin}), expected "
-                f"a multiple of dp_world_size * local_batch_size = {self._round}: it was written "
-                f"between two steps' micro-batches; resume at the world size that wrote it",
+                "data.inside_step",
+                f"the checkpoint's next_sample is {next_sample} (from {origin}), expected a "
+                f"multiple of dp_world_size * local_batch_size = {self._round}; resume at the "
+                f"world size that wrote it",
             )
-        is_other = "fingerprint" in changed
-        counts = [0] * len(self.source_tokens) if is_other else state["source_tokens"]
+        is_new_data = "fingerprint" in changed
+        counts = [0] * len(self.source_tokens) if is_new_data else state["source_tokens"]
         self.source_tokens = list(counts)
         self.next_sample, self._origin = next_sample, origin

@@ -1,7 +1,7 @@
-"""The training data of a run: one folder's stream, or several, drawn from by weight.
+"""The training data of a run: one split, or several sampled by weight.
 
-Which source sample i comes from is decided by word 1 of its Philox block, which offset within that
-source by word 0, so both are pure functions of (seed, i).
+Word 1 of sample i's Philox block selects its source, word 0 the offset within that source, so both
+are pure functions of (seed, i).
 """
 
 import hashlib
@@ -24,41 +24,35 @@ from canon_pretrain.data.shards import TokenShards
 
 
 def exact_weight(weight: float) -> Fraction:
-    """Return the decimal that was written: 0.7 is 7/10. Raises UserError unless positive."""
+    """Return the decimal as written: 0.7 is 7/10. Raises UserError unless positive."""
     if not (math.isfinite(weight) and weight > 0):
         raise UserError(
-            "todo.mixture",
-            f"data.weights has {weight!r}, expected finite numbers above 0; leave out a folder "
-            f"that is not to be drawn from",
+            "data.weights", f"data.weights has {weight!r}, expected finite numbers above 0"
         )
     return Fraction(str(weight))
 
 
 def thresholds(shares: Sequence[Fraction]) -> np.ndarray:
-    """Return the words at which the next source begins, uint64 [len(shares) - 1], of 2**64."""
+    """Return the 64-bit words at which the next source begins, uint64 [len(shares) - 1]."""
     if min(shares) * (1 << 64) < 1:
+        share = f"{float(min(shares)):.3g}"
         raise UserError(
-            "todo.mixture",
-            f"data.weights has a share of {float(min(shares)):.3g}, which would never be drawn; "
-            f"leave that folder out",
+            "data.weights", f"data.weights has a share of {share}, too small to be drawn"
         )
     ends = itertools.accumulate(shares)
     return np.array([math.floor(end * (1 << 64)) for end in ends][:-1], dtype=np.uint64)
 
 
 def check_order(order: str, num_sources: int) -> None:
-    """Raise UserError for an unknown order, or one that so many sources cannot have."""
+    """Raise UserError for an unknown order, or "permute" with several sources."""
     check_choice("data.order", order, typing.get_args(Order))
     if order == "permute" and num_sources > 1:
-        raise UserError(
-            "todo.mixture",
-            "data.order = 'permute' takes one folder, not a weighted mixture; use data.order = "
-            "'random', or one folder",
-        )
+        message = "data.order = 'permute' takes one folder; use 'random' for a weighted mixture"
+        raise UserError("data.order", message)
 
 
 class Mixture(AbstractContextManager["Mixture"]):
-    """Training splits and their shares; one by itself keeps its fingerprint. Raises UserError."""
+    """Training splits and their shares; a single one keeps its fingerprint. Raises UserError."""
 
     def __init__(
         self,
@@ -68,9 +62,9 @@ class Mixture(AbstractContextManager["Mixture"]):
     ) -> None:
         if not sources or len(weights) != len(sources):
             raise UserError(
-                "todo.mixture",
-                f"data.weights has {len(weights)} numbers for {len(sources)} folders; give at "
-                f"least one folder, and a weight for each, in the order of data.paths",
+                "data.weights",
+                f"data.weights has {len(weights)} numbers for {len(sources)} folders; give one "
+                f"weight per folder, in the order of data.paths",
             )
         exact = [exact_weight(weight) for weight in weights]
         self.sources = tuple(sources)
@@ -96,7 +90,7 @@ class Mixture(AbstractContextManager["Mixture"]):
         return cls(sources, weights, short_names([str(folder) for folder in folders]))
 
     def draw(self, words: np.ndarray) -> np.ndarray:
-        """Return the indices of the sources that `words`, uint64 [n], stand for; int64 [n]."""
+        """Return the source index of each of `words`, uint64 [n]; int64 [n]."""
         return np.searchsorted(self._thresholds, words, side="right")
 
     def close(self) -> None:
@@ -113,20 +107,18 @@ def _check_pair(one: TokenShards, other: TokenShards) -> None:
         first, second = getattr(one, field), getattr(other, field)
         if first != second:
             raise UserError(
-                "todo.mixture",
-                f"the folders of a mixture must be tokenized alike: {field} is {first!r} in "
-                f"{one.folder}, {second!r} in {other.folder}; build both with one tokenizer",
+                "data.tokenizers_differ",
+                f"{field} is {first!r} in {one.folder}, {second!r} in {other.folder}; build all "
+                f"folders of a mixture with one tokenizer",
+                field=field,
             )
     if one.fingerprint == other.fingerprint:
-        raise UserError(
-            "todo.mixture",
-            f"{one.folder} and {other.folder} hold the same stream; name it once, with the sum of "
-            f"the weights",
-        )
+        message = f"{one.folder} and {other.folder} hold the same data; give it once"
+        raise UserError("data.same_twice", message)
 
 
 def short_names(folders: Sequence[str]) -> list[str]:
-    """A short name for each folder: its last component, or the whole path where two share it."""
+    """Return each folder's last component, or all absolute paths if two are equal."""
     paths = [os.path.abspath(folder) for folder in folders]
     names = [os.path.basename(path) for path in paths]
     return names if len(set(names)) == len(names) else paths

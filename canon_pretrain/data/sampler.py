@@ -1,12 +1,11 @@
-"""Which window of the stream is sample i of a run: a pure function of (seed, i).
+"""The window of sample i of a run: a pure function of (seed, i), without state.
 
-No state, no start-up, no memory: any rank of any world size, at any step, computes the same window.
-Two orders:
+Any rank at any world size and step computes the same window. Two orders:
 
-- "random": windows begin anywhere, drawn with replacement, the paper's (appendix B). In 100B draws
-  from 116B tokens, 58 % of the stream is seen at least once.
-- "permute": the stream is cut into windows of seq_len, and each is seen once an epoch, in an order
-  of its own in every epoch.
+- "random": windows at any offset, drawn with replacement, as in the paper (appendix B). 100B tokens
+  drawn from 116B see 58 % of them at least once.
+- "permute": the stream is cut into windows of seq_len; each is seen once per epoch, in a new order
+  each epoch.
 """
 
 from functools import lru_cache
@@ -25,28 +24,28 @@ _MASK = (1 << 64) - 1
 def philox_blocks(seed: int, first: int, count: int) -> np.ndarray:
     """Return the Philox4x64-10 blocks (Salmon et al., SC 2011) of samples, uint64 [count, 4].
 
-    NumPy promises these raw bits in all its versions, and not its distributions. Raises ValueError
+    NumPy keeps these raw bits stable across versions, but not its distributions. Raises ValueError
     for numbers outside [0, 2**64).
     """
     if not (0 <= seed <= _MASK and 0 <= first and first + count <= 1 << 64):
         raise ValueError(f"seed {seed} and samples {first} + {count} must be in [0, 2**64)")
-    # numpy raises its 256-bit counter before each block
+    # NumPy increments its 256-bit counter before each block
     generator = np.random.Philox(key=seed, counter=(first - 1) % (1 << 256))
     return generator.random_raw(4 * count).reshape(count, 4)
 
 
 def check_length(num_tokens: int, seq_len: int, name: str = "the data") -> None:
-    """Raise UserError where a stream of `num_tokens`, called `name`, has not one whole window."""
+    """Raise UserError if a stream of `num_tokens`, called `name`, is shorter than a window."""
     if num_tokens <= seq_len:
         raise UserError(
-            "todo.sampler",
-            f"{name} has {num_tokens} tokens, a window of seq_len {seq_len} needs at least "
-            f"{seq_len + 1}; use more data or a shorter seq_len",
+            "data.too_short",
+            f"{name} has {num_tokens} tokens, a window of seq_len {seq_len} needs {seq_len + 1}; "
+            f"use more data or a shorter seq_len",
         )
 
 
 def offset_of_word(word: int, num_tokens: int, seq_len: int) -> int:
-    """Return the offset that a uniform 64-bit `word` stands for, in [0, num_tokens - seq_len)."""
+    """Return the offset in [0, num_tokens - seq_len) for a uniform 64-bit `word`."""
     return (word * (num_tokens - seq_len)) >> 64
 
 
@@ -70,13 +69,12 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def _permute(place: int, size: int, keys: tuple[int, ...]) -> int:
-    """Where a keyed permutation of [0, size) takes `place`.
+    """Return the image of `place` under a keyed permutation of [0, size).
 
-    A generalized Feistel cipher (Black and Rogaway, CT-RSA 2002): place = left * b + right with a
-    left in [0, a), a right in [0, b) and a * b just above size; each round adds to one half a
-    function of the other, which can be undone whatever that function is. A result in
-    [size, a * b) goes through again, until it is inside: the cycle through an inside `place`
-    comes back inside, so this ends.
+    A generalized Feistel cipher (Black and Rogaway, CT-RSA 2002): place = left * b + right with
+    left in [0, a), right in [0, b) and a * b just above size; each round adds to one half a
+    function of the other, which is invertible for any function. A result in [size, a * b) is
+    permuted again until it is inside ("cycle walking", which terminates).
     """
     a = isqrt(size - 1) + 1
     b = -(-size // a)
@@ -91,7 +89,7 @@ def _permute(place: int, size: int, keys: tuple[int, ...]) -> int:
 
 
 def _mix(x: int) -> int:
-    """SplitMix64's finalizer (Steele et al., OOPSLA 2014) on a 64-bit number."""
+    """Apply SplitMix64's finalizer (Steele et al., OOPSLA 2014) to a 64-bit number."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)

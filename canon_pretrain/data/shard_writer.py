@@ -1,7 +1,7 @@
-"""Writing a split of token shards, part by part: the other half of `shards.py`.
+"""Writer of a split of token shards; `shards.py` describes the format and reads it.
 
-A part is committed by its mark: .bin, .docs and .crc are written under temporary names, synced and
-renamed, and only then the mark. What is written depends on the documents and options alone.
+.bin, .docs and .crc are written under temporary names, synced and renamed; the commit record is
+written last. The bytes depend on the documents and options alone.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from canon_pretrain.data.shards import MANIFEST, VERSION, CommitRecord, NamedRec
 
 
 class _ShardFile:
-    """The growing .bin file of one part, with its hash and block CRCs."""
+    """The growing .bin file of one shard, with its hash and block CRCs."""
 
     def __init__(self, path: Path, first_row: int) -> None:
         self.path = path
@@ -37,7 +37,7 @@ class _ShardFile:
         self._pending = bytearray()
         self._digest = hashlib.sha256()
         self._temporary = path.with_name(f"{path.name}.bin.tmp")
-        self._temporary.unlink(missing_ok=True)  # a killed build's
+        self._temporary.unlink(missing_ok=True)  # of a killed build
         self._file: BinaryIO = files.create_file(self._temporary)
 
     def add(self, content: bytes) -> None:
@@ -75,12 +75,12 @@ class _ShardFile:
 
 
 class ShardWriter:
-    """Writes a unit's documents as parts; its last mark commits it, an exception drops a part."""
+    """Writer of an input group's shards; `finish` commits the group, an exception drops a shard."""
 
     def __init__(
         self,
         folder: Path,
-        unit: int,
+        input_group: int,
         *,
         vocab_size: int,
         eos_id: int,
@@ -89,125 +89,126 @@ class ShardWriter:
         version: int = VERSION,
     ) -> None:
         if not 0 <= eos_id < vocab_size:
-            raise ShardError(
-                "todo.shard_writer", f"eos id {eos_id} is outside the vocabulary of {vocab_size}"
-            )
-        self._folder, self._unit = folder, unit
+            message = f"eos_id {eos_id} is outside the vocabulary of {vocab_size}"
+            raise ShardError("data.outside_vocab", message, given=eos_id)
+        self._folder, self._input_group = folder, input_group
         self._vocab_size, self._dtype = vocab_size, shards.dtype_for(vocab_size)
         self._plan_sha256 = plan_sha256
         self._max_shard_tokens = max_shard_tokens
         self._version = version
-        self._num_parts = 0
-        self._part: _ShardFile | None = None
+        self._num_shards = 0
+        self._shard: _ShardFile | None = None
 
     def add(
         self, ids: np.ndarray, *, num_bytes: int, row: int, group: str = "", repaired: str = ""
     ) -> None:
-        """Append one document, stored as it is: the caller has put the EOS id at its end.
+        """Append one document, whose last id is EOS.
 
-        `row` is its number in the unit, `group` what it counts for, `repaired` why its text is not
-        the input's. Raises ShardError.
+        `row` is its row in the input group, `group` the group that it is counted in, `repaired` the
+        reason if its text differs from the input. Raises ShardError.
         """
         count = len(ids)
-        where, most = f"row {row} of unit {self._unit}", self._max_shard_tokens
+        where, most = f"row {row} of input group {self._input_group}", self._max_shard_tokens
         if not 0 < count <= most:
-            raise ShardError(
-                "todo.shard_writer",
-                f"{where}: a document of {count} tokens, expected 1 to the {most} of a part; split "
-                f"or drop this document in the source",
+            message = (
+                f"{where}: a document of {count} tokens, expected 1 to {most}; split or drop it"
             )
+            raise ShardError("data.document_length", message, given=count)
         low, high = int(ids.min()), int(ids.max())
-        # before the cast: numpy would store 70000 as uint16 4464 without a word
+        # before the cast: NumPy would silently store 70000 as uint16 4464
         if low < 0 or high >= self._vocab_size:
-            raise ShardError(
-                "todo.shard_writer",
-                f"{where}: token id {low if low < 0 else high} is outside the vocabulary of "
-                f"{self._vocab_size}; the tokenizer is not the plan's",
-            )
-        if self._part and self._part.tokens + count > most:
-            self._commit(self._part, {}, {}, last=False)
-        part = self._part = self._part or self._new_part(row)
-        part.add(ids.astype(self._dtype).tobytes())
-        part.tokens += count
-        part.text_bytes += num_bytes
-        part.ends.append(part.tokens)
-        part.byte_ends.append(part.text_bytes)
-        part.max_id = max(part.max_id, high)
-        part.last_row = row + 1
-        documents, tokens, size = part.groups.get(group, (0, 0, 0))
-        part.groups[group] = (documents + 1, tokens + count, size + num_bytes)
+            bad = low if low < 0 else high
+            message = f"{where}: token id {bad} is outside the vocabulary of {self._vocab_size}"
+            raise ShardError("data.outside_vocab", message, given=bad)
+        if self._shard and self._shard.tokens + count > most:
+            self._commit(self._shard, {}, {}, last=False)
+        shard = self._shard = self._shard or self._new_shard(row)
+        shard.add(ids.astype(self._dtype).tobytes())
+        shard.tokens += count
+        shard.text_bytes += num_bytes
+        shard.ends.append(shard.tokens)
+        shard.byte_ends.append(shard.text_bytes)
+        shard.max_id = max(shard.max_id, high)
+        shard.last_row = row + 1
+        documents, tokens, size = shard.groups.get(group, (0, 0, 0))
+        shard.groups[group] = (documents + 1, tokens + count, size + num_bytes)
         if repaired:
-            part.repaired[repaired] += 1
+            shard.repaired[repaired] += 1
 
     def finish(
         self, skipped: Mapping[str, int] | None = None, inputs: Mapping[str, str] | None = None
     ) -> None:
-        """Commit the unit; `skipped` counts rows by reason, `inputs` maps paths to sha256."""
-        part = self._part = self._part or self._new_part(0)
-        self._commit(part, skipped or {}, inputs or {}, last=True)
+        """Commit the input group; `skipped` counts rows by reason, `inputs` maps path to sha256."""
+        shard = self._shard = self._shard or self._new_shard(0)
+        self._commit(shard, skipped or {}, inputs or {}, last=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._part:
-            self._part.abandon()
-            self._part = None
+        if self._shard:
+            self._shard.abandon()
+            self._shard = None
 
-    def _new_part(self, row: int) -> _ShardFile:
-        return _ShardFile(self._folder / shard_name(self._unit, self._num_parts), row)
+    def _new_shard(self, row: int) -> _ShardFile:
+        return _ShardFile(self._folder / shard_name(self._input_group, self._num_shards), row)
 
     def _commit(
-        self, part: _ShardFile, skipped: Mapping[str, int], inputs: Mapping[str, str], *, last: bool
+        self,
+        shard: _ShardFile,
+        skipped: Mapping[str, int],
+        inputs: Mapping[str, str],
+        *,
+        last: bool,
     ) -> None:
-        mark = CommitRecord(
+        record = CommitRecord(
             format=shards.FORMAT,
             version=3 if self._version == VERSION else 2,
-            unit=self._unit,
-            part=self._num_parts,
+            unit=self._input_group,
+            part=self._num_shards,
             last_in_unit=last,
-            tokens=part.tokens,
-            documents=len(part.ends),
-            text_bytes=part.text_bytes,
-            rows=(part.first_row, part.last_row),
-            max_id=part.max_id,
-            groups=dict(sorted(part.groups.items())),
-            repaired=dict(sorted(part.repaired.items())),
+            tokens=shard.tokens,
+            documents=len(shard.ends),
+            text_bytes=shard.text_bytes,
+            rows=(shard.first_row, shard.last_row),
+            max_id=shard.max_id,
+            groups=dict(sorted(shard.groups.items())),
+            repaired=dict(sorted(shard.repaired.items())),
             skipped=dict(sorted(skipped.items())),
             inputs=dict(inputs),
             plan_sha256=self._plan_sha256,
-            files=part.publish(self._version),
+            files=shard.publish(self._version),
         )
-        write_json(self._folder / f"{part.path.name}.json", asdict(mark))
-        self._part = None
-        self._num_parts += 1
+        write_json(self._folder / f"{shard.path.name}.json", asdict(record))
+        self._shard = None
+        self._num_shards += 1
 
 
-def committed_records(folder: Path, unit: int, plan_sha256: str) -> list[CommitRecord] | None:
-    """Return the marks of a unit's parts in order; None unless it is complete and this plan's."""
+def committed_records(folder: Path, group: int, plan_sha256: str) -> list[CommitRecord] | None:
+    """Return an input group's commit records; None unless it is complete and of this plan."""
     try:
-        named = read_commits(folder, [unit])
+        named = read_commits(folder, [group])
     except ShardError:
         return None
     sizes = (size for one in named for size in shards.shard_sizes(folder, one))
-    is_ours = all(one.mark.plan_sha256 == plan_sha256 for one in named)
+    is_ours = all(one.record.plan_sha256 == plan_sha256 for one in named)
     is_whole = is_ours and all(known == size for _, known, size in sizes)
-    return [one.mark for one in named] if is_whole else None
+    return [one.record for one in named] if is_whole else None
 
 
-def read_commits(folder: Path, units: Iterable[int]) -> list[NamedRecord]:
-    """Return the marks of every part of these units. Raises ShardError for an incomplete unit."""
-    marks: list[NamedRecord] = []
-    for unit in units:
-        part = 0
-        while part == 0 or not marks[-1].mark.last_in_unit:
-            marks.append(shards.read_commit(folder, shard_name(unit, part)))
-            part += 1
-    return marks
+def read_commits(folder: Path, input_groups: Iterable[int]) -> list[NamedRecord]:
+    """Return the commit records of these input groups. Raises ShardError for an incomplete one."""
+    found: list[NamedRecord] = []
+    for group in input_groups:
+        shard = 0
+        while shard == 0 or not found[-1].record.last_in_unit:
+            found.append(shards.read_commit(folder, shard_name(group, shard)))
+            shard += 1
+    return found
 
 
 def remove_changed_records(folder: Path) -> None:
-    """Remove marks that are not the manifest's: to list them would take damage for the truth."""
+    """Remove commit records whose hash is not the manifest's, so that their shards are rebuilt."""
     with suppress(ShardError):
         for entry in shards.read_manifest(folder).parts:
             path = folder / f"{entry.name}.json"
@@ -215,16 +216,16 @@ def remove_changed_records(folder: Path) -> None:
                 path.unlink()
 
 
-def remove_input_group(folder: Path, unit: int) -> None:
-    """Remove what an earlier attempt left of a unit: marks first, so that nothing looks whole."""
-    left = sorted(folder.glob(f"part-{unit:05d}-*"), key=lambda path: ".json" not in path.name)
-    for path in left:
+def remove_input_group(folder: Path, group: int) -> None:
+    """Remove an input group's files: commit records first, so that it never looks complete."""
+    paths = folder.glob(f"part-{group:05d}-*")
+    for path in sorted(paths, key=lambda path: ".json" not in path.name):
         path.unlink()
 
 
-def write_manifest(folder: Path, num_units: int, **header: Any) -> None:
-    """Finish the split: write the manifest over all its parts (see shards.make_manifest)."""
-    manifest = shards.make_manifest(read_commits(folder, range(num_units)), **header)
+def write_manifest(folder: Path, num_groups: int, **header: Any) -> None:
+    """Finish a split: write the manifest of all its shards (see shards.make_manifest)."""
+    manifest = shards.make_manifest(read_commits(folder, range(num_groups)), **header)
     write_json(folder / MANIFEST, asdict(manifest))
 
 

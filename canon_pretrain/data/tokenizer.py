@@ -1,6 +1,6 @@
 """Text to token ids and back, with a SentencePiece model (Llama-2's) or an HF tokenizer.json.
 
-BOS and EOS are the caller's, `encode` adds neither. The ids of a SentencePiece model are always
+`encode` adds neither BOS nor EOS. The ids of a SentencePiece model are always
 those of `SentencePieceProcessor.encode(text)`, found faster where the model allows it
 (`cached_encoder.py`). `hf_tokenizer.py` reads a tokenizer.json.
 """
@@ -20,50 +20,46 @@ SENTENCEPIECE_FILE = "tokenizer.model"
 HF_FILE = "tokenizer.json"
 FILE_NAMES = (SENTENCEPIECE_FILE, HF_FILE)
 
-# Mistral-v1 and Llama-2 share vocabulary size, bos and eos, and differ in the first of these.
+# Mistral-v1 and Llama-2 have the same vocab_size, BOS and EOS; the first of these tells them apart.
 PROBES = ("Hello world.", "    return x[10:]\n", "</s>", "Zürich 2024 \U0001f642")
 
-# normalizer_spec.add_dummy_prefix = false, which protobuf merges into the message before it.
+# normalizer_spec.add_dummy_prefix = false, which protobuf merges into the message before it
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 
 class SentencePieceModel:
-    """The model in the bytes `model`; an `eos` other than its own is refused. Raises UserError."""
+    """Encoder of a SentencePiece .model. Raises UserError, also if `eos` is not its own."""
 
     def __init__(self, model: bytes, name: str, eos: str | int | None = None) -> None:
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
             raise UserError(
-                "todo.tokenizer",
-                f"tokenizer {name}: not a readable SentencePiece model ({len(model)} bytes) and "
-                f"not the JSON of an HF tokenizer; give a tokenizer.model or a tokenizer.json",
+                "tokenizer.unreadable",
+                f"tokenizer {name}: neither a SentencePiece model nor JSON ({len(model)} bytes); "
+                f"give a tokenizer.model or a tokenizer.json",
             ) from error
         self.vocab_size: int = self._processor.vocab_size()
         self.bos_id: int = self._processor.bos_id()
         self.eos_id: int = self._processor.eos_id()
         if self.eos_id < 0:
-            raise UserError(
-                "todo.tokenizer",
-                f"tokenizer {name}: no EOS piece; give a model trained with an eos_id",
-            )
+            message = f"tokenizer {name}: has no EOS; give a model trained with an eos_id"
+            raise UserError("tokenizer.eos", message, found=0)
         self.eos_token: str = self._processor.id_to_piece(self.eos_id)
         if eos not in (None, self.eos_id, self.eos_token):
-            raise UserError(
-                "todo.tokenizer",
-                f"tokenizer {name}: EOS {eos!r} was asked for, the model's own is "
-                f"{self.eos_token} (id {self.eos_id}); leave it out",
-            )
-        facts = SentencePieceInfo.read(model)
-        self._encoder, refusal = None, facts.refusal()
-        if not refusal:
+            own = f"{self.eos_token} (id {self.eos_id})"
+            message = f"tokenizer {name}: EOS is {own}, not {eos!r}; do not give it"
+            raise UserError("tokenizer.eos", message, found=1)
+        info = SentencePieceInfo.read(model)
+        self._encoder, reason = None, info.whole_text_reason()
+        if not reason:
             raw = sentencepiece.SentencePieceProcessor(model_proto=model + _NO_DUMMY_PREFIX)
-            encoder = CachedEncoder(raw.encode, facts.tokens, " " if facts.dummy_prefix else "")
+            encoder = CachedEncoder(raw.encode, info.tokens, " " if info.dummy_prefix else "")
             if np.array_equal(encoder.encode(PROBE_TEXT), self.encode(PROBE_TEXT)):
                 self._encoder = encoder
             else:
-                refusal = "this version of sentencepiece encodes a text otherwise than its slices"
-        how = self._encoder.method if self._encoder else f"documents whole: {refusal}"
+                reason = "this sentencepiece version gives other ids for a text than for its slices"
+        how = self._encoder.method if self._encoder else f"documents whole: {reason}"
         self.method = f"sentencepiece, {how}"
 
     def encode(self, text: str) -> np.ndarray:
@@ -76,11 +72,11 @@ class SentencePieceModel:
 
 
 class Tokenizer:
-    """A loaded tokenizer: `vocab_size`, `bos_id`, `eos_id`, and `sha256` of its file.
+    """A loaded tokenizer: `vocab_size`, `bos_id` (-1 if none), `eos_id`, `eos_token`.
 
-    `model` is the file's content, `file_name` its name in a data folder, `bos_id` -1 where there is
-    none, `eos_token` what EOS is called; `method` says in a few words how texts are encoded. `eos`
-    names the token that ends a document (by its text or id) where the file leaves that open.
+    `model` is the file's content, `sha256` its hash, `file_name` its name in a data folder, `method`
+    a short description of how texts are encoded. `eos`: the token (text or id) that ends a document
+    if the file does not determine it.
 
     A literal `</s>` in a text is text, never the EOS id. With a SentencePiece model,
     `decode(encode(text)) == text` for all valid Unicode without U+2581. Raises UserError.
@@ -88,11 +84,9 @@ class Tokenizer:
 
     def __init__(self, model: bytes, name: str, *, eos: str | int | None = None) -> None:
         if not model:
-            raise UserError(
-                "todo.tokenizer",
-                f"tokenizer {name}: the file is empty; give a {' or '.join(FILE_NAMES)}",
-            )
-        # no SentencePiece model begins so: its first byte is 10, the tag of its first piece
+            message = f"tokenizer {name}: the file is empty; give a {' or '.join(FILE_NAMES)}"
+            raise UserError("tokenizer.unreadable", message)
+        # the first byte of a SentencePiece model is 10, the tag of its first token
         is_json = model[:1] == b"{"
         self.file_name = HF_FILE if is_json else SENTENCEPIECE_FILE
         self._reader = reader = (HFTokenizer if is_json else SentencePieceModel)(model, name, eos)
@@ -107,23 +101,22 @@ class Tokenizer:
         try:
             model = Path(path).read_bytes()
         except OSError as error:
-            raise UserError(
-                "todo.tokenizer",
-                f"tokenizer {path}: cannot be read: {error.strerror}; give the path of a "
-                f"SentencePiece {SENTENCEPIECE_FILE} or an HF {HF_FILE}",
-            ) from None
+            files = f"a SentencePiece {SENTENCEPIECE_FILE} or an HF {HF_FILE}"
+            message = f"tokenizer {path}: {error.strerror}; give the path of {files}"
+            raise UserError("tokenizer.unreadable", message) from None
         return cls(model, str(path), eos=eos)
 
     @classmethod
     def find(cls, folder: Path, *, eos: str | int | None = None) -> Self:
-        """Load the tokenizer of a data folder; its shards know their `eos`. Raises UserError."""
+        """Load the tokenizer of a data folder; `eos` is its shards'. Raises UserError."""
         there = [path for name in FILE_NAMES if (path := Path(folder) / name).is_file()]
         if len(there) != 1:
+            names = " and ".join(path.name for path in there) or "no tokenizer"
             raise UserError(
-                "todo.tokenizer",
-                f"{folder}: holds {' and '.join(path.name for path in there) or 'no tokenizer'}, "
-                f"expected one of {' and '.join(FILE_NAMES)}, which `python -m data_prep build` "
-                f"puts beside the shards",
+                "tokenizer.not_one",
+                f"{folder}: has {names}, expected one of {' and '.join(FILE_NAMES)}, as `python -m "
+                f"data_prep build` writes it",
+                found=len(there),
             )
         return cls.load(there[0], eos=eos)
 
@@ -132,14 +125,14 @@ class Tokenizer:
         return self._reader.encode(text)
 
     def decode(self, ids: np.ndarray | list[int]) -> str:
-        """Return the text of `ids` (int [tokens]); control ids such as EOS give nothing."""
+        """Return the text of `ids`, int [tokens]; control ids such as EOS are dropped."""
         return self._reader.decode([int(i) for i in ids])
 
     def probe_ids(self) -> dict[str, list[int]]:
-        """Return the ids of a few fixed strings: tells apart models that differ in nothing else."""
+        """Return the ids of a few fixed strings, which tell apart otherwise equal models."""
         return {text: self.encode(text).tolist() for text in PROBES}
 
 
 def load_tokenizer(path: Path, *, eos: str | int | None = None) -> Tokenizer:
-    """`Tokenizer.load`, or `Tokenizer.find` where `path` is a folder. Raises UserError."""
+    """Load a tokenizer file, or the one in a data folder. Raises UserError."""
     return (Tokenizer.find if Path(path).is_dir() else Tokenizer.load)(Path(path), eos=eos)
