@@ -1,9 +1,9 @@
-"""The command of data preparation: text in, verified token shards out.
+"""The command line of data preparation: text in, verified token shards out.
 
     python -m data_prep build --source stdlib --tokenizer train:2048 --out DATA
     python -m data_prep verify DATA
 
-Also installed as `canon-data`. Exit code 2 with one message for bad input or damaged data.
+Also installed as `canon-data`.
 """
 
 import argparse
@@ -13,34 +13,38 @@ from importlib import import_module
 
 from canon_pretrain.core.cli import command
 
-# Each is a module data_prep.NAME with add_arguments(parser) and run(arguments), imported when it is
-# the one asked for: a build's worker processes import this file too.
+# Modules data_prep.NAME with add_arguments(parser) and run(arguments), imported only if requested:
+# a build's worker processes import this file too.
 COMMANDS = {
-    "build": "tokenise a source into DIR/train and DIR/validation; run again, it continues",
-    "finish": "write the manifests of a folder whose --shard builds are done, or with other limits",
-    "verify": "check a finished folder (exit code 2 where there is a fault), and repair it",
-    "stats": "count what is in a finished folder, as tables and as a page with plots",
+    "build": "tokenize a source into DIR/train and DIR/validation; run it again to resume",
+    "finish": "write the manifests after all --shard builds, or with other limits",
+    "verify": "check a finished folder (exit code 2 if it is damaged), and repair it",
+    "stats": "show counts, lengths, tokens, duplicates and groups of a finished folder",
     "show": "print a document or a training window as text, as the model sees it",
-    "bench": "measure the tokenizers, the build and the loader beside what else there is",
+    "bench": "compare the speed of tokenizers, build and loader with other libraries",
 }
+EPILOG = (
+    "Errors print a code and exit with 2; the codes are listed in canon_pretrain/error_codes.txt."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line `argv` (the process's own where None)."""
+    """Run the command line `argv` (None: sys.argv)."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
-        prog="python -m data_prep", description="Write text as token shards, and check them."
+        prog="python -m data_prep",
+        description="Write text as token shards, and check them.",
+        epilog=EPILOG,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, does in COMMANDS.items():
-        chosen = commands.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.")
+    for name, text in COMMANDS.items():
+        chosen = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         if name in argv:
             module = import_module(f"data_prep.{name}")
             module.add_arguments(chosen)
             chosen.set_defaults(run=module.run)
-    words = "interrupted; run the same command again to continue"
     prints = argv[:1] == ["show"] or "--unbuilt-of" in argv
-    with command(prints=prints, interrupted=words):
+    with command(prints=prints, interrupted="interrupted; run the same command again to resume"):
         arguments = parser.parse_args(argv)
         arguments.run(arguments)
 

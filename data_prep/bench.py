@@ -1,8 +1,8 @@
-"""What data preparation and reading cost on this machine, beside what else there is, as ratios.
+"""Benchmark of data preparation and reading, as ratios to other libraries on this machine.
 
-Encoding and reading are counted in CPU time of one process, in turns with what they are compared
-with. Whole builds are processes, compared by CPU time with datatrove (where it is installed) and by
-the clock with themselves at two workers. The text is that of the running Python's packages.
+Encoding and reading: CPU time of one process, in alternation with the reference. Builds:
+subprocesses, by CPU time against datatrove (if installed), by wall clock with 2 workers against 1.
+The text is that of the running Python's packages.
 """
 
 import argparse
@@ -47,20 +47,20 @@ from data_prep.folder import TRAIN, log
 from data_prep.planning import train_tokenizer
 
 TEXT_FILES = (".py", ".md", ".rst", ".txt")
-ENCODED_BYTES = 12_000_000  # are encoded again and again, and train the tokenizer
-FILE_BYTES = 2_000_000  # of an input file: `local` makes a unit of about as many
+ENCODED_BYTES = 12_000_000  # of the sample that is encoded and trains the tokenizer
+FILE_BYTES = 2_000_000  # per input file: about an input group of the source `local`
 VOCAB_SIZE, EOS_ID = 32_000, 2
 SEQ_LEN, BATCH, BATCHES = 4096, 8, 400
 SPLIT_TOKENS = 1 << 26
-# FineWeb-Edu's 100B tokens in Llama-2's pieces
-PARTS, TOKENS, DOCUMENTS_A_PART = 433, 116_000_000_000, 224_000
+# FineWeb-Edu 100BT with Llama-2's tokenizer
+SHARDS, TOKENS, DOCUMENTS_PER_SHARD = 433, 116_000_000_000, 224_000
 TARGETS = {
     "encoding, empty word cache / sp.encode": Target((1.0,), True, "x"),
     "encoding, the same text again / sp.encode": Target((2.0,), True, "x"),
     "build, CPU time: ours / datatrove": Target((1.0,), True, "x"),
     "build, clock: 2 workers / 1": Target((1.8,), True, "x"),
     "loader, CRC checked, one core": Target((100.0,), True, "Mtok/s"),
-    "opening all parts": Target((0.1,), unit="s"),
+    "opening all shards": Target((0.1,), unit="s"),
     "memory, with the first batch": Target((20.0,), unit="MB"),
 }
 
@@ -78,19 +78,16 @@ LocalPipelineExecutor([JsonlReader(files), writer], tasks=1, workers=1, logging_
 Path(out, "token_size").write_text(str(writer.token_size))
 """
 Rows = list[dict[str, Any]]
-"""Each with `what`, `value` (None: not measured), `unit` and, in words, `target`."""
+"""Rows with `what`, `value` (None if not measured), `unit` and `target` as text."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--megabytes", type=positive, default=96, help="text at most (default: %(default)s)")
-    add(
-        "--repeats",
-        type=positive,
-        default=3,
-        help="measurements of each (default: %(default)s)",
-    )
-    add("--json", type=Path, metavar="FILE", help="write the figures to this file too")
+    text = "maximum amount of text (default: %(default)s)"
+    add("--megabytes", type=positive, default=96, metavar="N", help=text)
+    times = "measurements of each (default: %(default)s)"
+    add("--repeats", type=positive, default=3, metavar="N", help=times)
+    add("--json", type=Path, metavar="FILE", help="also write the results to this file")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -127,13 +124,13 @@ def row(what: str, value: float | None, unit: str) -> dict[str, Any]:
 
 
 def collect(limit: int) -> list[str]:
-    """Return text files of the library, then of the installed packages, up to `limit` bytes."""
+    """Return text files of the stdlib, then of installed packages, up to `limit` bytes."""
     texts: list[str] = []
     for place in map(sysconfig.get_path, ("stdlib", "purelib")):
         for path in sorted(Path(place).rglob("*")):
             is_own = "site-packages" not in path.relative_to(place).parts
             if path.suffix in TEXT_FILES and is_own and path.is_file():
-                # a package's test may be no UTF-8: any other text serves as well
+                # packages' test files may be invalid UTF-8
                 text = path.read_bytes().decode(errors="ignore")
                 limit -= len(text.encode())
                 if limit < 0 and len(texts) > 1:
@@ -143,7 +140,7 @@ def collect(limit: int) -> list[str]:
 
 
 def measure_encoding(model: Tokenizer, texts: list[str], repeats: int) -> Rows:
-    """Return tokens per second of CPU time and their ratios: all take turns, `repeats` times."""
+    """Return tokens per second of CPU time and their ratios, measured alternately."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.model)
     plain = tokenizers.Tokenizer.from_str(as_tokenizer_json(model))
@@ -173,15 +170,14 @@ def measure_encoding(model: Tokenizer, texts: list[str], repeats: int) -> Rows:
 
 
 def as_tokenizer_json(model: Tokenizer) -> str:
-    """Return the model as a tokenizer.json with the same ids."""
+    """Return `model` as a tokenizer.json with the same ids."""
     return json.dumps(tokenizer_files(model, SEQ_LEN)[HF_FILE], ensure_ascii=False)
 
 
 def measure_builds(model: Tokenizer, texts: Sequence[str], folder: Path, repeats: int) -> Rows:
-    """Build the same JSONL files in turns; return rates of CPU time, and ratios.
+    """Build the same JSONL files alternately; return rates of CPU time, and ratios.
 
-    The start of a process is included; the least of each is of the run that others disturbed least.
-    datatrove runs in one task, without its shuffling, if it is installed.
+    Times are minima and include process startup. datatrove runs one task without shuffling.
     """
     files = folder / "files"
     files.mkdir(parents=True)
@@ -208,7 +204,7 @@ def measure_builds(model: Tokenizer, texts: Sequence[str], folder: Path, repeats
                 stdout=subprocess.DEVNULL,
             )  # fmt: skip
             if done.returncode:
-                raise UserError("todo.bench", f"{name} failed: {done.stderr[-2000:]}")
+                raise UserError("bench.failed", f"{name} failed: {done.stderr[-2000:]}", name=name)
             used = [now - then for now, then in zip(os.times(), before, strict=True)]
             cpu_s[name] = min(cpu_s[name], used[2] + used[3])  # of the children
             clock_s[name] = min(clock_s[name], used[4])
@@ -224,7 +220,7 @@ def measure_builds(model: Tokenizer, texts: Sequence[str], folder: Path, repeats
 
 
 def count_tokens(out: Path) -> int:
-    """Return how many tokens a build wrote: ours by its manifest, datatrove by its files' sizes."""
+    """Return the tokens that a build wrote: ours by manifest, datatrove's by file size."""
     if (out / TRAIN).exists():
         return read_manifest(out / TRAIN).num_tokens
     width = int((out / "token_size").read_text())
@@ -234,7 +230,7 @@ def count_tokens(out: Path) -> int:
 def measure_reading(
     folder: Path, repeats: int, *, tokens: int = SPLIT_TOKENS, batches: int = BATCHES
 ) -> Rows:
-    """Tokens per second of CPU time of the loader, all checks on: the median."""
+    """Return the loader's median tokens per second of CPU time, with all checks."""
     rng = np.random.default_rng(0)
     documents = [rng.integers(3, VOCAB_SIZE, size=1 << 16) for _ in range(tokens >> 16)]
     write_shards(folder, documents, vocab_size=VOCAB_SIZE, eos_id=EOS_ID)
@@ -255,20 +251,22 @@ def _loader(shards: TokenShards) -> BatchLoader:
     )
 
 
-def measure_start(folder: Path, repeats: int, *, parts: int = PARTS, tokens: int = TOKENS) -> Rows:
-    """Least seconds and memory of `repeats` fresh processes to open a split and read a batch."""
-    write_sparse(folder, parts, tokens)
+def measure_start(
+    folder: Path, repeats: int, *, shards: int = SHARDS, tokens: int = TOKENS
+) -> Rows:
+    """Return the minimum time and memory of new processes to open a split and read a batch."""
+    write_sparse(folder, shards, tokens)
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
         runs = list(pool.map(time_opening, [folder] * repeats))
     open_s, memory = (min(values) for values in zip(*runs, strict=True))
     return [
-        row("opening all parts", open_s, "s"),
+        row("opening all shards", open_s, "s"),
         row("memory, with the first batch", memory / 1e6, "MB"),
     ]
 
 
 def time_opening(folder: Path) -> tuple[float, int]:
-    """Return the seconds and bytes that opening a split costs this process, which is new to it."""
+    """Return the seconds and bytes that opening a split costs this new process."""
 
     def memory() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -281,32 +279,37 @@ def time_opening(folder: Path) -> tuple[float, int]:
     return open_s, memory() - before
 
 
-def write_sparse(folder: Path, parts: int, tokens: int) -> None:
-    """A split of `tokens` tokens, all 0, in `parts` equal sparse parts; their CRCs are true."""
+def write_sparse(folder: Path, shards: int, tokens: int) -> None:
+    """Write a split of `tokens` zeros in equal sparse shards, with correct CRCs."""
     write_shards(folder, [np.array([EOS_ID])], vocab_size=VOCAB_SIZE, eos_id=EOS_ID)
-    like, count = read_json(folder / f"{shard_name(0, 0)}.json"), tokens // parts
+    like, count = read_json(folder / f"{shard_name(0, 0)}.json"), tokens // shards
     whole, rest = divmod(2 * count, BLOCK_BYTES)
     crcs = [np.repeat(block_crcs(bytes(BLOCK_BYTES)), whole), block_crcs(bytes(rest))]
     crc = np.concatenate(crcs).astype("<u4").tobytes()
-    sizes = {"bin": 2 * count, "docs": 16 * DOCUMENTS_A_PART, "crc": len(crc)}
+    sizes = {"bin": 2 * count, "docs": 16 * DOCUMENTS_PER_SHARD, "crc": len(crc)}
     files = {name: {"size": size, "sha256": "0" * 64} for name, size in sizes.items()}
     files["crc"]["sha256"] = hashlib.sha256(crc).hexdigest()
-    like |= {"tokens": count, "documents": DOCUMENTS_A_PART, "text_bytes": 4 * count, "max_id": 0}
-    like |= {"rows": [0, DOCUMENTS_A_PART], "files": files}
+    like |= {
+        "tokens": count,
+        "documents": DOCUMENTS_PER_SHARD,
+        "text_bytes": 4 * count,
+        "max_id": 0,
+    }
+    like |= {"rows": [0, DOCUMENTS_PER_SHARD], "files": files}
     like["groups"] = {f"CC-MAIN-2024-{week:03d}": [1, 1, 1] for week in range(108)}
-    for unit in range(parts):
-        stem = folder / shard_name(unit, 0)
+    for group in range(shards):
+        stem = folder / shard_name(group, 0)
         stem.with_suffix(".crc").write_bytes(crc)
         for suffix in ("bin", "docs"):
             with open(stem.with_suffix(f".{suffix}"), "wb") as file:
                 file.truncate(sizes[suffix])
-        inputs = {f"sample/100BT/{unit:03d}_00000.parquet": "0" * 64}
-        write_json(stem.with_suffix(".json"), like | {"unit": unit, "inputs": inputs})
-    write_manifest(folder, parts, vocab_size=VOCAB_SIZE, eos_id=EOS_ID)
+        inputs = {f"sample/100BT/{group:03d}_00000.parquet": "0" * 64}
+        write_json(stem.with_suffix(".json"), like | {"unit": group, "inputs": inputs})
+    write_manifest(folder, shards, vocab_size=VOCAB_SIZE, eos_id=EOS_ID)
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
-    """Print the rows, and which targets are met."""
+    """Print the rows, and whether they meet their targets."""
     columns: Columns = {
         "measured": lambda row: row["what"],
         "": lambda row: f"{row['value']:.3g} {row['unit']}" if row["value"] else "not measured",
@@ -314,7 +317,7 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     }
     line = (
         f"{result['bytes'] / 1e6:.1f} MB in {result['documents']:,} documents, "
-        f"{result['vocab_size']:,} pieces; {PARTS} parts of {TOKENS / 1e9:.0f}B tokens; "
+        f"vocab_size {result['vocab_size']:,}; {SHARDS} shards of {TOKENS / 1e9:.0f}B tokens; "
         f"{result['cpu']}, {result['time']}"
     )
     print_table(console, result["rows"], columns, line)

@@ -1,10 +1,10 @@
-"""Build token shards from a source: plan, tokenizer, units, manifests. Resumable at any point.
+"""Build token shards from a source. Resumable at any point.
 
     python -m data_prep build --source stdlib --tokenizer train:2048 --out DATA
 
-The order of writing is the way back from a kill: plan.json, the tokenizer, then each unit's parts
-(each split's last commit mark commits the unit in it), the manifests last. A second run with the
-same plan skips what is committed, builds the rest, and ends with the same bytes.
+Written in this order: plan.json, the tokenizer, each input group's shards (the last commit record
+of each split commits the group), the manifests. A second run with the same plan skips what is
+committed, builds the rest, and ends with the same bytes.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ from data_prep.readers import SUFFIXES
 
 @dataclass(frozen=True)
 class JobSlice:
-    """--shard i/n: this run builds the units u with u % n == i - 1, and does not finish."""
+    """--shard i/n: build the input groups g with g % n == i - 1, and write no manifest."""
 
     index: int
     count: int
@@ -55,39 +56,44 @@ class JobSlice:
     def parse(cls, text: str) -> "JobSlice":
         match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
         if not match or not 1 <= int(match[1]) <= int(match[2]):
-            raise UserError(
-                "todo.build", f"--shard {text!r}: expected i/n with 1 <= i <= n, such as 1/8 to 8/8"
-            )
+            message = f"--shard {text!r}: expected i/n with 1 <= i <= n, such as 1/8 to 8/8"
+            raise UserError("option.invalid", message, option="--shard")
         return cls(int(match[1]), int(match[2]))
 
-    def units(self, num_units: int) -> range:
-        return range(self.index - 1, num_units, self.count)
+    def input_groups(self, num_groups: int) -> range:
+        return range(self.index - 1, num_groups, self.count)
 
 
-ALL_UNITS = JobSlice(1, 1)
+ALL_GROUPS = JobSlice(1, 1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--source", required=True, metavar="NAME", help=", ".join(sources.SOURCES))
-    mirror = f"files or folders: a mirror of the source, or what local reads ({' '.join(SUFFIXES)})"
-    add("--files", nargs="+", type=Path, default=(), metavar="PATH", help=mirror)
-    trained = "train a SentencePiece BPE model of N pieces on the source's training documents, or "
-    trained += "use the SentencePiece tokenizer.model or HF tokenizer.json at PATH"
-    add("--tokenizer", required=True, metavar="train:N|PATH", help=trained)
-    add("--out", required=True, type=Path, metavar="DIR", help="a new folder, or one to continue")
-    held_out = "share of the documents for validation, chosen by hash (default: %(default)s)"
+    files = f"files or folders: a copy of the source, or those of `local` ({' '.join(SUFFIXES)})"
+    add("--files", nargs="+", type=Path, default=(), metavar="PATH", help=files)
+    tokenizer = "train a SentencePiece BPE tokenizer with vocab_size N on the training documents, "
+    tokenizer += "or load the SentencePiece tokenizer.model or HF tokenizer.json at PATH"
+    add("--tokenizer", required=True, metavar="train:N|PATH", help=tokenizer)
+    add("--out", required=True, type=Path, metavar="DIR", help="a new folder, or one to resume")
+    held_out = "share of documents for validation, chosen by hash (default: %(default)s)"
     add("--holdout", type=float, default=0.02, metavar="FRACTION", help=held_out)
     folders.add_workers(parser, "processes; the result is the same for any number")
-    add("--shard", metavar="I/N", help="build every N-th unit from the I-th on; then run `finish`")
-    line = "refuse an input with a longer line of JSON (default: %(default)s)"
-    add("--max-line-bytes", type=positive, default=MAX_LINE_BYTES, metavar="N", help=line)
-    add("--revision", metavar="R", help="commit, tag or branch of a source that is downloaded")
-    add("--text-field", metavar="F", help="the field with the text, in files of rows")
-    add("--eos", metavar="TOKEN", help="the token that ends documents, where PATH leaves it open")
-    add("--bos", action="store_true", help="put the BOS token before every document")
     folders.add_limits(parser)
-    # of slurm/data_prep.sh, which so refuses a wrong option before it has waited in a queue
+    text = parser.add_argument_group("text")
+    text.add_argument("--text-field", metavar="F", help="name of the text field (source local)")
+    revision = "commit, tag or branch of a downloaded source"
+    text.add_argument("--revision", metavar="R", help=revision)
+    line = "stop at a longer line of JSON (default: %(default)s)"
+    limit: dict[str, Any] = {"type": positive, "default": MAX_LINE_BYTES, "metavar": "N"}
+    text.add_argument("--max-line-bytes", **limit, help=line)
+    eos = "token that ends documents, if PATH does not determine it"
+    text.add_argument("--eos", metavar="TOKEN", help=eos)
+    text.add_argument("--bos", action="store_true", help="put BOS before each document")
+    jobs = parser.add_argument_group("several jobs")
+    shard = "build every N-th input group from the I-th on; `finish` writes the manifests"
+    jobs.add_argument("--shard", metavar="I/N", help=shard)
+    # for slurm/data_prep.sh, to check the options before a job waits in the queue
     add("--unbuilt-of", type=positive, metavar="N", help=argparse.SUPPRESS)
 
 
@@ -102,16 +108,14 @@ def run(arguments: argparse.Namespace) -> None:
         **{name: getattr(arguments, name) for name in names},
         options=Options(**{name: getattr(arguments, name) for name in decisive}),
         limits=limits,
-        shard=JobSlice.parse(arguments.shard) if arguments.shard else None,
+        job_slice=JobSlice.parse(arguments.shard) if arguments.shard else None,
     )
 
 
 def print_unbuilt(arguments: argparse.Namespace, limits: Limits) -> None:
-    """Print, each ended by a NUL byte: unbuilt shards as i,j,...; DATA; the arguments of finish."""
+    """Print, NUL-terminated: the unbuilt i of --shard as i,j,...; DATA; the arguments of finish."""
     if arguments.shard:
-        raise UserError(
-            "todo.build", f"--shard {arguments.shard}: each job is given its own; see --shards"
-        )
+        raise UserError("option.conflict", "--shard: each job gets its own", option="--shard")
     left = unbuilt_slices(arguments.out, arguments.unbuilt_of, limits)
     words = [",".join(map(str, left)), str(arguments.out), str(arguments.out)]
     for name, limit in vars(limits).items():
@@ -119,12 +123,12 @@ def print_unbuilt(arguments: argparse.Namespace, limits: Limits) -> None:
     sys.stdout.write("".join(f"{word}\0" for word in words))
 
 
-def unbuilt_slices(out: Path, shards: int, limits: Limits = NO_LIMITS) -> list[int]:
-    """Return the i of --shard i/`shards` that still have a unit to build; all without a plan."""
+def unbuilt_slices(out: Path, count: int, limits: Limits = NO_LIMITS) -> list[int]:
+    """Return the i of --shard i/`count` with input groups left to build; all without a plan."""
     if not (out / PLAN).exists():
-        return list(range(1, shards + 1))
-    stream = RequiredGroups(out, load_plan(out), limits)
-    return sorted({unit % shards + 1 for unit in stream.unbuilt()})
+        return list(range(1, count + 1))
+    required = RequiredGroups(out, load_plan(out), limits)
+    return sorted({group % count + 1 for group in required.unbuilt()})
 
 
 def build(
@@ -139,18 +143,18 @@ def build(
     text_field: str | None = None,
     eos: str | None = None,
     limits: Limits = NO_LIMITS,
-    shard: JobSlice | None = None,
+    job_slice: JobSlice | None = None,
 ) -> None:
-    """Build (or finish building) the folder `out`, saying what happens. Raises UserError."""
+    """Build or resume the folder `out`, printing progress. Raises UserError."""
     started = time.monotonic()
     _check_folder(out)
     request = TokenizerRequest.parse(tokenizer, eos)
     if revision is None and not files and source in sources.HUB_SOURCES and (out / PLAN).exists():
-        old = load_plan(out)  # its commit, so that a branch that moved does not change it
+        old = load_plan(out)  # resume at its commit, even if the branch has moved
         if old.source == source and COMMIT.fullmatch(old.source_version):
             revision = old.source_version
     selection = sources.select(source, files, revision=revision, text_field=text_field)
-    if files or source not in sources.HUB_SOURCES:  # else files come later, with the hub's hashes
+    if files or source not in sources.HUB_SOURCES:  # else downloaded later, with the hub's hashes
         selection = replace(selection, inputs=hash_small_inputs(selection.root, selection.inputs))
     with folders.disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -158,13 +162,13 @@ def build(
             plan, loaded = prepare_plan(out, selection, request, options)
             if is_finished(out, plan, limits):
                 return
-            stream = RequiredGroups(out, plan, limits)
-            jobs = _jobs(stream, selection.root, shard or ALL_UNITS)
-        log(f"tokenizer: {loaded.vocab_size:,} ids, encoded by {loaded.method}")
-        _encode(stream, jobs, workers, shard or ALL_UNITS)
-        if shard:
-            way = f"when all {shard.count} are: python -m data_prep finish {out}"
-            log(f"{out}: shard {shard.index}/{shard.count} is built; {way}")
+            required = RequiredGroups(out, plan, limits)
+            jobs = _jobs(required, selection.root, job_slice or ALL_GROUPS)
+        log(f"tokenizer: vocab_size {loaded.vocab_size:,}; {loaded.method}")
+        _run(required, jobs, workers, job_slice or ALL_GROUPS)
+        if job_slice:
+            finish = f"after all {job_slice.count}: python -m data_prep finish {out}"
+            log(f"{out}: built --shard {job_slice.index}/{job_slice.count}; {finish}")
             return
         with plan_lock(out):
             write_manifests(out, plan, limits)
@@ -172,104 +176,102 @@ def build(
 
 
 def _check_folder(out: Path) -> None:
-    """Refuse a folder that holds other things: nothing of anyone's is ever written over."""
+    """Raise UserError if `out` has files other than a build's: nothing else is overwritten."""
     if out.exists() and not out.is_dir():
-        raise UserError("todo.build", f"--out {out}: is a file, expected a folder; give a new one")
+        message = f"--out {out}: is a file; give a new or empty folder"
+        raise UserError("data.other_files", message, path=out)
     if out.is_dir() and not (out / PLAN).exists():
         names = sorted(path.name for path in out.iterdir())
         others = [name for name in names if not name.startswith((folders.LOCK, f"{PLAN}."))]
         if others:
-            raise UserError(
-                "todo.build",
-                f"--out {out}: holds other files ({others[0]}) and no {PLAN}; give a new or empty "
-                f"folder",
-            )
+            message = f"--out {out}: has {others[0]} and no {PLAN}; give a new or empty folder"
+            raise UserError("data.other_files", message, path=out / others[0])
 
 
 class RequiredGroups:
-    """Which units of `out` a training stream with these limits needs, as far as is known by now."""
+    """The input groups of `out` that a training stream with these limits needs."""
 
     def __init__(self, out: Path, plan: Plan, limits: Limits) -> None:
         self.out, self.plan, self.limits = out, plan, limits
         self._counts: dict[int, np.ndarray] = {}
 
     def unbuilt(self) -> list[int]:
-        """The units that are not built, up to where the built ones reach a limit."""
+        """Return the groups that are not built, until the built ones reach a limit."""
         missing: list[int] = []
         counts = np.zeros(2, dtype=np.int64)
-        for unit in range(len(self.plan.units)):
+        for group in range(len(self.plan.units)):
             if self.limits.reached(*counts):
                 break
-            if not is_complete(self.out, unit, self.plan.sha256):
-                missing.append(unit)
+            if not is_complete(self.out, group, self.plan.sha256):
+                missing.append(group)
             elif self.limits != NO_LIMITS:
-                counts += self._count(unit)
+                counts += self._count(group)
         return missing
 
-    def needs(self, unit: int) -> bool:
-        """Whether the units before `unit` that are built by now may be too few."""
-        earlier = range(unit if self.limits != NO_LIMITS else 0)
+    def needs(self, group: int) -> bool:
+        """Return whether the groups built so far before `group` do not reach a limit."""
+        earlier = range(group if self.limits != NO_LIMITS else 0)
         counts = sum((self._count(one) for one in earlier), np.zeros(2, dtype=np.int64))
         return not self.limits.reached(*counts)
 
-    def _count(self, unit: int) -> np.ndarray:
-        if unit not in self._counts:
-            marks = committed_records(self.out / TRAIN, unit, self.plan.sha256)
-            if marks is None:
+    def _count(self, group: int) -> np.ndarray:
+        if group not in self._counts:
+            records = committed_records(self.out / TRAIN, group, self.plan.sha256)
+            if records is None:
                 return np.zeros(2, dtype=np.int64)
-            self._counts[unit] = np.sum([(mark.documents, mark.tokens) for mark in marks], axis=0)
-        return self._counts[unit]
+            self._counts[group] = np.sum([(r.documents, r.tokens) for r in records], axis=0)
+        return self._counts[group]
 
 
-def _jobs(stream: RequiredGroups, root: Path, shard: JobSlice) -> list[InputGroupJob]:
-    """This run's units that are not built and may be needed."""
-    out, plan = stream.out, stream.plan
+def _jobs(required: RequiredGroups, root: Path, job_slice: JobSlice) -> list[InputGroupJob]:
+    """Return jobs for this run's input groups that are not built and may be needed."""
+    out, plan = required.out, required.plan
     for split in SPLITS:
         (out / split).mkdir(exist_ok=True)
         remove_changed_records(out / split)
-    own = shard.units(len(plan.units))
-    missing = [unit for unit in stream.unbuilt() if unit in own]
-    # a manifest must never stand above parts that are being replaced
+    own = job_slice.input_groups(len(plan.units))
+    missing = [group for group in required.unbuilt() if group in own]
+    # a manifest must not list shards that are being replaced
     for split in SPLITS if missing else ():
         (out / split / MANIFEST).unlink(missing_ok=True)
-    return [InputGroupJob.of(out, root, plan, unit) for unit in missing]
+    return [InputGroupJob.of(out, root, plan, group) for group in missing]
 
 
-def _encode(
-    stream: RequiredGroups, jobs: list[InputGroupJob], workers: int, shard: JobSlice
+def _run(
+    required: RequiredGroups, jobs: list[InputGroupJob], workers: int, job_slice: JobSlice
 ) -> None:
-    """Run the jobs, saying how far they are."""
-    plan = stream.plan
-    num_units = len(shard.units(len(plan.units)))
+    """Run the jobs with a progress bar."""
+    plan = required.plan
+    num_groups = len(job_slice.input_groups(len(plan.units)))
     log(
         f"{plan.source}: {len(plan.inputs):,} inputs, {size(sum(i.size for i in plan.inputs))}, "
-        f"{num_units:,} of {len(plan.units):,} units; {workers} worker(s); "
+        f"{num_groups:,} of {len(plan.units):,} input groups; {workers} worker(s); "
         f"plan {plan.sha256[:12]}"
     )
-    if before := num_units - len(jobs):
-        log(f"resuming: {before:,} of {num_units:,} units are finished or not needed")
+    if before := num_groups - len(jobs):
+        log(f"resuming: {before:,} of {num_groups:,} input groups are finished or not needed")
     started, counts = time.monotonic(), new_counts(len(plan.units))
     finished: list[int] = []
 
     def show() -> None:
         each = np.frombuffer(counts, dtype=np.int64).reshape(-1, 2)
         documents, tokens = each.sum(axis=0)
-        per_unit = max(each[finished, 1].mean(), 1) if finished else np.inf
+        per_group = max(each[finished, 1].mean(), 1) if finished else np.inf
         speed = tokens / (time.monotonic() - started)
         progress.update(
-            min(tokens / (per_unit * len(jobs)), 1.0),
-            f"{before + len(finished)}/{num_units} units, {documents:,} documents, {tokens:,} "
-            f"tokens, {speed:,.0f} tokens/s",
+            min(tokens / (per_group * len(jobs)), 1.0),
+            f"{before + len(finished)}/{num_groups} input groups, {documents:,} documents, "
+            f"{tokens:,} tokens, {speed:,.0f} tokens/s",
         )
 
     with Progress() as progress, _repeated(show):
-        for unit in run_jobs(jobs, workers, stream.needs, counts):
-            finished.append(unit)
+        for group in run_jobs(jobs, workers, required.needs, counts):
+            finished.append(group)
 
 
 @contextmanager
 def _repeated(action: Callable[[], None], every_s: float = 1.0) -> Iterator[None]:
-    """Call `action` again and again while the block runs: a unit may take many minutes."""
+    """Call `action` periodically during the block, because an input group may take minutes."""
     ended = threading.Event()
 
     def repeat() -> None:

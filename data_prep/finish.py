@@ -1,8 +1,8 @@
-"""End a build: list the parts of both splits in their manifests, up to a limit where one is given.
+"""Finish a build: list the shards of both splits in their manifests, up to a limit if given.
 
     python -m data_prep finish DATA [--max-documents N] [--max-tokens N]
 
-What is listed depends on the plan and the limits alone: parts beyond the cut may be there or not.
+The manifests depend on plan and limits alone, whether or not there are shards beyond the limit.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def finish(folder: Path, limits: Limits) -> None:
-    """Write the manifests of a folder whose units are built. Raises UserError."""
+    """Write the manifests of a folder whose input groups are built. Raises UserError."""
     plan = load_plan(folder)
     with folders.disk_errors(folder), folders.plan_lock(folder):
         if is_finished(folder, plan, limits):
@@ -45,7 +45,7 @@ def finish(folder: Path, limits: Limits) -> None:
 
 
 def is_finished(out: Path, plan: Plan, limits: Limits) -> bool:
-    """Whether both splits are finished with these limits and whole; log it, or what is damaged."""
+    """Return whether both splits are finished with these limits and undamaged."""
     if not all((out / split / MANIFEST).exists() for split in SPLITS):
         return False
     tokens = []
@@ -57,25 +57,23 @@ def is_finished(out: Path, plan: Plan, limits: Limits) -> bool:
                 return False
             tokens.append(manifest.num_tokens)
     except ShardError as error:
-        log(f"damaged since it was finished, rebuilding: {str(error).partition('; ')[0]}")
+        log(f"damaged after it was finished, rebuilding: {str(error).partition('; ')[0]}")
         return False
-    log(
-        f"{out}: finished before with this plan ({tokens[0]:,} training and {tokens[1]:,} "
-        f"validation tokens); nothing to do"
-    )
-    remove_locks(out / INPUT_GROUP_LOCKS)  # the last run may have been killed before it did
+    counts = f"{tokens[0]:,} training and {tokens[1]:,} validation tokens"
+    log(f"{out}: already finished with this plan ({counts}); nothing to do")
+    remove_locks(out / INPUT_GROUP_LOCKS)  # the last run may have been killed before
     return True
 
 
 def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
-    """Write both manifests. Raises UserError where a unit that is needed is not built."""
-    train, units, cut = _training_stream(out, plan, limits)
-    held_out = read_commits(out / VALIDATION, range(units))
+    """Write both manifests. Raises UserError if a required input group is not built."""
+    train, num_groups, cut = _training_stream(out, plan, limits)
+    held_out = read_commits(out / VALIDATION, range(num_groups))
     manifests = {
-        split: shards.make_manifest(marks, **plan.header(), limits=asdict(limits), cut=own_cut)
-        for split, marks, own_cut in ((TRAIN, train, cut), (VALIDATION, held_out, None))
+        split: shards.make_manifest(records, **plan.header(), limits=asdict(limits), cut=own_cut)
+        for split, records, own_cut in ((TRAIN, train, cut), (VALIDATION, held_out, None))
     }
-    # never the one split's new manifest beside the other's old one
+    # a kill must not leave one split's new manifest with the other's old one
     for split in SPLITS:
         (out / split / MANIFEST).unlink(missing_ok=True)
     for split, manifest in manifests.items():
@@ -86,10 +84,10 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
             f"({manifest.num_bytes / max(manifest.num_tokens, 1):.3f} bytes/token), "
             f"fingerprint {manifest.fingerprint[:12]}"
         )
-    # of whole units: rows without a document are counted in a unit's last mark
-    whole = [*held_out, *read_commits(out / TRAIN, range(units))]
+    # of whole input groups: their last commit record counts the rows without a document
+    whole = [*held_out, *read_commits(out / TRAIN, range(num_groups))]
     for what in ("repaired", "skipped"):
-        counts = sum((Counter(getattr(named.mark, what)) for named in whole), Counter[str]())
+        counts = sum((Counter(getattr(named.record, what)) for named in whole), Counter[str]())
         if counts:
             log(f"{what}: " + ", ".join(f"{n:,} {reason}" for reason, n in sorted(counts.items())))
     remove_locks(out / INPUT_GROUP_LOCKS)
@@ -101,49 +99,49 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
 def _training_stream(
     out: Path, plan: Plan, limits: Limits
 ) -> tuple[list[NamedRecord], int, Cut | None]:
-    """The parts of the training stream, how many units they are of, and the last part's cut."""
-    marks: list[NamedRecord] = []
-    units = documents = tokens = 0
-    for unit in range(len(plan.units)):
-        if not is_complete(out, unit, plan.sha256):
-            rest = range(unit, len(plan.units))
+    """Return the stream's commit records, its number of input groups, and the last shard's cut."""
+    records: list[NamedRecord] = []
+    num_groups = documents = tokens = 0
+    for group in range(len(plan.units)):
+        if not is_complete(out, group, plan.sha256):
+            rest = range(group, len(plan.units))
             missing = sum(not is_complete(out, later, plan.sha256) for later in rest)
             raise UserError(
-                "todo.finish",
-                f"{out}: unit {unit} is not built ({missing:,} of {len(plan.units):,} are "
-                f"missing); run the same `python -m data_prep build` again (every --shard, or "
-                f"none), then finish",
+                "data.not_built",
+                f"{out}: input group {group} is not built ({missing:,} of {len(plan.units):,} are "
+                f"missing); run the same `python -m data_prep build` again, every --shard of it",
+                input_group=group,
+                missing=missing,
             )
-        for named in read_commits(out / TRAIN, [unit]):
+        for named in read_commits(out / TRAIN, [group]):
             if limits.reached(documents, tokens):
-                return marks, units, None
+                return records, num_groups, None
             room_documents = (limits.max_documents or 1 << 62) - documents
             room_tokens = (limits.max_tokens or 1 << 62) - tokens
-            if named.mark.documents > room_documents or named.mark.tokens > room_tokens:
+            if named.record.documents > room_documents or named.record.tokens > room_tokens:
                 if cut := _cut_shard(out / TRAIN, named, room_documents, room_tokens):
-                    return [*marks, named], unit + 1, cut
+                    return [*records, named], group + 1, cut
                 if not documents:
-                    raise UserError(
-                        "todo.finish", f"--max-tokens {limits.max_tokens}: below the first document"
-                    )
-                return marks, units, None
-            marks.append(named)
-            units = unit + 1
-            documents += named.mark.documents
-            tokens += named.mark.tokens
-    return marks, len(plan.units), None
+                    message = f"--max-tokens {limits.max_tokens}: the first document is longer"
+                    raise UserError("option.invalid", message, option="--max-tokens")
+                return records, num_groups, None
+            records.append(named)
+            num_groups = group + 1
+            documents += named.record.documents
+            tokens += named.record.tokens
+    return records, len(plan.units), None
 
 
 def _cut_shard(folder: Path, named: NamedRecord, documents: int, tokens: int) -> Cut | None:
-    """Return what of the part fits into so many documents and tokens, if any. Raises UserError."""
+    """Return the documents of the shard that fit, None if none does. Raises UserError."""
     path = folder / f"{named.name}.docs"
-    if named.mark.version == WITHOUT_BYTE_ENDS:
+    if named.record.version == WITHOUT_BYTE_ENDS:
         raise UserError(
-            "todo.finish",
-            f"{path}: a limit ends inside this part, whose format (version {WITHOUT_BYTE_ENDS}) "
-            f"has no text bytes of documents; give no limit, or build into a new folder",
+            "data.old_format",
+            f"{path}: version {WITHOUT_BYTE_ENDS} has no text bytes per document, so no limit can "
+            f"end inside this shard; give no limit, or build into a new folder",
         )
-    ends = np.frombuffer(read_checked(path, named.mark.files.docs.sha256), dtype="<u8")
+    ends = np.frombuffer(read_checked(path, named.record.files.docs.sha256), dtype="<u8")
     token_ends, byte_ends = np.split(ends, 2)
     kept = min(documents, int(np.searchsorted(token_ends, tokens, side="right")))
     return Cut(int(token_ends[kept - 1]), kept, int(byte_ends[kept - 1])) if kept else None

@@ -1,6 +1,6 @@
-"""Build units, in this process or in several: read inputs, encode them, write both splits' parts.
+"""Build input groups, in one or several processes: read, encode, write the shards of both splits.
 
-A unit is a range of the plan's inputs, and its parts depend on the plan alone.
+An input group is a range of the plan's inputs; its shards depend on the plan alone.
 """
 
 import multiprocessing
@@ -39,24 +39,23 @@ from data_prep.readers import InputReader, Skipped
 
 @dataclass(frozen=True)
 class InputGroupJob:
-    """What a worker process needs to build one unit: `plan` has the unit's inputs alone."""
+    """One input group to build from inputs below `root`; `plan` has its inputs only."""
 
     folder: Path
     root: Path
-    unit: int
+    group: int
     plan: Plan
     plan_sha256: str
 
     @classmethod
-    def of(cls, folder: Path, root: Path, plan: Plan, unit: int) -> Self:
-        """The job that builds `unit` below `folder` from the inputs below `root`."""
-        own = replace(plan, inputs=plan.inputs[slice(*plan.units[unit])], units=())
-        return cls(folder, root, unit, own, plan.sha256)
+    def of(cls, folder: Path, root: Path, plan: Plan, group: int) -> Self:
+        own = replace(plan, inputs=plan.inputs[slice(*plan.units[group])], units=())
+        return cls(folder, root, group, own, plan.sha256)
 
     def writer(self, split: str) -> ShardWriter:
         return ShardWriter(
             self.folder / split,
-            self.unit,
+            self.group,
             vocab_size=self.plan.tokenizer.vocab_size,
             eos_id=self.plan.tokenizer.eos_id,
             plan_sha256=self.plan_sha256,
@@ -65,36 +64,36 @@ class InputGroupJob:
         )
 
 
-# once per process: what it has learned of the text's words stays warm
+# one per process, for its word cache
 _cached_tokenizer = lru_cache(maxsize=1)(load_tokenizer)
-# in a worker process: the build's `new_counts`
+# in a worker process: the shared array of `new_counts`
 _counts: Any = None
 
 
-def new_counts(num_units: int) -> Any:
-    """Return what a build's processes share, int64 [units, 2]: documents and tokens so far."""
-    return multiprocessing.get_context("spawn").RawArray("q", 2 * num_units)
+def new_counts(num_groups: int) -> Any:
+    """Return shared memory of documents and tokens so far, int64 [input groups, 2]."""
+    return multiprocessing.get_context("spawn").RawArray("q", 2 * num_groups)
 
 
 def build_input_group(job: InputGroupJob, counts: Any = None) -> None:
-    """Write one unit's parts in both splits, or none of them."""
-    with input_group_lock(job.folder, job.unit):
-        # a killed run's worker may have committed it, or may come here after another run did
-        if is_complete(job.folder, job.unit, job.plan_sha256):
+    """Write an input group's shards in both splits, or none of them."""
+    with input_group_lock(job.folder, job.group):
+        # another run may have committed it since the job was made
+        if is_complete(job.folder, job.group, job.plan_sha256):
             return
         tokenizer = _cached_tokenizer(job.folder, job.plan.tokenizer)
-        # before anything that the inputs made is removed
+        # download before removing earlier shards
         sources.fetch(job.plan.source, job.plan.source_version, job.root, job.plan.inputs)
         for split in SPLITS:
             (job.folder / split).mkdir(exist_ok=True)
-            remove_input_group(job.folder / split, job.unit)
+            remove_input_group(job.folder / split, job.group)
         try:
             _write_input_group(job, tokenizer, counts)
         except BaseException:
-            # half a unit is of no use to the next run, and may be what fills the disk
+            # half an input group is useless to the next run, and takes disk space
             for split in SPLITS:
                 with suppress(OSError):
-                    remove_input_group(job.folder / split, job.unit)
+                    remove_input_group(job.folder / split, job.group)
             raise
 
 
@@ -123,12 +122,12 @@ def _write_input_group(job: InputGroupJob, tokenizer: Tokenizer, counts: Any) ->
                     group=document.group,
                     repaired=document.repaired,
                 )
-                if counts is not None:  # no lock: this process alone builds the unit
-                    counts[2 * job.unit] += 1
-                    counts[2 * job.unit + 1] += len(ids)
+                if counts is not None:  # only this process writes these two
+                    counts[2 * job.group] += 1
+                    counts[2 * job.group + 1] += len(ids)
             hashes[known.path] = reader.sha256
         validation.finish()
-        # rows that made no document belong to no split: counted once, in train's last mark
+        # skipped rows belong to no split: counted once, in train's last commit record
         train.finish(skipped, hashes)
 
 
@@ -136,7 +135,7 @@ def _write_input_group(job: InputGroupJob, tokenizer: Tokenizer, counts: Any) ->
 
 
 def start_worker(counts: Any) -> None:
-    """Let this worker process end with its parent (else it would go on), silently at Ctrl-C."""
+    """Let this worker process end with its parent, silently at Ctrl-C."""
     global _counts
     _counts = counts
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -152,52 +151,50 @@ def start_worker(counts: Any) -> None:
 
 @contextmanager
 def worker_pool(workers: int, counts: Any = None) -> Iterator[ProcessPoolExecutor]:
-    """Start processes that end with this one; a killed one is a UserError in the block."""
-    # spawn: a fork would copy SentencePiece's and rich's threads in an unknown state
+    """Start processes that end with this one; a killed one raises UserError in the block."""
+    # spawn: fork would copy the threads of SentencePiece and rich in an unknown state
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, start_worker, (counts,)) as pool:
         try:
             yield pool
         except BrokenProcessPool:
-            raise UserError(
-                "todo.units",
-                "a worker process was killed (out of memory?); run the same command again, which "
-                "continues, perhaps with fewer --workers",
-            ) from None
+            message = "a worker process was killed (out of memory?); run the same command again, "
+            message += "which resumes, perhaps with fewer --workers"
+            raise UserError("data.worker_killed", message) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _build_in_worker(job: InputGroupJob) -> int:
     build_input_group(job, _counts)
-    return job.unit
+    return job.group
 
 
 def run_jobs(
     jobs: Sequence[InputGroupJob], workers: int, wanted: Callable[[int], bool], counts: Any
 ) -> Iterator[int]:
-    """Run the `wanted` jobs in order, here or in `workers` processes; yield the finished units."""
+    """Run the `wanted` jobs in order, in `workers` processes; yield finished input groups."""
     if workers == 1 or len(jobs) < 2:
         for each in jobs:
-            if wanted(each.unit):
+            if wanted(each.group):
                 build_input_group(each, counts)
-                yield each.unit
+                yield each.group
         return
     waiting, running = iter(jobs), set[Future[int]]()
     with worker_pool(min(workers, len(jobs)), counts) as pool:
         try:
             while True:
                 while len(running) < workers and (job := next(waiting, None)):
-                    if wanted(job.unit):
+                    if wanted(job.group):
                         running.add(pool.submit(_build_in_worker, job))
                 if not running:
                     return
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    unit = future.result()
+                    group = future.result()
                     running.remove(future)
-                    yield unit
+                    yield group
         except (UserError, OSError) as error:
             if others := len(running) - 1:
-                log(f"failed: {error}\nending once {others} other unit(s) in work are built")
-            wait(running)  # shutdown does not, once it was told not to
+                log(f"failed: {error}\nwaiting for {others} other input group(s)")
+            wait(running)  # shutdown(wait=False) does not
             raise

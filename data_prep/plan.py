@@ -1,7 +1,7 @@
-"""What a build will do, fixed before it starts: inputs, units, tokenizer, options, one hash.
+"""The plan of a build, fixed before it starts: inputs, input groups, tokenizer, options, one hash.
 
-plan.json makes a part's content depend on the plan alone, never on the number of workers or on when
-a run was killed: a second run on a folder must have the same plan, and is refused otherwise.
+Shards depend on plan.json alone, not on the number of workers or on when a run was killed; a second
+run on a folder must have the same plan.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ PLAN = "plan.json"
 MAX_PLAN_BYTES = 1 << 32
 MAX_LINE_BYTES = 64_000_000
 HASH_AHEAD_BYTES = 256 << 20
-"""Inputs of no more in all are hashed before the plan is made: a second of reading."""
+"""Inputs of at most this total size are hashed before the plan is made (about a second)."""
 MAX_DIFFERENCES = 8
-"""Named in an error: an upgraded Python changes hundreds of inputs."""
+"""Shown in an error: another Python version changes hundreds of inputs."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """An input's path below the source's root, bytes, and SHA-256; "" where only marks know it."""
+    """An input: path below the source's root, bytes, SHA-256 ("" if unknown before it is read)."""
 
     path: str
     size: int
@@ -37,7 +37,7 @@ class Input:
 
 @dataclass(frozen=True)
 class TokenizerRecord:
-    """The tokenizer of a plan: how it was asked for ("train:N" or "file") and what it is."""
+    """The tokenizer of a plan, and how it was requested ("train:N" or "file")."""
 
     requested: str
     sha256: str
@@ -49,7 +49,10 @@ class TokenizerRecord:
 
 @dataclass(frozen=True)
 class Options:
-    """What else decides the bytes; a unit is `unit_files` inputs, or about `unit_bytes` of them."""
+    """Options that determine the bytes of shards.
+
+    An input group has `unit_files` inputs, or inputs of about `unit_bytes` bytes.
+    """
 
     holdout: float
     bos: bool = False
@@ -60,20 +63,19 @@ class Options:
 
     def __post_init__(self) -> None:
         if not 0 <= self.holdout < 1:
-            raise UserError(
-                "todo.plan", f"--holdout {self.holdout} is outside [0, 1); 0.02 holds out 2 %"
-            )
+            message = f"--holdout {self.holdout}: expected at least 0 and less than 1"
+            raise UserError("option.invalid", message, option="--holdout")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Where the training stream ends: which of the plan's parts the manifest lists."""
+    """Where the training stream ends."""
 
     max_documents: int | None = None
     max_tokens: int | None = None
 
     def reached(self, documents: int, tokens: int) -> bool:
-        """Whether a stream of so many documents and tokens is long enough to be cut."""
+        """Return whether so many documents and tokens reach a limit."""
         pairs = ((documents, self.max_documents), (tokens, self.max_tokens))
         return any(limit is not None and count >= limit for count, limit in pairs)
 
@@ -83,9 +85,9 @@ NO_LIMITS = Limits()
 
 @dataclass(frozen=True)
 class Plan:
-    """The inputs in the stream's order, the units as ranges [first, end) of them, and the rest.
+    """A build's inputs in order, `units` (input groups as ranges [first, end)), and options.
 
-    `root`, where the inputs were, and `version`, the parts' format, are not part of its identity.
+    `root` (the folder of the inputs) and `version` (of the format) are not part of its identity.
     """
 
     source: str
@@ -101,13 +103,13 @@ class Plan:
 
     @cached_property
     def sha256(self) -> str:
-        """The hex SHA-256 of the plan's canonical JSON."""
+        """Hex SHA-256 of the plan's canonical JSON."""
         identity = {key: value for key, value in self.record().items() if key != "root"}
         canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def record(self) -> dict[str, Any]:
-        """Return the fields as JSON values, without the version and a default limit of lines."""
+        """Return the fields as JSON values, without the version and a default max_line_bytes."""
         fields = asdict(self)
         del fields["version"]
         if self.options.max_line_bytes == MAX_LINE_BYTES:
@@ -115,7 +117,7 @@ class Plan:
         return fields
 
     def header(self) -> dict[str, Any]:
-        """Return what the manifests of both splits take from the plan."""
+        """Return the fields that the manifests of both splits share."""
         return {
             "vocab_size": self.tokenizer.vocab_size,
             "eos_id": self.tokenizer.eos_id,
@@ -126,7 +128,7 @@ class Plan:
 
 
 def hash_small_inputs(root: Path, inputs: Sequence[Input]) -> tuple[Input, ...]:
-    """Return the inputs with their hashes, if all are small together and on disk."""
+    """Return the inputs, with hashes if their total size is small."""
     if sum(known.size for known in inputs) > HASH_AHEAD_BYTES:
         return tuple(inputs)
     return tuple(
@@ -135,7 +137,7 @@ def hash_small_inputs(root: Path, inputs: Sequence[Input]) -> tuple[Input, ...]:
 
 
 def make_input_groups(inputs: Sequence[Input], options: Options) -> tuple[tuple[int, int], ...]:
-    """Return ranges [first, end) of consecutive inputs, at least one each, as the options say."""
+    """Return ranges [first, end) of consecutive inputs, each of at least one."""
     ends = []
     files = size = 0
     for index, known in enumerate(inputs, 1):
@@ -163,33 +165,29 @@ def load_plan(folder: Path) -> Plan:
     """Read plan.json. Raises UserError if it is missing, damaged or of another version."""
     path = folder / PLAN
     if not path.exists():
-        raise UserError(
-            "todo.plan", f"{folder}: no {PLAN}, so not a folder of `python -m data_prep build`"
-        )
+        message = f"{folder}: no {PLAN}, so not a folder of `python -m data_prep build`"
+        raise UserError("plan.missing", message, path=path)
     try:
         header = read_record(path, _Header, max_bytes=MAX_PLAN_BYTES)
         plan = read_record(path, Plan, max_bytes=MAX_PLAN_BYTES)
         if plan.sha256 != header.sha256:
-            raise UserError("todo.plan", "its content does not fit its hash")
+            raise UserError("plan.damaged", "its content does not match its hash")
     except UserError as error:
-        raise UserError(
-            "todo.plan",
-            f"{path}: damaged ({error}); restore this file from a copy, or build into a new folder",
-        ) from None
+        message = f"{path}: damaged ({error}); restore it from a copy, or build into a new folder"
+        raise UserError("plan.damaged", message, path=path) from None
     return plan
 
 
 def check_same_plan(folder: Path, old: Plan, new: Plan) -> None:
-    """Raise UserError naming each field old -> new where `new` is not the plan of `folder`."""
+    """Raise UserError with each difference if `new` is not the plan of `folder`."""
     if lines := differences(old, new):
         more = len(lines) - MAX_DIFFERENCES
         shown = lines[:MAX_DIFFERENCES] + ([f"and {more} more"] if more > 0 else [])
-        raise UserError(
-            "todo.plan",
-            f"{folder} was built from another plan; nothing was written. What differs:\n  "
-            + "\n  ".join(shown)
-            + "\nGive the old values again, or another --out.",
+        text = "".join(f"\n  {line}" for line in shown)
+        message = (
+            f"{folder} was built from another plan:{text}\nGive the old values or another --out"
         )
+        raise UserError("plan.changed", message, path=folder, differences=lines)
 
 
 def differences(old: Plan, new: Plan) -> list[str]:
@@ -208,11 +206,11 @@ def differences(old: Plan, new: Plan) -> list[str]:
     both = [(name, before.get(name), after.get(name)) for name in before | after]
     lines = [f"{name}: {was} -> {now}" for name, was, now in both if was != now]
     if not lines and old != new:
-        return ["inputs: in another order or in other units"]
+        return ["inputs: in another order or in other groups"]
     return lines
 
 
 def is_held_out(utf8: bytes, holdout: float) -> bool:
-    """Whether a document, by its text alone, is of validation: equal texts are on one side."""
+    """Return whether a document is for validation, by a hash of its text alone."""
     digest = hashlib.sha256(b"holdout" + utf8).digest()
     return int.from_bytes(digest[:8], "big") / 2**64 < holdout

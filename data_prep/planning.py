@@ -1,4 +1,4 @@
-"""Settle what a build will do: its plan, made or compared with the folder's, and its tokenizer."""
+"""Prepare a build: make its plan or compare it with the folder's, train or load its tokenizer."""
 
 import io
 import time
@@ -19,12 +19,12 @@ from data_prep.folder import load_tokenizer, log
 from data_prep.plan import Options, Plan, TokenizerRecord, is_held_out
 from data_prep.readers import Document, InputReader
 
-# SentencePiece holds what it learns from in memory, several times; more text changes few pieces.
+# SentencePiece keeps its training text in memory several times; more text changes few tokens.
 TRAIN_BYTES = 100_000_000
 TRAIN_INPUTS = 16
 MAX_LINE_BYTES = 1 << 16
 MAX_CHARACTER_BYTES = 4
-# Written into the model file: a number taken from the machine would change its hash.
+# Stored in the model file, so it must not depend on the machine.
 NUM_THREADS = 2
 
 
@@ -38,37 +38,33 @@ class TokenizerRequest:
 
     @classmethod
     def parse(cls, text: str, eos: str | None) -> "TokenizerRequest":
-        """Raise UserError for a file that cannot be used, or no number."""
+        """Parse --tokenizer, loading the file if it names one. Raises UserError."""
         if not text.startswith("train:"):
             return cls("file", given=Tokenizer.load(Path(text), eos=eos))
         if eos is not None:
-            raise UserError(
-                "todo.settle", f"--eos {eos!r}: a trained tokenizer has its own; leave --eos out"
-            )
+            message = f"--eos {eos!r}: a trained tokenizer has its own; do not give --eos"
+            raise UserError("option.conflict", message, option="--eos")
         try:
             return cls(text, vocab_size=int(text.removeprefix("train:")))
         except ValueError:
-            raise UserError(
-                "todo.settle",
-                f"--tokenizer {text!r}: expected train:N such as train:2048, or the path of a "
-                f"SentencePiece tokenizer.model or an HF tokenizer.json",
-            ) from None
+            message = f"--tokenizer {text!r}: expected train:N, such as train:2048, or a path"
+            raise UserError("option.invalid", message, option="--tokenizer") from None
 
 
 def prepare_plan(
     out: Path, selection: sources.Selection, request: TokenizerRequest, options: Options
 ) -> tuple[Plan, Tokenizer]:
-    """Return the plan of `out`, made or compared with the one there, and its tokenizer."""
+    """Write the plan of `out` or check it against the one there; return it and its tokenizer."""
     old = plans.load_plan(out) if (out / plans.PLAN).exists() else None
     tokenizer = request.given
     if old and not tokenizer:
-        # trained once: what was asked for is compared, the result is the plan's
+        # trained once: only the request is compared
         record = replace(old.tokenizer, requested=request.name)
     else:
         tokenizer = tokenizer or _train(selection, options, request)
         record = record_of(tokenizer, request.name)
     if options.bos and record.bos_id < 0:
-        raise UserError("todo.settle", "--bos: this tokenizer has no BOS token; leave --bos out")
+        raise UserError("option.conflict", "--bos: the tokenizer has no BOS token", option="--bos")
     if options.unit_files is None and options.unit_bytes is None:
         options = replace(options, unit_files=selection.unit_files, unit_bytes=selection.unit_bytes)
     plan = Plan(
@@ -91,17 +87,15 @@ def prepare_plan(
         tokenizer = tokenizer or _train(selection, plan.options, request)
         path = out / tokenizer.file_name
         if tokenizer.sha256 != plan.tokenizer.sha256:
-            raise UserError(
-                "todo.settle",
-                f"{path}: is missing, and training again gives another model than the plan's "
-                f"(another version of sentencepiece?); build into a new folder",
-            )
+            message = f"{path}: is missing, and training does not reproduce the plan's (another "
+            message += "version of sentencepiece?); build into a new folder"
+            raise UserError("tokenizer.other_version", message)
         write_atomic(path, tokenizer.model)
     return plan, load_tokenizer(out, plan.tokenizer)
 
 
 def record_of(tokenizer: Tokenizer, requested: str) -> TokenizerRecord:
-    """Return what a plan knows of its tokenizer."""
+    """Return the record of a tokenizer in a plan."""
     same = ("sha256", "vocab_size", "bos_id", "eos_id")
     known = {name: getattr(tokenizer, name) for name in same}
     return TokenizerRecord(requested, **known, probe_ids=tokenizer.probe_ids())
@@ -111,12 +105,12 @@ def _train(selection: sources.Selection, options: Options, request: TokenizerReq
     started = time.monotonic()
     model = train_tokenizer(training_texts(selection, options), request.vocab_size)
     took = duration(time.monotonic() - started)
-    log(f"tokenizer: trained {request.vocab_size:,} pieces in {took}")
+    log(f"tokenizer: trained with vocab_size {request.vocab_size:,} in {took}")
     return Tokenizer(model, request.name)
 
 
 def training_texts(selection: sources.Selection, options: Options) -> Iterator[str]:
-    """Yield about TRAIN_BYTES of texts from all over the source, held-out documents left out."""
+    """Yield about TRAIN_BYTES of training documents from inputs spread over the source."""
     inputs = selection.inputs
     if sum(known.size for known in inputs) > TRAIN_BYTES:
         count = min(TRAIN_INPUTS, len(inputs))
@@ -136,9 +130,9 @@ def training_texts(selection: sources.Selection, options: Options) -> Iterator[s
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Return the .model of a SentencePiece BPE, with Llama-2's settings; equal for equal texts.
+    """Train a SentencePiece BPE with Llama-2's settings, deterministically; return its .model.
 
-    Raises UserError for a vocabulary that these texts cannot give.
+    Raises UserError if the texts do not allow the vocab_size.
     """
     model = io.BytesIO()
     try:
@@ -164,15 +158,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
     except RuntimeError as error:
         # "INTERNAL: src/file.cc(12) [(condition)] The reason."
         reason = str(error).rpartition("] ")[2].strip() or "there is no text to train on"
-        raise UserError(
-            "todo.settle",
-            f"--tokenizer train:{vocab_size}: cannot be trained on this source: {reason}",
-        ) from None
+        message = f"--tokenizer train:{vocab_size}: cannot be trained on this source: {reason}"
+        raise UserError("tokenizer.training", message) from None
     return model.getvalue()
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """The texts' lines; those that SentencePiece would skip for their length, cut."""
+    """Yield the texts' lines, and lines that SentencePiece would skip in slices."""
     most = MAX_LINE_BYTES // MAX_CHARACTER_BYTES
     for text in texts:
         for line in text.split("\n"):

@@ -1,12 +1,12 @@
-"""The rows of one input file, read in bounded memory while its bytes are hashed.
+"""Reader of the rows of one input file, in bounded memory, which hashes the file.
 
-A file that is cut short, damaged or not the one that the plan knows ends in an error that names it
-and the row, never in fewer documents; that error may come after its last good row, so what was read
-counts once `rows()` has ended. Bytes that are no UTF-8 and lone surrogates become U+FFFD, and the
-document is counted as repaired, by reason.
+A truncated, damaged or changed file raises an error with its path and row, possibly after its last
+good row: use what was read only after `rows()` has ended. Invalid UTF-8 and lone surrogates become
+U+FFFD; such documents are counted as repaired, by reason.
 """
 
 import ast
+import errno
 import hashlib
 import io
 import json
@@ -27,16 +27,16 @@ from data_prep.plan import MAX_LINE_BYTES, Input
 
 INVALID_UTF8 = "invalid UTF-8"
 TOPICS = "pydoc_data/topics.py"
-"""The input of the source stdlib that holds the help topics."""
+"""The input of the source stdlib with the help topics."""
 READ_BYTES = 1 << 20
 PACKED_READ_BYTES = 1 << 16
 STEP_BYTES = 1 << 10
-"""Decompressed at once: zstd packs repetition up to 30,000-fold."""
-# of a parquet file's rows, as its footer counts bytes: large documents come in small batches
+"""Compressed bytes per decompression step: zstd compresses up to 30,000-fold."""
+# of a parquet file's rows, by its footer: large documents are read in small batches
 BATCH_BYTES = 8 << 20
 MAX_BATCH_ROWS = 1024
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# by suffix, longest first; .py is the source stdlib's alone
+# longest first; .py is for the source stdlib only
 SUFFIXES = (".jsonl.zst", ".jsonl.gz", ".jsonl", ".parquet", ".txt")
 
 _MISSING = object()
@@ -45,7 +45,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Document:
-    """One text, the same as UTF-8, what it is counted under, and why it was changed, if it was."""
+    """One text, its UTF-8, the group it is counted in, and why it was repaired, if it was."""
 
     text: str
     utf8: bytes
@@ -55,7 +55,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A row that makes no document, and why; rows are counted by reason in the commit marks."""
+    """A row without a document; commit records count such rows by reason."""
 
     reason: str
 
@@ -64,18 +64,18 @@ Rows = Iterator[Document | Skipped]
 
 
 def from_text(text: str, group: str = "") -> Document | Skipped:
-    """Return the row of a decoded text: each lone surrogate becomes U+FFFD."""
+    """Return the row of a text; lone surrogates become U+FFFD."""
     if not text:
         return Skipped("empty")
     try:
         return Document(text, text.encode(), group)
     except UnicodeEncodeError:
-        text = clean(text)
+        text = replace_surrogates(text)
         return Document(text, text.encode(), group, "lone surrogate")
 
 
 def from_utf8(utf8: bytes, group: str = "") -> Document | Skipped:
-    """Return the row of a text's bytes: each ill-formed sequence becomes U+FFFD."""
+    """Return the row of a text's bytes; invalid sequences become U+FFFD."""
     if not utf8:
         return Skipped("empty")
     try:
@@ -85,13 +85,13 @@ def from_utf8(utf8: bytes, group: str = "") -> Document | Skipped:
         return Document(text, text.encode(), group, INVALID_UTF8)
 
 
-def clean(text: str) -> str:
-    """Return the text with U+FFFD for every lone surrogate, so that it can be encoded."""
+def replace_surrogates(text: str) -> str:
+    """Return the text with U+FFFD for lone surrogates, so that it can be encoded."""
     return _SURROGATES.sub("\ufffd", text)
 
 
 def stdlib_rows(path: str, content: bytes) -> Rows:
-    """Yield the rows of stdlib's input `path`, decoded as its PEP 263 line says, else skipped."""
+    """Yield the rows of stdlib's input `path`, decoded by its PEP 263 encoding line."""
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
         text = content.decode(encoding)
@@ -101,20 +101,17 @@ def stdlib_rows(path: str, content: bytes) -> Rows:
     if path != TOPICS:
         yield from_text(text)
         return
-    # read from the file rather than imported: so they are the input that was hashed
+    # parsed rather than imported, so that they are the bytes that were hashed
     for statement in ast.parse(text).body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
             topics = ast.literal_eval(statement.value)
             yield from (from_text(topics[key]) for key in sorted(topics))
             return
-    raise UserError(
-        "todo.readers",
-        f"{TOPICS}: no dict of topics in it, as this Python's pydoc_data should have",
-    )
+    raise UserError("input.damaged", f"{TOPICS}: has no dict of topics", path=path)
 
 
 class InputReader:
-    """The input `known` below `root`; `sha256` is "" until it is read. Raises UserError."""
+    """Reader of the input `known` below `root`; `sha256` is "" until all is read."""
 
     def __init__(
         self,
@@ -130,35 +127,42 @@ class InputReader:
         self.sha256, self._row = "", 0
 
     def rows(self) -> Rows:
-        """The rows in the file's order. Closing the generator closes the file."""
-        read, damage = self._format()
-        faults: tuple[type[Exception], ...] = (OSError, *damage)
+        """Yield the rows in the file's order; close the generator to close the file.
+
+        Raises UserError.
+        """
+        read, decoder_errors = self._format()
+        errors: tuple[type[Exception], ...] = (OSError, *decoder_errors)
         self.sha256, self._row = "", 0
         self._digest, self._hashed_bytes = hashlib.sha256(), 0
         try:
             with open(self.path, "rb", buffering=0, opener=open_nonblocking) as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
-                    self._fail("not a regular file, such as a FIFO; give a file")
+                    raise OSError(errno.ENXIO, "not a regular file")
                 self._check_size(status.st_size)
                 if not status.st_size and not self.path.name.endswith((".txt", ".py", ".jsonl")):
-                    raise EOFError("no bytes in it, and this format is never empty")
+                    raise EOFError("the file is empty")
                 for row in read(file):
                     self._row += 1
                     yield row
-        except faults as error:
-            # what pyarrow finds wrong in a file may be an OSError without errno
+        except errors as error:
+            place: dict[str, Any] = {"path": self.path, "row": self._row + 1}
+            where = f"{self.path}, row {self._row + 1:,}"
+            # for damage, pyarrow may raise an OSError without errno
             if isinstance(error, OSError) and error.errno is not None:
-                self._fail(f"{error.strerror}; every input is needed: make it readable")
-            self._fail(f"damaged: {error}; fetch the file again")
+                message = f"{where}: {error.strerror}; all inputs are required"
+                raise UserError("input.unreadable", message, **place) from None
+            message = f"{where}: damaged: {error}; download or copy the file again"
+            raise UserError("input.damaged", message, **place) from None
 
     def _format(self) -> tuple[Callable[[IO[bytes]], Rows], tuple[type[Exception], ...]]:
-        """How the file is read, and what its decoder raises for damage."""
+        """Return the function that reads the file, and the errors of its decoder."""
         name = self.path.name
         if name.endswith(".jsonl.zst"):
             from zstandard import ZstdDecompressor, ZstdError
 
-            # memory is taken only by a frame that asks for it (zstd --long does)
+            # allocated only for frames that need it (zstd --long)
             unpacker = ZstdDecompressor(max_window_size=1 << 31)
             return partial(self._read_json, new_frame=unpacker.decompressobj), (EOFError, ZstdError)
         if name.endswith(".jsonl.gz"):
@@ -173,9 +177,8 @@ class InputReader:
             return self._read_parquet, (EOFError, ArrowException, ValueError, OverflowError)
         if name.endswith((".txt", ".py")):
             return self._read_whole, ()
-        raise UserError(
-            "todo.readers", f"{self.path}: unknown format; expected one of: {', '.join(SUFFIXES)}"
-        )
+        message = f"{self.path}: unknown format; expected one of: {', '.join(SUFFIXES)}"
+        raise UserError("input.unknown_format", message, path=self.path)
 
     def _read_whole(self, file: IO[bytes]) -> Rows:
         content = b"".join(self._chunks(file, READ_BYTES))
@@ -190,29 +193,29 @@ class InputReader:
     def _read_json(
         self, file: IO[bytes], new_frame: Callable[[], Any] | None = None, padding: bytes = b""
     ) -> Rows:
-        pieces = self._chunks(file, PACKED_READ_BYTES if new_frame else READ_BYTES)
+        chunks = self._chunks(file, PACKED_READ_BYTES if new_frame else READ_BYTES)
         if new_frame:
-            pieces = _unpack(pieces, new_frame, padding)
-        for number, line in enumerate(self._lines(pieces)):
+            chunks = _decompress(chunks, new_frame, padding)
+        for number, line in enumerate(self._lines(chunks)):
             line = line if number else line.removeprefix(BYTE_ORDER_MARK)
-            # blank lines hold no row; `datasets` and pandas leave them out as well
+            # `datasets` and pandas skip blank lines too
             if line.strip():
                 yield self._parse(line)
         self._check_end()
 
-    def _lines(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        """Lines without their end, each joined once."""
+    def _lines(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
+        """Yield lines without their end."""
         pending: list[bytes] = []
         length = 0
-        for piece in pieces:
+        for chunk in chunks:
             start = 0
-            while (end := piece.find(b"\n", start)) >= 0:
+            while (end := chunk.find(b"\n", start)) >= 0:
                 self._check_line(length + end - start)
-                yield b"".join([*pending, piece[start:end]])
+                yield b"".join([*pending, chunk[start:end]])
                 pending, length = [], 0
                 start = end + 1
-            pending.append(piece[start:])
-            length += len(piece) - start
+            pending.append(chunk[start:])
+            length += len(chunk) - start
             self._check_line(length)
         if length:
             yield b"".join(pending)
@@ -229,17 +232,17 @@ class InputReader:
         try:
             row = json.loads(decoded)
         except (ValueError, RecursionError) as error:
-            self._fail(f"no JSON: {clean(str(error))}; repair the line (or the file was cut short)")
+            self._fail(f"no JSON: {replace_surrogates(str(error))}; repair the line")
         if not isinstance(row, dict):
             self._fail(f"a JSON {type(row).__name__}, expected an object with {self.text_field!r}")
         text = _look_up(row, self.text_field)
         if text is _MISSING:
             self._fail_field(list(row))
         if not isinstance(text, str | None):
-            self._fail(f"the field {self.text_field!r} is a {type(text).__name__}, no string")
+            self._fail(f"the field {self.text_field!r} is a {type(text).__name__}, not a string")
         group = _look_up(row, self.group_field) if self.group_field else ""
-        named = clean(group) if isinstance(group, str) else ""
-        document = from_text(text or "", named)
+        group = replace_surrogates(group) if isinstance(group, str) else ""
+        document = from_text(text or "", group)
         if isinstance(document, Document) and not is_valid and "\ufffd" in document.text:
             return replace(document, repaired=INVALID_UTF8)
         return document
@@ -247,14 +250,14 @@ class InputReader:
     # Parquet
 
     def _read_parquet(self, file: IO[bytes]) -> Rows:
-        """Hashed first, in a pass of its own: the columns wanted are not all of the bytes."""
+        """Hash the file in a first pass, because rows need only some of the columns."""
         import pyarrow.parquet
 
         for _ in self._chunks(file, READ_BYTES):
             pass
         self._check_end()
         file.seek(0)
-        # one row group may hold the whole file: it is read through a small buffer
+        # a row group may be the whole file: read it through a small buffer
         with pyarrow.parquet.ParquetFile(
             file, buffer_size=READ_BYTES, pre_buffer=False, page_checksum_verification=True
         ) as parquet:
@@ -264,17 +267,17 @@ class InputReader:
             size = sum(parquet.metadata.row_group(g).total_byte_size for g in groups_of_rows)
             batch_rows = min(MAX_BATCH_ROWS, max(1, BATCH_BYTES * total // max(size, 1)))
             for batch in parquet.iter_batches(batch_rows, columns=columns, use_threads=False):
-                # by name: the batch has them in the file's order
-                texts = _bytes_of(batch.column(columns[0]))
-                groups = _bytes_of(batch.column(columns[1])) if len(columns) > 1 else None
+                # by name, because the batch has them in the file's order
+                texts = _as_bytes(batch.column(columns[0]))
+                groups = _as_bytes(batch.column(columns[1])) if len(columns) > 1 else None
                 for index, text in enumerate(texts):
                     group = (groups[index] or b"") if groups else b""
                     yield from_utf8(text or b"", group.decode(errors="replace"))
             if self._row != total:
-                raise EOFError(f"{self._row:,} rows in it, its footer says {total:,}")
+                raise EOFError(f"{self._row:,} rows, {total:,} in the footer")
 
     def _columns(self, schema: Any) -> list[str]:
-        """The text's column, and the group's where there is one. Raises UserError."""
+        """Return the column of the text, and of the group if there is one."""
         from pyarrow import types
 
         names: list[str] = schema.names
@@ -293,7 +296,7 @@ class InputReader:
     # Bytes, checks and errors
 
     def _chunks(self, file: IO[bytes], size: int) -> Iterator[bytes]:
-        """The file's bytes, hashed."""
+        """Yield the file's bytes, and hash them."""
         while chunk := file.read(size):
             self._digest.update(chunk)
             self._hashed_bytes += len(chunk)
@@ -301,39 +304,34 @@ class InputReader:
 
     def _check_size(self, size: int) -> None:
         if size != self.known.size:
-            raise UserError(
-                "todo.readers",
-                f"{self.path}: {size:,} bytes, expected {self.known.size:,}: it was changed or cut "
-                f"short since it was listed; restore it, or build into a new folder",
-            )
+            self._fail_changed(f"{size:,} bytes, expected {self.known.size:,}")
 
     def _check_end(self) -> None:
-        """After the last byte: compare with the known size and hash. Raises UserError."""
+        """Compare the file's size and hash with the known ones."""
         self._check_size(self._hashed_bytes)
         sha256 = self._digest.hexdigest()
         if self.known.sha256 and sha256 != self.known.sha256:
-            raise UserError(
-                "todo.readers",
-                f"{self.path}: sha256 {sha256[:16]}..., expected {self.known.sha256[:16]}... (read "
-                f"up to row {self._row:,}): it was changed or damaged; restore it or fetch it "
-                f"again, or build into a new folder",
-            )
+            self._fail_changed(f"sha256 {sha256[:16]}..., expected {self.known.sha256[:16]}...")
         self.sha256 = sha256
 
+    def _fail_changed(self, problem: str) -> NoReturn:
+        message = f"{self.path}: {problem}: it was changed; restore it, or build into a new folder"
+        raise UserError("input.changed", message, path=self.path)
+
     def _fail_field(self, fields: list[str]) -> NoReturn:
-        self._fail(
-            f"no field {self.text_field!r} for the text; there are {str(fields)[1:-1]:.500}; the "
-            f"source local takes its name with --text-field"
-        )
+        found = f"the fields are {str(fields)[1:-1]:.500}"
+        self._fail(f"no field {self.text_field!r}; {found}; give --text-field to source local")
 
-    def _fail(self, what: str) -> NoReturn:
-        raise UserError("todo.readers", f"{self.path}, row {self._row + 1:,}: {what}") from None
+    def _fail(self, problem: str) -> NoReturn:
+        row = self._row + 1
+        message = f"{self.path}, row {row:,}: {problem}"
+        raise UserError("input.bad_row", message, path=self.path, row=row) from None
 
 
-def _unpack(
+def _decompress(
     chunks: Iterator[bytes], new_frame: Callable[[], Any], padding: bytes
 ) -> Iterator[bytes]:
-    """Decompress frame after frame, `padding` between them; EOFError for one that is cut short."""
+    """Decompress frames with `padding` between them. Raises EOFError for a truncated one."""
     frame = None
     steps = (c[at : at + STEP_BYTES] for c in chunks for at in range(0, len(c), STEP_BYTES))
     for chunk in steps:
@@ -345,11 +343,11 @@ def _unpack(
             if frame.eof:
                 chunk, frame = frame.unused_data, None
     if frame:
-        raise EOFError("it ends in the middle of a compressed frame, so it was cut short")
+        raise EOFError("truncated inside a compressed frame")
 
 
 def _look_up(row: dict[str, Any], field: str) -> Any:
-    """The value of `field`, or of "a.b" the value of b within a; _MISSING where there is none."""
+    """Return the value of `field`, where "a.b" is b within a; _MISSING if there is none."""
     if field in row:
         return row[field]
     outer, dot, inner = field.partition(".")
@@ -358,8 +356,8 @@ def _look_up(row: dict[str, Any], field: str) -> Any:
     return _MISSING
 
 
-def _bytes_of(column: Any) -> list[bytes | None]:
-    """A batch's strings as bytes: Arrow checks no UTF-8, and its own decoding would raise."""
+def _as_bytes(column: Any) -> list[bytes | None]:
+    """Return strings as bytes: Arrow does not check UTF-8, and to_pylist would raise for it."""
     import pyarrow
 
     if pyarrow.types.is_dictionary(column.type):

@@ -1,10 +1,10 @@
-"""Show what is in the data, and what the model sees of it, as text.
+"""Print documents, or windows as the model sees them, as text.
 
     python -m data_prep show DATA --document K [--split train|validation] [--ids]
     python -m data_prep show DATA --window I --seed S [--seq-len T] [--order permute]
 
 A window is sample I of a run with data_seed S: seq_len + 1 tokens. Lines of text begin with "│ ";
-characters that could act on the terminal become U+FFFD.
+control characters become U+FFFD.
 """
 
 import argparse
@@ -29,19 +29,17 @@ DEFAULT_SEQ_LEN = 4096
 
 
 def show_document(folder: Path, number: int, *, split: str = TRAIN, ids: bool = False) -> str:
-    """Return document `number` of a split, from 0, with its ids on request. Raises UserError."""
+    """Return document `number` of a split, from 0, as text. Raises UserError."""
     tokenizer = load_tokenizer(folder, load_plan(folder).tokenizer)
     with TokenShards.open(folder / split) as shards:
         if not 0 <= number < shards.num_documents:
-            raise UserError(
-                "todo.show",
-                f"--document {number}: {folder / split} has {shards.num_documents} documents, "
-                f"numbered from 0",
-            )
-        parts = [part for part in shards.parts if part.entry.first_document <= number]
-        entry = parts[-1].entry
+            count = f"{folder / split} has {shards.num_documents} documents, numbered from 0"
+            message = f"--document {number}: {count}"
+            raise UserError("option.invalid", message, option="--document")
+        shard = [one for one in shards.shards if one.entry.first_document <= number][-1]
+        entry = shard.entry
         at = number - entry.first_document
-        start, end = np.append(0, parts[-1].document_ends())[at : at + 2].tolist()
+        start, end = np.append(0, shard.document_ends())[at : at + 2].tolist()
         first = entry.first_token + start
         tokens = shards.read(first, end - start)
     where = f"{len(tokens):,} tokens from {first:,}, in {entry.name}"
@@ -59,10 +57,11 @@ def show_window(
     split: str = TRAIN,
     ids: bool = False,
 ) -> str:
-    """Return sample `sample` of a run with that data_seed by documents. Raises UserError."""
+    """Return sample `sample` of a run with data_seed `seed` as text. Raises UserError."""
     for name, value in (("--window", sample), ("--seed", seed)):
         if not 0 <= value < 1 << 64:
-            raise UserError("todo.show", f"{name} is {value}, expected 0 to 2**64 - 1")
+            message = f"{name} {value}: expected 0 to 2**64 - 1"
+            raise UserError("option.invalid", message, option=name)
     tokenizer = load_tokenizer(folder, load_plan(folder).tokenizer)
     with TokenShards.open(folder / split) as shards:
         place = permuted_offset if order == "permute" else window_offset
@@ -74,7 +73,7 @@ def show_window(
     begin = offset
     for number, start, end in documents:
         stop = min(end, offset + seq_len + 1)
-        before = f", {begin - start:,} of its tokens lie before" if begin > start else ""
+        before = f", after {begin - start:,} outside the window" if begin > start else ""
         lines.append(f"== document {number}: {stop - begin:,} of {end - start:,} tokens{before}")
         lines += _lines(tokenizer, tokens[begin - offset : stop - offset], ids)
         begin = stop
@@ -82,20 +81,20 @@ def show_window(
 
 
 def _documents(shards: TokenShards, offset: int, count: int) -> Iterator[tuple[int, int, int]]:
-    """(number, first token, end) of each document in the tokens [offset, offset + count)."""
-    for part in shards.parts:
-        first_token = part.entry.first_token
-        if offset - part.entry.tokens < first_token < offset + count:
-            ends = part.document_ends() + first_token
+    """Yield (number, first token, end) of each document in the tokens [offset, offset + count)."""
+    for shard in shards.shards:
+        first_token = shard.entry.first_token
+        if offset - shard.entry.tokens < first_token < offset + count:
+            ends = shard.document_ends() + first_token
             first, last = np.searchsorted(ends, [offset, offset + count - 1], side="right")
             for at in range(first, min(last + 1, len(ends))):
                 start = int(ends[at - 1]) if at else first_token
-                yield part.entry.first_document + at, start, int(ends[at])
+                yield shard.entry.first_document + at, start, int(ends[at])
 
 
 def _lines(tokenizer: Tokenizer, tokens: np.ndarray, ids: bool) -> Iterator[str]:
     text = printable(tokenizer.decode(tokens), keep="\n\t")
-    # only \n: splitlines would break a line where the text has none
+    # splitlines would also split at other characters
     yield from (f"│ {line}" for line in text.split("\n"))
     if ids:
         numbers = " ".join(str(i) for i in tokens.tolist())
@@ -108,8 +107,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="the --out of a build")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--document", type=int, metavar="K", help="the document number K, from 0")
-    window = "sample I of a run: what the model sees (of a mixture: one drawn from this folder)"
+    what.add_argument("--document", type=int, metavar="K", help="document K, from 0")
+    window = "sample I of a run (of a mixture: one drawn from this folder)"
     what.add_argument("--window", type=int, metavar="I", help=window)
     add("--seed", type=int, default=0, metavar="S", help="the run's data.data_seed (default: 0)")
     seq_len = "the run's training.seq_len (default: %(default)s)"

@@ -1,7 +1,7 @@
-"""The texts that shards are made from: which files a source has, in which order and units.
+"""Sources of text: which files they have, in which order, and how many per input group.
 
-Paths of inputs are relative to one root and their order is never the disk's, so that a folder may
-move, and a mirror makes the same plan as a download.
+Paths are relative to one root and their order does not depend on the disk, so that a folder may
+move, and a copy gives the same plan as a download.
 """
 
 import os
@@ -22,18 +22,19 @@ LOCAL = "local"
 INPUT_GROUP_BYTES = 2_000_000
 TEXT_FIELD = "text"
 HUB_HINTS = hub.HubHints(
-    revision="give --revision a commit, tag or branch that has it",
+    revision="give another commit, tag or branch with --revision",
     without_hub="or give a copy of the files with --files FOLDER",
 )
+OTHER_FILES = f"give --source {LOCAL} for other files"
 ON_DISK = "files"
-"""The version of inputs whose commit is not known."""
+"""The version of inputs of unknown commit."""
 EXCLUDED_FOLDERS = "site-packages dist-packages test tests idle_test __pycache__".split()
 MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
 class HubSource:
-    """A dataset of the hub; `tail` has a pattern for each component of a file's path."""
+    """A dataset on the hub; `tail` has one regex per component of a file's path."""
 
     repo: str
     commit: str
@@ -69,7 +70,7 @@ SOURCES = (STDLIB, *HUB_SOURCES, LOCAL)
 
 @dataclass(frozen=True)
 class Selection:
-    """A build's inputs in order, which may be yet to fetch, and how they are read and cut."""
+    """A build's inputs in order, some not yet downloaded, and how to read and group them."""
 
     source: str
     version: str
@@ -88,7 +89,7 @@ def select(
     revision: str | None = None,
     text_field: str | None = None,
 ) -> Selection:
-    """Return what --source, --files, --revision and --text-field name. Raises UserError."""
+    """Return the inputs of --source, --files, --revision and --text-field. Raises UserError."""
     check_choice("--source", source, SOURCES)
     for option, value, takers in (
         ("--text-field", text_field, (LOCAL,)),
@@ -96,9 +97,8 @@ def select(
         ("--files", files or None, (*HUB_SOURCES, LOCAL)),
     ):
         if value is not None and source not in takers:
-            raise UserError(
-                "todo.sources", f"{option} with --source {source}: only {', '.join(takers)} take it"
-            )
+            message = f"{option} with --source {source}: it is for {', '.join(takers)} only"
+            raise UserError("option.conflict", message, option=option)
     if source == STDLIB:
         return _select_stdlib()
     if source == LOCAL:
@@ -109,13 +109,13 @@ def select(
     else:
         version, root, inputs = _list_hub(source, known, revision or known.commit)
     if len(inputs) != known.num_files:
-        log(f"{source}: {len(inputs):,} files, the whole dataset has {known.num_files:,}")
+        log(f"{source}: {len(inputs):,} of {known.num_files:,} files")
     group, unit_files = known.group_field, known.unit_files
     return Selection(source, version, root, inputs, group_field=group, unit_files=unit_files)
 
 
 def _select_stdlib() -> Selection:
-    """The help topics, then the .py files of the library without its tests."""
+    """Select the help topics, then the .py files of the library without tests."""
     root = source_root(STDLIB)
     found = {}
     for folder, folders, names in os.walk(root):
@@ -123,10 +123,8 @@ def _select_stdlib() -> Selection:
         for path in (Path(folder, name) for name in names if name.endswith(".py")):
             found[path.relative_to(root).as_posix()] = path
     if not found:
-        raise UserError(
-            "todo.sources",
-            f"{root}: no .py sources here; use a Python that has its library as files",
-        )
+        message = f"{root}: no .py files; use a Python with its library as files"
+        raise UserError("input.none", message, path=root)
     inputs = sorted(to_inputs(found, {}), key=lambda known: known.path != TOPICS)
     version = f"python {platform.python_version()}"
     return Selection(STDLIB, version, root, tuple(inputs), unit_bytes=INPUT_GROUP_BYTES)
@@ -134,25 +132,24 @@ def _select_stdlib() -> Selection:
 
 def _select_local(files: Sequence[Path], text_field: str) -> Selection:
     if not files:
-        raise UserError("todo.sources", f"--source {LOCAL} needs --files FILE_OR_FOLDER ...")
+        message = f"--source {LOCAL} needs --files FILE_OR_FOLDER ..."
+        raise UserError("option.missing", message, option="--files")
     found, named = find_files(files)
     others = [path for path in found if not path.name.endswith(SUFFIXES)]
     readable = [path for path in found if path.name.endswith(SUFFIXES)]
     if not readable or named.intersection(others):
-        raise UserError(
-            "todo.sources",
-            f"--files {summarize_paths(named.intersection(others) or files)}: no file of a known "
-            f"format; expected one of: {', '.join(SUFFIXES)}",
-        )
+        given = summarize_paths(named.intersection(others) or files)
+        message = f"--files {given}: unknown format; expected one of: {', '.join(SUFFIXES)}"
+        raise UserError("input.unknown_format", message)
     if others:
-        log(f"{LOCAL}: {len(others):,} files of other formats skipped: {summarize_paths(others)}")
+        log(f"{LOCAL}: skipped {len(others):,} files of other formats: {summarize_paths(others)}")
     root = Path(os.path.commonpath([path.parent for path in readable]))
     inputs = to_inputs({path.relative_to(root).as_posix(): path for path in readable}, {})
     return Selection(LOCAL, ON_DISK, root, inputs, text_field, unit_bytes=INPUT_GROUP_BYTES)
 
 
 def _list_hub(source: str, known: HubSource, commit: str) -> tuple[str, Path, tuple[Input, ...]]:
-    """The version, root and inputs of a dataset on the hub."""
+    """Return the version, root and inputs of a dataset on the hub."""
     if not hub.COMMIT.fullmatch(commit):
         commit = hub.find_commit(known.repo, commit, HUB_HINTS)
     root = hub.snapshot_folder(known.repo, commit)
@@ -163,82 +160,67 @@ def _list_hub(source: str, known: HubSource, commit: str) -> tuple[str, Path, tu
         if pattern.fullmatch(file.path)
     ]
     if not inputs:
-        raise UserError(
-            "todo.sources",
-            f"{known.repo}@{commit[:12]}: no files {'/'.join(known.tail)} in it; give the "
-            f"--revision of a commit that has them, or leave it out",
-        )
-    log(f"{source}: commit {commit[:12]}, fetched when needed into {root}")
+        message = f"{known.repo}@{commit[:12]}: no files {'/'.join(known.tail)}"
+        raise UserError("input.none", f"{message}; {HUB_HINTS.revision}")
+    log(f"{source}: commit {commit[:12]}, downloaded when needed into {root}")
     return commit, root, tuple(sorted(inputs, key=lambda file: natural_order(file.path)))
 
 
 def _list_mirror(
     source: str, known: HubSource, files: Sequence[Path], revision: str | None
 ) -> tuple[str, Path, tuple[Input, ...]]:
-    """The version, root and inputs of a copy on disk."""
+    """Return the version, root and inputs of a copy on disk."""
     if revision is not None and not hub.COMMIT.fullmatch(revision):
-        raise UserError(
-            "todo.sources",
-            f"--revision {revision} with --files: a copy on disk has no branches or tags; give the "
-            f"40-digit commit that it was made from, or leave --revision out",
-        )
+        message = f"--revision {revision} with --files: give the copy's 40-digit commit, or none"
+        raise UserError("option.conflict", message, option="--revision")
     found, named = find_files(files)
     root, paths = match_tails(found, known.tail)
     if wrong := named - set(paths.values()) if paths else files:
-        raise UserError(
-            "todo.sources",
-            f"--files {summarize_paths(wrong)}: no files {'/'.join(known.tail)} of {source}; give "
-            f"--source {LOCAL} for other files",
-        )
+        shape = "/".join(known.tail)
+        message = f"--files {summarize_paths(wrong)}: no files {shape} of {source}; {OTHER_FILES}"
+        raise UserError("input.wrong_files", message)
     for literal in (name for name in known.tail[:-1] if "[" not in name):
-        shape = re.sub("[0-9]+", "[0-9]+", literal)  # that of the folder's siblings
+        shape = re.sub("[0-9]+", "[0-9]+", literal)  # of the folder's siblings
         siblings = [name for name in root.parts if re.fullmatch(shape, name) and name != literal]
         if siblings:
-            raise UserError(
-                "todo.sources",
-                f"--files {root}: this is {siblings[0]} by its name, {source} is {literal}; give "
-                f"that folder, or --source {LOCAL} for other files",
-            )
+            message = f"--files {root}: is {siblings[0]}, {source} is {literal}; {OTHER_FILES}"
+            raise UserError("input.wrong_files", message)
     commit, hashes = hub.known_hashes(root, paths)
     if revision and commit and commit != revision:
-        raise UserError(
-            "todo.sources",
-            f"--revision {revision}: the files below {root} were fetched at commit {commit}; leave "
-            f"--revision out, or fetch the other one",
-        )
+        message = f"--revision {revision}: the files below {root} are of commit {commit}"
+        raise UserError("option.conflict", message, option="--revision")
     return revision or commit or ON_DISK, root, to_inputs(paths, hashes)
 
 
 def fetch(source: str, version: str, root: Path, inputs: Sequence[Input]) -> None:
-    """Make sure that the inputs are on disk, downloading what the hub's cache does not hold yet."""
+    """Download the inputs that are not on disk. Raises UserError."""
     missing = [known for known in inputs if not (root / known.path).exists()]
     if not missing:
         return
     hub_source = HUB_SOURCES.get(source)
     if hub_source is None or not hub.is_cached_snapshot(root, hub_source.repo, version):
-        raise UserError(
-            "todo.sources", f"{root / missing[0].path}: is missing; every input is needed"
-        )
+        path = root / missing[0].path
+        raise UserError("input.unreadable", f"{path}: is missing; restore it", path=path)
     files = [hub.HubFile(known.path, known.size, known.sha256) for known in missing]
     hub.fetch(hub_source.repo, version, root, files, HUB_HINTS)
 
 
 def source_root(source: str) -> Path:
-    """The folder of stdlib's inputs."""
+    """Return the folder of stdlib's inputs."""
     return Path(os.__file__).resolve().parent
 
 
 def natural_order(path: str) -> tuple[list[tuple[int, int, str]], str]:
-    """A sort key in which chunk2 comes before chunk10."""
+    """Return a sort key by which chunk2 comes before chunk10."""
     words = re.findall(r"[0-9]+|[^0-9]+", path)
     return [(0, int(w), "") if w[0] in "0123456789" else (1, 0, w) for w in words], path
 
 
 def find_files(given: Sequence[Path]) -> tuple[list[Path], frozenset[Path]]:
-    """Return all files named by, or below, `given` as absolute paths, and those named themselves.
+    """Return the absolute paths of all files in or below `given`, and those given as files.
 
-    Hidden ones are left out below a folder. Links are followed, since a hub's cache is made of
-    them, and never resolved, since their targets have no suffix. Raises UserError.
+    Hidden files below a folder are skipped. Links are followed, because the hub's cache consists of
+    them, but not resolved, because their targets have no suffix. Raises UserError.
     """
     found: dict[Path, Path] = {}
     named = set()
@@ -247,12 +229,11 @@ def find_files(given: Sequence[Path]) -> tuple[list[Path], frozenset[Path]]:
         if absolute.is_file():
             named.add(absolute)
         elif not absolute.is_dir():
-            raise UserError("todo.sources", f"--files {path}: no file or folder of this name")
+            raise UserError("input.none", f"--files {path}: does not exist", path=path)
         for file in [absolute] if absolute in named else _walk(absolute):
             if file in found:
-                raise UserError(
-                    "todo.sources", f"--files {path}: {file} is already given by {found[file]}"
-                )
+                message = f"--files {path}: {file} is already given by {found[file]}"
+                raise UserError("input.given_twice", message, path=file)
             found[file] = path
     return list(found), frozenset(named)
 
@@ -260,23 +241,23 @@ def find_files(given: Sequence[Path]) -> tuple[list[Path], frozenset[Path]]:
 def _walk(root: Path) -> Iterator[Path]:
     seen = set()
 
-    def refuse(error: OSError) -> None:
-        raise UserError("todo.sources", f"{error.filename}: cannot be listed: {error.strerror}")
+    def raise_user_error(error: OSError) -> None:
+        message = f"{error.filename}: cannot be listed: {error.strerror}"
+        raise UserError("input.unreadable", message, path=error.filename)
 
-    for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
+    for folder, folders, names in os.walk(root, followlinks=True, onerror=raise_user_error):
         if (identity := os.path.realpath(folder)) in seen:
-            raise UserError(
-                "todo.sources", f"--files {root}: {folder} was reached before, through another link"
-            )
+            message = f"--files {root}: {folder} is reached twice, through links"
+            raise UserError("input.given_twice", message, path=Path(folder))
         seen.add(identity)
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(folder) / name for name in names if not name.startswith("."))
 
 
 def match_tails(files: Sequence[Path], tail: Sequence[str]) -> tuple[Path, dict[str, Path]]:
-    """Return the one root of the files that end as `tail` does, and {path below it: file}.
+    """Return the root of the files whose paths end with `tail`, and {path below it: file}.
 
-    Shorter tails are tried where none matches the whole. Raises UserError for several roots.
+    Try shorter tails if no file matches. Raises UserError for several roots.
     """
     for first in range(len(tail)):
         shape = "/".join(tail[first:])
@@ -285,11 +266,9 @@ def match_tails(files: Sequence[Path], tail: Sequence[str]) -> tuple[Path, dict[
             if match := re.fullmatch(f"(.*/)({shape})", str(file)):
                 matches.setdefault(Path(match[1]), {})[match[2]] = file
         if len(matches) > 1:
-            raise UserError(
-                "todo.sources",
-                f"--files: several folders hold {shape}: {summarize_paths(matches)}; name one of "
-                f"them",
-            )
+            roots = summarize_paths(matches)
+            message = f"--files: several folders have {shape}: {roots}; give one of them"
+            raise UserError("input.wrong_files", message)
         if matches:
             return matches.popitem()
     return Path(), {}
@@ -302,7 +281,7 @@ def to_inputs(files: Mapping[str, Path], hashes: Mapping[str, str]) -> tuple[Inp
 
 
 def summarize_paths(paths: Iterable[Path]) -> str:
-    """The first few of the paths, and how many more there are."""
+    """Return the first few of the paths, and how many more there are."""
     names = sorted(map(str, paths), key=natural_order)
     more = len(names) - MAX_NAMED
     return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

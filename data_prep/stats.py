@@ -1,9 +1,9 @@
-"""What is in a finished data folder: counts, lengths, tokens, duplicates, groups.
+"""Statistics of a finished data folder: counts, lengths, tokens, duplicates, groups.
 
     python -m data_prep stats DATA [--html FILE] [--workers N]
 
-Every token is read once, its CRC32 checked. A document is known by the 8-byte BLAKE2b digest of its
-ids: in a corpus of 97 million, the chance of one false copy is 0.0003.
+Every token is read once, with its CRC32. Duplicates are found by 8-byte BLAKE2b digests of the ids:
+for 97 million documents, the probability of a false duplicate is 0.0003.
 """
 
 import argparse
@@ -33,19 +33,18 @@ from data_prep.plan import Plan, load_plan
 TEMPLATES = Path(__file__).parent / "templates"
 PLOTTED = ("split", "documents", "tokens", "lengths", "frequencies", "groups")
 CHUNK_TOKENS = 1 << 20
-"""Read at once; a document may be longer."""
+"""Tokens per read; a document may be longer."""
 MOST_COPIED = 10
 TOP_TOKENS = 30
 MAX_GROUPS = 100
-RANKS = 200
-SHOWN_ROWS = 20
-"""Of a table on the terminal."""
+MAX_RANKS = 200
+MAX_PRINTED_ROWS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="the --out of a build")
-    add("--html", type=Path, metavar="FILE", help="also write a page with plots, one file")
+    add("--html", type=Path, metavar="FILE", help="also write a page with plots")
     add_workers(parser, "processes")
 
 
@@ -54,11 +53,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def stats(folder: Path, html: Path | None = None, *, workers: int = 1) -> dict[str, Any]:
-    """Print what `folder` holds, write the page `html`, and return the same as JSON values."""
+    """Print statistics of `folder`, write the page `html`, and return them as JSON values."""
     if html is not None and (html.is_dir() or not html.parent.is_dir()):
-        raise UserError(
-            "todo.stats", f"--html {html}: expected the path of a file in a folder that exists"
-        )
+        message = f"--html {html}: expected a file in an existing folder"
+        raise UserError("option.invalid", message, option="--html")
     content = data_content(folder, load_plan(folder), workers)
     print_tables(content, Console())
     if html is not None:
@@ -73,44 +71,43 @@ def stats(folder: Path, html: Path | None = None, *, workers: int = 1) -> dict[s
 
 @dataclass
 class Counts:
-    """Of documents in order: counts of ids, int64 [vocab_size]; uint32 and uint64 [documents]."""
+    """Counts of ids, int64 [vocab_size]; documents' lengths, uint32, and digests, uint64."""
 
     tokens: np.ndarray
     lengths: np.ndarray
     digests: np.ndarray
 
     @classmethod
-    def joined(cls, vocab_size: int, parts: Sequence["Counts"]) -> "Counts":
-        """Return the counts of a split from those of its parts, in order."""
+    def joined(cls, vocab_size: int, counts: Sequence["Counts"]) -> "Counts":
+        """Return the counts of a split from those of its shards, in order."""
         empty = cls(np.zeros(vocab_size, np.int64), np.empty(0, "<u4"), np.empty(0, "<u8"))
-        tokens, lengths, digests = zip(
-            *(vars(part).values() for part in [empty, *parts]), strict=True
-        )
+        columns = zip(*(vars(each).values() for each in [empty, *counts]), strict=True)
+        tokens, lengths, digests = columns
         return cls(np.sum(tokens, axis=0), np.concatenate(lengths), np.concatenate(digests))
 
 
-def count_shards(parts: Sequence[Shard], vocab_size: int, workers: int) -> Iterator[Counts]:
-    """Yield the counts of each part, computed here or in `workers` processes."""
+def count_shards(shards: Sequence[Shard], vocab_size: int, workers: int) -> Iterator[Counts]:
+    """Yield the counts of each shard, computed in `workers` processes."""
     count = partial(count_shard, vocab_size=vocab_size)
-    if workers == 1 or len(parts) < 2:
-        yield from map(count, parts)
+    if workers == 1 or len(shards) < 2:
+        yield from map(count, shards)
         return
-    with worker_pool(min(workers, len(parts))) as pool:
-        yield from pool.map(count, parts)
+    with worker_pool(min(workers, len(shards))) as pool:
+        yield from pool.map(count, shards)
 
 
-def count_shard(part: Shard, vocab_size: int) -> Counts:
-    """Count one part. Raises ShardError."""
-    ends = part.document_ends()
+def count_shard(shard: Shard, vocab_size: int) -> Counts:
+    """Count one shard. Raises ShardError."""
+    ends = shard.document_ends()
     tokens = np.zeros(vocab_size, dtype=np.int64)
     digests = []
     begin = first = 0
-    with closing(BlockReader(part.folder, dtype_for(vocab_size))) as reader:
-        while first < len(ends):  # whole documents, of about CHUNK_TOKENS together
+    with closing(BlockReader(shard.folder, dtype_for(vocab_size))) as reader:
+        while first < len(ends):  # whole documents of about CHUNK_TOKENS in total
             fitting = int(np.searchsorted(ends, begin + CHUNK_TOKENS, side="right"))
             last = max(first + 1, fitting)
             ids = np.empty(int(ends[last - 1]) - begin, dtype=np.int64)
-            reader.read(part.entry.name, part.files, begin, ids)
+            reader.read(shard.entry.name, shard.files, begin, ids)
             tokens += np.bincount(ids, minlength=vocab_size)
             for document in np.split(ids.astype("<u4"), ends[first : last - 1] - begin):
                 digests.append(hashlib.blake2b(document.data, digest_size=8).digest())
@@ -120,7 +117,7 @@ def count_shard(part: Shard, vocab_size: int) -> Counts:
 
 
 def find_duplicates(own: Counts, other: Counts) -> dict[str, Any]:
-    """Return the exact copies of an earlier document in a split, and those in the `other` split."""
+    """Return counts of exact duplicates within a split, and of those in the `other` split."""
     _, first, counts = np.unique(own.digests, return_index=True, return_counts=True)
     first, counts = first[counts > 1], counts[counts > 1]
     lengths = own.lengths[first].astype(np.int64)
@@ -140,57 +137,54 @@ def find_duplicates(own: Counts, other: Counts) -> dict[str, Any]:
 
 
 def data_content(folder: Path, plan: Plan, workers: int) -> dict[str, Any]:
-    """Return all that the tables and the page show, as JSON values. Raises UserError."""
+    """Return the statistics as JSON values. Raises UserError."""
     tokenizer = load_tokenizer(folder, plan.tokenizer)
     opened = [TokenShards.open(folder / split) for split in SPLITS]
-    parts = [part for shards in opened for part in shards.parts]
+    shards = [shard for split in opened for shard in split.shards]
     vocab_size = plan.tokenizer.vocab_size
-    total = sum(shards.num_tokens for shards in opened) or 1
+    total = sum(split.num_tokens for split in opened) or 1
     done, counted = 0, []
     with Progress() as progress:
-        for part, counts in zip(parts, count_shards(parts, vocab_size, workers), strict=True):
+        for shard, counts in zip(shards, count_shards(shards, vocab_size, workers), strict=True):
             counted.append(counts)
-            done += part.entry.tokens
+            done += shard.entry.tokens
             progress.update(done / total, f"stats: {done:,} of {total:,} tokens")
-    num_train = len(opened[0].parts)
+    num_train = len(opened[0].shards)
     both = [Counts.joined(vocab_size, own) for own in (counted[:num_train], counted[num_train:])]
+    splits = [
+        {"split": name, **_split_content(tokenizer, split, own)}
+        | {"duplicates": find_duplicates(own, other)}
+        for name, split, own, other in zip(SPLITS, opened, both, both[::-1], strict=True)
+    ]
+    names = ("requested", "sha256", "vocab_size")
     return {
         "folder": printable(str(folder)),
         "source": plan.source,
         "source_version": plan.source_version,
         "plan_sha256": plan.sha256,
-        "tokenizer": {
-            name: getattr(plan.tokenizer, name) for name in ("requested", "sha256", "vocab_size")
-        },
-        "splits": [
-            {
-                "split": split,
-                **_split_content(tokenizer, shards, own),
-                "duplicates": find_duplicates(own, other),
-            }
-            for split, shards, own, other in zip(SPLITS, opened, both, both[::-1], strict=True)
-        ],
+        "tokenizer": {name: getattr(plan.tokenizer, name) for name in names},
+        "splits": splits,
     }
 
 
-def _split_content(tokenizer: Tokenizer, shards: TokenShards, counts: Counts) -> dict[str, Any]:
-    marks = [part.read_commit() for part in shards.parts]
-    sizes = [known.size for part in shards.parts for known in vars(part.files).values()]
+def _split_content(tokenizer: Tokenizer, split: TokenShards, counts: Counts) -> dict[str, Any]:
+    records = [shard.read_record() for shard in split.shards]
+    sizes = [known.size for shard in split.shards for known in vars(shard.files).values()]
     top = np.argsort(-counts.tokens, kind="stable")[:TOP_TOKENS]
-    # ranks are evenly far apart on a logarithmic axis
+    # ranks are evenly spaced on a logarithmic axis
     ordered = np.sort(counts.tokens[counts.tokens > 0])[::-1]
-    ranks = np.unique(np.geomspace(1, max(len(ordered), 1), RANKS).round().astype(np.int64))
+    ranks = np.unique(np.geomspace(1, max(len(ordered), 1), MAX_RANKS).round().astype(np.int64))
     ranks = ranks[ranks <= len(ordered)]
     reasons: dict[str, Counter[str]] = {"skipped": Counter(), "repaired": Counter()}
-    for mark in marks:
+    for record in records:
         for what, total in reasons.items():
-            total.update({printable(why): n for why, n in getattr(mark, what).items()})
+            total.update({printable(why): n for why, n in getattr(record, what).items()})
     return {
-        "fingerprint": shards.fingerprint,
-        "parts": len(marks),
-        "documents": shards.num_documents,
-        "tokens": shards.num_tokens,
-        "bytes": shards.num_bytes,
+        "fingerprint": split.fingerprint,
+        "parts": len(records),
+        "documents": split.num_documents,
+        "tokens": split.num_tokens,
+        "bytes": split.num_bytes,
         "stored_bytes": sum(sizes),
         "lengths": _length_content(counts.lengths),
         "top_tokens": [
@@ -200,15 +194,15 @@ def _split_content(tokenizer: Tokenizer, shards: TokenShards, counts: Counts) ->
         ],
         "unused_ids": int((counts.tokens == 0).sum()),
         "frequencies": {"ranks": ranks.tolist(), "counts": ordered[ranks - 1].tolist()},
-        **_groups(marks),
-        # marks know nothing of the limit that ends the stream inside a part
-        "groups_count_more": sum(mark.documents for mark in marks) > shards.num_documents,
+        **_groups(records),
+        # commit records count whole shards, also if the manifest's cut ends the last one early
+        "groups_count_more": sum(r.documents for r in records) > split.num_documents,
         **{what: dict(sorted(total.items())) for what, total in reasons.items()},
     }
 
 
 def _length_content(lengths: np.ndarray) -> dict[str, Any]:
-    """Lengths in tokens, the EOS among them; bin k has those in [2^k, 2^(k+1))."""
+    """Return lengths in tokens including EOS; bin k is [2^k, 2^(k+1))."""
     if not len(lengths):
         return {"quantiles": (0, 0, 0), "longest": 0, "longest_document": "–", "bins": []}
     quantiles = np.quantile(lengths, [0.01, 0.5, 0.99], method="inverted_cdf").astype(int)
@@ -219,32 +213,28 @@ def _length_content(lengths: np.ndarray) -> dict[str, Any]:
         "longest": int(lengths.max()),
         "longest_document": int(lengths.argmax()),
         "bins": [
-            {
-                "from": 1 << k,
-                "to": (2 << k) - 1,
-                "documents": int(documents[k]),
-                "tokens": int(tokens[k]),
-            }
+            {"from": 1 << k, "to": (2 << k) - 1}
+            | {"documents": int(documents[k]), "tokens": int(tokens[k])}
             for k in range(int(bins.min()), len(documents))
         ],
     }
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """Return what one id adds to a text, in quotes; a name for the ids that add nothing."""
+    """Return the text of one id in quotes; "EOS" or "no text" if it has none."""
     if token == tokenizer.eos_id:
         return "EOS"
-    # after itself: at a text's beginning SentencePiece drops a piece's leading space
+    # decode it after itself: SentencePiece drops a leading space at the beginning of a text
     twice, once = tokenizer.decode([token, token]), tokenizer.decode([token])
     text = twice[len(once) :] if twice.startswith(once) else once
     return f'"{printable(text)}"' if text else "no text"
 
 
-def _groups(marks: list[CommitRecord]) -> dict[str, Any]:
-    """Documents, tokens and bytes by group, of whole parts (no limit's cut); the largest first."""
+def _groups(records: list[CommitRecord]) -> dict[str, Any]:
+    """Return documents, tokens and bytes by group, of whole shards, the largest group first."""
     sums: dict[str, np.ndarray] = {}
-    for mark in marks:
-        for group, numbers in mark.groups.items():
+    for record in records:
+        for group, numbers in record.groups.items():
             sums[group] = sums.get(group, 0) + np.array(numbers, dtype=np.int64)
     rows: list[dict[str, Any]] = []
     for group, summed in sums.items():
@@ -257,12 +247,12 @@ def _groups(marks: list[CommitRecord]) -> dict[str, Any]:
     return {"groups": rows[:MAX_GROUPS], "num_groups": len(rows)}
 
 
-# ---- what is shown
+# ---- output
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of words, for the terminal and the page."""
+    """A table of text for the terminal and the page."""
 
     title: str
     columns: tuple[str, ...]
@@ -277,7 +267,7 @@ def print_tables(content: dict[str, Any], console: Console) -> None:
         drawn = rich.table.Table(title=escape(table.title), title_justify="left")
         for at, column in enumerate(table.columns):
             drawn.add_column(escape(column), justify="right" if table.is_number(at) else "left")
-        for row in table.rows[:SHOWN_ROWS]:
+        for row in table.rows[:MAX_PRINTED_ROWS]:
             drawn.add_row(*map(escape, row))
         console.print(drawn)
     for sentence in notes(content):
@@ -293,11 +283,11 @@ def html_page(content: dict[str, Any]) -> str:
 
 
 def tables(content: dict[str, Any]) -> list[Table]:
-    """Return what both show: the splits' figures, lengths, groups and most frequent tokens."""
+    """Return tables of both splits: summary, lengths, groups, frequent tokens, duplicates."""
     splits = content["splits"]
     about = f"{content['source']}, {content['source_version']}, plan {content['plan_sha256'][:12]}"
-    figures = [facts(split) for split in splits]
-    rows = [(name, *(each[name] for each in figures)) for name in figures[0]]
+    summaries = [summary(split) for split in splits]
+    rows = [(name, *(each[name] for each in summaries)) for name in summaries[0]]
     found = [Table(f"{content['folder']} ({about})", ("", *SPLITS), rows)]
     for split in splits:
         documents, tokens = split["documents"], split["tokens"]
@@ -324,7 +314,7 @@ def tables(content: dict[str, Any]) -> list[Table]:
         copied = [tuple(map(str, row.values())) for row in split["duplicates"]["most_copied"]]
         bodies: Sequence[tuple[str, str, Sequence[tuple[str, ...]]]] = (
             ("documents by length", "tokens/documents/share/tokens in them/share", lengths),
-            ("by group", "group/documents/tokens/share/bytes a token", groups),
+            ("by group", "group/documents/tokens/share/bytes per token", groups),
             ("most frequent tokens", "id/text/count/share", top),
             ("most copied documents", "times/tokens/first document", copied),
         )
@@ -333,38 +323,38 @@ def tables(content: dict[str, Any]) -> list[Table]:
     return [table for table in found if table.rows]
 
 
-def facts(split: dict[str, Any]) -> dict[str, str]:
-    """Return the figures of a split by name."""
+def summary(split: dict[str, Any]) -> dict[str, str]:
+    """Return the main numbers of a split by name."""
     lengths, copies = split["lengths"], split["duplicates"]
     documents, tokens, num_bytes = split["documents"], split["tokens"], split["bytes"]
     return {
         "documents": f"{documents:,}",
         "tokens": f"{tokens:,}",
         "text": size(num_bytes),
-        "bytes a token": _ratio(num_bytes, tokens),
+        "bytes per token": _ratio(num_bytes, tokens),
         "on disk": size(split["stored_bytes"]),
-        "tokens a document": _ratio(tokens, documents),
+        "tokens per document": _ratio(tokens, documents),
         "median (1 % to 99 %)": "{1:,} ({0:,} to {2:,})".format(*lengths["quantiles"]),
         "longest document": "{longest:,} (number {longest_document})".format(**lengths),
         "exact copies": " = ".join(_share(copies["copies"], documents)),
         "tokens in them": " = ".join(_share(copies["copied_tokens"], tokens)),
-        "also in the other split": f"{copies['elsewhere']:,}",
-        "ids never used": f"{split['unused_ids']:,}",
+        "in both splits": f"{copies['elsewhere']:,}",
+        "unused ids": f"{split['unused_ids']:,}",
         "fingerprint": split["fingerprint"][:12],
     }
 
 
 def notes(content: dict[str, Any]) -> Iterator[str]:
-    """Yield what was skipped and repaired, and what the table of groups does not tell."""
+    """Yield notes on skipped rows, repaired documents and groups."""
     for split in content["splits"]:
-        for field, words in (("skipped", "rows skipped"), ("repaired", "documents repaired")):
+        for field, text in (("skipped", "skipped rows"), ("repaired", "repaired documents")):
             if split[field]:
                 counts = ", ".join(f"{count:,} {why}" for why, count in split[field].items())
-                yield f"{split['split']}: {words}: {counts}."
+                yield f"{split['split']}: {text}: {counts}."
         if split["groups_count_more"]:
-            yield f"{split['split']}: groups count to the end of the part that the limit cuts."
+            yield f"{split['split']}: groups include all of the shard in which the limit ends."
         if split["num_groups"] > MAX_GROUPS:
-            yield f"{split['split']}: {split['num_groups']:,} groups; the largest are shown."
+            yield f"{split['split']}: {split['num_groups']:,} groups, of which the largest."
 
 
 def _ratio(one: int, other: int) -> str:

@@ -1,9 +1,9 @@
-"""Check a finished data folder: hashes, CRCs, counts and token ids, at three depths.
+"""Check a finished data folder: hashes, CRCs, counts and token ids, at three levels.
 
     python -m data_prep verify DATA [--level size|sample|full] [--workers N] [--repair]
 
-`--repair` builds the units of damaged parts again beside the data, and replaces a part only by
-files whose commit mark is the one in the manifest.
+`--repair` rebuilds the input groups of damaged shards in a scratch folder, and replaces a shard
+only by files whose commit record is the one in the manifest.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,13 +39,13 @@ from data_prep.input_groups import InputGroupJob, build_input_group
 from data_prep.plan import Plan, load_plan
 
 LEVELS = {
-    "size": "sizes, commit marks and manifests; no content was read",
-    "sample": "sizes, commit marks, manifests and a sample of each part's blocks",
-    "full": "everything was read",
+    "size": "sizes, commit records and manifests",
+    "sample": "also a sample of each shard's blocks",
+    "full": "all content",
 }
 LOCK = "repair.lock"
 SCRATCH = ".repair"
-FINISH = "delete it and run the same `python -m data_prep build` (or `finish`) again"
+FINISH_HINT = "delete it and run the same `python -m data_prep build` (or `finish`) again"
 SAMPLED_BLOCKS = 64
 CHUNK_BYTES = 256 * BLOCK_BYTES
 MAX_NAMED_BLOCKS = 5
@@ -53,7 +54,7 @@ NAME = re.compile(r"part-\d{5,}-\d+")
 
 @dataclass(frozen=True, order=True)
 class StoredShard:
-    """A part of the split in `folder`; `sha256` is its commit mark's by the manifest, or ""."""
+    """A shard of the split in `folder`; `sha256` of its commit record in the manifest, or ""."""
 
     folder: Path
     name: str
@@ -61,53 +62,52 @@ class StoredShard:
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
-            raise ValueError(f"{self.name!r} is no part's name")
+            raise ValueError(f"{self.name!r} is not the name of a shard")
 
     def __str__(self) -> str:
         return f"{self.folder.name}/{self.name}"
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """Its unit, and which of the unit's parts it is."""
-        unit, part = self.name.split("-")[1:]
-        return int(unit), int(part)
+        """The input group, and the number of the shard in it."""
+        group, shard = self.name.split("-")[1:]
+        return int(group), int(shard)
 
     def file(self, suffix: str) -> Path:
         return self.folder / f"{self.name}.{suffix}"
 
     def check(self, plan: Plan, level: str) -> Iterator[str]:
-        """Yield each fault of the part."""
+        """Yield a message for each fault of the shard."""
         try:
             found = read_commit(self.folder, self.name)
         except ShardError as error:
             yield str(error)
             return
-        mark = found.mark
+        path, record = self.file("json"), found.record
         if self.sha256 not in ("", found.sha256):
-            yield f"{self.file('json')}: is not the mark in the manifest"
-        if shard_name(mark.unit, mark.part) != self.name:
-            yield f"{self.file('json')}: is the mark of {shard_name(mark.unit, mark.part)}"
-        if mark.plan_sha256 != plan.sha256:
-            yield f"{self.file('json')}: is the mark of another plan"
+            yield f"{path}: is not the commit record in the manifest"
+        if (name := shard_name(record.unit, record.part)) != self.name:
+            yield f"{path}: is the commit record of {name}"
+        if record.plan_sha256 != plan.sha256:
+            yield f"{path}: is the commit record of another plan"
         planned = {known.path: known.sha256 for known in plan.inputs}
-        for source, sha256 in mark.inputs.items():
+        for source, sha256 in record.inputs.items():
             if planned.get(source, "none") not in ("", sha256):
-                words = f"was made from {source} with sha256 {sha256[:16]}..., not the plan's"
-                yield f"{self.file('json')}: {words}"
+                yield f"{path}: made from {source} with sha256 {sha256[:16]}..., not the plan's"
         small: dict[str, np.ndarray] = {}
-        for suffix, known in reversed(vars(mark.files).items()):  # .bin last
+        for suffix, known in reversed(vars(record.files).items()):  # .bin last
             path = self.file(suffix)
             try:
                 if (num_bytes := path.stat().st_size) != known.size:
                     yield f"{path}: {num_bytes} bytes, expected {known.size}"
                 elif level == "full" and suffix == "bin":
-                    yield from self._check_all(mark, plan, small)
+                    yield from self._check_all(record, plan, small)
                 elif level == "sample" and suffix == "bin":
-                    yield from self._check_sample(mark, plan) if "crc" in small else ()
+                    yield from self._check_sample(record, plan) if "crc" in small else ()
                 elif level != "size":
                     content = path.read_bytes()
                     if (sha256 := hashlib.sha256(content).hexdigest()) != known.sha256:
-                        yield f"{path}: sha256 {sha256[:16]}... is not the mark's"
+                        yield f"{path}: sha256 {sha256[:16]}..., expected {known.sha256[:16]}..."
                     else:
                         small[suffix] = np.frombuffer(content, "<u4" if suffix == "crc" else "<u8")
             except FileNotFoundError:
@@ -115,18 +115,18 @@ class StoredShard:
             except OSError as error:
                 yield f"{path}: unreadable: {error.strerror}"
 
-    def _check_sample(self, mark: CommitRecord, plan: Plan) -> Iterator[str]:
-        """The first block, the last, and up to SAMPLED_BLOCKS by chance."""
+    def _check_sample(self, record: CommitRecord, plan: Plan) -> Iterator[str]:
+        """Check the first block, the last, and up to SAMPLED_BLOCKS random ones."""
         dtype = dtype_for(plan.tokenizer.vocab_size)
         block_tokens = BLOCK_BYTES // dtype.itemsize
-        num_blocks = -(-mark.tokens // block_tokens)
+        num_blocks = -(-record.tokens // block_tokens)
         chosen = set(random.sample(range(num_blocks), min(SAMPLED_BLOCKS, num_blocks)))
         chosen |= {0, num_blocks - 1} if num_blocks else set()
         with closing(BlockReader(self.folder, dtype)) as reader:
             for first in (block * block_tokens for block in sorted(chosen)):
-                ids = np.empty(min(block_tokens, mark.tokens - first), dtype=np.int64)
+                ids = np.empty(min(block_tokens, record.tokens - first), dtype=np.int64)
                 try:
-                    reader.read(self.name, mark.files, first, ids)
+                    reader.read(self.name, record.files, first, ids)
                 except ShardError as error:
                     yield str(error)
                 else:
@@ -134,13 +134,15 @@ class StoredShard:
                         yield f"{self.file('bin')}: an id outside the vocabulary near token {first}"
 
     def _check_all(
-        self, mark: CommitRecord, plan: Plan, small: dict[str, np.ndarray]
+        self, record: CommitRecord, plan: Plan, small: dict[str, np.ndarray]
     ) -> Iterator[str]:
-        """One pass over the ids: hash and CRCs, then what hashes can't see: a wrong writer."""
+        """Check hash, CRCs, and what hashes do not show: ids that were written wrong."""
         path, known = self.file("bin"), plan.tokenizer
-        ends = _token_ends(mark, small["docs"]) if "docs" in small else np.empty(0, dtype=np.int64)
-        if "docs" in small and len(ends) != mark.documents:
-            yield f"{self.file('docs')}: not the ends of the mark's documents, tokens and bytes"
+        ends = (
+            _token_ends(record, small["docs"]) if "docs" in small else np.empty(0, dtype=np.int64)
+        )
+        if "docs" in small and len(ends) != record.documents:
+            yield f"{self.file('docs')}: does not match the commit record's documents and tokens"
         starts = np.append(0, ends)[:-1]
         digest = hashlib.sha256()
         found_crcs = [np.empty(0, dtype="<u4")]
@@ -161,26 +163,24 @@ class StoredShard:
         found = np.concatenate(found_crcs)
         crcs = small.get("crc", found)
         bad = np.flatnonzero(crcs != found).tolist() if len(crcs) == len(found) else []
-        is_same = digest.hexdigest() == mark.files.bin.sha256
+        is_same = digest.hexdigest() == record.files.bin.sha256
         if bad or not is_same:
-            hashes = "is" if is_same else "is not"
-            yield (
-                f"{path}: its sha256 {hashes} the mark's; {len(bad)} damaged 64-KiB blocks by "
-                f"their CRC32: {bad[:MAX_NAMED_BLOCKS]}"
-            )
+            sha256 = "as expected" if is_same else "wrong"
+            blocks = f"{len(bad)} damaged 64-KiB blocks: {bad[:MAX_NAMED_BLOCKS]}"
+            yield f"{path}: sha256 {sha256}, {blocks}"
         if not is_same:
             return
         expected = [
-            ("tokens", tokens, mark.tokens),
-            ("largest id", max_id, mark.max_id),
+            ("tokens", tokens, record.tokens),
+            ("largest id", max_id, record.max_id),
             ("block CRCs", len(crcs), len(found)),
         ]
-        if len(ends) == mark.documents:
+        if len(ends) == record.documents:
             expected.append(("documents ending with EOS", at_ends, len(ends)))
             if plan.options.bos:
                 expected.append(("documents beginning with BOS", at_starts, len(ends)))
             if not plan.options.bos or known.bos_id != known.eos_id:
-                # a literal </s> in a text must not have become the id that ends a document
+                # a literal </s> in a text must not become the EOS id
                 expected.append(("EOS ids inside documents", eos - at_ends, 0))
         for what, count, should in expected:
             if count != should:
@@ -188,29 +188,26 @@ class StoredShard:
         if max_id >= known.vocab_size:
             yield f"{path}: token id {max_id} is outside the vocabulary of {known.vocab_size}"
 
-    def check_same(self, rebuilt: Path) -> None:
-        """Raise ShardError unless the mark `rebuilt` is the manifest's, or the one on disk."""
+    def check_reproduced(self, rebuilt: Path) -> None:
+        """Raise ShardError unless the record `rebuilt` is the manifest's or the one on disk."""
         known = [self.sha256]
         with suppress(OSError):
             known.append(sha256_file(self.file("json")))
         if not rebuilt.exists() or (any(known) and sha256_file(rebuilt) not in known):
-            raise ShardError(
-                "todo.verify",
-                f"{self.folder / self.name}: the inputs make other bytes now (another version of "
-                f"Python, sentencepiece or pyarrow?); repair where it was built, or build into a "
-                f"new folder",
-            )
+            message = f"{self.folder / self.name}: the inputs give other bytes (another version of "
+            message += "Python, sentencepiece or pyarrow?); repair it where it was built"
+            raise ShardError("shard.not_reproduced", message)
 
 
 Fault = tuple[str, StoredShard | None]
 
 
-def _token_ends(mark: CommitRecord, table: np.ndarray) -> np.ndarray:
-    """Return the documents' ends in tokens, int64; none if .docs does not fit the mark."""
-    columns = 1 if mark.version == shards.WITHOUT_BYTE_ENDS else 2
-    if len(table) != columns * mark.documents:
+def _token_ends(record: CommitRecord, table: np.ndarray) -> np.ndarray:
+    """Return the documents' ends in tokens, int64; empty if .docs does not match the record."""
+    columns = 1 if record.version == shards.WITHOUT_BYTE_ENDS else 2
+    if len(table) != columns * record.documents:
         return np.empty(0, dtype=np.int64)
-    totals = ((mark.tokens, 1), (mark.text_bytes, 0))
+    totals = ((record.tokens, 1), (record.text_bytes, 0))
     ends = np.split(table.astype(np.int64), columns)
     for column, (total, least) in zip(ends, totals, strict=False):
         if (np.diff(column, prepend=0) < least).any() or column.max(initial=0) != total:
@@ -226,168 +223,172 @@ def verify(
     repair: bool = False,
     root: Path | None = None,
 ) -> None:
-    """Check `folder`, or mend it with inputs below `root`; UserError for faults found or left."""
+    """Check `folder`, or repair it from inputs below `root`. Raises UserError if damage is left."""
     plan = load_plan(folder)
     faults = find_faults(folder, plan, level, workers)
     for text, _ in faults:
         log(f"damaged: {text}")
     if not faults:
-        log(f"{folder}: ok ({LEVELS[level]})")
+        log(f"{folder}: ok (level {level}: {LEVELS[level]})")
         return
-    damaged = {part for _, part in faults if part}
+    damaged = {shard for _, shard in faults if shard}
+    fields: dict[str, Any] = {"path": folder, "shards": len(damaged)}
     if not repair:
-        way_out = f"; --repair rebuilds {len(damaged)} part(s)" if damaged else ""
-        raise UserError("todo.verify", f"{folder}: {len(faults)} fault(s) found{way_out}")
-    mended = repair_shards(folder, plan, damaged, root or Path(plan.root))
-    left = [text for text, part in faults if part and part not in mended]
+        hint = f"; --repair rebuilds {len(damaged)} shard(s)" if damaged else ""
+        message = f"{folder}: {len(faults)} fault(s){hint}"
+        raise UserError("data.damaged", message, faults=[text for text, _ in faults], **fields)
+    repaired = repair_shards(folder, plan, damaged, root or Path(plan.root))
+    left = [text for text, shard in faults if shard and shard not in repaired]
     left += [text for text, _ in find_faults(folder, plan, "size", workers)]
-    left += [text for part in sorted(mended) for text in part.check(plan, "full")]
+    left += [text for shard in sorted(repaired) for text in shard.check(plan, "full")]
     left = list(dict.fromkeys(left))
     for text in left:
         log(f"still damaged: {text}")
     if left:
-        raise UserError("todo.verify", f"{folder}: {len(left)} fault(s) left after the repair")
-    log(f"{folder}: ok again, {len(mended)} part(s) rebuilt")
+        message = f"{folder}: {len(left)} fault(s) left after the repair"
+        raise UserError("data.damaged", message, faults=left, **fields)
+    log(f"{folder}: ok, rebuilt {len(repaired)} shard(s)")
 
 
 def find_faults(folder: Path, plan: Plan, level: str, workers: int) -> list[Fault]:
-    """Return every fault of the folder, a sentence each, with the part that is at fault, if any."""
+    """Return a message for each fault of the folder, with its shard, None if it has none."""
     faults: list[Fault] = []
     try:
         load_tokenizer(folder, plan.tokenizer)
     except UserError as error:
         faults.append((str(error), None))
-    parts: list[StoredShard] = []
+    stored: list[StoredShard] = []
     for split in SPLITS:
-        own, texts = _listed_shards(folder / split, plan)
-        parts += own
+        listed, texts = _listed_shards(folder / split, plan)
+        stored += listed
         path = folder / split / shards.MANIFEST
-        faults += [(f"{path}: {text}; {FINISH}", None) for text in texts]
-    last_units = {part.folder.name: part.numbers[0] for part in parts}
-    if len(set(last_units.values())) > 1:
-        words = " and ".join(f"{split} after unit {unit}" for split, unit in last_units.items())
-        faults.append((f"{folder}: the splits do not end together: {words}; {FINISH}", None))
-    # threads: hashing lets go of the GIL
+        faults += [(f"{path}: {text}; {FINISH_HINT}", None) for text in texts]
+    last = {shard.folder.name: shard.numbers[0] for shard in stored}
+    if len(set(last.values())) > 1:
+        text = f"{folder}: the splits end after different input groups: {last}; {FINISH_HINT}"
+        faults.append((text, None))
+    # threads, because hashing releases the GIL
     with Progress() as progress, ThreadPoolExecutor(workers) as pool:
         try:
-            found = pool.map(lambda part: list(part.check(plan, level)), parts)
-            for done, (part, texts) in enumerate(zip(parts, found, strict=True), 1):
-                faults += [(text, part) for text in texts]
-                progress.update(done / len(parts), f"verify, level {level}: {part}")
+            found = pool.map(lambda shard: list(shard.check(plan, level)), stored)
+            for done, (shard, texts) in enumerate(zip(stored, found, strict=True), 1):
+                faults += [(text, shard) for text in texts]
+                progress.update(done / len(stored), f"verify, level {level}: {shard}")
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
     return faults
 
 
 def _listed_shards(folder: Path, plan: Plan) -> tuple[list[StoredShard], list[str]]:
-    """The parts that the split's manifest lists, else those on disk; and the manifest's faults."""
+    """Return the shards in the split's manifest, else those on disk, and the manifest's faults."""
     try:
         manifest = shards.read_manifest(folder)
-        parts = [StoredShard(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
-        return parts, list(_manifest_faults(folder, manifest, plan))
+        stored = [StoredShard(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
+        return stored, list(_manifest_faults(folder, manifest, plan))
     except (ShardError, ValueError) as error:
         names = (path.stem for path in folder.glob("part-*.json") if NAME.fullmatch(path.stem))
-        parts = sorted((StoredShard(folder, name) for name in names), key=lambda part: part.numbers)
-        return parts, [f"cannot be read ({error})"]
+        stored = sorted((StoredShard(folder, name) for name in names), key=lambda s: s.numbers)
+        return stored, [f"cannot be read ({error})"]
 
 
 def _manifest_faults(folder: Path, manifest: Manifest, plan: Plan) -> Iterator[str]:
-    """What a manifest says that is not so, its commit marks being those that it lists."""
+    """Yield a message for each fault of a manifest whose commit records are undamaged."""
     try:
-        marks = [read_commit(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
-    except ShardError:  # a fault of the part, and listed there
+        records = [read_commit(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
+    except ShardError:  # a fault of the shard, reported there
         return
-    # the plan's: a manifest of other data would fit itself
+    # a manifest of other data would be consistent in itself
     for field_name, value in plan.header().items():
         if (stored := getattr(manifest, field_name)) != value:
             yield f"{field_name} is {stored!r}, the plan's is {value!r}"
-    if not manifest.fits(marks):
-        yield "does not fit the commit marks that it lists"
+    if not manifest.matches(records):
+        yield "does not match its commit records"
         return
-    unit = part = 0
-    for named in marks:
-        if named.name != shard_name(unit, part):
-            yield f"lists {named.name} where {shard_name(unit, part)} is due"
+    group = shard = 0
+    for named in records:
+        if named.name != (expected := shard_name(group, shard)):
+            yield f"lists {named.name}, expected {expected}"
             break
-        unit, part = (unit + 1, 0) if named.mark.last_in_unit else (unit, part + 1)
+        group, shard = (group + 1, 0) if named.record.last_in_unit else (group, shard + 1)
     else:
-        # a limit ends the stream where it likes
-        if not any(manifest.limits.values()) and (unit, part) != (len(plan.units), 0):
-            yield f"ends before unit {unit}, part {part}; the plan has {len(plan.units)} units"
+        # with a limit, the stream may end anywhere
+        if not any(manifest.limits.values()) and (group, shard) != (len(plan.units), 0):
+            yield f"ends before {shard_name(group, shard)}, of {len(plan.units)} input groups"
     for what in ("documents", "tokens"):
         most, have = manifest.limits[f"max_{what}"], getattr(manifest, f"num_{what}")
         if folder.name == TRAIN and most is not None and have > most:
             yield f"num_{what} is {have}, more than the limit {most}"
     if cut := manifest.cut:
         try:
-            ends = np.fromfile(folder / f"{marks[-1].name}.docs", dtype="<u8")
-        except OSError:  # a fault of the part, and listed there
+            ends = np.fromfile(folder / f"{records[-1].name}.docs", dtype="<u8")
+        except OSError:  # a fault of the shard, reported there
             return
         if len(ends) < cut.documents or ends[cut.documents - 1] != cut.tokens:
-            yield f"ends inside its last part at {cut}, where no document ends"
+            yield f"ends at {cut}, where no document ends"
 
 
 def repair_shards(
     folder: Path, plan: Plan, damaged: Collection[StoredShard], root: Path
 ) -> set[StoredShard]:
-    """Rebuild the `damaged` parts from inputs below `root`; return those that are whole again."""
-    mended: set[StoredShard] = set()
+    """Rebuild the `damaged` shards from inputs below `root`; return those that succeeded."""
+    repaired: set[StoredShard] = set()
     scratch = folder / SCRATCH
     with locked(folder / LOCK, f"the repair of {folder}"):
-        for unit in sorted({part.numbers[0] for part in damaged}):
-            parts = sorted(part for part in damaged if part.numbers[0] == unit)
-            log(f"repairing unit {unit}: {', '.join(map(str, parts))}")
+        for group in sorted({shard.numbers[0] for shard in damaged}):
+            own = sorted(shard for shard in damaged if shard.numbers[0] == group)
+            log(f"repairing input group {group}: {', '.join(map(str, own))}")
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir()
             try:
                 with disk_errors(folder):
-                    rebuild(folder, scratch, root, plan, unit, parts)
-                mended |= set(parts)
+                    rebuild(folder, scratch, root, plan, group, own)
+                repaired |= set(own)
             except UserError as error:
-                log(f"unit {unit} cannot be repaired: {error}")
+                log(f"input group {group} cannot be repaired: [{error.code}] {error}")
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
-    return mended
+    return repaired
 
 
 def rebuild(
-    folder: Path, scratch: Path, root: Path, plan: Plan, unit: int, parts: list[StoredShard]
+    folder: Path, scratch: Path, root: Path, plan: Plan, group: int, damaged: list[StoredShard]
 ) -> None:
-    """Build one unit in `scratch` and give its files to `parts`. Raises UserError."""
-    if unit >= len(plan.units):
-        raise UserError("todo.verify", f"the plan has {len(plan.units)} units only")
+    """Build one input group in `scratch` and replace `damaged` by its files. Raises UserError."""
+    if group >= len(plan.units):
+        raise UserError("data.no_input_group", f"the plan has {len(plan.units)} input groups")
     tokenizer = load_tokenizer(folder, plan.tokenizer)
     (scratch / tokenizer.file_name).write_bytes(tokenizer.model)
-    # the hashes that the inputs had are in the unit's last mark: a changed one is refused by name
+    # the group's last commit record has its inputs' hashes, so that a changed input is an error
     seen: dict[str, str] = {}
     with suppress(ShardError):
         for entry in shards.read_manifest(folder / TRAIN).parts:
-            if entry.name.startswith(f"part-{unit:05d}-"):
+            if entry.name.startswith(f"part-{group:05d}-"):
                 with suppress(ShardError):
-                    seen |= read_commit(folder / TRAIN, entry.name, entry.mark_sha256).mark.inputs
-    job = InputGroupJob.of(scratch, root, plan, unit)
+                    found = read_commit(folder / TRAIN, entry.name, entry.mark_sha256)
+                    seen |= found.record.inputs
+    job = InputGroupJob.of(scratch, root, plan, group)
     inputs = [
         replace(known, sha256=seen.get(known.path, known.sha256)) for known in job.plan.inputs
     ]
     build_input_group(replace(job, plan=replace(job.plan, inputs=tuple(inputs))))
-    with folders.input_group_lock(folder, unit):
-        for part in parts:
-            part.check_same(scratch / f"{part}.json")
-        for part in parts:
-            for suffix in ("bin", "docs", "crc", "json"):  # the mark last, as when it was built
-                publish(scratch / f"{part}.{suffix}", part.file(suffix))
+    with folders.input_group_lock(folder, group):
+        for shard in damaged:
+            shard.check_reproduced(scratch / f"{shard}.json")
+        for shard in damaged:
+            for suffix in ("bin", "docs", "crc", "json"):  # the commit record last
+                publish(scratch / f"{shard}.{suffix}", shard.file(suffix))
     remove_locks(folder / folders.INPUT_GROUP_LOCKS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="the --out of a build")
-    depths = "; ".join(f"{level}: {words}" for level, words in LEVELS.items())
-    add("--level", choices=LEVELS, default="full", help=f"{depths} (default: %(default)s)")
+    levels = "; ".join(f"{level}: {text}" for level, text in LEVELS.items())
+    add("--level", choices=LEVELS, default="full", help=f"{levels} (default: %(default)s)")
     add_workers(parser, "threads")
-    mended = "rebuild damaged parts from their inputs, to the bytes of their commit marks"
-    add("--repair", action="store_true", help=mended)
-    moved = "with --repair: the folder of the plan's inputs, where it has moved"
+    repair = "rebuild damaged shards from their inputs, with the same bytes"
+    add("--repair", action="store_true", help=repair)
+    moved = "with --repair: the folder of the plan's inputs, if it has moved"
     add("--root", type=Path, metavar="FOLDER", help=moved)
 
 

@@ -7,7 +7,7 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -51,7 +51,7 @@ class ShardFiles:
     crc: FileInfo
 
 
-def shard_error(path: Path, problem: str, **fields: object) -> ShardError:
+def shard_error(path: Path, problem: str, **fields: Any) -> ShardError:
     """Return the error for a shard's damaged file; rebuilding the shard gives the same bytes."""
     message = f"{path}: {problem}; delete {path.stem}.* in that folder and {REBUILD_HINT}"
     return ShardError("shard.damaged", message, path=path, **fields)

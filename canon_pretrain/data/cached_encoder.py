@@ -188,7 +188,7 @@ class CachedEncoder:
         runs = _WordCache(encode_bytes, capacity)
         words = _WordCache(encode_runs if self._cuts.around_letters else encode_bytes, capacity)
         split = _WORDS_AND_NEWLINES if self._cuts.around_newlines else _WORDS
-        self._encode_slice, self.method = encode_bytes, "giant documents in slices"
+        self._encode_slice, self.method = encode_bytes, "slices"
         if self._cuts.before_spaces:
             self._encode_slice, self.method = encode_words, "word cache"
 

@@ -50,7 +50,7 @@ _CUT = re.compile("[A-Za-z](?= [A-Za-z])")
 class SplitEncoder:
     """`encode` in slices that end before a space between ASCII letters."""
 
-    method = "giant documents in slices"
+    method = "slices"
 
     def __init__(
         self, encode: Callable[[str], list[int]], slice_characters: int = SLICE_CHARACTERS
@@ -112,7 +112,7 @@ class HFTokenizer:
             faster = SplitEncoder(partial(_ids, self._tokenizer))
         if faster and np.array_equal(faster.encode(PROBE_TEXT), _ids(self._tokenizer, PROBE_TEXT)):
             self._encoder = faster
-        self.method = f"tokenizers, {self._encoder.method if self._encoder else 'documents whole'}"
+        self.method = f"tokenizers, {self._encoder.method if self._encoder else 'whole texts'}"
         for token in (str(self._tokenizer.id_to_token(i)) for i in self._special):
             for probe in (token, f"a{token}b", f" {token} "):
                 self.encode(probe)

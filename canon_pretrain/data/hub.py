@@ -7,7 +7,7 @@ interrupted downloads resume. A listing is saved in the cache, so that other job
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -164,17 +164,21 @@ def hub_errors(
     except (transport, OSError, *unexpected) as error:
         what = f"{repo}@{revision[:12]}" + (f" {path}" if path else "")
         detail = f"({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-        raise _user_error(error, hints, unexpected, f"{what}: {{}} {detail}".format) from None
+        raise _user_error(error, hints, unexpected, what, detail) from None
 
 
 def _user_error(
     error: Exception,
     hints: HubHints,
     unexpected: tuple[type[Exception], ...],
-    message: Callable[[str], str],
+    what: str,
+    detail: str,
 ) -> UserError:
     """Classify `error` by its causes, because `datasets` wraps the hub's errors."""
     from huggingface_hub import constants, errors
+
+    def message(problem: str) -> str:
+        return f"{what}: {problem} {detail}"
 
     causes: list[BaseException] = []
     cause: BaseException | None = error
@@ -189,10 +193,10 @@ def _user_error(
     # `datasets` checks the free space first and raises a bare OSError
     bare = "Not enough disk space"
     if any(getattr(one, "errno", None) in full or str(one).startswith(bare) for one in causes):
-        problem = "the disk is full, here or in huggingface_hub's cache; free some space or set "
-        return HubUnavailable(
-            "disk.full", message(f"{problem}HF_HOME, and run the same command again")
+        problem = (
+            "the disk is full, here or in huggingface_hub's cache; free some space or set HF_HOME"
         )
+        return HubUnavailable("disk.full", message(problem))
     login = f"log in (HF_TOKEN), {hints.without_hub}"
     if not is_any(errors.LocalEntryNotFoundError):
         if is_any(errors.GatedRepoError):

@@ -198,7 +198,7 @@ class Shard:
     entry: ShardEntry
     files: ShardFiles
 
-    def read_commit(self) -> CommitRecord:
+    def read_record(self) -> CommitRecord:
         return read_commit(self.folder, self.entry.name, self.entry.mark_sha256).record
 
     def document_ends(self) -> np.ndarray:

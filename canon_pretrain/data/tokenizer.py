@@ -58,8 +58,8 @@ class SentencePieceModel:
             if np.array_equal(encoder.encode(PROBE_TEXT), self.encode(PROBE_TEXT)):
                 self._encoder = encoder
             else:
-                reason = "this sentencepiece version gives other ids for a text than for its slices"
-        how = self._encoder.method if self._encoder else f"documents whole: {reason}"
+                reason = "this sentencepiece gives a text other ids than its slices"
+        how = self._encoder.method if self._encoder else f"whole texts: {reason}"
         self.method = f"sentencepiece, {how}"
 
     def encode(self, text: str) -> np.ndarray:
@@ -74,9 +74,9 @@ class SentencePieceModel:
 class Tokenizer:
     """A loaded tokenizer: `vocab_size`, `bos_id` (-1 if none), `eos_id`, `eos_token`.
 
-    `model` is the file's content, `sha256` its hash, `file_name` its name in a data folder, `method`
-    a short description of how texts are encoded. `eos`: the token (text or id) that ends a document
-    if the file does not determine it.
+    `model` is the file's content, `sha256` its hash, `file_name` its name in data folders, `method`
+    a short description of how texts are encoded. `eos` is the token (text or id) that ends a
+    document, if the file does not determine it.
 
     A literal `</s>` in a text is text, never the EOS id. With a SentencePiece model,
     `decode(encode(text)) == text` for all valid Unicode without U+2581. Raises UserError.

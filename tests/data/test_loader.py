@@ -1,6 +1,5 @@
-"""The loader: one order at every world size, through resumes, and states that do not fit."""
+"""The loader: one order at any world size and through resumes, and states that do not match."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,13 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.loader import BatchLoader, samples_digest
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.sampler import permuted_offset
 from canon_pretrain.data.shard_writer import write_shards
-from canon_pretrain.data.shards import ShardError
 from tests.corpora import flip
+from tests.support import refused
 
 SEED, SEQ_LEN, GLOBAL_BATCH, STEPS = 7, 16, 12, 10
 WEIGHTS = (0.2, 0.7, 0.1)
@@ -24,7 +22,7 @@ Open = Callable[[], Mixture]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Three folders of data whose tokens tell where they are from: 0 to 99, 100 to 199, ..."""
+    """Return three data folders with tokens 0 to 99, 100 to 199 and 200 to 299."""
     base = tmp_path_factory.mktemp("mixed")
     found = []
     for k, length in enumerate((900, 2000, 400)):
@@ -37,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def opened(folders: list[Path], request: pytest.FixtureRequest) -> tuple[Open, str]:
-    """Data of a kind of KINDS, and the order it is read in."""
+    """Return data of one of KINDS, and its order."""
     if request.param == "mixture":
         return lambda: Mixture.open(folders, WEIGHTS), "random"
     return lambda: Mixture.open(folders[:1]), request.param
@@ -57,7 +55,7 @@ def loaders(data: Open, world: int, local_batch: int = 1, **changed: Any) -> lis
 
 
 def step(ranks: list[BatchLoader]) -> np.ndarray:
-    """One global batch in global order, [GLOBAL_BATCH, SEQ_LEN + 1]."""
+    """Return a global batch in sample order, [GLOBAL_BATCH, SEQ_LEN + 1]."""
     goal = ranks[0].next_sample + GLOBAL_BATCH
     rows = []
     while ranks[0].next_sample < goal:
@@ -67,7 +65,7 @@ def step(ranks: list[BatchLoader]) -> np.ndarray:
 
 
 def expected(mixture: Mixture, order: str) -> tuple[np.ndarray, list[int]]:
-    """The steps and each sample's source from the formula alone: numpy's Philox and the streams."""
+    """Compute all steps and each sample's source from NumPy's Philox and the streams alone."""
     streams = [source.read(0, source.num_tokens) for source in mixture.sources]
     rows, sources = [], []
     for i in range(STEPS * GLOBAL_BATCH):
@@ -110,77 +108,77 @@ def test_resume_at_other_world_sizes(opened):
                 loader.load_state_dict(state)
         batches += [step(ranks) for _ in range(steps)]
         states = [loader.state_dict() for loader in ranks]
-        step(ranks)  # a state that was given is not what the loader counts on
+        step(ranks)  # must not change the states
         assert all(one == states[0] for one in states)
         state = states[0]
     np.testing.assert_array_equal(np.stack(batches), expected(data(), order)[0])
     assert state and sum(state["source_tokens"]) == STEPS * GLOBAL_BATCH * SEQ_LEN
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("version", 1),
-        ("fingerprint", "0" * 64),
-        ("seed", 8),
-        ("mode", "permute"),
-        ("seq_len", 32),
-        ("global_batch", 24),
-    ],
-)
-def test_a_state_that_differs_is_refused_unless_it_may(folders, field, value):
+def test_a_changed_state_is_refused_unless_allowed(folders):
     (loader,) = loaders(lambda: Mixture.open(folders, WEIGHTS), 1, 12)
     loader.next_batch()
     state = loader.state_dict()
-    with pytest.raises(UserError, match=re.escape(f"{field} is {value!r}")) as caught:
-        loader.load_state_dict({**state, field: value})
-    assert f"{state[field]!r} now; " in str(caught.value)
-    assert loader.state_dict() == state
-    # told to, it continues there; new sources are counted from there
-    loader.load_state_dict({**state, field: value}, allow={field})
-    assert loader.next_sample == GLOBAL_BATCH and loader.at_step_start
-    kept = field != "fingerprint"
-    assert loader.source_tokens == (state["source_tokens"] if kept else [0] * 3)
+    changes = {"version": 1, "fingerprint": "0" * 64, "seed": 8, "mode": "permute", "seq_len": 32}
+    for field, value in (changes | {"global_batch": 24}).items():
+        with refused("data.order_changed", field=field):
+            loader.load_state_dict({**state, field: value})
+        assert loader.state_dict() == state
+        # if allowed, resume there; tokens of new data are counted from there
+        loader.load_state_dict({**state, field: value}, allow={field})
+        assert loader.next_sample == GLOBAL_BATCH and loader.at_step_start
+        kept = field != "fingerprint"
+        assert loader.source_tokens == (state["source_tokens"] if kept else [0] * 3)
+        loader.load_state_dict(state)
+
+
+def test_a_state_inside_a_step_needs_its_world_size(folders):
+    (loader,) = loaders(lambda: Mixture.open(folders, WEIGHTS), 1, 4)
+    loader.next_batch()
+    with refused("data.inside_step"):
+        loaders(lambda: Mixture.open(folders, WEIGHTS), 1, 12)[0].load_state_dict(
+            loader.state_dict()
+        )
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "code"),
     [
-        ({"global_batch_size": 10}, "10 is not a multiple of dp_world_size 2 \\* local_batch"),
-        ({"global_batch_size": 0}, "global_batch_size is 0"),
-        ({"seq_len": 0}, "seq_len is 0"),
-        ({"seq_len": 900}, "needs at least 901"),
-        ({"data_seed": -1}, "data_seed is -1"),
-        ({"local_batch": 0}, "local_batch_size is 0"),
-        ({"order": "shuffle"}, 'data.order = "shuffle" is not known'),
-        ({"order": "permute"}, "not a weighted mixture"),
+        ({"global_batch_size": 10}, "data.batch_size"),
+        ({"global_batch_size": 0}, "data.out_of_range"),
+        ({"seq_len": 0}, "data.out_of_range"),
+        ({"seq_len": 900}, "data.too_short"),
+        ({"data_seed": -1}, "data.out_of_range"),
+        ({"local_batch": 0}, "data.out_of_range"),
+        ({"order": "shuffle"}, "config.unknown_choice"),
+        ({"order": "permute"}, "data.order"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(folders, changed, message):
-    with pytest.raises(UserError, match=message):
+def test_bad_sizes_and_orders_are_refused(folders, changed, code):
+    with refused(code):
         loaders(lambda: Mixture.open(folders, WEIGHTS), 2, **{"local_batch": 3, **changed})
 
 
-def test_the_digest_of_a_batch_is_the_sum_of_its_shares_in_any_order():
+def test_the_digest_of_a_batch_is_a_sum_over_samples():
     batch = np.arange(6 * 9, dtype=np.int64).reshape(6, 9)
     whole = samples_digest(batch)
     assert whole == samples_digest(batch[::-1])
     assert whole == (samples_digest(batch[:2]) + samples_digest(batch[2:])) % 2**64
-    for place in np.ndindex(batch.shape):  # one other token anywhere is another digest
+    for place in np.ndindex(batch.shape):  # every token counts
         changed = batch.copy()
         changed[place] += 1
         assert samples_digest(changed) != whole
     assert samples_digest(batch[:0]) == 0
 
 
-def test_damage_leaves_position_and_counts(tmp_path):
+def test_damaged_data_leaves_position_and_counts(tmp_path):
     for name, low in (("a", 0), ("b", 50)):
         write_shards(tmp_path / name / "train", [low + np.arange(50)], vocab_size=100, eos_id=2)
     (loader,) = loaders(lambda: Mixture.open([tmp_path / "a", tmp_path / "b"], [1, 1]), 1, 12)
     loader.next_batch()
     state, path = loader.state_dict(), tmp_path / "b/train/part-00000-0.bin"
     flip(path, 0)
-    with pytest.raises(ShardError, match="b/train/part-00000-0.bin: damaged: 64-KiB block 0"):
+    with refused("shard.damaged", path=path, block=0):
         loader.next_batch()
     assert loader.state_dict() == state
     flip(path, 0)

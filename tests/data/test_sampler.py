@@ -1,4 +1,4 @@
-"""The order of samples, against numpy's raw Philox bits and pinned values."""
+"""The order of samples, against Philox by its paper and pinned values."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ LARGEST = 2**64 - 1
 
 
 def philox4x64(key0: int, counter0: int) -> tuple[int, int, int, int]:
-    """The Philox4x64-10 block of key (key0, 0) and counter (counter0, 0, 0, 0), by its paper."""
+    """Return the Philox4x64-10 block of key (key0, 0) and counter (counter0, 0, 0, 0)."""
     k0, k1 = key0, 0
     c0, c1, c2, c3 = counter0, 0, 0, 0
     for _ in range(10):
@@ -25,7 +25,7 @@ def philox4x64(key0: int, counter0: int) -> tuple[int, int, int, int]:
 
 
 def test_first_values_are_pinned():
-    """An order that changed would change every run that resumes."""
+    """Another order would change every resumed run."""
     words = "16554d9eca36314c db20fe9d672d0fdc d7e772cee186176b 7e68b68aec7ba23b"
     assert [f"{word:x}" for word in philox_blocks(0, 0, 1)[0].tolist()] == words.split()
     assert philox_blocks(1337, 12345, 1)[0, 0] == 0x61AF58222B24F8E5
@@ -44,7 +44,7 @@ def test_offset_is_the_documented_formula():
 
 @pytest.mark.parametrize("seed", [0, 1337, LARGEST])
 @pytest.mark.parametrize("first", [0, 1, 24_480_000, 2**53 + 1, LARGEST - 6])
-def test_blocks_of_many_samples_are_those_of_each(seed, first):
+def test_blocks_of_many_samples_equal_single_ones(seed, first):
     for count in (1, 3, 4, 7):
         expected = [philox4x64(seed, first + j) for j in range(count)]
         found = philox_blocks(seed, first, count)
@@ -65,7 +65,7 @@ def epoch_of(seed: int, epoch: int, num_tokens: int, seq_len: int) -> list[int]:
     num_tokens=st.integers(2, 3000),
     seq_len=st.integers(1, 40),
 )
-def test_permute_visits_each_window_once_an_epoch(seed, epoch, num_tokens, seq_len):
+def test_permute_visits_each_window_once_per_epoch(seed, epoch, num_tokens, seq_len):
     num_tokens += seq_len
     starts = list(range(0, num_tokens - seq_len, seq_len))
     assert sorted(epoch_of(seed, epoch, num_tokens, seq_len)) == starts

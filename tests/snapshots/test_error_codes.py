@@ -16,26 +16,37 @@ def _kinds(base):
 
 
 def _message(node):
-    """The message's text; each value in it is an ellipsis."""
+    """Return the message's text, with an ellipsis for each value."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
         return "".join(map(_message, node.values))
+    if isinstance(node, ast.BinOp):
+        return _message(node.left) + _message(node.right)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+        return _message(node.args[0])
     return "..."
 
 
 def _rows():
     named = {"UserError", *_kinds(UserError)} - {"UnreadableFile"}
-    calls = [
-        call
-        for path in modules().values()
-        for call in ast.walk(ast.parse(path.read_text()))
-        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in named
-    ]
     rows = {}
-    for call in calls:
-        code, message = call.args[0].value, " ".join(_message(call.args[1]).split())
-        rows.setdefault(code, []).append(message)
+    for path in modules().values():
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+        for call in nodes:
+            if not (isinstance(call, ast.Call) and getattr(call.func, "id", "") in named):
+                continue
+            message = call.args[1]
+            if isinstance(message, ast.Name):  # the last assignment to it before the call
+                before = [
+                    (node.lineno, node.value)
+                    for node in assigned
+                    if getattr(node.targets[0], "id", "") == message.id
+                    and node.lineno < call.lineno
+                ]
+                message = max(before, key=lambda pair: pair[0])[1] if before else message
+            rows.setdefault(call.args[0].value, []).append(" ".join(_message(message).split()))
     return rows
 
 
