@@ -1,4 +1,4 @@
-"""Limits and manifests: the stream ends at the very document, whatever was built before."""
+"""Limits and manifests: the stream ends at the exact document, whatever was built before."""
 
 import json
 import shutil
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.core.errors import UserError
-from canon_pretrain.data.shards import ShardError, TokenShards
+from canon_pretrain.data.shards import TokenShards
 from data_prep import finish as finish_module
 from data_prep.__main__ import main
 from data_prep.build import JobSlice
@@ -17,51 +16,52 @@ from data_prep.folder import SPLITS
 from data_prep.plan import Limits, is_held_out
 from tests.corpora import OPTIONS, build_corpus, corpus_folder, flip, snapshot, stored_texts
 from tests.data_folders import tokenizer
+from tests.support import error_codes, refused
 
-UNITS = 5
+GROUPS = 5
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus, its tokenizer, and `data`, all of it built; its limits are each test's own."""
+    """Return a corpus, its tokenizer, and `data`, which each test finishes with its own limits."""
     return corpus_folder(tmp_path_factory.mktemp("finish"), files=9)
 
 
 def documents(base: Path, held_out: bool) -> list[list[tuple[str, int]]]:
-    """(text, tokens with EOS) of one split's documents in each unit, read from the corpus."""
-    units: list[list[tuple[str, int]]] = [[] for _ in range(UNITS)]
+    """Return (text, tokens with EOS) of a split's documents by input group, from the corpus."""
+    groups: list[list[tuple[str, int]]] = [[] for _ in range(GROUPS)]
     for file in range(9):
         for line in (base / f"corpus/part{file + 1}.jsonl").read_text().splitlines():
             text = json.loads(line)["text"]
             if is_held_out(text.encode(), OPTIONS.holdout) == held_out:
-                units[file // 2].append((text, len(tokenizer().encode(text)) + 1))
-    return units
+                groups[file // 2].append((text, len(tokenizer().encode(text)) + 1))
+    return groups
 
 
 def check_limited(base: Path, data: Path, limits: Limits) -> None:
-    """The folder holds what the limits leave: computed here from the texts alone."""
-    units = documents(base, held_out=False)
-    flat = [(unit, *document) for unit, content in enumerate(units) for document in content]
+    """Check that the folder has the documents within the limits, computed from the texts."""
+    groups = documents(base, held_out=False)
+    flat = [(group, *document) for group, content in enumerate(groups) for document in content]
     totals = accumulate(count for *_, count in flat)
     expected = [
-        (unit, text)
-        for index, ((unit, text, _), total) in enumerate(zip(flat, totals, strict=True))
+        (group, text)
+        for index, ((group, text, _), total) in enumerate(zip(flat, totals, strict=True))
         if (limits.max_documents is None or index < limits.max_documents)
         and (limits.max_tokens is None or total <= limits.max_tokens)
     ]
     assert stored_texts(data) == [text for _, text in expected]
-    reached = max(unit for unit, _ in expected) + 1
-    held_out = [text for unit in documents(base, held_out=True)[:reached] for text, _ in unit]
+    reached = max(group for group, _ in expected) + 1
+    held_out = [text for group in documents(base, held_out=True)[:reached] for text, _ in group]
     assert stored_texts(data, "validation") == held_out
-    with TokenShards.open(data / "train") as shards, pytest.raises(ValueError, match="which has"):
+    with TokenShards.open(data / "train") as shards, pytest.raises(ValueError):
         shards.read(shards.num_tokens - 1, 2)
 
 
-def test_the_stream_ends_at_the_document_that_fits(base):
-    counts = [count for unit in documents(base, held_out=False) for _, count in unit]
+def test_the_stream_ends_at_the_last_document_that_fits(base):
+    counts = [count for group in documents(base, held_out=False) for _, count in group]
     exact = sum(counts[:50])
-    first_unit = len(documents(base, held_out=False)[0])
-    limits = [Limits(max_documents=n) for n in (1, first_unit, first_unit + 1, 10**9)]
+    first_group = len(documents(base, held_out=False)[0])
+    limits = [Limits(max_documents=n) for n in (1, first_group, first_group + 1, 10**9)]
     edges = (counts[0], exact - 1, exact, exact + 1, sum(counts) - 1, sum(counts))
     limits += [Limits(max_tokens=n) for n in edges]
     limits += [Limits(50, exact + 1000), Limits(51, exact)]
@@ -71,26 +71,26 @@ def test_the_stream_ends_at_the_document_that_fits(base):
         main(["verify", str(base / "data")])
 
 
-def test_a_limited_build_makes_what_finish_makes_and_no_more(base, tmp_path):
-    counts = [count for unit in documents(base, held_out=False) for _, count in unit]
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.system)])
+def test_a_limited_build_equals_finish_and_builds_no_more(base, tmp_path, workers):
+    counts = [count for group in documents(base, held_out=False) for _, count in group]
     limits = Limits(max_tokens=sum(counts) // 2)
     finish(base / "data", limits)
-    for workers in (1, 2):
-        out = tmp_path / f"data{workers}"
-        build_corpus(out, base / "corpus", workers=workers, limits=limits)
-        for name in (f"{split}/manifest.json" for split in SPLITS):
-            assert (out / name).read_bytes() == (base / "data" / name).read_bytes()
-        assert snapshot(out).items() <= snapshot(base / "data").items()
-    assert not any("part-00004" in name for name in snapshot(tmp_path / "data1"))
+    out = tmp_path / "data"
+    build_corpus(out, base / "corpus", workers=workers, limits=limits)
+    for name in (f"{split}/manifest.json" for split in SPLITS):
+        assert (out / name).read_bytes() == (base / "data" / name).read_bytes()
+    assert snapshot(out).items() <= snapshot(base / "data").items()
+    assert workers > 1 or not any("part-00004" in name for name in snapshot(out))
 
-    # and it changes back, or grows, without building again what is there
-    build_corpus(tmp_path / "data1", base / "corpus")
+    # without limits, it continues with what is there
+    build_corpus(out, base / "corpus")
     finish(base / "data", Limits())
-    assert snapshot(tmp_path / "data1") == snapshot(base / "data")
+    assert snapshot(out) == snapshot(base / "data")
 
 
-def test_a_folder_without_byte_ends_goes_on(base, tmp_path, monkeypatch):
-    """Built by an earlier program: read, continued and repaired in its own format, not cut."""
+def test_a_folder_of_version_2_is_continued(base, tmp_path, monkeypatch):
+    """It is read, continued and repaired in its own format, which allows no cut."""
     out = tmp_path / "data"
     with monkeypatch.context() as patch:
         patch.setattr("data_prep.planning.VERSION", 2)
@@ -113,15 +113,15 @@ def test_a_folder_without_byte_ends_goes_on(base, tmp_path, monkeypatch):
     main(["verify", str(out), "--repair"])
     assert snapshot(out).items() >= old.items()
 
-    with pytest.raises(UserError, match="into a new folder"):
+    with refused("data.old_format"):
         finish(out, Limits(max_documents=30))
-    # at the end of a part there is nothing to cut
-    first = plain.parts[0].entry.documents
+    # a limit at the end of a shard needs no cut
+    first = plain.shards[0].entry.documents
     finish(out, Limits(max_documents=first))
     assert len(stored_texts(out)) == first
 
 
-def test_a_kill_between_the_manifests_leaves_no_pair_of_two_limits(base, monkeypatch):
+def test_a_kill_between_the_manifests_leaves_no_mixed_pair(base, monkeypatch):
     finish(base / "data", Limits())
     real = finish_module.write_json
 
@@ -134,48 +134,50 @@ def test_a_kill_between_the_manifests_leaves_no_pair_of_two_limits(base, monkeyp
         patch.setattr(finish_module, "write_json", killed)
         with pytest.raises(KeyboardInterrupt):
             finish(base / "data", Limits(max_documents=30))
-    with pytest.raises(ShardError, match="unfinished"):
+    with refused("shard.unfinished"):
         TokenShards.open(base / "data/validation")
     finish(base / "data", Limits(max_documents=30))
     check_limited(base, base / "data", Limits(max_documents=30))
 
 
-def test_shards_then_finish_names_what_is_missing(base, tmp_path, capsys):
+def test_finish_reports_missing_input_groups(base, tmp_path, capsys):
     out = tmp_path / "data"
-    build_corpus(out, base / "corpus", shard=JobSlice(1, 2))
+    build_corpus(out, base / "corpus", job_slice=JobSlice(1, 2))
     assert f"python -m data_prep finish {out}" in capsys.readouterr().out
+    with refused("data.not_built", input_group=1, missing=2):
+        finish(out, Limits())
     with pytest.raises(SystemExit, match="2"):
         main(["finish", str(out)])
-    assert "unit 1 is not built (2 of 5 are missing)" in capsys.readouterr().err
-    with pytest.raises(ShardError, match="unfinished"):
+    assert error_codes(capsys.readouterr().err) == ["data.not_built"]
+    with refused("shard.unfinished"):
         TokenShards.open(out / "train")
-    with pytest.raises(UserError, match=r"no plan\.json"):
+    with refused("plan.missing"):
         finish(tmp_path, Limits())
-    # a limit within the first unit needs no other
+    # a limit within the first input group needs no other
     finish(out, Limits(max_documents=5))
     check_limited(base, out, Limits(max_documents=5))
 
 
-def test_a_cut_is_made_from_whole_files_only(base, tmp_path):
-    """A changed mark is not taken for the truth: its unit counts as not built."""
+def test_a_cut_needs_undamaged_files(base, tmp_path):
+    """An input group with a changed commit record counts as not built."""
     finish(base / "data", Limits())
     out = Path(shutil.copytree(base / "data", tmp_path / "data"))
     flip(out / "train/part-00000-0.docs", 0)
-    with pytest.raises(UserError, match=r"part-00000-0\.docs: damaged"):
+    with refused("shard.damaged", path=out / "train/part-00000-0.docs"):
         finish(out, Limits(max_documents=2))
-    mark = out / "train/part-00002-0.json"
-    mark.write_text(mark.read_text().replace('"text_bytes": ', '"text_bytes": 1'))
-    with pytest.raises(UserError, match=r"unit 2 is not built \(1 of 5"):
+    record = out / "train/part-00002-0.json"
+    record.write_text(record.read_text().replace('"text_bytes": ', '"text_bytes": 1'))
+    with refused("data.not_built", input_group=2, missing=1):
         finish(out, Limits(max_tokens=10**9))
 
 
-def test_a_limited_shard_builds_what_may_be_needed(base, tmp_path):
-    """The first of two shards cannot know the second's units, and stops once its own suffice."""
-    in_units = [len(unit) for unit in documents(base, held_out=False)]
-    limits = Limits(max_documents=in_units[0] + in_units[2] - 1)
+def test_a_limited_job_builds_what_may_be_needed(base, tmp_path):
+    """The first of two jobs does not know the second's sizes; it stops when its own suffice."""
+    sizes = [len(group) for group in documents(base, held_out=False)]
+    limits = Limits(max_documents=sizes[0] + sizes[2] - 1)
     out = tmp_path / "data"
-    build_corpus(out, base / "corpus", shard=JobSlice(1, 2), limits=limits)
+    build_corpus(out, base / "corpus", job_slice=JobSlice(1, 2), limits=limits)
     assert {name.split("-")[1] for name in snapshot(out / "train")} == {"00000", "00002"}
-    build_corpus(out, base / "corpus", shard=JobSlice(2, 2), limits=limits)
+    build_corpus(out, base / "corpus", job_slice=JobSlice(2, 2), limits=limits)
     finish(out, limits)
     check_limited(base, out, limits)
