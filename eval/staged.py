@@ -161,7 +161,8 @@ def verify(key: str, folder: Path) -> tuple[Manifest, bytes]:
     except files.UnreadableFile as error:
         command = stage_command(key, folder)
         if error.is_missing:
-            raise UserError("stage.missing", f"{path.parent}: not staged; {command}") from None
+            message = f"{path.parent}: not staged; {command}"
+            raise UserError("stage.missing", message, path=path) from None
         raise UserError("stage.damaged", f"{error}; {command}", path=path) from None
     expected = {"version": MANIFEST_VERSION, "key": key, "path": data.path, "config": data.config}
     found = {name: getattr(manifest, name) for name in expected}

@@ -11,14 +11,13 @@ from eval.tasks.birth_year.task import Corpus, FrozenSets
 from tests import data_folders
 from tests.support import ROOT
 
-TASKS = ROOT / "eval" / "tasks"
 SENTENCES = [f"Sentence number {i} tells of {'nothing ' * (i % 7)}at all." for i in range(300)]
 NAMES = list(SETS)
 CORPUS = Corpus("wikitext of a test", "\n".join(SENTENCES))
 
 
 class Words:
-    """A tokenizer of words: quick, and as good as any for counting."""
+    """A tokenizer of words."""
 
     def __init__(self, sha256: str = "t") -> None:
         self.sha256 = sha256
@@ -38,17 +37,19 @@ def few(
     return FrozenSets(folder, tokenizer, lambda: corpus, num_items=7)
 
 
-def freeze_all(base: Path) -> dict[str, str]:
-    """All sets, whole, for the tests' tokenizer: the metadata that names them."""
+def freeze(base: Path, *names: str) -> dict[str, str]:
+    """Write whole sets with the tests' tokenizer; return the metadata for them."""
     known = data_folders.tokenizer()
     (base / known.file_name).write_bytes(known.model)
-    FrozenSets(base / "probes", known, lambda: CORPUS).sets(10**6, lambda name: None)
+    sets = FrozenSets(base / "probes", known, lambda: CORPUS)
+    for name in names:
+        sets.get(name)
     return {"tokenizer": str(base), "probes": str(base / "probes")}
 
 
 def load_tasks(names: list[str], **metadata: object) -> dict[str, Task]:
-    """The tasks as the harness loads them from their files."""
+    """Load tasks from their files as `eval run` does."""
     with quiet_harness():
-        where = {"include_path": str(TASKS), "include_defaults": False}
+        where = {"include_path": str(ROOT / "eval" / "tasks"), "include_defaults": False}
         manager = TaskManager(**where, metadata=dict(metadata))
         return dict(manager.load(names)["tasks"])

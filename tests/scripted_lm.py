@@ -1,4 +1,4 @@
-"""Models that answer by functions or run out of memory, small tokenizers, and requests."""
+"""Stand-ins for models (scripted, or with limited memory) and tokenizers, and requests."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from canon_pretrain.model.transformer import Transformer
 
 
 class ScriptedLM(LM):
-    """`answer` continues the prompt of a request in `asked`, `score` is its log-likelihood."""
+    """`answer` continues a request's prompt, `score` is its log-likelihood; see `asked`."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ScriptedLM(LM):
 
 
 class Bytes:
-    """One token a byte, and EOS last: a character may be cut in two."""
+    """One token per byte, EOS last: a character may be cut in two."""
 
     vocab_size, eos_id = 257, 256
 
@@ -48,8 +48,8 @@ class Bytes:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
-class Full(torch.nn.Module):
-    """Runs out of memory with more than so many tokens in a pass and its cache."""
+class LimitedMemory(torch.nn.Module):
+    """A model out of memory with more than `most` tokens in a pass and its cache."""
 
     def __init__(self, model: Transformer, most: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Full(torch.nn.Module):
 
 
 class Letters:
-    """One token a character: text whose tokens a test can count."""
+    """One token per character."""
 
     vocab_size, eos_id = 40, 2
 

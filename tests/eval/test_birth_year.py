@@ -1,4 +1,4 @@
-"""The birth-year probes: what they say, who can answer them, and that they stay as they are."""
+"""The birth-year probes: their content, and scores of models that can answer them or not."""
 
 import hashlib
 import re
@@ -19,12 +19,12 @@ from eval.harness import quiet_harness
 from eval.tasks.birth_year import probes as birth_year
 from eval.tasks.birth_year.probes import KINDS, NUM_ITEMS, VERSION, ends_with_space, make_probe
 from eval.tasks.birth_year.task import exact
-from tests.probe_folders import JUNK, NAMES, SENTENCES, freeze_all, load_tasks
+from tests.probe_folders import JUNK, NAMES, SENTENCES, freeze, load_tasks
 from tests.scripted_lm import ScriptedLM
 
 
-def again(kind_index: int, length: int, item: int) -> tuple[str, list[str], str]:
-    """The probe once more, straight from spec/eval.md: prompt, years, answer."""
+def reference_probe(kind_index: int, length: int, item: int) -> tuple[str, list[str], str]:
+    """An independent generator from spec/eval.md: prompt, years, answer."""
     people, hops, anyone = [(5, 1, False), (5, 1, True), (3, 2, False)][kind_index]
     key = hashlib.sha256(f"0/{people}/{hops}/{length}/{item}".encode()).digest()[:16]
     words = iter(np.random.Philox(key=int.from_bytes(key, "little")).random_raw(1000).tolist())
@@ -81,7 +81,7 @@ def again(kind_index: int, length: int, item: int) -> tuple[str, list[str], str]
 @given(st.integers(0, 2), st.sampled_from([0, 20, 256, 700]), st.integers(0, 999))
 def test_probes_equal_an_independent_generator(kind, length, item):
     probe = make_probe(KINDS[kind], length, item, JUNK, space=True)
-    prompt, years, answer = again(kind, length, item)
+    prompt, years, answer = reference_probe(kind, length, item)
     assert probe["prompt"] == prompt
     assert (probe["choices"], probe["answer"]) == (years, answer)
     assert years[probe["target"]] == answer
@@ -96,8 +96,8 @@ def first_year(request: Instance) -> str:
     return match[1]
 
 
-def answers(answer: Callable[[Instance], str]) -> ScriptedLM:
-    """A model that writes what `answer` makes of a request, and finds it likelier than all else."""
+def answering(answer: Callable[[Instance], str]) -> ScriptedLM:
+    """A model that generates `answer` of a request and finds it the likeliest."""
 
     def likelihood(request: Instance) -> float:
         year = request.args[1]
@@ -108,7 +108,7 @@ def answers(answer: Callable[[Instance], str]) -> ScriptedLM:
 
 
 def score(lm: ScriptedLM, tasks: dict[str, Task]) -> dict[str, float]:
-    """The mean of each task's metric over all its items, by the harness's evaluator."""
+    """The mean of each task's metric over all its items, by lm_eval's evaluator."""
     with quiet_harness():
         found = evaluate(lm, {"tasks": dict(tasks)}, bootstrap_iters=0)
     assert found is not None
@@ -123,21 +123,13 @@ def score(lm: ScriptedLM, tasks: dict[str, Task]) -> dict[str, float]:
     return scores
 
 
-@pytest.fixture(scope="module")
-def probes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return freeze_all(tmp_path_factory.mktemp("probes"))
-
-
-def is_chance(share: float, chance: float, count: int = NUM_ITEMS) -> bool:
-    return abs(share - chance) < 4 * (chance * (1 - chance) / count) ** 0.5
-
-
 def chance_of(name: str) -> float:
     return 1 / 3 if name.startswith("2-hop") else 1 / 5
 
 
-def test_the_suite_is_complete(probes):
-    tasks = load_tasks(["birth-year"], **probes, max_length=8192)
+@pytest.mark.system
+def test_the_suite_is_complete(tmp_path):
+    tasks = load_tasks(["birth-year"], **freeze(tmp_path, *NAMES), max_length=8192)
     assert list(tasks) == [name for probe in NAMES for name in (probe, f"{probe}_rank")]
     for name, task in tasks.items():
         about, whole = task.config.metadata, name.removesuffix("_rank")
@@ -148,17 +140,21 @@ def test_the_suite_is_complete(probes):
             assert about["chance"] == pytest.approx(chance_of(name), abs=1e-4)
 
 
-def test_who_can_answer(probes):
-    """An oracle is right; copying the first year is right on 1-hop and chance on its control."""
-    names = [f"{kind.name}-512{part}" for kind in KINDS for part in ("", "_rank")]
-    tasks = load_tasks(names, **probes)
-    assert score(answers(lambda request: request.doc["answer"]), tasks) == dict.fromkeys(names, 1.0)
-    for name, found in score(answers(first_year), tasks).items():
-        assert found == 1 if name.startswith("1-hop-512") else is_chance(found, chance_of(name))
+@pytest.mark.system
+def test_who_can_answer(tmp_path):
+    """An oracle is right; copying the first year is right on 1-hop, and chance on its control."""
+    sets = [f"{kind.name}-512" for kind in KINDS]
+    names = [f"{name}{part}" for name in sets for part in ("", "_rank")]
+    tasks = load_tasks(names, **freeze(tmp_path, *sets))
+    oracle = answering(lambda request: request.doc["answer"])
+    assert score(oracle, tasks) == dict.fromkeys(names, 1.0)
+    for name, found in score(answering(first_year), tasks).items():
+        chance = 1.0 if name.startswith("1-hop-512") else chance_of(name)
+        assert abs(found - chance) <= 4 * (chance * (1 - chance) / NUM_ITEMS) ** 0.5
 
 
-def test_the_prompt_is_the_beginning_of_what_training_saw():
-    """SentencePiece with split digits, as Llama's: the space is a token of its own."""
+def test_prompts_begin_as_training_texts():
+    """SentencePiece with split digits, as Llama's: the space is its own token."""
     texts = [" ".join(SENTENCES), "Ann was born in the year of 1987. " * 9]
     tokenizer = Tokenizer(train_tokenizer(texts, 320), "test")
     assert ends_with_space(tokenizer)
@@ -170,7 +166,7 @@ def test_the_prompt_is_the_beginning_of_what_training_saw():
         assert tokenizer.decode(whole[len(ids) - 1 : -1]) == probe["answer"]
 
 
-def test_a_tokenizer_with_whole_years_gets_no_trailing_space():
+def test_whole_year_tokens_get_no_trailing_space():
     class WholeYears:
         sha256 = ""
 

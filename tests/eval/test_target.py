@@ -1,4 +1,4 @@
-"""What is evaluated: a run's checkpoint or an exported folder, and every way to name it wrongly."""
+"""The model to evaluate: a run's checkpoint or an export, its data, dtype and fast layers."""
 
 import shutil
 from dataclasses import replace
@@ -8,20 +8,21 @@ import pytest
 import torch
 
 from canon_pretrain.checkpoint.writer import save_alone
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.reading import import_folder
+from canon_pretrain.model.attention import rope_tables
+from canon_pretrain.model.cache import Cache
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import question_of
 from data_prep.planning import train_tokenizer
 from eval.model.lm import CanonLM
-from eval.model.target import EvalTarget
+from eval.model.target import EvalTarget, FastLinear, load_model, use_fast_linear
 from eval.validation import model_loss
 from tests.data_folders import make_data_folder, sentence
-from tests.hf_exports import identity_of
-from tests.support import write_data
-from tests.variants import VARIANTS, build
+from tests.hf_exports import identity_of, plant_run
+from tests.support import refused, write_data
+from tests.variants import VARIANTS, build, every_variant, random_tokens
 
 CPU = torch.device("cpu")
 
@@ -44,11 +45,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(base: Path, tmp_path: Path) -> Path:
-    shutil.copytree(base / "out", tmp_path / "out")
-    return tmp_path / "out"
+    return Path(shutil.copytree(base / "out", tmp_path / "out"))
 
 
-def test_a_checkpoint_and_its_export_are_asked_the_same(base, copy):
+def test_a_checkpoint_and_its_export_are_one_question(base, copy):
     of_run = EvalTarget.open(base / "run" / "checkpoint" / "step-3")
     exported, other = EvalTarget.open(base / "out"), EvalTarget.open(copy)
     assert (of_run.step, of_run.seq_len, exported.step) == (3, 100, 3)
@@ -56,10 +56,10 @@ def test_a_checkpoint_and_its_export_are_asked_the_same(base, copy):
     assert of_run.evals == base / "run" / "evals" and exported.evals is None
     ids = of_run.tokenizer.encode("the river of the house was not in it").tolist()
     assert exported.tokenizer.encode("the river of the house was not in it").tolist() == ids
-    # the export's file is another one, made from the training tokenizer
+    # the export's file differs, but it was made from the training tokenizer
     assert exported.tokenizer.sha256 != of_run.tokenizer.sha256
     assert exported.identity["tokenizer_sha256"] == of_run.identity["tokenizer_sha256"]
-    # the place is another, what is evaluated is the same until a weight is
+    # another path, the same question until a weight changes
     assert exported.identity != other.identity
     assert question_of(exported.identity) == question_of(other.identity)
     path = copy / "model.safetensors"
@@ -67,8 +67,8 @@ def test_a_checkpoint_and_its_export_are_asked_the_same(base, copy):
     assert other.identity["content"] != EvalTarget.open(copy).identity["content"]
 
 
-def test_an_export_takes_data_for_what_reads_shards(base):
-    with pytest.raises(UserError, match="out is an export, which names no data: .* --data"):
+def test_an_export_needs_data_for_validation(base):
+    with refused("eval.no_data"):
         EvalTarget.open(base / "out").check_held_out()
     with_data = EvalTarget.open(base / "out", base / "data")
     with_data.check_held_out()
@@ -79,32 +79,58 @@ def test_an_export_takes_data_for_what_reads_shards(base):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_exports_without_parts_say_what_is_missing(base, copy, tmp_path):
+def test_incomplete_exports(base, copy, tmp_path):
     (copy / "tokenizer.json").unlink()
-    (copy / "canon_pretrain.json").unlink()  # as a folder of another making
-    foreign = EvalTarget.open(copy)  # validation needs none
+    (copy / "canon_pretrain.json").unlink()  # not our export
+    foreign = EvalTarget.open(copy)  # validation needs neither
     assert foreign.step is None and foreign.identity["tokenizer_sha256"] is None
-    with pytest.raises(UserError, match="Export the checkpoint with its tokenizer"):
+    with refused("eval.no_tokenizer"):
         foreign.tokenizer  # noqa: B018
-    write_data(tmp_path)  # shards that name no tokenizer
-    with pytest.raises(UserError, match="another tokenizer than .* was trained with; its hash"):
+    write_data(tmp_path)  # shards without a tokenizer
+    with refused("eval.mismatch", what="tokenizer"):
         EvalTarget.open(base / "out", tmp_path)
 
 
 def test_an_import_is_evaluated_by_its_export(copy, tmp_path):
-    """Issue 17, item 9: its config.json is whole, but there is no run behind it."""
+    """An import's config.json names no data (issue 17, item 9)."""
     found = import_folder(copy, tmp_path / "imported")
     for path in (found.checkpoint, found.checkpoint.parent):
-        with pytest.raises(UserError, match="is an import.*canon_pretrain.hf export"):
+        with refused("eval.no_data"):
             EvalTarget.open(path, None)
 
 
-def test_text_or_a_tokenizer_of_another_vocabulary_is_refused(base, tmp_path):
+def test_text_of_another_tokenizer_is_refused(base, tmp_path):
     step = base / "run" / "checkpoint" / "step-3"
-    write_data(tmp_path / "text")  # of another tokenizer
-    with pytest.raises(UserError, match="another tokenizer than"):
+    write_data(tmp_path / "text")
+    with refused("eval.mismatch", what="tokenizer"):
         EvalTarget.open(step, held_out=tmp_path / "text").check_held_out()
     data = Path(shutil.copytree(base / "data", tmp_path / "data"))
     (data / "tokenizer.model").write_bytes(train_tokenizer([sentence(1, 999)], 290))
-    with pytest.raises(UserError, match="expected"):
+    with refused("eval.mismatch", what="tokenizer"):
         EvalTarget.open(step, data).tokenizer  # noqa: B018
+
+
+def test_bfloat16_keeps_the_rotary_tables(tmp_path):
+    model = build(VARIANTS["rope ABCD k2 standard gqa"]).eval()
+    checkpoint = plant_run(tmp_path / "run", model)
+    loaded = load_model(checkpoint, CPU, max_length=700, dtype=torch.bfloat16)
+    assert loaded.rope is not None
+    cos, sin = rope_tables(700, model.args.rope_dim, model.args.rope_theta)
+    assert torch.equal(loaded.rope.cos_TR, cos) and torch.equal(loaded.rope.sin_TR, sin)
+    for name, weight in loaded.named_parameters():
+        expected = dict(model.named_parameters())[name].to(torch.bfloat16)
+        assert weight.dtype == torch.bfloat16 and torch.equal(weight, expected)
+
+
+@every_variant
+def test_fast_linear_gives_the_same_numbers(args):
+    model, tokens = build(args).eval(), random_tokens(args, 3, 20)
+    with torch.inference_mode():
+        whole = model(tokens)
+        use_fast_linear(model)
+        torch.testing.assert_close(model(tokens), whole, rtol=1e-4, atol=1e-4)
+        cache = Cache(args.num_layers)
+        parts = [model(tokens[:, part], cache=cache) for part in (slice(0, 19), slice(19, 20))]
+        torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
+    count = sum(isinstance(module, FastLinear) for module in model.modules())
+    assert count == args.num_layers * (7 if args.ffn == "gated" else 6) + 1
