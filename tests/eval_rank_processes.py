@@ -1,4 +1,4 @@
-"""Ranks of an evaluation as real processes, for eval/test_ranks.py: all scenarios in one go.
+"""Ranks of an evaluation as real processes, all scenarios in one call, for eval/test_ranks.py.
 
     python -m tests.eval_rank_processes OUT.json
 
@@ -22,7 +22,7 @@ import torch
 from canon_pretrain.core.errors import UserError
 from eval.model.lm import CanonLM
 from eval.model.ranks import Ranks
-from tests.scripted_lm import Full, Letters, requests
+from tests.scripted_lm import Letters, LimitedMemory, requests
 from tests.variants import VARIANTS, build
 
 TIMEOUT_S = 60
@@ -31,40 +31,38 @@ TEXT = "now is better than never although never is often better than right now"
 
 def answers(ranks: Ranks) -> dict[str, Any]:
     """All three kinds of request, floats as hex: bitwise."""
-    told: list[int] = []
-    given = {"max_length": 40, "batch_tokens": 150, "ranks": ranks, "on_done": told.append}
+    costs: list[int] = []
+    given = {"max_length": 40, "batch_tokens": 150, "ranks": ranks, "on_done": costs.append}
     lm = CanonLM(build(VARIANTS["nope ABCD"]).eval(), Letters(), **given)
-
-    def ask(kind: str, asked: list[Any]) -> Any:
-        return getattr(lm, kind)(requests(kind, asked))
-
     choices = [(TEXT[: 5 + n], TEXT[n : n + k]) for n in range(30) for k in (3, 5, 9)]
-    asked = [(TEXT[:n], {"until": ["j"], "max_gen_toks": 9}) for n in range(3, 40, 2)]
+    prompts = [(TEXT[:n], {"until": ["j"], "max_gen_toks": 9}) for n in range(3, 40, 2)]
     texts = [(TEXT[:n],) for n in (1, 39, 40, 41, 60, 70)]
+    scores = lm.loglikelihood(requests("loglikelihood", choices))
+    rolling = lm.loglikelihood_rolling(requests("loglikelihood_rolling", texts))
     return {
-        "scores": [(score.hex(), greedy) for score, greedy in ask("loglikelihood", choices)],
-        "rolled": [score.hex() for score in ask("loglikelihood_rolling", texts)],
-        "written": ask("generate_until", asked),
-        "told": sum(told),
+        "scores": [(score.hex(), greedy) for score, greedy in scores],
+        "rolling": [score.hex() for score in rolling],
+        "generated": lm.generate_until(requests("generate_until", prompts)),
+        "done": sum(costs),
         "rank": (lm.rank, lm.world_size),
     }
 
 
 def plumbing(ranks: Ranks) -> Any:
-    """Order, sharing, and who is told what."""
-    told, mine = list[int](), list[int]()
+    """Order, distribution and reported costs of items."""
+    costs, mine = list[int](), list[int]()
 
     def work(item: int) -> tuple[int, int]:
         mine.append(item)
         time.sleep(0.02)
         return item * item, ranks.rank
 
-    results = ranks.map(work, list(range(40)), [1] * 40, told.append)
+    results = ranks.map(work, list(range(40)), [1] * 40, costs.append)
     return {
         "squares": [square for square, _ in results],
         "workers": [worker for _, worker in results],
         "mine": sorted(mine),
-        "told": sum(told),
+        "done": sum(costs),
         "empty": ranks.map(work, [], []),
         "again": ranks.map(lambda item: item + 1, [1, 2, 3], [1] * 3),
         "turn": ranks.rank_zero_first(time.monotonic),
@@ -74,21 +72,22 @@ def plumbing(ranks: Ranks) -> Any:
 
 def memory(ranks: Ranks) -> Any:
     """The last rank has less memory than the others."""
-    said: list[str] = []
+    lines: list[str] = []
     most = 60 if ranks.rank == ranks.world_size - 1 else 10_000
-    model: Any = Full(build(VARIANTS["rope"]).eval(), most)
+    model: Any = LimitedMemory(build(VARIANTS["rope"]).eval(), most)
     # or one rank would do all batches before the other begins
     model.register_forward_pre_hook(lambda *_: time.sleep(0.005))
-    given = {"max_length": 30, "batch_tokens": 300, "ranks": ranks, "log": said.append}
+    given = {"max_length": 30, "batch_tokens": 300, "ranks": ranks, "log": lines.append}
     lm = CanonLM(model, Letters(), **given)
     choices = [(TEXT[:n], TEXT[n : n + 4]) for n in range(3, 60)]
     for _ in range(3):
         scores = lm.loglikelihood(requests("loglikelihood", choices))
-    return {"scores": [s for s, _ in scores], "said": said, "batch_tokens": lm.batch_tokens}
+    found = {"scores": [s for s, _ in scores], "batch_tokens": lm.batch_tokens}
+    return {**found, "logged": len(lines)}
 
 
-def ends(who: int, act: Callable[[], Any]) -> Callable[[Ranks], None]:
-    """Work on which one rank ends so, after a while."""
+def ending(who: int, act: Callable[[], Any]) -> Callable[[Ranks], None]:
+    """A scenario in which one rank ends by `act` after some items."""
 
     def scenario(ranks: Ranks) -> None:
         def work(item: int) -> None:
@@ -101,11 +100,12 @@ def ends(who: int, act: Callable[[], Any]) -> Callable[[Ranks], None]:
     return scenario
 
 
-def fails(error: Exception) -> Callable[[], Any]:
-    def act() -> None:
-        raise error
+def fails(error: Exception) -> Any:
+    raise error
 
-    return act
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def raises_between(ranks: Ranks) -> None:
@@ -116,28 +116,24 @@ def raises_between(ranks: Ranks) -> None:
 
 
 def refuses(ranks: Ranks) -> None:
-    ranks.rank_zero_first(
-        fails(UserError("todo.eval_rank_processes", "no such data set"))
-        if ranks.rank == 0
-        else lambda: None
-    )
+    ranks.rank_zero_first(lambda: ranks.rank or fails(UserError("test.refused", "refused")))
 
 
 SCENARIOS: dict[str, tuple[Callable[[Ranks], Any], tuple[int, ...]]] = {
     "answers": (answers, (1, 3)),
     "plumbing": (plumbing, (3,)),
     "memory": (memory, (2,)),
-    "raises": (ends(1, fails(UserError("todo.eval_rank_processes", "this item is broken"))), (3,)),
-    "raises_first": (ends(0, fails(KeyError("nothing"))), (3,)),
+    "raises": (ending(1, lambda: fails(UserError("test.broken", "broken"))), (3,)),
+    "raises_first": (ending(0, lambda: fails(KeyError("nothing"))), (3,)),
     "raises_between": (raises_between, (3,)),
-    "is_killed": (ends(1, lambda: os.kill(os.getpid(), signal.SIGKILL)), (3,)),
-    "first_is_killed": (ends(0, lambda: os.kill(os.getpid(), signal.SIGKILL)), (3,)),
+    "is_killed": (ending(1, kill), (3,)),
+    "first_is_killed": (ending(0, kill), (3,)),
     "refuses": (refuses, (3,)),
 }
 
 
 def in_ranks(function: Callable[[Ranks], Any], world_size: int, folder: Path) -> list[dict]:
-    """What each rank came to: result or error, exit code (-9 after SIGKILL), seconds."""
+    """How each rank ended: result or error, exit code (-9 after SIGKILL), seconds."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -155,10 +151,10 @@ def in_ranks(function: Callable[[Ranks], Any], world_size: int, folder: Path) ->
     while len(ended) < world_size:
         pid, status = os.waitpid(-1, 0)
         path = folder / f"{ranks[pid]}.json"
-        said = json.loads(path.read_text()) if path.exists() else {}
+        outcome = json.loads(path.read_text()) if path.exists() else {}
         path.unlink(missing_ok=True)
         code = os.waitstatus_to_exitcode(status)
-        ended[ranks[pid]] = {**said, "code": code, "seconds": time.monotonic() - started}
+        ended[ranks[pid]] = {**outcome, "code": code, "seconds": time.monotonic() - started}
     return [ended[rank] for rank in range(world_size)]
 
 
@@ -169,7 +165,10 @@ def _rank(function: Callable[[Ranks], Any], path: Path) -> int:
         path.write_text(json.dumps({"result": result}))
         return 0
     except BaseException as error:
-        path.write_text(json.dumps({"error": str(error), "type": type(error).__name__}))
+        outcome: dict[str, Any] = {"type": type(error).__name__}
+        if isinstance(error, UserError):
+            outcome |= {"error": error.code, "fields": error.fields}
+        path.write_text(json.dumps(outcome))
         traceback.print_exc()
         return 2 if isinstance(error, UserError) else 1
 

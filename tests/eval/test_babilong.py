@@ -1,4 +1,4 @@
-"""Babilong: what is asked, what counts as right, and who can answer it."""
+"""Babilong: the score, the prompts and the complete tasks."""
 
 import re
 import tomllib
@@ -13,7 +13,6 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from canon_pretrain.core.errors import UserError
 from eval.harness import quiet_harness
 from eval.staged import BABILONG_TASKS, write_staged
 from eval.suite_names import harness_tasks
@@ -21,9 +20,8 @@ from eval.tasks.babilong.task import LABELS, OWN_PROMPTS, is_right, load, read_p
 from tests import data_folders
 from tests.eval_fixtures import rows_of, stage_fixtures
 from tests.scripted_lm import ScriptedLM
-from tests.support import ROOT
+from tests.support import ROOT, refused
 
-TASKS = ROOT / "eval" / "tasks"
 PLACES = ["bathroom", "bedroom", "garden", "hallway", "kitchen", "office"]
 GIVING = ["Bill", "Fred", "Jeff", "Mary", "apple", "football", "milk"]
 NAMES = [f"babilong_qa{qa}_{length}" for qa in range(1, 6) for length in ("0k", "1k", "2k", "4k")]
@@ -32,8 +30,8 @@ NAMES = [f"babilong_qa{qa}_{length}" for qa in range(1, 6) for length in ("0k", 
 # ---- the score
 
 
-def judged_again(labels: list[str], question: str, target: str, answer: str) -> bool:
-    """The rule once more, from spec/eval.md section 3, letter by letter."""
+def reference_is_right(labels: list[str], question: str, target: str, answer: str) -> bool:
+    """The rule of spec/eval.md section 3, letter by letter."""
     kept = ""
     for letter in answer.lower():
         kept += letter
@@ -49,7 +47,7 @@ def judged_again(labels: list[str], question: str, target: str, answer: str) -> 
 
 
 def texts(labels: list[str]) -> st.SearchStrategy[str]:
-    """Answers and questions: labels in any case, pieces of them, marks, and what is between."""
+    """Answers and questions of labels in any case, parts of them, and end marks."""
     words = [*labels, *(label[:3] for label in labels), "room", "billion", "went to the"]
     marks = [".", "<context>", "<Context>", "<EXAMPLE>", "<conte", " ", "\n", "?", "É"]
     cases = st.sampled_from([str, str.upper, str.title])
@@ -57,26 +55,26 @@ def texts(labels: list[str]) -> st.SearchStrategy[str]:
     return st.lists(piece, max_size=9).map(" ".join)
 
 
-@settings(derandomize=True, deadline=None, max_examples=600)
+@settings(derandomize=True, deadline=None, max_examples=200)
 @given(st.data())
-def test_the_score_equals_an_independent_one(data):
-    assert is_right("qa1", "Where is Mary?", "kitchen", "The KITCHEN. Not the garden")
-    assert not is_right("qa1", "Where is Mary?", "kitchen", "kitchen, or else the garden")
+def test_the_score_equals_a_reference(data):
+    known = ("qa1", "Where is Mary?", "kitchen")
+    assert is_right(*known, "KITCHEN. Not garden") and not is_right(*known, "kitchen or garden")
     task = data.draw(st.sampled_from(BABILONG_TASKS))
     labels = GIVING if task == "qa5" else PLACES
     target = data.draw(st.sampled_from(labels))
     question, answer = data.draw(texts(labels)), data.draw(texts(labels))
-    # so that right answers are not rare
+    # make right answers frequent
     answer = data.draw(st.sampled_from([answer, target, f"{target} {answer}", f"{answer}{target}"]))
     found = is_right(task, question, target, answer)
-    assert found == judged_again(labels, question, target, answer)
+    assert found == reference_is_right(labels, question, target, answer)
 
 
 # ---- the prompts
 
 
-def laid_out(instruction: str, examples: list[tuple[str, str, str]]) -> str:
-    """The prompt of context C and question "Q ", whose last space is kept."""
+def filled(instruction: str, examples: list[tuple[str, str, str]]) -> str:
+    """The prompt of context C and question "Q ", with its trailing space."""
     text = f"{instruction}\n\n"
     for context, question, answer in examples:
         text += f"<context>\n{context}\n</context>\n\nQuestion: {question}\nAnswer: {answer}.\n\n"
@@ -85,19 +83,19 @@ def laid_out(instruction: str, examples: list[tuple[str, str, str]]) -> str:
 
 @pytest.mark.parametrize("task", BABILONG_TASKS)
 def test_our_prompts_and_those_of_lm_eval(task):
-    """Issue 17, item 3: the layout of the specification; ours give nothing away."""
+    """The specification's layout; our examples name no label (issue 17, item 3)."""
     part = tomllib.loads(OWN_PROMPTS.read_text())[task]
     assert len(part["examples"]) == (3 if task == "qa5" else 2)
     examples = [(one["context"], one["question"], one["answer"]) for one in part["examples"]]
     prompt = read_prompts(task).of("C", "Q ")
-    assert prompt == laid_out(f"{part['instruction']} {part['answer_format']}", examples)
+    assert prompt == filled(f"{part['instruction']} {part['answer_format']}", examples)
     assert not [label for label in LABELS[task] if label.lower() in prompt.lower()]
     assert 100 <= len(prompt.split()) <= 260
     known = load_yaml(harness_tasks() / "babilong" / f"babilong_{task}.yaml", resolve_func=False)
     samples = known["fewshot_config"]["samples"]
     examples = [(one["input"], one["question"], one["target"].rstrip(".")) for one in samples]
     found = read_prompts(task, "lm_eval")
-    assert found.of("C", "Q ") == laid_out(known["description"].strip(), examples)
+    assert found.of("C", "Q ") == filled(known["description"].strip(), examples)
     assert found.sha256 != read_prompts(task).sha256
 
 
@@ -109,62 +107,58 @@ context = "C1"
 question = "Q1"
 answer = "A1"
 """
-
-
-def test_prompts_can_be_replaced(tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text(OWN)
-    prompts = read_prompts("qa1", path)
-    assert prompts.of("C", "Q ") == laid_out("Say it.", [("C1", "Q1", "A1")])
-    path.write_text(OWN.replace("C1", "C3"))
-    assert read_prompts("qa1", path).sha256 != prompts.sha256
-
-
 NAME = "DEFAULT_PROMPTS_ZEYUAN"
 RELEASE = """
-import os  # code beside the data is not run
+import os  # code beside the data must not run
 os._exit(1)
 DEFAULT_PROMPTS_ZEYUAN = {
-    'qa1': {'instruction': 'Do ' 'it. Say so.', 'examples': 'E1\\n\\nE2 {x}', 'post_prompt': ''},
+    'qa1': {'instruction': 'Do ' 'it.', 'examples': 'E1\\n\\nE2 {x}', 'post_prompt': ''},
     'qa2': {'instruction': 'Do it.', 'examples': 'E', 'post_prompt': 'Say so.'},
 }
 """
-RELEASED_LAYOUT = (
-    "DEFAULT_TEMPLATE_ZEYUAN = '{instruction}|{examples}|{post_prompt}|{context}|{question}|A:'"
-)
+LAYOUT = "{instruction}|{examples}|{post_prompt}|{context}|{question}|A:"
 
 
-def test_the_wording_of_the_papers_release(tmp_path):
-    """Issue 17, item 3: a clone's prompts.py is read as data, its layout too if it has one."""
+def test_prompts_can_be_replaced(tmp_path):
+    """By a TOML file, or a clone's prompts.py, read as data with its layout (issue 17, item 3)."""
+    path = tmp_path / "mine.toml"
+    path.write_text(OWN)
+    prompts = read_prompts("qa1", path)
+    assert prompts.of("C", "Q ") == filled("Say it.", [("C1", "Q1", "A1")])
+    path.write_text(OWN.replace("C1", "C3"))
+    assert read_prompts("qa1", path).sha256 != prompts.sha256
     path = tmp_path / "prompts.py"
     path.write_text(RELEASE)
-    end = "\n\n<context>\nC\n</context>\n\nQuestion: Q \nAnswer:"
-    assert read_prompts("qa1", path).of("C", "Q ") == f"Do it. Say so.\n\nE1\n\nE2 {{x}}{end}"
-    assert read_prompts("qa2", str(path)).of("C", "Q ") == f"Do it. Say so.\n\nE{end}"
-    path.write_text(RELEASE + RELEASED_LAYOUT)
+    end = filled("", []).lstrip()
+    assert read_prompts("qa1", path).of("C", "Q ") == f"Do it.\n\nE1\n\nE2 {{x}}\n\n{end}"
+    assert read_prompts("qa2", str(path)).of("C", "Q ") == f"Do it. Say so.\n\nE\n\n{end}"
+    path.write_text(RELEASE + f"DEFAULT_TEMPLATE_ZEYUAN = {LAYOUT!r}")
     assert read_prompts("qa2", path).of("C {x}", "Q ") == "Do it.|E|Say so.|C {x}|Q |A:"
 
 
-REFUSED: list[tuple[str, str, str]] = [
-    ("mine.toml", "[qa1", "Expected '\\]'"),
-    ("mine.toml", "[qa2]", "qa2.instruction: Field required"),
-    ("mine.toml", OWN.replace('"A1"', '"A1"\nmore = 1'), r"examples\.0\.more"),
-    ("mine.toml", OWN.replace('"A1"', '"A1."'), r"examples\.0\.answer: .*'A1\.'"),
-    ("mine.toml", OWN.replace("qa1", "qa2"), "has no 'qa1'"),
-    # what is not literal data
-    ("prompts.py", f"{NAME} = {{'qa1': {{'instruction': open('/etc/passwd').read()}}}}", ""),
-    ("prompts.py", f"{NAME} = {{'qa1': {{'instruction': ' ', 'examples': 'b'}}}}", ""),
-    ("prompts.py", f"{NAME} = " + "[" * 5000, ""),
-    ("prompts.py", RELEASE + "DEFAULT_TEMPLATE_ZEYUAN = '{context} {question} {context.x}'", ""),
-]
+REFUSED = {
+    "mine.toml": (
+        "[qa1",
+        "[qa2]",
+        OWN.replace('"A1"', '"A1"\nmore = 1'),
+        OWN.replace('"A1"', '"A1."'),
+        OWN.replace("qa1", "qa2"),
+    ),
+    "prompts.py": (  # not literal data
+        f"{NAME} = {{'qa1': {{'instruction': open('/etc/passwd').read()}}}}",
+        f"{NAME} = {{'qa1': {{'instruction': ' ', 'examples': 'b'}}}}",
+        f"{NAME} = " + "[" * 5000,
+        RELEASE + "DEFAULT_TEMPLATE_ZEYUAN = '{context} {question} {context.x}'",
+    ),
+}
 
 
-@pytest.mark.parametrize(("name", "content", "message"), REFUSED)
-def test_prompts_are_checked(tmp_path, name, content, message):
-    path = tmp_path / name
-    path.write_text(content)
-    with pytest.raises(UserError, match=f"babilong_prompts .*{name}.*{message}"):
-        read_prompts("qa1", path)
+def test_prompts_are_checked(tmp_path):
+    for name, contents in REFUSED.items():
+        for content in contents:
+            (tmp_path / name).write_text(content)
+            with refused("babilong.prompts"):
+                read_prompts("qa1", tmp_path / name)
 
 
 # ---- the tasks
@@ -176,16 +170,16 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load_tasks(**metadata: object) -> dict[str, Task]:
-    """The group as the harness finds it beside its own of the same name."""
+    """Load the group, of which lm_eval has one of the same name."""
     with quiet_harness():
-        folders = [str(harness_tasks() / "babilong"), str(TASKS)]
+        folders = [str(harness_tasks() / "babilong"), str(ROOT / "eval" / "tasks")]
         manager = TaskManager(include_path=folders, include_defaults=False, metadata=dict(metadata))
-        assert "babilong_qa20" in manager.all_subtasks  # the harness's own are there
+        assert "babilong_qa20" in manager.all_subtasks  # lm_eval's own
         return dict(manager.load(["babilong"])["tasks"])
 
 
 def scores(tasks: dict[str, Task], answer: Callable[[dict[str, str]], str]) -> dict[str, float]:
-    """The scores of a model that makes answers of the rows that prompts ask about."""
+    """The scores of a model that answers from the prompts' rows."""
     rows = {
         read_prompts(name.split("_")[1]).of(row["input"], row["question"]): row
         for name in NAMES
@@ -200,6 +194,7 @@ def scores(tasks: dict[str, Task], answer: Callable[[dict[str, str]], str]) -> d
     return {name: found["results"][name]["acc,none"] for name in tasks}
 
 
+@pytest.mark.system
 def test_the_suite_complete(staged):
     tasks = load_tasks(staged=str(staged))
     assert list(tasks) == NAMES
@@ -213,27 +208,27 @@ def test_the_suite_complete(staged):
             assert task.doc_to_text(document) == prompt
             assert prompt.endswith(f"\n\nQuestion: {row['question']}\nAnswer:")
             assert task.doc_to_target(document) == row["target"]
-    # the question's own places are dropped
+    # labels of the question are ignored
     right = scores(tasks, lambda row: f"{row['question']} {row['target'].upper()}")
     assert set(right.values()) == {1.0}
     wrong = scores(tasks, lambda row: " ".join([*PLACES, *GIVING]))
     assert set(wrong.values()) == {0.0}
 
 
-def test_what_would_be_cut_is_refused(staged, tmp_path):
+def test_prompts_that_would_be_cut_are_refused(staged, tmp_path):
     tokenizer = data_folders.tokenizer()
     (tmp_path / tokenizer.file_name).write_bytes(tokenizer.model)
     asked = {"qa": "qa2", "context": "1k", "staged": str(staged)}
-    documents = load(**asked, max_length=10**6)["test"]  # surely short: needs no tokenizer
+    documents = load(**asked, max_length=10**6)["test"]  # needs no tokenizer
     longest = max(len(tokenizer.encode(prompt)) for prompt in documents["prompt"])
     known = {**asked, "tokenizer": str(tmp_path)}
     assert len(load(**known, max_length=longest + 20)["test"]) == len(documents)
-    with pytest.raises(UserError, match=f"up to {longest} tokens .* at least {longest + 20} "):
+    with refused("eval.prompt_too_long", expected=longest + 20):
         load(**known, max_length=longest + 19)
 
 
-def test_rows_of_something_else_are_refused(tmp_path):
+def test_rows_of_other_data_are_refused(tmp_path):
     row = {"input": "Mary went to the cellar.", "question": "Where is Mary? ", "target": "cellar"}
     write_staged(tmp_path, "babilong_qa1_0k", [row], revision="f" * 40)
-    with pytest.raises(UserError, match="qa1_0k, row 0: the target 'cellar' is none"):
+    with refused("babilong.target", row=0):
         load(qa="qa1", context="0k", staged=str(tmp_path))

@@ -1,4 +1,4 @@
-"""`eval bench`: both sides are measured on equal requests; unequal answers are not compared."""
+"""`eval bench`: equal requests for both sides; different answers are an error."""
 
 import json
 from dataclasses import replace
@@ -7,11 +7,11 @@ import pytest
 import torch
 import transformers.dynamic_module_utils
 
-from canon_pretrain.core.errors import UserError
 from eval.__main__ import main
 from eval.bench import CASES, agreement
 from tests.data_folders import make_data_folder, sentence
 from tests.hf_exports import plant_run
+from tests.support import error_codes, refused
 from tests.variants import build, variant
 
 SAME = [(-1.0, True), (-2.0, False)]
@@ -33,7 +33,7 @@ SAME = [(-1.0, True), (-2.0, False)]
 def test_what_counts_as_the_same_answer(name, ours, theirs, found):
     if found is None:
         agreement(name, ours, theirs, torch.bfloat16)
-        with pytest.raises(UserError, match=name):
+        with refused("eval.bench_differs", case=name):
             agreement(name, ours, theirs, torch.float32)
     else:
         assert agreement(name, ours, theirs, torch.float32) == found
@@ -42,26 +42,26 @@ def test_what_counts_as_the_same_answer(name, ours, theirs, found):
 def test_an_unknown_case_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "--cases", "jtr"])
-    assert "jtr" in capsys.readouterr().err
+    assert error_codes(capsys.readouterr().err) == ["config.unknown_choice"]
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("trained", [False, True])
 def test_every_case_is_measured_and_agrees(trained, tmp_path, monkeypatch):
-    """A trained model has seen shorter texts than those that are asked about."""
+    """A trained model may have a shorter max_seq_len than the requests."""
     modules = str(tmp_path / "modules")
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
     monkeypatch.syspath_prepend(modules)
     monkeypatch.setenv("HF_MODULES_CACHE", modules)
-    asked = ["--model", "debug,vocab_size=400"]
+    options = ["--model", "debug,vocab_size=400"]
     if trained:
         texts = [sentence(seed, 60) for seed in range(10)]
         make_data_folder(tmp_path / "data", [texts[:9]], texts[9:])
         model = build(replace(variant("rope ABCD k2 standard gqa"), vocab_size=300))
         checkpoint = plant_run(tmp_path / "run", model, data=tmp_path / "data")
-        asked = ["--checkpoint", str(checkpoint)]
+        options = ["--checkpoint", str(checkpoint)]
     out = tmp_path / "bench.json"
-    main(["bench", *asked, "--repeats", "2", "--scale", "0.1", "--json", str(out)])
+    main(["bench", *options, "--repeats", "2", "--scale", "0.1", "--json", str(out)])
     result = json.loads(out.read_text())
     assert [case["case"] for case in result["cases"]] == list(CASES)
     for case in result["cases"]:

@@ -65,18 +65,19 @@ def test_the_group_has_the_suites_tasks(tasks):
     }
 
 
-def test_tasks_are_the_harnesss_own(staged, tasks, monkeypatch):
-    """Configuration, version, requests and results, for the same rows from the "hub"."""
-    asked_hub: list[tuple[str, str | None]] = []
+@pytest.mark.system
+def test_tasks_equal_those_of_lm_eval(staged, tasks, monkeypatch):
+    """Configuration, version and requests are equal for the same rows from the "hub"."""
+    requested: list[tuple[str, str | None]] = []
 
     def from_hub(path: str, name: str | None = None, **_: Any) -> dict[str, datasets.Dataset]:
-        asked_hub.append((path, name))
+        requested.append((path, name))
         (key,) = [k for k in NAMES if (CATALOGUE[k].path, CATALOGUE[k].config) == (path, name)]
         return dict.fromkeys(("train", "validation", "test"), fixture(key))
 
     monkeypatch.setattr(lm_eval.api.task.datasets, "load_dataset", from_hub)
     own = load(staged, *NAMES, ours=False)
-    assert asked_hub == [(CATALOGUE[key].path, CATALOGUE[key].config) for key in NAMES]
+    assert requested == [(CATALOGUE[key].path, CATALOGUE[key].config) for key in NAMES]
     replaced = {"custom_dataset", "dataset_kwargs", "num_fewshot", "metadata"}
     replaced |= {"training_split", "validation_split", "fewshot_split"}
     for name in NAMES:

@@ -1,4 +1,4 @@
-"""The tokenizer inside a task: ours and that of an export give the same ids, texts and cuts."""
+"""Tokenizers in tasks: ours and an export's give the same ids, texts and cuts."""
 
 import dataclasses
 import json
@@ -9,16 +9,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.hf.export import export
 from eval.task_tokenizer import TaskTokenizer, task_tokenizer
 from eval.tasks.jrt.documents import cut
 from tests import data_folders
 from tests.data_folders import make_data_folder, sentence
 from tests.hf_exports import plant_run
+from tests.support import refused
 from tests.variants import VARIANTS, build
 
-# a character of one to four bytes, pieces that the vocabulary has, and names of special tokens
+# characters of one to four bytes, tokens of the vocabulary, and names of special tokens
 WORDS = [*"aß€🙂", "the", "of", "which", "</s>", "<s>", "\n", " ", "  ", "\t", "Ada", "\ufffd", "é"]
 texts = st.one_of(
     st.lists(st.sampled_from(WORDS), max_size=60).map("".join),
@@ -28,7 +28,7 @@ texts = st.one_of(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data folder, data/, and an export of a model that was trained on it, export/."""
+    """A data folder data/, and the export of a model on it, export/."""
     base = tmp_path_factory.mktemp("tokenizers")
     make_data_folder(base / "data", [[sentence(seed, 40) for seed in range(3)]], [sentence(9, 40)])
     model = build(dataclasses.replace(VARIANTS["nope ABCD"], vocab_size=300))
@@ -54,36 +54,32 @@ def test_ids_are_those_of_training(pair, text):
 
 
 @given(texts, st.integers(2, 30), st.integers(0, 40), st.integers(1, 9))
-@example("aaaß\ufffd", 2, 4, 1)  # half of its last character decodes to the whole of it
+@example("aaaß\ufffd", 2, 4, 1)  # half of its last character decodes to U+FFFD
 @example("\ufffdß", 3, 1, 1)
 @settings(max_examples=300, deadline=None)
 def test_both_cut_alike(pair, text, limit, start, length):
     answer = text[start : start + length]
     ours, theirs = (cut(text, [answer], found, limit=limit) for found in pair)
     assert ours == theirs
-    assert ours.text in text  # no half of a character, no space of the tokenizer's own
+    assert ours.text in text  # no partial character, no added space
 
 
-def test_nobody_is_asked_whether_to_run_the_models_code(folder, tmp_path, monkeypatch):
-    """An export's config.json names code of the model's; its tokenizer does without."""
+def test_no_prompt_to_run_the_models_code(folder, tmp_path, monkeypatch):
+    """An export's config.json names the model's code, which its tokenizer does not need."""
     shutil.copytree(folder / "export", tmp_path / "export")
     assert "auto_map" in json.loads((tmp_path / "export" / "config.json").read_text())
     settings = json.loads((tmp_path / "export" / "tokenizer_config.json").read_text())
-    del settings["tokenizer_class"]  # as older ones are: then config.json would be looked at
+    del settings["tokenizer_class"]  # as in older versions; transformers then reads config.json
     (tmp_path / "export" / "tokenizer_config.json").write_text(json.dumps(settings))
-    asked: list[object] = []  # transformers goes on after a question that fails
+    asked: list[object] = []  # transformers catches a prompt that fails
     monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "n")
     found = task_tokenizer({"tokenizer": str(tmp_path / "export")})
     assert found.decode(found.encode("the of")) == "the of"
     assert not asked
 
 
-def test_what_cannot_be_read(tmp_path, monkeypatch):
+def test_missing_tokenizers_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for metadata, message in (
-        ({}, "needs the evaluated model's tokenizer: name it with"),
-        ({"tokenizer": str(tmp_path)}, f"{tmp_path}.*holds no tokenizer.*name it with --metadata"),
-        ({"pretrained": "nobody/nothing"}, "nobody/nothing: no tokenizer can be loaded from"),
-    ):
-        with pytest.raises(UserError, match=message):
+    for metadata in ({}, {"tokenizer": str(tmp_path)}, {"pretrained": "nobody/nothing"}):
+        with refused("eval.task_tokenizer"):
             task_tokenizer(metadata)

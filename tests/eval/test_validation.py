@@ -1,4 +1,4 @@
-"""Held-out loss: exact whatever the batching, and count models that count right."""
+"""Held-out loss: independent of the batching, with count models as baselines."""
 
 import math
 from collections import Counter
@@ -16,6 +16,7 @@ from eval.__main__ import main
 from eval.model.lm import CanonLM
 from eval.model.target import load_model
 from eval.validation import CountModels, model_loss, windows
+from tests.support import error_codes
 
 CPU = torch.device("cpu")
 
@@ -25,8 +26,8 @@ def held_out(data_folder: Path) -> TokenShards:
 
 
 @pytest.mark.parametrize("limit", [None, 3])
-def test_the_records_of_documents_sum_to_the_loss(data_folder, limit):
-    """Issue 17, item 1: each token counts for its document, and the sums are the suite's score."""
+def test_document_records_sum_to_the_loss(data_folder, limit):
+    """Each token counts for its document; the sums are the suite's score (issue 17, item 1)."""
     model = Transformer(FLAVORS["debug"]).eval()
     model.init_weights()
     shards, ends = held_out(data_folder), held_out(data_folder).document_ends()
@@ -48,7 +49,7 @@ def test_the_records_of_documents_sum_to_the_loss(data_folder, limit):
     assert {r["doc_id"]: r["nats_per_token"][1] for r in records} == predicted
     assert {r["doc_id"]: r["nats_per_token"][0] for r in records} == pytest.approx(nats, rel=1e-5)
     assert len({r["doc_hash"] for r in records}) > 1 and len(records) >= 3
-    # bit for bit the mean, and the sum of whole windows in the same batches of three
+    # bitwise the mean, and the sum over whole windows in the same batches of three
     total = math.fsum(r["nats_per_token"][0] for r in records)
     assert total / predicted.total() == loss.nats_per_token
     by_window = []
@@ -83,8 +84,9 @@ def test_count_models_equal_a_count_by_hand():
     assert models.nats(test)[1] == pytest.approx(expected)
 
 
+@pytest.mark.system
 def test_the_command_evaluates_a_checkpoint(runs, data_folder, capsys):
-    """12 steps beat the unigram model, not the bigram one; also as answered from results.json."""
+    """12 steps beat the unigram, not the bigram model; the second call reads results.json."""
     checkpoint = runs.straight / "checkpoint" / "step-12"
     words = ["run", "--checkpoint", str(checkpoint), "--suite", "validation", "--must_beat"]
     for _ in range(2):
@@ -92,7 +94,7 @@ def test_the_command_evaluates_a_checkpoint(runs, data_folder, capsys):
         with pytest.raises(SystemExit) as left:
             main([*words, "bigram"])
         assert left.value.code == 2
-        assert "do not beat the bigram model's" in capsys.readouterr().err
+        assert error_codes(capsys.readouterr().err) == ["eval.not_beaten"]
     (path,) = (runs.straight / "evals/step-12/validation").glob("*/results.json")
     results = read_results(path)
     lm = CanonLM(load_model(checkpoint, CPU), None, max_length=64)
@@ -101,7 +103,7 @@ def test_the_command_evaluates_a_checkpoint(runs, data_folder, capsys):
     assert found == pytest.approx(loss.nats_per_token)
     assert results.num_samples["validation"] == loss.num_tokens
     assert set(results.scores) == {"validation", "unigram", "bigram"}
-    (items,) = read_samples(path.parent).values()  # of the documents, for comparisons
+    (items,) = read_samples(path.parent).values()
     total, count = (math.fsum(item["nats_per_token"][k] for item in items) for k in (0, 1))
     assert total / count == found
     # the weights are the trained ones: far from ln 512, near the training loss
