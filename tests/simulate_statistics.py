@@ -1,10 +1,10 @@
-"""How often the verdicts are wrong, on simulated evaluations where the truth is known.
+"""Error rates and power of the verdicts, on simulated evaluations with known differences.
 
     python -m tests.simulate_statistics [--experiments 1000]
 
-An experiment is the paper's: 15 tasks of two suites, runs with the paper's seed noise, items that
-come in groups of a common source and on which architectures differ without being better. It goes
-through the same functions as a report; at most 5 % wrong verdicts in a suite are promised.
+An experiment has the paper's 15 tasks in two suites, runs with the paper's seed noise, and items in
+groups with a common source, on which architectures differ without being better. It uses the same
+functions as a report; the probability of any false verdict in a suite must be at most 5 %.
 """
 
 import argparse
@@ -17,47 +17,40 @@ from scipy import stats
 
 from canon_pretrain.report.decide import ALPHA, detectable, holm, two_sided_p
 from canon_pretrain.report.noise import (
-    OTHER_DISCRIMINATIVE,
     OTHER_GENERATIVE,
-    PUBLISHED_SPREADS,
     RANGE_OF_8,
     Difference,
     ItemScores,
     expected_maximum,
     mean_variance,
     paired_difference,
+    published_spread,
     seed_noise,
 )
 
-SPREADS = {
-    **{task: PUBLISHED_SPREADS[task] for task in ("lambada_openai", "boolq")},
-    **{task: PUBLISHED_SPREADS[task] for task in ("jrt_fda", "jrt_swde")},
-    **dict.fromkeys(("piqa", "hellaswag", "winogrande", "arc_easy"), OTHER_DISCRIMINATIVE),
-    **dict.fromkeys(("arc_challenge", "social_iqa"), OTHER_DISCRIMINATIVE),
-    **dict.fromkeys(("jrt_squad", "jrt_triviaqa", "jrt_nq", "jrt_drop"), OTHER_GENERATIVE),
-    "babilong_qa1_4k": OTHER_GENERATIVE,
-}
-"""The 15 tasks and the range of the paper's eight seeds on each."""
-SUITES = tuple(
-    tuple(task for task in SPREADS if task.startswith(("jrt_", "babilong_")) == generative)
-    for generative in (False, True)
+SUITES: tuple[Sequence[str], ...] = (
+    "lambada_openai boolq piqa hellaswag winogrande arc_easy arc_challenge social_iqa".split(),
+    "jrt_fda jrt_swde jrt_squad jrt_triviaqa jrt_nq jrt_drop babilong_qa1_4k".split(),
 )
-"""The tasks of the two suites; each is a family."""
+"""The tasks of the two suites; each suite is a family."""
+SPREADS = {
+    task: published_spread(task, suite) or math.nan
+    for suite, tasks in zip(("discriminative", "jrt"), SUITES, strict=True)
+    for task in tasks
+}
+"""The range of the paper's eight seeds by task."""
 NUM_ITEMS, PER_SOURCE = 800, 4
 NUM_SOURCES = NUM_ITEMS // PER_SOURCE
-RIGHT = 0.97
-"""How surely a model answers an item as its architecture does; 1 - RIGHT: otherwise."""
-OWN_SOURCES = 0.02
-"""Share of the sources that an architecture takes to, or not, on its own account."""
+RIGHT = 0.97  # probability that a run answers an item as its architecture does
+OWN_SOURCES = 0.02  # share of the sources on which an architecture differs at random
 
 
 @dataclass(frozen=True)
 class Scenario:
     """`recipes` architectures with `seeds` runs each; the first is the baseline.
 
-    `noise`: "given" (the true one is stated), "range" (a range of eight other seeds is published),
-    "auto" (as in a report: own seeds, with the paper's, right ones, where they are few), or "own".
-    `spread`: how seeds spread in truth, of `seed_draws`.
+    `noise`: "given" (the true one), "range" (of eight other seeds), "auto" (as in a report: own
+    seeds, pooled with the paper's if few), or "own". `spread`: the kind of `seed_draws`.
     """
 
     name: str
@@ -88,15 +81,15 @@ BREACHES = (
     Scenario("1 seed, the paper's noise, a seed as good on all tasks", 2, 1, "auto", "one luck"),
     Scenario("3 seeds, own noise, a seed as good on all tasks", 2, 3, "own", "one luck"),
 )
-"""What the tests assume, and does not hold."""
+"""Scenarios in which an assumption of the tests does not hold."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """Rates over the experiments of one scenario.
 
-    `false_alarms`: with any wrong verdict in a suite, of the suite with most; `anywhere`: in any.
-    `found...`: planted differences that are called better, by size. `naive`: by simpler rules.
+    `false_alarms`: of any false verdict in a suite, the worse of the two; `anywhere`: in either.
+    `found...`: of detecting planted differences, by size. `naive`: false alarms of simpler rules.
     """
 
     scenario: Scenario
@@ -105,16 +98,15 @@ class Outcome:
     anywhere: float
     found: dict[float, float]
     found_means: dict[float, float]
-    found_in_one_family: dict[float, float]
     found_at_detectable: float
     naive: dict[str, float]
 
 
 def seed_draws(kind: str, recipes: int, seeds: int, generator: np.random.Generator) -> np.ndarray:
-    """How far each run is from its recipe, in sigmas: (recipe, run).
+    """Return the deviation of each run from its recipe, in sigmas: (recipe, run).
 
-    All but "times" and "unlike" have a variance of 1. "shared": half of it is the seed's, whatever
-    the recipe; "one luck": "normal", for all tasks at once.
+    The variance is 1 except for "times" and "unlike". "shared": half of it belongs to the seed, in
+    all recipes; "one luck": "normal", equal on all tasks.
     """
     if kind == "heavy tails":
         return generator.standard_t(3, (recipes, seeds)) / math.sqrt(3)
@@ -152,7 +144,7 @@ def answers(
 
 @dataclass(frozen=True)
 class Test:
-    """One test: of a task, or of the mean of a suite, whose share of alpha is `weight`."""
+    """A test of a task, or of the mean of a suite; `weight`: its share of alpha."""
 
     pair: Difference
     suite: int
@@ -162,7 +154,7 @@ class Test:
 
 
 def compare_all(scenario: Scenario, shift: float, generator: np.random.Generator) -> list[Test]:
-    """One experiment: every task, suite and pair with the baseline."""
+    """Run one experiment: test every task and suite mean of every recipe against the first."""
     weights_N = np.ones(NUM_ITEMS)
     sources_N = np.arange(NUM_ITEMS) // PER_SOURCE
     luck = seed_draws(scenario.spread, scenario.recipes, scenario.seeds, generator)
@@ -181,23 +173,20 @@ def compare_all(scenario: Scenario, shift: float, generator: np.random.Generator
             chosen = [[n] for n in range(len(tasks))] + [[*range(len(tasks))]]
             for members in chosen:
                 of_runs = np.mean([runs[n].mean(axis=2) for n in members], axis=0)
-                # as in a report: what is known of each task is taken to move as one
+                # as in a report: the noise of tasks is taken as perfectly correlated
+                true = float(np.mean([SPREADS[tasks[n]] for n in members])) / RANGE_OF_8
                 noise = seed_noise(
                     of_runs.tolist(),
                     spread=float(np.mean([published[n] for n in members])),
-                    given=float(np.mean([SPREADS[tasks[n]] for n in members])) / RANGE_OF_8
-                    if scenario.noise == "given"
-                    else None,
+                    given=true if scenario.noise == "given" else None,
                     own_only=scenario.noise == "own",
                     compared=[recipe in (0, k) for recipe in range(scenario.recipes)],
                 )
                 assert noise is not None
+                codes = [sources_N + place * NUM_SOURCES for place in range(len(members))]
                 sides = (
-                    [
-                        ItemScores(runs[n][recipe], weights_N, sources_N + place * NUM_SOURCES)
-                        for place, n in enumerate(members)
-                    ]
-                    for recipe in (k, 0)
+                    [ItemScores(runs[n][x], weights_N, codes[j]) for j, n in enumerate(members)]
+                    for x in (k, 0)
                 )
                 found = paired_difference(*sides, noise)
                 is_mean = len(members) > 1
@@ -216,24 +205,20 @@ def simulate(
     generator: np.random.Generator,
     planted: Sequence[float] = (0.05, 0.1),
 ) -> Outcome:
-    """Null experiments, and a tenth as many of each planted difference on every task."""
+    """Run null experiments, and a tenth as many with each planted difference on every task."""
     null = [compare_all(scenario, 0.0, generator) for _ in range(experiments)]
     tests = null[0]
     is_mean = np.array([test.is_mean for test in tests])
     alarms = _rejected(null)
-    by_suite = [
-        alarms[:, [test.suite == suite for test in tests]].any(axis=1).mean()
-        for suite in range(len(SUITES))
-    ]
+    suites = np.array([test.suite for test in tests])
+    by_suite = [alarms[:, suites == k].any(axis=1).mean() for k in range(len(SUITES))]
     few = max(20, experiments // 10)
-    found, found_means, before = {}, {}, {}
+    found, found_means = {}, {}
     for shift in planted:
         drawn = [compare_all(scenario, shift, generator) for _ in range(few)]
         right = _rejected(drawn) & _better(drawn)
         found[shift] = float(right[:, ~is_mean].mean())
         found_means[shift] = float(right[:, is_mean].mean())
-        p = _p(drawn)[:, ~is_mean]
-        before[shift] = float(((_holm(p) <= ALPHA) & _better(drawn)[:, ~is_mean]).mean())
     typical = [test for one in null[:20] for test in one if test.spread == OTHER_GENERATIVE]
     mean = np.mean([test.pair.noise for test in typical], axis=0)
     level = ALPHA / sum(test.weight for test in tests if test.suite == typical[0].suite)
@@ -248,14 +233,12 @@ def simulate(
         float(alarms.any(axis=1).mean()),
         found,
         found_means,
-        before,
         float(shown[:, here].mean()),
         _naive([[test for test in one if not test.is_mean] for one in null]),
     )
 
 
 def _holm(p: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """Of each experiment."""
     shares = np.ones(p.shape[1]) if weights is None else weights
     return np.array([holm(row, shares) for row in p])
 
@@ -270,7 +253,7 @@ def _better(experiments: Sequence[Sequence[Test]]) -> np.ndarray:
 
 
 def _rejected(experiments: Sequence[Sequence[Test]]) -> np.ndarray:
-    """Whether each test is significant, by Holm in its suite: (experiment, test)."""
+    """Return whether each test is significant by Holm in its suite: (experiment, test)."""
     p, tests = _p(experiments), experiments[0]
     found = np.empty(p.shape, dtype=bool)
     for suite in range(len(SUITES)):
@@ -281,7 +264,7 @@ def _rejected(experiments: Sequence[Sequence[Test]]) -> np.ndarray:
 
 
 def _naive(experiments: Sequence[Sequence[Test]]) -> dict[str, float]:
-    """False alarms anywhere in an experiment, by simpler rules on the same numbers."""
+    """Return the rates of any false alarm in an experiment by simpler rules."""
     pairs = [test.pair for one in experiments for test in one]
     size = np.abs([pair.difference for pair in pairs])
     over_items = np.sqrt([max(mean_variance(pair.clusters), 1e-12) for pair in pairs])
@@ -297,7 +280,7 @@ def _naive(experiments: Sequence[Sequence[Test]]) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the figures as tables."""
+    """Print the rates as tables."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulate_statistics")
     parser.add_argument("--experiments", type=int, default=1000, help="of each kind (%(default)s)")
     count = parser.parse_args(argv).experiments
@@ -314,19 +297,18 @@ def main(argv: list[str] | None = None) -> None:
     alarms = {x.scenario.name: [x.false_alarms, x.anywhere, *x.naive.values()] for x in outcomes}
     title = f"false alarms in {count} experiments without a difference"
     show(title, ["in a suite", "anywhere", *rules], alarms)
-    kinds = ("mean of a suite", "task", "task, all one family")
-    power = {}
-    for x in outcomes:
-        by_size = x.found_means, x.found, x.found_in_one_family
-        rates = [rate for found in by_size for rate in found.values()]
-        power[x.scenario.name] = [*rates, x.found_at_detectable]
+    power = {
+        x.scenario.name: [*x.found_means.values(), *x.found.values(), x.found_at_detectable]
+        for x in outcomes
+    }
+    kinds = ("mean of a suite", "task")
     columns = [f"{kind}: {100 * size:g} %" for kind in kinds for size in outcomes[0].found]
     show("planted differences that are found", [*columns, "detectable"], power)
     unlike = {x.scenario.name: (x.false_alarms, x.anywhere) for x in breaches}
-    show("where what is assumed does not hold", ["false alarm in a suite", "anywhere"], unlike)
+    show("where an assumption does not hold", ["false alarm in a suite", "anywhere"], unlike)
     apart = 1 - (1 - 2 * stats.norm.sf(RANGE_OF_8 / math.sqrt(2))) ** len(SPREADS)
     print(f"\nbeyond the spread of 8 seeds on any task: {100 * apart:.0f} % false alarms")
-    print(f"best of 2 equals: too good by {expected_maximum(2):.3f} sigma")
+    print(f"bias of the best of 2 equals: {expected_maximum(2):.3f} sigma")
 
 
 if __name__ == "__main__":

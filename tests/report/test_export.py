@@ -1,4 +1,4 @@
-"""wandb and TensorBoard as copies of the log: read back by their own formats, and live."""
+"""Copies of the log in wandb and TensorBoard, read back by their own formats, whole and live."""
 
 import json
 import logging
@@ -29,12 +29,10 @@ from tests.ranks import events, launch
 from tests.report_runs import TOKENS_A_STEP, plant_results, plant_run
 from tests.support import ROOT, debug_run, error_codes
 
-Output = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
 WRONG = 99.0
 SECRET = "c0ffee" * 7
 LAUNCHES = (
-    # event, first step to last, of which those after this one were lost with a kill
+    # event, steps, and the last step that was not lost when the launch was killed
     ({"event": "start", "world_size": 2}, range(1, 7), 4),
     ({"event": "resume", "from_step": 4, "world_size": 2}, range(5, 9), 6),
     ({"event": "resume", "from_step": 6, "world_size": 1}, range(7, 11), 10),
@@ -46,7 +44,7 @@ def loss_of(step: int) -> float:
 
 
 def write_launch(folder: Path, number_: int) -> None:
-    """One launch of a run that is killed twice and ends on one rank; what was lost is WRONG."""
+    """Write one launch of a run that is killed twice; lost steps have the loss WRONG."""
     first, steps, good = LAUNCHES[number_]
     run_file = {"run_id": "0a1b2c3d", "created": "t", "launches": number_ + 1}
     (folder / "run.json").write_text(json.dumps(run_file))
@@ -56,25 +54,22 @@ def write_launch(folder: Path, number_: int) -> None:
     for step in steps:
         loss = loss_of(step) if step <= good else WRONG
         at = {"step": step, "tokens": step * TOKENS_A_STEP, "loss": loss}
+        sources = {"a b/c": 7 * step, "d": step}
         norm = math.inf if step == 9 else 1.0
-        log.write(
-            "step", **at, **same, grad_norm=norm, source_tokens={"a b/c": 7 * step, "d": step}
-        )
+        log.write("step", **at, **same, grad_norm=norm, source_tokens=sources)
         if step in (5, 10):
-            sources = {"a b/c": {"loss": 1.0, "bits_per_byte": loss / 2, "tokens": 5}, "d": {}}
-            scored = {"bits_per_byte": loss / 3, "seconds": 0.1, "tokens_scored": 10}
-            log.write("validation", **at, **scored, sources=sources)
+            parts = {"a b/c": {"loss": 1.0, "bits_per_byte": loss / 2, "tokens": 5}, "d": {}}
+            log.write("validation", **at, bits_per_byte=loss / 3, seconds=0.1, sources=parts)
     if number_ == 2:
         log.write("done", step=10)
     log.close()
-    if number_ < 2:  # the kill tears the line that is being written
+    if number_ < 2:  # the kill leaves an incomplete line
         with open(folder / "log.jsonl", "ab") as file:
             file.write(b'{"event": "step", "step": 1')
 
 
 @pytest.fixture
 def killed_twice(tmp_path: Path) -> Path:
-    """A finished run with two kills and a changed world size, two suites of evaluations."""
     run = plant_run(tmp_path / "seed0", [])
     for number_ in range(3):
         write_launch(run.path, number_)
@@ -90,7 +85,7 @@ def export(*words: object) -> None:
 
 
 def check_curve(curve: dict[int, dict[str, float]]) -> None:
-    """Each step once, with what its last launch wrote; evaluations at their checkpoints."""
+    """Each step is there once, from its last launch; evaluations are at their checkpoints."""
     assert sorted(curve) == [*range(1, 11), 12]
     for step in range(1, 11):
         values = curve[step]
@@ -103,17 +98,15 @@ def check_curve(curve: dict[int, dict[str, float]]) -> None:
         assert curve[step]["validation/a_b_c/bits_per_byte"] == pytest.approx(loss_of(step) / 2)
     assert [step for step in curve if "validation/loss" in curve[step]] == [5, 10]
     assert curve[4]["eval/validation/all/bits_per_byte"] == 1.5
-    assert curve[12] == {
-        "eval/birth-year-first100/1-hop_0/exact": 0.25,
-        "tokens": 12 * TOKENS_A_STEP,
-    }
+    name = "eval/birth-year-first100/1-hop_0/exact"
+    assert curve[12] == {name: 0.25, "tokens": 12 * TOKENS_A_STEP}
 
 
 # -- TensorBoard --------------------------------------------------------------------------------
 
 
 def tensorboard_curve(folder: Path) -> dict[int, dict[str, float]]:
-    """What TensorBoard's own reader finds: name and value by step; a step has a name once."""
+    """Read with TensorBoard's own reader: name and value by step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
@@ -123,8 +116,8 @@ def tensorboard_curve(folder: Path) -> dict[int, dict[str, float]]:
         for scalar in reader.Scalars(name):
             values = curve.setdefault(scalar.step, {})
             assert name not in values, f"{name} is there twice at step {scalar.step}"
-            values[name] = pytest.approx(scalar.value, rel=1e-6, nan_ok=True)
-    return {step: {k: v.expected for k, v in values.items()} for step, values in curve.items()}
+            values[name] = float(scalar.value)
+    return curve
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -140,7 +133,7 @@ def test_tensorboard_shows_one_clean_curve(killed_twice, capsys):
     first = files_of(killed_twice / "tb")
     check_curve(tensorboard_curve(killed_twice / "tb"))
     export("tensorboard", killed_twice)
-    assert files_of(killed_twice / "tb") == first, "a copy has the same bytes every time"
+    assert files_of(killed_twice / "tb") == first  # the same bytes again
     assert len(first) == 2 and stranger.name in first
     export("tensorboard", killed_twice, "--out", killed_twice / "elsewhere")
     (name,) = set(first) - {stranger.name}
@@ -148,7 +141,7 @@ def test_tensorboard_shows_one_clean_curve(killed_twice, capsys):
 
 
 def script(*actions: Callable[[], object]) -> Callable[[float], bool]:
-    """The `ended` of `copy`: each look of the follower does the next thing first."""
+    """Return an `ended` for `copy` that runs the next action at each call."""
     left = iter(actions)
 
     def ended(wait_s: float) -> bool:
@@ -159,8 +152,7 @@ def script(*actions: Callable[[], object]) -> Callable[[float], bool]:
     return ended
 
 
-def test_tensorboard_is_followed_over_launches(tmp_path):
-    """Live over all three launches, looked at in between; the lost steps are gone in the end."""
+def test_tensorboard_is_followed_over_launches(tmp_path, monkeypatch):
     run = plant_run(tmp_path / "run", [])
     run.log_file.unlink()
     seen = []
@@ -173,15 +165,14 @@ def test_tensorboard_is_followed_over_launches(tmp_path):
         return TensorBoardTarget(tmp_path / "tb", facts, live=True)
 
     began, resumed = (partial(write_launch, run.path, k) for k in (0, 1))
-    # at first the log is not there yet
+    # the log does not exist at first
     ended = script(bool, began, bool, look, resumed, look, look)
-    told = copy(RunRecord(run.path), live, ended)
-    assert str(tmp_path / "tb") in told
+    assert str(tmp_path / "tb") in copy(RunRecord(run.path), live, ended)
     assert seen[0] == pytest.approx({k: loss_of(k) if k <= 4 else WRONG for k in range(1, 7)})
     assert seen[2] == pytest.approx({k: loss_of(k) if k <= 6 else WRONG for k in range(1, 9)})
-    # a later follower replaces the file of the first, and ends by itself when the run is done
+    # a later follower replaces the file of the first, and ends when the run is done
     write_launch(run.path, 2)
-    time.sleep(1.1)  # a second's difference in the name
+    monkeypatch.setattr("time.time", lambda: 4e9)  # file names have seconds
     copy(RunRecord(run.path), live, lambda wait_s: not wait_s)
     assert len(list((tmp_path / "tb").iterdir())) == 1
     curve = tensorboard_curve(tmp_path / "tb")
@@ -193,16 +184,15 @@ def test_tensorboard_is_followed_over_launches(tmp_path):
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """The records of a .wandb file: wandb's own messages in LevelDB's log format.
+    """Yield the records of a .wandb file: protobuf messages in LevelDB's log format.
 
-    After a head of 7 bytes: blocks of 32 KiB, in them chunks of (CRC, length, type) and data; a
-    record is a whole chunk (1) or a first (2), middle (3) and last one (4).
+    After a header of 7 bytes: blocks of 32 KiB with chunks of (CRC, length, type) and data; a
+    record is a full chunk (1), or a first (2), middle (3) and last (4) one.
     """
     from wandb.proto import wandb_internal_pb2
 
-    content = path.read_bytes()
+    content, position, data = path.read_bytes(), 7, b""
     assert content[:4] == b":W&B"
-    position, data = 7, b""
     while position < len(content):
         left = 32768 - position % 32768
         if left < 7:
@@ -219,7 +209,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
 
 def wandb_run(folder: Path) -> tuple[Any, dict[int, dict[str, float]]]:
-    """The run's message and its history by step, from the one offline folder in `folder`."""
+    """Return the run message and the history by step of the only offline run in `folder`."""
     (file,) = folder.glob("offline-run-*/*.wandb")
     run, curve = None, {}
     for record in wandb_records(file):
@@ -243,9 +233,9 @@ def start(*words: object, env: dict[str, str]) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.system
 def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice, tmp_path):
-    """Offline: a live copy of a run that goes on, then a whole one in its place; the planted secret
-    is in none of their files."""
+    """A live copy, then a whole copy in its place; neither contains the planted secret."""
     home = tmp_path / "home"
     home.mkdir()
     env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
@@ -253,8 +243,8 @@ def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice, tmp_path):
     env |= {"WANDB_API_KEY": SECRET[:40], "MY_TOKEN": SECRET, "PYTHONPATH": str(ROOT)}
     log = killed_twice / "log.jsonl"
     whole = log.read_bytes()
-    log.write_bytes(whole[: whole.index(b'"from_step": 6')])  # as it was before the third launch
-    # wandb sends every SLURM_ variable
+    log.write_bytes(whole[: whole.index(b'"from_step": 6')])  # before the third launch
+    # wandb would send every SLURM_ variable
     planted = {"SLURM_JOB_COMMENT": SECRET, "SLURM_SPANK_OPTION": "my-token", "SLURM_JOB_ID": "77"}
     words = ("--follow", "--beside_trainer", "--tags", "live")
     live = start("wandb", killed_twice, *words, env=env | planted)
@@ -262,13 +252,13 @@ def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice, tmp_path):
     while not list((killed_twice / "wandb").glob("offline-run-*/*.wandb")):
         assert live.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
-    log.write_bytes(whole.removesuffix(b"\n"))  # the last line is still being written
-    output, _ = live.communicate(timeout=60)  # closes the pipe: the trainer has gone
+    log.write_bytes(whole.removesuffix(b"\n"))  # the last line is incomplete
+    output, _ = live.communicate(timeout=60)  # closes the pipe, as at the end of the trainer
     assert live.returncode == 0, output
     run, curve = wandb_run(killed_twice / "wandb")
     (content,) = [p.read_bytes() for p in (killed_twice / "wandb").glob("offline-run-*/*.wandb")]
     assert SECRET.encode() not in content and b"my-token" not in content and b"77" in content
-    # wandb takes no step back: of those taken twice it has the first, until a whole copy is made
+    # wandb keeps the first of repeated steps, until a whole copy is made
     assert sorted(curve) == list(range(1, 11))
     assert curve[10]["train/loss"] == pytest.approx(9.0)
     names = [path.name for path in (killed_twice / "wandb").iterdir()]
@@ -294,22 +284,20 @@ def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice, tmp_path):
 # -- what both need -----------------------------------------------------------------------------
 
 
-def test_runs_that_differ_in_their_seeds_alone_are_a_group(tmp_path):
-    def facts(name: str, **identity: Any) -> Any:
-        run = plant_run(tmp_path / name, [], **identity)
-        return run_metadata(RunRecord(run.path), [])
+def test_runs_that_differ_in_seeds_only_are_a_group(tmp_path):
+    def facts(name: str, **identity: Any) -> RunMetadata:
+        return run_metadata(RunRecord(plant_run(tmp_path / name, [], **identity).path), [])
 
     one, other = facts("a"), facts("b", model__init_seed=8, data__data_seed=9)
     assert (one.group, one.name, other.name) == (other.group, "a", "b")
     assert facts("c", optimizer__lr=0.1).group != one.group
 
 
-def test_a_run_in_training_is_not_copied_over_its_live_copy(killed_twice, capsys):
+def test_a_run_in_training_keeps_its_live_copy(killed_twice, capsys):
     lock = LinkLock.acquire(RunFolder(killed_twice).lock_file, heartbeat_s=60.0, log=print)
     try:
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit):
             main(["export", "tensorboard", str(killed_twice)])
-        assert left.value.code == 2
         assert error_codes(capsys.readouterr().err) == ["export.run_is_live"]
         assert not (killed_twice / "tb").exists()
         export("tensorboard", killed_twice, "--out", killed_twice / "copy")
@@ -320,34 +308,35 @@ def test_a_run_in_training_is_not_copied_over_its_live_copy(killed_twice, capsys
 # -- beside the trainer -------------------------------------------------------------------------
 
 
-def test_commands_of_the_live_copies(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, None),
+        ({"enable_wandb": True, "wandb_mode": "disabled"}, None),
+        (
+            {"enable_wandb": True, "wandb_project": "p", "wandb_tags": ["a", "b"]},
+            ["wandb", "--project=p", "--mode=online", "--tags", "a", "b"],
+        ),
+        (
+            {"enable_tensorboard": True, "save_tb_folder": "x"},
+            ["tensorboard", "--tb_folder=x"],
+        ),
+    ],
+)
+def test_commands_of_the_live_copies(tmp_path, monkeypatch, settings, words):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     job = {"enable_tensorboard": False, "enable_wandb": False, "save_tb_folder": "tb"}
     job |= {f"wandb_{name}": "" for name in ("mode", "project", "entity", "name")}
-
-    def commands(**settings: Any) -> dict[str, list[str]]:
-        metrics = SimpleNamespace(**{**job, "wandb_tags": [], **settings})
-        found = background.follow_commands(metrics, tmp_path)
-        return {target: words[4:] for target, words in found}
-
+    metrics = SimpleNamespace(**{**job, "wandb_tags": [], **settings})
+    found = [command[4:] for _, command in background.follow_commands(metrics, tmp_path)]
     both = [str(tmp_path), "--follow", "--beside_trainer"]
-    assert commands() == {}
-    assert commands(enable_wandb=True, wandb_project="p", wandb_tags=["a", "b"]) == {
-        "wandb": ["wandb", *both, "--project=p", "--mode=online", "--tags", "a", "b"]
-    }
-    assert commands(enable_tensorboard=True, save_tb_folder="x") == {
-        "tensorboard": ["tensorboard", *both, "--tb_folder=x"]
-    }
-    assert commands(enable_wandb=True, wandb_mode="disabled") == {}
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert commands(enable_wandb=True)["wandb"][-1] == "--mode=offline"
+    assert found == ([[words[0], *both, *words[1:]]] if words else [])
 
 
-def test_a_live_copy_that_fails_or_hangs_ends(tmp_path, monkeypatch, caplog):
+def test_a_live_copy_that_fails_or_hangs_is_ended(tmp_path, monkeypatch, caplog):
     failing = [sys.executable, "-c", "raise SystemExit('error: no network.')"]
     hanging = ["sh", "-c", "sleep 100 & echo $! > child; wait"]
-    missing = [str(tmp_path / "nothing")]
-    wanted = {"wandb": failing, "tensorboard": hanging, "other": missing}
+    wanted = {"wandb": failing, "tensorboard": hanging, "other": [str(tmp_path / "nothing")]}
     monkeypatch.setattr(background, "follow_commands", lambda *_: wanted.items())
     monkeypatch.chdir(tmp_path)
     exports = LiveExports()
@@ -357,7 +346,6 @@ def test_a_live_copy_that_fails_or_hangs_ends(tmp_path, monkeypatch, caplog):
         while len(caplog.records) < 2 or not (tmp_path / "child").exists():
             exports.check()
             assert time.monotonic() < deadline
-        exports.check()
         begin = time.monotonic()
         exports.finish(wait_s=0.2)
         assert time.monotonic() - begin < 5
@@ -366,13 +354,13 @@ def test_a_live_copy_that_fails_or_hangs_ends(tmp_path, monkeypatch, caplog):
     child = int((tmp_path / "child").read_text())
     state = Path(f"/proc/{child}/stat")
     while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < begin + 10, "what the live copy had started lives on"
-    exports.finish()  # a second time there is nothing to end
+        assert time.monotonic() < begin + 10, "a child of the live copy is still running"
+    exports.finish()  # a second call does nothing
 
 
 @pytest.mark.system
-def test_a_run_shows_itself_in_tensorboard_while_it_trains(data_folder, tmp_path):
-    """Stopped and resumed on another number of ranks; and the log has what the copies show."""
+def test_a_training_run_is_shown_in_tensorboard(data_folder, tmp_path):
+    """Stopped and resumed on another number of ranks."""
     run = tmp_path / "run"
     argv = [*debug_run(data_folder, run), "--metrics.enable_tensorboard"]
     argv += ["--training.steps", 7, "--checkpoint.interval", 3]

