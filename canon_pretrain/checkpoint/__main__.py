@@ -72,12 +72,8 @@ def find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
         return path, CheckpointFolder(path / CHECKPOINTS)
     if folder.steps() or folder.unfinished() or folder.leftovers() or folder.quarantined():
         return path.absolute().parent, folder
-    raise UserError(
-        "checkpoint.none",
-        f"{path} has no config.json, no {CHECKPOINTS}/ and no step-N: expected a run folder "
-        "(job.dump_folder) or its checkpoint folder",
-        path=path,
-    )
+    text = f"{path} has no config.json, {CHECKPOINTS}/ or step-N: expected a run folder"
+    raise UserError("checkpoint.none", text, path=path)
 
 
 def _list(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Namespace) -> None:
@@ -155,11 +151,8 @@ def _prune(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: N
     if others := folder.steps_of_other_runs(run_id):
         names = ", ".join(f"step-{step} of run {other}" for step, other in others.items())
         if run_id is None:
-            raise UserError(
-                "checkpoint.other_run",
-                f"{folder.path} has {names}: expected checkpoints of one run",
-                runs=set(others.values()),
-            )
+            text = f"{folder.path} has {names}: expected checkpoints of one run"
+            raise UserError("checkpoint.other_run", text, steps=[*others])
         print(f"skipped, not of run {run_id}: {names}")
     given: dict[str, Any] = {"holds": lambda: held_steps(run), "run_id": lambda: run_id}
     retention = Retention(folder, keep, strip=strip_to_weights, workers=_WORKERS, **given)
@@ -173,13 +166,8 @@ def _prune(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: N
     else:
         locks = (RunFolder(path).lock_file for path in (run, folder.path))
         if holder := next(filter(None, map(live_holder, locks)), None):
-            raise UserError(
-                "lock.held",
-                f"a launch is using {folder.path} ({holder}) and prunes it itself "
-                "(checkpoint.keep_latest_k); stop it first, or use --dry_run",
-                path=folder.path,
-                holder=holder,
-            )
+            text = f"a launch uses and prunes {folder.path} ({holder}): stop it, or use --dry_run"
+            raise UserError("lock.held", text, path=folder.path, holder=holder)
         # before retention: what it quarantines now is kept
         for path in doomed:
             try:
@@ -199,16 +187,13 @@ def _prune(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: N
     for step, fault in sorted(outcome.bad.items()):
         print(f"step-{step} {would}moved to quarantine: {fault}")
     few = f", fewer than --keep {keep}: no checkpoint is deleted" * (len(outcome.kept) < keep)
-    print(f"verified and kept: {_names(outcome.kept)}{few}")
+    kept = ", ".join(f"step-{step}" for step in outcome.kept) or "none"
+    print(f"verified and kept: {kept}{few}")
     print(f"{size(freed)} {would}freed{'; nothing changed' * arguments.dry_run}")
     for text in errors:
         print(f"error: {text}", file=sys.stderr)
     if errors:
         raise SystemExit(EXIT_DAMAGED)
-
-
-def _names(steps: list[int]) -> str:
-    return ", ".join(f"step-{step}" for step in steps) or "none"
 
 
 if __name__ == "__main__":

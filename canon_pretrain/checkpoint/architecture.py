@@ -38,10 +38,7 @@ def find_checkpoint(given: Path) -> tuple[RunFolder, Path]:
         except DamagedCheckpoint as error:
             logger.warning(f"{error}; using the checkpoint before it")
         except OSError as error:
-            path = folder.step_path(step)
-            raise UserError(
-                "checkpoint.unreadable", f"{path} cannot be read: {error}", path=path
-            ) from None
+            raise UserError("checkpoint.unreadable", f"{folder.step_path(step)}: {error}") from None
         else:
             return run, folder.step_path(step)
     which = "undamaged checkpoint" if steps else "checkpoint yet"
@@ -72,11 +69,6 @@ def model_args_of(folder: RunFolder) -> ModelArgs:
         found = given[f.name] = identity.get(f"model.{f.name}", f.default)
         known = (int, float) if isinstance(f.default, float) else (type(f.default),)
         if type(found) not in known:
-            raise UserError(
-                "run.other_version",
-                f"{folder.config_file}: model.{f.name} = {found!r}, expected a value like "
-                f"{f.default!r}: use the version of this program that wrote it",
-                name=f"model.{f.name}",
-                given=found,
-            )
+            text = f"{folder.config_file} of another version: model.{f.name} = {found!r}"
+            raise UserError("run.other_version", text, name=f"model.{f.name}", given=found)
     return ModelArgs(**given)

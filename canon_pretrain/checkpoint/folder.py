@@ -33,10 +33,7 @@ INTERRUPTED = "a save that was interrupted"
 _SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
 _REASON = ".reason.txt"
 _IS_REASON = re.compile(rf"{re.escape(_REASON)}(\.[0-9a-f]*\.?tmp)?$")
-_ARCHIVE_NOTE = (
-    "Moved in this order; after a kill the next launch moves the rest into another archive.\n"
-    "To undo, move everything back while no launch is running."
-)
+_ARCHIVE_NOTE = "Moved in this order. To undo, move everything back while no launch is running."
 
 logger = logging.getLogger(__name__)
 

@@ -89,11 +89,9 @@ class Manifest:
         except UnreadableFile as error:
             if error.errno is not None and error.errno not in (errno.ENOENT, *DAMAGE):
                 raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
-            missing = f"{folder} has no {MANIFEST}: it was never finished"
-            text = missing if error.is_missing else str(error)
-            raise DamagedCheckpoint(
-                "checkpoint.damaged", text, path=folder, faults=[text]
-            ) from None
+            text = f"{folder} has no {MANIFEST}: it was never finished"
+            faults = [text if error.is_missing else str(error)]
+        raise DamagedCheckpoint("checkpoint.damaged", faults[0], path=folder, faults=faults)
 
 
 def files_of(folder: Path) -> list[str]:

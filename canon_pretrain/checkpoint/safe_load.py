@@ -67,9 +67,7 @@ class _MetadataUnpickler(pickle._Unpickler):
         try:
             return ALLOWED[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which no checkpoint needs; it was not run"
-            ) from None
+            raise pickle.UnpicklingError(f"it names {module}.{name}; it was not run") from None
 
     def _build(self) -> None:
         # otherwise a pickle could set attributes of the allowed classes, for the whole process
@@ -91,9 +89,8 @@ def read_metadata(checkpoint: Path, content: bytes | None = None) -> Metadata:
         raise DamagedCheckpoint("checkpoint.damaged", f"{path} is missing", path=path) from None
     except Exception as error:  # from damaged bytes an unpickler may raise anything
         text = str(error) if isinstance(error, pickle.UnpicklingError) else describe(error)
-        raise DamagedCheckpoint(
-            "checkpoint.damaged", f"{path} is damaged: {text}", path=path
-        ) from error
+        text = f"{path} is damaged: {text}"
+        raise DamagedCheckpoint("checkpoint.damaged", text, path=path) from error
     return metadata
 
 
@@ -103,9 +100,7 @@ def _check_metadata(metadata: object) -> None:
     for info in metadata.storage_data.values():
         path = PurePosixPath(info.relative_path)
         if path.is_absolute() or ".." in path.parts or not path.parts:
-            raise pickle.UnpicklingError(
-                f"it names the file {info.relative_path!r}, which is outside the checkpoint"
-            )
+            raise pickle.UnpicklingError(f"it names the file {info.relative_path!r}")
     for name, entry in metadata.state_dict_metadata.items():
         chunks = getattr(entry, "chunks", None)
         offsets = [None] if chunks is None else [chunk.offsets for chunk in chunks]
@@ -165,9 +160,8 @@ def check_safe(checkpoint: Path, content: bytes | None = None) -> Metadata:
     try:
         reader.read_data(LoadPlan(items), planner)
     except DamagedCheckpoint as error:
-        raise DamagedCheckpoint(
-            "checkpoint.damaged", f"{checkpoint}: {error}", path=checkpoint, **error.fields
-        ) from error
+        fields: Any = error.fields | {"path": checkpoint}
+        raise DamagedCheckpoint("checkpoint.damaged", f"{checkpoint}: {error}", **fields) from error
     except (OSError, ValueError, TypeError) as error:  # an offset outside the file, or no file
         text = f"{checkpoint} is damaged: {describe(error)}"
         raise DamagedCheckpoint("checkpoint.damaged", text, path=checkpoint) from error

@@ -74,22 +74,17 @@ def check_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> Manifest:
     try:
         manifest = verify(checkpoint, workers=HASH_WORKERS)
     except OSError as error:
-        raise UserError(
-            "checkpoint.unreadable", f"{checkpoint} cannot be read: {error}", path=checkpoint
-        ) from None
+        raise UserError("checkpoint.unreadable", f"{checkpoint}: {error}") from None
     stored = {name: entry.size for name, entry in stored_tensors(checkpoint).items()}
     config = run_of_checkpoint(checkpoint).config_file
     for name in [*like, *(name for name in stored if not name.startswith(TRAINING_STATE))]:
         sizes = stored.get(name), like[name].shape if name in like else None
         if sizes[0] != sizes[1]:
             found, expected = ("absent" if s is None else f"of shape {tuple(s)}" for s in sizes)
-            raise UserError(
-                "checkpoint.other_model",
-                f"{checkpoint} is of another model: {name} is {found}, expected {expected} by "
-                f"{config}",
-                path=checkpoint,
-                name=name,
+            text = (
+                f"{checkpoint} is of another model than {config}: {name}: {found}, not {expected}"
             )
+            raise UserError("checkpoint.other_model", text, path=checkpoint, name=name)
     return manifest
 
 
@@ -126,11 +121,9 @@ def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
     Verifies every file first: damage must not get a valid manifest. Raises DamagedCheckpoint.
     """
     manifest = verify(checkpoint, workers=HASH_WORKERS)
-    weights = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in stored_tensors(checkpoint).items()
-        if not name.startswith(TRAINING_STATE)
-    }
+    stored = stored_tensors(checkpoint).items()
+    kept = {name: entry for name, entry in stored if not name.startswith(TRAINING_STATE)}
+    weights = {n: torch.empty(x.size, dtype=x.properties.dtype) for n, x in kept.items()}
     load_alone(weights, checkpoint)
     facts = {"run_id": manifest.run_id, "launch": manifest.launch, "weights_of": manifest.content}
     save_alone(weights, temporary, step=manifest.step, in_place=True, kind="weights", **facts)

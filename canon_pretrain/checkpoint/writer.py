@@ -150,9 +150,9 @@ class VerifiedWriter(dcp.FileSystemWriter):
         # it exists; on NFS this refreshes another node's view of the parent folder
         self.temporary.mkdir(exist_ok=True)
         results = super().write_data(plan, planner).value()
+        written = self._files.written.items()
         files = [
-            _WrittenFile(MetadataIndex(name), entry.bytes, None, name, entry)
-            for name, entry in self._files.written.items()
+            _WrittenFile(MetadataIndex(n), entry.bytes, None, n, entry) for n, entry in written
         ]
         done: Future[list[WriteResult]] = Future()
         done.set_result([*results, *files])
@@ -166,13 +166,8 @@ class VerifiedWriter(dcp.FileSystemWriter):
         version = str(torch.__version__)
         manifest = Manifest(torch=version, saved=utc_now(), files=files, **self._facts)
         if faults := manifests.find_faults(self.temporary, manifest, hashes=False):
-            raise DamagedCheckpoint(  # a rank wrote to a local disk
-                "checkpoint.not_shared",
-                f"{self.temporary} lacks what the ranks wrote ({'; '.join(faults)}): the folder "
-                "must be shared by all nodes",
-                path=self.temporary,
-                faults=faults,
-            )
+            text = f"{self.temporary} must be shared by all nodes: {'; '.join(faults)}"
+            raise DamagedCheckpoint("checkpoint.not_shared", text, faults=faults)
         manifest.write(self.temporary)  # syncs the names in the folder too
         if self.final != self.temporary:
             self._refuse_existing()

@@ -93,12 +93,8 @@ def check_encoding() -> None:
     """Raise UserError unless Python's text files are UTF-8, as torch's and a run's are."""
     encoding = locale.getpreferredencoding(False)
     if codecs.lookup(encoding).name != "utf-8":
-        raise UserError(
-            "cli.encoding",
-            f"this locale's encoding is {encoding}, expected UTF-8: set PYTHONUTF8=1, or a locale "
-            "such as LC_ALL=C.UTF-8",
-            given=encoding,
-        )
+        text = f"the locale's encoding is {encoding}, not UTF-8: set PYTHONUTF8=1 or LC_ALL=C.UTF-8"
+        raise UserError("cli.encoding", text, given=encoding)
 
 
 @contextlib.contextmanager

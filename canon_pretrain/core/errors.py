@@ -37,14 +37,9 @@ def suggestion(given: str, choices: Iterable[str]) -> str:
 def check_choice(name: str, given: str, choices: Iterable[str]) -> None:
     """Raise UserError, with the nearest choice, unless `given` is one of `choices`."""
     if given not in choices:
-        raise UserError(
-            "config.unknown_choice",
-            f'{name} = "{given}" is not known; expected one of {", ".join(choices)}.'
-            f"{suggestion(given, choices)}",
-            name=name,
-            given=given,
-            choices=list(choices),
-        )
+        text = f'{name} = "{given}" is not known; expected one of {", ".join(choices)}.'
+        text += suggestion(given, choices)
+        raise UserError("config.unknown_choice", text, name=name, given=given, choices=[*choices])
 
 
 def exit_with(error: UserError, *, quiet: bool = False) -> NoReturn:

@@ -142,24 +142,15 @@ class LinkLock:
             lock = cls(path, **options)
             while not lock.try_acquire():
                 if (rival := lock.rival) is not None:
-                    raise UserError(
-                        "lock.held",
-                        f"{path.parent} is in use by another launch ({rival.holder}, last "
-                        f"heartbeat {age_s(path, rival):.1f} s ago). Wait until it ends, or {hint}",
-                        path=path,
-                        holder=rival.holder,
-                    )
+                    who = f"{rival.holder}, last heartbeat {age_s(path, rival):.1f} s ago"
+                    text = f"{path.parent} is in use by another launch ({who}). Wait, or {hint}"
+                    raise UserError("lock.held", text, path=path, holder=rival.holder)
                 time.sleep(min(1.0, lock.heartbeat_s / 4))
         except OSError as error:
             no_folder = isinstance(error, FileExistsError)  # raised by mkdir
             why = "its folder is a file or a broken link" if no_folder else error.strerror
-            raise UserError(
-                "lock.unavailable",
-                f"the lock {path} cannot be taken: {why}. Expected a writable folder with free "
-                f"space; {hint}",
-                path=path,
-                errno=error.errno,
-            ) from error
+            text = f"the lock {path} cannot be created: {why}. Free space, or {hint}"
+            raise UserError("lock.unavailable", text, path=path, errno=error.errno) from error
         return lock
 
     # -- acquire
@@ -178,10 +169,8 @@ class LinkLock:
             self._silent_s += passed_s
             if before is None:
                 self._silent_s, self.rival = 0.0, None
-                self.log(
-                    f"{self.path.parent} is locked by another process ({snapshot.holder}); waiting "
-                    f"up to {self._expiry_s:.1f} s for a heartbeat"
-                )
+                wait = f"waiting up to {self._expiry_s:.1f} s for a heartbeat"
+                self.log(f"{self.path.parent} is locked by {snapshot.holder}; {wait}")
             elif snapshot != before and not snapshot.holder.id.startswith(files.LEAVING):
                 self._silent_s, self.rival = 0.0, snapshot
             if self._silent_s < self._expiry_s:
@@ -234,12 +223,8 @@ class LinkLock:
     def _check_not_stopped(self, began: float) -> None:
         """Raise UserError if the takeover took longer than the expiry: we may be replaced."""
         if (passed := time.monotonic() - began) > self._expiry_s:
-            raise UserError(
-                "lock.lost",
-                f"this process was stopped for {passed:.0f} s while it took {self.path}; after "
-                f"{self._expiry_s:.0f} s another one may take it. Start it again",
-                path=self.path,
-            )
+            text = f"this process was stopped for {passed:.0f} s taking {self.path}: start again"
+            raise UserError("lock.lost", text, path=self.path)
 
     # -- hold
 
@@ -348,12 +333,8 @@ def locked(
     deadline, poll_s, link_lock = time.monotonic() + patience_s, POLL_S, _link_lock(path)
     while (held := _take(path, link_lock)) is None:
         if time.monotonic() >= deadline:
-            raise UserError(
-                "lock.held",
-                f"{what} is being built by another process (lock: {path}); wait for it, or stop it "
-                "and run the same command again",
-                path=path,
-            )
+            text = f"{what} is being built by another process ({path}); wait for it or stop it"
+            raise UserError("lock.held", text, path=path)
         if on_wait:
             on_wait()
             on_wait = None
@@ -366,12 +347,8 @@ def locked(
         was_ours = is_owner()
         release()
     if not was_ours:
-        raise UserError(
-            "lock.lost",
-            f"{what}: this process was stopped and another one took {path}; run the same command "
-            "again",
-            path=path,
-        )
+        text = f"{what}: this process was stopped, and another one took {path}: start again"
+        raise UserError("lock.lost", text, path=path)
 
 
 def remove_locks(folder: Path) -> None:

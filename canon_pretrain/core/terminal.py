@@ -18,10 +18,8 @@ def printable(text: str, keep: str = "") -> str:
     """Replace unprintable characters, except those in `keep`, by U+FFFD."""
     if text.isprintable():
         return text
-    return "".join(
-        c if c.isprintable() or c in keep or unicodedata.category(c) == "Zs" else "\ufffd"
-        for c in text
-    )
+    spaces = {c for c in text if unicodedata.category(c) == "Zs"}
+    return "".join(c if c.isprintable() or c in spaces or c in keep else "\ufffd" for c in text)
 
 
 def duration(seconds: float) -> str:
@@ -45,9 +43,7 @@ class Console(rich.console.Console):
     """rich's Console, which filters text before adding colors."""
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
-        clean = (
-            s if s.control else Segment(printable(s.text, keep="\n\t"), s.style) for s in buffer
-        )
+        clean = (s if s.control else Segment(printable(s.text, "\n\t"), s.style) for s in buffer)
         return Rendered(super()._render_buffer(clean))
 
 

@@ -37,8 +37,8 @@ def _import(folder: Path, out: Path, **options: Any) -> None:
     found = import_folder(folder, out, **options)
     print(f"imported to {found.checkpoint}; the [model] section is {out / MODEL_TOML}")
     switch = "no_initial_load_model_only" if options["state_from"] else "initial_load_model_only"
-    options = f"--checkpoint.initial_load_path {found.checkpoint} --checkpoint.{switch}"
-    print(f"to train from it in a new run folder: {options}")
+    load = f"--checkpoint.initial_load_path {found.checkpoint} --checkpoint.{switch}"
+    print(f"to train from it in a new run folder: {load}")
 
 
 def _parser() -> argparse.ArgumentParser:

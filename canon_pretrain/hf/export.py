@@ -107,18 +107,12 @@ def _tensors(
     checkpoint: Path, args: ModelArgs, like: dict[str, Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     is_plain = plain_fields(args) is not None and args.rope_dim
-    orders = (
-        {n: order.argsort() for n, order in interleave_orders(args).items()} if is_plain else {}
-    )
+    orders = interleave_orders(args) if is_plain else {}
     for name, tensor in weights.stream_weights(checkpoint, like, dtype):
         if not tensor.isfinite().all():
-            raise UserError(
-                "hf.not_finite",
-                f"{name} has values that are not finite in {str(dtype).removeprefix('torch.')}; "
-                "choose --dtype bfloat16 or float32, or an earlier step",
-                name=name,
-            )
-        yield to_hf(name), tensor[orders[name]] if name in orders else tensor
+            text = f"{name} is not finite in {dtype}: choose another --dtype or an earlier step"
+            raise UserError("hf.not_finite", text, name=name)
+        yield to_hf(name), tensor[orders[name].argsort()] if name in orders else tensor
 
 
 def _files_of_export(out: Path, *, force: bool) -> list[str] | None:
@@ -186,21 +180,14 @@ def _find_tokenizer(
         except UserError as error:
             raise UserError("hf.no_tokenizer", f"{error}. {_TOKENIZER_HINT}") from None
     if shards and shards.tokenizer_sha256 not in (None, found.sha256):
-        raise UserError(
-            "hf.other_tokenizer",
-            f"the tokenizer has SHA-256 {found.sha256[:16]}, that of the run's data "
-            f"{shards.tokenizer_sha256[:16]}. {_TOKENIZER_HINT}",
-            given=found.sha256,
-            expected=shards.tokenizer_sha256,
-        )
+        given, expected = found.sha256, shards.tokenizer_sha256
+        text = f"the tokenizer's SHA-256 is {given[:16]}, that of the data's {expected[:16]}"
+        text = f"{text}. {_TOKENIZER_HINT}"
+        raise UserError("hf.other_tokenizer", text, given=given, expected=expected)
     if found.vocab_size > args.vocab_size:
-        raise UserError(
-            "hf.vocab_size",
-            f"the tokenizer has {found.vocab_size} tokens, the model {args.vocab_size}. "
-            f"{_TOKENIZER_HINT}",
-            given=found.vocab_size,
-            expected=args.vocab_size,
-        )
+        sizes = f"{found.vocab_size} tokens, the model {args.vocab_size}"
+        text = f"the tokenizer has {sizes}. {_TOKENIZER_HINT}"
+        raise UserError("hf.vocab_size", text, given=found.vocab_size, expected=args.vocab_size)
     return found, found.eos_id
 
 
@@ -259,9 +246,7 @@ def _readme(args: ModelArgs, dtype: str, step: int, *, has_tokenizer: bool) -> s
         sizes = {"reach": reach, "channels": channels, "kilobytes": 2 * channels * reach / 1000}
         serving += _CANON.format(sites=", ".join(args.canon_set), **sizes)
     if has_tokenizer:
-        serving += (
-            "\nThe tokenizer adds no BOS, as in training; EOS starts a text without context.\n"
-        )
+        serving += "\nThe tokenizer adds no BOS, as in training; EOS starts an empty context.\n"
     loads = [("model", "AutoModelForCausalLM"), ("tokenizer", "AutoTokenizer")][: 1 + has_tokenizer]
     trust = "" if plain else "trust_remote_code=True"
     call = f'from_pretrained("THIS FOLDER"{trust and f", {trust}"})'

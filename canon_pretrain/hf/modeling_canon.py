@@ -87,10 +87,7 @@ class DecodingCache(HFCache):
         self.batch_select_indices(torch.arange(self.rows).repeat_interleave(repeats))
 
     def crop(self, *args: object, **kwargs: object) -> None:
-        raise NotImplementedError(
-            "this model's cache can't be cropped: it holds only Canon's last inputs; use greedy "
-            "decoding, sampling or beam search"
-        )
+        raise NotImplementedError("the cache can't be cropped: use greedy, sampling or beam search")
 
     def activate_past_recording(self) -> None:
         self.crop()
@@ -138,10 +135,8 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         given = config.to_dict()
         if layout(given) != LINGUA:
-            raise ValueError(
-                'rope_version = "huggingface" is unsupported here: import these weights with '
-                "`python -m canon_pretrain.hf import`"
-            )
+            hint = "import these weights with `python -m canon_pretrain.hf import`"
+            raise ValueError(f'rope_version = "huggingface" is unsupported here: {hint}')
         backend = "flex" if config._attn_implementation == "flex_attention" else "sdpa"
         core = Transformer(to_args(given), attention_backend=backend)
         object.__setattr__(self, "core", core)
@@ -272,10 +267,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
             return None
         given = DecodingCache(self.core.args.num_layers) if given is None else given
         if not isinstance(given, DecodingCache):
-            kind = type(given).__name__
-            raise ValueError(
-                f"past_key_values is a {kind}; expected what this model returned, or None"
-            )
+            raise ValueError(f"past_key_values is a {type(given).__name__}, expected DecodingCache")
         self._check_length(num_tokens + given.memory.length)
         if given.rows not in (0, rows):
             raise ValueError(f"past_key_values has {given.rows} rows, input_ids {rows}")

@@ -104,12 +104,8 @@ def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
         raise UserError("hf.model_type", text, given=kind)
     reader: Any = fields if params is None else lingua
     if others := sorted(set(reader.unknown(config)) - ignored):
-        raise UserError(
-            "hf.unknown_fields",
-            f"{path} has the unknown fields {', '.join(others)}, which may change the model. If "
-            f"they do not, use --ignore {' '.join(others)}",
-            names=others,
-        )
+        text = f"{path} has unknown fields. If they have no effect: --ignore {' '.join(others)}"
+        raise UserError("hf.unknown_fields", text, names=others)
     try:
         if params is None:
             layout(config)  # raises for an unknown one, before the weights are read
@@ -120,11 +116,9 @@ def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
     shapes = [shape for _, _, shape, _ in _tensors(source)]
     num_values = sum(shape.numel() for shape in shapes)
     if args.num_layers > len(shapes) or num_parameters(args) > 4 * num_values:
-        raise UserError(
-            "hf.missing_tensors",
-            f"{path} describes {args.num_layers} layers with {num_parameters(args):,} parameters; "
-            f"the folder has {len(shapes):,} tensors with {num_values:,} values",
-        )
+        text = f"{path} describes {args.num_layers} layers with {num_parameters(args):,} parameters"
+        text += f"; the folder has {len(shapes):,} tensors with {num_values:,} values"
+        raise UserError("hf.missing_tensors", text)
     return args
 
 
@@ -288,9 +282,8 @@ def _tensors(source: Path) -> Iterator[tuple[str, str | None, torch.Size, Callab
                         ours = None
                     yield name, ours, shape, partial(file.get_tensor, name)
         except (SafetensorError, OSError) as error:
-            raise UserError(
-                "hf.unreadable_weights", f"{path} cannot be read: {error}", path=path
-            ) from None
+            text = f"{path} cannot be read: {error}"
+            raise UserError("hf.unreadable_weights", text, path=path) from None
 
 
 def _files(source: Path) -> dict[Path, set[str]]:

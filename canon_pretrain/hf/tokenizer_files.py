@@ -108,11 +108,8 @@ def _model(
 ) -> models.Model:
     """Return a Unigram model, or BPE with all pairs of pieces as merges, the best first."""
     scores = {piece: processor.get_score(i) for i, piece in enumerate(pieces)}
-    matched = {  # the others match no text
-        piece
-        for i, piece in enumerate(pieces)
-        if not (processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i))
-    }
+    special = (processor.is_control, processor.is_unknown, processor.is_byte)  # match no text
+    matched = {piece for i, piece in enumerate(pieces) if not any(test(i) for test in special)}
     if facts.model_type == _UNIGRAM:
         vocab = [(piece, scores[piece] if piece in matched else _NEVER) for piece in pieces]
         return models.Unigram(vocab, processor.unk_id(), facts.byte_fallback)
@@ -143,11 +140,8 @@ def _compare(tokenizer: Tokenizer, content: dict[str, Any]) -> None:
     for text in _probe_texts(other):
         ids = tokenizer.encode(text)
         if not np.array_equal(ids, other.encode(text).ids):
-            raise UserError(
-                "hf.inexact_tokenizer",
-                f"the tokenizer can't be converted to tokenizer.json: {text!r} is {ids.tolist()} "
-                f"in training and would be {other.encode(text).ids}",
-            )
+            ids_text = f"{text!r} is {ids.tolist()} in training, not {other.encode(text).ids}"
+            raise UserError("hf.inexact_tokenizer", f"tokenizer.json would differ: {ids_text}")
 
 
 def _probe_texts(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
