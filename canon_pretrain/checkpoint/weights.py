@@ -74,7 +74,7 @@ def check_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> Manifest:
     try:
         manifest = verify(checkpoint, workers=HASH_WORKERS)
     except OSError as error:
-        raise UserError("checkpoint.unreadable", f"{checkpoint}: {error}") from None
+        raise UserError("checkpoint.unreadable", f"{checkpoint} cannot be read: {error}") from None
     stored = {name: entry.size for name, entry in stored_tensors(checkpoint).items()}
     config = run_of_checkpoint(checkpoint).config_file
     for name in [*like, *(name for name in stored if not name.startswith(TRAINING_STATE))]:

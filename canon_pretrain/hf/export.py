@@ -178,11 +178,13 @@ def _find_tokenizer(
         try:
             found = Tokenizer.find(folder, eos=eos_id)
         except UserError as error:
-            raise UserError("hf.no_tokenizer", f"{error}. {_TOKENIZER_HINT}") from None
+            raise UserError(
+                "hf.no_tokenizer", f"no tokenizer: {error}. {_TOKENIZER_HINT}"
+            ) from None
     if shards and shards.tokenizer_sha256 not in (None, found.sha256):
         given, expected = found.sha256, shards.tokenizer_sha256
-        text = f"the tokenizer's SHA-256 is {given[:16]}, that of the data's {expected[:16]}"
-        text = f"{text}. {_TOKENIZER_HINT}"
+        hashes = f"{given[:16]}, that of the run's data {expected[:16]}"
+        text = f"the tokenizer has SHA-256 {hashes}. {_TOKENIZER_HINT}"
         raise UserError("hf.other_tokenizer", text, given=given, expected=expected)
     if found.vocab_size > args.vocab_size:
         sizes = f"{found.vocab_size} tokens, the model {args.vocab_size}"

@@ -302,7 +302,7 @@ def _files(source: Path) -> dict[Path, set[str]]:
     if (source / ONE_FILE).is_file():
         return {_file(source, ONE_FILE): set()}
     if any(source.glob("*.bin")) or any(source.glob("*.pt*")):
-        text = "holds pickled weights, which can run code: convert them with save_pretrained"
-        raise UserError("hf.pickled_weights", f"{source} {text}", path=source)
+        text = f"{source} holds pickled weights, which can run code: use safetensors"
+        raise UserError("hf.pickled_weights", text, path=source)
     text = f"{source} has neither {ONE_FILE} nor {INDEX}"
     raise UserError("hf.no_weights", text, path=source)
