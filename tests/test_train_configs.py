@@ -129,7 +129,7 @@ def table_of_variants(text: str) -> list[tuple[str, list[str], int]]:
 
 def test_the_readmes_table_is_true():
     """Each row is a model of the size that is in it, on top of 1.3B Llama(RoPE); no two are one."""
-    rows = table_of_variants((ROOT / "README.md").read_text())
+    rows = table_of_variants((ROOT / "canon_pretrain" / "README.md").read_text())
     base = read_experiment(FOLDER / "rope.toml")
     seen = []
     for name, lines, count in rows:
