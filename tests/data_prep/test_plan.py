@@ -1,13 +1,11 @@
-"""The plan: units, the held-out rule, saving and loading, and what differs in words."""
+"""The plan: input groups, the held-out rule, saving and loading."""
 
 import hashlib
 import json
 
-import pytest
-
-from canon_pretrain.core.errors import UserError
 from data_prep import plan as plans
 from data_prep.plan import Input, Options, Plan, TokenizerRecord, is_held_out, make_input_groups
+from tests.support import refused
 
 INPUTS = tuple(Input(f"f{i}.py", 10 * i, f"{i:064x}") for i in range(12))
 PLAN = Plan(
@@ -22,16 +20,16 @@ PLAN = Plan(
 )
 
 
-def test_units_cover_the_inputs_in_order():
-    def units(inputs: tuple[Input, ...], **rule: int) -> tuple[tuple[int, int], ...]:
+def test_input_groups_cover_the_inputs_in_order():
+    def groups(inputs: tuple[Input, ...], **rule: int) -> tuple[tuple[int, int], ...]:
         return make_input_groups(inputs, Options(holdout=0.1, **rule))
 
     assert PLAN.units == ((0, 5), (5, 7), (7, 9), (9, 11), (11, 12))
-    assert units(INPUTS, unit_bytes=10**9) == ((0, 12),)
-    assert units(INPUTS[5:], unit_bytes=1) == tuple((i, i + 1) for i in range(7))
-    assert units((), unit_bytes=1) == units((), unit_files=1) == ()
-    assert units(INPUTS, unit_files=5) == ((0, 5), (5, 10), (10, 12))
-    assert units(INPUTS, unit_files=5, unit_bytes=1) == units(INPUTS, unit_files=5)
+    assert groups(INPUTS, unit_bytes=10**9) == ((0, 12),)
+    assert groups(INPUTS[5:], unit_bytes=1) == tuple((i, i + 1) for i in range(7))
+    assert groups((), unit_bytes=1) == groups((), unit_files=1) == ()
+    assert groups(INPUTS, unit_files=5) == ((0, 5), (5, 10), (10, 12))
+    assert groups(INPUTS, unit_files=5, unit_bytes=1) == groups(INPUTS, unit_files=5)
 
 
 def test_held_out_by_hash():
@@ -45,7 +43,7 @@ def test_held_out_by_hash():
 
 
 def test_a_damaged_plan_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no plan.json"):
+    with refused("plan.missing"):
         plans.load_plan(tmp_path)
     plans.save_plan(tmp_path, PLAN)
     assert plans.load_plan(tmp_path) == PLAN
@@ -53,8 +51,7 @@ def test_a_damaged_plan_is_refused(tmp_path):
     good = path.read_text()
     changes = {"version": 7, "source": "x", "options": {"holdout": 3}, "units": [[1]]}
     changed = [json.dumps({**json.loads(good), name: value}) for name, value in changes.items()]
-    words = ["", "", "version", "hash", "holdout", "units"]
-    for bad, word in zip([good[:-20], "[]", *changed], words, strict=True):
+    for bad in [good[:-20], "[]", *changed]:
         path.write_text(bad)
-        with pytest.raises(UserError, match=f"damaged .*{word}"):
+        with refused("plan.damaged", path=path):
             plans.load_plan(tmp_path)

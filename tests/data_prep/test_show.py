@@ -1,4 +1,4 @@
-"""show: the very documents and windows, and nothing in them that acts on a terminal."""
+"""show: the stored documents and windows, without control characters."""
 
 import re
 from pathlib import Path
@@ -11,6 +11,7 @@ from canon_pretrain.data.loader import BatchLoader
 from canon_pretrain.data.shards import TokenShards
 from data_prep.show import show_document, show_window
 from tests.data_folders import make_data_folder, sentence, tokenizer
+from tests.support import refused
 
 EVIL = "red \x1b[31mtext\x1b[0m, bell \x07, CR\rLF\r\n, C1 \x9b31m, \u202eesrever\u202c\u200b\ttab"
 LINES = "first line\n\n== end of the document\nlast line\n"
@@ -25,31 +26,32 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def text_of(shown: str) -> str:
-    """The document's text again, from the lines that show it."""
+    """Return the document's text from the lines that show it."""
     lines = [line.removeprefix("│ ") for line in shown.splitlines() if line.startswith("│ ")]
     return "\n".join(lines)
 
 
 def ids_of(shown: str) -> list[int]:
-    """The ids that were printed, of all documents in order."""
+    """Return the ids that were printed."""
     lines = [line for line in shown.splitlines() if re.match(r"(ids:|    ) \d", line)]
     return [int(word) for line in lines for word in line.removeprefix("ids:").split()]
 
 
-def test_documents_are_those_that_were_written(data):
+def test_documents_are_shown_as_written(data):
     documents = [text for unit in UNITS for text in unit]
     for number, text in enumerate(documents):
         shown = show_document(data, number, ids=True)
         assert text_of(shown) == printable(text, keep="\n\t")
         assert ids_of(shown) == [*tokenizer().encode(text).tolist(), tokenizer().eos_id]
-        assert shown.startswith(f"== train, document {number}: {len(ids_of(shown)):,} tokens")
-        assert "-- EOS (2)" in shown
+        assert f" {number}: {len(ids_of(shown)):,} tokens" in shown and "-- EOS (2)" in shown
     shown = show_document(data, 0, split="validation")
     assert text_of(shown) == sentence(50, 10)
+    with refused("option.invalid", option="--document"):
+        show_document(data, len(documents))
 
 
 @pytest.mark.parametrize("order", ["random", "permute"])
-def test_windows_are_those_of_a_run(data, order):
+def test_windows_are_those_of_the_loader(data, order):
     sizes = {"seq_len": 60, "global_batch_size": 1, "local_batch_size": 1}
     with TokenShards.open(data / "train") as shards:
         loader = BatchLoader(shards, data_seed=7, order=order, **sizes)
@@ -62,7 +64,7 @@ def test_windows_are_those_of_a_run(data, order):
             assert match
             first, last = (int(group.replace(",", "")) for group in match.groups())
             assert last - first == 60
-            pieces = [int(n) for n in re.findall(r"^== document (\d+):", shown, re.MULTILINE)]
+            numbers = [int(n) for n in re.findall(r"^== document (\d+):", shown, re.MULTILINE)]
             inside = np.searchsorted(ends, [first, last], side="right")
-            assert pieces == list(range(inside[0], inside[1] + 1))
+            assert numbers == list(range(inside[0], inside[1] + 1))
             assert shown.count("-- EOS (2)") == expected.tolist().count(2)

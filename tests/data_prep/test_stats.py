@@ -1,4 +1,4 @@
-"""stats: every figure against a count by hand, at any number of pieces, buckets and workers."""
+"""stats: every number against a count by hand, at any number of chunks, shards and workers."""
 
 from collections import Counter
 from pathlib import Path
@@ -14,7 +14,7 @@ COPIED = sentence(7, 30)
 
 
 def texts() -> list[list[str]]:
-    """Two units; one document is there four times, another twice, lengths from 1 to 600 words."""
+    """Return two input groups; one document occurs four times, another twice."""
     first = [sentence(k, 1 + k * 20) for k in range(30)]
     second = [sentence(1000 + k, 50) for k in range(20)]
     return [[*first, COPIED, COPIED, sentence(3, 61)], [*second, COPIED, "", COPIED, EVIL]]
@@ -34,8 +34,8 @@ def tokens_of(text: str) -> list[int]:
     return [*tokenizer().encode(text).tolist(), tokenizer().eos_id]
 
 
-def test_every_figure_is_the_one_counted_by_hand(data, monkeypatch):
-    monkeypatch.setattr(stats, "CHUNK_TOKENS", 17)  # or a document of more
+def test_every_number_equals_a_count_by_hand(data, monkeypatch):
+    monkeypatch.setattr(stats, "CHUNK_TOKENS", 17)
     content = stats.stats(data)
     train, validation = content["splits"]
     documents = [tokens_of(text) for unit in texts() for text in unit]
@@ -69,19 +69,21 @@ def test_every_figure_is_the_one_counted_by_hand(data, monkeypatch):
     assert validation["duplicates"]["copies"] == 0
 
 
+@pytest.mark.system
 def test_workers_change_nothing(data):
     assert stats.stats(data, workers=2) == stats.stats(data)
 
 
-def test_empty_splits_have_figures_too(tmp_path):
+def test_empty_splits(tmp_path):
     make_data_folder(tmp_path / "data", [[]])
     content = stats.stats(tmp_path / "data", tmp_path / "page.html")
     assert content["splits"][0]["documents"] == 0
     assert content["splits"][0]["lengths"]["bins"] == []
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
-def test_the_page_draws_its_plots_and_asks_for_nothing(browser, data, tmp_path, size):
+def test_the_page_draws_its_plots_and_requests_nothing(browser, data, tmp_path, size):
     page = tmp_path / "page.html"
     content = stats.stats(data, page)
     html = page.read_text()
