@@ -1,4 +1,4 @@
-"""Faults of long builds: kills, two builds at once, full disks, changed inputs."""
+"""Faults of long builds: kills, two builds at once, full disks, changed inputs, odd texts."""
 
 import json
 import os
@@ -77,36 +77,22 @@ def committed(out: Path) -> int:
     return len(list(out.glob("*/part-*.json")))
 
 
-# ---- kills, two builds at once, job slices
-
-
 @pytest.mark.system
-def test_a_killed_worker_ends_the_build_with_an_error(base, tmp_path):
+@pytest.mark.parametrize("victim", ["worker", "parent"])
+def test_a_killed_process_ends_the_build(base, tmp_path, victim):
     out = tmp_path / "data"
     run = start(base, out, 2)
     wait_for_shards(run, out, 3)
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-    workers = [
-        pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    os.kill(int(workers[0]), signal.SIGKILL)
-    _, errors = run.communicate(timeout=60)
-    assert run.returncode == 2 and error_codes(errors) == ["data.worker_killed"], errors
-    assert not (out / "train/manifest.json").exists()
-    build_corpus(out, base / "corpus")
-    assert snapshot(out) == snapshot(base / "data")
-
-
-@pytest.mark.system
-def test_workers_end_with_a_killed_parent(base, tmp_path):
-    out = tmp_path / "data"
-    run = start(base, out, 2)
-    wait_for_shards(run, out, 1)
-    run.kill()
-    run.communicate(timeout=60)  # returns when its workers have ended, too
-    assert run.returncode == -signal.SIGKILL
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+    workers = [int(pid) for pid, command in commands.items() if b"spawn_main" in command]
+    os.kill(workers[0] if victim == "worker" else run.pid, signal.SIGKILL)
+    _, errors = run.communicate(timeout=60)  # returns when the workers have ended, too
+    codes = ["data.worker_killed"] if victim == "worker" else []
+    assert error_codes(errors) == codes, errors
+    assert run.returncode == (2 if victim == "worker" else -signal.SIGKILL)
     assert committed(out) and not (out / "train/manifest.json").exists()
-    build_corpus(out, base / "corpus", workers=2)
+    build_corpus(out, base / "corpus")
     assert snapshot(out) == snapshot(base / "data")
 
 
@@ -140,9 +126,6 @@ def test_three_job_slices_one_killed(base, tmp_path):
     assert snapshot(out) == snapshot(base / "data")
 
 
-# ---- full disks
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     with small_disk(tmp_path / "disk", "size=4m") as folder:
@@ -167,12 +150,12 @@ def test_a_disk_that_fills_up(tmp_path, disk, workers):
         with refused("disk.full"):
             build_corpus(out, corpus, workers=workers, options=options)
         # whole input groups, and no partial files
-        committed_stems = [path.stem for path in out.glob("*/part-*.json")]
-        stems = [path.stem for path in out.glob("*/part-*") if path.suffix != ".json"]
-        assert sorted(stems) == sorted(3 * committed_stems)
+        records = [path.stem for path in out.glob("*/part-*.json")]
+        others = [path.stem for path in out.glob("*/part-*") if path.suffix != ".json"]
+        assert sorted(others) == sorted(3 * records)
         there = {name: content for name, content in snapshot(out).items() if "part-" in name}
         assert there.items() <= whole.items() and not list(out.glob("*/manifest.json"))
-        counts.append(len(committed_stems))
+        counts.append(len(records))
     assert counts == sorted(counts) and counts[0] < counts[-1]
     ballast.unlink()
     build_corpus(out, corpus, workers=workers, options=options)
@@ -201,9 +184,8 @@ def test_an_input_changed_between_runs(base, corpus, tmp_path):
     (difference,) = caught.value.fields["differences"]
     assert difference.startswith("input part20.jsonl: ")
     changed.unlink()
-    with refused("plan.changed") as caught:
+    with refused("plan.changed"):
         build_corpus(out, corpus)
-    assert caught.value.fields["differences"][0].endswith(" -> None")
     assert snapshot(out) == before
     changed.write_bytes(good)
     corpus.rename(tmp_path / "moved")
@@ -251,24 +233,19 @@ def test_a_bad_input_ends_the_build_after_the_other_worker(corpus, tmp_path):
     with refused("input.bad_row", path=corpus / "part9.jsonl", row=25):
         build_corpus(out, corpus, workers=2)
     assert not list(out.glob("*/part-00004-*")) and not list(out.glob("*/manifest.json"))
-    committed_stems = {path.stem for path in out.glob("*/part-*.json")}
-    assert {path.stem for path in out.glob("*/part-*.bin")} == committed_stems
+    records = {path.stem for path in out.glob("*/part-*.json")}
+    assert {path.stem for path in out.glob("*/part-*.bin")} == records
 
 
-# ---- text and vocabularies
+# ---- texts and vocabularies
 
 
 def test_odd_texts_end_to_end(tmp_path, capsys):
     odd = "a <s> b </s> c <unk> d"
-    files = {
-        "a.jsonl": json.dumps({"text": odd}).encode()
-        + b'\n{"text": ""}\n{"text": null}\n{"text": "one \\ud800 half"}\n'
-        + b'{"text": "bad \xff byte"}\n{"text": "good"}\n',
-        "b.txt": b"",
-        "c.jsonl": b"",
-    }
+    rows = [b'{"text": ""}', b'{"text": null}', b'{"text": "one \\ud800 half"}']
+    rows += [b'{"text": "bad \xff byte"}', json.dumps({"text": odd}).encode()]
     (tmp_path / "corpus").mkdir()
-    for name, content in files.items():
+    for name, content in {"a.jsonl": b"\n".join(rows), "b.txt": b"", "c.jsonl": b""}.items():
         (tmp_path / "corpus" / name).write_bytes(content)
     write_tokenizer(tmp_path / "tokenizer.model")
     build_corpus(tmp_path / "data", tmp_path / "corpus", options=Options(holdout=0.0))
@@ -276,11 +253,10 @@ def test_odd_texts_end_to_end(tmp_path, capsys):
     (record,) = (tmp_path / "data/train").glob("part-*.json")
     repaired = json.loads(record.read_text())["repaired"]
     assert repaired == {"invalid UTF-8": 1, "lone surrogate": 1}
-    texts = [odd, "one \ufffd half", "bad \ufffd byte", "good"]
-    assert stored_texts(tmp_path / "data") == texts
+    assert stored_texts(tmp_path / "data") == ["one \ufffd half", "bad \ufffd byte", odd]
 
 
-def test_bos_before_every_document(base, tmp_path):
+def test_bos_before_each_document(base, tmp_path):
     data = tmp_path / "data"
     options = Options(holdout=0.1, bos=True, unit_files=2, max_part_tokens=2500)
     build_corpus(data, base / "corpus", options=options)
@@ -291,8 +267,6 @@ def test_bos_before_every_document(base, tmp_path):
             assert np.array_equal(np.delete(ids, starts), plain.read(0, plain.num_tokens))
         assert tokenizer().bos_id >= 0 and (ids[starts] == tokenizer().bos_id).all()
     main(["verify", str(data)])
-    with refused("plan.changed"):
-        build_corpus(data, base / "corpus")
 
 
 @pytest.mark.system
