@@ -31,8 +31,7 @@ ALL_OPTIONS = {
     "canon": ["--pairs", "5"],
     "generate": ["--sets", "AC", "ABCD", "--pairs", "5", "--new-tokens", "32"],
     "memory": ["--sets", "ABCD"],
-    "attention": [],
-    "trainer": [],
+    **{"attention": [], "trainer": []},
 }
 """The options of each in `all`; codegen, which fakes a GPU, needs a process of its own."""
 

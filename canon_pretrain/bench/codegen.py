@@ -1,8 +1,7 @@
 """Kernel launches and bytes of a 1.3B block on an H100, counted in Inductor's code without a GPU.
 
-A `TransformerBlock` is compiled as in training, with the code generator's queries of a GPU patched;
-nothing is executed, and spills and caches are not counted. Inductor caches some answers: use a
-separate process.
+A `TransformerBlock` is compiled as in training, with the code generator's queries of a GPU patched.
+Nothing is executed. Inductor caches the answers: use a separate process.
 """
 
 import argparse
@@ -318,11 +317,7 @@ def _args(row: Row) -> ModelArgs:
 
 
 def computed(row: Row, rows: Sequence[Row]) -> Row:
-    """Return the least KiB, the ratio to them, and the computed time of a training step.
-
-    `total_kib`: per token, forward and backward, matmuls and attention included; `extra_kib`: over
-    no Canon. `seconds`, `mfu`, `over_none` (cost over no Canon): with low, middle and high rates.
-    """
+    """Return what follows from a row's counts: KiB per token, and a step with low to high rates."""
 
     def step_s(row: Row, bar: int) -> float:
         launches = sum(one["launches"] + one["operators"] + one["gemms"] for one in _passes(row))

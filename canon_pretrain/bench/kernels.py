@@ -1,10 +1,8 @@
 """Canon kernels and attention implementations by themselves, forward and backward.
 
-`canon`: every case of model/canon_check.py with every backend, compiled, over the reference;
-seconds, and bytes against the copy bandwidth. `attention`: every fused kernel of
-scaled_dot_product_attention, the packages of FlashAttention 2 to 4 and flex attention, on the
-shapes of a training step, to choose `model.attention_backend`. Values (for Canon also gradients)
-are compared with the formula in float64 before anything is timed.
+`canon`: every case of model/canon_check.py with every backend, compiled, over the reference.
+`attention`: the fused kernels of SDPA, FlashAttention 2 to 4 and flex attention, on the shapes of a
+training step. Values (for Canon also gradients) are first compared with the formula in float64.
 """
 
 import argparse

@@ -1,7 +1,6 @@
 """Lower bounds of times: the machine's speeds, the bytes of a block, the FLOPs of a step.
 
-Speeds are measured in the same run, the matmul peak for a second, since a short burst exceeds a
-GPU's power limit; clocks, power and throttle reasons are recorded meanwhile.
+The matmul peak is measured for a second, since a short burst exceeds a GPU's power limit.
 """
 
 import functools
@@ -132,9 +131,8 @@ def block_flops_per_token(args: ModelArgs, seq_len: int) -> int:
 def min_block_bytes(args: ModelArgs, itemsize: int) -> dict[str, tuple[int, int]]:
     """Return the least bytes per token and layer outside matmuls and attention, by site.
 
-    (forward, backward), with one kernel per site that reads and writes every operand once; matmuls
-    write separate gradients, and their inputs are saved. A, C: norm, Canon, residual stream. B:
-    Canon, QK-norm, rotation. D: Canon, activation. residual: the addition at the block's end.
+    (forward, backward), with one kernel per site that reads and writes every operand once. A, C:
+    norm, Canon, stream. B: Canon, QK-norm, rotation. D: Canon, activation. residual: the last sum.
     """
     dim, width = args.dim, args.ffn_dim
     gated = args.ffn == "gated"
@@ -167,9 +165,8 @@ Range = tuple[float, float, float]
 class Rates(NamedTuple):
     """Assumed (not measured) sustained rates of an H100 in a training step.
 
-    Dense bfloat16; attention of head dim 64, FLOPs of the causal half. `launch_gap_s`: from the end
-    of a kernel to the start of the next. `network_bytes`: per GPU over NVLink; `exposed_network`:
-    the share of that time not hidden behind compute.
+    Dense bfloat16; attention of head dim 64, FLOPs of the causal half. `launch_gap_s`: between two
+    kernels. `network_bytes`: per GPU over NVLink; `exposed_network`: its share not overlapped.
     """
 
     gemm_flops: Range = (560e12, 630e12, 700e12)

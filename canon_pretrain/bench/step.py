@@ -1,8 +1,7 @@
 """The cost of Canon in a training step and in memory: each set and backend against no Canon.
 
-`step --unit model` times the whole step (titan/spec.py) on a CPU, and forward and backward on a
-GPU; there FSDP2 and AdamW are measured separately, without Canon. `memory` counts what a compiled
-block saves for backward: whole storages without parameters, by saved_tensors_hooks.
+`step --unit model` times the whole step (titan/spec.py) on a CPU, forward and backward on a GPU.
+`memory` counts the storages that a compiled block saves for backward, without parameters.
 """
 
 import argparse
@@ -15,14 +14,7 @@ import torch
 
 from canon_pretrain.bench import tables, variants
 from canon_pretrain.bench.limits import Machine, block_flops_per_token, min_canon_bytes
-from canon_pretrain.bench.timing import (
-    BASE,
-    STEP,
-    Candidate,
-    make_block,
-    seconds_of,
-    steps_per_block,
-)
+from canon_pretrain.bench.timing import BASE, STEP, Candidate, block_steps, make_block, seconds_of
 from canon_pretrain.bench.variants import NONE, Log, Result, Variant, Workload
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.model.args import CANON_SITES, FLOPS_FORMULA, ModelArgs, flops_per_token
@@ -89,9 +81,7 @@ def measure_step(arguments: argparse.Namespace, machine: Machine, log: Log) -> R
             step = build(work, variant, is_model, plain=plain)
             seconds_of(step)
         peak = torch.cuda.max_memory_allocated() - before or None
-        return Candidate(
-            make_block(step, steps_per_block(step, block_s)), lambda: {"peak_bytes": peak}
-        )
+        return Candidate(make_block(step, block_steps(step, block_s)), lambda: {"peak_bytes": peak})
 
     def speed(canon_set: str, seconds: float) -> dict[str, Any]:
         args = variants.with_canon(work.args, canon_set)
@@ -141,9 +131,7 @@ def measure_whole(work: Workload, pairs: int, block_s: float) -> dict[str, float
     step = build(work, NONE, True, plain=False)
     step()
     parts = {"forward_backward_s": step.forward_backward, "update_s": step.update}
-    blocks = {
-        name: make_block(part, steps_per_block(part, block_s)) for name, part in parts.items()
-    }
+    blocks = {n: make_block(part, block_steps(part, block_s)) for n, part in parts.items()}
     return {n: statistics.median(b()[STEP] for _ in range(pairs)) for n, b in blocks.items()}
 
 

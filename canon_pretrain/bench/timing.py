@@ -1,8 +1,7 @@
-"""Paired timing of two candidates, used by every bench.
+"""Paired timing of two candidates.
 
-A pair is a block of steps of each candidate, one after the other, so that load of the machine
-affects both; the order alternates. The result is the median ratio of the pairs. Time is CPU time of
-the process with one CPU thread (robust on a busy machine), else wall-clock time.
+A pair is a block of steps of each, one after the other, so that load of the machine affects both.
+Time is CPU time of the process with one CPU thread (robust on a busy machine), else wall-clock.
 """
 
 import gc
@@ -144,7 +143,7 @@ def gc_disabled() -> Iterator[None]:
             gc.enable()
 
 
-def steps_per_block(step: Step, block_s: float) -> int:
+def block_steps(step: Step, block_s: float) -> int:
     """Return the steps in a block of about `block_s` seconds, from the fastest of four."""
     fastest = min(seconds_of(step) for _ in range(4))
     return min(10_000, max(1, math.ceil(block_s / max(fastest, 1e-9))))
@@ -152,7 +151,7 @@ def steps_per_block(step: Step, block_s: float) -> int:
 
 def compare_steps(base: Step, other: Step, *, pairs: int, block_s: float) -> Comparison:
     """Warm up and compare both, in blocks of about `block_s` seconds."""
-    own, others = (make_block(step, steps_per_block(step, block_s)) for step in (base, other))
+    own, others = (make_block(step, block_steps(step, block_s)) for step in (base, other))
     return time_pairs(own, others, pairs)[STEP]
 
 

@@ -83,13 +83,9 @@ def measure(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result
             saves = lambda: {"saves": [_save(trainer, data) for _ in range(NUM_SAVES)]}  # noqa: E731
             return warmed_up(partial(trainer.advance, data), saves)
 
-        parts, facts, _ = timing.compare_candidates(
-            build_bare_loop,
-            {"ours": build_trainer},
-            pairs=repeats,
-            exclusive=machine.exclusive,
-            free_memory=free_memory,
-        )
+        memory: Any = {"exclusive": machine.exclusive, "free_memory": free_memory}
+        candidates = build_bare_loop, {"ours": build_trainer}
+        parts, facts, _ = timing.compare_candidates(*candidates, pairs=repeats, **memory)
     return {
         "config": str(config),
         "overrides": overrides,

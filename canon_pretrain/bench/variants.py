@@ -28,10 +28,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Bench(NamedTuple):
-    """A bench: adds its options, measures, and prints.
-
-    `measure` logs progress and returns JSON: seconds, bytes, FLOPs. Raises UserError.
-    """
+    """A bench; `measure` logs progress and returns JSON: seconds, bytes, FLOPs."""
 
     add_arguments: Callable[[argparse.ArgumentParser], None]
     measure: Callable[[argparse.Namespace, Machine, Log], Result]
@@ -96,7 +93,7 @@ TIMING = ("pairs", "block-seconds")
 
 
 def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
-    """Add MODEL and `names` of OPTIONS; the default `shapes`: (rows, tokens) by device type."""
+    """Add MODEL and `names` of OPTIONS; `shapes` in `defaults`: (rows, tokens) by device."""
     for name in (*MODEL, *names):
         parser.add_argument(f"--{name}", **OPTIONS[name])
     parser.set_defaults(**defaults)
@@ -161,10 +158,7 @@ def failures_as_not_measured(backend: str = "") -> Iterator[None]:
 def variants(
     canon_sets: Sequence[str], asked: Sequence[str] | None, usable: Sequence[str]
 ) -> list[Variant]:
-    """Return every set with every usable backend.
-
-    If none was `asked` for: every set with that of `auto`, the last set with the others too.
-    """
+    """Return every set with the `asked` backends, or with auto's and the last set with all."""
     sets = normalize_canon_sets(canon_sets)
     usual = usable if asked else ["triton" if "triton" in usable else "compiled"]
     found = [Variant(canon_set, backend) for canon_set in sets for backend in usual]

@@ -1,4 +1,4 @@
-"""The Canon formula, every backend that computes it, and which one a model takes.
+"""The Canon formula, its backends, and their choice.
 
 Shapes: B batch, T tokens, C channels, K taps of the kernel, N = K - 1 + T, F ffn dim.
 """
@@ -22,7 +22,7 @@ OPTIONAL = {
     "fla": "canon_pretrain.kernels.packages",
     "triton": "canon_pretrain.kernels.triton.fused",
 }
-"""The modules of the backends that need a GPU or a package."""
+"""Backends that need a GPU or a package -> their modules."""
 TRITON_TAPS = 4
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRITON_CAPABILITY = (8, 0)
@@ -32,14 +32,14 @@ TRITON_CAPABILITY = (8, 0)
 def canon_reference(
     x: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool, segments_BN: Segments = None
 ) -> Tensor:
-    """Mix every token with its K - 1 predecessors, each channel by itself; [B, T, C] in x's dtype.
+    """Mix every token with its K - 1 predecessors, per channel; [B, T, C] in x's dtype.
 
         y_t = [x_t +] act(sum_{j=0..K-1} W[:, 0, K-1-j] * x_{t-j}),    x_{<0} = 0
 
-    Paper section 4, equation 4.1 (K = 4); act is silu (Figure 10, rows "Act") or nothing. The
+    Paper section 4, equation 4.1 (K = 4); act is silu (Figure 10, rows "Act") or the identity. The
     weight has the layout of a depthwise `nn.Conv1d`. Sums are float32 (float64 for float64).
-    `segments_BN`: the segments of the tokens and of the K - 1 places before them; a token is mixed
-    with its own segment only. None: all in one. Raises ValueError if the shapes do not fit.
+    `segments_BN`: the segments of the tokens and of the K - 1 before them, which are not mixed with
+    each other; None: one segment. Raises ValueError if the shapes do not fit.
     """
     if x.ndim != 3 or weight_C1K.ndim != 3 or weight_C1K.shape[:2] != (x.shape[2], 1):
         raise ValueError(
@@ -49,7 +49,7 @@ def canon_reference(
     num_tokens, num_taps, dtype = x.shape[1], weight_C1K.shape[2], x.dtype
     x = x.to(sum_dtype(x))
     taps_CK = weight_C1K[:, 0].to(x.dtype)
-    # one pad for all taps: a pad per tap saves a copy each for backward, and ran 1.75x slower
+    # one pad for all taps: with a pad per tap autograd saves a copy of each, 1.75x slower
     padded = F.pad(x, (0, 0, num_taps - 1, 0))
     y = taps_CK[:, -1] * x
     for j in range(1, num_taps):
@@ -67,16 +67,13 @@ def canon_reference(
 
 
 def resolve_backend(backend: str, num_taps: int = 0) -> str:
-    """Return the backend for a kernel of `num_taps`: `compiled` for `auto` and for too many."""
+    """Return the backend for `num_taps`: `compiled` for `auto` and for more than it supports."""
     too_wide = backend == "triton" and num_taps > TRITON_TAPS
     return "compiled" if backend == "auto" or too_wide else backend
 
 
 def compile_options(device_type: str, backend: str) -> dict[str, Any]:
-    """Return `options` of torch.compile for a block by inductor, with and without Canon.
-
-    On a GPU it would else store in float32 what has more than 8 reads or 30 operations (NOTES.md).
-    """
+    """Return `options` of torch.compile for a block: on a GPU without intermediates (NOTES.md)."""
     if device_type != "cuda" or resolve_backend(backend) != "compiled":
         return {}
     reads = dict.fromkeys(("realize_acc_reads_threshold", "realize_reads_threshold"), 128)
@@ -84,7 +81,7 @@ def compile_options(device_type: str, backend: str) -> dict[str, Any]:
 
 
 def check_canon_backend(backend: str, device_type: str | None = None) -> None:
-    """Import the kernels of `backend`; raise UserError unless it is known and can run here."""
+    """Import the kernels of `backend`; raise UserError if it is unknown or unavailable."""
     check_choice("canon_backend", backend, BACKENDS)
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,7 +98,7 @@ def check_canon_backend(backend: str, device_type: str | None = None) -> None:
 def backend_problem(
     backend: str, device_type: str, dtype: torch.dtype = torch.float32
 ) -> str | None:
-    """Return why `backend` can't run on such tensors here, or None; no kernel is tried."""
+    """Return why `backend` is unavailable for such tensors, or None; runs no kernel."""
     if backend not in OPTIONAL:
         return None
     if backend != "triton":
@@ -112,7 +109,7 @@ def backend_problem(
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if device_type == "cpu":
-        hint = "on a CPU Triton only interprets (slowly, for tests), if TRITON_INTERPRET=1 is set"
+        hint = "on a CPU Triton needs TRITON_INTERPRET=1, which is slow and for tests"
         return None if _is_interpreted() else hint
     if device_type != "cuda":
         return f'the Triton kernels run on "cuda", not on "{device_type}"'
@@ -124,7 +121,7 @@ def backend_problem(
 
 
 def triton_kernels(backend: str, x: Tensor) -> Any:
-    """Return the module of the Triton kernels, or None if `backend` or `x` is not for them."""
+    """Return the module of the Triton kernels, or None if they can't take `backend` or `x`."""
     if backend != "triton" or x.dtype not in TRITON_DTYPES:
         return None
     runs = x.device.type == "cuda" or (x.device.type == "cpu" and _is_interpreted())
@@ -132,7 +129,7 @@ def triton_kernels(backend: str, x: Tensor) -> Any:
 
 
 def canon(x_BTC: Tensor, weight_C1K: Tensor, *, backend: str = "auto", **options: Any) -> Tensor:
-    """Compute `canon_reference` by `backend`; what it can't take goes to `compiled`."""
+    """Compute `canon_reference` by `backend`, or by `compiled` if it does not support the input."""
     if backend == "reference":
         return canon_reference(x_BTC, weight_C1K, **options)
     y_BTC: Tensor
@@ -172,16 +169,16 @@ def canon_gate(
 
 
 def ffn_activation(x: Tensor, relu2: bool) -> Tensor:
-    """Return the feed-forward's own activation: silu, or relu squared."""
+    """Return silu, or relu squared, of x."""
     return F.relu(x).square() if relu2 else F.silu(x)
 
 
 def _is_interpreted() -> bool:
-    # as triton reads it
+    # as in triton
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 def _module(backend: str) -> Any:
-    # torch.compile can look into sys.modules, and can't import
+    # torch.compile can trace sys.modules, but not an import
     module = sys.modules.get(OPTIONAL[backend])
     return importlib.import_module(OPTIONAL[backend]) if module is None else module

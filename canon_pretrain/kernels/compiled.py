@@ -1,10 +1,10 @@
-"""Canon in plain torch with a backward pass of its own: forward keeps only its input and weight.
+"""Canon in plain torch with its own backward pass; forward saves only the input and the weight.
 
-torch.compile fuses it with what is beside it; Canon-D and the gate behind it are one function. The
-sums over shifted tokens have three forms (NOTES.md has the figures):
+torch.compile fuses it with its neighbors; Canon-D and the gate are one function. The sums over
+shifted tokens have three forms (figures: NOTES.md):
 
-- Eager: every operation is a pass over memory, so additions are made in place.
-- torch.compile for a CPU: two pieces, the P tokens at the border and all others, joined at the end:
+- Eager: every operation is a pass over memory, so additions are in place.
+- torch.compile for a CPU: two pieces, the first P tokens and the others, concatenated at the end:
   no shift needs a mask or a padded copy, which the partitioner would save.
 - torch.compile for a GPU: a shift is a pad, which inductor's Triton code loads with a mask.
 
@@ -20,18 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Segments = Tensor | None
-"""The segments of the tokens and of the K - 1 places before them, int32 [B, N]; None: one."""
+"""The segments of the tokens and of the K - 1 before them, int32 [B, N]; None: one segment."""
 CHUNK = 16
 """Tokens in the first sums of a weight gradient on a CPU."""
 _CUDA_CHUNKS = (256, 128, 64, 32)
-"""The same on a GPU: the first that divides the sequence."""
+"""The same on a GPU: the first that divides the sequence length."""
 _RECOMPUTED_TAPS = 4
 
 
 def canon_compiled(
     x: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool, segments_BN: Segments = None
 ) -> Tensor:
-    """Compute `canon_reference` up to the order of additions; gradients repeat bit by bit."""
+    """Compute `canon_reference` up to the order of additions; gradients are deterministic."""
     y_BTC: Tensor = _Canon.apply(x, weight_C1K, segments_BN, (residual, activation))
     return y_BTC
 
@@ -70,13 +70,13 @@ class _Canon(torch.autograd.Function):
         taps_KC = _taps_of(weight_C1K, dtype)
         inner = grads[0]
         if ctx.activation:
-            pieces = convolve(x_BTC, taps_KC, segments_BN, again=True)
+            pieces = convolve(x_BTC, taps_KC, segments_BN, recompute=True)
             given = inner.to(dtype).split([piece.shape[1] for piece in pieces], dim=1)
             slopes = [_silu_slope(piece, piece.sigmoid()) for piece in pieces]
             inner = _join([dy * slope for dy, slope in zip(given, slopes, strict=True)])
         dx = weight_grad = None
         if ctx.needs_input_grad[0]:
-            pieces = convolve(inner, taps_KC, segments_BN, back=True)
+            pieces = convolve(inner, taps_KC, segments_BN, transposed=True)
             dx = _rounded(pieces, grads[0] if ctx.residual else None, x_BTC.dtype)
         if ctx.needs_input_grad[1]:
             weight_grad = weight_sums(inner, x_BTC, len(taps_KC), segments_BN)
@@ -107,37 +107,34 @@ class _CanonGate(torch.autograd.Function):
         ups = convolve(up_BTF, up_taps, segments_BN)
         dinner = grads[0].to(gate_taps.dtype).split([piece.shape[1] for piece in gates], dim=1)
         dgates, dups = [], []
-        nothing = up_taps[0].clamp(0, 0)  # inductor sees through 0 * up_taps[0]
+        zeros = up_taps[0].clamp(0, 0)  # inductor simplifies 0 * up_taps[0]
         for gate, up, d in zip(gates, ups, dinner, strict=True):
             act, slope = _act_and_slope(gate, ctx.relu2)
             dgates.append((d * up * slope).to(gate_BTF.dtype))
-            # `nothing` is 0 for each channel. Without it inductor would take this for one vector,
-            # compute it in a loop apart from the line above, and write act and slope for it
-            dups.append((d * act + nothing).to(gate_BTF.dtype))
+            # The zeros per channel keep this in one loop with the line above; otherwise inductor
+            # would flatten it, and store act and slope for a second loop
+            dups.append((d * act + zeros).to(gate_BTF.dtype))
         parts = (_join(dgates), gate_BTF, gate_taps), (_join(dups), up_BTF, up_taps)
         weight_grad = None
         if ctx.needs_input_grad[2]:
             sums = [weight_sums(d, x, len(taps), segments_BN) for d, x, taps in parts]
             weight_grad = torch.cat(sums).to(weight_C1K.dtype)
         inputs = [
-            _rounded(convolve(d, taps, segments_BN, back=True), None, gate_BTF.dtype)
+            _rounded(convolve(d, taps, segments_BN, transposed=True), None, gate_BTF.dtype)
             for d, _, taps in parts
         ]
         return *inputs, weight_grad, None, None
 
 
 def _gate_backward_on_gpu(ctx: Any, dy_BTF: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of gate, up and the weight.
-
-    Of later tokens dy act'(canon(gate)) canon(up) is recomputed; past `_RECOMPUTED_TAPS` stored.
-    """
+    """Return the gradients of gate, up and the weight; up to `_RECOMPUTED_TAPS` in one kernel."""
     gate_BTF, up_BTF, weight_C1K, segments_BN = ctx.saved_tensors
     taps = _gate_taps(gate_BTF, weight_C1K, ctx.residual)
     num_tokens, num_taps, dtype = gate_BTF.shape[1], len(taps[0]), taps[0].dtype
     js = range(num_taps)
     aheads = num_taps if num_taps <= _RECOMPUTED_TAPS else 1
     shifted = [
-        {j: _shift(x, j, again=True) for j in range(1 - aheads, num_taps)}
+        {j: _shift(x, j, recompute=True) for j in range(1 - aheads, num_taps)}
         for x in (gate_BTF, up_BTF)
     ]
     inner = []  # of gate and of up, for the token i after each
@@ -169,7 +166,7 @@ def _gate_backward_on_gpu(ctx: Any, dy_BTF: Tensor) -> tuple[Tensor | None, ...]
 
 
 def _gate_taps(gate_BTF: Tensor, weight_C1K: Tensor, residual: bool) -> tuple[Tensor, ...]:
-    """Return the taps of gate and of up; the residual is 1 more of a token's own."""
+    """Return the taps of gate and of up; the residual adds 1 to the current token's."""
     weights = weight_C1K.split(gate_BTF.shape[2])
     taps = tuple(_taps_of(weight, sum_dtype(gate_BTF)) for weight in weights)
     if residual:
@@ -193,12 +190,12 @@ def _join(pieces: list[Tensor]) -> Tensor:
 
 
 def _rounded(pieces: list[Tensor], residual: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the pieces along T as one, plus `residual`, rounded to `dtype` once."""
+    """Return the concatenated pieces plus `residual`, rounded to `dtype` once."""
     if residual is not None:
         parts = residual.split([piece.shape[1] for piece in pieces], dim=1)
         if torch.compiler.is_compiling():
             pieces = [part + piece for part, piece in zip(parts, pieces, strict=True)]
-        else:  # the piece is ours alone
+        else:  # in place: nothing else uses the pieces
             pieces = [piece.add_(part) for part, piece in zip(parts, pieces, strict=True)]
     return _join([piece.to(dtype) for piece in pieces])
 
@@ -212,7 +209,7 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 
 
 def is_cuda(x: Tensor) -> bool:
-    """Return whether torch.compile gets the form for a GPU."""
+    """Return whether torch.compile uses the form for a GPU."""
     return x.device.type == "cuda"
 
 
@@ -220,16 +217,21 @@ def _taps_of(weight_C1K: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the taps in order, the current token's last: [K, C] of `dtype`."""
     if not torch.compiler.is_compiling():
         return weight_C1K[:, 0].T.to(dtype)
-    # contiguous: a tap is read for every token, and a `cat` is computed once
+    # contiguous, since a tap is read for every token; a `cat` is computed once
     return torch.stack([tap.to(dtype) for tap in weight_C1K[:, 0].unbind(1)])
 
 
 def convolve(
-    x_BTC: Tensor, taps_KC: Tensor, segments_BN: Segments, back: bool = False, again: bool = False
+    x_BTC: Tensor,
+    taps_KC: Tensor,
+    segments_BN: Segments,
+    *,
+    transposed: bool = False,
+    recompute: bool = False,
 ) -> list[Tensor]:
     """Return sum_j taps[K-1-j] * x_{t-j} in the dtype of the taps: pieces of [B, T, C] along T.
 
-    `back`: its transpose, of x_{t+j}. `again`: recomputed in backward; see `_shift`.
+    `transposed`: of x_{t+j}. `recompute`: in backward; see `_shift`.
     """
     x = x_BTC.to(taps_KC.dtype)
     num_tokens, reach = x.shape[1], len(taps_KC) - 1
@@ -238,18 +240,18 @@ def convolve(
         y = taps_KC[-1] * x
         for j in range(1, min(reach, num_tokens - 1) + 1):
             later, earlier = slice(j, None), slice(num_tokens - j)
-            to, source = (earlier, later) if back else (later, earlier)
+            to, source = (earlier, later) if transposed else (later, earlier)
             own = _same(segments_BN, reach + j, reach, num_tokens - j)
             y[:, to].addcmul_(_masked(x[:, source], own), taps_KC[reach - j])
         return [y]
     if is_cuda(x):
-        terms = [_shift(x_BTC, -j if back else j, again=again) for j in js]
-        owns = [_same_shifted(segments_BN, num_tokens, j, ahead=j if back else 0) for j in js]
+        terms = [_shift(x_BTC, -j if transposed else j, recompute=recompute) for j in js]
+        owns = [_same_shifted(segments_BN, num_tokens, j, ahead=j if transposed else 0) for j in js]
         return [_mix(terms, taps_KC, owns)]
     # (tokens, first token of the piece, its length), the padded border first
-    if back:
+    if transposed:
         if segments_BN is not None:
-            segments_BN = F.pad(segments_BN, (0, reach))  # of zeros in x, so of any segment
+            segments_BN = F.pad(segments_BN, (0, reach))  # any segment: x is 0 there
         cut, starts = max(0, num_tokens - reach), list(js)
         pieces = [(F.pad(x[:, cut:], (0, 0, 0, reach)), cut, num_tokens - cut), (x, 0, cut)]
     else:
@@ -259,15 +261,15 @@ def convolve(
     for tokens, first, length in pieces:
         if length > 0:
             place = reach + first
-            others = [place + j if back else place - j for j in js]
+            others = [place + j if transposed else place - j for j in js]
             owns = [_same(segments_BN, place, other, length) for other in others]
             terms = [tokens[:, start : start + length] for start in starts]
             sums.append(_mix(terms, taps_KC, owns))
-    return sums[::-1] if back else sums
+    return sums[::-1] if transposed else sums
 
 
 def weight_sums(d_BTC: Tensor, x_BTC: Tensor, num_taps: int, segments_BN: Tensor | None) -> Tensor:
-    """Return sum_{b,t} d_{t+j} * x_t, the gradient of tap K-1-j, [C, 1, K], bit by bit."""
+    """Return sum_{b,t} d_{t+j} * x_t, the gradient of tap K-1-j, as [C, 1, K]."""
     dtype = sum_dtype(x_BTC)
     d, x = d_BTC.to(dtype), x_BTC.to(dtype)
     num_tokens, reach = x.shape[1], num_taps - 1
@@ -293,7 +295,7 @@ def weight_sums(d_BTC: Tensor, x_BTC: Tensor, num_taps: int, segments_BN: Tensor
         own = _same(segments_BN, place, place + j, x.shape[1])
         return _masked(d[:, j : j + x.shape[1]] * x, own)
 
-    # inductor's CPU code walks down all tokens for 16 channels at a time: short walks stay in cache
+    # inductor's CPU code reduces all tokens for 16 channels at a time: chunks stay in cache
     chunk = CHUNK if x.device.type == "cpu" else 0
     whole = max(0, num_tokens - reach) // chunk * chunk if chunk else 0
     border, rest, js = F.pad(d[:, whole:], (0, 0, 0, reach)), x[:, whole:], range(num_taps)
@@ -317,16 +319,13 @@ def _token_sums(products: Sequence[Tensor]) -> Tensor:
     return sums.T[:, None]
 
 
-def _shift(x_BTC: Tensor, j: int, *, again: bool = False) -> Tensor:
-    """Return x_{t-j}, 0 where there is none; the form for a GPU.
-
-    `again`: by another operator than forward's, or torch's partitioner would save it.
-    """
+def _shift(x_BTC: Tensor, j: int, *, recompute: bool = False) -> Tensor:
+    """Return x_{t-j}; `recompute`: by another operator than forward's, which would be saved."""
     if j == 0:
         return x_BTC
     if abs(j) >= x_BTC.shape[1]:
         return torch.zeros_like(x_BTC)
-    if again and j > 0:
+    if recompute and j > 0:
         return F.pad(x_BTC[:, :-j], (0, 0, j, 0))
     return F.pad(x_BTC, (0, 0, j, -j))
 
@@ -358,7 +357,7 @@ def _same(segments_BN: Tensor | None, place: int, other: int, length: int) -> Te
 
 
 def _same_shifted(segments_BN: Segments, num_tokens: int, j: int, ahead: int = 0) -> Tensor | None:
-    """Return `_same` of the tokens t + `ahead` and t + `ahead` - j, [B, T, 1]."""
+    """Return `_same` of tokens t + `ahead` and t + `ahead` - j, [B, T, 1]."""
     if segments_BN is None:
         return None
     place = segments_BN.shape[1] - num_tokens + min(ahead, num_tokens - 1)

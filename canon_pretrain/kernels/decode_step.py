@@ -1,7 +1,7 @@
-"""Canon for a sequence that is read in parts; `model/cache.py` holds a `CanonMemory` per site.
+"""Canon with a cache; `model/cache.py` holds a `CanonMemory` per site.
 
-It remembers sums, not inputs: what the tokens so far add to each of the next P outputs. All sites
-read a single token together (`CanonStep`): starting kernels is a token's time (NOTES.md).
+The state is not the last inputs, but what the tokens so far add to each of the next P outputs. All
+sites process a single token together (`CanonStep`), because launches dominate its time (NOTES.md).
 
 Shapes: B rows, T tokens, C channels (in `CanonStep` those of all sites), K taps of the kernel,
 P = K - 1, N = P + T.
@@ -34,32 +34,29 @@ class CanonMemory:
         shape = (self._reach, x_BTC.shape[0], 1, num_channels)
         self._sums_PB1C = self._taps_K11C.new_zeros(shape)  # [i]: for the i-th next output
         self._widths: list[int] = []  # of the parts
-        self._has_tokens = False  # a token
+        self._has_tokens = False
         self._step: CanonStep | None = None
         self._slot = 0
-        # in `_step`, for each part: what earlier tokens add to its output, and its own tap
+        # in `_step`, per part: what earlier tokens add to its output, and the current token's tap
         self._own: list[tuple[Tensor, Tensor]] = []
 
     def _taps(self, weight_C1K: Tensor, x_BTC: Tensor) -> Tensor:
-        """Return the taps as a token needs them, [K, 1, 1, C]: its own first."""
+        """Return the taps, the current token's first, [K, 1, 1, C]."""
         taps_KC = weight_C1K[:, 0].T.flip(0).to(sum_dtype(x_BTC))
-        if self._residual and not self._activation:  # the residual is 1 more of the own tap
+        if self._residual and not self._activation:  # the residual adds 1 to the first tap
             taps_KC = torch.cat((taps_KC[:1] + 1, taps_KC[1:]))
         return taps_KC[:, None, None].contiguous()
 
     def read(
         self, parts: Parts, weight_C1K: Tensor, segments_BN: Segments = None, backend: str = "auto"
     ) -> Parts:
-        """Return `canon_reference` over all tokens for the next ones, whose channels are `parts`.
-
-        Without segments they continue the last one's. `backend` reads more than P tokens.
-        """
+        """Append `parts`, in the last segment if None; return their outputs."""
         if self._step is not None:
             if self._step.is_open and not torch.compiler.is_compiling():
                 return self._step_parts(self._step, parts)
             self._step.is_stale = True
         self._widths = [part.shape[2] for part in parts]
-        if torch.is_grad_enabled():  # of this weight, which may be another tensor than at first
+        if torch.is_grad_enabled():  # the weight may be another tensor than at first
             self._taps_K11C = self._taps(weight_C1K, parts[0])
         num_tokens, reach = parts[0].shape[1], self._reach
         if not num_tokens:
@@ -81,7 +78,7 @@ class CanonMemory:
         return outputs
 
     def _after_past(self, parts: Parts, outputs: Parts, segments_BN: Segments) -> Parts:
-        """Add the tokens before to `outputs`, which were computed without them."""
+        """Add the contribution of earlier tokens to `outputs`."""
         reach = self._reach
         differentiable = torch.is_grad_enabled()
         is_exact = parts[0].dtype == self._sums_PB1C.dtype and not self._activation
@@ -99,7 +96,7 @@ class CanonMemory:
         return outputs
 
     def select_rows(self, rows_N: Tensor) -> "CanonMemory":
-        """Return a memory of the rows of these indices, in this order; self is not changed."""
+        """Return a new memory of these rows, in this order."""
         taken = copy.copy(self)
         taken._sums_PB1C, taken._step = self._sums_PB1C[:, rows_N], None
         return taken
@@ -112,7 +109,7 @@ class CanonMemory:
         return steps[0] if len(steps) == 1 else torch.cat(steps, dim=1)
 
     def _add(self, x_B1C: Tensor, same_B11: Tensor | None) -> Tensor:
-        """Add one token; return its sum. `same_B11`: false where a row begins another segment."""
+        """Append one token; return its sum. `same_B11`: whether the segment continues, per row."""
         self._has_tokens = True
         window_KB1C = F.pad(self._sums_PB1C, (0, 0, 0, 0, 0, 0, 0, 1))
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -145,10 +142,7 @@ class CanonMemory:
 
 
 class CanonStep:
-    """The next token of all `memories`, whose sums become views of one tensor.
-
-    Between `begin` and `end` each is read once. `is_stale`: one has been read otherwise since.
-    """
+    """The next token of all `memories`, read between `begin` and `end`; stale if read outside."""
 
     def __init__(self, memories: Sequence[CanonMemory]) -> None:
         self.memories = memories
@@ -197,7 +191,7 @@ class CanonStep:
 
 
 def group_steps(memories: Sequence[CanonMemory], earlier: list[CanonStep]) -> list[CanonStep]:
-    """Return steps that read the next token of all `memories`: the `earlier` ones if they do."""
+    """Return the steps of all `memories`, one per device and dtype; the `earlier` ones if valid."""
     held = [memory for step in earlier for memory in step.memories if not step.is_stale]
     if len(held) == len(memories) and all(a is b for a, b in zip(held, memories, strict=True)):
         return earlier
@@ -209,7 +203,7 @@ def group_steps(memories: Sequence[CanonMemory], earlier: list[CanonStep]) -> li
 
 
 def _continues_segment(segments_BN: Tensor | None, token: int, reach: int) -> Tensor | None:
-    """Return whether `token` is in its predecessor's segment, bool [B, 1, 1]; None if all are."""
+    """Return whether `token` is in its predecessor's segment, bool [B, 1, 1]; None if always."""
     if segments_BN is None:
         return None
     place = reach + token

@@ -1,7 +1,4 @@
-"""The GPUs, memory and speed of this node, asked by training, evaluation, preflight and benches.
-
-Functions import torch themselves: what must start fast may import this module.
-"""
+"""The GPUs, memory and speed of this node; torch is imported lazily."""
 
 import glob
 import os
@@ -38,13 +35,13 @@ THROTTLE_REASONS = (
 
 
 def find_gpu() -> str | None:
-    """Return what shows that this node has an NVIDIA GPU, usable or not; None if nothing does."""
+    """Return evidence of an NVIDIA GPU, usable or not; None if there is none."""
     lines = [f"nvidia-smi: {x}" for x in _nvidia_smi("-L").splitlines() if x.startswith("GPU ")]
     return next(iter([*sorted(glob.glob(DEVICE_FILES)), *lines]), None)
 
 
 def check_cuda() -> None:
-    """Raise UserError if this node has a GPU that torch can't use, unless the CPU is asked for."""
+    """Raise UserError if torch can't use this node's GPU, unless CUDA_VISIBLE_DEVICES hides it."""
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -62,7 +59,6 @@ def check_cuda() -> None:
         f"{torch.__version__} can't use it: {reason}. Repair the driver or install a build of "
         "torch for it; to use the CPU, set CUDA_VISIBLE_DEVICES= (empty)",
         evidence=evidence,
-        reason=reason,
     )
 
 
@@ -74,7 +70,7 @@ def matmul_flops(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Return the FLOP/s of square products, repeated until a GPU is as warm as in training."""
+    """Return the FLOP/s of square matrix products, repeated for about `seconds`."""
     import torch
 
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -83,7 +79,7 @@ def matmul_flops(
 
 
 def copy_bandwidth(source: "torch.Tensor", target: "torch.Tensor", *, seconds: float) -> float:
-    """Return the bytes read and written per second by copies, repeated for about `seconds`."""
+    """Return the bytes read and written per second, repeating copies for about `seconds`."""
     return (
         2
         * source.nbytes
@@ -109,7 +105,7 @@ def _steps_per_second(step: Callable[[], Any], seconds: float, clock: Callable[[
 
 
 def query_gpu(gpu: str) -> dict[str, Any] | None:
-    """Return the GPU_FACTS of `gpu` (nvidia-smi's index or UUID) now, None for one it lacks."""
+    """Return the current GPU_FACTS of `gpu` (nvidia-smi's index or UUID); None if unknown."""
     query = f"--query-gpu={','.join(GPU_FACTS.values())}"
     line = _nvidia_smi(f"--id={gpu}", query, "--format=csv,noheader,nounits").strip()
     words = [word.strip() for word in line.split(",")]
@@ -132,13 +128,13 @@ def _nvidia_smi(*arguments: str) -> str:
 
 
 def numa_cores(gpu: int, root: Path = Path("/")) -> set[int]:
-    """Return the cores of the NUMA node that has `gpu`; none if the system names none."""
+    """Return the cores of the NUMA node of `gpu`; empty if unknown."""
     import torch
 
     place: Any = torch.cuda.get_device_properties(gpu)
     name = f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0"
     node = _read(root / "sys/bus/pci/devices" / name / "numa_node").strip()
-    if not node.isdigit():  # -1: not known, as in many virtual machines
+    if not node.isdigit():  # -1: unknown, as in many virtual machines
         return set()
     cpulist = _read(root / f"sys/devices/system/node/node{node}/cpulist")
     ranges = re.findall(r"(\d+)(?:-(\d+))?", cpulist)
@@ -146,7 +142,7 @@ def numa_cores(gpu: int, root: Path = Path("/")) -> set[int]:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of main memory for new work: available, within every cgroup's limit."""
+    """Return the bytes of available main memory, within every cgroup's limit."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     if found := re.search(r"^MemAvailable:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE):
         limits.append(1024 * int(found[1]))
@@ -158,7 +154,7 @@ def available_memory(root: Path = Path("/")) -> int:
         elif controllers:
             continue
         texts = [_read(top / folder / file).strip() for folder in (inner, *inner.parents)]
-        # else it is "max", or not visible from a container
+        # otherwise "max", or not visible in a container
         limits += [int(text) for text in texts if text.isdigit()]
     return min(limits)
 
@@ -171,7 +167,7 @@ def _read(path: Path) -> str:
 
 
 def cpu_info(field: str) -> str:
-    """Return a field of /proc/cpuinfo; empty elsewhere than on Linux."""
+    """Return a field of /proc/cpuinfo; empty without it."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((ln.partition(":")[2].strip() for ln in lines if ln.startswith(field)), "")

@@ -1,7 +1,7 @@
-"""The head's matrix product and the cross-entropy after it, a few thousand tokens at a time.
+"""The head's matrix product and the cross-entropy, in chunks of tokens.
 
-Logits exist for one chunk of tokens: forward computes its gradient at once and multiplies it into
-those of the head's input and weight.
+Logits exist for one chunk at a time: forward computes their gradient at once, and from it those of
+the head's input and weight.
 
 Shapes: N tokens, D hidden, V vocabulary, C tokens of a chunk.
 """
@@ -33,11 +33,11 @@ def linear_cross_entropy(
     squared_loss: float = 0.0,
     compile_backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy of each token, detached, and the sum that is minimized.
+    """Return the cross-entropy of each token, detached, and the objective.
 
-    The cross-entropy l of the logits h W^T is in nats [N], 0 where the label is IGNORE_INDEX. The
-    sum is over l + z_loss (logsumexp of the logits)^2 + squared_loss l^2 of the other tokens.
-    Logits have the inputs' dtype; all after them is in `sum_dtype` until backward returns.
+    The cross-entropy l of the logits h W^T is in nats [N], 0 if the label is IGNORE_INDEX. The
+    objective is the sum of l + z_loss (logsumexp of the logits)^2 + squared_loss l^2 over the other
+    tokens. Logits have the inputs' dtype; later values are in `sum_dtype` until backward returns.
     """
     terms = (z_loss, squared_loss)
     if torch.is_grad_enabled() and (h_ND.requires_grad or weight_VD.requires_grad):
@@ -103,12 +103,12 @@ def _concat(parts: list[Tensor]) -> Tensor:
 def _score(
     logits_CV: Tensor, labels_C: Tensor, terms: Terms
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return log p [C, V]; cross-entropy, the terms beside it and logsumexp if it is one, [C]."""
+    """Return log p [C, V]; cross-entropy, other terms, logsumexp (None without z-loss), [C]."""
     z_loss, squared_loss = terms
     log_p_CV = F.log_softmax(logits_CV.to(sum_dtype(logits_CV)), dim=-1)
     nats_C = F.nll_loss(log_p_CV, labels_C, reduction="none", ignore_index=IGNORE_INDEX)
     if not z_loss:
-        # a factor of 0 must make no NaN of an infinite square
+        # 0 times an infinite square would be NaN
         squared_C = squared_loss * nats_C.square() if squared_loss else torch.zeros_like(nats_C)
         return log_p_CV, nats_C, squared_C, None
     own_C = logits_CV.gather(1, labels_C.clamp(min=0)[:, None])[:, 0]
@@ -119,15 +119,15 @@ def _score(
 def _differentiate(
     logits_CV: Tensor, labels_C: Tensor, terms: Terms
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return both of `_score`, and the derivative of their sum by the logits, in their dtype."""
+    """Return cross-entropy and other terms, and the gradient of their sum by the logits."""
     z_loss, squared_loss = terms
     log_p_CV, nats_C, added_C, z_C = _score(logits_CV, labels_C, terms)
     is_real_C = labels_C != IGNORE_INDEX
-    by_nats_C = is_real_C * (1 + 2 * squared_loss * nats_C)  # of the sum, by l
-    by_z_C = by_nats_C  # and by logsumexp: l holds it too
+    by_nats_C = is_real_C * (1 + 2 * squared_loss * nats_C)  # derivative by l
+    by_z_C = by_nats_C  # by logsumexp, also through l
     if z_C is not None:
         by_z_C = by_nats_C + 2 * z_loss * z_C * is_real_C
-    # softmax times the one, less the other at the label
+    # softmax * by_z - by_nats at the label
     label_C1 = labels_C.clamp(min=0)[:, None]
     at_label_C1 = log_p_CV.gather(1, label_C1).exp() * by_z_C[:, None] - by_nats_C[:, None]
     grad_CV = log_p_CV.exp_().mul_(by_z_C[:, None]).to(logits_CV.dtype)
@@ -144,7 +144,7 @@ def _matmul(a: Tensor, b: Tensor, onto: Tensor | None = None) -> Tensor:
 
 
 def _widen(x: Tensor) -> Tensor:
-    """Return a factor of `_matmul`: in `sum_dtype`, unless the product can sum halves in it."""
+    """Return x in `sum_dtype`, except on a GPU, whose products accumulate in it."""
     return x if x.device.type == "cuda" else x.to(sum_dtype(x))
 
 

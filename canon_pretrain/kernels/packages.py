@@ -1,7 +1,6 @@
-"""Canon by the GPU kernels of other packages: causal-conv1d (CUDA) and fla-core (Triton).
+"""Canon by the GPU kernels of causal-conv1d (CUDA) and fla-core (Triton).
 
-One custom operator is around both packages' forward functions and one around those for backward:
-blocks stay one graph.
+Custom operators wrap the packages' functions, so that blocks compile to one graph.
 
 Shapes: B batch, T tokens, C channels, K taps of the kernel, N = K - 1 + T.
 """
@@ -23,7 +22,7 @@ CONV1D_TAPS = (2, 3, 4)
 
 
 class Package(NamedTuple):
-    """Where a package's functions for forward and backward are, and how it is installed."""
+    """A package's functions for forward and backward, and how to install it."""
 
     module: str
     functions: str
@@ -37,21 +36,21 @@ PACKAGES = {
         "causal_conv1d",
         "causal_conv1d.cpp_functions",
         ("causal_conv1d_fwd_function", "causal_conv1d_bwd_function"),
-        (1, 6),  # before, the weight's gradient is added up by atomics
+        (1, 6),  # earlier versions sum the weight's gradient by atomics
         "pip install --no-build-isolation 'causal-conv1d>=1.6,<2'",
     ),
     "fla": Package(
         "fla",
         "fla.modules.causal_conv1d",
         ("causal_conv1d_fwd", "causal_conv1d_bwd"),
-        (0, 6),
+        (0, 6),  # autotunes: its weight gradient may differ between processes
         "pip install 'fla-core>=0.6,<0.7'",
     ),
 }
 
 
 def package_problem(backend: str) -> str | None:
-    """Return why the package of `backend` can't be used here, or None; no kernel is tried."""
+    """Return why the package of `backend` is unavailable, or None; runs no kernel."""
     package = PACKAGES[backend]
     if importlib.util.find_spec(package.module) is None:
         return f"the package {package.module} is not installed: {package.install}"
@@ -75,11 +74,7 @@ def package_problem(backend: str) -> str | None:
 def canon_by_package(
     backend: str, x_BTC: Tensor, weight_C1K: Tensor, segments_BN: Segments = None, **kind: bool
 ) -> Tensor:
-    """Compute `canon_reference` by the kernels of a package, or `canon_compiled` what they refuse.
-
-    Sums are float32, rounded once; with both of `kind` causal-conv1d's y and fla's dx twice. fla
-    times its blocks: its weight gradient may round differently in another process.
-    """
+    """Compute `canon_reference` by a package, or by `canon_compiled` if unsupported."""
     fits = x_BTC.device.type in DEVICE_TYPES and weight_C1K.device == x_BTC.device
     fits &= x_BTC.dtype in DTYPES and weight_C1K.dtype in DTYPES and x_BTC.numel() > 0
     takes = weight_C1K.shape[2] in CONV1D_TAPS and x_BTC.shape[2] % 8 == 0
@@ -87,9 +82,9 @@ def canon_by_package(
         return canon_compiled(x_BTC, weight_C1K, segments_BN=segments_BN, **kind)
     residual, activation = kind["residual"], kind["activation"]
     taps_CK = weight_C1K[:, 0].float()
-    if residual and not activation:  # the residual is 1 more of a token's own tap
+    if residual and not activation:  # the residual adds 1 to the current token's tap
         taps_CK = taps_CK + F.pad(taps_CK.new_ones(1), (taps_CK.shape[1] - 1, 0))
-    # causal-conv1d leaves out places below 0, which are our padding
+    # causal-conv1d skips segments below 0, which are our padding
     segments_BT = None if segments_BN is None else segments_BN[:, taps_CK.shape[1] - 1 :] + 1
     kinds = residual and activation, activation
     y_BTC: Tensor = package_forward(x_BTC, taps_CK, segments_BT, backend, *kinds)
@@ -128,8 +123,7 @@ def package_backward(
     dx_BTC = x.new_empty(x.shape)
     segments = None if segments is None else segments.contiguous()
     both = _channels_last(x), taps, None, _channels_last(dy), segments
-    # It adds up in a fixed order only under torch's flag. Set directly:
-    # torch.use_deterministic_algorithms sets inductor's options too
+    # deterministic only under this flag; use_deterministic_algorithms also sets inductor's options
     wanted = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch._C._set_deterministic_algorithms(True, warn_only=True)
@@ -170,7 +164,7 @@ def _function(backend: str, index: int) -> Any:
 
 
 def _channels_last(x_BTC: Tensor) -> Tensor:
-    """Return [B, C, T], in memory as [B, T, C] from a multiple of 16 bytes, as the kernels read."""
+    """Return [B, C, T], in memory as [B, T, C] aligned to 16 bytes."""
     x_BTC = x_BTC.contiguous()
     if x_BTC.data_ptr() % 16:
         x_BTC = x_BTC.clone()

@@ -1,7 +1,6 @@
 """The description of a model: its sizes, its variant, and its parameter and FLOP counts.
 
-Letters: L layers, D hidden, H heads, G key-value heads, K head dim, F ffn dim, V vocabulary, T
-tokens.
+Letters: L layers, D hidden, H heads, G key-value heads, K head dim, F ffn dim, V vocabulary.
 """
 
 import math
@@ -162,11 +161,8 @@ def _check(args: ModelArgs) -> None:
         expected = f"a token id below vocab_size = {args.vocab_size}, for document_mask"
         raise _out_of_range("eos_id", args.eos_id, expected)
     if args.ffn_activation == "gelu" and args.ffn != "standard":
-        raise UserError(
-            "model.conflict",
-            'ffn_activation = "gelu" needs ffn = "standard"',
-            name="ffn_activation",
-        )
+        message = 'ffn_activation = "gelu" needs ffn = "standard"'
+        raise UserError("model.conflict", message, name="ffn_activation")
     for whole, part in (("dim", "num_heads"), ("num_heads", "kv_heads")):
         if getattr(args, whole) % getattr(args, part):
             raise UserError(
@@ -179,11 +175,11 @@ def _check(args: ModelArgs) -> None:
     _check_position(args)
     for name in ("canon_kernel", "canon_residual", "canon_activation", "canon_trainable"):
         if not args.canon_set and (given := getattr(args, name)) != getattr(ModelArgs, name):
-            message = (
-                f"{name} = {str(given).lower()} changes nothing in a model without Canon layers "
-                f'(canon_set = ""); name the sites in canon_set, or omit {name}'
+            raise UserError(
+                "model.conflict",
+                f'{name} = {str(given).lower()} needs Canon layers, but canon_set = ""',
+                name=name,
             )
-            raise UserError("model.conflict", message, name=name)
 
 
 def _out_of_range(name: str, given: float, expected: str) -> UserError:
@@ -193,9 +189,8 @@ def _out_of_range(name: str, given: float, expected: str) -> UserError:
 
 def _check_position(args: ModelArgs) -> None:
     if args.partial_rope_dim:
-        given = f"partial_rope_dim = {args.partial_rope_dim}"
         if args.position != "partial_rope_c":
-            message = f'{given} is for partial_rope_c, not "{args.position}"; omit it'
+            message = f'partial_rope_dim needs position = "partial_rope_c", not "{args.position}"'
             raise UserError("model.conflict", message, name="partial_rope_dim")
         if args.partial_rope_dim % 2 or args.partial_rope_dim >= args.head_dim:
             expected = f"an even number below the head dim, {args.head_dim}, or 0 for a quarter"
@@ -205,15 +200,16 @@ def _check_position(args: ModelArgs) -> None:
     divisors |= {"partial_rope_b": (4, 2), "partial_rope_c": (1, 2 if args.partial_rope_dim else 8)}
     heads_divisor, dims_divisor = divisors.get(args.position, (1, 1))
     name = "num_heads" if args.position == "h_alibi" or not args.num_kv_heads else "num_kv_heads"
-    if getattr(args, name) % heads_divisor or args.head_dim % dims_divisor:
-        raise UserError(
-            "model.not_divisible",
-            f'position = "{args.position}" got {name} = {getattr(args, name)} and a head dim of '
-            f"{args.head_dim} (dim / num_heads): expected multiples of {heads_divisor} and "
-            f"{dims_divisor}; change dim or the heads, or choose another position",
-            name=name if getattr(args, name) % heads_divisor else "head_dim",
-            divisor=heads_divisor if getattr(args, name) % heads_divisor else dims_divisor,
-        )
+    sizes = {name: (getattr(args, name), heads_divisor), "head_dim": (args.head_dim, dims_divisor)}
+    for size, (given, divisor) in sizes.items():
+        if given % divisor:
+            raise UserError(
+                "model.not_divisible",
+                f'position = "{args.position}" needs a {size} (dim / num_heads for head_dim) that '
+                f"is a multiple of {divisor}, not {given}",
+                name=size,
+                divisor=divisor,
+            )
 
 
 def num_parameters(args: ModelArgs) -> int:
@@ -235,10 +231,7 @@ FLOPS_FORMULA = "PaLM's formula, 6(N - embeddings) + 12LHKT, causality not halve
 
 
 def flops_per_token(args: ModelArgs, seq_len: int) -> int:
-    """Return the training FLOPs of one token, 6 (N - V D) + 12 L H K T, as torchtitan counts them.
-
-    PaLM's formula (Chowdhery et al. 2022, appendix B); the token embedding is not counted.
-    """
+    """Return 6 (N - V D) + 12 L H K T (PaLM, Chowdhery et al. 2022), as torchtitan does."""
     embedding = 0 if args.tie_embeddings else args.vocab_size * args.dim
     attention = 12 * args.num_layers * args.num_heads * args.head_dim * seq_len
     return 6 * (num_parameters(args) - embedding) + attention

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -87,10 +87,7 @@ class Attend(nn.Module):
     def mask(
         self, num_queries: int, segments_BS: Tensor | None, num_keys: int, device: torch.device
     ) -> Mask:
-        """Return the mask of the last `num_queries` of `num_keys` tokens; None: plain causal.
-
-        `segments_BS` (int32): the segment of each key, or None if there is one segment.
-        """
+        """Return the mask of the last `num_queries` of `num_keys` tokens; None if plain causal."""
         whole, offset = num_queries == num_keys, num_keys - num_queries
         num_heads, windowed = self.args.num_heads, self.args.position == "h_alibi"
         name = self.implementation(device.type, masked=segments_BS is not None)
@@ -114,7 +111,10 @@ class Attend(nn.Module):
         if name == "flex" and whole:
             heads = num_heads if windowed else None
             sizes = rows, heads, num_queries, num_keys
-            return _block_mask(device)(mask_mod, *sizes, device=device.type)
+            on_cpu = device.type == "cpu"
+            create = create_block_mask if on_cpu else _compiled(create_block_mask)
+            block_mask: BlockMask = create(mask_mod, *sizes, device=device.type)
+            return block_mask
         if segments_BS is None and not windowed and (whole or num_queries == 1):
             return None
         places = [
@@ -149,7 +149,8 @@ class Attend(nn.Module):
         options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal}
         if self.args.kv_heads != num_heads:
             options["enable_gqa"] = True
-        with _kernels(self.backend, q.device):
+        order = _SDPA_ORDERS[self.backend]
+        with sdpa_kernel(order, set_priority=True) if q.is_cuda else nullcontext():
             return F.scaled_dot_product_attention(q, k, v, **options).to(dtype)
 
     def _flex(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
@@ -161,7 +162,9 @@ class Attend(nn.Module):
         options: dict[str, Any] = {"enable_gqa": self.args.kv_heads != num_heads}
         if self.args.position == "alibi":
             options["score_mod"] = alibi
-        y: Tensor = _flex_attention(q.device)(q, k, v, block_mask=mask, **options)
+        is_plain = torch.compiler.is_compiling() or q.device.type == "cpu"
+        flex = flex_attention if is_plain else _compiled(flex_attention)
+        y: Tensor = flex(q, k, v, block_mask=mask, **options)
         return y
 
 
@@ -272,27 +275,12 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # eager flex attention makes all scores at once, as does eager create_block_mask
+    # without compilation, flex attention and create_block_mask materialize all scores
     return torch.compile(function)
 
 
-def _kernels(backend: str, device: torch.device) -> AbstractContextManager[Any]:
-    on_gpu = device.type == "cuda"
-    return sdpa_kernel(_SDPA_ORDERS[backend], set_priority=True) if on_gpu else nullcontext()
-
-
-def _flex_attention(device: torch.device) -> Callable[..., Any]:
-    if torch.compiler.is_compiling() or device.type == "cpu":
-        return flex_attention
-    return _compiled(flex_attention)
-
-
-def _block_mask(device: torch.device) -> Callable[..., BlockMask]:
-    return create_block_mask if device.type == "cpu" else _compiled(create_block_mask)
-
-
 def _flash_attn_func() -> Callable[..., Tensor]:
-    # torch.compile can look into sys.modules, and can't import
+    # torch.compile can trace sys.modules, but not an import
     module = sys.modules.get("flash_attn") or importlib.import_module("flash_attn")
     function: Callable[..., Tensor] = module.flash_attn_func
     return function

@@ -35,10 +35,7 @@ def rope_tables(num_tokens: int, rope_dim: int, theta: float) -> tuple[Tensor, T
 
 
 def apply_rope(x_BTHK: Tensor, cos_TR: Tensor, sin_TR: Tensor, rope_heads: int) -> Tensor:
-    """Rotate the first 2R dims of the first `rope_heads` heads, in float32; copy the rest.
-
-    Pair i of token t turns by its angle: (a, b) -> (a cos - b sin, a sin + b cos).
-    """
+    """Rotate pairs (a, b) of the first 2R dims of `rope_heads` heads, in float32; copy the rest."""
     rope_dim = 2 * cos_TR.shape[1]
     heads, still_heads = x_BTHK[:, :, :rope_heads], x_BTHK[:, :, rope_heads:]
     moving, still_dims = heads[..., :rope_dim], heads[..., rope_dim:]
@@ -55,10 +52,7 @@ def apply_rope(x_BTHK: Tensor, cos_TR: Tensor, sin_TR: Tensor, rope_heads: int) 
 
 
 class Rope(nn.Module):
-    """The rotation, with its float32 tables, shared by all blocks of a model.
-
-    The tables are not arguments of a block, which FSDP2's mixed precision casts to bfloat16.
-    """
+    """The rotation, with float32 tables, shared by all blocks; FSDP2 would cast table arguments."""
 
     cos_TR: Tensor
     sin_TR: Tensor
@@ -93,10 +87,7 @@ class Rope(nn.Module):
 
 
 class Attention(nn.Module):
-    """q, k, v -> QK-norm -> Canon-B over [q|k|v] -> heads -> rotation -> causal softmax -> wo.
-
-    Per-head QK-norm comes after the split into heads. `rope` and `attend` are the model's.
-    """
+    """q, k, v -> QK-norm -> Canon-B over [q|k|v] -> heads -> rotation -> causal softmax -> wo."""
 
     def __init__(
         self, args: ModelArgs, rope: Rope | None, attend: Attend, canon_backend: str = "auto"

@@ -1,7 +1,7 @@
 """A model's cache for generation: segments, keys, values and Canon's state.
 
 Canon's state is what the last K - 1 inputs of every site add to the next outputs
-(kernels/decode_step.py); without it a prompt read in chunks would differ from one read at once.
+(kernels/decode_step.py).
 
 Attention and Canon mix a token only with earlier ones of its segment: a document if the model masks
 documents, else the row; padding is its own segment.
@@ -32,10 +32,7 @@ def document_numbers(tokens_BT: Tensor, eos_id: int, first_B: Tensor | None = No
 
 
 def window_segments(segments_BS: Tensor, num_tokens: int, reach: int) -> Tensor:
-    """Return the segments of the last `num_tokens` tokens and of the `reach` tokens before them.
-
-    int32 [B, P + T], BEFORE_START before the first token.
-    """
+    """Return the last `num_tokens` segments and `reach` before them, int32 [B, P + T]."""
     missing = max(0, num_tokens + reach - segments_BS.shape[1])
     last = segments_BS[:, max(0, segments_BS.shape[1] - num_tokens - reach) :]
     return torch.nn.functional.pad(last, (missing, 0), value=BEFORE_START)

@@ -27,10 +27,9 @@ Stream = Tensor | Parts
 
 
 class Canon(nn.Module):
-    """The Canon layer of `site`, a letter of args.canon_set, with the options of `args`.
+    """The Canon layer of `site`, a letter of args.canon_set.
 
-    `weight` is [C, 1, K], the layout of a depthwise `nn.Conv1d`: the last tap is the current
-    token's. It requires no gradient in cst-Canon.
+    `weight` is [C, 1, K] as in a depthwise `nn.Conv1d`: the last tap is the current token's.
     """
 
     def __init__(self, args: ModelArgs, site: str, backend: str = "auto") -> None:
@@ -117,10 +116,7 @@ def norm_canon(
     *,
     readers: int = 1,
 ) -> tuple[Tensor, Stream]:
-    """Return h + added and Canon(norm(h + added)), [B, T, D].
-
-    If Canon's backend has one kernel for it, the second is a tuple, one tensor per reader.
-    """
+    """Return h + added and Canon(norm(h + added)), [B, T, D]; if fused, once per reader."""
     # in an export, an adapter (PEFT) may wrap `canon`
     if isinstance(canon, Canon) and isinstance(norm, nn.RMSNorm) and cache is None:
         if fused := triton_kernels(canon.backend, h_BTD):

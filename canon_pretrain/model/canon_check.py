@@ -36,10 +36,7 @@ class CanonMismatch(Exception):
 
 
 class Case(NamedTuple):
-    """A module of activations [B, T, C] of `widths`.
-
-    `moved`: the least elements read and written per token, in forward and in backward.
-    """
+    """A module of activations [B, T, C]; `moved`: the least elements per token and direction."""
 
     name: str
     widths: tuple[int, ...]
@@ -135,10 +132,7 @@ class _Heads(Attention):
 def training_problem(
     args: ModelArgs, backend: str, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Return why a training step of `args` must not use `backend` on `device`, or None.
-
-    `shape`: rows and tokens of a micro-batch; rows past MAX_TOKENS are not checked.
-    """
+    """Return why a training step with micro-batches of `shape` must not use `backend`, or None."""
     if problem := backend_problem(backend, device.type, dtype):
         return problem
     # the backend would silently fall back to `compiled`
@@ -189,11 +183,7 @@ def make_inputs(
 def compare(
     case: Case, module: nn.Module, run: Run, inputs: Sequence[Tensor], segments_BN: Segments = None
 ) -> float:
-    """Return the largest error of `run` (`module`, or it compiled) against float64.
-
-    Relative to the value plus the root mean square around it. Raises CanonMismatch if it is more
-    than rounding.
-    """
+    """Return the largest error of `run` against float64. Raises CanonMismatch."""
     weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
     options: dict[str, Any] = {} if segments_BN is None else {"segments_BN": segments_BN}
     outputs = run(*inputs, **options)

@@ -47,9 +47,9 @@ def generate(
     with a joint probability of `top_p`. `generator` draws one number per prompt and position
     beforehand, so answers do not depend on batches.
 
-    `batch_tokens` limits the tokens of a batch's cache, answers included; a longer sequence is a
-    batch by itself. `read_tokens` limits the prompt tokens per forward pass. On a sharded model all
-    ranks must pass the same prompts. Raises UserError for bad arguments before computing anything.
+    `batch_tokens` limits a batch's cache, answers included, except for a longer single sequence;
+    `read_tokens` the prompt tokens per forward pass. On a sharded model all ranks must pass the
+    same prompts. Raises UserError for bad arguments before computing anything.
     """
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     _check_prompts(model, prompts, limits)
@@ -100,10 +100,7 @@ def generate(
 def sample(
     logits_BV: Tensor, draws_B: Tensor, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
-    """Return the first id whose cumulative probability exceeds `draws_B` in [0, 1), int64 [B].
-
-    Raises UserError for logits that are not finite.
-    """
+    """Return the first id whose cumulative probability exceeds `draws_B` in [0, 1), int64 [B]."""
     ranked_BV, ids_BV = (logits_BV.double() / temperature).sort(descending=True, stable=True)
     if top_k:
         ranked_BV[:, top_k:] = -torch.inf

@@ -123,10 +123,7 @@ def head_output(
 
 
 class Transformer(nn.Module):
-    """The model of `args`, not usable before `init_weights` (or a loaded checkpoint).
-
-    Backends: see `Attend`, `kernels/backends.py`. Raises UserError for an unavailable one.
-    """
+    """The model of `args`, not usable before `init_weights` or a loaded checkpoint."""
 
     def __init__(
         self, args: ModelArgs, *, attention_backend: str = "auto", canon_backend: str = "auto"
@@ -221,11 +218,7 @@ class Transformer(nn.Module):
     def init_weights(
         self, write: Writer | None = None, buffer_device: torch.device | None = None
     ) -> None:
-        """Initialize every parameter, and recompute the rotary tables on `buffer_device`.
-
-        `write(parameter, initial_value)` stores this process's shard; by default the whole value.
-        Raises ValueError on the meta device.
-        """
+        """Initialize every parameter by `write`, by default whole; recompute the rotary tables."""
         for name, parameter in self.named_parameters():
             value = initial_value(self.args, name, parameter.shape)
             if write is not None:
