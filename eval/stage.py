@@ -124,7 +124,7 @@ def _process_each(
         except hub.HubUnavailable:
             raise
         except UserError as error:
-            line = f"failed: {error}"
+            line = f"error[{error.code}]: {error}"
             failed.append(data.key)
         print(f"[{number}/{len(chosen)}] {data.key}: {line}", flush=True)
     if failed:

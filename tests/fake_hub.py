@@ -210,7 +210,7 @@ for line in sys.stdin:
     try:
         execute(parser.parse_args(asked["words"]))
     except UserError as error:
-        print("error:", error)
+        print(f"error[{error.code}]: {error}")
     print("----", flush=True)
 """
 

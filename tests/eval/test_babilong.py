@@ -116,6 +116,7 @@ DEFAULT_PROMPTS_ZEYUAN = {
     'qa2': {'instruction': 'Do it.', 'examples': 'E', 'post_prompt': 'Say so.'},
 }
 """
+PARTS = {"instruction": "Do it.", "examples": "E", "post_prompt": "Say so."}
 LAYOUT = "{instruction}|{examples}|{post_prompt}|{context}|{question}|A:"
 
 
@@ -129,11 +130,12 @@ def test_prompts_can_be_replaced(tmp_path):
     assert read_prompts("qa1", path).sha256 != prompts.sha256
     path = tmp_path / "prompts.py"
     path.write_text(RELEASE)
-    end = filled("", []).lstrip()
-    assert read_prompts("qa1", path).of("C", "Q ") == f"Do it.\n\nE1\n\nE2 {{x}}\n\n{end}"
-    assert read_prompts("qa2", str(path)).of("C", "Q ") == f"Do it. Say so.\n\nE\n\n{end}"
+    known = {"qa1": "Do it.\n\nE1\n\nE2 {x}", "qa2": "Do it. Say so.\n\nE"}
+    for task, text in known.items():
+        assert read_prompts(task, path).of("C", "Q ") == filled(text, [])
     path.write_text(RELEASE + f"DEFAULT_TEMPLATE_ZEYUAN = {LAYOUT!r}")
-    assert read_prompts("qa2", path).of("C {x}", "Q ") == "Do it.|E|Say so.|C {x}|Q |A:"
+    expected = LAYOUT.format(**PARTS, context="C {x}", question="Q ")
+    assert read_prompts("qa2", path).of("C {x}", "Q ") == expected
 
 
 REFUSED = {

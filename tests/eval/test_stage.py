@@ -1,6 +1,7 @@
-"""`eval stage` against a hub on this machine, asked by the real `datasets` and huggingface_hub."""
+"""`eval stage` against a local hub, with the real `datasets` and huggingface_hub clients."""
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import closing
@@ -8,19 +9,25 @@ from typing import Any
 
 import pytest
 
-from canon_pretrain.core.errors import UserError
 from eval import stage
 from eval.staged import CATALOGUE, REVISIONS, load_staged
 from tests.checkpoint_folders import fill, small_disk
 from tests.eval_fixtures import fixture, rows_of
 from tests.fake_hub import Client, FakeHub, dataset_files
+from tests.support import refused
+
+pytestmark = pytest.mark.system
 
 OLD, NEW = "a" * 40, "b" * 40
 COUNTS = {key: len(rows_of(key)) for key in CATALOGUE}
 
 
+def codes(out: str) -> list[str]:
+    return re.findall(r"error\[([\w.]+)\]", out)
+
+
 def repositories() -> dict[str, dict[str, Any]]:
-    """The catalogue's, with the fixtures at the pinned commit, or else at OLD."""
+    """The catalogue's repositories with the fixtures at the pinned commit, or OLD."""
     splits: dict[str, dict[Any, Any]] = {}
     for key, data in CATALOGUE.items():
         splits.setdefault(data.path, {})[data.config or "default", data.split] = fixture(key)
@@ -39,7 +46,7 @@ def module_hub() -> Iterator[FakeHub]:
 
 @pytest.fixture
 def hub(module_hub: FakeHub) -> Iterator[FakeHub]:
-    """As it is at first; the clients' cache may have files of it."""
+    """The hub in its first state; the clients' cache may have files of it."""
     module_hub.take_asked()
     repos = {path: dict(commits) for path, commits in module_hub.repos.items()}
     yield module_hub
@@ -55,10 +62,9 @@ def client(module_hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield client
 
 
-@pytest.mark.system
-def test_all_suites_once_then_nothing_more(hub, client, tmp_path):
+def test_all_suites_are_downloaded_once(hub, client, tmp_path):
     out = client.run("--to", tmp_path, counts=COUNTS)
-    assert out.endswith(f"staged in {tmp_path}: 35 of 35 data sets\n"), out
+    assert "35 of 35" in out and not codes(out)
     for key, data in CATALOGUE.items():
         loaded = load_staged(key, tmp_path)
         assert loaded.to_list() == rows_of(key) and loaded.features == fixture(key).features
@@ -70,10 +76,10 @@ def test_all_suites_once_then_nothing_more(hub, client, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {*CATALOGUE, "pins.json", ".stage.lock"}
 
     hub.take_asked()
-    hub.status = 500  # a hub that is not needed
+    hub.status = 500  # the hub is not needed
     assert client.run("--to", tmp_path, counts=COUNTS).count("is staged, ") == 35
     assert not hub.asked
-    assert "35 of 35 data sets" in client.run("--to", tmp_path, "--check")
+    assert "35 of 35" in client.run("--to", tmp_path, "--check")
 
 
 def test_commits_are_kept_and_chosen(hub, client, tmp_path):
@@ -81,30 +87,30 @@ def test_commits_are_kept_and_chosen(hub, client, tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     words = ("--suite", "jrt", "--only", "jrt_fda", "--to")
     client.run(*words, here, counts=COUNTS)
-    # the hub moves on, and so does a column
+    # the hub has new commits
     changed = fixture("jrt_fda").select(range(5))
     hub.repos[path][NEW] = dataset_files({("default", "validation"): changed})
-    # another site with the same pins has the same; a chosen commit replaces it
+    # equal pins give equal rows; a chosen commit replaces them
     there.mkdir()
     (there / "pins.json").write_bytes((here / "pins.json").read_bytes())
     client.run(*words, there, counts=COUNTS)
     assert load_staged("jrt_fda", there).to_list() == rows_of("jrt_fda")
     out = client.run(*words, there, "--pin", f"jrt_fda={NEW}", counts=COUNTS)
-    assert "5 documents, expected 14" in out and len(load_staged("jrt_fda", there)) == 14
-    allowed = client.run(*words, there, "--allow_count", counts=COUNTS)
-    assert "5 documents (expected 14), " in allowed
+    assert codes(out) == ["stage.documents", "stage.incomplete"]
+    assert len(load_staged("jrt_fda", there)) == 14
+    assert not codes(client.run(*words, there, "--allow_count", counts=COUNTS))
     assert len(load_staged("jrt_fda", there)) == 5
-    # a folder that came without its pins goes on at its own commits
+    # a folder without its pins keeps its commits
     (here / "pins.json").unlink()
     assert "is staged" in client.run(*words, here, counts=COUNTS)
     assert json.loads((here / "pins.json").read_text()) == {path: OLD}
     lacking = {("default", "validation"): fixture("piqa").remove_columns("sol2")}
     hub.repos["baber/piqa"] = {NEW: dataset_files(lacking)}
     out = client.run("--only", "piqa", "--to", here, "--pin", f"piqa={NEW}", counts=COUNTS)
-    assert "has no column sol2 (but goal, sol1, label)" in out and not (here / "piqa").exists()
+    assert codes(out) == ["stage.columns", "stage.incomplete"] and not (here / "piqa").exists()
 
 
-def test_killed_in_a_download_it_goes_on(hub, client, tmp_path):
+def test_a_killed_download_is_resumed(hub, client, tmp_path):
     words = ("--only", "arc_easy", "social_iqa", "wikitext", "--to", tmp_path / "out")
     hub.stalled = "default/validation-00000-of-00001.parquet"  # Social IQa's
     with closing(Client(hub.url, tmp_path / "home")) as killed:
@@ -115,12 +121,11 @@ def test_killed_in_a_download_it_goes_on(hub, client, tmp_path):
     assert (tmp_path / "out" / stage.DOWNLOADS).exists()
     check = client.run(*words, "--check", counts=COUNTS)
     assert "arc_easy: 12 documents" in check
-    assert f"{tmp_path / 'out' / 'social_iqa'}: not staged" in check
-    assert "error: 2 of 3 data sets are not whole" in check
+    assert codes(check) == ["stage.missing", "stage.missing", "stage.incomplete"]
     hub.released.set()
     hub.take_asked()
     out = client.run(*words, counts=COUNTS)
-    assert "arc_easy: is staged" in out and "3 of 3 data sets" in out
+    assert "arc_easy: is staged" in out and "3 of 3" in out
     assert not [line for line in hub.take_asked() if "ai2_arc" in line]
     assert not (tmp_path / "out" / stage.DOWNLOADS).exists()
 
@@ -132,11 +137,10 @@ def test_two_at_once_wait_for_each_other(hub, client, tmp_path):
         first.start(*words, counts=COUNTS)
         assert hub.waiting.wait(60)
         client.start(*words, counts=COUNTS)
-        waits = f"waits: another process is staging into {tmp_path / 'out'}\n"
-        assert client.output(waits) == waits
+        assert client.output("waiting").startswith("waiting")
         hub.released.set()
-        assert "2 of 2 data sets" in first.output()
-        assert client.output().count("is staged, 12 documents") == 2
+        assert "2 of 2" in first.output()
+        assert client.output().count("is staged, ") == 2
 
 
 def test_a_full_disk(hub, client, tmp_path):
@@ -144,23 +148,18 @@ def test_a_full_disk(hub, client, tmp_path):
     with small_disk(tmp_path / "disk", "size=400k") as folder:
         client.run("--only", "winogrande", "--to", folder, counts=COUNTS)
         filler = fill(folder)
-        out = client.run(*words, counts=COUNTS)
-        assert "make room" in out, out
+        assert codes(client.run(*words, counts=COUNTS)) == ["disk.full"]
         assert len(load_staged("winogrande", folder)) == 12
-        with pytest.raises(UserError, match="not staged"):
+        with refused("stage.missing"):
             load_staged("piqa", folder)
         filler.unlink()
-        assert "2 of 2 data sets" in client.run(*words, counts=COUNTS)
+        assert "2 of 2" in client.run(*words, counts=COUNTS)
 
 
 def test_without_a_hub(hub, client, tmp_path):
     words = ("--only", "piqa", "boolq", "--to", tmp_path / "out")
     with closing(Client("http://127.0.0.1:1", tmp_path / "home")) as nowhere:
-        out = nowhere.run(*words)
-        assert out.startswith("error: baber/piqa@142f6d7367fd: the hub cannot be reached"), out
-        assert "run `python -m eval stage` on a machine with network, such as a login node" in out
+        assert codes(nowhere.run(*words)) == ["hub.unavailable"]
     del hub.repos["baber/piqa"]
     hub.repos["aps/super_glue"] = {NEW: {}}
-    out = client.run(*words)
-    assert "[1/2] piqa: refused: " in out and "no such dataset, or log in" in out
-    assert "[2/2] boolq: refused: " in out and "no such revision" in out
+    assert codes(client.run(*words)) == ["hub.no_access", "hub.not_found", "stage.incomplete"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from canon_pretrain.core.errors import UserError
+from eval.stage import parse_pins, read_pins, select_data_sets
 from eval.staged import CATALOGUE, load_staged, write_staged
 from tests.checkpoint_folders import small_disk
 from tests.eval_fixtures import fixture, rows_of, stage_fixtures
@@ -62,6 +63,18 @@ def test_damage_is_refused(folder, code, file, damage):
     with refused(code, path=folder / "boolq" / file) as caught:
         load_staged("boolq", folder)
     assert f"--only boolq --to {folder}" in str(caught.value)
+
+
+def test_options_of_eval_stage(tmp_path):
+    assert [data.key for data in select_data_sets("jrt", ["jrt_fda"])] == ["jrt_fda"]
+    with refused("stage.only", key="piqa"):
+        select_data_sets("jrt", ["piqa"])
+    for pins in (["piqa=main"], [f"jrt_fda={'a' * 40}", f"jrt_fda={'b' * 40}"]):
+        with refused("stage.pin", given=pins[-1]):
+            parse_pins(pins)
+    (tmp_path / "pins.json").write_text("{")
+    with refused("stage.pins"):
+        read_pins(tmp_path)
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path):

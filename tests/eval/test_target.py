@@ -54,8 +54,9 @@ def test_a_checkpoint_and_its_export_are_one_question(base, copy):
     assert (of_run.step, of_run.seq_len, exported.step) == (3, 100, 3)
     assert exported.seq_len == VARIANTS["nope ABCD"].max_seq_len
     assert of_run.evals == base / "run" / "evals" and exported.evals is None
-    ids = of_run.tokenizer.encode("the river of the house was not in it").tolist()
-    assert exported.tokenizer.encode("the river of the house was not in it").tolist() == ids
+    text = sentence(3, 20)
+    ids = of_run.tokenizer.encode(text).tolist()
+    assert exported.tokenizer.encode(text).tolist() == ids
     # the export's file differs, but it was made from the training tokenizer
     assert exported.tokenizer.sha256 != of_run.tokenizer.sha256
     assert exported.identity["tokenizer_sha256"] == of_run.identity["tokenizer_sha256"]
