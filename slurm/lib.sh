@@ -1,7 +1,9 @@
 # shellcheck shell=bash
-# What the job scripts share: cluster settings, preflight, ranks on all nodes, requeue or end.
-# Sourced by slurm/*.sh. Nothing here is to be edited: settings are in slurm/cluster.env, in the
-# environment, or among sbatch's flags.
+# Functions of the job scripts slurm/*.sh: cluster settings, preflight, ranks on all nodes, requeue.
+# Settings are in slurm/cluster.env, the environment and sbatch's flags.
+#
+# A requeued job runs the script that it was submitted with, and a resumed run sources the lib.sh in
+# its RUN/code: functions that scripts call, and pretrain_link and local_links, keep their names.
 
 CANON_REPO=${CANON_REPO:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}
 PREFLIGHT=${PREFLIGHT:-1}
@@ -10,28 +12,29 @@ PREFLIGHT_TIMEOUT_S=${PREFLIGHT_TIMEOUT_S:-600}
 USER_PYTHONPATH=${USER_PYTHONPATH-${PYTHONPATH:-}}
 export PYTHONPATH=$CANON_REPO${USER_PYTHONPATH:+:$USER_PYTHONPATH}
 export PYTHONUNBUFFERED=1
-# of sbatch --export: by it srun would keep from the ranks what cluster.env sets
+# set by sbatch --export: srun would not pass the variables of cluster.env to the ranks
 unset SLURM_EXPORT_ENV
 
 STEP=0        # pid of the srun or torchrun in the background
 STEP_CODE=0   # its exit code
-ASKED=none    # who asked the launch to stop: see Asked in canon_pretrain/chain.py
+ASKED=none    # what requested the stop: StopCause in canon_pretrain/chain.py
 RUN=
-CODE=        # the snapshot of a run's code that its launches use, RUN/code/NNN
-OURS=0       # 1 once the launch has begun: before, RUN may be another job's
-# What scontrol is told: the last element of an array to start has the array's own number as its
-# SLURM_JOB_ID, by which scontrol would requeue all elements
+CODE=        # the snapshot of the run's code that its launches use, RUN/code/NNN
+OURS=0       # 1 once the launch has begun: before that, RUN may belong to another job
+# The job's id for scontrol. SLURM_JOB_ID of the last array task to start is the id of the whole
+# array, by which scontrol would requeue all tasks
 JOB=${SLURM_JOB_ID:-}
 if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then JOB=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
 
-# on stderr: a trap may come while the output of a command is being kept
+# on stderr: a trap may run while stdout is captured
 say() { printf '%s slurm: %s\n' "$(date -u +%FT%TZ)" "$*" >&2; }
-die() { printf 'error: %s\n' "$*" >&2; exit 2; }
+# die CODE MESSAGE: as canon_pretrain/core/errors.py
+die() { printf 'error[%s]: %s\n' "$1" "${*:2}" >&2; exit 2; }
 
-# print_header FILE: the comment at its top, for --help
+# print_header FILE: print the comment at its top, for --help
 print_header() { sed -n -e '1d' -e '/^#SBATCH/d' -e '/^#/!q' -e 's/^# \{0,1\}//p' "$1"; }
 
-# entry SCRIPT LOCAL JOB [arguments]: --help, LOCAL for --local, or JOB inside a Slurm job
+# entry SCRIPT LOCAL JOB [arguments]: run --help, LOCAL for --local, or JOB in a Slurm job
 entry() {
     local script=$1 on_machine=$2 in_job=$3
     shift 3
@@ -43,7 +46,7 @@ entry() {
             ;;
         *)
             [[ -n ${SLURM_JOB_ID:-} ]] ||
-                die "this is a job script: sbatch slurm/$script, or add --local to run it on this machine"
+                die slurm.not_a_job "submit it with sbatch slurm/$script, or add --local to run it on this machine"
             load_cluster
             "$in_job" "$@"
             ;;
@@ -58,15 +61,15 @@ load_cluster() {
         # shellcheck source=slurm/cluster.env.example
         source "$file"
     elif [[ -n ${CANON_CLUSTER_ENV:-} ]]; then
-        die "CANON_CLUSTER_ENV=$file: there is no such file; copy slurm/cluster.env.example to it"
+        die slurm.cluster_env "CANON_CLUSTER_ENV=$file does not exist; copy slurm/cluster.env.example to it"
     fi
     if ((${#MODULES[@]})); then
-        set +u # module's own functions do not bear it
+        set +u # module does not work with it
         module load "${MODULES[@]}"
         set -u
     fi
     if [[ -n $VENV ]]; then
-        [[ -f $VENV/bin/activate ]] || die "VENV=$VENV has no bin/activate: expected a virtual environment"
+        [[ -f $VENV/bin/activate ]] || die slurm.venv "VENV=$VENV has no bin/activate: expected a virtual environment"
         set +u
         # shellcheck disable=SC1091
         source "$VENV/bin/activate"
@@ -74,7 +77,7 @@ load_cluster() {
     fi
 }
 
-# on_head COMMAND...: on the batch host, in the container where there is one
+# on_head COMMAND...: run it on the batch host, in the container if there is one
 on_head() {
     if [[ -n ${SLURM_JOB_ID:-} ]] && ((${#SRUN_FLAGS[@]})); then
         srun --overlap --nodes=1 --ntasks=1 "${SRUN_FLAGS[@]}" "${CONTAINER[@]}" "$@"
@@ -83,20 +86,20 @@ on_head() {
     fi
 }
 
-# words_of COMMAND...: WORDS, what it prints, each ended by a NUL byte; ends the script if it fails
+# words_of COMMAND...: set WORDS to its NUL-terminated output; exit if it fails
 words_of() {
     local answer
     answer=$(mktemp)
     if ! on_head "$@" >"$answer"; then
         rm -f "$answer"
-        exit 2 # the message is above; nothing is submitted or requeued
+        exit 2 # it has printed an error; nothing is submitted or requeued
     fi
     mapfile -d '' -t WORDS <"$answer"
     rm -f "$answer"
 }
 
-# set_ranks N: GPUS (0 on CPUs) and RANKS on each node. Inside a job those that Slurm has given it,
-# where it counts them, else N; with an empty N all GPUs of this machine
+# set_ranks N: set GPUS (0: CPUs) and RANKS per node: in a job those that Slurm allocated, if it
+# counts GPUs, else N; if N is empty, all GPUs of this machine
 set_ranks() {
     local given=$1
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
@@ -109,18 +112,18 @@ set_ranks() {
     else
         GPUS=${given:-$(nvidia-smi --list-gpus 2>/dev/null | grep -c . || true)}
     fi
-    [[ $GPUS =~ ^[0-9]+$ ]] || die "$GPUS GPUs on a node: expected a whole number (GPUS_PER_NODE, EVAL_GPUS)"
+    [[ $GPUS =~ ^[0-9]+$ ]] || die slurm.value "$GPUS GPUs per node: expected an integer (GPUS_PER_NODE, EVAL_GPUS)"
     RANKS=${RANKS_PER_NODE:-$((GPUS > 0 ? GPUS : 2))}
-    [[ $RANKS =~ ^[1-9][0-9]*$ ]] || die "RANKS_PER_NODE=$RANKS: expected a whole number above 0"
+    [[ $RANKS =~ ^[1-9][0-9]*$ ]] || die slurm.value "RANKS_PER_NODE=$RANKS: expected an integer above 0"
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 }
 
-# prepare_node: caches of compiled kernels on this node's own disk, and as many open files as allowed
+# prepare_node: put compiler caches on the node's local disk; raise the limit on open files
 prepare_node() {
     local folder=${TMPDIR:-/tmp}
     [[ -d $folder && -w $folder ]] || folder=/tmp
     folder+=/canon_pretrain-$UID
-    # in a folder of that name that is another user's, compiled code would be theirs
+    # a folder of that name may be another user's, with their compiled code
     mkdir -m 700 "$folder" 2>/dev/null || true
     [[ -d $folder && -O $folder && ! -L $folder ]] || folder=$(mktemp -d "$folder-XXXXXX")
     export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$folder/inductor}
@@ -128,7 +131,7 @@ prepare_node() {
     ulimit -n "$(ulimit -Hn)" 2>/dev/null || true
 }
 
-# split_arguments [CONFIG] [--section.key value ...]: into CONFIG and ARGUMENTS
+# split_arguments [CONFIG] [--section.key value ...]: set CONFIG and ARGUMENTS
 split_arguments() {
     CONFIG=$CANON_REPO/train_configs/nope_canon.toml
     if (($#)) && [[ $1 != -* ]]; then
@@ -138,15 +141,15 @@ split_arguments() {
     ARGUMENTS=("$@")
 }
 
-# use_code FOLDER: Python's programs are those of a run's snapshot from now on
+# use_code FOLDER: from now on import Python modules from a run's snapshot
 use_code() {
     CODE=$1
-    # -m would put the working folder first, which may be a repository
+    # else -m puts the working folder first, which may be a repository
     export PYTHONSAFEPATH=1 PYTHONPATH=$CODE${USER_PYTHONPATH:+:$USER_PYTHONPATH}
 }
 
-# find_code JOB: a run that is resumed has its own code, and its own lib.sh, whatever is here by now;
-# a job that is requeued has the CONFIG that it began with
+# find_code JOB: use the snapshot of a resumed run, with its lib.sh, and the CONFIG that a requeued
+# job started with, whatever has changed in the repository
 find_code() {
     local answer lines
     answer=$(on_head python -m canon_pretrain.chain code --job "$1" -- --config "$CONFIG" \
@@ -160,29 +163,29 @@ find_code() {
     CONFIG=${lines[2]:-$CONFIG}
 }
 
-# plan_job NODES [--data]: check the job as a whole; sets RUN and CHECKPOINT_BYTES, or ends the script
+# plan_job NODES [--data]: check the job; set RUN and CHECKPOINT_BYTES, or exit
 plan_job() {
     words_of python -m canon_pretrain.preflight job --ranks_per_node "$RANKS" --nodes "$@" -- \
         --config "$CONFIG" "${ARGUMENTS[@]}"
     RUN=${WORDS[0]} CHECKPOINT_BYTES=${WORDS[1]}
 }
 
-# -- signals: the trainer stops at RUN/STOP, after the same step on all ranks ---------------------
+# -- signals: RUN/STOP makes the trainer stop after the same step on all ranks ---------------------
 
 on_limit() { # USR1: the time limit is near
     if [[ $ASKED == none && -e $RUN/STOP ]]; then
-        say "the time limit is near; $RUN/STOP is there already, from someone else: no requeue"
+        say "the time limit is near; $RUN/STOP exists already, made by a user: no requeue"
     elif [[ $ASKED == none ]]; then
         ASKED=limit
-        say "the time limit is near: asking the trainer to save and stop"
+        say "the time limit is near: the trainer saves and stops"
         ask_to_stop
     fi
 }
 
-on_term() { # TERM: the job is cancelled or requeued, or a person signals this script
+on_term() { # TERM: the job is cancelled or requeued, or a user signals this script
     if [[ $ASKED != term ]]; then
         ASKED=term
-        say "SIGTERM: asking the trainer to save and stop"
+        say "SIGTERM: the trainer saves and stops"
         ask_to_stop
     fi
 }
@@ -191,14 +194,14 @@ ask_to_stop() {
     if ((OURS)) && [[ ! -e $RUN/STOP ]]; then : >"$RUN/STOP" || true; fi
 }
 
-# wait_for_step: until STEP has ended; sets STEP_CODE. A trap runs at once, since bash waits here
-# and not in a foreground command.
+# wait_for_step: wait for the end of STEP; set STEP_CODE. Bash runs traps during `wait`, but not
+# during a foreground command.
 wait_for_step() {
     while kill -0 "$STEP" 2>/dev/null; do
         if [[ $ASKED == none ]]; then
             wait "$STEP" || true
         else
-            # a trainer that was still starting takes a STOP from before its start for a leftover
+            # again: a trainer that was still starting removes an older STOP
             ask_to_stop
             sleep 2 &
             wait -n "$STEP" $! || true
@@ -211,10 +214,10 @@ wait_for_step() {
 
 # -- ranks on all nodes ---------------------------------------------------------------------------
 
-# What runs on each node. The agent must outlive Slurm's signals: on SIGTERM it would give its
-# workers 30 s and then kill them, by USR1 it would die and leave them behind. They handle both
-# themselves. The first node keeps the rendezvous; which one has rank 0 is for torchrun to say, and
-# the others reach it by Slurm's name for its node (--local-addr).
+# Runs on each node. torchrun's agent must ignore Slurm's signals: on SIGTERM it would kill its
+# workers after 30 s, on USR1 it would die without them. The workers handle both. The first node
+# hosts the rendezvous; torchrun chooses the node of rank 0, which the others reach by Slurm's name
+# for it (--local-addr).
 # shellcheck disable=SC2016
 ON_NODE=$(declare -f prepare_node)'
 prepare_node
@@ -224,8 +227,8 @@ export PET_RDZV_CONF="is_host=$host,join_timeout=${RDZV_TIMEOUT_S:-600}"
 export PET_LOCAL_ADDR=$SLURMD_NODENAME
 exec "$@"'
 
-# start_ranks NUMBER MODULE [arguments]: torchrun on all nodes, as STEP; NUMBER is 0 or 1, so that
-# two launches of one job have rendezvous of their own
+# start_ranks NUMBER MODULE [arguments]: start torchrun on all nodes, as STEP; NUMBER is 0 or 1, so
+# that two launches of one job use different rendezvous
 start_ranks() {
     local number=$1 restart=${SLURM_RESTART_COUNT:-0}
     local port=$((15000 + (SLURM_JOB_ID * 14 + restart * 2 + number) % 15000))
@@ -240,8 +243,8 @@ start_ranks() {
     STEP=$!
 }
 
-# preflight: 1 where a node is not fit, with BROKEN naming those that may be left out; 2 where the
-# ranks could not meet, and no node is known to be the reason
+# preflight: check nodes and ranks; return 1 for a fault of a node, 2 for a fault of ranks, and set
+# BROKEN to the nodes to exclude
 preflight() {
     local folder=$RUN/preflight/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0} names
     BROKEN=
@@ -261,18 +264,18 @@ preflight() {
     [[ $ASKED == none ]] || return 0
     BROKEN=$(on_head python -m canon_pretrain.preflight verdict --report "$folder" \
         --nodes "$names" --ranks) || return 2
-    say "preflight: ${#HOSTS[@]} node(s), $((NODES * RANKS)) ranks: fit"
+    say "preflight: ${#HOSTS[@]} node(s), $((NODES * RANKS)) ranks: ok"
 }
 
-# -- what comes after -----------------------------------------------------------------------------
+# -- after a launch --------------------------------------------------------------------------------
 
-job_field() { # NAME: its value in scontrol's description of this job; empty where there is none
+job_field() { # NAME: print its value in scontrol's description of this job, if any
     { scontrol show job -o "$JOB" 2>/dev/null || true; } | tr ' ' '\n' | sed -n "s/^$1=//p"
 }
 
-# put_back: this job goes back into the queue under its id; 1 where Slurm refuses. A controller that
-# does not answer is asked again: a restart of it must not end a chain of days.
-put_back() {
+# requeue_job: requeue this job under its id; return 1 if Slurm refuses. Retries if the controller
+# does not answer, since its restart must not end a job chain.
+requeue_job() {
     local words try
     trap '' TERM USR1 # Slurm now ends this script
     for ((try = 1; try <= ${REQUEUE_TRIES:-20}; try++)); do
@@ -285,36 +288,36 @@ put_back() {
     return 1
 }
 
-# requeue: put_back; the script ends
+# requeue: requeue this job and exit
 requeue() {
-    if put_back; then
+    if requeue_job; then
         exit 0
     fi
-    say "Slurm does not requeue this job (sbatch --requeue is overruled here). To go on, submit it again"
+    say "Slurm refused to requeue this job (the cluster overrides sbatch --requeue): submit it again"
     exit 1
 }
 
-# requeue_without NODES: the same, on other nodes
+# requeue_without NODES: requeue this job on other nodes and exit
 requeue_without() {
     local before try
     before=$(job_field ExcNodeList)
     [[ $before == '(null)' ]] && before=
-    if ! put_back; then
-        say "Slurm does not requeue this job: submit it again with sbatch --exclude=$1"
+    if ! requeue_job; then
+        say "Slurm refused to requeue this job: submit it again with sbatch --exclude=$1"
         exit 1
     fi
-    # only a job that waits lets its nodes be chosen; it waits for two minutes at least
+    # possible only for a pending job; a requeued one is pending for at least two minutes
     for try in 1 2 3 4 5; do
         if scontrol update "JobId=$JOB" "ExcNodeList=${before:+$before,}$1"; then
             exit 0
         fi
         sleep "$try"
     done
-    say "Slurm does not take $1 out of the job's nodes, and the next launch may meet it again: scancel, then submit again with sbatch --exclude=$1"
+    say "Slurm did not exclude $1 from the job's nodes: scancel it and submit again with sbatch --exclude=$1"
     exit 1
 }
 
-# after_launch JOB: read what the launch has come to; sets NEXT
+# after_launch JOB: evaluate the launch that has ended; set NEXT, an Action of chain.py
 after_launch() {
     local answer lines
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
@@ -324,7 +327,7 @@ after_launch() {
         if [[ -n $state && $state != RUNNING ]]; then
             ASKED=term # Slurm has cancelled or requeued it
         elif [[ -n $preempted && $preempted != None ]]; then
-            ASKED=preempted # Slurm lets the job run on for the partition's GraceTime
+            ASKED=preempted # the job may run for the partition's GraceTime
         fi
     fi
     [[ $ASKED == none ]] || rm -f "$RUN/STOP"
@@ -332,12 +335,12 @@ after_launch() {
         --restarts "$MAX_RESTARTS_WITHOUT_PROGRESS") || answer=failed
     mapfile -t lines <<<"$answer"
     NEXT=${lines[0]}
-    say "$NEXT: ${lines[1]:-what the launch came to cannot be told}"
+    say "$NEXT: ${lines[1]:-the outcome of the launch is unknown}"
 }
 
-# may_begin JOB: record the launch's begin, or end the script where the chain has to stop. A run
-# that is not resumed takes this repository's code
-may_begin() {
+# begin_launch JOB: record the start of the launch, or exit if the job chain must end. A new run
+# takes a snapshot of this repository's code
+begin_launch() {
     local answer take=()
     [[ -n $CODE ]] || take=(--take_code)
     answer=$(on_head python -m canon_pretrain.chain begin "$RUN" --job "$1" \
@@ -349,14 +352,14 @@ may_begin() {
         exit 1
     fi
     OURS=1
-    say "the run's code is $CODE${CODE_NOTE:+, $CODE_NOTE; --run.allow_changes code takes the repository\'s}"
+    say "using the code in $CODE${CODE_NOTE:+, $CODE_NOTE; --run.allow_changes code uses the repository\'s}"
 }
 
-# pretrain_job [CONFIG] [--section.key value ...]: one link of a training run, inside a Slurm job
+# pretrain_job [CONFIG] [--section.key value ...]: one launch of a run, in a Slurm job
 pretrain_job() {
     split_arguments "$@"
     find_code "$SLURM_JOB_ID"
-    pretrain_link # of the run's own lib.sh
+    pretrain_link # that of the run's lib.sh
 }
 
 pretrain_link() { # CONFIG and ARGUMENTS are set
@@ -366,24 +369,24 @@ pretrain_link() { # CONFIG and ARGUMENTS are set
     NODES=$SLURM_JOB_NUM_NODES
     mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     plan_job "$NODES" --data
-    mkdir -p "$RUN" || die "the run folder $RUN cannot be made"
-    say "job $SLURM_JOB_ID on ${HOSTS[*]}: what follows is in $RUN/slurm.log"
+    mkdir -p "$RUN" || die run.unwritable "the run folder $RUN cannot be created"
+    say "job $SLURM_JOB_ID on ${HOSTS[*]}: continued in $RUN/slurm.log"
     exec >>"$RUN/slurm.log" 2>&1
     say "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on ${HOSTS[*]}, $RANKS rank(s) each"
-    may_begin "$SLURM_JOB_ID"
+    begin_launch "$SLURM_JOB_ID"
     local fit=0
     BROKEN=
     if [[ $PREFLIGHT == 1 && $ASKED == none ]]; then
         preflight || fit=$?
     fi
     if ((fit == 1)) && [[ -z $BROKEN ]]; then
-        say "failed: no node is fit for this run; nothing is requeued"
+        say "failed: the preflight found a fault that is not that of a node; not requeued"
         exit 1
     fi
     if [[ $ASKED == none && $fit == 0 ]]; then
         start_ranks 0 canon_pretrain.train --config "$CONFIG" "${ARGUMENTS[@]}"
         wait_for_step
-        say "srun ended with exit code $STEP_CODE"
+        say "srun exited with code $STEP_CODE"
     fi
     after_launch "$SLURM_JOB_ID"
     case $NEXT in
@@ -393,10 +396,10 @@ pretrain_link() { # CONFIG and ARGUMENTS are set
     exit 0
 }
 
-# pretrain_local [CONFIG] [--section.key value ...]: the same on this machine, without Slurm
+# pretrain_local [CONFIG] [--section.key value ...]: all launches of a run, without Slurm
 pretrain_local() {
     local job
-    unset SLURM_JOB_ID SLURM_RESTART_COUNT # of an interactive job, which is no link of ours
+    unset SLURM_JOB_ID SLURM_RESTART_COUNT # set in an interactive job
     split_arguments "$@"
     job=local-$(uname -n)-$$-$(date +%s)
     find_code "$job"
@@ -408,13 +411,13 @@ local_links() {
     set_ranks "${GPUS_PER_NODE:-}"
     prepare_node
     plan_job 1 --data
-    mkdir -p "$RUN" || die "the run folder $RUN cannot be made"
+    mkdir -p "$RUN" || die run.unwritable "the run folder $RUN cannot be created"
     trap on_term INT TERM HUP
     NEXT=requeue
     while [[ $NEXT == requeue ]]; do
-        may_begin "$job"
+        begin_launch "$job"
         (
-            trap '' INT TERM HUP USR1 USR2 # Ctrl-C is for this script, which makes STOP
+            trap '' INT TERM HUP USR1 USR2 # this script handles Ctrl-C
             exec "${CONTAINER[@]}" python -m torch.distributed.run --standalone \
                 --nproc-per-node="$RANKS" --signals-to-handle=SIGQUIT \
                 -m canon_pretrain.train --config "$CONFIG" "${ARGUMENTS[@]}"

@@ -1,15 +1,14 @@
 #!/bin/bash
-# sbatch with the settings of slurm/cluster.env, and a check before anything is queued.
+# Run sbatch with the settings of slurm/cluster.env, and check the job first.
 #
 #   bash slurm/submit.sh [sbatch flags] slurm/SCRIPT.sh [arguments]
 #
-# cluster.env's SBATCH_* variables (partition, account, time limit and so on) are sbatch's own; its
-# array SBATCH_FLAGS is put before the flags given here, which win. Of a job with GPUs (pretrain_1b3,
-# sweep, eval) cluster.env also says how many, how they are asked for, and whether its nodes are
-# shared: GPUS_PER_NODE, EVAL_GPUS, GPU_FLAG, SHARED_NODES, CPUS_PER_GPU, MEM_PER_GPU. sbatch then
-# gets the script without its #SBATCH lines on these. Of slurm/pretrain_1b3.sh the whole job is
-# checked first: its config and options, and that the number of nodes divides the global batch.
-# Prints what sbatch prints.
+# cluster.env may set sbatch's SBATCH_* variables (partition, account, time limit and so on) and the
+# array SBATCH_FLAGS, which the flags given here override. For jobs with GPUs (pretrain_1b3, sweep,
+# eval) it also sets the resources per node, which replace the script's #SBATCH lines: GPUS_PER_NODE,
+# EVAL_GPUS, GPU_FLAG, SHARED_NODES, CPUS_PER_GPU, MEM_PER_GPU. A job of slurm/pretrain_1b3.sh is
+# checked before it is queued: its config and options, and that the nodes divide the global batch.
+# Prints the output of sbatch. Errors print a code and exit with 2.
 set -euo pipefail
 
 # shellcheck source=slurm/lib.sh
@@ -24,12 +23,12 @@ while (($#)) && [[ $1 != *.sh ]]; do
     flags+=("$1")
     shift
 done
-(($#)) || die "no job script among the arguments. Usage: bash slurm/submit.sh [sbatch flags] slurm/SCRIPT.sh [arguments]"
+(($#)) || die slurm.usage "expected bash slurm/submit.sh [sbatch flags] slurm/SCRIPT.sh [arguments]"
 script=$1
 shift
-[[ -f $script ]] || die "$script: there is no such job script"
+[[ -f $script ]] || die slurm.usage "$script does not exist"
 
-# read_flags: NODES, the GPUS_ASKED on each, and HAS, what the flags and sbatch's variables settle
+# read_flags: set NODES, GPUS_ASKED per node, and HAS, what sbatch's flags and variables set
 read_flags() {
     local words=("${SBATCH_FLAGS[@]}" "${flags[@]}") i name value total=''
     NODES=1 GPUS_ASKED=${SBATCH_GPUS_PER_NODE:-} HAS=' '
@@ -55,39 +54,39 @@ read_flags() {
             --cpus-per-* | -c) HAS+='cores ' ;;
         esac
     done
-    [[ $NODES =~ ^[1-9][0-9]*$ ]] || die "--nodes $NODES: expected one whole number, which must divide the global batch"
+    [[ $NODES =~ ^[1-9][0-9]*$ ]] || die slurm.value "--nodes $NODES: expected one integer above 0"
     [[ -z $total ]] || GPUS_ASKED=$((${total##*:} / NODES))
 }
 
-# ask NAME FLAG...: FLAGs, unless the user's own flags settle NAME
-ask() {
+# add_flags NAME FLAG...: add FLAGs unless the user's flags set NAME
+add_flags() {
     if [[ $HAS != *" $1 "* ]]; then RESOURCES+=("${@:2}"); fi
 }
 
-# set_resources SHARED: RESOURCES, what the job needs of each node
+# set_resources SHARED: set RESOURCES, the flags for the resources of each node
 set_resources() {
     local cpus=${CPUS_PER_GPU-8} memory=${MEM_PER_GPU:-} flag=${GPU_FLAG---gpus-per-node=}
     local parts=$((GPUS > 0 ? GPUS : RANKS))
     RESOURCES=()
-    if ((GPUS)) && [[ -n $flag ]]; then ask gpus "$flag$GPUS"; fi
+    if ((GPUS)) && [[ -n $flag ]]; then add_flags gpus "$flag$GPUS"; fi
     if [[ $1 != 1 ]]; then
-        ask share --exclusive
-        ask memory --mem=0
+        add_flags share --exclusive
+        add_flags memory --mem=0
         return
     fi
     if [[ -n $cpus ]]; then
-        [[ $cpus =~ ^[1-9][0-9]*$ ]] || die "CPUS_PER_GPU=$cpus: expected a whole number above 0"
-        ask cores "--cpus-per-task=$((cpus * parts))"
+        [[ $cpus =~ ^[1-9][0-9]*$ ]] || die slurm.value "CPUS_PER_GPU=$cpus: expected an integer above 0"
+        add_flags cores "--cpus-per-task=$((cpus * parts))"
     fi
     if [[ -n $memory ]]; then
-        [[ $memory =~ ^([1-9][0-9]*)([KMGT]?)$ ]] || die "MEM_PER_GPU=$memory: expected a size such as 64G"
-        ask memory "--mem=$((BASH_REMATCH[1] * parts))${BASH_REMATCH[2]}"
+        [[ $memory =~ ^([1-9][0-9]*)([KMGT]?)$ ]] || die slurm.value "MEM_PER_GPU=$memory: expected a size such as 64G"
+        add_flags memory "--mem=$((BASH_REMATCH[1] * parts))${BASH_REMATCH[2]}"
     fi
 }
 
 SBATCH_FLAGS=()
 load_cluster
-unset "${!SLURM_GPUS@}" # of an interactive job, which is not ours
+unset "${!SLURM_GPUS@}" # set in an interactive job
 export CANON_REPO
 read_flags
 name=${script##*/}

@@ -1,23 +1,23 @@
 #!/bin/bash
-# Train the runs of a sweep, each as slurm/pretrain_1b3.sh would: an array job, an element a run.
+# Train the runs of a sweep, each as slurm/pretrain_1b3.sh does, as the tasks of an array job.
 #
 #   python -m canon_pretrain.sweep plan SWEEP --configs A.toml B.toml --lr 1e-3 2e-3 --seeds 0 1
 #   bash slurm/sweep.sh submit SWEEP [--throttle K] [--nodes N] [sbatch flags]
 #   bash slurm/sweep.sh --local SWEEP
 #   bash slurm/sweep.sh --help
 #
-# SWEEP is the folder that `plan` has written; `python -m canon_pretrain.sweep table SWEEP` shows how
-# its runs stand. `submit` leaves out what is DONE or in the queue, checks one run of each config as
-# slurm/submit.sh does, and submits the rest as one array of which K elements run at a time (default:
-# as many as the cluster has room for). Submitted again it goes on with what has failed or was
-# cancelled. sbatch's flags are those of each run. An array of one's own making works as well:
+# SWEEP is the folder that `plan` has written; `python -m canon_pretrain.sweep table SWEEP` prints the
+# state of its runs. `submit` skips runs that are DONE or in the queue, checks one run of each config
+# as slurm/submit.sh does, and submits the others as one array of which K tasks run at a time (default:
+# all). Submit again to continue runs that failed or were cancelled. sbatch's flags are those of each
+# run. The same by hand:
 #
 #   sbatch --array=1-8%2 [sbatch flags] slurm/sweep.sh SWEEP
 #
-# Small runs, several on a node: GPUS_PER_NODE=1 SHARED_NODES=1 bash slurm/sweep.sh submit SWEEP.
+# For several small runs per node: GPUS_PER_NODE=1 SHARED_NODES=1 bash slurm/sweep.sh submit SWEEP.
 # Time limit, preemption, failed nodes, crashes, settings and environment: slurm/pretrain_1b3.sh
-# --help. Each run has its slurm.log in its own folder; SWEEP/logs has what an element says before.
-# --local trains one run after the other on this machine; a run that fails does not stop the rest.
+# --help. Each run has a slurm.log; output before it is opened is in SWEEP/logs. --local trains the
+# runs one after another on this machine, also after a failure. Errors print a code and exit with 2.
 #SBATCH --job-name=canon-sweep
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
@@ -29,20 +29,20 @@
 #SBATCH --signal=B:USR1@300
 set -euo pipefail
 
-# Slurm runs a copy of this script: the repository is CANON_REPO, or around it, or around where the
-# job was submitted
+# Slurm runs a copy of this script: the repository is CANON_REPO, or contains the script, or contains
+# the folder in which the job was submitted
 repo=${CANON_REPO:-${BASH_SOURCE[0]%/*}/..}
 if [[ -z ${CANON_REPO:-} && ! -f $repo/slurm/lib.sh ]]; then repo=${SLURM_SUBMIT_DIR:-$PWD}; fi
 until [[ -n ${CANON_REPO:-} || -z $repo || -f $repo/slurm/lib.sh ]]; do repo=${repo%/*}; done
 # shellcheck source=slurm/lib.sh
-source "$repo/slurm/lib.sh" || { echo "error: submit from inside the repository, or set CANON_REPO to it" >&2 && exit 2; }
+source "$repo/slurm/lib.sh" || { echo "error[slurm.repository]: submit in the repository, or set CANON_REPO to it" >&2 && exit 2; }
 
-# run_words NUMBER: WORDS of the run, its config first; none where it is DONE
+# run_words NUMBER: set WORDS to the arguments of the run, its config first; empty if it is DONE
 run_words() {
     words_of python -m canon_pretrain.sweep run "$SWEEP" "$1" --print0
 }
 
-# todo [--besides N,N]: LEFT, the runs that are not DONE, and FIRSTS, one of them of each config
+# todo [--besides N,N]: set LEFT, the runs that are not DONE, and FIRSTS, one of them per config
 todo() {
     local answer lines
     answer=$(on_head python -m canon_pretrain.sweep todo "$SWEEP" "$@") || exit 2
@@ -51,10 +51,10 @@ todo() {
     read -r -a FIRSTS <<<"${lines[1]:-}"
 }
 
-# sweep_element: one run, inside a Slurm job
+# sweep_element: train one run, in a Slurm job
 sweep_element() {
     [[ -n ${SLURM_ARRAY_TASK_ID:-} ]] ||
-        die "this is an array's script: bash slurm/sweep.sh submit SWEEP, or sbatch --array=1-N, or --local"
+        die slurm.not_a_job "use bash slurm/sweep.sh submit SWEEP, sbatch --array=1-N, or --local"
     run_words "$SLURM_ARRAY_TASK_ID"
     ((${#WORDS[@]})) || exit 0
     pretrain_job "${WORDS[@]}"
@@ -62,7 +62,7 @@ sweep_element() {
 
 # sweep_submit [--throttle K] [sbatch flags]
 sweep_submit() {
-    local throttle='' mark index comment queue queued='' number flags=()
+    local throttle='' index text comment queue queued='' number flags=()
     while (($#)); do
         case $1 in
             --throttle) throttle=${2:-} && shift ;;
@@ -72,14 +72,14 @@ sweep_submit() {
         shift
     done
     [[ -z $throttle || $throttle =~ ^[1-9][0-9]*$ ]] ||
-        die "--throttle $throttle: expected a whole number above 0"
-    mark="canon-sweep:$(cd "$SWEEP" && pwd -P)" || exit 2
+        die slurm.value "--throttle $throttle: expected an integer above 0"
+    comment="canon-sweep:$(cd "$SWEEP" && pwd -P)" || exit 2
     queue=$(squeue --me --noheader --array --format='%K %k') ||
-        die "squeue failed, and a run that is in the queue already must not be submitted twice: nothing was submitted"
-    while read -r index comment; do
-        if [[ $comment == "$mark" ]]; then queued+="${queued:+,}$index"; fi
+        die slurm.queue "squeue failed, nothing was submitted: a run might be in the queue already"
+    while read -r index text; do
+        if [[ $text == "$comment" ]]; then queued+="${queued:+,}$index"; fi
     done <<<"$queue"
-    [[ -z $queued ]] || printf 'in the queue already, and left out: %s\n' "$queued"
+    [[ -z $queued ]] || printf 'in the queue already, skipped: %s\n' "$queued"
     todo --besides "$queued"
     if [[ -z $LEFT ]]; then
         printf 'nothing to submit: each run is DONE or in the queue\n'
@@ -87,17 +87,17 @@ sweep_submit() {
     fi
     for number in "${FIRSTS[@]}"; do
         run_words "$number"
-        # nothing is queued by this: sbatch and the run's own arguments are checked
+        # checks sbatch's flags and the run's arguments
         bash "$CANON_REPO/slurm/submit.sh" "${flags[@]}" --test-only \
             "$CANON_REPO/slurm/pretrain_1b3.sh" "${WORDS[@]}" || exit
     done
     mkdir -p "$SWEEP/logs"
     exec bash "$CANON_REPO/slurm/submit.sh" --array="$LEFT${throttle:+%$throttle}" \
-        --output="${SWEEP//%/%%}/logs/%A_%a.log" "${flags[@]}" --comment="$mark" \
+        --output="${SWEEP//%/%%}/logs/%A_%a.log" "${flags[@]}" --comment="$comment" \
         "$CANON_REPO/slurm/sweep.sh" "$SWEEP"
 }
 
-# sweep_local: all runs that are not DONE, one after the other
+# sweep_local: train all runs that are not DONE, one after another
 sweep_local() {
     local number code failed=0 enough=0 child='' left
     trap 'enough=1; [[ -z $child ]] || kill -TERM "$child" 2>/dev/null || true' INT TERM HUP
@@ -108,7 +108,7 @@ sweep_local() {
         run_words "$number"
         ((${#WORDS[@]})) || continue
         say "run $number: $(basename "${WORDS[2]}")"
-        # in the background, since a trap waits for a foreground command
+        # in the background, as traps wait for foreground commands
         (pretrain_local "${WORDS[@]}") &
         child=$!
         while true; do
@@ -120,8 +120,8 @@ sweep_local() {
         ((code == 0)) || failed=$((failed + 1))
     done
     on_head python -m canon_pretrain.sweep table "$SWEEP"
-    ((!enough)) || say "asked to stop: the same command goes on"
-    ((!failed)) || die "$failed run(s) failed; the same command tries them again"
+    ((!enough)) || say "stopped: run the same command to continue"
+    ((!failed)) || die sweep.failed_runs "$failed run(s) failed; run the same command to retry them"
 }
 
 case ${1:-} in
@@ -129,8 +129,8 @@ case ${1:-} in
         print_header "$CANON_REPO/slurm/sweep.sh"
         exit 0
         ;;
-    submit | --local) (($# > 1)) || die "which sweep? bash slurm/sweep.sh $1 SWEEP" ;;
-    '') die "which sweep? bash slurm/sweep.sh submit SWEEP, or --help" ;;
+    submit | --local) (($# > 1)) || die slurm.usage "expected bash slurm/sweep.sh $1 SWEEP" ;;
+    '') die slurm.usage "expected bash slurm/sweep.sh submit SWEEP, or --help" ;;
 esac
 mode=element
 if [[ $1 == submit || $1 == --local ]]; then
@@ -139,16 +139,16 @@ if [[ $1 == submit || $1 == --local ]]; then
 fi
 SWEEP=$1
 shift
-[[ -d $SWEEP ]] || die "$SWEEP: there is no such folder; python -m canon_pretrain.sweep plan makes a sweep"
+[[ -d $SWEEP ]] || die sweep.not_a_sweep "$SWEEP does not exist; create it with python -m canon_pretrain.sweep plan"
 load_cluster
 case $mode in
     submit) sweep_submit "$@" ;;
     local)
-        (($# == 0)) || die "$1: --local takes a sweep alone; options of its runs belong to its plan"
+        (($# == 0)) || die slurm.usage "$1: --local has no options; give options of runs to the plan"
         sweep_local
         ;;
     *)
-        [[ -n ${SLURM_JOB_ID:-} ]] || die "bash slurm/sweep.sh submit SWEEP, or --local SWEEP; this way it is a job script"
+        [[ -n ${SLURM_JOB_ID:-} ]] || die slurm.not_a_job "use bash slurm/sweep.sh submit SWEEP, or --local SWEEP"
         sweep_element
         ;;
 esac

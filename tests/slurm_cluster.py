@@ -1,11 +1,12 @@
-"""A real Slurm of two nodes on this machine: slurmctld, two slurmd and munge, started for tests.
+"""A real Slurm of two nodes on this machine, for tests: slurmctld, two slurmd and munge.
 
-Settings as measured for Debian's slurm 22.05: no cgroups, no database, eight pretended GPUs a node
-(character devices that are /dev/null), a `low` partition that `high` preempts by requeueing. Needs
-root, and Debian's slurmctld, slurmd, slurm-client and munge; `missing` says what is not there.
+For Debian's slurm 22.05: no cgroups, no database, eight fake GPUs per node (copies of /dev/null), a
+`low` partition that `high` preempts by requeueing. Needs root and Debian's slurmctld, slurmd,
+slurm-client and munge. Several may run at once: ports and job ids differ.
 """
 
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -39,6 +40,7 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 JobCompType=jobcomp/filetxt
 JobCompLoc={state}/jobcomp.log
+FirstJobId={first_job}
 GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -56,7 +58,7 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PreemptMode=OFF PriorityT
 
 
 def missing() -> str | None:
-    """Why no cluster can be started here; None where one can."""
+    """Return why no cluster can be started here; None if it can."""
     absent = [name for name in NEEDED if shutil.which(name, path=PATH) is None]
     if absent:
         return f"not installed: {', '.join(absent)}"
@@ -84,6 +86,8 @@ class SlurmCluster:
         conf = CONF.format(
             host=host, port=port, node_port=port + 1, last_port=port + len(NODES), gpus=GPUS,
             state=self.state, kill_wait=self._kill_wait, grace=self._grace,
+            # slurm/lib.sh derives the port of the rendezvous from it
+            first_job=random.randrange(1, 50_000),
         )  # fmt: skip
         (self.state / "slurm.conf").write_text(conf)
         devices = f"{self.state}/fakegpu[0-{GPUS - 1}]"
@@ -130,17 +134,17 @@ class SlurmCluster:
         return found
 
     def until(self, happened: Callable[[], object], what: str, timeout_s: float = 60) -> None:
-        """Waits; raises with the daemons' last words where it does not happen in time."""
+        """Wait; raise AssertionError with the daemons' logs after `timeout_s`."""
         end = time.monotonic() + timeout_s
         while not happened():
             for daemon in self._daemons:
                 if daemon.poll() is not None:
-                    raise AssertionError(f"{daemon.args} ended: {self._last_words()}")
+                    raise AssertionError(f"{daemon.args} ended: {self._logs()}")
             if time.monotonic() > end:
-                raise AssertionError(f"waited {timeout_s} s for {what}: {self._last_words()}")
+                raise AssertionError(f"waited {timeout_s} s for {what}: {self._logs()}")
             time.sleep(0.1)
 
-    def _last_words(self) -> str:
+    def _logs(self) -> str:
         logs = sorted([*self.state.glob("*.log"), *self.state.glob("*.out")])
         return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-800:]}" for log in logs)
 
@@ -157,7 +161,7 @@ class SlurmCluster:
 
 
 def _name_nodes() -> None:
-    """Let the nodes' names lead to this machine, as they would on a cluster's own network."""
+    """Make the nodes' names resolve to this machine."""
     try:
         for node in NODES:
             socket.getaddrinfo(node, None)
@@ -167,8 +171,8 @@ def _name_nodes() -> None:
 
 
 def _free_ports() -> int:
-    """The first of three free ports in a row."""
-    for first in range(16820 + os.getpid() % 5000, 60000, 3):
+    """Return the first of three consecutive free ports, above those of slurm/lib.sh."""
+    for first in random.sample(range(30_000, 32_700, 3), 800):
         try:
             for port in range(first, first + 1 + len(NODES)):
                 with socket.socket() as probe:

@@ -1,9 +1,10 @@
-"""What the Slurm tests share: jobs on the test cluster, with a settings file as a user has it.
+"""Jobs on the test cluster, with a cluster.env as a user has it.
 
-A job finds Python by the VENV of its cluster.env alone. `tests/slurm_site` is on its PYTHONPATH:
-the faults that its sitecustomize.py knows are asked for by variables.
+A job finds Python by the VENV of its cluster.env. `tests/slurm_site` is on its PYTHONPATH: its
+sitecustomize.py injects the faults that variables request.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -30,9 +31,13 @@ class Job:
         self.cluster, self.id, self.output = cluster, number, output
         self._hurried = 0
 
-    def field(self, name: str) -> str:
+    def fields(self, *names: str) -> list[str]:
         shown = self.cluster.run("scontrol", "show", "job", "-o", self.id).stdout.split()
-        return next(word.split("=", 1)[1] for word in shown if word.startswith(f"{name}="))
+        found = dict(word.split("=", 1) for word in reversed(shown) if "=" in word)
+        return [found[name] for name in names]
+
+    def field(self, name: str) -> str:
+        return self.fields(name)[0]
 
     @property
     def state(self) -> str:
@@ -48,7 +53,7 @@ class Job:
     def until(
         self, happened: Callable[[], object], what: str, timeout_s: float = TIMEOUT_S
     ) -> None:
-        """Waits, and does not let a requeued job wait its two minutes."""
+        """Wait for it; a requeued job does not wait for two minutes."""
         end = time.monotonic() + timeout_s
         while not happened():
             if time.monotonic() > end:
@@ -57,16 +62,16 @@ class Job:
             time.sleep(0.2)
 
     def _hurry(self) -> None:
-        """Let a requeued job start in a few seconds; at once, its old credential would be revoked
-        under it, which is why Slurm waits."""
-        if self.state == "PENDING" and self.restarts > self._hurried:
-            # refused where no node is left for it: that is its test's business
+        """Let a requeued job start in a few seconds; Slurm revokes its old credential first."""
+        state, restarts = self.fields("JobState", "Restarts")
+        if state == "PENDING" and int(restarts) > self._hurried:
+            # refused if no node is left for it
             command = ("scontrol", "update", f"JobId={self.id}", "StartTime=now+4")
             if self.cluster.run(*command, check=False).returncode == 0:
-                self._hurried = self.restarts
+                self._hurried = int(restarts)
 
     def until_step(self, run: Path, step: int) -> None:
-        """Until the run has logged `step`; fails if the job ends before."""
+        """Wait until the run has logged `step`; fail if the job ends before."""
 
         def reached() -> bool:
             if self.state in ENDED:
@@ -90,7 +95,7 @@ class Job:
 
 
 class Jobs:
-    """Submits jobs, with a cluster.env in `folder` that the test may rewrite between launches."""
+    """Submits jobs with a cluster.env in `folder`, which the test may rewrite between launches."""
 
     def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
@@ -99,7 +104,7 @@ class Jobs:
         self.set()
 
     def set(self, **variables: object) -> None:
-        """Write cluster.env: CPUs, one rank a node, no preflight, and `variables` on top."""
+        """Write cluster.env: CPUs, one rank per node, no preflight, and `variables`."""
         values = {"CANON_CPU": 1, "RANKS_PER_NODE": 1, "PREFLIGHT": 0, **variables}
         lines = [f"VENV='{sys.prefix}'", *(f"export {name}={v}" for name, v in values.items())]
         self.settings.write_text("\n".join(lines) + "\n")
@@ -136,13 +141,13 @@ class Jobs:
         return self.submitted[-1]
 
     def array(self, done: subprocess.CompletedProcess[str], *elements: int) -> list[Job]:
-        """The elements of the array that a script has submitted."""
+        """Return tasks of the array that a script has submitted."""
         assert done.returncode == 0, done
         (array,) = re.findall(r"^Submitted batch job (\d+)$", done.stdout, re.M)
         return [Job(self.cluster, f"{array}_{i}", self.folder) for i in elements]
 
     def clear(self) -> None:
-        """End what is left: a test that failed must not keep the nodes from the next one."""
+        """Cancel the remaining jobs, which a failed test may leave."""
         for job in self.submitted:
             if job.state not in ENDED:
                 job.cancel()
@@ -162,8 +167,13 @@ def log_of(run: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
+def ended(run: Path) -> str | None:
+    """Return the action after the run's newest launch."""
+    return json.loads((run / "restarts.json").read_text())["ended"]  # type: ignore[no-any-return]
+
+
 def processes_of(text: str) -> dict[int, str]:
-    """The command lines with `text` in them, their words ended by spaces, by process."""
+    """Return the command lines that contain `text`, joined by spaces, by process."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""From training to the report on a real Slurm: the watch over a live run, with all that may happen.
+"""From training to the report on a real Slurm: watches of a running run.
 
-Two watches and two impatient people at login nodes give out the same work; one of its jobs is
-killed. Training keeps two checkpoints only, so what waits to be evaluated has to be held.
+Two watch jobs and two `eval submit` processes submit the same work; one evaluation is killed.
+Training keeps only two checkpoints, so that others must be held until they are evaluated.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def test_a_run_is_trained_watched_and_reported(slurm, jobs, tmp_path):
         f"--sbatch={CPUS}",
     )  # fmt: skip
     environment = {"WATCH_MINUTES": 0.05, "PYTHONPATH": site}
-    # before there is a run: it looks again
+    # before there is a run
     first = jobs.submit("slurm/eval_watch.sh", *watched, **environment)
     assert first.until_ended() == "COMPLETED", first.text()
     training = jobs.submit(
@@ -55,20 +55,19 @@ def test_a_run_is_trained_watched_and_reported(slurm, jobs, tmp_path):
     command = [sys.executable, "-m", "eval", "submit", *map(str, watched), "--interval_s", "2"]
     environ = jobs.environ({"PYTHONPATH": site})
     with contextlib.ExitStack() as stack:
-        people = []
+        watchers = []
         for k in range(2):
-            out = stack.enter_context(open(tmp_path / f"person-{k}.txt", "w"))
-            person = subprocess.Popen(command, env=environ, cwd=tmp_path, stdout=out, stderr=out)
-            stack.callback(person.kill)
-            people.append(person)
-        # as soon as somebody has looked, step 6 is held; now let training run ahead
+            out = stack.enter_context(open(tmp_path / f"watcher-{k}.txt", "w"))
+            watcher = subprocess.Popen(command, env=environ, cwd=tmp_path, stdout=out, stderr=out)
+            stack.callback(watcher.kill)
+            watchers.append(watcher)
+        # step 6 is held from now on: let training continue
         slurm.until((run / "evals/holds/step-6.submit").exists, "a hold", 240)
         assert not (run / "checkpoint/step-9").exists()
         pace.write_text("{}")
         _kill_one(jobs, run)
-        codes = [person.wait(400) for person in people]
-    said = [(tmp_path / f"person-{k}.txt").read_text() for k in range(2)]
-    log = (run / "evals/watch.log").read_text()
+        codes = [watcher.wait(400) for watcher in watchers]
+    said = [(tmp_path / f"watcher-{k}.txt").read_text() for k in range(2)]
     assert codes == [0, 0], said
     assert training.until_ended() == "COMPLETED" and (run / "DONE").exists()
 
@@ -77,17 +76,16 @@ def test_a_run_is_trained_watched_and_reported(slurm, jobs, tmp_path):
 
     training.until(lambda: all(state in ENDED for _, state in ours().values()), "the watch's end")
     log = (run / "evals/watch.log").read_text()
-    assert "all is evaluated and reported: the watch ends" in log
 
-    # each piece of work was done once, by one job; the killed one was given out again
+    # each evaluation was done once, by one job; the killed one was submitted again
     done = [name for name, state in ours().values() if state == "COMPLETED"]
-    given_out = [name for name, _ in ours().values() if "step-" in name]
+    submitted = [name for name, _ in ours().values() if "step-" in name]
     for step in STEPS:
         for suite in SUITES:
             name = f"step-{step}-{suite}-"
             killed = (step, suite) == (6, "validation")
             assert sum(name in other for other in done) == 1, (done, log, said)
-            assert sum(name in other for other in given_out) == 1 + killed, (given_out, log, said)
+            assert sum(name in other for other in submitted) == 1 + killed, (submitted, log, said)
             (path,) = (run / "evals" / f"step-{step}" / suite).glob("*/results.json")
             assert read_results(path).asked["step"] == step
     assert len(leases_of(run, 6, "validation").all()) >= 2
@@ -97,9 +95,9 @@ def test_a_run_is_trained_watched_and_reported(slurm, jobs, tmp_path):
     assert {suite["suite"] for suite in reported["suites"]} == set(SUITES)
 
     folder = CheckpointFolder(run / "checkpoint")
-    assert folder.steps() == [6, 9, 12], "two are kept, and step 6 was waited for"
+    assert folder.steps() == [6, 9, 12], "two are kept, and step 6"
     assert Manifest.read(folder.step_path(6)).kind == "weights"
-    assert [*(run / "evals/holds").iterdir()] == [], "nothing is held any more"
+    assert [*(run / "evals/holds").iterdir()] == [], "no holds are left"
     status = subprocess.run(
         [sys.executable, "-m", "eval", "submit", run, "--json"],
         env=jobs.environ({"PYTHONPATH": site}), capture_output=True, text=True, check=True,
@@ -109,7 +107,7 @@ def test_a_run_is_trained_watched_and_reported(slurm, jobs, tmp_path):
 
 
 def _kill_one(jobs: Jobs, run: Path) -> None:
-    """Kill the job of step 6's validation, scripts and ranks, as soon as its ranks are there."""
+    """Kill the job of step 6's validation, script and ranks, once its ranks run."""
     leases = leases_of(run, 6, "validation")
     work = f"eval run --checkpoint {run}/checkpoint/step-6 --suite validation"
     jobs.cluster.until(lambda: processes_of(work), "ranks at work", 240)

@@ -1,4 +1,4 @@
-"""slurm/data_prep.sh: a sharded build by an array job, whatever happens to its elements."""
+"""slurm/data_prep.sh: a sharded build by an array job, with failures of its tasks."""
 
 import os
 import re
@@ -11,7 +11,7 @@ import pytest
 
 from tests.corpora import snapshot, write_corpus, write_tokenizer
 from tests.slurm_jobs import Job, processes_of, script
-from tests.support import ROOT
+from tests.support import ROOT, error_codes
 
 ODD = 'it\'s "a"; $(touch HIT) 100%d'
 SHARDS = 3
@@ -34,9 +34,9 @@ def submitted(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
 
 
 @pytest.mark.slurm
-def test_a_sharded_build_survives_its_jobs_and_is_the_unsharded_one(slurm, jobs, tmp_path):
-    """All three shards wait in their second unit. One meets its time limit, and is requeued alone,
-    then meets it without progress; one is killed. A second submission does what is missing."""
+def test_failures_of_jobs_do_not_change_a_sharded_build(slurm, jobs, tmp_path):
+    """All shards wait in their second input group. One reaches its time limit, is requeued, and
+    reaches it again without progress; one is killed. A second submission does the rest."""
     corpus, tokenizer = corpus_in(tmp_path)
     held, out = tmp_path / "held", tmp_path / ODD
     held.mkdir()
@@ -61,21 +61,19 @@ def test_a_sharded_build_survives_its_jobs_and_is_the_unsharded_one(slurm, jobs,
     def built() -> set[int]:
         return {int(path.name[5:10]) for path in (out / "train").glob("part-*.json")}
 
-    shards[2].until(lambda: built() == {0, 1, 2}, "the first unit of each")
+    shards[2].until(lambda: built() == {0, 1, 2}, "the first input group of each")
     twice = submit()
-    assert twice.returncode == 2 and "jobs are at work on" in twice.stderr
+    assert (twice.returncode, error_codes(twice.stderr)) == (2, ["slurm.queued"])
 
-    # the last element has the array's own number, by which scontrol would requeue them all
+    # the last task has the array's own id, by which scontrol would requeue all tasks
     assert shards[2].field("JobId") == array
     shards[2].update("TimeLimit=1")
     shards[2].until_requeued(1)
     shards[2].update("TimeLimit=UNLIMITED")
     assert [job.restarts for job in shards] == [0, 0, 1]
-    assert "requeued, to go on with the next unit" in log(3)
-    shards[2].until(lambda: "restart 1" in log(3) and "resuming: 1 of 3" in log(3), "its restart")
+    shards[2].until(lambda: "restart 1" in log(3) and "1 of 3" in log(3), "its restart")
     shards[2].update("TimeLimit=1")
     assert shards[2].until_ended() == "FAILED" and shards[2].restarts == 1
-    assert "no shard has finished a unit since this job began" in log(3)
 
     builds = processes_of(str(tmp_path)).items()
     shown = " data_prep ", "--shard 2/3 "
@@ -91,11 +89,9 @@ def test_a_sharded_build_survives_its_jobs_and_is_the_unsharded_one(slurm, jobs,
     assert not (out / "train" / "manifest.json").exists()
 
     again = submit()
-    assert "shards 2,3 of 3\n" in again.stdout
+    assert "2,3 of 3" in again.stdout
     finish = Job(slurm, submitted(again)["finish"], tmp_path)
     assert finish.until_ended() == "COMPLETED"
-    said = (logs / f"{finish.id}-finish.log").read_text()
-    assert f"{ODD}: ok (everything was read)" in said
 
     whole = [sys.executable, "-m", "data_prep", "build", *options(corpus, tokenizer, "whole")]
     path = f"{environ['PYTHONPATH']}:{ROOT}"
@@ -103,35 +99,20 @@ def test_a_sharded_build_survives_its_jobs_and_is_the_unsharded_one(slurm, jobs,
     assert snapshot(out) == snapshot(tmp_path / "whole")
 
     last = submit()
-    assert "all units are built" in last.stdout and [*submitted(last)] == ["finish"]
+    assert [*submitted(last)] == ["finish"]
     finish = Job(slurm, submitted(last)["finish"], tmp_path)
     assert finish.until_ended() == "COMPLETED"
-    assert "finished before" in (logs / f"{finish.id}-finish.log").read_text()
     assert not [*tmp_path.rglob("HIT")] and not (ROOT / "HIT").exists()
 
 
-@pytest.mark.slurm
-def test_nothing_is_submitted_of_a_wrong_build(slurm, jobs, tmp_path):
-    before = slurm.run("squeue", "-h").stdout
-    for words, says in (
-        (("--shards", 2, "--", "--source", "local", "--out", "x"), "--tokenizer"),
-        (("--shards", 0, "--", "--out", "x"), "--shards 0: expected a whole number above 0"),
-        (("--shards", 2, "--", *options(tmp_path, tmp_path, "x"), "--shard", "1/2"), "its own"),
-        (("--", *options(tmp_path, tmp_path, "x")), "--shards N is missing"),
-    ):
-        done = jobs.script("data_prep.sh", "submit", *words, cwd=tmp_path)
-        assert done.returncode == 2 and says in done.stderr, done
-    assert slurm.run("squeue", "-h").stdout == before and not (tmp_path / "x.logs").exists()
-
-
-def test_locally_it_is_the_same_build(tmp_path):
+@pytest.mark.system
+def test_a_local_build_is_the_same(tmp_path):
     corpus, tokenizer = corpus_in(tmp_path)
     environ = os.environ | {"CANON_CLUSTER_ENV": str(tmp_path / "cluster.env")}
     (tmp_path / "cluster.env").write_text(f"VENV='{sys.prefix}'\n")
     split = ("--shards", 2, "--", *options(corpus, tokenizer, ODD))
     for words, out in ((options(corpus, tokenizer, "one"), "one"), (split, ODD), (split, ODD)):
         done = script("data_prep.sh", "--local", *words, environ=environ, cwd=tmp_path)
-        assert done.returncode == 0 and f"{out}: ok (everything was read)" in done.stdout, done
-    assert "finished before" in done.stdout
+        assert done.returncode == 0 and (tmp_path / str(out) / "train/manifest.json").exists(), done
     assert snapshot(tmp_path / ODD) == snapshot(tmp_path / "one")
     assert not [*tmp_path.rglob("HIT")]

@@ -1,14 +1,13 @@
-"""Faults for jobs of the Slurm tests: Python imports this at its start where PYTHONPATH says so.
+"""Faults for jobs of the Slurm tests; Python imports this module if it is on PYTHONPATH.
 
-TEST_PACE        a file with what a phase takes longer at each of its signs of life: JSON, seconds
-                 by phase ("training": each step); read each time
+TEST_PACE        JSON file, read at each use: seconds to sleep by phase ("training": per step)
 TEST_CRASH_AT    kill -9 of rank 0 after this step, in every launch
-TEST_RANK_0_ON   the node whose agent comes first in the rendezvous
-TEST_FULL_NODE   a node where no byte is free, as shutil.disk_usage has it
-TEST_DEAD_NODE   a node that does not report to the preflight
-TEST_EVAL_GATE   a file: while it exists, an evaluation waits after each answered task
-TEST_UNIT_BYTES  the bytes of inputs that end a unit of data_prep
-TEST_HELD        a folder: a unit is not built while it has a file named as one of its inputs
+TEST_RANK_0_ON   the node of rank 0
+TEST_FULL_NODE   a node with a full disk
+TEST_DEAD_NODE   a node without a report in the preflight
+TEST_EVAL_GATE   a file: while it exists, an evaluation waits after each task
+TEST_UNIT_BYTES  size of data_prep's input groups
+TEST_HELD        a folder: an input group waits while there is a file named as one of its inputs
 """
 
 import json
