@@ -274,7 +274,7 @@ def measure_case(
         return {timing.STEP: seconds}
 
     blocks = partial(run_block, ours), partial(run_block, theirs)
-    found = timing.paired(*blocks, repeats)[timing.STEP]
+    found = timing.time_pairs(*blocks, repeats)[timing.STEP]
     dtype = ours.model.tok_embeddings.weight.dtype
     return {
         "case": name,

@@ -163,7 +163,7 @@ class Attend(nn.Module):
         if self.args.position == "alibi":
             options["score_mod"] = alibi
         is_plain = torch.compiler.is_compiling() or q.device.type == "cpu"
-        flex = flex_attention if is_plain else _compiled(flex_attention)
+        flex: Any = flex_attention if is_plain else _compiled(flex_attention)
         y: Tensor = flex(q, k, v, block_mask=mask, **options)
         return y
 
