@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--holdout", type=float, default=0.02, metavar="FRACTION", help=held_out)
     folders.add_workers(parser, "processes; the result is the same for any number")
     folders.add_limits(parser)
-    text = parser.add_argument_group("text")
+    text = parser.add_argument_group("inputs and texts")
     text.add_argument("--text-field", metavar="F", help="name of the text field (source local)")
     revision = "commit, tag or branch of a downloaded source"
     text.add_argument("--revision", metavar="R", help=revision)

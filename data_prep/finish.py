@@ -106,13 +106,9 @@ def _training_stream(
         if not is_complete(out, group, plan.sha256):
             rest = range(group, len(plan.units))
             missing = sum(not is_complete(out, later, plan.sha256) for later in rest)
-            raise UserError(
-                "data.not_built",
-                f"{out}: input group {group} is not built ({missing:,} of {len(plan.units):,} are "
-                f"missing); run the same `python -m data_prep build` again, every --shard of it",
-                input_group=group,
-                missing=missing,
-            )
+            count = f"{missing:,} of {len(plan.units):,} are missing"
+            message = f"{out}: input group {group} is not built ({count}); run every --shard again"
+            raise UserError("data.not_built", message, input_group=group, missing=missing)
         for named in read_commits(out / TRAIN, [group]):
             if limits.reached(documents, tokens):
                 return records, num_groups, None
@@ -136,11 +132,8 @@ def _cut_shard(folder: Path, named: NamedRecord, documents: int, tokens: int) ->
     """Return the documents of the shard that fit, None if none does. Raises UserError."""
     path = folder / f"{named.name}.docs"
     if named.record.version == WITHOUT_BYTE_ENDS:
-        raise UserError(
-            "data.old_format",
-            f"{path}: version {WITHOUT_BYTE_ENDS} has no text bytes per document, so no limit can "
-            f"end inside this shard; give no limit, or build into a new folder",
-        )
+        message = f"{path}: a limit cannot end inside a shard of version {WITHOUT_BYTE_ENDS}; "
+        raise UserError("data.old_format", f"{message}give no limit, or build into a new folder")
     ends = np.frombuffer(read_checked(path, named.record.files.docs.sha256), dtype="<u8")
     token_ends, byte_ends = np.split(ends, 2)
     kept = min(documents, int(np.searchsorted(token_ends, tokens, side="right")))

@@ -58,18 +58,15 @@ def load_tokenizer(out: Path, record: TokenizerRecord) -> Tokenizer:
     tokenizer = Tokenizer.find(out, eos=record.eos_id)
     path = out / tokenizer.file_name
     if tokenizer.sha256 != record.sha256:
-        raise UserError(
-            "tokenizer.changed",
-            f"{path}: sha256 {tokenizer.sha256[:16]}..., the plan's is {record.sha256[:16]}...; "
-            f"delete it and {REBUILD_HINT}",
+        message = (
+            f"{path}: sha256 {tokenizer.sha256[:16]}..., the plan's is {record.sha256[:16]}..."
         )
+        raise UserError("tokenizer.changed", f"{message}; delete it and {REBUILD_HINT}")
     for text, ids in tokenizer.probe_ids().items():
         if ids != record.probe_ids[text]:
-            raise UserError(
-                "tokenizer.other_version",
-                f"{path}: {text!r} has ids {ids}, in the plan {record.probe_ids[text]}; install "
-                f"the library version that made the plan, or build into a new folder",
-            )
+            message = f"{path}: {text!r} has ids {ids}, in the plan {record.probe_ids[text]}; "
+            message += "install the version that made the plan, or build into a new folder"
+            raise UserError("tokenizer.other_version", message)
     return tokenizer
 
 

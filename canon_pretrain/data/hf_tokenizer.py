@@ -88,12 +88,9 @@ class HFTokenizer:
         found = [token for token, i in added.items() if token in known and eos in (None, token, i)]
         if len(found) != 1:
             wanted = "an EOS by name" if eos is None else repr(eos)
-            raise UserError(
-                "tokenizer.eos",
-                f"tokenizer {name}: {len(found)} of its added tokens ({', '.join(list(added)[:8])})"
-                f" are {wanted}, expected one; give --eos TOKEN",
-                found=len(found),
-            )
+            there = f"{len(found)} of its added tokens ({', '.join(list(added)[:8])})"
+            message = f"tokenizer {name}: {there} are {wanted}, expected one; give --eos TOKEN"
+            raise UserError("tokenizer.eos", message, found=len(found))
         self.eos_token, self.eos_id = found[0], added[found[0]]
         self.bos_id = next((added[token] for token in BOS_NAMES if token in added), -1)
         for entry in content["added_tokens"]:
@@ -107,7 +104,9 @@ class HFTokenizer:
         faster: CachedEncoder | SplitEncoder | None = None
         if (unprefixed := llama_2_without_prefix(content)) is not None:
             raw = _load(unprefixed, name)
-            faster = CachedEncoder(partial(_ids, raw), merged_tokens(content), " ")
+            merges = content["model"]["merges"]
+            tokens = ["".join(m.split(" ") if isinstance(m, str) else m) for m in merges]
+            faster = CachedEncoder(partial(_ids, raw), tokens, " ")
         elif has_known_split(content):
             faster = SplitEncoder(partial(_ids, self._tokenizer))
         if faster and np.array_equal(faster.encode(PROBE_TEXT), _ids(self._tokenizer, PROBE_TEXT)):
@@ -117,11 +116,8 @@ class HFTokenizer:
             for probe in (token, f"a{token}b", f" {token} "):
                 self.encode(probe)
         if not len(self.encode(_RARE)):
-            raise UserError(
-                "tokenizer.drops_text",
-                f"tokenizer {name}: drops unknown characters ({_RARE!r} has no id); give one with "
-                f"byte fallback, byte-level tokens or an unknown token",
-            )
+            message = f"tokenizer {name}: drops characters; give one with byte fallback or <unk>"
+            raise UserError("tokenizer.drops_text", message)
 
     def encode(self, text: str) -> np.ndarray:
         if self._encoder is None:
@@ -129,11 +125,8 @@ class HFTokenizer:
         else:
             tokens = self._encoder.encode(text)
         if any((tokens == special).any() for special in self._special):
-            raise UserError(
-                "tokenizer.eos_in_text",
-                f"tokenizer {self._name}: a text with the name of EOS or BOS gets their ids "
-                f"{self._special}; give a tokenizer that has them as added tokens only",
-            )
+            message = f"tokenizer {self._name}: gives text the ids of EOS or BOS; choose another"
+            raise UserError("tokenizer.eos_in_text", message)
         return tokens
 
     def decode(self, ids: list[int]) -> str:
@@ -170,12 +163,6 @@ def llama_2_without_prefix(content: dict[str, Any]) -> dict[str, Any] | None:
     ):
         return None
     return {**content, "normalizer": _LLAMA_NORMALIZER["normalizers"][1]}
-
-
-def merged_tokens(content: dict[str, Any]) -> list[str]:
-    """Return all results of merges of the BPE model in `content`."""
-    merges = content["model"]["merges"]
-    return ["".join(m.split(" ") if isinstance(m, str) else m) for m in merges]
 
 
 def has_known_split(content: dict[str, Any]) -> bool:

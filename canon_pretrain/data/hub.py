@@ -109,12 +109,9 @@ def fetch(repo: str, commit: str, root: Path, files: Sequence[HubFile], hints: H
         path = root / known.path
         if not path.exists():
             if (free := free_bytes(root)) < known.size:
-                raise HubUnavailable(
-                    "disk.full",
-                    f"{root}: {size(free)} free, {known.path} needs {size(known.size)}; free some "
-                    f"space or set HF_HOME, and run the same command again",
-                    path=root,
-                )
+                needed = f"{known.path} needs {size(known.size)}"
+                message = f"{root}: {size(free)} free, {needed}; free some space or set HF_HOME"
+                raise HubUnavailable("disk.full", message, path=root)
             place: dict[str, Any] = {"revision": commit, "cache_dir": root.parents[2]}
             with hub_errors(repo, commit, hints, known.path):
                 hf_hub_download(repo, known.path, repo_type="dataset", **place)

@@ -70,11 +70,9 @@ class BatchLoader:
             raise UserError("data.out_of_range", message, name="data_seed")
         self._round = dp_world_size * local_batch_size
         if global_batch_size % self._round:
-            raise UserError(
-                "data.batch_size",
-                f"global_batch_size {global_batch_size} is not a multiple of dp_world_size "
-                f"{dp_world_size} * local_batch_size {local_batch_size} = {self._round}",
-            )
+            product = f"dp_world_size {dp_world_size} * local_batch_size {local_batch_size}"
+            message = f"global_batch_size {global_batch_size} is not a multiple of {product}"
+            raise UserError("data.batch_size", message)
         mixture = data if isinstance(data, Mixture) else Mixture([data])
         check_order(order, len(mixture.sources))
         for source in mixture.sources:
@@ -140,21 +138,15 @@ class BatchLoader:
         changed = [field for field in _IDENTITY if state.get(field) != current[field]]
         for field in changed:
             if field not in allow:
-                raise UserError(
-                    "data.order_changed",
-                    f"the data order differs from the checkpoint's: {field} is {current[field]!r}, "
-                    f"the checkpoint has {state.get(field)!r}; set it back, or start a new run",
-                    field=field,
-                )
+                values = f"{current[field]!r}, in the checkpoint {state.get(field)!r}"
+                message = f"the data order changed: {field} is {values}; set it back"
+                raise UserError("data.order_changed", message, field=field)
         next_sample = state["next_sample"]
         origin = next_sample if changed else state["origin"]
         if (next_sample - origin) % self._round:
-            raise UserError(
-                "data.inside_step",
-                f"the checkpoint's next_sample is {next_sample} (from {origin}), expected a "
-                f"multiple of dp_world_size * local_batch_size = {self._round}; resume at the "
-                f"world size that wrote it",
-            )
+            place = f"sample {next_sample - origin}, not a multiple of {self._round}"
+            message = f"the checkpoint is inside a step (at {place}); resume at its world size"
+            raise UserError("data.inside_step", message)
         is_new_data = "fingerprint" in changed
         counts = [0] * len(self.source_tokens) if is_new_data else state["source_tokens"]
         self.source_tokens = list(counts)

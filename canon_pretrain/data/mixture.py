@@ -26,19 +26,16 @@ from canon_pretrain.data.shards import TokenShards
 def exact_weight(weight: float) -> Fraction:
     """Return the decimal as written: 0.7 is 7/10. Raises UserError unless positive."""
     if not (math.isfinite(weight) and weight > 0):
-        raise UserError(
-            "data.weights", f"data.weights has {weight!r}, expected finite numbers above 0"
-        )
+        message = f"data.weights has {weight!r}, expected finite numbers above 0"
+        raise UserError("data.weights", message)
     return Fraction(str(weight))
 
 
 def thresholds(shares: Sequence[Fraction]) -> np.ndarray:
     """Return the 64-bit words at which the next source begins, uint64 [len(shares) - 1]."""
     if min(shares) * (1 << 64) < 1:
-        share = f"{float(min(shares)):.3g}"
-        raise UserError(
-            "data.weights", f"data.weights has a share of {share}, too small to be drawn"
-        )
+        message = f"data.weights has a share of {float(min(shares)):.3g}, too small to be drawn"
+        raise UserError("data.weights", message)
     ends = itertools.accumulate(shares)
     return np.array([math.floor(end * (1 << 64)) for end in ends][:-1], dtype=np.uint64)
 
@@ -61,11 +58,8 @@ class Mixture(AbstractContextManager["Mixture"]):
         names: Sequence[str] | None = None,
     ) -> None:
         if not sources or len(weights) != len(sources):
-            raise UserError(
-                "data.weights",
-                f"data.weights has {len(weights)} numbers for {len(sources)} folders; give one "
-                f"weight per folder, in the order of data.paths",
-            )
+            message = f"data.weights has {len(weights)} numbers for {len(sources)} folders"
+            raise UserError("data.weights", message)
         exact = [exact_weight(weight) for weight in weights]
         self.sources = tuple(sources)
         self.shares = tuple(weight / sum(exact) for weight in exact)
@@ -106,12 +100,9 @@ def _check_pair(one: TokenShards, other: TokenShards) -> None:
     for field in ("tokenizer_sha256", "vocab_size", "eos_id"):
         first, second = getattr(one, field), getattr(other, field)
         if first != second:
-            raise UserError(
-                "data.tokenizers_differ",
-                f"{field} is {first!r} in {one.folder}, {second!r} in {other.folder}; build all "
-                f"folders of a mixture with one tokenizer",
-                field=field,
-            )
+            values = f"{first!r} in {one.folder}, {second!r} in {other.folder}"
+            message = f"{field} is {values}; build all folders with one tokenizer"
+            raise UserError("data.tokenizers_differ", message, field=field)
     if one.fingerprint == other.fingerprint:
         message = f"{one.folder} and {other.folder} hold the same data; give it once"
         raise UserError("data.same_twice", message)

@@ -229,12 +229,9 @@ class TokenShards(AbstractContextManager["TokenShards"]):
         manifest = read_manifest(folder)
         records = [read_commit(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
         if not manifest.matches(records):
-            raise ShardError(
-                "shard.manifest",
-                f"{folder / MANIFEST}: does not match its fingerprint or the commit records; "
-                f"delete it and {REBUILD_HINT}",
-                path=folder / MANIFEST,
-            )
+            path = folder / MANIFEST
+            message = f"{path}: does not match its commit records; delete it and {REBUILD_HINT}"
+            raise ShardError("shard.manifest", message, path=path)
         shards = []
         for entry, named in zip(manifest.parts, records, strict=True):
             for path, known, found in shard_sizes(folder, named):
@@ -294,12 +291,8 @@ def read_manifest(folder: Path) -> Manifest:
     if any(folder.glob("part-*")):
         message = f"{folder}: the build is unfinished (no {MANIFEST}); {REBUILD_HINT}"
         raise ShardError("shard.unfinished", message, path=folder)
-    raise ShardError(
-        "shard.no_split",
-        f"{folder}: no {MANIFEST}, so not a folder of token shards; `python -m data_prep build "
-        f"--source ... --tokenizer ... --out DATA` makes one",
-        path=folder,
-    )
+    message = f"{folder}: no {MANIFEST}; write token shards with `python -m data_prep build`"
+    raise ShardError("shard.no_split", message, path=folder)
 
 
 def read_commit(folder: Path, name: str, sha256: str = "") -> NamedRecord:

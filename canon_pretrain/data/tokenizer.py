@@ -34,11 +34,8 @@ class SentencePieceModel:
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
-            raise UserError(
-                "tokenizer.unreadable",
-                f"tokenizer {name}: neither a SentencePiece model nor JSON ({len(model)} bytes); "
-                f"give a tokenizer.model or a tokenizer.json",
-            ) from error
+            message = f"tokenizer {name}: neither a SentencePiece tokenizer.model nor JSON"
+            raise UserError("tokenizer.unreadable", message) from error
         self.vocab_size: int = self._processor.vocab_size()
         self.bos_id: int = self._processor.bos_id()
         self.eos_id: int = self._processor.eos_id()
@@ -112,12 +109,8 @@ class Tokenizer:
         there = [path for name in FILE_NAMES if (path := Path(folder) / name).is_file()]
         if len(there) != 1:
             names = " and ".join(path.name for path in there) or "no tokenizer"
-            raise UserError(
-                "tokenizer.not_one",
-                f"{folder}: has {names}, expected one of {' and '.join(FILE_NAMES)}, as `python -m "
-                f"data_prep build` writes it",
-                found=len(there),
-            )
+            message = f"{folder}: has {names}, expected one of {' and '.join(FILE_NAMES)}"
+            raise UserError("tokenizer.not_one", message, found=len(there))
         return cls.load(there[0], eos=eos)
 
     def encode(self, text: str) -> np.ndarray:
