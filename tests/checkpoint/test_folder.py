@@ -14,13 +14,7 @@ from canon_pretrain.checkpoint.architecture import find_checkpoint
 from canon_pretrain.checkpoint.folder import INTERRUPTED, CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest, verify
 from canon_pretrain.run.folder import RunFolder
-from tests.checkpoint_folders import (
-    contents,
-    flip_byte,
-    killed_everywhere,
-    make_step,
-    small_disk,
-)
+from tests.checkpoint_folders import contents, flip_byte, killed_everywhere, make_step, small_disk
 from tests.support import refused
 
 STEPS = (10, 20, 30, 40)
@@ -34,10 +28,10 @@ def folder(tmp_path: Path) -> CheckpointFolder:
 @pytest.fixture
 def builder(tmp_path: Path) -> Callable[[], Path]:
     """Create a new run folder at each call, with four steps and a run's other files."""
-    numbers = itertools.count()
+    runs = (tmp_path / f"run-{number}" for number in itertools.count())
 
     def build() -> Path:
-        run = tmp_path / f"run-{next(numbers)}"
+        run = next(runs)
         for step in STEPS:
             make_step(run / "checkpoint", step)
             (run / "evals" / f"step-{step}").mkdir(parents=True)

@@ -13,16 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, MetadataIndex
 
+from canon_pretrain.checkpoint import safe_load
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
-from canon_pretrain.checkpoint.safe_load import (
-    ALLOWED,
-    METADATA,
-    SafePlanner,
-    SafeReader,
-    check_safe,
-    describe,
-    read_metadata,
-)
+from canon_pretrain.checkpoint.safe_load import METADATA, SafeReader, check_safe, read_metadata
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.core.files import sha256_file
 from tests.support import refused
@@ -43,27 +36,20 @@ class Plant:
         return self.call
 
 
-def new_state() -> dict[str, Any]:
+def new_state(k: int = 1) -> dict[str, Any]:
     return {
-        "w": torch.arange(6.0).reshape(2, 3),
-        "groups": [{"lr": 0.1, "betas": (0.9, 0.95), "fused": True}],
-        "train_state": {"step": 3},
-        "dataloader": {"mode": "random", "fingerprint": "ab" * 32},
+        "w": k * torch.arange(6.0).reshape(2, 3),
+        "groups": [{"lr": 0.1 * k, "betas": (0.9 * k, 0.95), "fused": k > 0}],
+        "train_state": {"step": 3 * k},
+        "dataloader": {"mode": "random" * k, "fingerprint": "ab" * k},
     }
 
 
-def blank(value: Any) -> Any:
-    """Return the same tree of other values, to be loaded into."""
-    if isinstance(value, dict):
-        return {name: blank(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(blank, value))
-    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else type(value)()
-
-
 def load(checkpoint: Path) -> dict[str, Any]:
-    state = blank(new_state())
-    dcp.load(state, storage_reader=SafeReader(checkpoint), planner=SafePlanner(), no_dist=True)
+    state = new_state(0)
+    dcp.load(
+        state, storage_reader=SafeReader(checkpoint), planner=safe_load.SafePlanner(), no_dist=True
+    )
     return state
 
 
@@ -146,9 +132,9 @@ def test_a_call_planted_in_an_entry_is_not_run(tmp_path):
         check_safe(checkpoint)
     with pytest.raises(CheckpointException) as failed:
         load(checkpoint)
-    assert describe(failed.value).startswith("rank 0: DamagedCheckpoint: ")
+    assert safe_load.describe(failed.value).startswith("rank 0: DamagedCheckpoint: ")
     assert not (tmp_path / "run").exists()
-    dcp.load(blank(new_state()), checkpoint_id=checkpoint, no_dist=True)
+    dcp.load(new_state(0), checkpoint_id=checkpoint, no_dist=True)
     assert (tmp_path / "run").is_dir()  # torch's own reader runs it
 
 
@@ -204,9 +190,9 @@ def test_nothing_on_the_allow_list_has_side_effects():
     """The allow-list: torch's records, an enum, two constructors, dtypes, two lookups."""
     places = {"torch", "torch.serialization", "pathlib", "pathlib._local", "builtins"}
     records = {f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem")}
-    assert {module for module, _ in ALLOWED} == places | records
-    assert ALLOWED["builtins", "getattr"] is not getattr
-    for (module, name), value in ALLOWED.items():
+    assert {module for module, _ in safe_load.ALLOWED} == places | records
+    assert safe_load.ALLOWED["builtins", "getattr"] is not getattr
+    for (module, name), value in safe_load.ALLOWED.items():
         assert isinstance(value, torch.dtype) or module != "torch" or name == "Size"
 
 

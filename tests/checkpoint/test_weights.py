@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from canon_pretrain.checkpoint.manifest import MANIFEST, DamagedCheckpoint
+from canon_pretrain.checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest
 from canon_pretrain.checkpoint.safe_load import METADATA
 from canon_pretrain.checkpoint.weights import (
     TRAINING_STATE,
@@ -82,6 +82,13 @@ def test_read_weights_returns_what_was_saved(checkpoint):
         name: tensor.shape for name, tensor in new_weights().items()
     }
     assert "optimizer.state.output.scale.exp_avg" in shapes
+    stripped = checkpoint.with_name("stripped")
+    strip_to_weights(checkpoint, stripped)
+    shutil.rmtree(checkpoint)
+    stripped.rename(checkpoint)
+    check_equal(read_weights(checkpoint, on_meta()), new_weights())
+    assert set(stored_tensors(checkpoint)) == set(new_weights())
+    assert Manifest.read(checkpoint).kind == "weights"
 
 
 @pytest.mark.parametrize(
