@@ -228,13 +228,14 @@ export PET_LOCAL_ADDR=$SLURMD_NODENAME
 exec "$@"'
 
 # start_ranks NUMBER MODULE [arguments]: start torchrun on all nodes, as STEP; NUMBER is 0 or 1, so
-# that two launches of one job use different rendezvous
+# that two launches of one job use different rendezvous. --immediate: after a node failure
+# Slurm may report the nodes as busy until the job's time limit, and srun would wait for them
 start_ranks() {
     local number=$1 restart=${SLURM_RESTART_COUNT:-0}
     local port=$((15000 + (SLURM_JOB_ID * 14 + restart * 2 + number) % 15000))
     shift
     srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 --cpu-bind=none \
-        --kill-on-bad-exit=1 "${SRUN_FLAGS[@]}" \
+        --kill-on-bad-exit=1 --immediate=120 "${SRUN_FLAGS[@]}" \
         bash -c "$ON_NODE" bash "${CONTAINER[@]}" \
         python -m torch.distributed.run --nnodes="$NODES" --nproc-per-node="$RANKS" \
         --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID-$restart-$number" \
