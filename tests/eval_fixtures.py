@@ -1,4 +1,4 @@
-"""Small data sets in the schema of every staged one, written as `eval stage` leaves them.
+"""Small data sets in the schema of every staged one, written as by `eval stage`.
 
 SQuAD's `context` holds "Question:" since the public task code cuts there. The rows never differ.
 """
@@ -14,7 +14,6 @@ from datasets import ClassLabel, Features, Sequence, Value
 from eval.staged import CATALOGUE, write_staged
 
 Rows = list[dict[str, Any]]
-REVISION = "f" * 40
 TEXT = Value("string")
 THINGS = "lamp river candle window letter stone market engine violin harbour forest mirror".split()
 NAMES = "Ada Boris Clara Dmitri Elena Farid Greta Hugo Irene Jonas Katya Lars".split()
@@ -24,13 +23,13 @@ PLACES = "bathroom bedroom garden hallway kitchen office".split()
 def words(seed: object, count: int) -> str:
     """A text of so many words in sentences of nine, without digits."""
     draw = random.Random(f"words {seed}")
-    pieces = [draw.choice([*THINGS, "the", "of", "and", "in", "is", "was"]) for _ in range(count)]
-    lines = [" ".join(pieces[at : at + 9]).capitalize() for at in range(0, count, 9)]
+    texts = [draw.choice([*THINGS, "the", "of", "and", "in", "is", "was"]) for _ in range(count)]
+    lines = [" ".join(texts[at : at + 9]).capitalize() for at in range(0, count, 9)]
     return ". ".join(lines) + "."
 
 
 def arc(word: str) -> Rows:
-    """Four choices mostly, three and five at times, named by letters or digits."""
+    """Questions with three to five choices, labeled by letters or digits."""
     rows: Rows = []
     for at, thing in enumerate(THINGS):
         count = (4, 4, 3, 5)[at % 4]
@@ -42,7 +41,7 @@ def arc(word: str) -> Rows:
 
 
 def item(key: str, at: int, name: str, thing: str) -> dict[str, Any]:
-    """One row of the suite `discriminative`; HellaSwag's has what its task cleans."""
+    """One row of the suite `discriminative`; HellaSwag's has the markup that its task removes."""
     before, opposite, kind = THINGS[at - 1], NAMES[-1 - at], at // 3
     rows: dict[str, dict[str, Any]] = {
         "piqa": {
@@ -106,7 +105,7 @@ SHAPES = ((0, 20), (40, 0), (700, 700), (5, 1500), (1500, 5), (300, 300))
 
 
 def jrt_pairs(name: str, tail: str) -> Rows:
-    """SWDE and FDA: documents with keys and values; each is asked for two of them."""
+    """SWDE and FDA: documents with keys and values, two rows per document."""
     rows: Rows = []
     for at, (before, after) in enumerate(SHAPES):
         year, director = str(1901 + 7 * at), f"{NAMES[at]} Stone"
@@ -114,7 +113,7 @@ def jrt_pairs(name: str, tail: str) -> Rows:
         where = {"doc_id": f"{name}-{at}", "file_name": f"{name}-{at}.txt"}
         for key, value in (("director", director), ("release date", year)):
             rows.append({**where, "key": key, "value": value, "text": text + tail.format(key=key)})
-    # an answer of one character, which is dropped, and one that the text does not have
+    # an answer of one character, which is dropped, and one that does not occur
     rows.append(rows[0] | {"key": "rating", "value": "7"})
     rows.append(rows[2] | {"key": "runtime", "value": "ninety minutes"})
     return rows
@@ -138,15 +137,11 @@ def jrt_questions(name: str, form: str, mark: str = "") -> Rows:
         place = f"New {THINGS[at].capitalize()}"
         context = document((name, at), before, f"{NAMES[at]} was born in {place}.", after)
         question = form.format(name=NAMES[at])
-        rows.append(
-            {
-                "context": f"{mark}{context} {question}" if at % 2 else f"{mark}{context}",
-                "question": question,
-                "orig_question": f"Where was {NAMES[at]} born?{':' if at % 2 else ''}",
-                "answers": [place, place.upper(), NAMES[-1 - at]],
-            }
-        )
-    # the first answer is nowhere in it: the cut falls back
+        row: dict[str, Any] = {"context": f"{mark}{context}{f' {question}' if at % 2 else ''}"}
+        row |= {"question": question}
+        row |= {"orig_question": f"Where was {NAMES[at]} born?{':' if at % 2 else ''}"}
+        rows.append(row | {"answers": [place, place.upper(), NAMES[-1 - at]]})
+    # no occurrence of the first answer
     rows.append(rows[2] | {"answers": ["nowhere to be seen"]})
     return rows
 
@@ -156,22 +151,15 @@ def jrt_nq() -> Rows:
     return [row | {"alt_answers": [row["answers"][-1]], "tok_pos": 40} for row in rows]
 
 
+MARK = "[DOC] [TLE] A page [PAR] "
 JRT: dict[str, Callable[[], Rows]] = {
     "jrt_swde": lambda: jrt_pairs("swde", "\nSummary of information above...\n{key}:"),
     "jrt_fda": lambda: jrt_pairs("fda", " {key}:"),
     "jrt_squad": jrt_squad,
-    "jrt_triviaqa": lambda: jrt_questions(
-        "triviaqa", "{name} was born in", "[DOC] [TLE] A page [PAR] "
-    ),
+    "jrt_triviaqa": lambda: jrt_questions("triviaqa", "{name} was born in", MARK),
     "jrt_nq": jrt_nq,
     "jrt_drop": lambda: jrt_questions("drop", "Answer: {name} was born in"),
 }
-
-
-def babilong(task: str, length: str) -> Rows:
-    """Facts of the task among filler; at 0k the facts alone."""
-    fill = {"0k": 0, "1k": 500, "2k": 1000, "4k": 2000}[length]
-    return [_babilong_row(task, fill, at) for at in range(6)]
 
 
 # of qa1 to qa5: facts | question | target
@@ -184,7 +172,9 @@ Bill took the {it} there. Bill gave the {it} to Jeff. | What did Bill give to Je
 """.splitlines()
 
 
-def _babilong_row(task: str, fill: int, at: int) -> dict[str, Any]:
+def babilong(task: str, length: str, at: int) -> dict[str, Any]:
+    """Facts of the task among filler; at 0k without filler."""
+    fill = {"0k": 0, "1k": 500, "2k": 1000, "4k": 2000}[length]
     who, other = ("Mary", "John") if at % 2 else ("John", "Mary")
     named = dict(zip("abc", (PLACES[(at + k) % 6] for k in range(3)), strict=True))
     named |= {"who": who, "other": other, "it": ("apple", "football", "milk")[at % 3]}
@@ -197,23 +187,22 @@ def _babilong_row(task: str, fill: int, at: int) -> dict[str, Any]:
 
 
 _TEXTS = Sequence(TEXT)
+_CHOICES, _ANSWERS = {"choices": {"text": _TEXTS, "label": _TEXTS}}, {"answers": _TEXTS}
+# the types of columns that are no strings
 _TYPES: dict[str, dict[str, Any]] = {
-    # all others are strings
     "piqa": {"label": Value("int64")},
     "hellaswag": {"endings": _TEXTS},
-    "arc_easy": {"choices": {"text": _TEXTS, "label": _TEXTS}},
-    "arc_challenge": {"choices": {"text": _TEXTS, "label": _TEXTS}},
+    **{"arc_easy": _CHOICES, "arc_challenge": _CHOICES},
     "boolq": {"label": ClassLabel(names=["False", "True"])},
-    "jrt_triviaqa": {"answers": _TEXTS},
-    "jrt_nq": {"answers": _TEXTS, "alt_answers": _TEXTS, "tok_pos": Value("int64")},
-    "jrt_drop": {"answers": _TEXTS},
+    **{"jrt_triviaqa": _ANSWERS, "jrt_drop": _ANSWERS},
+    "jrt_nq": {**_ANSWERS, "alt_answers": _TEXTS, "tok_pos": Value("int64")},
 }
 
 
 def rows_of(key: str) -> Rows:
     suite, _, length = key.partition("_")
     if suite == "babilong":
-        return babilong(*length.split("_"))
+        return [babilong(*length.split("_"), at) for at in range(6)]
     if suite == "arc":
         return arc("soft" if key == "arc_easy" else "hard")
     if suite == "jrt":
@@ -223,14 +212,14 @@ def rows_of(key: str) -> Rows:
 
 
 def fixture(key: str) -> datasets.Dataset:
-    """The same rows, with the column types of the real data set."""
+    """The rows with the column types of the real data set."""
     rows, types = rows_of(key), _TYPES.get(key, {})
     features = Features({name: types.get(name, TEXT) for name in rows[0]})
     return datasets.Dataset.from_list(rows, features=features)
 
 
 def stage_fixtures(folder: Path, keys: Collection[str] | None = None) -> Path:
-    """Write the fixtures of `keys` (default: all) into `folder`, as if staged; the folder."""
+    """Write the fixtures of `keys` (default: all) into `folder` as if staged; return `folder`."""
     for key in CATALOGUE if keys is None else keys:
-        write_staged(folder, key, fixture(key), revision=REVISION)
+        write_staged(folder, key, fixture(key), revision="f" * 40)
     return folder

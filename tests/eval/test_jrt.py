@@ -1,21 +1,23 @@
-"""The JRT suite: prompts, dropped rows, options and complete tasks."""
+"""The JRT suite: prompts, dropped rows, options, complete tasks; cuts and scores by loops."""
 
 import json
 import logging
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from eval.staged import write_staged
-from eval.tasks.jrt.documents import load
+from eval.tasks.jrt.documents import cut, load, score
 from tests.data_folders import tokenizer
 from tests.eval_fixtures import rows_of, stage_fixtures
-from tests.scripted_lm import ScriptedLM
+from tests.scripted_lm import Bytes, ScriptedLM
 from tests.support import ROOT, refused
 
 PAGE = {"key": "release date", "value": "1999", "text": "  A film. Of 1999.. Release Date:"}
@@ -174,18 +176,11 @@ def test_rows_of_one_document_share_a_source(tmp_path, trained):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        (lambda gold: f" I think {gold.swapcase()}!\nAnd?", 1.0),
-        (lambda gold: f"\n{gold}", 0.0),
-    ],
-)
-def test_the_suite_complete(tmp_path, trained, answer, expected):
+def test_the_suite_complete(tmp_path, trained):
     """Requests and scores of the task files, for a model that knows the answers."""
     metadata = {"staged": str(stage_fixtures(tmp_path, KEYS)), "tokenizer": trained}
     tasks = {"include_path": str(ROOT / "eval" / "tasks"), "include_defaults": False}
-    model = ScriptedLM(lambda request: answer(request.doc["labels"][0]))
+    model = ScriptedLM(lambda request: f" I think {request.doc['labels'][0].swapcase()}!\nAnd?")
     manager = TaskManager(**tasks, metadata=metadata)
     found = simple_evaluate(model, tasks=["jrt"], task_manager=manager, bootstrap_iters=0)
     assert found is not None and sorted(found["results"].keys() - {"jrt"}) == sorted(TASKS)
@@ -193,7 +188,7 @@ def test_the_suite_complete(tmp_path, trained, answer, expected):
     for task in TASKS:
         key, is_twice = task.removesuffix("_twice"), task.endswith("_twice")
         first = key in ("jrt_triviaqa", "jrt_drop")  # no search, no dropped rows
-        assert found["results"][task]["contains,none"] == expected
+        assert found["results"][task]["contains,none"] == 1.0
         assert found["versions"][task] == (2.0 if first else 1.0)
         rows = {row for name, row in requests if name == task}
         golds = [row.get("value") or row["answers"][0] for row in rows_of(key)]
@@ -206,3 +201,112 @@ def test_the_suite_complete(tmp_path, trained, answer, expected):
         longest = max(len(tokenizer().encode(requests[task, row][0])) for row in rows)
         most = 10_000 if task == "jrt_squad_twice" else 2000 if is_twice else 1000
         assert 0.93 * min(most, 2000) < longest < most
+
+
+# ---- the cut rule and the score of spec/eval.md, letter by letter
+
+
+class Words:
+    """One token per word with the space before it; half a word is a token as well."""
+
+    def __init__(self) -> None:
+        self.known: list[str] = []
+
+    def encode(self, text: str) -> list[int]:
+        pieces, word = [], ""
+        for letter in text:
+            if letter == " " and word:
+                pieces.append(word)
+                word = ""
+            word += letter
+        self.known += [piece for piece in [*pieces, word] if piece and piece not in self.known]
+        return [self.known.index(piece) for piece in [*pieces, word] if piece]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self.known[i] for i in ids)
+
+
+def alike(one: str, other: str) -> bool:
+    """Whether two letters are the same, case ignored."""
+    forms = [
+        {letter, letter.casefold(), letter.upper(), letter.lower()[0], letter.lower()[0].upper()}
+        for letter in (one, other)
+    ]
+    return bool(forms[0] & forms[1])
+
+
+def occurrence(text: str, answer: str) -> int:
+    """Where `answer` begins in `text` first; -1 if nowhere."""
+    for begin in range(len(text) - len(answer) + 1 if answer else 0):
+        if all(alike(text[begin + k], letter) for k, letter in enumerate(answer)):
+            return begin
+    return -1
+
+
+def spec_cut(
+    text: str, answers: list[str], codec: Any, limit: int, alternatives: list[str], at: int | None
+) -> tuple[list[int], int, str]:
+    """The kept tokens' indices, the number of all, and the centre."""
+    count, centre = len(codec.encode(text)), "answer"
+    earliest = -1
+    for place in (occurrence(text, answer) for answer in answers):
+        if place >= 0 and (earliest < 0 or place < earliest):
+            earliest = place
+    if earliest < 0:
+        centre = "alt_answers"
+        for answer in alternatives:
+            if earliest < 0:
+                earliest = occurrence(text, answer)
+    if earliest >= 0:
+        position = len(codec.encode(text[:earliest]))
+    elif at is not None and at >= 0:
+        centre, position = "tok_pos", min(at, count)
+    else:
+        centre, position = "nothing", count
+    kept = [*range(position)][max(0, position - limit // 2) :]
+    kept += [*range(position, count)][: limit - len(kept)]
+    return kept, count, centre
+
+
+TEXT = "aAbB .\nßẞſsKkİıiσςΣé🙂\ufffd"
+texts = st.text(TEXT, max_size=40)
+# few letters, so that several of the answers occur
+answers = st.lists(st.text("aAbB.ßſsİé", max_size=2), max_size=3)
+positions = st.one_of(st.none(), st.integers(-1, 60))
+
+
+@given(texts, answers, st.integers(2, 30), answers, positions)
+@example("aab", ["aab"], 2, [], None)  # the hit is the beginning
+@example("bbbbaa", ["aa"], 2, [], None)  # it is the end
+@example("aa", ["b"], 2, [], None)  # none: the last half only, of a short text too
+@example("", ["b"], 2, [], 3)
+@example("b" * 9 + "key" + "b" * 9 + "value" + "b" * 9, ["value", "key"], 4, [], None)
+@example("b" * 9 + "value" + "b" * 9 + "key" + "b" * 9, ["value", "key"], 4, [], None)
+@example("b" * 9 + "AA" + "b" * 9, ["aa"], 4, [], 0)
+@settings(max_examples=200, deadline=None)
+def test_the_cut_equals_the_rule(text, looked_for, limit, alternatives, at):
+    bare = text.strip()
+    for codec in (Bytes(), Words()):
+        found = cut(
+            text, looked_for, codec, limit=limit, alternatives=alternatives, token_position=at
+        )
+        kept, count, centre = spec_cut(bare, looked_for, codec, limit, alternatives, at)
+        assert found.centre == centre
+        assert found.whole == (len(kept) == count)
+        assert len(kept) <= limit
+        tokens = codec.encode(bare)
+        expected = codec.decode([tokens[i] for i in kept])
+        if isinstance(codec, Bytes):  # only complete characters
+            expected = bytes(tokens[i] for i in kept).decode(errors="ignore")
+        if "\ufffd" not in bare:
+            assert found.text == expected.strip()
+        assert found.text in bare
+
+
+@given(st.text(TEXT, max_size=12), st.lists(st.text(TEXT.replace("\n", ""), max_size=3)))
+@example("a.b", ["a+b", "a.*"])  # a label is no pattern
+@settings(max_examples=200, deadline=None)
+def test_contains(prediction, labels):
+    line = prediction.split("\n")[0]
+    expected = any(label and occurrence(line, label) >= 0 for label in labels)
+    assert score({"labels": labels}, [prediction]) == {"contains": expected}
