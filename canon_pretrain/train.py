@@ -1,8 +1,8 @@
-"""The entry point: read the TOML, check it against the machine and the data, hand over.
+"""The training command: check the TOML against the machine and the data, then train.
 
     torchrun --nproc-per-node 2 -m canon_pretrain.train --config train_configs/quickstart.toml
 
-Any `--section.key value` after it wins over the file; --help lists them all.
+Any `--section.key value` overrides the file; see --help.
 """
 
 import argparse
@@ -21,9 +21,9 @@ from canon_pretrain.titan.console import init_logging, logger
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one training job; exit with code 2 on bad input."""
+    """Train one job; exit with code 2 on bad input."""
     argv = sys.argv[1:] if argv is None else argv
-    # a fault that all ranks share is printed once per node: files may be missing on one node alone
+    # print an error of all ranks once per node: a file may be missing on one node only
     quiet = os.environ.get("LOCAL_RANK", "0") != "0" and "LOCAL_WORLD_SIZE" in os.environ
     try:
         check_encoding()
@@ -39,18 +39,18 @@ def main(argv: list[str] | None = None) -> None:
             device.bind_device()
             _run(argv, quiet=quiet)
         except UserError as error:
-            # torchtitan wrote its traceback for torchrun's report; the message is all there is
+            # remove the traceback that torchtitan wrote for torchrun: the message is enough
             if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
                 Path(report).unlink(missing_ok=True)
-            # once the ranks have met, one may fail alone, and prints its own message
+            # in a process group a single rank may fail, and prints its own message
             connected = torch.distributed.is_initialized()
             printed_by_rank_0 = error.shared and os.environ.get("RANK", "0") != "0"
             exit_with(error, quiet=printed_by_rank_0 or quiet and not connected)
 
 
 def _run(argv: list[str], *, quiet: bool) -> None:
-    """Parse, check, train, and take the process group down again."""
-    # torchtitan reads the device at import time: only after prepare_device()
+    """Parse, check, train, and destroy the process group."""
+    # torchtitan looks up the device when imported: import it after prepare_device()
     import torch
 
     from canon_pretrain.titan import dry_run
@@ -72,12 +72,12 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     micro_batch_size(job, world_size)
     shard_degree(job, world_size)
     data, notes = None, []
-    if os.environ["LOCAL_RANK"] == "0":  # the others of its node receive what it has read
+    if os.environ["LOCAL_RANK"] == "0":  # the node's other ranks receive it by broadcast
         data = open_data(job)
-        here = dry_run.this_machine(int(os.environ["LOCAL_WORLD_SIZE"]))
+        device_here = dry_run.this_machine(int(os.environ["LOCAL_WORLD_SIZE"]))
         if not options.force:
-            dry_run.check_memory(job, here, world_size)
-        notes = [*data.notices, *dry_run.startup_warnings(job, here, world_size)]
+            dry_run.check_memory(job, device_here, world_size)
+        notes = [*data.notices, *dry_run.startup_warnings(job, device_here, world_size)]
     init_logging(rank)
     for note in notes:
         logger.info(f"NOTE: {note}")
@@ -108,7 +108,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
 
 
 def _split_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return --force, and --dry_run with its options; and the words that are left for the job."""
+    """Split `argv` into --force and --dry_run with its options, and the arguments of the job."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--dry_run", "--dry-run", action="store_true")
     parser.add_argument("--force", action="store_true")
@@ -118,11 +118,9 @@ def _split_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     try:
         options, rest = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
-        raise UserError("todo.train", str(error)) from None
+        raise UserError("command.invalid", str(error)) from None
     if not options.dry_run and {options.gpu, options.world, options.mfu} != {None}:
-        raise UserError(
-            "todo.train", "--gpu, --world and --mfu belong to --dry_run, which is not given"
-        )
+        raise UserError("command.invalid", "--gpu, --world and --mfu require --dry_run")
     return options, rest
 
 

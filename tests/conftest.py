@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -12,44 +13,60 @@ from tests.browser import Browser, chromium
 from tests.ranks import launch
 from tests.slurm_cluster import SlurmCluster, missing, slurm_cluster
 from tests.slurm_jobs import Jobs
-from tests.support import Runs, debug_run, train, write_data
+from tests.support import debug_run, train, write_data
 
-# tensors here are small: threads that wait for each other on a busy machine cost twenty times as
-# much as they save. Child processes, ranks among them, take it over
+# tensors are small here: on a busy machine, threads cost much more than they save. Child processes,
+# such as ranks, inherit this
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
-prepare_device()  # test files import torchtitan at their top, and it looks for a device then
+prepare_device()  # before test files import torchtitan, which looks for a device
 
 
 @pytest.fixture(scope="session")
 def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards as data_prep leaves them, of 512 pieces: train/ and validation/."""
+    """Shards as data_prep writes them, vocab_size 512: train/ and validation/."""
     folder = tmp_path_factory.mktemp("data")
     write_data(folder)
     return folder
 
 
+class Runs:
+    """The debug experiment, 12 steps, in several ways; each is launched at its first use."""
+
+    def __init__(self, data: Path, base: Path) -> None:
+        self._data, self._base = data, base
+
+    @cached_property
+    def straight(self) -> Path:
+        """Two ranks under torchrun, without a stop."""
+        train(*debug_run(self._data, self._base / "straight"), ranks=2)
+        return self._base / "straight"
+
+    @cached_property
+    def resumed(self) -> Path:
+        """Two ranks, stopped after step 5 and resumed."""
+        return self._stopped("resumed", 2, 2)
+
+    @cached_property
+    def elastic(self) -> Path:
+        """Stopped after step 5 on three ranks and resumed on one."""
+        return self._stopped("elastic", 3, 1)
+
+    def _stopped(self, name: str, first: int, second: int) -> Path:
+        command, output = debug_run(self._data, self._base / name), self._base / "output"
+        launch(*command, "--run.stop_at", 5, ranks=first, output=output)
+        launch(*command, ranks=second, output=output)
+        return self._base / name
+
+
 @pytest.fixture(scope="session")
 def runs(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The debug experiment, 12 steps: straight on 2 ranks; stopped at 5 and resumed on 2 ranks;
-    and stopped at 5 on 3 ranks, then finished on one."""
-    base = tmp_path_factory.mktemp("runs")
-    folders = Runs(base / "straight", base / "resumed", base / "elastic")
-
-    def start(folder: Path, ranks: int, *more: object) -> None:
-        launch(*debug_run(data_folder, folder), *more, ranks=ranks, output=base / "output")
-
-    train(*debug_run(data_folder, folders.straight), ranks=2)  # by torchrun, as a user does
-    start(folders.resumed, 2, "--run.stop_at", 5)
-    start(folders.resumed, 2)
-    start(folders.elastic, 3, "--run.stop_at", 5)
-    start(folders.elastic, 1)
-    return folders
+    return Runs(data_folder, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """A Slurm cluster of two nodes; the tests that need it are skipped where it can't be."""
+    """A Slurm cluster of two nodes; its tests are skipped if it cannot start."""
     if why := missing():
         pytest.skip(f"no Slurm cluster: {why}")
     with slurm_cluster(tmp_path_factory.mktemp("slurm"), kill_wait=25, grace=60) as cluster:

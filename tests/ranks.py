@@ -1,6 +1,6 @@
 """The trainer's ranks as processes, forked from a server that has imported torch and the trainer.
 
-A rank runs `before(rank)` first: a function that patches what it wants to break.
+A rank calls `before(rank)` first, a function that patches what a test breaks.
 """
 
 import contextlib
@@ -23,18 +23,19 @@ import pytest
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_log
 from canon_pretrain.run.status import Status, read_status
+from tests.support import error_codes
 
 TIMEOUT_S = 120.0
 Before = Callable[..., None] | tuple[Any, ...] | None
-"""What a rank runs first: a function of its number, or that and further arguments."""
+"""What a rank runs first: a function of its rank, or that and further arguments."""
 _context: ForkServerContext = multiprocessing.get_context("forkserver")
-# this module too: a rank's process is told what to run by its functions
+# this module too, which defines the ranks' functions
 _context.set_forkserver_preload(["tests.ranks_preload", "tests.ranks"])
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How the ranks of a launch ended: exit codes (-9 after a kill -9), and all their output."""
+    """Exit codes of a launch's ranks (-9 after a kill -9), and all their output."""
 
     codes: list[int]
     output: str
@@ -45,7 +46,7 @@ class Ended:
 
 
 class Launch:
-    """`ranks` processes that run `canon_pretrain.train.main(arguments)`; see the module."""
+    """`ranks` processes that run `canon_pretrain.train.main(arguments)`."""
 
     def __init__(
         self,
@@ -86,17 +87,17 @@ class Launch:
         self.send(signal.SIGKILL, ranks)
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
-        """Until `condition()`; fails the test if a rank ends or the time is up before."""
+        """Wait for `condition()`; fail the test if a rank ends before, or on timeout."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             alive = all(process.is_alive() for process in self.processes)
             if not alive or time.monotonic() > deadline:
                 self.kill([r for r, p in enumerate(self.processes) if p.is_alive()])
-                pytest.fail(f"it did not come to that:\n{self.text()}")
+                pytest.fail(f"the condition was not met:\n{self.text()}")
             time.sleep(0.01)
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> Ended:
-        """How all ranks ended: as torchrun does, SIGTERM once one failed, SIGKILL 5 s later."""
+        """Wait for all ranks; as torchrun: SIGTERM once one failed, SIGKILL 5 s later."""
         deadline = time.monotonic() + timeout_s
         failed_at = None
         while any(process.is_alive() for process in self.processes):
@@ -114,7 +115,7 @@ class Launch:
     def _end(self, number: signal.Signals) -> None:
         for process in self.processes:
             if process.is_alive() and process.pid:
-                with contextlib.suppress(ProcessLookupError):  # it ends at this moment
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
                     os.kill(process.pid, number)
 
     def text(self) -> str:
@@ -122,34 +123,34 @@ class Launch:
 
 
 def launch(*arguments: object, output: Path, check: bool = True, **options: Any) -> Ended:
-    """Start a launch and wait for its end; with `check` a failure fails the test."""
+    """Start a launch and wait for its end; with `check`, a failure fails the test."""
     ended = Launch(*arguments, output=output, **options).wait()
     if check and not ended.succeeded:
         pytest.fail(f"exit codes {ended.codes}\n{ended.output}")
     return ended
 
 
-def assert_refused(ended: Ended) -> None:
-    """Exit code 2, and the error told once; ranks on their own way out may meet a SIGTERM."""
+def assert_refused(ended: Ended, code: str) -> None:
+    """Check for exit code 2 and one error with `code`; a SIGTERM may hit ranks as they exit."""
     assert 2 in ended.codes and {*ended.codes} <= {2, -signal.SIGTERM}, ended
-    assert ended.output.count("error: ") == 1 and "Traceback" not in ended.output, ended
+    assert error_codes(ended.output) == [code] and "Traceback" not in ended.output, ended
 
 
 def events(run: Path, *names: str) -> list[dict[str, Any]]:
-    """The events of these kinds (none: all) in a run's log, without superseded steps."""
+    """Return the events with these names (none: all) in a run's log, without superseded steps."""
     found = read_log(RunFolder(run).log_file)
     return [event for event in found if event["event"] in names or not names]
 
 
 def status(run: Path) -> Status:
-    """What stands in the status.json of a run."""
+    """Read the status.json of a run."""
     found = read_status(RunFolder(run).status_file)
     assert found is not None
     return found
 
 
 def assert_same_run(run: Path, other: Path, *, step: int) -> None:
-    """Both ran to `step` with bitwise the same losses, norms, data and state."""
+    """Check that both ran to `step` with bitwise equal losses, norms, data and state."""
     names = ("step", "loss", "max_loss", "grad_norm", "lr", "tokens", "data_digests")
     mine, theirs = (
         [[event[name] for name in names] for event in events(folder, "step")]
@@ -163,14 +164,14 @@ def assert_same_run(run: Path, other: Path, *, step: int) -> None:
 
 
 def logged_step(folder: Path) -> int:
-    """The newest step in a run's log; 0 without one."""
+    """Return the newest step in a run's log, 0 without one."""
     if not RunFolder(folder).log_file.exists():
         return 0
     return max((event["step"] for event in events(folder, "step")), default=0)
 
 
 def whole_state(checkpoint: Path) -> dict[str, Any]:
-    """All that a checkpoint holds, tensors and host values, by its name in it."""
+    """Return all tensors and host values of a checkpoint, by name."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -188,7 +189,7 @@ def whole_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dicts in dicts as one, by dotted names."""
+    """Return nested dicts as one, by dotted name."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         is_inner = isinstance(value, dict) and value
@@ -197,7 +198,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Names of what is not bitwise the same in two states of `whole_state`."""
+    """Return the names of what is not bitwise equal in two results of `whole_state`."""
     import torch
 
     def same(a: Any, b: Any) -> bool:
@@ -210,7 +211,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def _rank(arguments: list[str], output: Path, variables: dict[str, str], before: Before) -> None:
-    """One rank's process: its output goes to a file, as that of a job does."""
+    """Run one rank's process, with its output in a file."""
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.stdout.flush()
     os.dup2(descriptor, 1)

@@ -1,4 +1,4 @@
-"""What test files share: token streams, and the trainer as a user starts it."""
+"""Shared helpers: token streams, expected errors, and the trainer as a user starts it."""
 
 import contextlib
 import os
@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -36,9 +35,9 @@ def error_codes(stderr: str) -> list[str]:
 
 
 def token_documents(seed: int, count: int, length: int) -> list[np.ndarray]:
-    """`count` documents that a model can learn: each id follows from the last, with some noise.
+    """Return `count` learnable documents: each id follows from the last, with some noise.
 
-    From NumPy's raw Philox words alone, which never change between versions.
+    Only NumPy's raw Philox words are used, which never change between versions.
     """
     words = np.random.Philox(key=seed).random_raw(count * length).astype(np.uint64)
     noise = (words >> np.uint64(32)) % np.uint64(7)
@@ -52,7 +51,7 @@ def token_documents(seed: int, count: int, length: int) -> list[np.ndarray]:
 
 
 def write_data(folder: Path) -> None:
-    """Shards as data_prep leaves them: `folder`/train and `folder`/validation, 512 pieces."""
+    """Write shards as data_prep does: `folder`/train and `folder`/validation, vocab_size 512."""
     for name, seed, count in (("train", 1, 100), ("validation", 2, 8)):
         documents = token_documents(seed, count, length=200)
         write_shards(
@@ -64,17 +63,8 @@ def write_data(folder: Path) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Folders of one experiment run in several ways; see the fixture `runs`."""
-
-    straight: Path
-    resumed: Path
-    elastic: Path
-
-
 def debug_run(data: Path, folder: Path) -> list[object]:
-    """The command line of the debug experiment on `data` into `folder`."""
+    """Return the command line of the debug experiment on `data` into `folder`."""
     config = ROOT / "train_configs" / "debug.toml"
     return ["--config", config, "--data.path", data, "--job.dump_folder", folder]
 
@@ -82,19 +72,18 @@ def debug_run(data: Path, folder: Path) -> list[object]:
 def train(
     *arguments: object, ranks: int | None = None, check: bool = True, on_gpu: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m canon_pretrain.train` with `arguments`, or torchrun with the same.
+    """Run `python -m canon_pretrain.train`, or torchrun if `ranks` is given.
 
-    `ranks=None` starts one process without torchrun. With `check`, a failure fails the test and
-    shows the output.
+    With `check`, a failure fails the test and shows the output.
     """
     launch = [sys.executable, "-m"]
     if ranks is not None:
-        # a free port a launch: tests may run side by side with others on this machine
+        # a free port per launch, since tests may run in parallel
         launch += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     command = [*launch, "canon_pretrain.train", *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if not on_gpu:
-        # the CPU, on a machine with GPUs too: it may have fewer than the ranks asked for
+        # use the CPU on machines with GPUs too, which may be fewer than the ranks
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300

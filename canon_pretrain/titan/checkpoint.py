@@ -1,8 +1,8 @@
-"""Saving a run's state, in the place of torchtitan's CheckpointManager; resume.py loads it.
+"""Save a run's state; replaces torchtitan's CheckpointManager. resume.py loads it.
 
     preflight -> copy to CPU memory -> VerifiedWriter in the background -> retention
 
-Decisions are global rank 0's, over the RankZero's group, which is a save's while that is written.
+Global rank 0 decides, over the group of RankZero; a save uses that group while it is written.
 """
 
 import functools
@@ -45,28 +45,27 @@ from canon_pretrain.titan.resume import RankZero, Resume
 CLOSE_TIMEOUT_S = 5.0
 DISK_HINT = "Make room, or save elsewhere with --job.dump_folder or --checkpoint.folder"
 ALERT_AFTER_FAILURES = 3
-"""Failed saves in a row from which on each one is told loudly."""
+"""Consecutive failed saves from which on each one logs an alert."""
 
 
 def full_bytes(weights: Mapping[str, Tensor]) -> int:
-    """Return the bytes of a full checkpoint of `weights`: them, two moments, and change."""
+    """Return the bytes of a full checkpoint: `weights`, two moments, and 1 % + 1 MiB."""
     return int(3 * sum(t.numel() * t.element_size() for t in weights.values()) * 1.01) + (1 << 20)
 
 
 def check_room(folder: CheckpointFolder, num_bytes: int) -> None:
-    """Raise UserError if `folder` can't be made, or has no room for `num_bytes` more."""
+    """Raise UserError if `folder` cannot be created or lacks room for `num_bytes`."""
     if lack := folder.make_room(num_bytes):
-        raise UserError("todo.checkpoint", f"{lack}. {DISK_HINT}")
+        raise UserError("checkpoint.no_room", f"{lack}. {DISK_HINT}", path=folder.path)
     try:
         folder.make_trial()
     except OSError as error:
-        raise UserError(
-            "todo.checkpoint", f"{folder.path}: {error.strerror}. {DISK_HINT}"
-        ) from None
+        text = f"{folder.path}: {error.strerror}. {DISK_HINT}"
+        raise UserError("checkpoint.not_writable", text, path=folder.path) from None
 
 
 class Staging:
-    """A copy of the state in (pinned) CPU memory, made beside training until the event `copied`."""
+    """A copy of the state in (pinned) CPU memory, complete at the CUDA event `copied`."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Any] | None = None
@@ -75,11 +74,11 @@ class Staging:
         self.copied: torch.cuda.Event | None = None
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Copy `state` (names to tensors, numbers or Stateful objects); returns what to save."""
+        """Start to copy `state` (tensors, numbers, Stateful objects); return the copy."""
         state, cuda = _stateful_to_state_dict(state), torch.cuda.is_available()
         if self._buffers is None or self._buffers.keys() != state.keys():
             self._buffers = _create_cpu_state_dict(state, pin_memory=cuda)
-            if cuda:  # torch leaves scalars pageable, and a copy to one waits for all before it
+            if cuda:  # torch leaves scalars pageable, and copying to one synchronizes
                 pin = lambda t: t if t.ndim else t.pin_memory()  # noqa: E731
                 self._buffers = tree_map_only(Tensor, pin, self._buffers)
         if not cuda:
@@ -92,14 +91,14 @@ class Staging:
         return staged
 
     def wait_on_stream(self) -> None:
-        """Call before anything changes that is being copied; the host does not wait."""
+        """Make the current stream wait for the copy; call before the state changes."""
         if self._pending is not None:
             torch.cuda.current_stream().wait_event(self._pending)
             self._pending = None
 
 
 class CanonCheckpointManager:
-    """One run's checkpoints. All public methods are collective, in the same order on every rank."""
+    """A run's checkpoints. Public methods are collective and called in the same order."""
 
     def __init__(
         self,
@@ -127,12 +126,12 @@ class CanonCheckpointManager:
         self.states = states | parts
         self._model = ModelWrapper(model_parts)
         self._one_shot_option: str | None = None
-        """An option that acts once, to be marked as obeyed when the launch begins to train."""
+        """A one-shot option, marked as applied when training begins."""
         self.saved_step = 0
-        """The newest step with a whole checkpoint, as far as this launch knows."""
+        """The newest step with a complete checkpoint that this launch knows of."""
         self.failures = 0
         self._save: _Save | None = None
-        self._staging, self.rank_zero = Staging(), RankZero()
+        self.staging, self.rank_zero = Staging(), RankZero()
         self._rank = self.rank_zero.rank
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else 0
         self._retaining = Background(self._retain, "retention")
@@ -146,12 +145,12 @@ class CanonCheckpointManager:
         )
 
     def load(self, step: int = -1) -> bool:
-        """Resume from `step`, or with -1 from the newest whole one; return if there was one."""
+        """Resume from `step` (-1: the newest complete one); return whether there was one."""
         if not self.enable:
             return False
         once, option = self.run.applied_file, f"checkpoint.load_step={step}"
         if step != -1 and self.rank_zero.run(lambda: already_applied(once, option)):
-            logger.info(f"NOTE: this job has gone back to step {step} before: going on from there")
+            logger.info(f"NOTE: {option} was already applied by this job: resuming from the newest")
             step = -1
         search = Resume(
             self.folder, self.run, self.rank_zero, self._model, self.states, self._event
@@ -165,29 +164,27 @@ class CanonCheckpointManager:
         return found is not None
 
     def begin(self) -> None:
-        """Move later steps of an abandoned branch to the archive; after `load`, before training."""
+        """Archive later steps of an abandoned branch; call after `load`, before training."""
         if not self.enable:
             return
         if not self.rank_zero.run(self._is_owner):
-            raise UserError(
-                "todo.checkpoint", f"stopped before its first step: {LOST_LOCK}", shared=True
-            )
+            raise UserError("lock.lost", f"stopped before step 1: {LOST_LOCK}", shared=True)
         self.check_room()
         if self.saved_step:
             self.rank_zero.run(lambda: self._archive_later_steps(self.saved_step))
 
     def _archive_later_steps(self, step: int) -> bool:
-        """Archive what was saved after `step`, and return whether it was saved; rank 0 only."""
-        kept = self.folder.archive_after(step, self.run.path, f"gone on from step {step}")
+        """Archive checkpoints after `step`; return whether `step` is saved; rank 0 only."""
+        kept = self.folder.archive_after(step, self.run.path, f"resumed from step {step}")
         if kept is not None:
-            logger.warning(f"saved after step {step} is an abandoned branch, now in {kept}")
+            logger.warning(f"archived checkpoints after step {step}, an abandoned branch: {kept}")
             self._event("archive", step=step, moved_to=str(kept))
         if self._one_shot_option:
             mark_applied(self.run.applied_file, self._one_shot_option)
         return step in self.folder.steps()
 
     def roll_back(self, step: int) -> None:
-        """Make `step` the newest one: move what was saved after it to the archive."""
+        """Make `step` the newest checkpoint: archive later ones."""
         self.wait()
         if self.rank_zero.run(lambda: self._archive_later_steps(step)):
             self.saved_step = step
@@ -197,11 +194,11 @@ class CanonCheckpointManager:
         return self.enable and (first or step % self.config.interval == 0)
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Begin a checkpoint as `curr_step`, if it is due or the last, which is waited for."""
+        """Begin a checkpoint if it is due; wait for the last one."""
         if self.enable and not last_step and self.is_due(curr_step):
             self.begin_save(curr_step)
         elif self.enable and last_step:
-            self.wait()  # the one being written may be it, and ranks hear of its end apart
+            self.wait()  # it may be the one being written, which ranks finish at different times
             if curr_step != self.saved_step:
                 self.begin_save(curr_step)
             self.wait()
@@ -216,7 +213,7 @@ class CanonCheckpointManager:
             self._remove_unfinished(step)
             self._report_failure(step, verdict)
             return
-        staged = self._staging.copy(self.states | self._model.state_dict())
+        staged = self.staging.copy(self.states | self._model.state_dict())
         writer = VerifiedWriter(
             self.folder.step_path(step),
             self.folder.saving_path(step),
@@ -226,7 +223,7 @@ class CanonCheckpointManager:
             launch=self._launch.launches if self._launch else None,
             may_commit=self._may_commit,
         )
-        write = functools.partial(self._write, staged, writer, self._staging.copied)
+        write = functools.partial(self._write, staged, writer, self.staging.copied)
         self._save = _Save(step, begin, writer, write)
         if self.config.async_mode == "disabled":
             self.wait()
@@ -234,28 +231,27 @@ class CanonCheckpointManager:
             self._save.stall_s = time.monotonic() - begin
 
     def _is_saving(self, step: int) -> bool:
-        """Report and return whether the save before `step` goes on; rank 0 only."""
+        """Return whether the previous save is in progress, and report it; rank 0 only."""
         if self._save is None or self._save.future.done():
             return False
         self._event("checkpoint_slow", step=step, saving=self._save.step)
-        busy = f"the checkpoint of step {self._save.step} is still being written"
-        logger.warning(f"step {step} is not saved: {busy}")
+        logger.warning(f"step {step} not saved: step {self._save.step} is still being written")
         return True
 
     def _save_problem(self) -> str | None:
-        """Return why a save must not begin now, if so; rank 0 only."""
+        """Return why a save cannot begin now, or None; rank 0 only."""
         if not self._is_owner():
             return LOST_LOCK
         try:
             return self.folder.make_room(self.checkpoint_bytes())
-        except OSError as error:  # such as a stale handle
+        except OSError as error:  # such as a stale NFS handle
             return f"{self.folder.path} cannot be read: {error}"
 
     def checkpoint_bytes(self) -> int:
         return full_bytes(self._model.state_dict())
 
     def check_room(self) -> None:
-        """Raise UserError on all ranks if no checkpoint could be saved."""
+        """Raise UserError on all ranks if one could not save its file."""
         self.rank_zero.run(lambda: check_room(self.folder, self.checkpoint_bytes()))
         trial, faults = self.folder.trial_path, []
         num_bytes = self.checkpoint_bytes() // self.rank_zero.world_size
@@ -267,17 +263,14 @@ class CanonCheckpointManager:
         self.rank_zero.run(lambda: remove_tree(trial) if trial.exists() else 0)
         if found:
             text = "; ".join(texts[0] for texts in found.values())
-            text = f"{self.folder.path} takes no file of {num_bytes:,} bytes: {text}. {DISK_HINT}"
-            raise UserError("todo.checkpoint", text, shared=True)
-
-    def maybe_wait_for_staging(self) -> None:
-        self._staging.wait_on_stream()
+            text = f"cannot write {num_bytes:,} bytes in {self.folder.path}: {text}. {DISK_HINT}"
+            raise UserError("checkpoint.not_writable", text, shared=True, ranks=list(found))
 
     def _write(
         self, staged: dict[str, Any], writer: VerifiedWriter, copied: torch.cuda.Event | None
     ) -> None:
         if copied is not None:
-            torch.cuda.set_device(self._device)  # a new thread's is the first GPU of the node
+            torch.cuda.set_device(self._device)  # a new thread starts on the first GPU
             copied.synchronize()
         try:
             dcp.save(staged, storage_writer=writer, process_group=self.rank_zero.group)
@@ -288,20 +281,20 @@ class CanonCheckpointManager:
             self._retention.mark_verified(writer.step)
 
     def _remove_unfinished(self, step: int) -> None:
-        if self._rank == 0 and self._is_owner():  # else it may be another launch's save by now
-            shutil.rmtree(self.folder.saving_path(step), ignore_errors=True)  # its room is needed
+        if self._rank == 0 and self._is_owner():  # else another launch may be saving there
+            shutil.rmtree(self.folder.saving_path(step), ignore_errors=True)  # to free its room
 
     def _may_commit(self) -> bool:
         self._flush()
         return self._is_owner()
 
     def poll(self) -> None:
-        """Report a save that has ended; waits for nothing."""
+        """Report a save that has ended; does not wait."""
         if self._save is not None and self._save.future.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save in progress, and report how it went."""
+        """Wait for the save in progress and report its outcome."""
         save, self._save = self._save, None
         if save is None:
             return
@@ -320,27 +313,27 @@ class CanonCheckpointManager:
         self._retaining.request()
 
     def _report_failure(self, step: int, why: str) -> None:
-        """Report a save that was not made, louder from the third in a row on."""
+        """Report a failed save, with an alert from ALERT_AFTER_FAILURES in a row."""
         self.failures += 1
         if self._rank:
             return
         self._event("checkpoint_failed", step=step, reason=why, in_a_row=self.failures)
         self._note(checkpoint_failures=self.failures)
-        text = f"step {step} is NOT SAVED: {why}. Training goes on; the next interval tries again"
+        text = f"step {step} NOT SAVED: {why}. Training continues; the next interval tries again"
         if self.failures >= ALERT_AFTER_FAILURES:
-            text += f"\n!!! {self.failures} saves in a row have failed: all since step "
-            text += f"{self.saved_step} would be lost with this process !!!"
+            text += f"\n!!! {self.failures} saves in a row failed: a crash loses all steps after "
+            text += f"{self.saved_step} !!!"
         logger.warning(text)
 
     def _retain(self) -> None:
-        """Delete what is too old; in the background, rank 0 only."""
+        """Delete old checkpoints; in the background, rank 0 only."""
         try:
             outcome = self._retention.apply()
-        except Exception as error:  # whatever it is, it is not the run
+        except Exception as error:  # retention must not end the run
             logger.warning(f"old checkpoints: {type(error).__name__}: {error}")
             return
         for step, reason in outcome.bad.items():
-            logger.warning(f"DAMAGED CHECKPOINT: step {step}: {reason}. It is in quarantine")
+            logger.warning(f"DAMAGED CHECKPOINT: step {step}: {reason}. Moved to quarantine")
             self._event("quarantine", checkpoint=f"step-{step}", reason=reason)
         for problem in outcome.errors:
             logger.warning(f"old checkpoints: {problem}")
@@ -348,12 +341,12 @@ class CanonCheckpointManager:
             self._event("retention", deleted=outcome.deleted, weights_only=outcome.weights_only)
         self._note(weights_only=outcome.weights_only)
 
-    def settle(self) -> None:
-        """Wait for the background's work beside a save; after the last step only."""
+    def finish_retention(self) -> None:
+        """Wait for retention in the background; after the last step only."""
         self._retaining.wait(threading.TIMEOUT_MAX)
 
     def close(self) -> None:
-        """Let the background work end, but not for long: ranks that a save needs may be gone."""
+        """Wait briefly for background work: ranks that a save needs may be gone."""
         if self._save is not None:
             wait([self._save.future], timeout=CLOSE_TIMEOUT_S)
         self._retaining.wait(CLOSE_TIMEOUT_S)
@@ -361,7 +354,7 @@ class CanonCheckpointManager:
 
 
 class _Save:
-    """A save on its way, in a thread that does not outlive the process."""
+    """A save in progress, in a daemon thread."""
 
     def __init__(
         self, step: int, begin: float, writer: VerifiedWriter, write: Callable[[], None]

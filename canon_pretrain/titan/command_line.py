@@ -1,58 +1,103 @@
-"""From a command line to a job: `--config FILE.toml`, and any `--section.key value` over it."""
+"""The command line of a job: `--config FILE.toml` and `--section.key value` overrides."""
 
 import argparse
 import contextlib
+import functools
 import io
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tyro
 from torchtitan.config.manager import custom_registry
 
-from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.run import config as experiment
 from canon_pretrain.run.config import read_experiment
-from canon_pretrain.titan.job_config import CanonJobConfig, check_job
+from canon_pretrain.titan.job_config import CanonJobConfig, check_job, value_of
 
-USAGE = "torchrun -m canon_pretrain.train --config FILE.toml [--section.key value ...]"
-DESCRIPTION = """Train one job: --config FILE.toml, and any key below on top of it.
-
-With --dry_run [--gpu h100|h200|a100] [--world N] [--mfu F] print what it would take instead:
-parameters, memory, disk, time. With --force train though by the estimate memory does not suffice.
-"""
+PROG = "torchrun -m canon_pretrain.train"
+SHORT_HELP = Path(__file__).with_name("help.txt")
 
 
 def parse_job(arguments: Sequence[str], *, quiet: bool = False) -> CanonJobConfig:
-    """Return the checked job of a command line, whose options win over its file; or UserError.
+    """Return the checked job of a command line, whose options win over its file.
 
-    A fault in the overrides is printed by tyro (not if `quiet`) and leaves with exit code 2.
+    Raises UserError. `--help` and `--help-all` print nothing if `quiet`, and exit.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     names = ("--config", "--job.config_file", "--job.config-file")  # the last two: torchtitan's
     parser.add_argument(*names, dest="path", type=Path)
+    parser.add_argument("-h", "--help", action="store_true", dest="help")
+    parser.add_argument("--help-all", "--help_all", action="store_true", dest="help_all")
     try:
         options, overrides = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
-        raise UserError("todo.command_line", f"{error}. Usage: {USAGE}") from None
-    path = options.path
-    if path is not None:
-        base = experiment.build(CanonJobConfig, read_experiment(path), source=str(path))
-    elif any(word in ("-h", "--help") for word in overrides):
+        raise UserError("command.invalid", f"{error}. See {PROG} --help") from None
+    wants_help = options.help or options.help_all
+    if options.path is not None:
+        path = str(options.path)
+        base = experiment.build(CanonJobConfig, read_experiment(options.path), source=path)
+    elif wants_help:
         base = CanonJobConfig()
     else:
-        raise UserError("todo.command_line", f"no config file given. Usage: {USAGE}")
-    with contextlib.ExitStack() as silence:
-        if quiet:  # tyro's own switch does not cover wrong values
-            silence.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            silence.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        job = tyro.cli(
-            CanonJobConfig,
-            args=overrides,
-            default=base,
-            registry=custom_registry,
-            prog="torchrun -m canon_pretrain.train",
-            description=DESCRIPTION,
-        )
-    job.job.config_file = str(path)
+        raise UserError("config.missing", f"no --config FILE.toml given. See {PROG} --help")
+    if wants_help:
+        if not quiet:
+            _print_help(base, everything=options.help_all)
+        raise SystemExit(0)
+    job = _apply(overrides, base)
+    job.job.config_file = str(options.path)
     check_job(job)
     return job
+
+
+def _apply(overrides: Sequence[str], base: CanonJobConfig) -> CanonJobConfig:
+    """Return `base` with the overrides; UserError for an unknown key or a bad value."""
+    known = {*_dotted_names(base.to_dict())}
+    for word in overrides:
+        given = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        if word.startswith("--") and not known & {given, given.replace(".no_", ".")}:
+            near = suggestion(f"--{given}", [f"--{name}" for name in known])
+            text = f"unknown key --{given}.{near or ' See --help-all'}"
+            raise UserError("config.unknown_key", text, given=given)
+    caught = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(caught), contextlib.redirect_stderr(caught):
+            return _cli(args=overrides, default=base)
+    except SystemExit:
+        # tyro prints a box: its first paragraph is the message
+        text = " ".join(re.split("[─-]{9,}", caught.getvalue())[1].strip("│╮ \n").split())
+        raise UserError(
+            "config.invalid_value", f"{text.rstrip('.')}. See {PROG} --help-all"
+        ) from None
+
+
+def _dotted_names(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _dotted_names(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+_cli = functools.partial(
+    tyro.cli,
+    CanonJobConfig,
+    registry=custom_registry,
+    prog=PROG,
+    description="Every key of a job. Options of the command itself: --help",
+)
+
+
+def _print_help(job: CanonJobConfig, *, everything: bool) -> None:
+    """Print the keys that most users need, with their values in `job`, or all keys."""
+    if everything:
+        _cli(args=["--help"], default=job)  # prints and exits
+    for line in SHORT_HELP.read_text().splitlines():
+        if key := re.match(r"  --(\w+\.\w+)", line):
+            value = value_of(job, key[1])
+            if value not in (None, "", []):
+                line += f" [{str(value).lower() if isinstance(value, bool) else value}]"
+        print(line)

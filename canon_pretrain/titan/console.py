@@ -1,4 +1,4 @@
-"""What a user sees of a running launch: a live view on a terminal, plain lines elsewhere."""
+"""Console output of a launch: a live view on a terminal, plain lines elsewhere."""
 
 import atexit
 import contextlib
@@ -25,10 +25,10 @@ from canon_pretrain.core.terminal import duration, printable, size
 from canon_pretrain.run.background import Background
 
 logger = logging.getLogger()
-"""torchtitan's own, whose lines the trainer shows; not imported: this room needs no torch."""
+"""The root logger, as torchtitan's; not imported from there, since this file needs no torch."""
 
 HISTORY = 512
-"""Logged losses that are remembered for the sparkline; as many are drawn as fit."""
+"""Losses kept for the sparkline, which shows as many as fit."""
 SHOWN_EVENTS = 4
 PRINT_TIMEOUT_S = 0.2
 FIGURES = "grad_norm {grad_norm:.3f}|lr {lr:.2e}|{tokens_per_second:,.0f} tok/s|MFU {mfu:.1%}"
@@ -37,7 +37,7 @@ MORE += "|{tokens:,} tokens|skipped steps {skipped_steps}|restarts {restarts}"
 
 
 class Console:
-    """Shows a launch that goes to `last_step` of a run of `total_steps`; for global rank 0."""
+    """Show a launch that ends at `last_step` of `total_steps`; for global rank 0."""
 
     def __init__(self, total_steps: int, last_step: int, *, colour: bool = True) -> None:
         self.total_steps, self.last_step, self._colour = total_steps, last_step, colour
@@ -48,11 +48,11 @@ class Console:
         self._events: deque[str] = deque(maxlen=SHOWN_EVENTS)
 
     def begin(self, step: int) -> None:
-        """Show a run that is at `step`."""
+        """Start the view of a run at `step`."""
         self.set_step(step)
         if not is_terminal():
             return
-        # its size is asked of the terminal alone: variables don't follow a change
+        # ask the terminal for its size: the variables do not follow a change
         environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
         options: dict[str, Any] = {"no_color": None if self._colour else True, "_environ": environ}
         console = terminal.Console(highlight=False, **options)
@@ -60,18 +60,18 @@ class Console:
         live = Live(self, console=console, vertical_overflow="crop")
         try:
             live.start()
-        except Exception as error:  # whatever is wrong with the terminal, it is not the run
-            logger.warning(f"no live view ({type(error).__name__}: {error}): plain lines")
+        except Exception as error:  # a terminal's fault must not end the run
+            logger.warning(f"no live view ({type(error).__name__}: {error}): using plain lines")
             return
         self._live = live
         atexit.register(self.end)
 
     def set_step(self, step: int) -> None:
-        """Show how far the run is; called after every step."""
+        """Show the current step; called after every step."""
         self._step = step
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Show an event of the log: in the view, or of a step and a validation a plain line."""
+        """Show a log event in the view; without a view, steps and validations as plain lines."""
         self._latest[name] = (time.monotonic(), fields)
         if name == "step":
             self._step = fields["step"]
@@ -97,7 +97,7 @@ class Console:
         return duration((self.last_step - self._step) * fields["seconds_per_step"])
 
     def end(self) -> None:
-        """Leave the last view above the cursor; idempotent."""
+        """Stop the view and leave it above the cursor; idempotent."""
         live, self._live = self._live, None
         if live is not None:
             atexit.unregister(self.end)
@@ -107,13 +107,13 @@ class Console:
     def __rich_console__(
         self, console: rich.console.Console, options: rich.console.ConsoleOptions
     ) -> rich.console.RenderResult:
-        # one column is left free: in the last one, some terminals go on to the next line
+        # leave the last column free, where some terminals wrap
         options = options.update_width(max(1, options.max_width - 1))
         try:
             lines = list(self._lines(options.max_width))
-        except Exception as error:  # raised here, it would end whoever prints a line
-            lines = [Text(f"the view can't be drawn: {type(error).__name__}: {error}")]
-        # the cursor waits on a line of its own, should the process be killed
+        except Exception as error:  # else it would be raised by any print
+            lines = [Text(f"cannot draw the view: {type(error).__name__}: {error}")]
+        # leave the cursor on a line of its own, in case the process is killed
         for line in console.render_lines(rich.console.Group(*lines, ""), options, pad=False):
             yield from (*line, Segment.line())
 
@@ -131,7 +131,7 @@ class Console:
             yield Text.assemble((loss, "bold"), (drawn, "cyan"), no_wrap=True, overflow="crop")
         if step:
             yield Text(_format_fields(step, FIGURES + MORE))
-        state = "no checkpoint of this launch yet"
+        state = "no checkpoint in this launch yet"
         if "checkpoint" in self._latest:
             saved, fields = self._latest["checkpoint"]
             state = f"checkpoint of step {fields['step']}, "
@@ -145,12 +145,12 @@ class Console:
 
 
 def is_terminal() -> bool:
-    """Return whether stdout is a terminal on which a view can be drawn over."""
+    """Return whether stdout is a terminal that can redraw lines."""
     return sys.stdout.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown", "")
 
 
 def sparkline(values: Collection[float]) -> str:
-    """Return a character per value, low to high; x if it is not finite."""
+    """Return a character per value, low to high; x for a value that is not finite."""
     levels = "▁▂▃▄▅▆▇█"
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
@@ -159,7 +159,7 @@ def sparkline(values: Collection[float]) -> str:
 
 
 def _format_fields(fields: Mapping[str, Any], formats: str) -> str:
-    """Fill in those of `formats` whose field there is."""
+    """Format those of `formats` whose field exists."""
     texts = []
     for text in formats.split("|"):
         with contextlib.suppress(KeyError):
@@ -171,7 +171,7 @@ def _format_validation(fields: Mapping[str, Any]) -> str:
     return f"loss {fields['loss']:.4f} ({fields['bits_per_byte']:.4f} bits/byte)"
 
 
-# No news, does not hold here (a CPU's peak FLOP/s, autocast), or is said by our own lines
+# torchtitan's lines that are not useful, wrong here (a CPU's peak FLOP/s, autocast), or redundant
 _FILTERED = (
     *("[GC]", "ENV[TORCH_", "Building canon", "Building device mesh"),
     *("Successfully created meshes", "Mixed precision training is handled by"),
@@ -182,14 +182,11 @@ _FILTERED = (
 
 
 class Printer(logging.Handler):
-    """Prints from a thread to the present sys.stdout: the live view puts itself there.
-
-    A line is waited for PRINT_TIMEOUT_S at most, and not at all while an earlier one is stuck.
-    """
+    """Print in a thread to the current sys.stdout, and wait at most PRINT_TIMEOUT_S for it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines: deque[str] = deque(maxlen=10_000)  # stdout may be a file on a disk that hangs
+        self._lines: deque[str] = deque(maxlen=10_000)  # stdout may be on a hanging disk
         self._printing = Background(self._print, "print")
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -207,7 +204,7 @@ class Printer(logging.Handler):
 
 
 def init_logging(rank: int) -> None:
-    """Let rank 0 print the story on stdout, the other ranks only what went wrong."""
+    """Log INFO on rank 0 and WARNING on the others, to stdout."""
     printer = Printer()
     printer.addFilter(lambda record: not record.getMessage().startswith(_FILTERED))
     logging.basicConfig(
@@ -215,13 +212,13 @@ def init_logging(rank: int) -> None:
         datefmt="%H:%M:%S",
         level=logging.INFO if rank == 0 else logging.WARNING,
         handlers=[printer],
-        force=True,  # also those of torchtitan, and of an earlier launch in this process
+        force=True,  # replace torchtitan's handlers and those of an earlier launch
     )
     os.environ["KINETO_LOG_LEVEL"] = "5"
     for known in (
-        "DTensor random operators may not have",  # weights and data have their own generators
+        "DTensor random operators may not have",  # we use our own generators
         "DTensor manual_seed",
-        "Set timeout is now only supported",  # torchtitan sets it on its fake groups as well
-        "In CPU autocast, but the target dtype",  # torchtitan enters it at one rank; we leave it
+        "Set timeout is now only supported",  # torchtitan also sets it on fake groups
+        "In CPU autocast, but the target dtype",  # torchtitan enables it on one rank; we do not
     ):
         warnings.filterwarnings("ignore", message=known)

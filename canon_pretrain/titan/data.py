@@ -1,4 +1,4 @@
-"""A job's data: opened once per node, shared by rank 0, and read ahead in batches of tensors."""
+"""A job's data: opened once per node, broadcast by rank 0, prefetched in batches of tensors."""
 
 import contextlib
 import copy
@@ -26,17 +26,17 @@ from canon_pretrain.titan.job_config import CanonJobConfig
 
 T = TypeVar("T")
 HELD_OUT = "held_out_fingerprint"
-"""The identity's name of the text that the held-out loss is of; absent with validation off."""
-OFF_HINT = "--validation.enable False turns it off"
+"""Key of the held-out fingerprint in a run's identity; absent if validation is off."""
+OFF_HINT = "To skip validation: --validation.enable False"
 IDENTITY_FIELDS = ("fingerprint", "seed", "mode", "seq_len", "global_batch")
-"""Fields of the loader's state that the run's identity has too."""
+"""Fields of the loader's state that are also part of the run's identity."""
 LOADER_CLOSE_TIMEOUT_S, ITERATOR_CLOSE_TIMEOUT_S = 10.0, 0.5
-"""How long the ends of a run and of its steps wait for a thread that is still reading."""
+"""Seconds to wait for a pending read when the run ends, and when an iterator is closed."""
 
 
 @dataclass(frozen=True)
 class OpenedData:
-    """What a job trains on and the held-out part of each folder, every commit record checked."""
+    """Training data and the held-out split of each folder, with verified commit records."""
 
     training: Mixture
     held_out: list[TokenShards | None]
@@ -50,7 +50,7 @@ class OpenedData:
 
 
 def open_data(job: CanonJobConfig) -> OpenedData:
-    """Open what `job` trains and validates on; sets `model.vocab_size` and `validation.enable`."""
+    """Open all data of `job`; set its `model.vocab_size` and `validation.enable`."""
     with open_shards(job) as training:
         if job.validation.enable is False:
             return OpenedData(training, [], [], {})
@@ -59,76 +59,66 @@ def open_data(job: CanonJobConfig) -> OpenedData:
             for folder in validation_folders(job):
                 parts.append((open_validation if job.validation.path else open_held_out)(folder))
         except ShardError as error:
-            raise UserError(
-                "todo.data", f"the held-out part can't be read: {error}. {OFF_HINT}"
-            ) from None
+            text = f"held-out split: {error}. {OFF_HINT}"
+            raise UserError("data.held_out", text) from None
         for part in filter(None, parts):
             part.close()
-            text = f"{part.folder} (validation.path = {job.validation.path!r}) has "
+            text = f"{part.folder} (validation.path = {job.validation.path!r}) "
             same = part.vocab_size == job.model_args.vocab_size
             if not same or part.tokenizer_sha256 != training.tokenizer_sha256:
-                text += "another tokenizer than the training data: build one text with theirs"
-                raise UserError("todo.data", f"{text}. {OFF_HINT}")
+                text += f"has another tokenizer: rebuild it with the training data's. {OFF_HINT}"
+                raise UserError("data.tokenizers_differ", text)
             if part.fingerprint in {source.fingerprint for source in training.sources}:
-                raise UserError(
-                    "todo.data",
-                    f"{text}the text that is trained on: build another. {OFF_HINT}",
-                )
+                text += f"is also training data: choose another text. {OFF_HINT}"
+                raise UserError("data.overlap", text)
         notices = _resolve_validation(job, parts)
         return OpenedData(training, parts, notices, {HELD_OUT: joined_fingerprint(parts)})
 
 
 def open_shards(job: CanonJobConfig) -> Mixture:
-    """Open the training data alone. Raises UserError for data that do not fit the job."""
+    """Open the training data. Raises UserError if they do not fit the job."""
     if not job.data.folders:
-        raise UserError(
-            "todo.data", "data.path is not set: name the folder that data_prep build wrote"
-        )
+        raise UserError("data.path_unset", "data.path is not set: expected a data_prep folder")
     mixture = Mixture.open(job.data.folders, job.data.shares)
     if job.model.vocab_size is None:
         job.model.vocab_size = mixture.vocab_size
     args = job.model_args
     if mixture.vocab_size != args.vocab_size:
-        raise UserError(
-            "todo.data",
-            f"model.vocab_size = {args.vocab_size}, but the tokenizer of {job.data.folders[0]} has "
-            f"{mixture.vocab_size}: leave model.vocab_size unset, or choose other shards",
-        )
+        text = f"model.vocab_size = {args.vocab_size}, but {job.data.folders[0]} has "
+        text += f"{mixture.vocab_size}: unset model.vocab_size, or choose other shards"
+        raise UserError("data.vocab_size", text, given=args.vocab_size, expected=mixture.vocab_size)
     for folder, source in zip(job.data.folders, mixture.sources, strict=True):
         if args.document_mask and source.eos_id != args.eos_id:
-            raise UserError(
-                "todo.data",
-                f"model.document_mask looks for model.eos_id = {args.eos_id}, but documents of "
-                f"{folder} end with {source.eos_id}: set model.eos_id = {source.eos_id}",
-            )
+            text = f"model.document_mask: model.eos_id = {args.eos_id}, but documents of {folder} "
+            text += f"end with {source.eos_id}: set model.eos_id = {source.eos_id}"
+            raise UserError("data.eos_id", text, folder=folder, expected=source.eos_id)
         if source.num_tokens <= (window := job.training.seq_len):
-            text = f"fewer than one window of training.seq_len + 1 = {window + 1}"
-            raise UserError(
-                "todo.data", f"{folder} holds {source.num_tokens:,} training tokens, {text}"
-            )
+            text = f"{folder} has {source.num_tokens:,} training tokens, less than one window of "
+            text += f"training.seq_len + 1 = {window + 1}"
+            raise UserError("data.too_short", text, folder=folder, num_tokens=source.num_tokens)
     return mixture
 
 
 def validation_folders(job: CanonJobConfig) -> list[str]:
-    """Return the folders whose held-out part is scored."""
     return [job.validation.path] if job.validation.path else job.data.folders
 
 
 def _resolve_validation(job: CanonJobConfig, parts: Sequence[TokenShards | None]) -> list[str]:
-    """Set `validation.enable`; return notices. Raises UserError if it was asked for in vain."""
+    """Set `validation.enable`; return notices. Raises UserError if it is on without data."""
     folders = validation_folders(job)
     without = [folder for folder, part in zip(folders, parts, strict=True) if part is None]
-    text = f"{', '.join(without)} has no held-out part (--holdout): set validation.path"
+    text = f"no held-out split in {', '.join(without)} (--holdout): set validation.path"
     if job.validation.enable and without:
-        raise UserError("todo.data", f"validation.enable = True, but {text}, or leave it unset")
+        text = f"validation.enable = True, but {text}, or unset validation.enable"
+        raise UserError("data.no_held_out", text, folders=without)
     job.validation.enable = len(without) < len(folders)
-    return [f"no validation where {text}"] if without else []
+    return [text] if without else []
 
 
 def broadcast_data(
     job: CanonJobConfig, data: OpenedData | None, compared: T | None
 ) -> tuple[OpenedData, T]:
-    """Return what rank 0 has of both, on all ranks; UserError if a node's data are not rank 0's."""
+    """Return rank 0's `data` and `compared` on all ranks; UserError if a node's data differ."""
     answer = [(data, compared, (job.model.vocab_size, job.validation.enable))]
     dist.broadcast_object_list(answer, src=0)
     first, compared, (job.model.vocab_size, job.validation.enable) = answer[0]
@@ -137,40 +127,34 @@ def broadcast_data(
     dist.all_gather_object(everyone, data and (socket.gethostname(), data.fingerprints))
     others = {host: own for host, own in filter(None, everyone) if own != first.fingerprints}
     if others:
-        raise UserError(
-            "todo.data",
-            f"{', '.join(job.data.folders)} does not hold the same data on all nodes: rank 0's "
-            f"has {first.fingerprints}, other nodes: {others}. Copy it, or use a shared folder",
-            shared=True,
-        )
+        text = f"{', '.join(job.data.folders)} differs between nodes: {first.fingerprints} on rank "
+        text += f"0's, {others} on others. Copy rank 0's data, or use a shared folder"
+        raise UserError("data.differs_between_nodes", text, shared=True, nodes=others)
     return first, compared
 
 
-# -- reading -------------------------------------------------------------------------------------
-
-
 class ReadAhead(Generic[T]):
-    """Results of `read()` in order, by a thread about `depth` ahead of who takes them."""
+    """Results of `read()` in order, prefetched by a thread that is about `depth` ahead."""
 
     def __init__(self, read: Callable[[], T], depth: int) -> None:
         self._read, self._is_closed = read, False
         self._items: Queue[tuple[T] | BaseException] = Queue(depth)
-        # a daemon: a disk that hangs must not keep a process from ending
+        # a daemon, so that a hanging disk does not keep the process from exiting
         self._thread = threading.Thread(target=self._run, name="read ahead", daemon=True)
         self._thread.start()
 
     def take(self) -> T:
         if self._is_closed:
-            raise RuntimeError("nothing is read ahead: close() was called")
+            raise RuntimeError("take() after close()")
         item = self._items.get()
         if isinstance(item, BaseException):
             raise item
         return item[0]
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Let the thread end with what it is reading; return whether it has ended by then."""
+        """Stop the thread after its current read; return whether it stopped within the timeout."""
         self._is_closed = True
-        with contextlib.suppress(Empty):  # the thread may wait for a place
+        with contextlib.suppress(Empty):  # the thread may wait for a free slot
             while True:
                 self._items.get_nowait()
         self._thread.join(timeout_s)
@@ -193,10 +177,10 @@ class _Batch(NamedTuple):
 
 
 class CanonDataLoader(BaseDataLoader):
-    """Endless micro-batches of this rank; its state, that of what was taken, is all ranks'.
+    """Endless micro-batches of this rank; the state is that of the last one taken.
 
     Yields ({"input": int64 [b, T]}, labels int64 [b, T]), labels one token ahead, pinned for a GPU.
-    A thread reads `read_ahead` of them ahead. A loaded state may differ in `may_change`.
+    A thread prefetches `read_ahead` of them. A loaded state may differ in `may_change`.
     """
 
     def __init__(
@@ -225,19 +209,19 @@ class CanonDataLoader(BaseDataLoader):
     def _read(self) -> _Batch:
         begins_step = self.loader.at_step_start
         samples = self.loader.next_batch()
-        # copied by numpy: torch would start threads of its own for a large one, in this thread too
+        # copied by numpy, because torch would start its own threads for a large copy
         parts = map(np.ascontiguousarray, (samples[:, :-1], samples[:, 1:]))
         inputs, labels = map(torch.from_numpy, parts)
         if self._device is not None:
-            torch.cuda.set_device(self._device)  # a new thread is at the first GPU
+            torch.cuda.set_device(self._device)  # a new thread starts on the first GPU
             inputs, labels = inputs.pin_memory(), labels.pin_memory()
         digest, state = samples_digest(samples), self.loader.state_dict()
         return _Batch(inputs, labels, digest, begins_step, state)
 
     def close(self, timeout_s: float | None = LOADER_CLOSE_TIMEOUT_S) -> None:
-        """End the thread; what it has read and nobody took will be read again."""
+        """Stop the thread; prefetched batches that were not taken will be read again."""
         if not self._stop_reading(timeout_s):
-            logger.warning(f"the data could not be let go: a read takes more than {timeout_s} s")
+            logger.warning(f"data loader not closed: a read takes more than {timeout_s} s")
 
     def _stop_reading(self, timeout_s: float | None) -> bool:
         if self._ahead is not None:
@@ -249,16 +233,16 @@ class CanonDataLoader(BaseDataLoader):
 
     @property
     def source_tokens(self) -> dict[str, int]:
-        """Tokens that all ranks have drawn so far, by the name of the data's folder."""
+        """Tokens that all ranks have drawn so far, by folder name."""
         return dict(zip(self.loader.source_names, self._state["source_tokens"], strict=True))
 
     def take_digests(self) -> list[int]:
-        """Return the digest of this rank's samples of each step since the last call."""
+        """Return a digest of this rank's samples per step since the last call."""
         digests, self._digests = self._digests, []
         return digests
 
     def state_dict(self) -> dict[str, Any]:
-        return copy.deepcopy(self._state)  # loading a checkpoint writes into what it is given
+        return copy.deepcopy(self._state)  # loading a checkpoint writes into this dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.close(timeout_s=None)
@@ -275,7 +259,7 @@ def build_dataloader(
     data: Mixture,
     may_change: Sequence[str] = (),
 ) -> CanonDataLoader:
-    """Build the loader for the TrainSpec; `tokenizer` is None, since shards hold token ids."""
+    """Build the loader for the TrainSpec; `tokenizer` is None: shards hold token ids."""
     training = job_config.training
     loader = BatchLoader(
         data,

@@ -1,4 +1,4 @@
-"""A rank's process and device, prepared before torchtitan is imported."""
+"""Prepare a rank's process and device before torchtitan is imported."""
 
 import contextlib
 import os
@@ -18,33 +18,33 @@ TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 def has_accelerator() -> bool:
-    """Return whether a CUDA device can be used in this process."""
+    """Return whether this process can use a CUDA device."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def prepare_process() -> None:
-    """Set what torch and the system should know of a rank, unless the user has; before torch."""
+    """Set variables and limits that the user has not set; call before importing torch."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # Inductor takes all cores in each rank, 32 at most
+    # Inductor would start a thread per core (at most 32) in every rank
     threads = available_cores() // max(1, read_count(os.environ, "LOCAL_WORLD_SIZE"))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(max(1, threads), 32)))
-    # gloo takes a socket per rank, a usual soft limit is 1,024
+    # gloo opens a socket per rank; a common soft limit is 1,024
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # macOS has a lower one than it says
+    with contextlib.suppress(OSError, ValueError):  # macOS enforces less than it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def prepare_device() -> None:
-    """Let the CPU stand in for a missing accelerator, for which torchtitan asks when imported."""
+    """Make the CPU torch's device if there is no GPU: torchtitan asks for one when imported."""
     if has_accelerator():
         return
     import torch
 
     def memory_stats(device: Any = None) -> dict[str, int]:
-        # the process's peak resident set under the names that torchtitan's monitor reads
+        # peak resident set size, under the names that torchtitan's monitor reads
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peaks = dict.fromkeys(("active_bytes.all.peak", "reserved_bytes.all.peak"), peak)
         return peaks | {"num_alloc_retries": 0, "num_ooms": 0}
@@ -63,7 +63,7 @@ def prepare_device() -> None:
 
 @contextlib.contextmanager
 def single_rank_environment() -> Iterator[None]:
-    """Set torchrun's variables for one rank on a free port, within the block, if it set none."""
+    """Set torchrun's variables for a single rank within the block, unless some are set."""
     if any(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
         yield
         return
@@ -80,34 +80,31 @@ def single_rank_environment() -> Iterator[None]:
 
 
 def check_launch() -> None:
-    """Raise UserError unless torchrun's variables are all there and each rank has a device."""
+    """Raise UserError unless all of torchrun's variables are set and each rank has a device."""
     import torch
 
     if missing := [name for name in TORCHRUN if name not in os.environ]:
-        raise UserError(
-            "todo.device",
-            f"{', '.join(missing)} not set, though others of torchrun's variables are: start "
-            "with torchrun, or with none of them set for a single rank",
-        )
+        text = f"only some of torchrun's variables are set; missing: {', '.join(missing)}. Start "
+        text += "with torchrun, or unset all of them for a single rank"
+        raise UserError("launch.environment", text, missing=missing)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
         read_count(os.environ, name)
     ranks = read_count(os.environ, "LOCAL_WORLD_SIZE")
     if has_accelerator() and (gpus := torch.cuda.device_count()) < ranks:
-        raise UserError(
-            "todo.device",
-            f"{ranks} ranks on this node, but {gpus} GPU(s): start at most one rank per "
-            "GPU, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU",
-        )
+        text = f"{ranks} ranks on a node with {gpus} GPU(s): start at most one rank per GPU, or "
+        text += "set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+        raise UserError("launch.gpus", text, ranks=ranks, gpus=gpus)
 
 
 def bind_device() -> None:
-    """Make this rank's GPU the current one, before anything else makes a context on GPU 0."""
+    """Set this rank's GPU and cores, before anything creates a context on GPU 0."""
     if not has_accelerator():
         return
     import torch
 
     gpu = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(gpu)
+<<<<<<< HEAD
     if os.environ.get("NUMA_BINDING") != "0":
         set_cpu_affinity(numa_cores(gpu))
 
@@ -115,6 +112,11 @@ def bind_device() -> None:
 def set_cpu_affinity(cores: set[int]) -> None:
     """Keep this process on those of `cores` that it may use, if any."""
     if allowed := cores & os.sched_getaffinity(0):
+=======
+    if os.environ.get("NUMA_BINDING") == "0":
+        return
+    if cores := near_cores(gpu) & os.sched_getaffinity(0):
+>>>>>>> 7b13541 (Give the trainer's errors codes; plain English; --help on one screen; test codes, not prose)
         for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(OSError):  # it has ended
-                os.sched_setaffinity(int(thread), allowed)
+            with contextlib.suppress(OSError):  # the thread has ended
+                os.sched_setaffinity(int(thread), cores)

@@ -1,9 +1,9 @@
-"""The plan of a run before a GPU is booked: parameters, memory, disk and time, on any laptop.
+"""Estimate a run's parameters, memory, disk and time, on any machine.
 
     python -m canon_pretrain.train --config FILE.toml --dry_run [--gpu h100] [--world 8] [--mfu 0.4]
 
-Activations are counted, not guessed: a block runs under FakeTensorMode, without numbers, and every
-tensor that autograd keeps for backward is added up.
+Activations are counted: a block runs under FakeTensorMode, and the bytes of all tensors that
+autograd saves for backward are summed.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import utils
 
 from canon_pretrain.core.cli import available_cores
-from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.terminal import Console, duration, size
 from canon_pretrain.data.shards import ShardError, dtype_for
 from canon_pretrain.kernels.hardware import available_memory
@@ -46,10 +46,10 @@ GIB = 2**30
 DAY_S = 86_400
 DEFAULT_MFU = 0.4
 MIN_PARAMETERS_FOR_MFU = 50_000_000
-"""Parameters below which no MFU is assumed: a GPU waits for so small a model's kernels."""
-LEAST_KEPT = 0.64
-"""The share of the counted activations that compiled blocks keep at least (kernels/NOTES.md)."""
-# measured with the quickstart's model on 2 ranks of one core each: 9,000 tokens/s at 6.4 MFLOP
+"""Below this size kernel launches dominate, and no MFU is assumed."""
+MIN_COMPILED_FRACTION = 0.64
+"""Smallest fraction of the counted activations that compiled blocks keep (kernels/NOTES.md)."""
+# measured: the quickstart model on 2 ranks of one core each, 9,000 tokens/s at 6.4 MFLOP per token
 CPU_FLOPS_PER_RANK = 3e10
 ADVICE = "training.local_batch_size (it changes no result), use more"
 SUMMARIZED_KEYS = """num_layers num_heads dim ffn_dim vocab_size max_seq_len norm_eps position
@@ -60,7 +60,7 @@ GPUS = {"a100": (79.2, 312e12), "h100": (79.6, 989e12), "h200": (139.8, 989e12)}
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank would run on, and by which assumption it is so fast."""
+    """What one rank runs on, and the assumption behind its speed."""
 
     name: str
     memory_gib: float
@@ -70,7 +70,6 @@ class Device:
 
 
 def reference(gpu: str, mfu: float = DEFAULT_MFU) -> Device:
-    """Return one of GPUS."""
     return Device(gpu.upper(), GPUS[gpu][0], mfu * GPUS[gpu][1], f"{mfu:.0%} MFU")
 
 
@@ -86,16 +85,12 @@ def this_machine(ranks: int, mfu: float = DEFAULT_MFU) -> Device:
     return Device(name, memory, mfu * peak, f"{mfu:.0%} MFU of {whose} {peak / 1e12:,.0f} TFLOP/s")
 
 
-# -- memory --------------------------------------------------------------------------------------
-
-
 def count_memory(
     job: CanonJobConfig, model: nn.Module, world_size: int, *, recompute: bool = False
 ) -> dict[str, int]:
     """Return the bytes on one GPU by part; `model`, the job's, may be on the meta device.
 
-    Activations are an upper bound, what eager PyTorch keeps on a CPU; with `recompute` (full
-    activation checkpointing) the blocks' inputs, and one block's.
+    Activations are an upper bound; with `recompute`, all blocks' inputs and one's activations.
     """
     args, training, loss = job.model_args, job.training, job.loss
     dtype = TORCH_DTYPE_MAP[training.dtype]
@@ -103,7 +98,7 @@ def count_memory(
     num_shards, micro_batch = shard_degree(job, world_size), micro_batch_size(job, world_size)
     parameters, trained = count_parameters(model)
     block = sum(p.numel() for p in model.get_submodule("layers.0").parameters())
-    # weights of two blocks, embedding and head, and one block's gradient in float32
+    # two blocks, embedding and head are gathered at a time; one block's gradient is float32
     keeps_all = job.parallelism.fsdp_reshard_after_forward == "never"
     gathered = parameters - (0 if keeps_all else (args.num_layers - 2) * block)
     weights, shard = (-(-count // num_shards) * dtype.itemsize for count in (parameters, trained))
@@ -112,7 +107,7 @@ def count_memory(
     activations = args.num_layers * saved_block
     if recompute:
         activations = args.num_layers * tokens * args.dim * param_dtype.itemsize + saved_block
-    # the peak beside what backward needs: a chunk's logits, also in float32 and as log-softmax
+    # the loss's peak: a chunk's logits, their float32 copy and log-softmax
     chunk = -(-tokens // -(-tokens // (loss.chunk_tokens or tokens)))
     each = 4 if param_dtype == torch.float32 else param_dtype.itemsize + 4
     logits = chunk * args.vocab_size * (each + 4)
@@ -129,9 +124,9 @@ def count_memory(
 def saved_bytes(
     args: ModelArgs, micro_batch: int, dtype: torch.dtype, loss: Loss
 ) -> tuple[int, int]:
-    """Return the bytes that autograd keeps for backward: of one block; of norm, head and loss."""
+    """Return the bytes that autograd saves for backward: one block; norm, head and loss."""
     shape = (micro_batch, args.max_seq_len)
-    # on a GPU flex attention computes masks and ALiBi, and keeps what plain attention does
+    # on a GPU, flex attention computes masks and ALiBi and saves what plain attention does
     plain = args if args.position in ROTARY else dataclasses.replace(args, position="nope")
     with FakeTensorMode():
         with utils.set_default_dtype(dtype):
@@ -151,15 +146,15 @@ def saved_bytes(
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Return how many parameters a model has, and how many of them are trained."""
+    """Return the number of parameters, and of those that are trained."""
     own = [*model.parameters()]
     return sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)
 
 
 def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
-    """Return the bytes of storages that `forward` leaves for backward, less the modules' own."""
+    """Return the bytes of storages that `forward` saves for backward, without the modules' own."""
     own = {t.untyped_storage()._cdata for t in (*modules.parameters(), *modules.buffers())}
-    kept: dict[int, Tensor] = {}  # the tensors are held, so that no storage's address is used again
+    kept: dict[int, Tensor] = {}  # hold the tensors, so that no address is reused
 
     def pack(tensor: Tensor) -> Tensor:
         address = tensor.untyped_storage()._cdata
@@ -173,9 +168,9 @@ def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
 
 
 def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
-    """Raise UserError, with the parts of the estimate, if a rank can't do with the least."""
+    """Raise UserError, with the estimate's parts, if even the lower bound exceeds the memory."""
     room, args = device.memory_gib * GIB, job.model_args
-    # counting takes a second: not where a bound several times too high fits
+    # counting takes a second: skip it if a bound several times too high fits
     tokens = micro_batch_size(job, world_size) * job.training.seq_len
     values = tokens * (64 * args.num_layers * (args.dim + args.ffn_dim) + 8 * args.vocab_size)
     if job.training.enable_cpu_offload or 4 * (6 * num_parameters(args) + values) < room:
@@ -183,16 +178,13 @@ def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
     mode = job.activation_checkpoint.mode
     parts = count_memory(job, on_meta(args), world_size, recompute=mode != "none")
     if job.compile.enable and mode == "none":
-        parts["activations"] = round(LEAST_KEPT * parts["activations"])
+        parts["activations"] = round(MIN_COMPILED_FRACTION * parts["activations"])
     if (total := sum(parts.values())) > room:
         each = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in parts.items())
-        raise UserError(
-            "todo.dry_run",
-            f"this job can't fit: each of its {world_size} rank(s) needs at least "
-            f"{total / GIB:.1f} GiB ({each}), and a {device.name} here has "
-            f"{device.memory_gib:.1f} GiB for one. Lower {ADVICE} ranks, or "
-            "--activation_checkpoint.mode full; --force starts all the same",
-        )
+        text = f"each of {world_size} rank(s) needs at least {total / GIB:.1f} GiB ({each}), but "
+        text += f"has {device.memory_gib:.1f} GiB ({device.name}). Lower {ADVICE} ranks, set "
+        text += "--activation_checkpoint.mode full, or train anyway with --force"
+        raise UserError("memory.too_small", text, parts=parts)
 
 
 def on_meta(args: ModelArgs) -> Transformer:
@@ -200,22 +192,19 @@ def on_meta(args: ModelArgs) -> Transformer:
         return Transformer(args)
 
 
-# -- plans ---------------------------------------------------------------------------------------
-
-
 class Plan:
-    """What `job` would take on `world_size` ranks. Raises UserError for a bad world size."""
+    """Resources of `job` on `world_size` ranks. Raises UserError for a bad world size."""
 
     def __init__(self, job: CanonJobConfig, device: Device, world_size: int) -> None:
         training = job.training
         self.device, self.world_size = device, world_size
         self.tokens = training.steps * training.global_batch_size * training.seq_len
         drawn, self.data_fingerprint = self.tokens, ""
-        with contextlib.suppress(ShardError):  # what is there, and the job would refuse, is one
+        with contextlib.suppress(ShardError):  # no data yet; data that do not fit raise UserError
             if job.data.folders:
                 with open_shards(job) as data:
                     drawn, self.data_fingerprint = data.num_tokens, data.fingerprint
-        args = job.model_args  # with the vocabulary of the data
+        args = job.model_args  # open_shards() has set vocab_size
         model = on_meta(args)
         self.parameters, self.trained = count_parameters(model)
         self.micro_batch = micro_batch_size(job, world_size)
@@ -234,21 +223,17 @@ class Plan:
 def make_plans(
     job: CanonJobConfig, gpu: str | None, world: int | None, mfu: float | None, ranks: int
 ) -> dict[str, Plan]:
-    """Return the plan for this machine and, if asked for or needed, the reference GPU; by title."""
+    """Return plans by title: this machine and, if requested or needed, the reference GPU."""
     asked, mfu = gpu is not None or world is not None, DEFAULT_MFU if mfu is None else mfu
     gpu = (gpu or "h100").lower()
-    if gpu not in GPUS:
-        raise UserError("todo.dry_run", f"--gpu {gpu}: expected one of {', '.join(GPUS)}")
-    if not 0 < mfu <= 1:
-        raise UserError(
-            "todo.dry_run", f"--mfu {mfu}: expected a fraction above 0 and up to 1, such as 0.4"
-        )
-    if world is not None and world < 1:
-        raise UserError("todo.dry_run", f"--world {world}: expected at least 1")
+    check_choice("--gpu", gpu, GPUS)
+    if not 0 < mfu <= 1 or world is not None and world < 1:
+        text = f"--mfu {mfu} --world {world}: expected a fraction up to 1, and at least 1 rank"
+        raise UserError("command.invalid", text)
     sizes = world_sizes(job)
-    places = torch.cuda.device_count() if has_accelerator() else available_cores()
+    devices = torch.cuda.device_count() if has_accelerator() else available_cores()
     if ranks == 1:
-        ranks = max((n for n in sizes if n <= places), default=sizes[0])
+        ranks = max((n for n in sizes if n <= devices), default=sizes[0])
     plans = {"this machine": (here := Plan(job, this_machine(ranks, mfu), ranks))}
     if asked or here.seconds > DAY_S or not here.fits:
         world = world or max((n for n in sizes if n <= 8), default=sizes[0])
@@ -257,7 +242,7 @@ def make_plans(
 
 
 def world_sizes(job: CanonJobConfig) -> list[int]:
-    """Return the numbers of ranks that can train `job`. Raises UserError if there are none."""
+    """Return the valid world sizes of `job`. Raises UserError if there are none."""
     replicas = job.parallelism.data_parallel_replicate_degree
     sizes = valid_world_sizes(job.training.global_batch_size, replicas)
     if not sizes:
@@ -266,7 +251,7 @@ def world_sizes(job: CanonJobConfig) -> list[int]:
 
 
 def startup_warnings(job: CanonJobConfig, device: Device, world_size: int) -> Iterator[str]:
-    """Yield what a user should know before a real run starts to use up their time."""
+    """Yield warnings about idle GPUs and about runs of more than a week."""
     ranks, devices = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
     if has_accelerator() and ranks < devices:
         yield f"this run uses {ranks} of the {devices} GPUs of this node (--nproc-per-node)"
@@ -274,15 +259,12 @@ def startup_warnings(job: CanonJobConfig, device: Device, world_size: int) -> It
     tokens = job.last_step * training.global_batch_size * training.seq_len
     flops = tokens * flops_per_token(job.model_args, training.seq_len)
     if (days := flops / (world_size * device.flops_per_s) / DAY_S) > 7:
-        yield f"this run takes about {days:,.0f} days in all, assuming {device.assumed} (--dry_run)"
-
-
-# -- tables --------------------------------------------------------------------------------------
+        yield f"this run takes about {days:,.0f} days, assuming {device.assumed} (see --dry_run)"
 
 
 def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -> None:
-    """Print the plans as tables that can be checked."""
-    console.print(f"[bold]{job.job.description}[/bold]  (dry run: nothing is trained or written)")
+    """Print the plans as tables."""
+    console.print(f"[bold]{job.job.description}[/bold]  (dry run)")
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     facts.add_column(style="cyan")
     for name, value in _facts(job, plans).items():
@@ -294,21 +276,19 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
     columns = [plan.memory | {"sum": sum(plan.memory.values())} for plan in plans.values()]
     for name in columns[0]:
         memory.add_row(name, *(f"{column[name] / GIB:.2f}" for column in columns))
-    memory.add_row("there is", *(f"{plan.device.memory_gib:.1f}" for plan in plans.values()))
+    memory.add_row("available", *(f"{plan.device.memory_gib:.1f}" for plan in plans.values()))
     console.print(memory)
-    console.print(
-        "activations are an upper bound: a GPU's fused kernels and torch.compile keep fewer"
-    )
+    console.print("activations are an upper bound: fused kernels and torch.compile save fewer")
     if too_small := ", ".join(title for title, each in plans.items() if not each.fits):
         console.print(
-            f"[bold]does not fit as counted[/bold] ({too_small}): lower {ADVICE} GPUs, "
+            f"[bold]exceeds the memory[/bold] ({too_small}): lower {ADVICE} GPUs, "
             "or --activation_checkpoint.mode full"
         )
 
 
 def _facts(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
     args, training, plan = job.model_args, job.training, next(iter(plans.values()))
-    trained = f", {plan.trained:,} of them trained" if plan.trained != plan.parameters else ""
+    trained = f", {plan.trained:,} trained" if plan.trained != plan.parameters else ""
     kept, each = plan.checkpoints_kept, plan.checkpoint_bytes
     itemsize = dtype_for(args.vocab_size).itemsize
     settings, defaults = vars(args) | vars(job.loss), vars(ModelArgs()) | vars(Loss())
@@ -329,19 +309,19 @@ def _facts(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
         "disk for data": f"{size(plan.data_bytes)} "
         f"({', '.join(job.data.folders) or 'data.path unset'})",
         "data fingerprint": plan.data_fingerprint
-        or f"not there yet; {itemsize} bytes a token drawn, none twice",
-        "disk for checkpoints": f"{kept} + 1 in writing, of {size(each)}: "
+        or f"no data yet; {itemsize} bytes per token drawn",
+        "disk for checkpoints": f"{kept} + 1 being written, {size(each)} each: "
         f"{size((kept + 1) * each)}",
     }
 
 
 def _pace(job: CanonJobConfig, plan: Plan) -> str:
-    """Return the ranks of a plan and, by the stated assumption, their time."""
+    """Return the ranks of a plan and the estimated time."""
     device, replicas = plan.device, job.parallelism.data_parallel_replicate_degree
     text = f"{plan.world_size} x {device.name}{f' ({replicas} replicas)' if replicas > 1 else ''}, "
-    text += f"{plan.micro_batch} x {job.training.seq_len} tokens at once on each: "
+    text += f"{plan.micro_batch} x {job.training.seq_len} tokens per rank at once: "
     if device.is_gpu and plan.parameters < MIN_PARAMETERS_FOR_MFU:
-        return text + "no time is estimated, the model is too small to fill a GPU"
+        return text + "no time estimate, the model is too small to fill a GPU"
     text += duration(plan.seconds)
     if device.is_gpu:
         text += f" ({plan.seconds / 3600 * plan.world_size:,.1f} GPU-hours)"
@@ -349,6 +329,6 @@ def _pace(job: CanonJobConfig, plan: Plan) -> str:
 
 
 def _abbreviate(value: float) -> str:
-    """Return a number in billions or millions, as the field counts tokens and FLOPs."""
+    """Return a number in billions or millions."""
     unit, word = (1e9, "billion") if value >= 1e9 else (1e6, "million")
     return f"{value / unit:,.2f} {word}"

@@ -1,4 +1,4 @@
-"""torchtitan's JobConfig with our sections and defaults, and what is refused."""
+"""torchtitan's JobConfig with our sections, defaults and checks."""
 
 import dataclasses
 import functools
@@ -21,63 +21,61 @@ from canon_pretrain.run.config import valid_world_sizes
 
 @dataclass
 class Model(titan.Model):
-    """The model: a flavor (a size), and what differs from it. An unset key is the flavor's."""
+    """The model: a flavor (a size) and overrides. An unset key has the flavor's value."""
 
     name: str = "canon"
     flavor: str = "debug"
     vocab_size: int | None = None
-    """Unset: that of the shards; given, it must equal theirs."""
+    """Unset: the vocabulary size of the shards; if set, it must equal theirs."""
     num_layers: int | None = None
     dim: int | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
-    """Heads of k and v (grouped-query attention); 0 for as many as num_heads."""
+    """Heads of k and v (grouped-query attention); 0: as many as num_heads."""
     ffn_dim: int | None = None
-    """Width of the feed-forward. Unset: the flavor's, or 4 dim where ffn = "standard"."""
+    """Width of the feed-forward. Unset: the flavor's, or 4 dim if ffn = "standard"."""
     ffn: str | None = None
     """gated: w2(act(w1 x) * w3 x); standard: w2(act(w1 x)), the paper's GPT2(RoPE)."""
     ffn_activation: str | None = None
-    """silu, relu2 (the paper's R2), or gelu (GPT2's, with ffn = "standard")."""
+    """silu, relu2 (the paper's R2), or gelu (as GPT-2; requires ffn = "standard")."""
     norm: str | None = None
-    """rmsnorm, or layernorm (GPT2's)."""
+    """rmsnorm, or layernorm (as GPT-2)."""
     bias: bool | None = None
-    """Biases in the blocks' linear layers and in LayerNorm (GPT2's)."""
+    """Biases in the blocks' linear layers and in LayerNorm (as GPT-2)."""
     norm_eps: float | None = None
     position: str | None = None
     """rope, nope, alibi, h_alibi, or partial_rope_a, _b, _c (the paper's Figure 22)."""
     partial_rope_dim: int | None = None
-    """How many dims of each head rotate in partial_rope_c; 0 for a quarter."""
+    """Rotated dims per head in partial_rope_c; 0: a quarter."""
     rope_theta: float | None = None
     canon_set: str | None = None
-    """Any subset of ABCD; empty for no Canon layers."""
+    """Any subset of ABCD; empty: no Canon layers."""
     canon_kernel: int | None = None
     canon_residual: bool | None = None
     canon_activation: bool | None = None
     canon_trainable: bool | None = None
-    """false: cst-Canon, fixed at its initial values (the paper's Figure 20)."""
+    """false: cst-Canon, which keeps its initial values (the paper's Figure 20)."""
     qk_norm: str | None = None
     """none; full: over all heads, before Canon-B; per_head: over each head, after Canon-B."""
     tie_embeddings: bool | None = None
     """The output matrix is the token embedding."""
     document_mask: bool | None = None
-    """Attention and Canon stop at the start of a document; the paper's do not."""
+    """Stop attention and Canon at document boundaries (the paper does not)."""
     eos_id: int | None = None
-    """The token that ends a document, for document_mask; must be that of the shards."""
+    """Token that ends a document, for document_mask; must equal the shards' EOS."""
     init: str | None = None
     """paper: N(0, 0.02); lingua: truncated normal with std D^-1/2."""
     init_seed: int | None = None
-    """Seed of the initial weights alone; they are the same at every world size."""
+    """Seed of the initial weights, which are the same at every world size."""
     attention_backend: str = "auto"
-    """auto, sdpa, flex or flash_attn; cudnn, flash: SDPA, that kernel first; fa3, fa4: flash by
-    that package (`python -m canon_pretrain.bench attention` times them)."""
+    """auto, sdpa, flex, flash_attn; SDPA with cudnn or flash first; or the packages fa3, fa4."""
     canon_backend: str = "auto"
-    """reference, compiled, causal_conv1d, fla or triton; auto: triton on a GPU that passes the
-    check at start-up, else compiled."""
+    """reference, compiled, causal_conv1d, fla, triton; auto: triton if it passes its check."""
 
 
 @dataclass
 class Optimizer(titan.Optimizer):
-    """AdamW as in the paper's appendix B."""
+    """AdamW with the values of the paper's appendix B."""
 
     lr: float = 1e-3
     beta1: float = 0.9
@@ -88,81 +86,79 @@ class Optimizer(titan.Optimizer):
 
 @dataclass
 class LRScheduler(titan.LRScheduler):
-    """1000 warm-up steps, cosine to 10 % (assumed: the paper states none)."""
+    """1000 warmup steps, then cosine to 10 % (assumed: the paper states no schedule)."""
 
     warmup_steps: int = 1000
     decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
     min_lr_factor: float = 0.1
     decay_ratio: float | None = None
-    """WSD: the rate is stable after warm-up, and decays in this last share of the run."""
+    """WSD: constant after warmup, then decay over this last fraction of the run."""
     decay_steps: int | None = None
-    """Length of the decay after warm-up, whatever `training.steps` is; the rate then stays at
-    `min_lr_factor` (InfiniteLR). Unset: the decay ends with the run, as in torchtitan."""
+    """InfiniteLR: steps of decay after warmup, then constant. Unset: decay to the run's end."""
 
 
 @dataclass
 class Training(titan.Training):
-    """Gradients are clipped at norm 1 (assumed: the paper states no clipping)."""
+    """Clip gradients to norm 1 (assumed: the paper states no clipping)."""
 
     max_norm: float | int = 1.0
 
 
 @dataclass
 class Checkpoint(titan.Checkpoint):
-    """Always on, in the background, and the last one can be resumed."""
+    """Enabled, asynchronous, and the last checkpoint is a full one."""
 
     enable: bool = True
     last_save_model_only: bool = False
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
-    """async copies to (pinned) CPU memory and writes from there; the other name is the same."""
+    """async: copy to (pinned) CPU memory, write in the background; the third value is the same."""
     fresh: bool = False
-    """Begin again at step 1 though there are checkpoints; the run so far moves to RUN/archive."""
+    """Restart at step 1 despite existing checkpoints; the run so far moves to RUN/archive."""
     max_held: int = 4
-    """Steps past `keep_latest_k` that are kept, as weights alone, for evaluations that wait."""
+    """Checkpoints beyond `keep_latest_k` that keep their weights for pending evaluations."""
 
 
 @dataclass
 class Metrics(titan.Metrics):
-    """`enable_wandb` and `enable_tensorboard` copy RUN/log.jsonl live, from their own processes."""
+    """`enable_wandb` and `enable_tensorboard` export RUN/log.jsonl live, in separate processes."""
 
     wandb_mode: Literal["online", "offline", "disabled"] | None = None
-    """Unset: $WANDB_MODE, or online. Offline runs lie in RUN/wandb, for `wandb sync`."""
+    """Unset: $WANDB_MODE, or online. Offline runs are in RUN/wandb, for `wandb sync`."""
     wandb_project: str = ""
     """Unset: $WANDB_PROJECT, or canon_pretrain."""
     wandb_entity: str = ""
-    """Unset: $WANDB_ENTITY, or the account's own."""
+    """Unset: $WANDB_ENTITY, or the account's default."""
     wandb_name: str = ""
     """Unset: $WANDB_NAME, or the run folder's name."""
     wandb_tags: list[str] = field(default_factory=list)
-    """Beside the flavor, the position and the Canon set, which every run is tagged with."""
+    """Additional tags; every run has its flavor, position and Canon set as tags."""
 
 
 @dataclass
 class Validation(titan.Validation):
-    """Loss on the held-out part of the data while training, and after the last step."""
+    """Loss on the held-out split while training, and after the last step."""
 
     enable: bool | None = None
-    """Unset: wherever the data has a held-out part. True: an error where it has none."""
+    """Unset: validate if the data has a held-out split. True: error if it has none."""
     path: str = ""
-    """A folder of data_prep, of the same tokenizer, to validate on: its held-out part, or all of it
-    if built with --holdout 0. Unset: the held-out part of each folder of the data."""
+    """Folder to validate on: its held-out split, else all of it. Unset: the training folders'."""
     freq: int = 100
     """Steps between two validations."""
     windows: int | None = None
-    """Windows of training.seq_len tokens, the same ones each time; -1: the whole held-out part.
-    Unset: training.global_batch_size of them for each 100 steps of `freq`, at most 2**21 tokens."""
+    """Windows of training.seq_len tokens, the same each time; -1: the whole held-out split.
+    Unset: training.global_batch_size windows per 100 steps of `freq`, at most 2**21 tokens."""
 
 
 @dataclass
 class ActivationCheckpoint(titan.ActivationCheckpoint):
-    """Off unless asked for: the 1.3B states leave room for the activations."""
+    """Off by default: the 1.3B states leave enough memory for activations."""
 
     mode: Literal["selective", "full", "memory_budget", "none"] = "none"
 
 
 @dataclass
 class CanonJobConfig(titan.JobConfig):
-    """One training job: torchtitan's sections, and `[data]`, `[run]`, `[guards]`, `[loss]`."""
+    """A training job: torchtitan's sections and `[data]`, `[run]`, `[guards]`, `[loss]`."""
 
     model: Model = field(default_factory=Model)
     training: Training = field(default_factory=Training)
@@ -179,12 +175,11 @@ class CanonJobConfig(titan.JobConfig):
 
     @property
     def last_step(self) -> int:
-        """The step after which this launch ends."""
         return self.run.stop_at or self.training.steps
 
     @property
     def model_args(self) -> ModelArgs:
-        """The model's arguments: the flavor with this job's keys on top, checked by ModelArgs."""
+        """The flavor's arguments with this job's overrides, checked by ModelArgs."""
         base = model_flavor(self.model.flavor)
         names = {f.name for f in dataclasses.fields(ModelArgs)}
         own = {k: v for k, v in vars(self.model).items() if k in names and v is not None}
@@ -194,26 +189,25 @@ class CanonJobConfig(titan.JobConfig):
 
 
 def shard_degree(job: CanonJobConfig, world_size: int) -> int:
-    """Return how many ranks share one copy of the weights; UserError if replicas don't divide."""
+    """Return the ranks per replica; UserError if the replicas do not divide `world_size`."""
     replicas, batch = job.parallelism.data_parallel_replicate_degree, job.training.global_batch_size
     if world_size % replicas:
-        fitting = ", ".join(map(str, valid_world_sizes(batch, replicas))) or "none"
-        text = f"{world_size} ranks can't be that many equal replicas. World sizes that fit: "
-        raise UserError(
-            "todo.job_config",
-            f"parallelism.data_parallel_replicate_degree = {replicas}: {text}{fitting}",
-        )
+        fitting = valid_world_sizes(batch, replicas)
+        text = f"parallelism.data_parallel_replicate_degree = {replicas} does not divide "
+        text += f"{world_size} ranks. Valid world sizes: {', '.join(map(str, fitting)) or 'none'}"
+        raise UserError("config.world_size", text, given=world_size, valid=fitting)
     return world_size // replicas
 
 
 def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
-    """Return how many sequences a rank takes at once: at most local_batch_size, equal parts."""
+    """Return the sequences per rank and forward pass: a divisor of its share of the batch."""
     total = job.training.global_batch_size
     share, rest = divmod(total, world_size)
     if rest:
-        fitting = ", ".join(map(str, valid_world_sizes(total)))
-        text = f"can't be shared by {world_size} ranks. World sizes that divide it: {fitting}"
-        raise UserError("todo.job_config", f"training.global_batch_size = {total} {text}")
+        fitting = valid_world_sizes(total)
+        text = f"training.global_batch_size = {total} is not divisible by {world_size} ranks. "
+        text += f"Valid world sizes: {', '.join(map(str, fitting))}"
+        raise UserError("config.world_size", text, given=world_size, valid=fitting)
     bound = min(share, job.training.local_batch_size)
     return next(size for size in range(bound, 0, -1) if share % size == 0)
 
@@ -240,12 +234,12 @@ LIMITS: tuple[tuple[Any, str], ...] = (
     (Annotated[int, Field(ge=2, le=1024)], "guards.outlier_window"),
     (Annotated[float, Field(gt=0, allow_inf_nan=False)] | None, "guards.outlier_sigma"),
     (Annotated[int, Field(ge=0, lt=1 << 64)], "data.data_seed"),
-    # -1: the whole held-out part
+    # -1: the whole held-out split
     (Literal[-1] | Annotated[int, Field(ge=1)] | None, "validation.windows"),
-    # 0: all; not 1, since the newest may still be in writing
+    # 0: all; not 1, because the newest may be incomplete
     (Literal[0] | Annotated[int, Field(ge=2)], "checkpoint.keep_latest_k"),
 )
-"""By name: a field of torchtitan's that is declared again would lose its text in --help."""
+"""By name, since redeclaring a torchtitan field would drop its text in --help-all."""
 
 UNSUPPORTED = """
     model.name job.custom_config_module model.converters model.hf_assets_path model.tokenizer_path
@@ -260,39 +254,39 @@ UNSUPPORTED = """
     metrics.save_for_all_ranks fault_tolerance.enable validation.dataset validation.dataset_path
     validation.dataloader validation.local_batch_size validation.seq_len validation.steps
 """.split()
-"""torchtitan's keys that would crash, be ignored, or leave a run that can't be resumed."""
+"""torchtitan's keys that would crash, be ignored, or make the run impossible to resume."""
 
 
 def check_job(job: CanonJobConfig) -> None:
-    """Raise UserError for a job that would train something else than its file says."""
+    """Raise UserError for a job that would not train what its file states."""
     defaults = CanonJobConfig()
     for name in UNSUPPORTED:
-        given, default = _value(job, name), _value(defaults, name)
+        given, default = value_of(job, name), value_of(defaults, name)
         if given != default:
-            raise UserError(
-                "todo.job_config",
-                f"{name} = {given!r}: not in this trainer; leave it at {default!r}",
-            )
+            text = f"{name} = {given!r} is not supported by this trainer; expected {default!r}"
+            raise UserError("config.unsupported", text, key=name)
     check_backend_fits(job.model_args, job.model.attention_backend)  # ModelArgs checks itself
     check_choice("canon_backend", job.model.canon_backend, BACKENDS)
     for kind, names in LIMITS:
         for name in names.split():
             try:
-                _adapter(kind).validate_python(_value(job, name))
+                _adapter(kind).validate_python(value_of(job, name))
             except ValidationError as error:
                 expected = " or ".join(dict.fromkeys(each["msg"] for each in error.errors()))
                 expected = expected.replace("Input should be", "expected")
-                raise UserError(
-                    "todo.job_config", f"{name} = {_value(job, name)!r}: {expected}"
-                ) from None
-    for fault in (*_schedule_faults(job), *_faults(job)):
-        raise UserError("todo.job_config", fault)
+                text = f"{name} = {value_of(job, name)!r}: {expected}"
+                raise UserError("config.invalid_value", text, key=name) from None
+    for fault in _schedule_faults(job):
+        raise UserError("config.schedule", fault)
+    for name, fault in _conflicts(job):
+        raise UserError("config.conflict", fault, key=name)
     for weight in job.data.weights:
         exact_weight(weight)
     check_order(job.data.order, len(job.data.folders))
 
 
-def _value(job: CanonJobConfig, dotted: str) -> Any:
+def value_of(job: CanonJobConfig, dotted: str) -> Any:
+    """Return the value of a key such as "training.steps"."""
     return functools.reduce(getattr, dotted.split("."), job)
 
 
@@ -300,7 +294,7 @@ _adapter = functools.cache(TypeAdapter)
 
 
 def _schedule_faults(job: CanonJobConfig) -> Iterator[str]:
-    """Yield why torchtitan would cut the schedule short, or let it run past its end."""
+    """Yield conflicts that would make torchtitan truncate the schedule or run past its end."""
     schedule, steps = job.lr_scheduler, job.training.steps
     warmup, ratio, total = schedule.warmup_steps, schedule.decay_ratio, schedule.total_steps
     if schedule.decay_steps is not None:
@@ -308,37 +302,36 @@ def _schedule_faults(job: CanonJobConfig) -> Iterator[str]:
             yield "lr_scheduler.decay_steps: unset decay_ratio and total_steps beside it"
         return
     if total is not None and total < steps:
-        yield f"lr_scheduler.total_steps = {total} is less than training.steps = {steps}: unset it"
+        yield f"lr_scheduler.total_steps = {total} < training.steps = {steps}: unset total_steps"
     name, length = ("training.steps", steps) if total is None else ("total_steps", total)
     decay = 0 if ratio is None else round(length * ratio)
     if warmup + decay > length:
-        text = f"{warmup} and a decay of {decay} steps (decay_ratio = {ratio}) do not fit into "
+        text = f"{warmup} + {decay} decay steps (decay_ratio = {ratio}) exceed "
         yield f"lr_scheduler.warmup_steps = {text}{name} = {length}: shorten one"
 
 
-def _faults(job: CanonJobConfig) -> Iterator[str]:
-    """Yield what keys ask for together and can't have."""
+def _conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, fault) of each value that contradicts another key or is no path."""
     data, stop_at, steps, loss = job.data, job.run.stop_at, job.training.steps, job.loss
     checkpoint, profiling = job.checkpoint, job.profiling
     for name in ("job.dump_folder", "checkpoint.folder"):
-        if not (value := _value(job, name)) or "\0" in value or value.startswith("~"):
-            yield f"{name} = {value!r}: expected a folder's path (only a shell expands ~)"
+        if not (value := value_of(job, name)) or "\0" in value or value.startswith("~"):
+            yield name, f"{name} = {value!r}: expected a folder's path (only a shell expands ~)"
     if data.path and data.paths:
-        yield f"data.path = {data.path!r} and data.paths = {data.paths!r}: set one of them to empty"
+        yield "data.path", f"data.path = {data.path!r}, data.paths = {data.paths!r}: set only one"
     if len(data.weights) != len(data.paths):
-        yield f"data.weights has {len(data.weights)} numbers for {len(data.paths)} data.paths"
+        yield "data.weights", f"data.weights: expected {len(data.paths)} numbers, one per path"
     if stop_at is not None and not 1 <= stop_at <= steps:
-        yield f"run.stop_at = {stop_at}: expected a step from 1 to training.steps = {steps}"
+        yield "run.stop_at", f"run.stop_at = {stop_at}: expected 1 to training.steps = {steps}"
     if stop_at is not None and not checkpoint.enable:
-        yield "run.stop_at leaves a checkpoint, but checkpoint.enable is false"
+        yield "checkpoint.enable", "run.stop_at requires checkpoint.enable = true"
     if loss.z_loss and loss.squared_loss:
-        yield f"loss.z_loss = {loss.z_loss}, loss.squared_loss = {loss.squared_loss}: set one to 0"
+        yield "loss.squared_loss", "loss.z_loss and loss.squared_loss: set only one"
     if checkpoint.fresh and checkpoint.load_step != -1:
-        yield f"checkpoint.fresh, checkpoint.load_step = {checkpoint.load_step}: give one of them"
+        yield "checkpoint.load_step", "checkpoint.fresh and checkpoint.load_step: set only one"
     warmup, active = profiling.profiler_warmup, profiling.profiler_active
     possible = warmup >= 0 and active >= 1 and profiling.profile_freq >= warmup + active
     if profiling.enable_profiling and not possible:
-        yield (
-            f"profiling.profiler_warmup = {warmup}, .profiler_active = {active}: expected at least "
-            f"0 and 1, in all at most .profile_freq = {profiling.profile_freq} steps"
-        )
+        text = f"profiling.profile_freq = {profiling.profile_freq}: expected at least "
+        text += f"profiler_warmup = {warmup} (>= 0) plus profiler_active = {active} (>= 1)"
+        yield "profiling.profile_freq", text

@@ -1,7 +1,7 @@
-"""What makes a run the run it is, and what a launch does to its folder before the first step.
+"""A run's identity, and what a launch does to its folder before the first step.
 
-A launch that is refused leaves no record: `record_launch` comes after the last refusal. World size,
-logging and checkpointing change nothing that is computed and are not part of the identity.
+A launch that fails a check leaves no record: `record_launch` runs after the last check. World size,
+logging and checkpointing do not change what is computed and are not part of the identity.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import LaunchRecord, config_hash
 from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.run.source import code_hashes
-from canon_pretrain.titan.checkpoint import check_room, full_bytes
+from canon_pretrain.titan.checkpoint import DISK_HINT, check_room, full_bytes
 from canon_pretrain.titan.data import HELD_OUT, OpenedData
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig
@@ -33,35 +33,31 @@ from canon_pretrain.titan.parallelize import CanonChoice
 from canon_pretrain.titan.resume import RankZero, check_initial
 
 Changes = dict[str, list[Any]]
-"""Dotted name -> [old, new]."""
+"""Dotted name -> [old, new]"""
 IDENTITY = {"model": "", "optimizer": "", "lr_scheduler": "", "data": "data_seed order"}
 IDENTITY |= {"loss": "z_loss squared_loss", "guards": "outlier_sigma outlier_window"}
 IDENTITY["training"] = "seq_len global_batch_size steps max_norm dtype "
 IDENTITY["training"] += "mixed_precision_param mixed_precision_reduce"
-"""The keys of each section that belong to what a run is; none: all."""
+"""Section -> its keys in a run's identity; empty: all."""
 CODE = "code"
-"""What `run.allow_changes` calls the program's source, which is not part of the identity."""
-
-# -- what a run is -------------------------------------------------------------------------------
+"""Name of the source code in `run.allow_changes`; not part of the identity."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a launch is, and how that differs from the run in its folder."""
+    """A launch's identity, code and resolved config, and their changes against the run so far."""
 
     is_new: bool
     identity: dict[str, Any]
     code: dict[str, str]
     config: dict[str, Any]
-    """The resolved job."""
     changes: Changes = field(default_factory=dict)
-    """Of the identity, as allowed."""
     code_changes: Changes = field(default_factory=dict)
     config_changes: Changes = field(default_factory=dict)
 
 
 def resolved(job: CanonJobConfig) -> dict[str, Any]:
-    """Return the job with absolute folders, for a reader in another working folder."""
+    """Return the job with absolute data folders, independent of the working folder."""
     config, data, validation = job.to_dict(), job.data, job.validation
     config["data"]["path"] = data.path and str(Path(data.path).resolve())
     config["data"]["paths"] = [str(Path(folder).resolve()) for folder in data.paths]
@@ -70,7 +66,7 @@ def resolved(job: CanonJobConfig) -> dict[str, Any]:
 
 
 def compare(job: CanonJobConfig, folder: RunFolder, data: OpenedData) -> Comparison:
-    """Compare a launch with the run in `folder`; one with checkpoint.fresh begins a new run."""
+    """Compare a launch with the run in `folder`; checkpoint.fresh starts a new run."""
     config = resolved(job)
     identity, code = run_identity(job, data.training.fingerprint, data.identity), code_hashes()
     is_new, allowed = not folder.config_file.exists(), job.run.allow_changes
@@ -81,7 +77,7 @@ def compare(job: CanonJobConfig, folder: RunFolder, data: OpenedData) -> Compari
     changed_code = code_changes(folder, code, refuse=refuse)
     changed = config_changes(folder, config)
     recorded = _recorded(folder, "identity")
-    if HELD_OUT in recorded:  # also where this launch does not validate
+    if HELD_OUT in recorded:  # also if this launch does not validate
         identity = {HELD_OUT: recorded[HELD_OUT]} | identity
     return Comparison(is_new, identity, code, config, changes, changed_code, changed)
 
@@ -89,7 +85,7 @@ def compare(job: CanonJobConfig, folder: RunFolder, data: OpenedData) -> Compari
 def run_identity(
     job: CanonJobConfig, fingerprint: str, held_out: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return all that a run may not change between its launches unless allowed, by dotted name."""
+    """Return by dotted name what must not change between a run's launches unless allowed."""
     identity = {"data_fingerprint": fingerprint, **(held_out or {})}
     for section, keys in IDENTITY.items():
         values = asdict(job.model_args if section == "model" else getattr(job, section))
@@ -98,46 +94,41 @@ def run_identity(
 
 
 def check_identity(folder: RunFolder, identity: dict[str, Any], allowed: list[str]) -> Changes:
-    """Return what this launch changes in the run that `folder` holds; nothing in a new one."""
+    """Return the allowed changes to the run in `folder`; empty for a new run. Raises UserError."""
     names = _split_names(allowed)
     if unknown := [name for name in names if name not in (*identity, HELD_OUT, CODE)]:
-        raise UserError(
-            "todo.launch",
-            f"run.allow_changes names {', '.join(unknown)}, which is not part of a run's identity: "
-            f"{', '.join(sorted(identity))}; and code",
-        )
+        text = f"run.allow_changes: {', '.join(unknown)} is not part of a run's identity. Expected "
+        text += f"{CODE}, {', '.join(sorted(identity))}"
+        raise UserError("run.unknown_change", text, names=unknown)
     if not folder.config_file.exists():
         return {}
-    defaults = run_identity(CanonJobConfig(), "")  # what these were before they had a name
+    defaults = run_identity(CanonJobConfig(), "")  # of keys that older runs did not have
     old = {name: old for name, old in defaults.items() if name.startswith(("model.", "loss."))}
     old |= _recorded(folder, "identity")
     changed = _differences(old, identity)
     if HELD_OUT not in old.keys() & identity.keys():
         changed.pop(HELD_OUT, None)
     if refused := {name: pair for name, pair in changed.items() if name not in names}:
-        raise UserError(
-            "todo.launch",
-            f"{folder.path} holds another run; going on would change it: "
-            + "; ".join(f"{name}: {old!r} -> {new!r}" for name, (old, new) in refused.items())
-            + ". Choose another folder with --job.dump_folder, undo the change, or name it: "
-            + f"--run.allow_changes {' '.join(changed)}",
-        )
+        pairs = "; ".join(f"{name}: {old!r} -> {new!r}" for name, (old, new) in refused.items())
+        text = f"the run in {folder.path} differs: {pairs}. Undo the change, choose another "
+        text += f"--job.dump_folder, or allow it: --run.allow_changes {' '.join(changed)}"
+        raise UserError("run.changed", text, changes=refused, allow=list(changed))
     return changed
 
 
 def code_changes(folder: RunFolder, code: dict[str, str], *, refuse: bool) -> Changes:
-    """Return source files that are not those of the last launch: path -> hashes, if recorded."""
+    """Return path -> [old, new] hash of source files that changed since the last launch."""
     old = _recorded(folder, "code")
     changed = _differences(old, code) if old else {}
     if changed and refuse:
-        text = f"run.code is refuse, and {', '.join(changed)} differ(s) from the last launch of "
-        text += f"{folder.path}: put the former code back, or give --run.allow_changes code"
-        raise UserError("todo.launch", text, shared=True)
+        text = f"run.code = refuse, and {', '.join(changed)} changed since the last launch of "
+        text += f"{folder.path}: restore the code, or allow it: --run.allow_changes code"
+        raise UserError("run.code_changed", text, shared=True, files=list(changed))
     return changed
 
 
 def config_changes(folder: RunFolder, config: dict[str, Any]) -> Changes:
-    """Return all that differs between the job in `folder` and this one."""
+    """Return all differences between the job in `folder` and this one."""
     if not folder.config_file.exists():
         return {}
     old = _flatten(CanonJobConfig().to_dict()) | _flatten(_recorded(folder, "config"))
@@ -151,7 +142,7 @@ def _recorded(folder: RunFolder, part: str) -> dict[str, Any]:
 
 
 def _split_names(words: list[str]) -> list[str]:
-    """Return the names in `run.allow_changes`, which may be separated by commas."""
+    """Return the names in `run.allow_changes`; an entry may hold several, comma-separated."""
     return [name for word in words for name in word.split(",") if name]
 
 
@@ -161,7 +152,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
 
 
 def _flatten(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a job's sections as one dict by dotted names, with the values that JSON returns."""
+    """Return a job's sections as one dict by dotted name, tuples as lists (as read from JSON)."""
     flat = {}
     for section, keys in config.items():
         for key, value in keys.items() if isinstance(keys, dict) else [("", keys)]:
@@ -170,21 +161,15 @@ def _flatten(config: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-# -- before the trainer --------------------------------------------------------------------------
-
-
 def is_fresh(job: CanonJobConfig, run: RunFolder) -> bool:
-    """Return whether the launch begins a new run; a restarted job repeats the option in vain."""
+    """Return whether the launch starts a new run; a restart of the same job does not."""
     return job.checkpoint.fresh and not launches.already_applied(run.applied_file, launches.FRESH)
 
 
 def prepare_folder(
     job: CanonJobConfig, session: Session, *, fingerprint: str, arguments: Sequence[str]
 ) -> LaunchRecord:
-    """Prepare the run folder, under its lock, before the ranks meet; return the launch's record.
-
-    Raises UserError, with nothing moved, for a folder that the launch can't use. On rank 0.
-    """
+    """Prepare the run folder and return the launch's record; rank 0 only."""
     run = session.folder
     path = run.path / job.checkpoint.folder
     checkpoints = CheckpointFolder(path, may_change=session.is_owner)
@@ -193,21 +178,18 @@ def prepare_folder(
         _check_folder(job, run, checkpoints, fresh=fresh)
         _recover_folder(job, run, checkpoints, fresh=fresh)
     except OSError as error:
-        raise UserError(
-            "todo.launch",
-            f"{error.filename or path}: {error.strerror}. Choose another folder with "
-            "--job.dump_folder or --checkpoint.folder",
-        ) from None
+        text = f"{error.filename or path}: {error.strerror}. {DISK_HINT}"
+        raise UserError("run.unwritable", text) from None
     session.check_owner()
     facts, problem = launches.begin_launch(run)
     if problem:
-        logger.warning(f"{problem}: the number of this launch, {facts.launches}, is not kept")
+        logger.warning(f"{problem}: launch number {facts.launches} is not recorded")
     folders = [str(Path(folder).resolve()) for folder in job.data.folders]
     return LaunchRecord(facts, arguments, fingerprint=fingerprint, folders=folders)
 
 
 def checkpoints_outside(job: CanonJobConfig) -> Path | None:
-    """Return the folder of the checkpoints if it is outside the run folder: it needs a lock too."""
+    """Return the checkpoint folder if it is outside the run folder and needs its own lock."""
     run = Path(job.job.dump_folder)
     folder = run / job.checkpoint.folder
     inside = folder.resolve().is_relative_to(run.resolve())
@@ -217,27 +199,22 @@ def checkpoints_outside(job: CanonJobConfig) -> Path | None:
 def _check_folder(
     job: CanonJobConfig, run: RunFolder, checkpoints: CheckpointFolder, *, fresh: bool
 ) -> None:
-    """Raise UserError for what keeps the launch from using its folder; moves nothing."""
+    """Raise UserError if the launch cannot use its folder; moves nothing."""
     path, own = checkpoints.path, launches.known_run(run)
     home = RunFolder(path.resolve().parent)
     if checkpoints_outside(job) and (home.run_file.is_file() or home.config_file.is_file()):
-        raise UserError(
-            "todo.launch", f"checkpoint.folder = {path} is in another run's folder: choose another"
-        )
+        text = f"checkpoint.folder = {path} is in another run's folder: choose another"
+        raise UserError("checkpoint.other_run", text, path=path)
     if others := checkpoints.steps_of_other_runs(own.run_id if own else None):
         steps = ", ".join(f"step-{step} of run {run_id}" for step, run_id in others.items())
-        raise UserError(
-            "todo.launch",
-            f"{path} holds {steps}, and {run.path} is {f'run {own.run_id}' if own else 'a new run'}"
-            ": choose another --checkpoint.folder or --job.dump_folder, or start from a step with "
-            "--checkpoint.initial_load_path",
-        )
+        text = f"{path} holds {steps}, but {run.path} is {f'run {own.run_id}' if own else 'new'}. "
+        text += "Choose another --checkpoint.folder or --job.dump_folder, or start from a step: "
+        text += "--checkpoint.initial_load_path"
+        raise UserError("checkpoint.other_run", text, path=path, steps=others)
     if not fresh and checkpoints.steps() and not run.config_file.exists():
-        raise UserError(
-            "todo.launch",
-            f"{path} holds checkpoints, but {run.config_file}, which names their run, is gone: put "
-            "it back, or begin again with --checkpoint.fresh",
-        )
+        text = f"{path} holds checkpoints, but {run.config_file} is missing: restore it, or start "
+        text += "a new run with --checkpoint.fresh"
+        raise UserError("run.config_missing", text, path=run.config_file)
     if not fresh or not job.checkpoint.enable:
         return
     with torch.device("meta"):
@@ -245,11 +222,9 @@ def _check_folder(
     if initial := job.checkpoint.initial_load_path:
         archive, start = path.resolve() / ARCHIVE, Path(initial).resolve()
         if start.is_relative_to(archive.parent) and not start.is_relative_to(archive):
-            raise UserError(
-                "todo.launch",
-                f"checkpoint.initial_load_path = {initial} is one of the checkpoints that "
-                "--checkpoint.fresh moves away: copy it, or choose another --job.dump_folder",
-            )
+            text = f"checkpoint.initial_load_path = {initial} would be archived by "
+            text += "--checkpoint.fresh: copy it, or choose another --job.dump_folder"
+            raise UserError("checkpoint.initial_archived", text, path=start)
         check_initial(initial, weights, model_only=job.checkpoint.initial_load_model_only)
     check_room(checkpoints, full_bytes(weights))
     remove_tree(checkpoints.trial_path)
@@ -258,23 +233,20 @@ def _check_folder(
 def _recover_folder(
     job: CanonJobConfig, run: RunFolder, checkpoints: CheckpointFolder, *, fresh: bool
 ) -> None:
-    """Move what earlier launches left, and with `fresh` the run so far."""
+    """Move leftovers of earlier launches and, with `fresh`, the run so far."""
     notes = checkpoints.recover()
     if strays := checkpoints.strays():
-        notes.append(f"no checkpoints, left alone in {checkpoints.path}: {', '.join(strays)}")
+        notes.append(f"ignored in {checkpoints.path}, not checkpoints: {', '.join(strays)}")
     if fresh:
         if kept := checkpoints.archive_all(run.path, "--checkpoint.fresh"):
-            notes.append(f"beginning again: the run so far is in {kept}")
+            notes.append(f"restarting at step 1: the run so far is in {kept}")
         launches.mark_applied(run.applied_file, launches.FRESH)
     elif job.checkpoint.fresh:
-        notes.append("this job has begun the run afresh before: going on with it")
+        notes.append("checkpoint.fresh was already applied by this job: resuming")
     if traces := archive_traces(run.path / job.comm.save_traces_folder):
-        notes.append(f"communication traces of an earlier launch are in {traces}")
+        notes.append(f"moved communication traces of an earlier launch to {traces}")
     for note in notes:
         logger.info(f"NOTE: {note}")
-
-
-# -- inside the trainer --------------------------------------------------------------------------
 
 
 def record_launch(
@@ -286,7 +258,7 @@ def record_launch(
     metrics: CanonMetrics,
     rank_zero: RankZero,
 ) -> None:
-    """Record and log what this launch is, and that it begins at `step`; collective."""
+    """Record and log this launch, which starts at `step`; collective."""
     if rank_zero.rank == 0:
         folder.done_file.unlink(missing_ok=True)
     hosts = [""] * rank_zero.world_size
@@ -307,7 +279,7 @@ def record_launch(
         facts |= {"canon_backend": canon.backend, "canon_backend_why": canon.why}
         if record is not None and step and "model.canon_backend" not in differences:
             before = (launches.newest_launch(folder) or {}).get("canon_backend")
-            if before not in (None, canon.backend):  # what `auto` was at the last launch
+            if before not in (None, canon.backend):  # the last launch's choice for `auto`
                 differences["canon_backend"] = [before, canon.backend]
     begin = {"from_step": step} if step else {}
     metrics.event("resume" if step else "start", **begin, **facts)
@@ -315,7 +287,7 @@ def record_launch(
         metrics.event("canon_fallback", step=step, refused="triton", reason=canon.refused)
     if differences or code:
         metrics.event("changed", step=step, run=compared.changes, config=differences, code=code)
-    # after what it makes unseen: killed before, the next launch says it all again
+    # config.json last: if killed before it is written, the next launch logs the changes again
     metrics.flush()
     rank_zero.run(lambda: folder.write_config(config, identity, compared.code))
     if record is not None:
@@ -328,9 +300,9 @@ def record_launch(
         versions = ("canon_pretrain", "torch", "torchtitan")
         own["versions"] = {name: facts.get(name) for name in versions}
         for problem in record.write(folder, own):
-            logger.warning(f"{problem}. The run goes on")
+            logger.warning(f"{problem}. The run continues")
     for name, (old, new) in differences.items():
         mark = " (allowed by run.allow_changes)" if name in compared.changes else ""
         logger.info(f"NOTE: changed since the last launch: {name}: {old} -> {new}{mark}")
     if code:
-        logger.warning(f"the code has changed since the last launch: {', '.join(code)}")
+        logger.warning(f"code changed since the last launch: {', '.join(code)}")

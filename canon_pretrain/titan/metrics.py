@@ -1,7 +1,7 @@
-"""What a training step shows of itself: a line in log.jsonl, progress for a user, and traces.
+"""Metrics of training steps: log.jsonl, the console, and profiler traces.
 
-torchtitan's own profiler hands torch a None for a missing accelerator, its trace can end a run on a
-full disk, and it knows no Canon. The files are where it puts them.
+torchtitan's profiler fails without an accelerator, ends a run on a full disk, and does not label
+Canon layers; ours writes the same files.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from canon_pretrain.titan.job_config import CanonJobConfig
 
 
 class CanonMetrics(MetricsProcessor):
-    """torchtitan's processor with the run's log and a console; rank 0 writes, all measure."""
+    """torchtitan's MetricsProcessor with the run's log and console; rank 0 writes."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class CanonMetrics(MetricsProcessor):
         dataloader: CanonDataLoader,
         may_write: Callable[[], bool],
     ) -> None:
-        # torchtitan would run wandb and TensorBoard in here; ours follow the log beside the trainer
+        # torchtitan would run wandb and TensorBoard in this process; ours follow the log in others
         silent = copy.copy(job)
         silent.metrics = copy.copy(job.metrics)
         silent.metrics.enable_wandb = silent.metrics.enable_tensorboard = False
@@ -65,30 +65,30 @@ class CanonMetrics(MetricsProcessor):
             self.run_log = RunLog(RunFolder(Path(job.job.dump_folder)).log_file, may_write)
 
     def event(self, name: str, **fields: Any) -> None:
-        """Append an event to the run's log (rank 0 only); does not wait for the disk."""
+        """Append an event to the run's log without waiting for the disk; rank 0 only."""
         if self.run_log is None:
             return
         if name == "checkpoint":
             self._checkpoint_seconds += fields["seconds"]
             self._stall_seconds += fields["stall_seconds"]
         if "step" in fields and "tokens" not in fields:
-            here, tokens = self._position
-            fields["tokens"] = tokens - (here - fields["step"]) * self._tokens_per_step
+            step, tokens = self._position
+            fields["tokens"] = tokens - (step - fields["step"]) * self._tokens_per_step
         self.run_log.write(name, **fields)
         self.console.event(name, fields)
 
     def flush(self) -> None:
-        """Wait for the run's log, before what must not be on the disk without it."""
+        """Wait until the log is on disk, before writing what must not exist without it."""
         if self.run_log is not None:
             self.run_log.flush()
 
     def set_position(self, step: int, tokens: int) -> None:
-        """Note where the run is, in both counts; called after a load and after each step."""
+        """Set the current step and tokens; called after a load and after each step."""
         self._position = (step, tokens)
         self.console.set_step(step)
 
     def begin(self, step: int) -> None:
-        """Start the clocks, the view and the exports of a (resumed) run that is at `step`."""
+        """Start the timers, the console and the exports of a run at `step`."""
         self._logged_at = step
         self.time_last_log = time.perf_counter()
         if self.run_log is None:
@@ -97,7 +97,7 @@ class CanonMetrics(MetricsProcessor):
         self._exports.start(self.job_config.metrics, self.run_log.path.parent)
 
     def validation(self, step: int, fields: dict[str, Any]) -> None:
-        """Report a held-out loss; its `seconds` are not part of the speed of training."""
+        """Report a held-out loss; its `seconds` do not count as training time."""
         self.event("validation", step=step, **fields)
         self.time_last_log += fields["seconds"]
 
@@ -117,7 +117,7 @@ class CanonMetrics(MetricsProcessor):
             "checkpoint_seconds": self._checkpoint_seconds,
             "checkpoint_stall_seconds": self._stall_seconds,
         }
-        if has_accelerator():  # a CPU has no stated peak to be a fraction of
+        if has_accelerator():  # a CPU's peak is unknown
             mfu = self.num_flops_per_token * speed / self.gpu_peak_flops
             fields |= {"mfu": mfu, "mfu_formula": FLOPS_FORMULA}
         fields["data_digests"] = self._global_digests()
@@ -132,8 +132,8 @@ class CanonMetrics(MetricsProcessor):
         self.device_memory_monitor.reset_peak_stats()
 
     def _global_digests(self) -> list[str]:
-        """Return a digest of each global batch since the last line; collective."""
-        # int64 holds the bits; its sum wraps as the digests do
+        """Return a digest of each global batch since the last logged step; collective."""
+        # int64 sums wrap modulo 2**64, as the digests do
         own = self._dataloader.take_digests()
         signed = [digest - (1 << 64) if digest >= 1 << 63 else digest for digest in own]
         total = torch.tensor(signed, dtype=torch.int64, device=device_type)
@@ -151,12 +151,12 @@ class CanonMetrics(MetricsProcessor):
 
 @contextlib.contextmanager
 def profiling(job: CanonJobConfig, model: nn.Module, *, step: int) -> Iterator[list[Any]]:
-    """Yield what wants its `step()` called after each step: nothing unless the job asks for it."""
+    """Yield the job's profilers, whose `step()` must be called after each step."""
     config, folder = job.profiling, job.job.dump_folder
     with contextlib.ExitStack() as stack:
         tools = []
         if config.enable_profiling:
-            # compiled blocks would have to leave their graph for the names
+            # in compiled blocks, the labels would break the graph
             if not (job.compile.enable and "model" in job.compile.components):
                 _name_canon(model, stack)
             traces = Path(folder) / config.save_traces_folder
@@ -165,12 +165,12 @@ def profiling(job: CanonJobConfig, model: nn.Module, *, step: int) -> Iterator[l
             snapshot = maybe_enable_memory_snapshot(config, global_step=step, base_folder=folder)
             tools.append(stack.enter_context(snapshot))
         elif config.enable_memory_snapshot:
-            logger.warning("profiling.enable_memory_snapshot: only a GPU's memory can be recorded")
+            logger.warning("profiling.enable_memory_snapshot needs a GPU")
         yield tools
 
 
 def named_data(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield the same batches; a trace shows the time that each one was waited for."""
+    """Yield the same batches, with the wait for each one labeled in traces."""
     while True:
         with record_function(DATA):
             batch = next(batches)
@@ -180,20 +180,20 @@ def named_data(batches: Iterator[Any]) -> Iterator[Any]:
 def _tracing(config: Any, folder: Path, step: int) -> profile:
     def write(profiler: profile) -> None:
         path = folder / f"iteration_{profiler.step_num}" / f"rank{dist.get_rank()}_trace.json"
-        unfinished = path.with_name(f".{path.name}")  # a reader finds whole ones only
+        unfinished = path.with_name(f".{path.name}")  # renamed when complete
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(unfinished))
             os.replace(unfinished, path)
-        except (OSError, RuntimeError) as error:  # what torch makes of a file it can't write
-            logger.warning(f"the trace {path} could not be written: {error}; training goes on")
+        except (OSError, RuntimeError) as error:  # torch raises either if it cannot write
+            logger.warning(f"cannot write the trace {path}: {error}; training continues")
             with contextlib.suppress(OSError):
                 unfinished.unlink()
 
     warmup, active = config.profiler_warmup, config.profiler_active
     cycle = schedule(wait=config.profile_freq - warmup - active, warmup=warmup, active=active)
     logger.info(f"tracing {active} of every {config.profile_freq} steps: {folder}")
-    # each trace is of its own cycle: that is what is wanted
+    # intended: each trace covers one cycle
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
     tracer = profile(schedule=cycle, on_trace_ready=write, record_shapes=True)
     tracer.step_num = step
@@ -201,7 +201,7 @@ def _tracing(config: Any, folder: Path, step: int) -> profile:
 
 
 def _name_canon(model: nn.Module, stack: contextlib.ExitStack) -> None:
-    """Let traces show where each Canon layer begins and ends, until `stack` is closed."""
+    """Label Canon layers in traces, until `stack` is closed."""
     scopes: list[record_function] = []
 
     def enter(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""From one model to one that trains: Canon's backend, compile, FSDP2 over all ranks, weights."""
+"""Prepare a model for training: Canon's backend, torch.compile, FSDP2, initial weights."""
 
 import contextlib
 import hashlib
@@ -33,7 +33,7 @@ from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.job_config import CanonJobConfig
 
 DEVICE_TYPES = ("cuda",)
-"""Where `auto` is `triton` if the check passes, and a named backend is checked."""
+"""Where `auto` tries triton first, and optional backends are checked."""
 PACKAGES = ("triton", "fla-core", "causal-conv1d")
 
 
@@ -44,7 +44,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class CanonChoice:
-    """The backend that a run takes, never `auto`, and what the check of `triton` found."""
+    """The backend of a run (never `auto`), and why triton was refused, if it was."""
 
     backend: str
     why: str = ""
@@ -57,7 +57,7 @@ class CanonChoice:
 def choose_canon(
     job: CanonJobConfig, device: torch.device, code: Mapping[str, str]
 ) -> CanonChoice | None:
-    """Decide for all ranks; collective. None if the model has no Canon layers."""
+    """Return rank 0's choice; None if the model has no Canon layers. Collective."""
     asked = job.model.canon_backend
     if not job.model_args.canon_set:
         return None
@@ -70,20 +70,22 @@ def choose_canon(
     problem, how, is_lost = answer[0]
     if is_lost or (problem is not None and asked != "auto"):
         state = "the GPU is unusable now" if is_lost else f"on {_name(device)}"
-        text = f'canon_backend = "{asked}": {backend} failed its check, {problem}, {state}: start '
-        text += 'again with "auto", or with --model.canon_backend compiled'
-        raise UserError("todo.parallelize", text, shared=True)
+        text = (
+            f'canon_backend = "{asked}": {backend} failed its check, {problem}, {state}. Restart '
+        )
+        text += 'with "auto" or "compiled"'
+        raise UserError("canon.backend_failed", text, shared=True, backend=backend, problem=problem)
     if problem is None:
         return CanonChoice(backend, f"{asked}; {how}" if asked == "auto" else how)
     if dist.get_rank() == 0:
-        logger.warning(f"triton is NOT used for Canon, but compiled, which is slower: {problem}")
+        logger.warning(f"Canon uses compiled instead of triton, which is slower: {problem}")
     return CanonChoice("compiled", "auto; triton failed its check", refused=problem)
 
 
 def _check_backend(
     job: CanonJobConfig, backend: str, device: torch.device, code: Mapping[str, str]
 ) -> tuple[str | None, str, bool]:
-    """Return what is wrong with `backend`, how that is known, and whether the GPU is lost by it."""
+    """Return the problem of `backend`, the source of this result, and whether the GPU is lost."""
     shape = (job.training.local_batch_size, job.training.seq_len)
     dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
     key = {
@@ -99,15 +101,15 @@ def _check_backend(
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = Path(home) / "canon_pretrain" / "canon_check" / f"{digest}.json"
-    with contextlib.suppress(UserError, OSError):  # there is none, or it is damaged
+    with contextlib.suppress(UserError, OSError):  # missing or damaged
         problem = read_record(path, CheckResult).problem
-        return problem and f"{problem} (known from {path})", f"checked before, {path}", False
-    from canon_pretrain.model import canon_check  # only a GPU needs it
+        return problem and f"{problem} (recorded in {path})", f"checked before, {path}", False
+    from canon_pretrain.model import canon_check  # slow to import, needed on a GPU only
 
     start = time.monotonic()
     problem = canon_check.training_problem(job.model_args, backend, shape, dtype, device)
     is_lost = _is_lost(device)
-    if problem is None or is_lost:  # else the cause may be mended: look again
+    if problem is None or is_lost:  # other failures are checked again next time
         with contextlib.suppress(OSError):  # the next launch checks again
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, {"problem": problem, **key})
@@ -115,7 +117,7 @@ def _check_backend(
 
 
 def _is_lost(device: torch.device) -> bool:
-    """Return whether a kernel's fault has ended this process's use of the GPU; free memory."""
+    """Return whether a kernel fault made the GPU unusable in this process; free memory."""
     if device.type != "cuda":
         return False
     try:
@@ -137,10 +139,7 @@ def _name(device: torch.device) -> str:
 def parallelize(
     model: Transformer, parallel_dims: ParallelDims | None, job: CanonJobConfig
 ) -> Transformer:
-    """Apply activation checkpointing, torch.compile per block and FSDP2, as the job asks; in place.
-
-    `model` is on the meta device, not sharded without `parallel_dims`; gradients are summed.
-    """
+    """Apply activation checkpointing, torch.compile, FSDP2 (unless no dims), to a meta model."""
     check_attention(model, job, device_type)
     compiled = job.compile.enable and "model" in job.compile.components
     if job.activation_checkpoint.mode != "none":
@@ -148,7 +147,7 @@ def parallelize(
             model,
             job.activation_checkpoint,
             model_compile_enabled=compiled,
-            # without it, "selective" by operators would keep none and be "full"
+            # without it, selective checkpointing by operator would save nothing
             op_sac_save_list=_op_sac_save_list,
             base_folder=job.job.dump_folder,
         )
@@ -168,7 +167,7 @@ def parallelize(
 
 
 def compile_blocks(model: Transformer, job: CanonJobConfig) -> None:
-    """Compile each block as torchtitan's `apply_compile`, with inductor's settings for Canon."""
+    """Compile each block like torchtitan's `apply_compile`, with inductor options for Canon."""
     backend, options = job.compile.backend, {}
     if backend == "inductor":
         options = compile_options(device_type, model.canon_backend)
@@ -179,25 +178,24 @@ def compile_blocks(model: Transformer, job: CanonJobConfig) -> None:
 
 
 def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> None:
-    """Raise UserError if the attention that was asked for has no training step here."""
+    """Raise UserError if the requested attention cannot be trained on this device and dtype."""
     dtype = job.training.mixed_precision_param
     way = model.attend.implementation(device, masked=model.args.document_mask)
-    text = f'model.attention_backend = "{job.model.attention_backend}" takes {way} here, which '
+    text = f'model.attention_backend = "{job.model.attention_backend}" selects {way}, which cannot '
     if way != "sdpa" and device == "cpu":
-        raise UserError(
-            "todo.parallelize", f"{text}can't be trained on a CPU: choose auto", shared=True
-        )
+        text += "be trained on a CPU: choose auto"
+        raise UserError("attention.unsupported", text, shared=True, selected=way)
     if way not in ("sdpa", "flex") and dtype == "float32":
-        text += f"takes bfloat16, but training.mixed_precision_param = {dtype}"
-        raise UserError("todo.parallelize", f"{text}: choose auto", shared=True)
+        text += f"use training.mixed_precision_param = {dtype}: choose auto or bfloat16"
+        raise UserError("attention.unsupported", text, shared=True, selected=way)
 
 
 def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
-    """Return the mesh to shard over, also for a single rank, for which torchtitan has none."""
+    """Return the mesh to shard over, also for a single rank, where torchtitan has none."""
     if parallel_dims.dp_replicate > 1:
         if not parallel_dims._meshes:
             parallel_dims.build_mesh()
-        # get_mesh() has none for replicas of a single rank
+        # get_mesh() fails for replicas of a single rank
         return parallel_dims._global_meshes["dense"]["dp_replicate", "fsdp"]
     mesh = parallel_dims.get_optional_mesh("fsdp")
     return mesh or init_device_mesh(device_type, (1,), mesh_dim_names=("fsdp",))
@@ -212,9 +210,9 @@ def shard(
     cpu_offload: bool = False,
     policy: str = "default",
 ) -> None:
-    """Apply FSDP2 over `mesh`, in place: embedding, each block, and norm with output are units.
+    """Apply FSDP2 over `mesh`, in place; units: embedding, each block, norm with output.
 
-    A tied embedding is used first and last in a step, so it and the norm are the root's.
+    A tied embedding is used first and last in a step, so it and the norm belong to the root unit.
     """
     check_choice("parallelism.fsdp_reshard_after_forward", policy, ("default", "never", "always"))
     options: dict[str, Any] = {
@@ -235,18 +233,18 @@ def shard(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # else FSDP2 multiplies by 1.0 on the way (PREMUL_SUM): gloo cannot, NCCL is slower
+            # else FSDP2 multiplies by 1.0 (PREMUL_SUM): unsupported by gloo, slower with NCCL
             module.set_force_sum_reduction_for_comms(True)
 
 
 @torch.no_grad()
 def clip_gradients(parameters: list[Tensor], max_norm: float) -> Tensor:
-    """Clip the gradients' total norm; return what it was, the same on every rank."""
+    """Clip the gradients' total norm; return the norm before clipping, equal on all ranks."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
     if isinstance(norm, DTensor):
         mesh, norm = norm.device_mesh, norm.full_tensor()
-        if mesh.ndim > 1:  # replicas take the mean of their norms, so that none skips alone
+        if mesh.ndim > 1:  # average over replicas, so that all skip the same steps
             dist.all_reduce(norm, group=mesh.get_group(0))
             norm /= mesh.size(0)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
@@ -254,7 +252,7 @@ def clip_gradients(parameters: list[Tensor], max_norm: float) -> Tensor:
 
 
 def write_shard(parameter: Tensor, value: InitialValue) -> None:
-    """Copy this rank's rows of an initial value into its shard of `parameter`."""
+    """Write this rank's rows of an initial value into its shard of `parameter`."""
     if not isinstance(parameter, DTensor):
         parameter.copy_(value.rows(0, value.shape[0]))
         return
@@ -263,5 +261,5 @@ def write_shard(parameter: Tensor, value: InitialValue) -> None:
     )
     assert tuple(shape[1:]) == tuple(value.shape[1:]), "FSDP2 shards the first dimension"
     local = parameter.to_local()
-    if local.numel():  # a rank past the last row holds nothing
+    if local.numel():  # empty on a rank past the last row
         local.copy_(value.rows(offset[0], offset[0] + shape[0]))

@@ -1,7 +1,8 @@
-"""Where a launch resumes: the newest checkpoint that is whole, proved by all ranks.
+"""Resume from the newest complete checkpoint, verified by all ranks.
 
-newest first -> every file's hash, shared out over the ranks -> pickles against an allow-list
-damaged: into quarantine, and the next one; none left: an error, never step 1 by itself
+Newest first: each rank verifies the hashes of its share of files, then pickles are checked against
+an allow-list. A damaged checkpoint is quarantined and the next one tried. If none is left, this is
+an error: a run never restarts at step 1 by itself.
 """
 
 import functools
@@ -34,56 +35,59 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IO_TIMEOUT = timedelta(hours=2)
-"""Of what is decided by the state of a disk, whose faults last longer than a step's timeout."""
+"""For operations that wait for a disk, whose outages exceed a training step's timeout."""
 
 
 class RankZero:
-    """Decisions of rank 0 that all ranks share, over a gloo group of their own; all collective."""
+    """Run functions on rank 0 and broadcast the result, over an own gloo group; collective."""
 
     def __init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._asked = 0
+        self._store_calls = 0
 
     @cached_property
     def group(self) -> dist.ProcessGroup:
-        """A gloo group of all ranks that waits for disks; made at its first use, on all at once."""
+        """A gloo group of all ranks with IO_TIMEOUT, created at first use."""
         return dist.new_group(backend="gloo", timeout=IO_TIMEOUT)
 
-    def run(self, decision: Callable[[], Any]) -> Any:
-        """Return rank 0's result of `decision`; its UserError or OSError is one on all ranks."""
-        group = self.group  # before a decision takes its time: making it waits for minutes only
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Return rank 0's result; raise its UserError, or an OSError as one, on all ranks."""
+        group = self.group  # create it first: its creation has a shorter timeout than `function`
         answer: list[Any] = [None, None]
         try:
             if self.rank == 0:
-                answer[0] = decision()
+                answer[0] = function()
+        except UserError as error:
+            answer[1] = (error.code, error.message, error.fields)
+        except OSError as error:
+            answer[1] = ("disk.failed", str(error), {})
         except BaseException as error:
-            is_known = isinstance(error, (UserError, OSError))
-            answer[1] = str(error) if is_known else f"{type(error).__name__}: {error}"
-            if not is_known:
-                raise
-        finally:  # the others must not wait for an answer that never comes
+            answer[1] = ("rank_zero.failed", f"{type(error).__name__}: {error}", {})
+            raise
+        finally:  # always: the other ranks are waiting
             dist.broadcast_object_list(answer, src=0, group=group)
         if answer[1] is not None:
-            raise UserError("todo.resume", answer[1], shared=True)
+            relayed, (code, message, fields) = UserError, answer[1]  # with rank 0's code
+            raise relayed(code, message, shared=True, **fields)
         return answer[0]
 
-    def run_by_store(self, decision: Callable[[], bool]) -> bool:
-        """Do as `decide` does, by the store: for no disk, also while a thread uses the group."""
-        self._asked += 1
-        store, key = dist.distributed_c10d._get_default_store(), f"rank_zero/{self._asked}"
+    def run_by_store(self, function: Callable[[], bool]) -> bool:
+        """As `run`, by the store: usable while a thread uses the group; not for slow functions."""
+        self._store_calls += 1
+        store, key = dist.distributed_c10d._get_default_store(), f"rank_zero/{self._store_calls}"
         if self.rank == 0:
-            store.set(key, str(int(decision())))
+            store.set(key, str(int(function())))
         return store.get(key) == b"1"
 
     def gather(self, own: list[str]) -> dict[int, list[str]]:
-        """Return the texts of each rank that has some, by rank."""
+        """Return each rank's texts, by rank; without the ranks that have none."""
         everyone: list[list[str]] = [[] for _ in range(self.world_size)]
         dist.all_gather_object(everyone, own, group=self.group)
         return {rank: texts for rank, texts in enumerate(everyone) if texts}
 
 
 class Verified(NamedTuple):
-    """What rank 0 has read of a checkpoint whose every byte is what was saved."""
+    """The manifest and metadata of a verified checkpoint."""
 
     manifest: Manifest
     metadata: Metadata
@@ -106,9 +110,9 @@ class Resume:
         self._event = event
 
     def resume(self, asked: int, *, initial: str, initial_model_only: bool) -> int | None:
-        """Load step `asked`, or with -1 the newest whole one; return the step, if any; collective.
+        """Load step `asked` (-1: the newest complete one), without checkpoints `initial`.
 
-        Without checkpoints the state may come from `initial`. UserError if none is whole.
+        Return the step, None if there is none. UserError if all are damaged. Collective.
         """
         if asked == -1:
             self._rank_zero.run(self._quarantine_stale_saves)
@@ -117,21 +121,21 @@ class Resume:
             found = self._verify(path)
             if isinstance(found, Verified):
                 self._read(path, found)
-                older = "" if found.manifest.run_id else " (it names no run, as older ones)"
+                older = "" if found.manifest.run_id else " (from a version without run ids)"
                 seconds = time.monotonic() - begin
-                logger.info(f"took up {path}{older}, verified and read in {seconds:.1f} s")
+                logger.info(f"resumed from {path}{older}, verified and read in {seconds:.1f} s")
                 return int(step)
             text = "; ".join(found)
             if asked != -1:
                 fault = f"checkpoint.load_step = {asked}: {path} is damaged: {text}"
-                raise UserError("todo.resume", fault, shared=True)
+                raise UserError("checkpoint.damaged", fault, shared=True, path=path)
             self._rank_zero.run(functools.partial(self._quarantine, path, text))
         if initial:
             self._load_initial(Path(initial), initial_model_only)
         return None
 
     def _quarantine_stale_saves(self) -> None:
-        """Move checkpoints that a launch committed after another took the run over; rank 0 only."""
+        """Quarantine what a launch saved after another took the run over; rank 0 only."""
         newest = newest_launch(self.run) or {}
         begin, taker = newest.get("from_step"), newest.get("launch")
         if not isinstance(begin, int) or taker is None:
@@ -141,41 +145,37 @@ class Resume:
             manifest = _value_or_fault(Manifest.read, path)
             launch = None if isinstance(manifest, str) else manifest.launch
             if step > begin and launch is not None and launch < taker:
-                text = f"launch {launch} saved step {step} after launch {taker} had taken the run "
-                text += f"over at step {begin}"
-                self._quarantine(path, text, "CHECKPOINT OF A LAUNCH THAT WAS TAKEN OVER")
+                text = f"launch {launch} saved step {step} after launch {taker} took the run over "
+                text += f"at step {begin}"
+                self._quarantine(path, text, "STALE CHECKPOINT")
 
     def _next_candidate(self, asked: int) -> int | None:
-        """Return the step to try next, None to start at step 1; rank 0 only. Raises UserError."""
+        """Return the step to try next, or None if nothing was saved; UserError if none is left."""
         steps = self.folder.steps()
         if asked != -1 and asked not in steps:
-            there = f"steps that are there: {', '.join(map(str, steps)) or 'none'}"
-            raise UserError(
-                "todo.resume", f"checkpoint.load_step = {asked}: not in {self.folder.path}; {there}"
-            )
+            text = f"checkpoint.load_step = {asked}: not in {self.folder.path}. "
+            text += f"Available: {', '.join(map(str, steps)) or 'none'}"
+            raise UserError("checkpoint.missing", text, given=asked, available=steps)
         if asked != -1:
             return asked
         for step in reversed(steps):
             manifest = _value_or_fault(Manifest.read, self.folder.step_path(step))
-            if isinstance(manifest, str) or manifest.kind == "full":  # or to be found damaged
+            if isinstance(manifest, str) or manifest.kind == "full":  # a str: found damaged later
                 return step
         aside = [entry.path.name for entry in self.folder.quarantined()]
         facts: dict[str, list[Any]] = {
-            "steps with weights alone": steps,
+            "weights only": steps,
             "in quarantine": [name for name in aside if not name.startswith(".")],
-            "steps that the log says were saved": self._logged_saves()[-3:],
+            "saved according to the log": self._logged_saves()[-3:],
         }
         if texts := [f"{what}: {', '.join(map(str, x))}" for what, x in facts.items() if x]:
-            raise UserError(
-                "todo.resume",
-                f"{self.folder.path} holds no whole checkpoint to go on from ({'; '.join(texts)}): "
-                "put one there, or begin again at step 1 with --checkpoint.fresh, which moves all "
-                f"to {self.run.path / 'archive'}",
-            )
+            text = f"no complete checkpoint in {self.folder.path} ({'; '.join(texts)}): restore "
+            text += "one, or restart at step 1 with --checkpoint.fresh, which archives the run"
+            raise UserError("checkpoint.none", text, facts=facts)
         return None
 
     def _logged_saves(self) -> list[int]:
-        """Return the steps saved by the log, which a purge of old files may spare."""
+        """Return the steps that the log records as saved: it may outlive purged checkpoints."""
         saved: list[int] = []
         for event in read_log(self.run.log_file) if self.run.log_file.exists() else []:
             if event["event"] == "checkpoint":
@@ -185,7 +185,7 @@ class Resume:
         return saved
 
     def _verify(self, path: Path, *, weights_suffice: bool = False) -> Verified | list[str]:
-        """Return a checkpoint proved whole, or its faults; each rank reads its share of files."""
+        """Return the verified checkpoint, or its faults; each rank reads its share of files."""
         manifest = self._rank_zero.run(lambda: _value_or_fault(Manifest.read, path))
         if isinstance(manifest, str):
             return [manifest]
@@ -195,7 +195,7 @@ class Resume:
         names.sort(key=lambda name: (-manifest.files[name].bytes, name))
         own = names[self._rank_zero.rank :: self._rank_zero.world_size]
         try:
-            # a rank without a share has to see the folder, too
+            # a rank without a share must see the folder, too
             faults = manifests.find_faults(path, manifest, own or names[-1:], hashes=bool(own))
             if self._rank_zero.rank == 0:
                 faults += _folder_faults(path, manifest, weights_suffice)
@@ -210,32 +210,32 @@ class Resume:
 
         def judge() -> Verified | list[str]:
             if unreadable is not None:
-                raise UserError("todo.resume", f"{path} cannot be read on {host}: {unreadable}")
+                text = f"{path} cannot be read on {host}: {unreadable}"
+                raise UserError("checkpoint.unreadable", text, path=path)
             if 0 in found:
                 return faults
-            if found:  # by others alone: perhaps one node's bad mount
+            if found:  # by other ranks only: perhaps one node's bad mount
                 whole = _value_or_fault(lambda: manifests.verify(path, workers=4))
                 if isinstance(whole, str):
                     return [whole]
                 rank, (text, *_) = next(iter(found.items()))
-                text = f"whole for rank 0 on {host}, but rank {rank} reports: {text}"
-                raise UserError(
-                    "todo.resume", f"{path} is {text}. Check that node's mount; nothing was moved"
-                )
-            # only now: the pickles of a damaged file are not even opened
+                text = f"{path} is complete for rank 0 on {host}, but rank {rank} reports: {text}. "
+                text += "Check that node's mount; nothing was moved"
+                raise UserError("checkpoint.node_mismatch", text, path=path, rank=rank)
+            # last, because pickles of a damaged file must not be opened
             safe = _value_or_fault(check_safe, path, metadata)
             return [safe] if isinstance(safe, str) else Verified(manifest, safe)
 
         return self._rank_zero.run(judge)
 
     def _quarantine(self, path: Path, text: str, what: str = "DAMAGED CHECKPOINT") -> None:
-        """Move a checkpoint out of the way, loudly; rank 0 only."""
+        """Move a checkpoint to quarantine and log it; rank 0 only."""
         kept = self.folder.quarantine(path, text)
         logger.warning(f"{what}: {path}: {text}. Moved to {kept}")
         self._event("quarantine", checkpoint=path.name, reason=text, moved_to=str(kept))
 
     def _read(self, path: Path, found: Verified, *, model_only: bool = False) -> None:
-        """Load into this rank's shards. Raises UserError for a checkpoint of another model."""
+        """Load into this rank's shards. Raises UserError if the model differs."""
         model = self._model.state_dict()
         state = dict(model) if model_only else self._states | model
         _check_model(path, found.metadata, model)
@@ -248,13 +248,13 @@ class Resume:
         self._model.load_state_dict(state)
 
     def _load_initial(self, path: Path, model_only: bool) -> None:
-        """Begin a run from the checkpoint folder `path`."""
+        """Start a run from the checkpoint folder `path`."""
         found = self._verify(path, weights_suffice=model_only)
         if not isinstance(found, Verified):
             raise _initial_load_error(path, found)
         self._read(path, found, model_only=model_only)
-        what, manifest = "weights" if model_only else "whole state", found.manifest
-        logger.info(f"began from {path}: the {what} of step {manifest.step}")
+        what, manifest = "weights" if model_only else "full state", found.manifest
+        logger.info(f"started from {path}: {what} of step {manifest.step}")
         self._event(
             "initial_load",
             checkpoint=str(path.resolve()),
@@ -266,7 +266,7 @@ class Resume:
 
 
 def check_initial(initial: str, model: Mapping[str, Tensor], *, model_only: bool) -> None:
-    """Raise UserError unless a run of `model` can begin from `initial`; reads every file."""
+    """Raise UserError unless a run of `model` can start from `initial`; reads every file."""
     path = Path(initial)
     try:
         if faults := _folder_faults(path, manifests.verify(path, workers=4), model_only):
@@ -278,14 +278,13 @@ def check_initial(initial: str, model: Mapping[str, Tensor], *, model_only: bool
 
 
 def _initial_load_error(initial: Path, faults: list[str]) -> UserError:
-    text = "; ".join(faults) + ". Expected a whole RUN/checkpoint/step-N, or what an import wrote"
-    return UserError(
-        "todo.resume", f"checkpoint.initial_load_path = {initial}: {text}", shared=True
-    )
+    text = f"checkpoint.initial_load_path = {initial}: {'; '.join(faults)}. Expected a complete "
+    text += "RUN/checkpoint/step-N, or the output of hf import"
+    return UserError("checkpoint.initial_load", text, shared=True, path=initial)
 
 
 def _value_or_fault(read: Callable[..., T], *arguments: Any) -> T | str:
-    """Return what `read` returns, or what is wrong with the checkpoint that it reads."""
+    """Return the result of `read`, or the message of its DamagedCheckpoint."""
     try:
         return read(*arguments)
     except DamagedCheckpoint as error:
@@ -293,13 +292,13 @@ def _value_or_fault(read: Callable[..., T], *arguments: Any) -> T | str:
 
 
 def _folder_faults(path: Path, manifest: Manifest, weights_suffice: bool) -> list[str]:
-    """Return what is wrong besides the content of the files that the manifest names."""
+    """Return faults other than in the content of the manifest's files."""
     strange = set(manifests.files_of(path)) - manifest.files.keys()
     faults = [f"{name} is not in the manifest" for name in sorted(strange)]
     if manifest.kind != "full" and not weights_suffice:
-        faults.append("it holds weights alone and can't be resumed")
+        faults.append("it holds weights only and cannot be resumed")
     if path.name != f"step-{manifest.step}":
-        faults.append(f"its manifest is that of step {manifest.step}")
+        faults.append(f"its manifest is of step {manifest.step}")
     return faults
 
 
@@ -308,6 +307,6 @@ def _check_model(path: Path, metadata: Metadata, model: Mapping[str, Tensor]) ->
     for name, tensor in model.items():
         size = getattr(metadata.state_dict_metadata.get(name), "size", None)
         if size != tensor.shape:
-            there = "absent" if size is None else f"of shape {tuple(size)}"
-            text = f"{name} is {there} there, expected {tuple(tensor.shape)}"
-            raise UserError("todo.resume", f"{path} is of another model: {text}", shared=True)
+            given = "missing" if size is None else f"of shape {tuple(size)}"
+            text = f"{path} is of another model: {name} is {given}, expected {tuple(tensor.shape)}"
+            raise UserError("checkpoint.other_model", text, shared=True, name=name)

@@ -1,5 +1,4 @@
-"""The TrainSpec that plugs our model, loss, schedule, data and metrics into torchtitan's Trainer,
-and a step of the same parts for benches, with nothing around it.
+"""The TrainSpec of our model, loss, schedule, data and metrics, and a bare step for benchmarks.
 
 Losses are sums over tokens: the trainer divides them by the tokens of the global batch.
 """
@@ -37,7 +36,7 @@ BACKENDS = ("attention_backend", "canon_backend")
 
 @dataclass
 class TitanModelArgs(BaseModelArgs):
-    """Our frozen ModelArgs in the mutable box that torchtitan's Trainer fills from the job."""
+    """A mutable wrapper of ModelArgs, which torchtitan's Trainer updates from the job."""
 
     args: ModelArgs = field(default_factory=ModelArgs)
     backends: dict[str, str] = field(default_factory=dict)
@@ -51,7 +50,7 @@ class TitanModelArgs(BaseModelArgs):
 
 
 class TitanTransformer(Transformer):
-    """The model as the Trainer builds it: from the box, with weights written shard by shard."""
+    """The model as the Trainer builds it, with initial weights written shard by shard."""
 
     def __init__(self, model_args: TitanModelArgs) -> None:
         super().__init__(model_args.args, **model_args.backends)
@@ -61,10 +60,10 @@ class TitanTransformer(Transformer):
 
 
 def head_loss(config: Loss, compile_backend: str | None = None) -> HeadLoss:
-    """Return the loss that `[loss]` asks for, of a head's input, weight and labels."""
+    """Return the loss of `[loss]`, a function of the head's input, weight and labels."""
     return functools.partial(
         linear_cross_entropy,
-        chunk_tokens=config.chunk_tokens or 1 << 31,  # 0: all in one chunk
+        chunk_tokens=config.chunk_tokens or 1 << 31,  # 0: one chunk
         z_loss=config.z_loss,
         squared_loss=config.squared_loss,
         compile_backend=compile_backend,
@@ -72,14 +71,14 @@ def head_loss(config: Loss, compile_backend: str | None = None) -> HeadLoss:
 
 
 def build_loss(job_config: CanonJobConfig, **kwargs: object) -> HeadLoss:
-    """Build the loss; compiled where compile.components has "loss"."""
+    """Build the loss; compiled if compile.components has "loss"."""
     config = job_config.compile
     is_compiled = config.enable and "loss" in config.components
     return head_loss(job_config.loss, compile_backend=config.backend if is_compiled else None)
 
 
 def learning_rate_factor(step: int, *, config: LRScheduler) -> float:
-    """Return what the peak rate is multiplied with at `step` (0 is the first) by `decay_steps`."""
+    """Return the factor of the peak rate at `step` (from 0), for a decay of `decay_steps`."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     assert config.decay_steps is not None
@@ -92,7 +91,7 @@ def learning_rate_factor(step: int, *, config: LRScheduler) -> float:
 def build_schedule(
     optimizers: OptimizersContainer, config: LRScheduler, training_steps: int
 ) -> LRSchedulersContainer:
-    """Build our schedule where `decay_steps` is set, torchtitan's elsewhere."""
+    """Build our schedule if `decay_steps` is set, else torchtitan's."""
     if config.decay_steps is None:
         return build_lr_schedulers(optimizers, config, training_steps)
     return LRSchedulersContainer(optimizers, functools.partial(learning_rate_factor, config=config))
@@ -100,14 +99,12 @@ def build_schedule(
 
 @contextlib.contextmanager
 def use_train_spec(build_checkpointer: Callable[..., Any], **builders: Any) -> Iterator[None]:
-    """Let torchtitan's Trainer build `model.name = "canon"` by these functions, within the block.
-
-    register_train_spec() would refuse a second Trainer, and keep what `builders` are bound to.
-    """
+    """Make torchtitan's Trainer build `model.name = "canon"` by these functions, in the block."""
+    # register_train_spec() would reject a second Trainer and keep `builders` alive
     specs, manager = train_spec._extra_train_specs, torchtitan.train.CheckpointManager
     specs["canon"] = train_spec.TrainSpec(
         model_cls=TitanTransformer,
-        # boxes of its own: the Trainer fills the one that it looks up
+        # new instances: the Trainer updates the one it looks up
         model_args={name: TitanModelArgs(args=args) for name, args in FLAVORS.items()},
         parallelize_fn=parallelize,
         pipelining_fn=None,
@@ -127,7 +124,7 @@ def use_train_spec(build_checkpointer: Callable[..., Any], **builders: Any) -> I
 
 @contextlib.contextmanager
 def one_rank(*, start: bool = True) -> Iterator[None]:
-    """Provide the environment of a single rank and, with `start`, a process group."""
+    """Set the environment of a single rank and, with `start`, create its process group."""
     with single_rank_environment():
         try:
             if start:
@@ -142,7 +139,7 @@ def one_rank(*, start: bool = True) -> Iterator[None]:
 def job_of(
     args: ModelArgs, *, num_tokens: int, micro_batch: int, dtype: torch.dtype, **backends: str
 ) -> CanonJobConfig:
-    """A job whose step is one micro-batch of `args`, compiled, with the paper's optimizer."""
+    """Return a job whose step is one micro-batch, compiled, with the paper's optimizer."""
     job = CanonJobConfig()
     for name, value in (vars(args) | backends).items():
         if name in vars(job.model):
@@ -157,7 +154,7 @@ def job_of(
 
 @torch.no_grad()
 def fill(model: Transformer) -> None:
-    """Give a model values of the usual size, drawn on its own device: in no time."""
+    """Fill a model with random values of typical scale on its own device, which is fast."""
     for name, parameter in model.named_parameters():
         own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if name.endswith("norm.weight"):
@@ -169,46 +166,39 @@ def fill(model: Transformer) -> None:
 
 
 class BareStep:
-    """A step of `rounds` micro-batches, and its two halves; needs a process group."""
+    """A training step of `rounds` micro-batches and its two halves; needs a process group."""
 
     def __init__(
         self, job: CanonJobConfig, device: torch.device, *, rounds: int = 1, plain: bool = False
     ) -> None:
-        box, training = TitanModelArgs(), job.training
-        box.update_from_config(job)
+        model_args, training = TitanModelArgs(), job.training
+        model_args.update_from_config(job)
         with torch.device("meta"):
-            model = TitanTransformer(box)
+            model = TitanTransformer(model_args)
         parallelize(model, None if plain else ParallelDims(1, 1, 1, 1, 1, 1, 1, 1), job)
         model.to_empty(device=device)
         fill(model)
         self.model, self.loss, self.max_norm = model, build_loss(job), training.max_norm
         self.optimizer: torch.optim.Optimizer | None = None
         if plain:
-            for parameter in model.parameters():  # buffers stay, as FSDP2 leaves them
+            for parameter in model.parameters():  # FSDP2 does not cast buffers either
                 parameter.data = parameter.to(TORCH_DTYPE_MAP[training.mixed_precision_param])
         else:
-            asked = job.optimizer
-            self.optimizer = torch.optim.AdamW(
-                model.parameters(),
-                lr=asked.lr,
-                betas=(asked.beta1, asked.beta2),
-                eps=asked.eps,
-                weight_decay=asked.weight_decay,
-                fused=True,
-            )
+            values = job.optimizer
+            options: dict[str, Any] = {"lr": values.lr, "betas": (values.beta1, values.beta2)}
+            options |= {"eps": values.eps, "weight_decay": values.weight_decay, "fused": True}
+            self.optimizer = torch.optim.AdamW(model.parameters(), **options)
         shape = (rounds, training.local_batch_size, training.seq_len + 1)
         self.batches = torch.randint(3, job.model_args.vocab_size, shape).to(device)
         self.num_tokens = self.batches[:, :, 1:].numel()
 
     def forward_backward(self) -> None:
-        """Gradients of all micro-batches."""
         self.model.zero_grad()
         for batch in self.batches:
             _, objective = self.model(batch[:, :-1], labels_BT=batch[:, 1:], loss=self.loss)
             (objective / self.num_tokens).backward()
 
     def update(self) -> None:
-        """Clipping and AdamW."""
         assert self.optimizer is not None, "a plain step has none"
         parameters = list(self.model.parameters())
         dist_utils.clip_grad_norm_(parameters, self.max_norm, foreach=True)

@@ -1,5 +1,7 @@
-"""torchtitan's Trainer with a loop of ours, in which the host waits for no running step: each step
-judges its gradient, asks all ranks whether to stop, and learns how the last checkpoint went."""
+"""torchtitan's Trainer with our own loop, in which the host does not wait for the running step.
+
+Each step checks loss and gradient norm, reduces stop requests, and polls the last checkpoint.
+"""
 
 import contextlib
 import faulthandler
@@ -36,15 +38,16 @@ from canon_pretrain.titan.spec import use_train_spec
 from canon_pretrain.titan.validation import CanonValidator, is_validation_logged
 
 SKIPPED, OUTLIERS, IN_A_ROW, HALTED, SEEN = range(5)
-"""In `StepGuards.counters`: bad steps and outliers, outliers, bad in a row, end, norms seen."""
+"""Indices in `StepGuards.counters`: bad steps and outliers, outliers, consecutive bad steps,
+whether the run must end, norms seen."""
 MAX_WINDOW = 1024
-"""The most norms that are remembered, and always are: a run may be told to change its window."""
+"""Norms that are always kept, because guards.outlier_window may change between launches."""
 
 
 class StepGuards(Stateful):
-    """Counts and judges steps; its state is on `device` and in every checkpoint.
+    """Decide which steps to skip; the state is on `device` and in every checkpoint.
 
-    `counters`, float64 [5]: see SKIPPED ... SEEN; `norms`, float32 [MAX_WINDOW]: a ring.
+    `counters`, float64 [5]: see SKIPPED ... SEEN; `norms`, float32 [MAX_WINDOW]: a ring buffer.
     """
 
     def __init__(self, config: Guards, device: torch.device) -> None:
@@ -61,7 +64,7 @@ class StepGuards(Stateful):
         in_a_row = torch.where(halted, count[IN_A_ROW], (count[IN_A_ROW] + 1) * bad)
         halted = halted | (in_a_row >= self.config.max_bad_steps)
         outlier = self._is_outlier(grad_norm, ~bad & ~halted)
-        # after the verdict nothing is counted: the state stays that of the streak's end
+        # once halted nothing is counted: the state stays that of the last bad step
         count[SKIPPED] += (bad | outlier) & ~was_halted
         count[OUTLIERS] += outlier
         count[IN_A_ROW] = in_a_row
@@ -69,10 +72,7 @@ class StepGuards(Stateful):
         return (bad | outlier | halted).float()
 
     def _is_outlier(self, grad_norm: Tensor, counts: Tensor) -> Tensor:
-        """Return whether a norm stands out from the window, which it enters if it `counts`.
-
-        An outlier enters too: a lasting change of scale is normal before long.
-        """
+        """Return whether a norm is an outlier of the window, which it enters if it `counts`."""
         window = self.config.outlier_window
         if self.config.outlier_sigma is None:
             return torch.zeros_like(counts)
@@ -84,13 +84,14 @@ class StepGuards(Stateful):
         variance = (((self.norms - mean) * known) ** 2).sum() / number
         limit = mean + self.config.outlier_sigma * variance.sqrt()
         outlier = counts & (seen >= window / 2) & (grad_norm > limit)
-        place = (seen % MAX_WINDOW).long()[None]
-        self.norms.scatter_(0, place, torch.where(counts, grad_norm, self.norms[place][0])[None])
+        # outliers enter as well: the window adapts to a lasting change of scale
+        index = (seen % MAX_WINDOW).long()[None]
+        self.norms.scatter_(0, index, torch.where(counts, grad_norm, self.norms[index][0])[None])
         self.counters[SEEN] += counts
         return outlier
 
     def counters_before_bad_steps(self) -> Tensor:
-        """Return the counters as they were before the bad steps that end the run."""
+        """Return the counters from before the consecutive bad steps that end the run."""
         counters = self.counters.clone()
         counters[SKIPPED] -= counters[IN_A_ROW]
         counters[IN_A_ROW] = counters[HALTED] = 0
@@ -101,13 +102,13 @@ class StepGuards(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.counters.copy_(state_dict["counters"])
-        # a new launch judges anew: the next good step ends the streak, the next bad one the run
+        # in a new launch, the next good step resets the count, and the next bad one ends the run
         self.counters[HALTED] = 0
         self.norms.copy_(state_dict["norms"])
 
 
 class Readback:
-    """Small tensors on their way to the host, so that reading one waits for no running step."""
+    """Asynchronous copies of small tensors to the host, read LAG steps later without waiting."""
 
     LAG = 2
 
@@ -116,14 +117,14 @@ class Readback:
         self._queue: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
     def push(self, step: int, values: Tensor) -> None:
-        """Start to copy the 1-D float tensor `values` of `step`."""
+        """Start to copy the 1-D float tensor `values`."""
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned)
         host.copy_(values, non_blocking=True)
         event = torch.cuda.current_stream().record_event() if self._pinned else None
         self._queue.append((step, host, event))
 
     def pop(self, *, last: bool = False) -> list[tuple[int, list[float]]]:
-        """Return (step, values) pushed at least LAG pushes ago, or all, oldest first."""
+        """Return (step, values) pushed at least LAG pushes ago (`last`: all), oldest first."""
         ready = []
         while self._queue and (last or len(self._queue) >= self.LAG):
             step, host, event = self._queue.popleft()
@@ -134,16 +135,16 @@ class Readback:
 
 
 class CanonTrainer(torchtitan.train.Trainer):
-    """Trains a job from its newest whole checkpoint or its seeds; UserError if it would change.
+    """Train a job from its newest complete checkpoint or from its seeds.
 
-    `data` is None except on the first rank of each node, `record` except on rank 0 of a run.
+    `data` is None except on the first rank of each node, `record` except on global rank 0.
     """
 
     job_config: CanonJobConfig
     metrics_processor: CanonMetrics
     checkpointer: CanonCheckpointManager
     dataloader: CanonDataLoader
-    validator: CanonValidator  # where validation.enable is true
+    validator: CanonValidator  # only if validation.enable
     data: OpenedData
     compared: Comparison
 
@@ -162,10 +163,10 @@ class CanonTrainer(torchtitan.train.Trainer):
         if data is not None and os.environ["RANK"] == "0":
             self._own = (data, compare(job, self.folder, data))
         self.tokens = 0
-        self.skipped_steps = 0  # since the run began, but for the last two steps
+        self.skipped_steps = 0  # in the run, without the last Readback.LAG steps
         self.tokens_per_step = job.training.global_batch_size * job.training.seq_len
         self._is_last = False
-        # host states of the last steps, to go back to when bad steps in a row end the run
+        # host states of the last steps, restored when consecutive bad steps end the run
         most = job.guards.max_bad_steps + Readback.LAG + 1
         self._host_states: deque[tuple[int, list[dict[str, Any]]]] = deque(maxlen=most)
         job.metrics.disable_color_printing |= not is_terminal()
@@ -181,23 +182,23 @@ class CanonTrainer(torchtitan.train.Trainer):
         ):
             super().__init__(job)
         session.handle_sigterm()
-        # FSDP2 casts at every world size: autocast at one rank would change its numerics
+        # FSDP2 casts at every world size; torchtitan's autocast on one rank would change numerics
         self.maybe_enable_amp = contextlib.nullcontext()
 
     def init_distributed(self) -> ParallelDims:
-        """Meet the other ranks, receive what rank 0 has read, and choose Canon's backend."""
+        """Create the process group, receive rank 0's data, and choose Canon's backend."""
         dims, job = super().init_distributed(), self.job_config
         self.data, self.compared = titan_data.broadcast_data(job, *self._own)
         self.canon = choose_canon(job, self.device, self.compared.code)
         if self.canon is not None:
             job.model.canon_backend = self.canon.backend
         self.guards, self.readback = StepGuards(job.guards, self.device), Readback(self.device)
-        # every label counts, so the number that a loss is divided by is known to all ranks
+        # no label is ignored, so all ranks know the divisor of the loss
         self._num_labels = torch.tensor(float(self.tokens_per_step), device=self.device)
         return dims
 
     def _build_dataloader(self, **options: Any) -> CanonDataLoader:
-        # compared with the run's identity already
+        # these were compared with the run's identity
         may_change = () if self.compared.is_new else titan_data.IDENTITY_FIELDS
         data = self.data.training
         return titan_data.build_dataloader(**options, data=data, may_change=may_change)
@@ -211,7 +212,6 @@ class CanonTrainer(torchtitan.train.Trainer):
         )
 
     def close(self) -> None:
-        """End what runs beside the steps; called however the run ends."""
         if isinstance(data := getattr(self, "dataloader", None), CanonDataLoader):
             data.close()
         super().close()
@@ -223,7 +223,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.step, self.tokens = state_dict["step"], state_dict["tokens"]
 
     def _apply_hyperparameters(self) -> None:
-        """Set this job's numbers over those of the checkpoint, as `run.allow_changes` permits."""
+        """Replace the checkpoint's hyperparameters by this job's (checked: run.allow_changes)."""
         asked = self.job_config.optimizer
         fields = {"weight_decay": asked.weight_decay, "betas": (asked.beta1, asked.beta2)}
         fields |= {"eps": asked.eps, "initial_lr": asked.lr}
@@ -236,11 +236,11 @@ class CanonTrainer(torchtitan.train.Trainer):
             schedule._last_lr = rates
 
     def train(self) -> None:
-        """Train to the last step of this launch, or until asked to stop; leave a checkpoint."""
+        """Train to the last step of this launch or a stop request, and save a checkpoint."""
         job, session = self.job_config, self.session
         session.progress(self.step, "loading")
         self.checkpointer.load(step=job.checkpoint.load_step)
-        if self.step:  # also where the state came from checkpoint.initial_load_path
+        if self.step:  # also if loaded from checkpoint.initial_load_path
             self._apply_hyperparameters()
         self.metrics_processor.set_position(self.step, self.tokens)
         self.skipped_steps = int(self.guards.counters[SKIPPED])
@@ -251,31 +251,27 @@ class CanonTrainer(torchtitan.train.Trainer):
             return
         self.checkpointer.begin()
         rank_zero, metrics = self.checkpointer.rank_zero, self.metrics_processor
-        record_launch(
-            self.step, self.folder, self.compared, self.canon, self._record, metrics, rank_zero
-        )
+        launch = (self.folder, self.compared, self.canon, self._record)
+        record_launch(self.step, *launch, metrics, rank_zero)
         logger.info(
-            f"{'going on' if self.step else 'starting'} at step {self.step + 1} of "
-            f"{job.training.steps}, to step {job.last_step}, in {self.folder.path}; attention by "
+            f"{'resuming' if self.step else 'starting'} at step {self.step + 1} of "
+            f"{job.training.steps}, to step {job.last_step}, in {self.folder.path}; attention: "
             f"{self.model_parts[0].attend.describe(self.device.type)}"
-            f"{f', Canon by {self.canon}' if self.canon else ''}"
+            f"{f', Canon: {self.canon}' if self.canon else ''}"
         )
         metrics.begin(self.step)
         self._validate(if_missed=True)
         stop = self._loop()
         if stop and LOST_LOCK in stop:
-            raise UserError(
-                "todo.trainer",
-                f"stopped after step {self.step} without saving: {stop}",
-                shared=True,
-            )
+            text = f"stopped after step {self.step} without saving: {stop}"
+            raise UserError("lock.lost", text, shared=True, step=self.step)
         self._save_last()
-        self._validate()  # whoever asked to stop may not wait for more than the checkpoint
-        self.checkpointer.settle()
+        self._validate()  # after the save: a stop signal may leave time for only one
+        self.checkpointer.finish_retention()
         self._finish(stop)
 
     def _finish(self, stop: str | None) -> None:
-        """Leave the run folder in the state that the run has come to; `stop` asked for it."""
+        """Write the final events, status and, of a finished run, DONE; `stop` is the reason."""
         step, total, metrics = self.step, self.job_config.training.steps, self.metrics_processor
         if step == total:
             reason = f"step {total} is reached"
@@ -285,40 +281,40 @@ class CanonTrainer(torchtitan.train.Trainer):
             reason = stop or "run.stop_at"
             metrics.event("stop", step=step, reason=reason, skipped_steps=self.skipped_steps)
             text = f"stopped at step {step} of {total} by {reason}; the same command"
-            text += f"{'' if stop else ' without --run.stop_at'} goes on from here"
+            text += f"{'' if stop else ' without --run.stop_at'} resumes from here"
         metrics.flush()
         self._end(reason)
         logger.info(text)
         self.session.stop.remove_stop_file()
 
     def _end(self, reason: str) -> None:
-        """Write the launch's last state and, of a run that is done, DONE."""
+        """Write the launch's final status and, of a finished run, DONE."""
         is_done = self.step >= self.job_config.training.steps
         if is_done and dist.get_rank() == 0 and self.session.is_owner():
             try:
                 self.folder.write_done(self.step)
-            except OSError as error:  # the same command writes it when there is room
-                logger.warning(f"{self.folder.done_file} cannot be written: {error.strerror}")
+            except OSError as error:  # the same command writes it once there is room
+                logger.warning(f"cannot write {self.folder.done_file}: {error.strerror}")
         self.session.end("done" if is_done else "stopped", reason, self.step)
 
     def _save_last(self) -> None:
-        """Save the present state. Raises UserError if the disk will not have it."""
+        """Save the current state; three attempts. Raises UserError if all fail."""
         self.session.progress(self.step, "saving")
         for pause_s in (0, 1, 10):
             time.sleep(pause_s)
             self.checkpointer.save(self.step, last_step=True)
             if not self.checkpointer.enable or self.checkpointer.saved_step == self.step:
                 return
-        text = f"the last checkpoint, of step {self.step}, could not be saved; the newest one is of"
-        text += f" step {self.checkpointer.saved_step}. Make room and start again"
-        raise UserError("todo.trainer", text, shared=True)
+        text = f"step {self.step}, the last, could not be saved; the newest checkpoint is step "
+        text += f"{self.checkpointer.saved_step}. Free disk space and restart"
+        raise UserError("checkpoint.not_saved", text, shared=True, step=self.step)
 
     def _validate(self, *, if_missed: bool = False) -> bool:
-        """Score the held-out part, if that is due after this step; returns whether it was."""
+        """Validate if it is due after this step; return whether it was."""
         if not self.job_config.validation.enable or not self.validator.should_validate(self.step):
             return False
-        decide = self.checkpointer.rank_zero.run
-        if if_missed and decide(lambda: is_validation_logged(self.folder.log_file, self.step)):
+        log_file, on_rank_zero = self.folder.log_file, self.checkpointer.rank_zero.run
+        if if_missed and on_rank_zero(lambda: is_validation_logged(log_file, self.step)):
             return False
         self.session.progress(self.step, "validating")
         fields = self.validator.validate(self.model_parts, self.step)
@@ -327,7 +323,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         return True
 
     def _loop(self) -> str | None:
-        """Take steps until this launch's last one; returns what asked to stop, if anything."""
+        """Train until this launch's last step; return the reason to stop earlier, if any."""
         job, model = self.job_config, self.model_parts[0]
         stop: str | None = None
         with profiling(job, model, step=self.step) as tools, self._hang_watchdog() as arm:
@@ -338,7 +334,7 @@ class CanonTrainer(torchtitan.train.Trainer):
                 self.metrics_processor.set_position(self.step, self.tokens)
                 for tool in tools:
                     tool.step()
-                if self.step == first + 1:  # lazy initialization and compilation are over
+                if self.step == first + 1:  # after lazy initialization and compilation
                     limit = timedelta(seconds=job.comm.train_timeout_seconds)
                     dist_utils.set_pg_timeouts(timeout=limit, parallel_dims=self.parallel_dims)
                     begin = time.monotonic()
@@ -351,9 +347,9 @@ class CanonTrainer(torchtitan.train.Trainer):
             return self._process_step_reports(self.readback.pop(last=True)) or stop
 
     def advance(self, data: Iterator[tuple[dict[str, Tensor], Tensor]]) -> str | None:
-        """Take the next step, and save it if that is due; returns what asks to stop after it."""
+        """Train one step and save if due; return the reason to stop after it, if any."""
         stop = self._process_step_reports(self.readback.pop())
-        # what a step changes besides tensors; a few numbers
+        # a step's non-tensor state: a few numbers
         parts = (self, self.lr_schedulers, self.dataloader)
         self._host_states.append((self.step, [part.state_dict() for part in parts]))
         self.step += 1
@@ -366,22 +362,19 @@ class CanonTrainer(torchtitan.train.Trainer):
         return stop
 
     def should_log(self) -> bool:
-        """Return whether this step has a line in the log; each that is saved has, for digests."""
+        """Return whether this step is logged; saved steps always are, for their data digests."""
         is_kept = self._is_last or self.checkpointer.is_due(self.step)
         return is_kept or self.metrics_processor.should_log(self.step)
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
-        """Take one optimizer step on one global batch, or none if the guards skip it."""
+        """Take an optimizer step on a global batch, unless the guards skip it."""
         self.optimizers.zero_grad()
         rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         losses = []
         for _ in range(self.gradient_accumulation_steps):
             inputs, labels = next(data_iterator)
-            inputs = {name: self._copy_to_device(tensor) for name, tensor in inputs.items()}
-            options = {
-                "labels": self._copy_to_device(labels),
-                "global_valid_tokens": self._num_labels,
-            }
+            inputs = {name: self._to_device(tensor) for name, tensor in inputs.items()}
+            options = {"labels": self._to_device(labels), "global_valid_tokens": self._num_labels}
             losses.append(self.forward_backward_step(input_dict=inputs, **options))
         own_losses = torch.stack(losses).sum(dim=0)
         parameters = [p for part in self.model_parts for p in part.parameters()]
@@ -401,7 +394,7 @@ class CanonTrainer(torchtitan.train.Trainer):
     def forward_backward_step(
         self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
     ) -> Tensor:
-        """Add a micro-batch's gradients; returns its cross-entropy and what is minimized, [2]."""
+        """Accumulate a micro-batch's gradients; return its cross-entropy and objective, [2]."""
         with self.train_context():
             nats_BT, objective = self.model_parts[0](
                 input_dict["input"], labels_BT=labels, loss=self.loss_fn
@@ -410,30 +403,30 @@ class CanonTrainer(torchtitan.train.Trainer):
             objective.backward()
         return torch.stack([nats_BT.sum() / global_valid_tokens, objective.detach()])
 
-    def _copy_to_device(self, tensor: Tensor) -> Tensor:
-        """Return a copy that the host does not wait for: out of pinned memory, for a GPU."""
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        """Return an asynchronous copy on the device, from pinned memory for a GPU."""
         tensor = tensor.pin_memory() if self.device.type == "cuda" else tensor
         return tensor.to(self.device, non_blocking=True)
 
     def _reduce_and_step(self, own_losses: Tensor, grad_norm: Tensor) -> Tensor:
-        """Sum losses and requests to stop over the ranks, judge the step, and take it or not."""
+        """Reduce losses and stop requests over ranks; take the optimizer step unless skipped."""
         requests = torch.tensor(self.session.stop.poll(), dtype=torch.float32)
-        shared = torch.cat([own_losses.float(), self._copy_to_device(requests)])
+        shared = torch.cat([own_losses.float(), self._to_device(requests)])
         dist.all_reduce(shared)
-        self.checkpointer.maybe_wait_for_staging()  # the guards' counters are being copied too
+        self.checkpointer.staging.wait_on_stream()  # it also copies the guards' counters
         skip = self.guards.judge(shared[0], grad_norm)
         if self.job_config.optimizer.implementation == "fused":
             for optimizer in self.optimizers:
                 optimizer.grad_scale, optimizer.found_inf = None, skip
             self.optimizers.step()
-        elif not skip.item():  # only the fused kernels know found_inf: here the host has to wait
+        elif not skip.item():  # only fused kernels know found_inf, so the host must wait here
             self.optimizers.step()
         verdict = torch.stack([grad_norm, skip])
         self.readback.push(self.step, torch.cat([shared, verdict, self.guards.counters]))
         return shared[:2]
 
     def _process_step_reports(self, reports: list[tuple[int, list[float]]]) -> str | None:
-        """Process past steps; returns what asks to stop. Raises UserError when guards halt."""
+        """Log skipped steps; return the reason to stop, if any. Raises UserError if guards halt."""
         stop: str | None = None
         for step, values in reports:
             loss, _, *rest = values
@@ -447,14 +440,14 @@ class CanonTrainer(torchtitan.train.Trainer):
                 facts |= {"in_a_row": int(counters[IN_A_ROW])}
                 self.metrics_processor.event("skip", step=step, **facts)
                 self.session.note(skipped_steps=self.skipped_steps)
-                logger.warning(f"step {step} is skipped: {facts}")
+                logger.warning(f"skipped step {step}: {facts}")
             if counters[HALTED]:
                 self._stop_on_bad_steps(step, counters)
         return stop
 
     def _stop_on_bad_steps(self, step: int, counters: list[float]) -> None:
-        """End the run on the state from before the bad steps in a row, all skipped; UserError."""
-        # a launch that began between bad steps knows none from before itself
+        """Save the state from before the consecutive bad steps, then raise UserError."""
+        # a launch that resumed between bad steps has no earlier state
         good = max(step - int(counters[IN_A_ROW]), self._host_states[0][0])
         self.checkpointer.roll_back(good)
         parts = (self, self.lr_schedulers, self.dataloader)
@@ -464,32 +457,28 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.guards.counters.copy_(self.guards.counters_before_bad_steps())
         if good:
             self._save_last()
-        self.skipped_steps = int(self.guards.counters[SKIPPED])  # those of the streak are retaken
-        skipped, in_a_row = self.skipped_steps, int(counters[IN_A_ROW])
+        # without the bad steps, which the next launch retries
+        self.skipped_steps = skipped = int(self.guards.counters[SKIPPED])
         self.metrics_processor.event("halt", step=step, good_step=good, skipped_steps=skipped)
-        kept = f"the state from before them is checkpoint/step-{good}"
-        raise UserError(
-            "todo.trainer",
-            f"the loss or gradient of {in_a_row} steps in a row, the last of them step {step}, was "
-            f"not finite; {kept if good else 'it was so from the first step'}. Look at their data "
-            "and learning rate (guards.max_bad_steps); the same command tries them again",
-            shared=True,
-        )
+        text = f"loss or gradient norm not finite in {int(counters[IN_A_ROW])} consecutive steps, "
+        text += f"the last {step} (guards.max_bad_steps); last good state: step {good}. Check "
+        text += "their data and the learning rate; the same command retries them"
+        raise UserError("train.not_finite", text, shared=True, step=step, good_step=good)
 
     @contextlib.contextmanager
     def _hang_watchdog(self) -> Iterator[Any]:
-        """Yield what a step calls: if none follows in time, all stacks go to RUN/comm_traces."""
+        """Yield a function to call after each step; dump all stacks if the next call is late."""
         comm = self.job_config.comm
         path = self.folder.path / comm.save_traces_folder / f"rank_{dist.get_rank()}.stacks.txt"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)  # a launch that this one replaces may still have it open
+            path.unlink(missing_ok=True)  # a replaced launch may still have it open
             file = open(path, "w")
         except OSError as error:
-            logger.warning(f"stacks of a hang would not be written: {path}: {error.strerror}")
+            logger.warning(f"no stack dumps of hangs: {path}: {error.strerror}")
             yield lambda: None
             return
-        limit_s = 0.8 * comm.train_timeout_seconds  # before the collectives' own ends the process
+        limit_s = 0.8 * comm.train_timeout_seconds  # earlier than the collectives' timeout
         try:
             yield lambda: faulthandler.dump_traceback_later(limit_s, file=file)
         finally:

@@ -1,7 +1,7 @@
 """Held-out loss while training: the same windows at every step, seed, architecture and world size.
 
-The windows are those that `python -m eval run --suite validation` scores, dealt out to the ranks,
-which take as many forward passes. Losses are plain cross-entropy in float32, summed in float64.
+The windows are those of `python -m eval run --suite validation`, distributed over the ranks, which
+run equally many forward passes. Losses are cross-entropy in float32, summed in float64.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ MAX_TOKENS = 1 << 21
 
 
 def num_windows(job: CanonJobConfig) -> int | None:
-    """Return how many windows are scored at a time; None for all. Default: `Validation.windows`."""
+    """Return the number of windows per validation, None for all; see `Validation.windows`."""
     given = job.validation.windows
     if given is not None:
         return None if given < 0 else given
@@ -55,7 +55,7 @@ def num_windows(job: CanonJobConfig) -> int | None:
 
 
 def _window_counts(job: CanonJobConfig, sources: Sequence[TokenShards | None]) -> list[int | None]:
-    """Return how many windows of each source that is there are scored, by the mixture's shares."""
+    """Return the number of windows per existing source, by the mixture's shares; None for all."""
     shares = [1.0] if job.validation.path else job.data.shares
     weights = map(exact_weight, shares)
     found = [(s, w) for s, w in zip(sources, weights, strict=True) if s is not None]
@@ -67,10 +67,7 @@ def _window_counts(job: CanonJobConfig, sources: Sequence[TokenShards | None]) -
 
 
 class CanonValidator(BaseValidator):
-    """Scores this rank's windows of `parts`, the held-out part of each folder that has one.
-
-    They are read at once, and passed on in the rows of a training step, padded if compiled.
-    """
+    """Score this rank's windows of `parts`, the held-out splits; reads them all at once."""
 
     def __init__(
         self, job: CanonJobConfig, parts: Sequence[TokenShards | None], rank: int, world_size: int
@@ -93,7 +90,7 @@ class CanonValidator(BaseValidator):
         if not (job.compile.enable and "model" in job.compile.components):
             rows = min(rows, -(-self.num_windows // world_size))
         self.num_passes = -(-self.num_windows // (rows * world_size))
-        # token ids and, behind a window's end, nothing to predict; int32 is half the memory
+        # token ids, padded with IGNORE_INDEX; int32 to halve the memory
         self._windows = torch.full((self.num_passes, rows, length), IGNORE_INDEX, dtype=torch.int32)
         self._sources = torch.zeros((self.num_passes, rows), dtype=torch.int64)
         for index, (source, offset, count) in enumerate(places):
@@ -106,7 +103,6 @@ class CanonValidator(BaseValidator):
             part.close()
 
     def should_validate(self, step: int) -> bool:
-        """Return whether `step` is one of every `validation.freq`, or the run's last."""
         return step > 0 and (step % self.job_config.validation.freq == 0 or step == self._last_step)
 
     @torch.no_grad()
@@ -121,23 +117,23 @@ class CanonValidator(BaseValidator):
             is_predicted_BT = labels_BT != IGNORE_INDEX
             rows_2B = torch.stack([nats_BT.double().sum(1), is_predicted_BT.double().sum(1)])
             is_of_BS = F.one_hot(source_B, shape[1]).bool().to(device_type)
-            # no product: NaN in one source would be NaN in all
+            # not a product, in which a source's NaN would spread to all
             sums += torch.where(is_of_BS, rows_2B[:, :, None], 0.0).sum(1)
         for module in model.modules():
-            if isinstance(module, FSDPModule):  # the last unit stays gathered for a backward pass
+            if isinstance(module, FSDPModule):  # the last unit stays gathered for a backward
                 module.reshard()
         dist.all_reduce(sums)
         nats_S, counts_S = sums.tolist()
         return [(nats, round(count)) for nats, count in zip(nats_S, counts_S, strict=True)]
 
     def loss(self, sums: Sequence[tuple[float, int]]) -> HeldOutLoss:
-        """Return the mean over all sources of what `measure` returns."""
+        """Return the mean loss over all sources, from the result of `measure`."""
         nats, counts = zip(*sums, strict=True)
         return held_out_loss(nats, counts, self._bytes_per_token)
 
     def validate(self, model_parts: list[nn.Module], step: int) -> dict[str, Any]:
-        """Score the model, on all ranks at once; returns the fields of the log's event."""
-        if device_type == "cuda":  # the step that still runs is not counted as validation
+        """Score the model and return the fields of the log event; collective."""
+        if device_type == "cuda":  # so that the running step does not count as validation time
             torch.cuda.synchronize()
         begin = time.perf_counter()
         with record_function(VALIDATION):
@@ -153,8 +149,8 @@ class CanonValidator(BaseValidator):
 
 
 def is_validation_logged(log_file: Path, step: int) -> bool:
-    """Return whether the log has a validation of `step` that no later launch went back over."""
-    with contextlib.suppress(UnreadableFile):  # a second one does no harm
+    """Return whether the log has a validation of `step` that no later launch has undone."""
+    with contextlib.suppress(UnreadableFile):  # then validate again, which is harmless
         events = read_log(log_file)
         return any((each["event"], each.get("step")) == ("validation", step) for each in events)
     return False

@@ -1,4 +1,4 @@
-"""What a run is: which changes are refused, by which names, and which are only noted."""
+"""A run's identity: which changes are refused, allowed by name, or only noted."""
 
 import os
 import shutil
@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import canon_pretrain
-from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.source import code_hashes
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.launch import check_identity, code_changes, config_changes, run_identity
-from tests.support import ROOT
+from tests.support import ROOT, refused
 
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
 
@@ -25,7 +25,7 @@ def job(*more: object, config: str = DEBUG) -> CanonJobConfig:
 
 
 def recorded(folder: Path, *more: object, config: str = DEBUG) -> RunFolder:
-    """A run folder whose config.json is that of a first launch."""
+    """Return a run folder with the config.json of a first launch."""
     first = job(*more, config=config)
     run = RunFolder(folder)
     run.write_config(first.to_dict(), run_identity(first, "shards"))
@@ -41,7 +41,7 @@ def test_the_same_experiment_again_is_the_same_run(config, tmp_path):
 
 
 def test_code_is_compared_by_its_files(tmp_path):
-    """Issue 17, item 26: a loss times 1.7, in a copy of the package as an installation makes it."""
+    """An edited file, a new one, and one that training does not use."""
     package = Path(canon_pretrain.__file__).parent
     copied = tmp_path / "site-packages" / "canon_pretrain"
     shutil.copytree(package, copied, ignore=shutil.ignore_patterns("__pycache__"))
@@ -49,7 +49,7 @@ def test_code_is_compared_by_its_files(tmp_path):
     assert code_hashes(copied) == code
     run, first = RunFolder(tmp_path / "run"), job()
     run.write_config(first.to_dict(), run_identity(first, "shards"))
-    assert code_changes(run, code, refuse=True) == {}, "older than the record"
+    assert code_changes(run, code, refuse=True) == {}  # a run without a record
     run.write_config(first.to_dict(), run_identity(first, "shards"), code)
     assert code_changes(run, code, refuse=True) == {}
     loss = copied / "titan" / "spec.py"
@@ -59,12 +59,12 @@ def test_code_is_compared_by_its_files(tmp_path):
     changed = code_changes(run, code_hashes(copied), refuse=False)
     assert changed.keys() == {"titan/spec.py", "titan/more.py"}
     assert changed["titan/more.py"][0] is None
-    with pytest.raises(UserError, match=r"titan/spec\.py.*--run\.allow_changes code"):
+    with refused("run.code_changed", files=sorted(changed)):
         code_changes(run, code_hashes(copied), refuse=True)
 
 
+@pytest.mark.system
 def test_the_code_that_is_hashed_is_what_the_trainer_imports():
-    """Issue 17, item 26."""
     words = "from canon_pretrain.titan.device import prepare_device as prepare; prepare(); "
     words += "import sys, canon_pretrain.train, canon_pretrain.titan.trainer; "
     words += "print(*(module.__file__ for name, module in sys.modules.items() "
@@ -96,22 +96,19 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("name", "old", "new"), CHANGES)
-def test_what_would_change_the_run_is_refused_until_it_is_named(name, old, new, tmp_path):
+def test_a_change_is_refused_until_it_is_named(name, old, new, tmp_path):
     run = recorded(tmp_path)
     identity = run_identity(job(f"--{name}", new), "others")
-    with pytest.raises(UserError) as refused:
-        check_identity(run, identity, ["data_fingerprint"])  # of two changes one
-    message, _, way_out = str(refused.value).partition("--run.allow_changes ")
-    assert f"{name}: {old!r} -> {new!r}" in message and "data_fingerprint" not in message
-    assert way_out.split() == sorted([name, "data_fingerprint"])
     changes = {"data_fingerprint": ["shards", "others"], name: [old, new]}
+    with refused("run.changed", changes={name: [old, new]}, allow=sorted(changes)):
+        check_identity(run, identity, ["data_fingerprint"])
     assert check_identity(run, identity, [",".join(changes)]) == changes
 
 
 def test_a_name_that_no_run_has_is_refused_even_in_a_new_folder(tmp_path):
-    for name in ("optimizer.rate", "metrics.log_freq"):
-        with pytest.raises(UserError, match=f"names {name}, which is not part"):
-            check_identity(RunFolder(tmp_path), run_identity(job(), "shards"), [name])
+    names = ["optimizer.rate", "metrics.log_freq"]
+    with refused("run.unknown_change", names=names):
+        check_identity(RunFolder(tmp_path), run_identity(job(), "shards"), names)
 
 
 def test_all_else_is_only_noted(tmp_path):
@@ -126,7 +123,7 @@ def test_all_else_is_only_noted(tmp_path):
     }
 
 
-def test_a_key_that_an_earlier_version_did_not_have_was_at_its_default(tmp_path):
+def test_a_key_unknown_to_an_older_run_was_at_its_default(tmp_path):
     run = recorded(tmp_path)
     stored = run.read_config()
     del stored["identity"]["model.ffn"], stored["config"]["validation"]["windows"]
@@ -135,14 +132,14 @@ def test_a_key_that_an_earlier_version_did_not_have_was_at_its_default(tmp_path)
     same, other = job(), job("--model.ffn", "standard", "--validation.windows", 8)
     assert check_identity(run, run_identity(same, "shards"), []) == {}
     assert config_changes(run, same.to_dict()) == {}
-    with pytest.raises(UserError, match="model.ffn: 'gated' -> 'standard'"):
+    with refused("run.changed", changes={"model.ffn": ["gated", "standard"]}):
         check_identity(run, run_identity(other, "shards"), [])
     assert config_changes(run, other.to_dict())["validation.windows"] == [None, 8]
-    # what has no default changed, as far as anybody can know
+    # a key without a default counts as changed
     del stored["identity"]["optimizer.eps"]
     run.write_config(stored["config"], stored["identity"])
-    with pytest.raises(UserError, match="optimizer.eps: None -> 1e-06"):
+    with refused("run.changed", changes={"optimizer.eps": [None, 1e-6]}):
         check_identity(run, run_identity(same, "shards"), [])
     run.config_file.write_text("{")
-    with pytest.raises(UserError, match=r"config\.json is damaged"):
+    with refused("file.unreadable", kind=UnreadableFile, path=run.config_file):
         check_identity(run, run_identity(same, "shards"), [])

@@ -1,4 +1,4 @@
-"""Every variant trains: sharded over two ranks, it takes the steps that the whole model takes."""
+"""Every variant trains: sharded over two ranks, it takes the steps of the unsharded model."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.config import Data, Loss
@@ -16,7 +15,7 @@ from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import build_dataloader, open_shards
 from tests.ranks import assert_same_run, events, launch, whole_state
 from tests.sharded import assert_equal_steps, on_ranks, sharded_steps, whole_steps
-from tests.support import EOS_ID, ROOT, VOCAB_SIZE, debug_run, token_documents
+from tests.support import EOS_ID, ROOT, VOCAB_SIZE, debug_run, refused, token_documents
 from tests.variants import VARIANTS
 
 RANKS = 2
@@ -30,7 +29,7 @@ LOSSES = [
 
 
 def loss_of(name: str) -> Loss:
-    """Each variant with one of the three losses, in turn."""
+    """Assign one of LOSSES to each variant in turn."""
     return LOSSES[list(VARIANTS).index(name) % len(LOSSES)]
 
 
@@ -51,12 +50,13 @@ def _train_on_rank(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """What each rank has of each variant's steps."""
+    """The steps of each variant, by rank."""
     folder = tmp_path_factory.mktemp("variants")
     on_ranks(_train_on_rank, RANKS, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", VARIANTS)
 def test_it_takes_the_steps_of_the_whole_model(trained, name):
     whole = whole_steps(VARIANTS[name], loss_of(name))
@@ -64,7 +64,7 @@ def test_it_takes_the_steps_of_the_whole_model(trained, name):
     assert whole.losses[0] != whole.losses[1]
 
 
-def test_documents_must_end_with_the_token_that_the_model_looks_for(tmp_path):
+def test_documents_must_end_with_the_models_eos_id(tmp_path):
     folders = [tmp_path / "one", tmp_path / "two"]
     for seed, folder in enumerate(folders):
         documents = [np.where(ids == EOS_ID, 5, ids) for ids in token_documents(seed, 3, 200)]
@@ -73,13 +73,11 @@ def test_documents_must_end_with_the_token_that_the_model_looks_for(tmp_path):
     for data in (Data(path=str(folders[0])), Data(paths=list(map(str, folders)), weights=[1, 1])):
         job.data = data
         job.model.document_mask, job.model.eos_id = True, None
-        message = rf"model.eos_id = 2, but documents of {folders[0]} end with 5: set model.eos_id ="
-        with pytest.raises(UserError, match=message):
+        with refused("data.eos_id", folder=str(folders[0]), expected=5):
             open_shards(job)
-        job.model.eos_id = 5
-        open_shards(job).close()
-        job.model.document_mask, job.model.eos_id = False, None  # nobody asks which it is
-        open_shards(job).close()
+        for mask, eos_id in ((True, 5), (False, None)):
+            job.model.document_mask, job.model.eos_id = mask, eos_id
+            open_shards(job).close()
 
 
 TOGETHER = (
@@ -89,6 +87,7 @@ TOGETHER = (
 )
 
 
+@pytest.mark.system
 def test_many_of_them_together_resume_bitwise(data_folder, tmp_path):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     for run, stop_at in ((straight, 4), (resumed, 2), (resumed, 4)):
@@ -96,7 +95,7 @@ def test_many_of_them_together_resume_bitwise(data_folder, tmp_path):
         launch(*words, output=tmp_path / "out")
     assert_same_run(resumed, straight, step=4)
 
-    # the first step is that of the whole model on the whole batch, as the log names it
+    # the first logged step is that of the unsharded model on the global batch
     job = parse_job([*map(str, (*debug_run(data_folder, straight), *TOGETHER))])
     model = Transformer(job.model_args)
     model.init_weights()
@@ -112,7 +111,7 @@ def test_many_of_them_together_resume_bitwise(data_folder, tmp_path):
     assert first["loss"] == pytest.approx(each.mean().item(), rel=1e-6)
     assert first["objective"] == pytest.approx(objective.item(), rel=1e-6)
     assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
-    # cst-Canon is in the checkpoint as it was, and has no moments
+    # cst-Canon is unchanged in the checkpoint and has no moments
     state = whole_state(straight / "checkpoint" / "step-4")
     assert not [name for name in state if name.startswith("optimizer.") and "canon_" in name]
     for name, value in model.named_parameters():
@@ -120,8 +119,8 @@ def test_many_of_them_together_resume_bitwise(data_folder, tmp_path):
 
 
 @pytest.mark.system
-def test_a_stable_rate_can_be_held_longer_or_decayed_from(data_folder, tmp_path):
-    """WSD: the README's two commands, from a checkpoint before the decay."""
+def test_a_stable_rate_is_prolonged_or_decayed_from(data_folder, tmp_path):
+    """WSD: branch off, or prolong, from a checkpoint before the decay."""
     run, branch, long = (tmp_path / name for name in ("run", "branch", "long"))
 
     def train(folder: Path, steps: int, *words: object) -> list[dict[str, Any]]:

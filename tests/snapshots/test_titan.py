@@ -1,0 +1,69 @@
+"""The wording of the trainer's console, startup warnings and dry run."""
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import rich.console
+import torch
+
+from canon_pretrain.titan import dry_run
+from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.console import Console
+from canon_pretrain.titan.dry_run import Device, startup_warnings
+from canon_pretrain.train import main
+from tests.support import ROOT
+
+CONFIG = str(ROOT / "train_configs" / "nope_canon.toml")
+FIELDS: dict[str, Any] = {"step": 240, "loss": 3.25, "grad_norm": 0.837, "lr": 2.52e-3}
+FIELDS |= {"tokens_per_second": 5047.4, "seconds_per_step": 15.0, "data_wait": 0.0123}
+FIELDS |= {"memory_gib": 54.2, "tokens": 512_000, "skipped_steps": 2, "restarts": 1}
+HELD_OUT: dict[str, Any] = {"step": 200, "loss": 3.5, "bits_per_byte": 1.75}
+HELD_OUT |= {"tokens_scored": 131072, "seconds": 1.25}
+
+
+def show_events(console: Console) -> None:
+    for k in range(600):
+        console.event("step", FIELDS | {"loss": 10.0 - k / 100})
+    console.event("step", FIELDS | {"step": 250, "mfu": 0.451})
+    console.event("checkpoint", {"step": 250, "bytes": 14_700_000, "seconds": 0.25})
+    console.event("skip", {"step": 249, "reason": "not finite [x]\x1b[2J\n"})
+    console.event("validation", HELD_OUT)
+
+
+def test_plain_lines(caplog, snapshot):
+    console = Console(500, 255)
+    with caplog.at_level(logging.INFO, logger="root"):
+        console.begin(0)
+        show_events(console)
+        console.end()
+    assert [record.getMessage() for record in caplog.records][-3:] == snapshot
+
+
+def test_live_view(snapshot):
+    view = Console(500, 500)
+    show_events(view)
+    console = rich.console.Console(width=100, color_system="standard", force_terminal=True)
+    lines = ["".join(part.text for part in line).rstrip() for line in console.render_lines(view)]
+    text = re.sub(r"\d\d:\d\d:\d\d", "HH:MM:SS", "\n".join(lines))
+    assert re.sub(r"\d+ s ago", "N s ago", text) == snapshot
+
+
+def test_startup_warnings(snapshot, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(dry_run, "has_accelerator", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    job, device = parse_job(["--config", CONFIG]), Device("H100", 79.6, 4e14, "40% MFU")
+    assert [*startup_warnings(job, device, 1)] == snapshot
+
+
+@pytest.mark.parametrize("config", ["nope_canon", "quickstart"])
+def test_dry_run(config, snapshot, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(dry_run, "has_accelerator", lambda: False)
+    monkeypatch.setattr(dry_run, "available_cores", lambda: 2)
+    monkeypatch.setattr(dry_run, "available_memory", lambda: 16 * 2**30)
+    words = "--data.path= --dry_run --gpu H200 --world 8 --mfu 0.5 --loss.z_loss 1e-4"
+    main(["--config", str(ROOT / "train_configs" / f"{config}.toml"), *words.split()])
+    assert capsys.readouterr().out == snapshot
