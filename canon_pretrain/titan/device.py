@@ -104,19 +104,9 @@ def bind_device() -> None:
 
     gpu = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(gpu)
-<<<<<<< HEAD
-    if os.environ.get("NUMA_BINDING") != "0":
-        set_cpu_affinity(numa_cores(gpu))
-
-
-def set_cpu_affinity(cores: set[int]) -> None:
-    """Keep this process on those of `cores` that it may use, if any."""
-    if allowed := cores & os.sched_getaffinity(0):
-=======
     if os.environ.get("NUMA_BINDING") == "0":
         return
-    if cores := near_cores(gpu) & os.sched_getaffinity(0):
->>>>>>> 7b13541 (Give the trainer's errors codes; plain English; --help on one screen; test codes, not prose)
+    if cores := numa_cores(gpu) & os.sched_getaffinity(0):
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError):  # the thread has ended
                 os.sched_setaffinity(int(thread), cores)
