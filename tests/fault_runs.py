@@ -1,4 +1,4 @@
-"""What tests of the fault table share: launches of a run, an unharmed one to copy, and damage."""
+"""Helpers of the fault tests: launches of a run, an unharmed one to copy, and damage."""
 
 import functools
 import os
@@ -47,7 +47,7 @@ def wrap(
     before: Callable[..., object] = lambda *arguments: None,
     after: Callable[..., object] = lambda *arguments: None,
 ) -> None:
-    """Have `before` and `after` called, with the same arguments, around each `owner.name`."""
+    """Call `before` and `after`, with the same arguments, around each `owner.name`."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -62,7 +62,7 @@ def wrap(
 
 @functools.cache
 def unharmed_run(data: Path) -> Path:
-    """A finished debug run of 2 ranks with checkpoints of steps 2, 4 ... 12; one for all files."""
+    """Return a finished debug run of 2 ranks with checkpoints of steps 2, 4 ... 12; one for all."""
     folder = data.with_name("unharmed")
     trial = Trial(data, folder)
     trial.launch(*EVERY_2)
@@ -70,7 +70,7 @@ def unharmed_run(data: Path) -> Path:
 
 
 def copy(base: Path, target: Path, *, last: int = STEPS) -> Path:
-    """A copy of the run without the checkpoints after step `last`."""
+    """Copy a run without the checkpoints after step `last`."""
     shutil.copytree(base, target)
     for step in CheckpointFolder(target / "checkpoint").steps():
         if step > last:
@@ -87,7 +87,7 @@ def steps(run: Path) -> list[int]:
 
 
 def quarantine(run: Path) -> dict[str, str]:
-    """What was set aside, and why."""
+    """Return the names and reasons of quarantined checkpoints."""
     found = CheckpointFolder(run / "checkpoint").quarantined()
     return {entry.path.name: entry.reason for entry in found}
 
@@ -130,7 +130,7 @@ def a_folder(path: Path) -> None:
 def start_torchrun(
     *arguments: object, output: IO[str], environment: dict[str, str] | None = None, ranks: int = 2
 ) -> subprocess.Popen[bytes]:
-    """The trainer, under torchrun for more than one rank."""
+    """Start the trainer, under torchrun for more than one rank."""
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     command = [sys.executable, "-m", *launcher * (ranks > 1), "canon_pretrain.train"]
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}

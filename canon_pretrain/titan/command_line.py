@@ -47,7 +47,7 @@ def parse_job(arguments: Sequence[str], *, quiet: bool = False) -> CanonJobConfi
         if not quiet:
             _print_help(base, everything=options.help_all)
         raise SystemExit(0)
-    job = _apply(overrides, base)
+    job = _apply(overrides, base) if overrides else base  # building tyro's parser is slow
     job.job.config_file = str(options.path)
     check_job(job)
     return job

@@ -1,4 +1,4 @@
-"""kill -9 in the middle of a save, at every moment of it: nothing that was saved is lost."""
+"""kill -9 at every moment of a save: nothing that was saved is lost."""
 
 import os
 import signal
@@ -69,7 +69,7 @@ LEFT_BEHIND: dict[str, set[str]] = {
     "the manifest is next": DATA | {".metadata"},
     "the rename is next": DATA | {".metadata", "manifest.json"},
 }
-"""By moment: what must lie in the temporary folder when rank 0 was killed in it."""
+"""By moment: files in the temporary folder after rank 0 was killed."""
 ALL_AT_ONCE = [(moment, ALL) for moment in (*LEFT_BEHIND, "it is renamed")]
 
 
@@ -77,12 +77,12 @@ ALL_AT_ONCE = [(moment, ALL) for moment in (*LEFT_BEHIND, "it is renamed")]
     "kills",
     [
         pytest.param(ALL_AT_ONCE, id="all"),
-        pytest.param(ONE_RANK, id="one", marks=pytest.mark.system),
+        pytest.param(ONE_RANK, id="one"),
     ],
 )
-def test_killed_at_any_moment_of_a_save_the_next_launch_goes_on(base, trial, kills):
-    """One run, killed in the second save of launch after launch, ends as if nothing had been."""
-    run, step, expected = trial.run, 0, ""
+def test_a_launch_killed_at_any_moment_of_a_save_is_resumed(base, trial, kills):
+    """A run killed in the second save of each launch ends bitwise as an undisturbed one."""
+    run, step = trial.run, 0
     every_step = (*EVERY_2, "--checkpoint.interval", 1)
     for moment, victims in kills:
         target = step + 2
@@ -92,30 +92,27 @@ def test_killed_at_any_moment_of_a_save_the_next_launch_goes_on(base, trial, kil
             before=(die_while_saving, moment, target, victims, trial.folder / "pids"),
         )
         assert all(ended.codes[victim] == -signal.SIGKILL for victim in victims), ended
-        assert not ended.succeeded and expected in ended.output, (moment, ended)
+        assert not ended.succeeded, (moment, ended)
         assert_dead_or_failed(run, ended)
         assert resumed_from(run)[-1:] == ([step] if step else [])
         saving = CheckpointFolder(run / "checkpoint").saving_path(target)
-        step, expected = target if moment == "it is renamed" else target - 1, ""
+        step = target if moment == "it is renamed" else target - 1
         if step == target or 0 not in victims:
-            assert not saving.exists(), "rank 0 takes away what it lives to see fail"
+            assert not saving.exists()
         else:
             assert {path.name for path in saving.iterdir()} >= LEFT_BEHIND[moment]
             half = [path for path in saving.glob("*.distcp") if path.stat().st_size]
-            assert half or moment != "a file is half written"
-            kept = run / "checkpoint" / "quarantine" / f"{saving.name}.1"
-            expected = f"{saving.name} is a save that was interrupted; it was moved to {kept}"
+            assert half or "half" not in moment
         assert steps(run)[-1] == step
         verify(checkpoint(run, step))
-    ended = trial.launch(*every_step)
-    assert expected in ended.output
+    trial.launch(*every_step)
     assert resumed_from(run)[-1] == step
     assert_same_run(run, base, step=STEPS)
-    assert len(quarantine(run)) <= 1, "older interrupted saves would fill the disk"
+    assert len(quarantine(run)) <= 1  # else interrupted saves would fill the disk
 
 
 def assert_dead_or_failed(run: Path, ended: Ended) -> None:
-    """status.json after a failed launch: rank 0 says why, if it lived to say it."""
+    """Check status.json: rank 0 records its reason, unless it was killed."""
     found = status(run)
     if ended.codes[0] == -signal.SIGKILL:
         assert found.state == "running"
@@ -126,7 +123,7 @@ def assert_dead_or_failed(run: Path, ended: Ended) -> None:
 
 
 def die_in_the_background(rank: int, step: int, steps_later: int, pids: Path) -> None:
-    """Hold the background write of `step` until the trainer has gone on, then kill both ranks."""
+    """Block the background write of `step` for `steps_later` steps, then kill both ranks."""
     reached = [0]
 
     def at_step(trainer: CanonTrainer, data: object) -> None:
@@ -136,7 +133,7 @@ def die_in_the_background(rank: int, step: int, steps_later: int, pids: Path) ->
         deadline = time.monotonic() + 60
         if rank == 0 and f".saving-step-{step}" in str(file._file.name):
             while reached[0] < step + steps_later:
-                assert time.monotonic() < deadline, "the trainer waits for the background write"
+                assert time.monotonic() < deadline  # else the trainer waits for the write
                 time.sleep(0.01)
 
     wrap(CanonTrainer, "train_step", before=at_step)
@@ -151,9 +148,9 @@ def test_killed_in_the_background_write_of_an_async_save(base, trial):
         *command, check=False, before=(die_in_the_background, 3, 2, trial.folder / "pids")
     )
     assert ended.codes == [-signal.SIGKILL] * 2, ended
-    assert events(run, "step")[-1]["step"] >= 4, "the write is not in the background"
+    assert events(run, "step")[-1]["step"] >= 4  # the write was in the background
     assert steps(run) == [2]
-    ended = trial.launch(*command)
-    assert ".saving-step-3 is a save that was interrupted" in ended.output
+    trial.launch(*command)
+    assert [*quarantine(run)] == [".saving-step-3.1"]
     assert resumed_from(run) == [2, 2]
     assert_same_run(run, base, step=STEPS)

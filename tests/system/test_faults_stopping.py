@@ -1,4 +1,4 @@
-"""Ends that nobody planned: signals, STOP, two launches on one folder, a rank that hangs."""
+"""Stopping a launch: signals, STOP, a second launch on its folder, a rank that hangs."""
 
 import json
 import os
@@ -8,8 +8,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
@@ -23,15 +21,15 @@ from tests.fault_runs import EVERY_2, Trial, start_torchrun, steps, wait_for, wr
 from tests.ranks import Launch, assert_refused, assert_same_run, events, logged_step, status
 
 LONG = ("--training.steps", 400, "--checkpoint.interval", 1000, "--run.heartbeat_s", 0.2)
-"""More steps than any launch here takes; the only checkpoint is the one left at the end."""
+"""More steps than any launch here takes; the only checkpoint is the last one."""
 
 
 def check_stopped(folder: Path, reason: str, before: list[int]) -> int:
-    """That the last launch stopped cleanly by `reason`; the step of its one checkpoint."""
+    """Check that the last launch stopped by `reason`; return the step of its one checkpoint."""
     (step,) = set(steps(folder)) - set(before)
-    said, run = status(folder), RunFolder(folder)
+    found, run = status(folder), RunFolder(folder)
     last = events(folder)[-1]
-    assert (said.state, said.reason, said.step) == ("stopped", reason, step)
+    assert (found.state, found.reason, found.step) == ("stopped", reason, step)
     assert (last["event"], last["reason"], last["step"]) == ("stop", reason, step)
     assert logged_step(folder) == step
     assert not any(path.exists() for path in (run.done_file, run.lock_file, run.stop_file))
@@ -39,7 +37,7 @@ def check_stopped(folder: Path, reason: str, before: list[int]) -> int:
 
 
 def slow_steps(rank: int, seconds: float, marker: Path | None = None) -> None:
-    """Every step takes `seconds` longer: time to hit one, from when `marker` is made."""
+    """Make every step `seconds` longer; `marker` exists once one has begun."""
 
     def dawdle(*arguments: object) -> None:
         if marker is not None and rank == 0:
@@ -50,15 +48,15 @@ def slow_steps(rank: int, seconds: float, marker: Path | None = None) -> None:
 
 
 def slow_write(rank: int) -> None:
-    """A disk that takes a second for each rank's files."""
+    """Delay the write of each rank's files by a second."""
     wrap(VerifiedWriter, "write_data", before=lambda *arguments: time.sleep(1))
 
 
 SIGNALS = [(signal.SIGTERM, 1), (signal.SIGINT, 0), (signal.SIGUSR1, 1), (signal.SIGUSR2, 0)]
 
 
-def test_a_signal_to_one_rank_stops_all_after_one_step_and_nothing_is_lost(trial):
-    """Four launches, each ended by another signal; the fifth stands where a straight run does."""
+def test_a_signal_to_one_rank_stops_all_after_one_step(trial):
+    """Four launches, each ended by another signal; the fifth equals an uninterrupted run."""
     run, straight = trial.run, Trial(trial.data, trial.folder / "straight")
     step = 0
     for number, rank in SIGNALS:
@@ -68,7 +66,6 @@ def test_a_signal_to_one_rank_stops_all_after_one_step_and_nothing_is_lost(trial
         started.send(number, [rank])
         ended = started.wait()
         assert ended.codes == [0, 0], ended.output
-        assert f"by {number.name}; the same command goes on from here" in ended.output
         step = check_stopped(run, number.name, before)
     assert [e["from_step"] for e in events(run, "resume")] == steps(run)[:3]
     last = ("--run.stop_at", step + 2)
@@ -77,7 +74,7 @@ def test_a_signal_to_one_rank_stops_all_after_one_step_and_nothing_is_lost(trial
     assert_same_run(run, straight.run, step=step + 2)
 
 
-def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(trial):
+def test_a_stop_file_an_old_one_and_a_second_ctrl_c(trial):
     run = trial.run
     stop = RunFolder(run).stop_file
     first = trial.start(*LONG)
@@ -86,14 +83,13 @@ def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(t
     assert first.wait().codes == [0, 0]
     step = check_stopped(run, "the file STOP", [])
 
-    stop.touch()  # by somebody who thought that the run was still on
+    stop.touch()  # too late: the launch has ended
     marker = trial.folder / "in a step"
     second = trial.start(*LONG, before=(slow_steps, 0.7, marker))
     second.wait_for(lambda: logged_step(run) > step)
     marker.unlink(missing_ok=True)
     assert not stop.exists()
-    assert "left over from an earlier launch" in second.text()
-    # a second Ctrl-C does not wait for the step that the first one lets end
+    # a second Ctrl-C does not wait for the end of the step
     second.wait_for(marker.exists)
     second.send(signal.SIGINT, [0])
     time.sleep(0.2)
@@ -105,8 +101,8 @@ def test_a_stop_file_is_obeyed_and_consumed_and_an_old_one_and_a_second_ctrl_c(t
     ended = second.wait()
     assert took < 5
     assert 0 not in ended.codes, ended.output
-    said = status(run)
-    assert (said.state, said.reason.partition(":")[0]) == ("failed", "KeyboardInterrupt")
+    found = status(run)
+    assert (found.state, found.reason.partition(":")[0]) == ("failed", "KeyboardInterrupt")
     assert steps(run) == [step]
 
 
@@ -114,7 +110,6 @@ def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.system
 def test_under_torchrun_a_workers_signal_ends_the_job_with_code_0(trial):
     with open(trial.folder / "output.txt", "w") as output:
         agent = start_torchrun(*trial.command(*LONG), output=output)
@@ -133,21 +128,21 @@ def test_under_torchrun_a_workers_signal_ends_the_job_with_code_0(trial):
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
-def test_a_second_launch_is_refused_and_kill_9_leaves_a_folder_that_can_be_taken_at_once(trial):
+def test_a_second_launch_is_refused_until_kill_9(trial):
     run, command = trial.run, (*LONG, "--checkpoint.interval", 3)
     first = trial.start(*command)
     first.wait_for(lambda: bool(steps(run)))
     holder = json.loads(RunFolder(run).lock_file.read_text())
 
     def files() -> set[Path]:
-        """But for those that the live launch has for a moment."""
+        """Return all files but temporary ones of the live launch."""
         made = {path for path in run.rglob("*") if path.suffix != ".tmp"}
         return {path for path in made if "step-" not in str(path) and path.name[0] != "."}
 
     before = files()
     refused = trial.launch(*command, ranks=1, check=False)
-    assert refused.codes == [2]
-    assert f"in use by another launch (host {holder['host']}, pid {first.pids[0]}" in refused.output
+    assert_refused(refused, "lock.held")
+    assert holder["host"] in refused.output and f"pid {first.pids[0]}" in refused.output
     assert files() == before
     now = logged_step(run)
     first.wait_for(lambda: logged_step(run) > now)  # untouched
@@ -156,12 +151,10 @@ def test_a_second_launch_is_refused_and_kill_9_leaves_a_folder_that_can_be_taken
     assert first.wait().codes == [-9, -9]
     assert RunFolder(run).lock_file.exists()
     newest = steps(run)[-1]
-    again = trial.launch(*command, "--run.stop_at", newest + 1)
-    assert "took over from" in again.output
-    assert "its process is gone" in again.output
+    trial.launch(*command, "--run.stop_at", newest + 1)
     assert events(run)[-1]["event"] == "stop"
     assert [e["from_step"] for e in events(run, "resume")] == [newest]
-    assert status(run).launches == 2, "the refused one is none"
+    assert status(run).launches == 2  # without the refused one
 
 
 def test_a_restart_of_the_same_slurm_job_takes_over_a_live_launch(trial):
@@ -176,18 +169,16 @@ def test_a_restart_of_the_same_slurm_job_takes_over_a_live_launch(trial):
     began = time.monotonic()
     ended = old.wait()
     assert time.monotonic() - began < 30
-    assert_refused(ended)
-    assert "without saving: another launch took the run folder over" in ended.output
-    ended = new.wait()
-    assert ended.codes == [0] and "restart 1 of the same Slurm job" in ended.output
-    said = status(run)
-    assert (said.state, said.restart_count, said.launches) == ("stopped", 1, 2)
+    assert_refused(ended, "lock.lost")
+    assert new.wait().codes == [0]
+    found = status(run)
+    assert (found.state, found.restart_count, found.launches) == ("stopped", 1, 2)
     assert not RunFolder(run).lock_file.exists()
     assert [e["world_size"] for e in events(run, "resume")] == [1]
 
 
 def commit_after_sleep(rank: int, step: int) -> None:
-    """Sleep between the last look at the lock before the commit of `step` and its rename."""
+    """Stop the process between the last check of the lock and the commit of `step`."""
 
     def sleep(source: Any, target: Any) -> None:
         if Path(target).name == f"step-{step}":
@@ -201,8 +192,8 @@ def stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def test_a_launch_that_was_taken_over_writes_nothing_and_its_save_is_set_aside(trial):
-    """Issue 17, item 13: the first sleeps in its commit of step 6, a second takes over."""
+def test_a_launch_that_lost_its_lock_writes_nothing(trial):
+    """The first stops in its commit of step 6, a second takes over; the save is quarantined."""
     run, command = trial.run, (*EVERY_2, "--run.heartbeat_s", 0.2)
     first = trial.start(*command, before=(commit_after_sleep, 6), ranks=1)
     first.wait_for(lambda: stopped(first.pids[0]))
@@ -215,15 +206,14 @@ def test_a_launch_that_was_taken_over_writes_nothing_and_its_save_is_set_aside(t
     first.send(signal.SIGCONT)
     assert 0 not in first.wait().codes, first.text()
     assert [path.read_bytes() for path in files] == before and steps(run) == [2, 4, 5]
-    # what the second launch found of the save, as if the first had still committed it
+    # as if the first had committed the save in spite of it
     checkpoints = run / "checkpoint"
     (checkpoints / "quarantine" / ".saving-step-6.1").rename(checkpoints / "step-6")
-    third = trial.launch(*command, *changed, ranks=1)
+    trial.launch(*command, *changed, ranks=1)
     assert [e["from_step"] for e in events(run, "resume")] == [4, 5]
     aside = CheckpointFolder(checkpoints).quarantined()[-1]
     assert aside.path.name == "step-6.1" and "launch 1" in aside.reason
     assert [e["checkpoint"] for e in events(run, "quarantine")] == ["step-6"]
-    assert "step-6" in third.output
     assert status(run).state == "done" and steps(run)[-1] == 12
     launches = {s: Manifest.read(checkpoints / f"step-{s}").launch for s in steps(run)}
     assert launches == {2: 1, 4: 1, 5: 2, 6: 3, 8: 3, 10: 3, 12: 3}
@@ -233,40 +223,30 @@ def test_a_launch_that_was_taken_over_writes_nothing_and_its_save_is_set_aside(t
 def test_a_finished_run_started_again_changes_nothing(trial):
     run, command = trial.run, ("--training.steps", 3, "--lr_scheduler.warmup_steps", 1)
     trial.launch(*command, ranks=1)
-    assert RunFolder(run).done_file.read_text() == "3\n"
     assert [e["event"] for e in events(run)][-3:] == ["checkpoint", "validation", "done"]
-    said = status(run)
-    assert (said.state, said.step) == ("done", 3)
 
-    def files() -> dict[Path, tuple[bytes, int]]:
-        left_out = (RunFolder(run).status_file, RunFolder(run).done_file)
-        again = (RunFolder(run).run_file,)  # the launch's number is taken there, and given back
-        return {
-            path: (path.read_bytes(), 0 if path in again else path.stat().st_mtime_ns)
-            for path in run.rglob("*")
-            if path.is_file() and path not in left_out
-        }
+    def files() -> dict[Path, bytes]:
+        paths = (path for path in run.rglob("*") if path.is_file())
+        return {path: path.read_bytes() for path in paths if path.name != "status.json"}
 
     before = files()
-    ended = trial.launch(*command, ranks=1)
-    assert "nothing to do" in ended.output
+    assert before[RunFolder(run).done_file] == b"3\n"
+    trial.launch(*command, ranks=1)
     assert files() == before
-    assert RunFolder(run).done_file.read_text() == "3\n"
-    again = status(run)
-    assert (again.state, again.step, again.launches) == ("done", 3, 2)
+    found = status(run)
+    assert (found.state, found.step, found.launches) == ("done", 3, 2)
 
 
 TIMEOUT_S = 3
 
 
 def hang(started: Launch, folder: Path, ready: Callable[[], bool]) -> tuple[float, bool]:
-    """Stop rank 1 in a step: seconds until rank 0 gives up; whether status.json showed a hang."""
+    """Stop rank 1 in a step; return the seconds until rank 0 ends and if status showed a hang."""
     started.wait_for(ready)
     started.send(signal.SIGSTOP, [1])
     began = time.monotonic()
     hung = False
     while started.processes[0].is_alive() and time.monotonic() < began + TIMEOUT_S + 20:
-        # the process lives and its trainer does not move
         hung = hung or health(status(folder), datetime.now(UTC)) == "hung"
         time.sleep(0.05)
     took = time.monotonic() - began
@@ -277,8 +257,7 @@ def hang(started: Launch, folder: Path, ready: Callable[[], bool]) -> tuple[floa
     return took, hung
 
 
-@pytest.mark.system
-def test_a_hang_ends_after_the_same_time_on_a_fresh_and_on_a_resumed_run(trial, monkeypatch):
+def test_a_hang_ends_by_the_timeout_also_after_a_resume(trial, monkeypatch):
     monkeypatch.setattr(run_status, "HUNG_AFTER_S", 1.0)
     monkeypatch.setattr(run_status, "HUNG_AFTER_STEPS", 1)
     run = trial.run
@@ -295,20 +274,19 @@ def test_a_hang_ends_after_the_same_time_on_a_fresh_and_on_a_resumed_run(trial, 
             lambda: logged_step(run) >= step and bool(steps(run)),  # noqa: B023
         )
         assert 0.7 * TIMEOUT_S < took < TIMEOUT_S + 10
-        assert hung, "no reader could see it"
+        assert hung
         assert status(run).state == "failed"
-        assert steps(run), "the second launch resumes"
+        assert steps(run)
         stacks.append((traces / "rank_0.stacks.txt").read_text())
         assert "Timeout" in stacks[attempt]
         assert "in train_step" in stacks[attempt]
     assert (len(events(run, "start")), len(events(run, "resume"))) == (1, 1)
-    # those of the first launch were not written over by the second
+    # the second launch did not overwrite those of the first
     assert (traces / "launch-1" / "rank_0.stacks.txt").read_text() == stacks[0]
 
 
-@pytest.mark.system
 def test_a_hang_while_a_checkpoint_is_written_ends_as_well(trial):
-    """It is given a few seconds, not the hours that a slow disk may have."""
+    """The save gets CLOSE_TIMEOUT_S, not IO_TIMEOUT."""
     run = trial.run
     limits = ("--comm.train_timeout_seconds", TIMEOUT_S, "--checkpoint.interval", 5)
     saving = run / "checkpoint" / ".saving-step-5"

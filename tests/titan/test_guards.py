@@ -1,4 +1,4 @@
-"""Verdicts on steps against plain Python, the latch, what a checkpoint holds, and the readback."""
+"""StepGuards against plain Python: outliers, the end of a run, and the state in checkpoints."""
 
 import math
 import statistics
@@ -65,7 +65,7 @@ def test_outliers_are_those_of_a_plain_window(norms, sigma, window, max_bad):
     after=st.lists(st.sampled_from([(1.0, 3.0), (NAN, NAN)]), max_size=Readback.LAG),
 )
 def test_the_state_from_before_the_streak_is_exactly_that(before, streak, after):
-    """Also for the steps that follow until the host hears of it."""
+    """Also after steps that follow until the host reads the counters; a new launch continues."""
     guards = StepGuards(Guards(3, 6.0, 4), CPU)
     for loss, norm in [*before, (1.0, 5)]:
         judge(guards, loss, norm)
@@ -76,10 +76,12 @@ def test_the_state_from_before_the_streak_is_exactly_that(before, streak, after)
     assert guards.counters[HALTED] == 1
     assert torch.equal(guards.counters_before_bad_steps(), counters)
     assert torch.equal(guards.norms, norms)
+    guards.load_state_dict({name: value.clone() for name, value in guards.state_dict().items()})
+    assert judge(guards, 1.0, 5) == 0  # a good step: the next launch is not ended at once
 
 
 def test_the_state_comes_back_and_does_not_depend_on_the_window():
-    """A run may change it (`--run.allow_changes guards.outlier_window`)."""
+    """A launch may change the window (`--run.allow_changes guards.outlier_window`)."""
     first, same, other = (
         StepGuards(Guards(outlier_sigma=1.0, outlier_window=n), CPU) for n in (2, 2, 6)
     )
@@ -87,6 +89,6 @@ def test_the_state_comes_back_and_does_not_depend_on_the_window():
         judge(first, 1.0, norm)
     for each in (same, other):
         each.load_state_dict({name: value.clone() for name, value in first.state_dict().items()})
-    assert judge(other, 1.0, 55.0) == 0, "four of six were 50"
-    assert judge(first, 1.0, 55.0) == judge(same, 1.0, 55.0) == 1, "the last two were 1"
+    assert judge(other, 1.0, 55.0) == 0  # four of six were 50
+    assert judge(first, 1.0, 55.0) == judge(same, 1.0, 55.0) == 1  # the last two were 1
     assert torch.equal(first.counters, same.counters) and torch.equal(first.norms, same.norms)

@@ -132,7 +132,8 @@ def test_a_key_unknown_to_an_older_run_was_at_its_default(tmp_path):
     same, other = job(), job("--model.ffn", "standard", "--validation.windows", 8)
     assert check_identity(run, run_identity(same, "shards"), []) == {}
     assert config_changes(run, same.to_dict()) == {}
-    with refused("run.changed", changes={"model.ffn": ["gated", "standard"]}):
+    ffn = {"model.ffn": ["gated", "standard"], "model.ffn_dim": [176, 256]}
+    with refused("run.changed", changes=ffn):
         check_identity(run, run_identity(other, "shards"), [])
     assert config_changes(run, other.to_dict())["validation.windows"] == [None, 8]
     # a key without a default counts as changed
