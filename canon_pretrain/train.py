@@ -118,9 +118,9 @@ def _split_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     try:
         options, rest = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
-        raise UserError("command.invalid", str(error)) from None
+        raise UserError("option.invalid", str(error)) from None
     if not options.dry_run and {options.gpu, options.world, options.mfu} != {None}:
-        raise UserError("command.invalid", "--gpu, --world and --mfu require --dry_run")
+        raise UserError("option.conflict", "--gpu, --world and --mfu require --dry_run")
     return options, rest
 
 

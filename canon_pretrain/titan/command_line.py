@@ -34,7 +34,7 @@ def parse_job(arguments: Sequence[str], *, quiet: bool = False) -> CanonJobConfi
     try:
         options, overrides = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
-        raise UserError("command.invalid", f"{error}. See {PROG} --help") from None
+        raise UserError("option.invalid", f"{error}. See {PROG} --help") from None
     wants_help = options.help or options.help_all
     if options.path is not None:
         path = str(options.path)
@@ -42,7 +42,7 @@ def parse_job(arguments: Sequence[str], *, quiet: bool = False) -> CanonJobConfi
     elif wants_help:
         base = CanonJobConfig()
     else:
-        raise UserError("config.missing", f"no --config FILE.toml given. See {PROG} --help")
+        raise UserError("option.missing", f"no --config FILE.toml given. See {PROG} --help")
     if wants_help:
         if not quiet:
             _print_help(base, everything=options.help_all)

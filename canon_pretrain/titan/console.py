@@ -48,7 +48,6 @@ class Console:
         self._events: deque[str] = deque(maxlen=SHOWN_EVENTS)
 
     def begin(self, step: int) -> None:
-        """Start the view of a run at `step`."""
         self.set_step(step)
         if not is_terminal():
             return
@@ -67,7 +66,6 @@ class Console:
         atexit.register(self.end)
 
     def set_step(self, step: int) -> None:
-        """Show the current step; called after every step."""
         self._step = step
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
@@ -159,7 +157,6 @@ def sparkline(values: Collection[float]) -> str:
 
 
 def _format_fields(fields: Mapping[str, Any], formats: str) -> str:
-    """Format those of `formats` whose field exists."""
     texts = []
     for text in formats.split("|"):
         with contextlib.suppress(KeyError):

@@ -110,7 +110,7 @@ def _resolve_validation(job: CanonJobConfig, parts: Sequence[TokenShards | None]
     text = f"no held-out split in {', '.join(without)} (--holdout): set validation.path"
     if job.validation.enable and without:
         text = f"validation.enable = True, but {text}, or unset validation.enable"
-        raise UserError("data.no_held_out", text, folders=without)
+        raise UserError("data.no_validation", text, folders=without)
     job.validation.enable = len(without) < len(folders)
     return [text] if without else []
 
@@ -233,11 +233,10 @@ class CanonDataLoader(BaseDataLoader):
 
     @property
     def source_tokens(self) -> dict[str, int]:
-        """Tokens that all ranks have drawn so far, by folder name."""
+        """Tokens drawn by all ranks so far, by folder name."""
         return dict(zip(self.loader.source_names, self._state["source_tokens"], strict=True))
 
     def take_digests(self) -> list[int]:
-        """Return a digest of this rank's samples per step since the last call."""
         digests, self._digests = self._digests, []
         return digests
 

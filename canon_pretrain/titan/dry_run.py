@@ -146,7 +146,6 @@ def saved_bytes(
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Return the number of parameters, and of those that are trained."""
     own = [*model.parameters()]
     return sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)
 
@@ -229,7 +228,7 @@ def make_plans(
     check_choice("--gpu", gpu, GPUS)
     if not 0 < mfu <= 1 or world is not None and world < 1:
         text = f"--mfu {mfu} --world {world}: expected a fraction up to 1, and at least 1 rank"
-        raise UserError("command.invalid", text)
+        raise UserError("option.invalid", text)
     sizes = world_sizes(job)
     devices = torch.cuda.device_count() if has_accelerator() else available_cores()
     if ranks == 1:
@@ -263,7 +262,6 @@ def startup_warnings(job: CanonJobConfig, device: Device, world_size: int) -> It
 
 
 def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -> None:
-    """Print the plans as tables."""
     console.print(f"[bold]{job.job.description}[/bold]  (dry run)")
     facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     facts.add_column(style="cyan")
@@ -329,6 +327,5 @@ def _pace(job: CanonJobConfig, plan: Plan) -> str:
 
 
 def _abbreviate(value: float) -> str:
-    """Return a number in billions or millions."""
     unit, word = (1e9, "billion") if value >= 1e9 else (1e6, "million")
     return f"{value / unit:,.2f} {word}"

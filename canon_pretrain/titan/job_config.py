@@ -286,7 +286,6 @@ def check_job(job: CanonJobConfig) -> None:
 
 
 def value_of(job: CanonJobConfig, dotted: str) -> Any:
-    """Return the value of a key such as "training.steps"."""
     return functools.reduce(getattr, dotted.split("."), job)
 
 

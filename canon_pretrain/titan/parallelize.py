@@ -33,7 +33,7 @@ from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.job_config import CanonJobConfig
 
 DEVICE_TYPES = ("cuda",)
-"""Where `auto` tries triton first, and optional backends are checked."""
+"""Where `auto` tries triton, and optional backends are checked."""
 PACKAGES = ("triton", "fla-core", "causal-conv1d")
 
 
@@ -70,10 +70,8 @@ def choose_canon(
     problem, how, is_lost = answer[0]
     if is_lost or (problem is not None and asked != "auto"):
         state = "the GPU is unusable now" if is_lost else f"on {_name(device)}"
-        text = (
-            f'canon_backend = "{asked}": {backend} failed its check, {problem}, {state}. Restart '
-        )
-        text += 'with "auto" or "compiled"'
+        text = f'canon_backend = "{asked}": {backend} failed its check, {problem}, {state}. '
+        text += 'Restart with "auto" or "compiled"'
         raise UserError("canon.backend_failed", text, shared=True, backend=backend, problem=problem)
     if problem is None:
         return CanonChoice(backend, f"{asked}; {how}" if asked == "auto" else how)

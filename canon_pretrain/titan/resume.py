@@ -54,17 +54,20 @@ class RankZero:
         """Return rank 0's result; raise its UserError, or an OSError as one, on all ranks."""
         group = self.group  # create it first: its creation has a shorter timeout than `function`
         answer: list[Any] = [None, None]
+        failure: UserError | None = None
         try:
             if self.rank == 0:
                 answer[0] = function()
         except UserError as error:
-            answer[1] = (error.code, error.message, error.fields)
+            failure = error
         except OSError as error:
-            answer[1] = ("disk.failed", str(error), {})
+            failure = UserError("file.os_error", str(error))
         except BaseException as error:
-            answer[1] = ("rank_zero.failed", f"{type(error).__name__}: {error}", {})
+            failure = UserError("rank_zero.failed", f"{type(error).__name__}: {error}")
             raise
         finally:  # always: the other ranks are waiting
+            if failure is not None:  # without its class, which others may fail to unpickle
+                answer[1] = (failure.code, failure.message, failure.fields)
             dist.broadcast_object_list(answer, src=0, group=group)
         if answer[1] is not None:
             relayed, (code, message, fields) = UserError, answer[1]  # with rank 0's code

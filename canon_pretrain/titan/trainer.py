@@ -117,7 +117,6 @@ class Readback:
         self._queue: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
     def push(self, step: int, values: Tensor) -> None:
-        """Start to copy the 1-D float tensor `values`."""
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned)
         host.copy_(values, non_blocking=True)
         event = torch.cuda.current_stream().record_event() if self._pinned else None

@@ -174,7 +174,7 @@ def test_a_disk_too_full_for_config_or_done(base, trial):
             before = {"before": (full_for, disk, method)} if method else {}
             return trial.launch("--checkpoint.interval", 12, **before, **options)
 
-        assert_refused(with_no_room_for("write_config", check=False), "disk.failed")
+        assert_refused(with_no_room_for("write_config", check=False), "file.os_error")
         assert steps(run) == [] and events(run, "step") == []
         with_no_room_for("write_done")
         assert status(run).state == "done" and steps(run) == [STEPS]

@@ -167,8 +167,8 @@ def test_this_machine_is_planned_beside_the_reference(monkeypatch):
     [
         ("config.unknown_choice", "h10", 8, 0.4),
         ("config.world_size", "h100", 5, 0.4),
-        ("command.invalid", "h100", 0, 0.4),
-        ("command.invalid", "h100", 8, 1.5),
+        ("option.invalid", "h100", 0, 0.4),
+        ("option.invalid", "h100", 8, 1.5),
     ],
 )
 def test_what_cannot_be_planned(code, gpu, world, mfu):
@@ -236,12 +236,15 @@ def test_replicas_hold_all_states_each_and_share_the_batch():
         world_sizes(job_of("nope_canon", replicas[0], "5"))
 
 
-@pytest.mark.parametrize("words", ["--gpu h100", "--dry_run --world many"])
-def test_wrong_options_exit_with_2(words, capsys):
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [("option.conflict", "--gpu h100"), ("option.invalid", "--dry_run --world many")],
+)
+def test_wrong_options_exit_with_2(code, words, capsys):
     with pytest.raises(SystemExit) as left:
         main(["--config", str(CONFIGS / "nope_canon.toml"), *words.split()])
     assert left.value.code == 2
-    assert error_codes(capsys.readouterr().err) == ["command.invalid"]
+    assert error_codes(capsys.readouterr().err) == [code]
 
 
 @pytest.mark.system

@@ -165,7 +165,7 @@ def test_a_value_outside_its_range_is_named(words):
         ("config.invalid_value", "--training.steps many", "--training.steps"),
         ("config.invalid_value", "--training.steps", "--training.steps"),
         ("config.invalid_value", "positional", "positional"),
-        ("command.invalid", "--config", ""),
+        ("option.invalid", "--config", ""),
     ],
 )
 def test_a_wrong_override_names_the_nearest_key(code, words, hint):
@@ -190,5 +190,5 @@ def test_help_shows_the_files_values(capsys):
 
 
 def test_a_job_needs_a_file():
-    with refused("config.missing"):
+    with refused("option.missing"):
         parse_job([])

@@ -195,7 +195,7 @@ def test_data_without_a_held_out_split(data_folder, tmp_path):
     assert len(opened.notices) == 1 and opened.identity == {"held_out_fingerprint": None}
     job = debug_job(path=str(bare))
     job.validation.enable = True
-    with refused("data.no_held_out", folders=[str(bare)]):
+    with refused("data.no_validation", folders=[str(bare)]):
         open_data(job)
     job = debug_job(paths=[str(bare), str(data_folder)], weights=[1.0, 1.0])
     opened = open_data(job)
