@@ -36,12 +36,11 @@ RESTARTS = 3  # without a new checkpoint, after which a job chain ends
 # three heartbeats, and Slurm's default KillWait: by then a cancelled launch has ended
 LOCK_TIMEOUT_S = 30.0
 
+# what requested the stop: nothing, the time limit, preemption, SIGTERM (cancelled or requeued)
 StopCause = Literal["none", "limit", "preempted", "term"]
-"""What requested the stop: nothing; the job script, near its time limit; preemption by Slurm;
-SIGTERM, of a job that is cancelled or requeued."""
+# what the job script does: exit with 0; requeue; exit with 0, as a user stopped the run; exit with
+# 1; exit, as Slurm decides whether the job is requeued
 Action = Literal["done", "requeue", "stop", "failed", "leave"]
-"""What the job script does: exit with 0; requeue; exit with 0, as a user stopped the run; exit with
-1; exit, as Slurm itself decides whether the job is requeued."""
 RUN_IN_USE = (
     "the run folder is in use by another launch ({}). Wait for its end, scancel one of the two, or "
     "choose another folder with --job.dump_folder"
@@ -176,9 +175,7 @@ def end(run: RunFolder, job: str, asked: StopCause, *, restarts: int = RESTARTS)
         is_own = status is not None and (status.job_id, status.restart_count) == named
         if start is not None and is_own and (decision := _requested(status, asked)) is not None:
             return decision
-        raise UserError(
-            "chain.not_begun", f"{restarts_file(run)} has no start of job {job}: call `begin` first"
-        )
+        raise UserError("chain.not_begun", f"no start of job {job}: call `begin` first")
     is_own = status is not None and status.launches > start.launches
     own = status if is_own and status and status.job_id in (None, job) else None
     other = live_holder(run.lock_file) if own is None and asked == "none" else None
@@ -207,8 +204,7 @@ def _out_of_restarts(count: int, newest: int, last: str) -> Decision:
     return Decision(
         "failed",
         f"{count} consecutive restart(s) from {f'step {newest}' if newest else 'the start'} failed "
-        f"without a newer checkpoint; the last one: {last}. See slurm.log, then submit the same "
-        "command again",
+        f"without a newer checkpoint; the last one: {last}. See slurm.log, then submit again",
     )
 
 

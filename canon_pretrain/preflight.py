@@ -5,8 +5,7 @@
     torchrun ... -m canon_pretrain.preflight ranks --report DIR [--gpus 8]
     python -m canon_pretrain.preflight verdict --report DIR --nodes n1,n2 [--ranks]
 
-slurm/lib.sh calls them in this order before each launch. Nodes and ranks write reports to DIR,
-`verdict` prints the broken nodes.
+slurm/lib.sh calls them in this order before each launch. `verdict` prints the broken nodes.
 """
 
 import argparse
@@ -42,8 +41,7 @@ if TYPE_CHECKING:
     import torch
 
 TIMEOUT_S = 600
-LEAST_FREE = 0.9
-"""Fraction of a GPU's memory that must be free: processes of earlier jobs may use it."""
+LEAST_FREE = 0.9  # fraction of a GPU's memory: processes of earlier jobs may use it
 MATMUL_SIZE = {"cuda": 8192, "cpu": 512}
 SECONDS = {"cuda": 1.0, "cpu": 0.1}
 CPU_BYTES = 1 << 25
@@ -52,12 +50,9 @@ ALL_REDUCES = 5
 MATMUL, MEMORY = "matmul", "memory"
 IN_NODE, TWO_NODES, ALL_NODES = "all-reduce in the node", "all-reduce of two nodes", "all-reduce"
 PACKAGES = ("torch", "torchtitan", "numpy")
-CLOCK_WARNING_S, CLOCK_FAULT_S = 2.0, 30.0
-"""A silent run counts as dead after a minute, by another node's clock."""
-SLOW_WARNING, SLOW_FAULT = 0.8, 0.5
-"""Fractions of the median speed. CPUs, which jobs may share, only give warnings."""
-EXIT_COMMON, EXIT_BROKEN_NODES = 1, 3
-"""Exit codes of `verdict`; the second: the job may run without the printed nodes."""
+CLOCK_WARNING_S, CLOCK_FAULT_S = 2.0, 30.0  # a silent run counts as dead after a minute
+SLOW_WARNING, SLOW_FAULT = 0.8, 0.5  # of the median speed; CPUs, perhaps shared, only give warnings
+EXIT_COMMON, EXIT_BROKEN_NODES = 1, 3  # of `verdict`; 3: the job may run without the printed nodes
 
 
 # -- the job
@@ -67,8 +62,7 @@ def check_nodes(global_batch_size: int, nodes: int, ranks_per_node: int) -> None
     """Raise UserError if the number of ranks does not divide the global batch."""
     if nodes < 1 or ranks_per_node < 1:
         raise UserError(
-            "slurm.value",
-            f"{nodes} node(s) of {ranks_per_node} rank(s): expected at least 1 of each",
+            "slurm.value", f"{nodes} nodes of {ranks_per_node} ranks: expected 1 or more"
         )
     worlds = valid_world_sizes(global_batch_size, ranks_per_node)
     if nodes * ranks_per_node in worlds:
@@ -222,7 +216,7 @@ def report_ranks(gpus: int) -> Report:
         label = f"{device.type}:{os.environ['LOCAL_RANK']}"
         return Report(clock_s=clock_s, speeds={label: speeds})
     except RuntimeError as error:
-        # perhaps the fault of another rank: counts only if no rank reports a fault
+        # perhaps another rank's fault
         return Report(left_alone=f"a collective failed: {str(error).splitlines()[0]}")
     finally:
         dist.destroy_process_group()
@@ -293,10 +287,8 @@ def all_reduce_bandwidth(group: Any, count: int, device: "torch.device") -> floa
 
 # -- the verdict
 
-Reports = Mapping[str, Report | None]
-"""By node; None if it is missing."""
-Finding = tuple[str, str, bool]
-"""Node, description, whether it is a fault (else a warning)."""
+Reports = Mapping[str, Report | None]  # by node; None if missing
+Finding = tuple[str, str, bool]  # node, description, whether it is a fault (else a warning)
 
 
 class Verdict(NamedTuple):

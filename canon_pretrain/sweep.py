@@ -57,8 +57,8 @@ SEED_KEYS: dict[SeedOf, tuple[str, ...]] = {
 }
 RATE_KEY = "optimizer.lr"
 FOLDER_KEY = "job.dump_folder"
+# like all of [data], these must be equal for runs to see the same batches
 SAME_DATA = ("training.seq_len", "training.global_batch_size", "training.steps")
-"""Keys that, like all of [data], configs must share for their runs to see the same batches."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,7 @@ def make_sweep(
     seed_of: SeedOf,
     arguments: Sequence[str],
 ) -> Sweep:
-    """Return all combinations, configs outermost; by default with the configs' rates and seeds.
-
-    Raises UserError for bad values, runs of the same name, and arguments that the sweep sets.
-    """
+    """Return all combinations, configs outermost. Default: each config's own rate and seed."""
     rates = [_value("--lr", word, Rate) for word in learning_rates] or [None]
     numbers = [_value("--seeds", word, Seed) for word in seeds] or [None]
     own = {FOLDER_KEY: "its name", "job.config_file": "--configs"}
@@ -112,7 +109,7 @@ def make_sweep(
     own |= dict.fromkeys(SEED_KEYS[seed_of] if seeds else (), "--seeds")
     for word in arguments:
         if word.startswith("--") and (by := own.get(_key(word))):
-            raise UserError("sweep.own_option", f"{word}: the sweep sets this by {by}", option=word)
+            raise UserError("sweep.own_option", f"{word}: the sweep sets this by {by}")
     paths = [os.path.abspath(config) for config in configs]
     runs = [
         PlannedRun(run_name(Path(path), rate, seed), path, rate, seed)
@@ -124,7 +121,6 @@ def make_sweep(
             "sweep.same_name",
             f"{count} runs would be named {name}: give each config, learning rate and seed once, "
             "and configs different file names",
-            name=name,
         )
     return Sweep(runs, {path: config_hash(path) for path in paths}, seed_of, list(arguments))
 
@@ -133,9 +129,7 @@ def _value(option: str, word: str, kind: Any) -> Any:
     try:
         return TypeAdapter(kind).validate_strings(word)
     except ValidationError as error:
-        raise UserError(
-            "sweep.value", f"{option} {word}: {error.errors()[0]['msg']}", option=option
-        ) from None
+        raise UserError("sweep.value", f"{option} {word}: {error.errors()[0]['msg']}") from None
 
 
 def _key(word: str) -> str:
@@ -164,13 +158,13 @@ def data_differences(sweep: Sweep) -> list[str]:
     given = {_key(word) for word in sweep.arguments}
     if sweep.runs[0].seed is not None:
         given.update(SEED_KEYS[sweep.seed_of])
-    differing = []
-    for key in sorted({*defaults, *SAME_DATA} - given):
+
+    def differs(key: str) -> bool:
         section, _, name = key.partition(".")
         values = [each.get(section, {}).get(name, defaults.get(key)) for each in experiments]
-        if any(value != values[0] for value in values):
-            differing.append(key)
-    return differing
+        return any(value != values[0] for value in values)
+
+    return [key for key in sorted({*defaults, *SAME_DATA} - given) if differs(key)]
 
 
 def read_sweep(folder: Path) -> Sweep:
@@ -179,20 +173,15 @@ def read_sweep(folder: Path) -> Sweep:
         return read_record(folder / PLAN, Sweep)
     except UnreadableFile as error:
         if error.is_missing:
-            raise UserError(
-                "sweep.not_a_sweep",
-                f"{folder} has no {PLAN}, which `python -m canon_pretrain.sweep plan` writes",
-            ) from None
-        raise UserError(
-            "sweep.damaged", f"{error}: remove it and plan again with the same arguments"
-        ) from None
+            text = f"{folder} has no {PLAN}, which `canon_pretrain.sweep plan` writes"
+            raise UserError("sweep.not_a_sweep", text) from None
+        raise UserError("sweep.damaged", f"{error}: remove it and plan again") from None
 
 
 def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep, int]:
     """Write sweep.json; return the resulting sweep and the number of new runs.
 
-    `extend` appends runs to an existing plan, whose runs keep their numbers. Raises UserError for
-    any other difference from an existing plan.
+    `extend` appends runs. Raises UserError for other differences from an existing plan.
     """
     path = folder / PLAN
     if not path.exists():
@@ -221,9 +210,7 @@ def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep
     if faults:
         raise UserError(
             "sweep.other_plan",
-            f"{path} is another sweep: {'; '.join(faults)}. Add runs with --extend, or choose "
-            "another folder",
-            faults=faults,
+            f"{path} is another sweep: {'; '.join(faults)}. Use --extend or another folder",
         )
     if added:
         configs = old.configs | new.configs
@@ -245,24 +232,18 @@ def main(argv: list[str] | None = None) -> None:
         if given.command == "plan":
             return plan(given, passed_on)
         if passed_on:
-            raise UserError(
-                "sweep.misplaced_option",
-                f"{passed_on[0]}: give options of the runs to `plan`",
-                option=passed_on[0],
-            )
+            text = f"{passed_on[0]}: give options of the runs to `plan`"
+            raise UserError("sweep.misplaced_option", text)
         given.show(given)
 
 
 def plan(given: argparse.Namespace, passed_on: list[str]) -> None:
     """Write or extend the plan, and print it."""
     if misplaced := OWN.intersection(passed_on):
-        raise UserError(
-            "sweep.misplaced_option",
-            f"{', '.join(misplaced)}: give it before {passed_on[0]}",
-            option=", ".join(misplaced),
-        )
+        text = f"{', '.join(misplaced)}: give it before {passed_on[0]}"
+        raise UserError("sweep.misplaced_option", text)
     if given.seed_of and not given.seeds:
-        raise UserError("sweep.value", "--seed_of needs --seeds", option="--seed_of")
+        raise UserError("sweep.value", "--seed_of needs --seeds")
     new = make_sweep(given.configs, given.lr, given.seeds, given.seed_of or "both", passed_on)
     sweep, num_new = write_plan(given.sweep, new, extend=given.extend)
     for key in data_differences(sweep):
@@ -285,11 +266,7 @@ def run(given: argparse.Namespace) -> None:
     folder: Path = given.sweep
     sweep = read_sweep(folder)
     if not 1 <= given.number <= len(sweep.runs):
-        raise UserError(
-            "sweep.value",
-            f"no run {given.number}: expected 1 to {len(sweep.runs)}",
-            option="NUMBER",
-        )
+        raise UserError("sweep.value", f"no run {given.number}: expected 1 to {len(sweep.runs)}")
     planned = sweep.runs[given.number - 1]
     if RunFolder(folder / planned.name).done_file.exists():
         print(f"{planned.name}: DONE, nothing to do", file=sys.stderr)
@@ -300,8 +277,7 @@ def run(given: argparse.Namespace) -> None:
         raise UserError(
             "sweep.config_changed",
             f"{planned.config} (or a config that it extends) has changed since the sweep was "
-            "planned. Restore it, or plan a sweep in another folder",
-            path=planned.config,
+            "planned: restore it, or plan another sweep",
         )
     words = [planned.config, *sweep.options(planned, folder)]
     if given.print0:

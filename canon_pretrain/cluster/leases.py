@@ -33,10 +33,8 @@ DEAD = (
 TIMEOUT_S = 120.0
 SCRIPTS = Path(__file__).resolve().parents[2] / "slurm"
 
-BEAT_S = 10.0
-"""Interval of `Leases.beat` for work without a job."""
-CLAIM_EXPIRY_S = 600.0
-"""Age at which the watcher of a claim without a job counts as dead; sbatch takes seconds."""
+BEAT_S = 10.0  # interval of `Leases.beat`
+CLAIM_EXPIRY_S = 600.0  # of a claim without a job: its watcher counts as dead; sbatch takes seconds
 LOCAL_EXPIRY_S = 120.0
 LOCAL = "local"
 
@@ -76,9 +74,7 @@ class Slurm:
         """Read the queue. Raises UserError if Slurm does not answer."""
         found = self._run("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%j")
         if found.returncode:
-            raise UserError(
-                "slurm.queue", f"squeue failed, nothing was submitted: {found.stderr.strip()}"
-            )
+            raise UserError("slurm.queue", f"squeue failed: {found.stderr.strip()}")
         lines = [line.split("|", 2) for line in found.stdout.splitlines()]
         self._states = {job: state for job, state, _ in lines}
         self._jobs = {name: job for job, _, name in lines}
@@ -114,9 +110,8 @@ class Slurm:
         )
         words = done.stdout.split()
         if done.returncode or not words:
-            raise UserError(
-                "slurm.refused", f"sbatch refused {script}: {(done.stderr or done.stdout).strip()}"
-            )
+            text = (done.stderr or done.stdout).strip()
+            raise UserError("slurm.refused", f"sbatch refused {script}: {text}")
         return words[-1].partition(";")[0]
 
     def cancel(self, job: str) -> None:
@@ -130,9 +125,8 @@ class Slurm:
         except FileNotFoundError:
             return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: not found")
         except subprocess.TimeoutExpired:
-            raise SlurmTimeout(
-                "slurm.timeout", f"{command[0]} has not answered for {TIMEOUT_S:.0f} s"
-            ) from None
+            text = f"{command[0]} has not answered for {TIMEOUT_S:.0f} s"
+            raise SlurmTimeout("slurm.timeout", text) from None
 
 
 class NoQueue(Slurm):

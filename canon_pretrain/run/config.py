@@ -118,11 +118,8 @@ def read_experiment(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     given = own.pop("extends", [])
     bases = [given] if isinstance(given, str) else given
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise UserError(
-            "config.type",
-            f"{path}: `extends` = {given!r}: expected a path or a list of paths",
-            key="extends",
-        )
+        text = f"{path}: `extends` = {given!r}: expected a path or a list of paths"
+        raise UserError("config.type", text, key="extends")
     read = (read_experiment(path.parent / base, (*chain, resolved)) for base in bases)
     return functools.reduce(merge, [*read, own], {})
 
@@ -167,18 +164,13 @@ def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = ""
             )
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             if not isinstance(value, dict):
-                raise UserError(
-                    "config.type",
-                    f"{source}: '{dotted}' = {value!r}: expected a section, [{dotted}]",
-                    key=dotted,
-                )
+                text = f"{source}: '{dotted}' = {value!r}: expected a section, [{dotted}]"
+                raise UserError("config.type", text, key=dotted)
             arguments[key] = build(hint, value, source, prefix=f"{dotted}.")
             continue
         try:
             TypeAdapter(hint).validate_python(value, strict=True)
         except ValidationError as error:
-            expected = error.errors()[0]["msg"]
-            raise UserError(
-                "config.type", f"{source}: '{dotted}' = {value!r}: {expected}", key=dotted
-            ) from None
+            text = f"{source}: '{dotted}' = {value!r}: {error.errors()[0]['msg']}"
+            raise UserError("config.type", text, key=dotted) from None
     return cls(**arguments)

@@ -78,12 +78,8 @@ class RunFolder:
     def read_config(self) -> dict[str, Any]:
         """Return the content of config.json. Raises UserError if it is missing or damaged."""
         if not self.config_file.exists():
-            raise UserError(
-                "run.not_a_run",
-                f"{self.path} has no {self.config_file.name}: expected a run folder "
-                "(job.dump_folder)",
-                path=self.path,
-            )
+            text = f"{self.path} has no {self.config_file.name}: expected a run (job.dump_folder)"
+            raise UserError("run.not_a_run", text, path=self.path)
         return read_json(self.config_file, finite=False)
 
     def read_log(self) -> list[dict[str, Any]]:
@@ -113,11 +109,8 @@ def named_runs(given: Iterable[Path], *, planned: bool = False) -> list[Path]:
     for path in given:
         found = list(runs_below(path, planned=planned)) or ([path] if planned else [])
         if not found:
-            raise UserError(
-                "run.not_a_run",
-                f"no run in {path}: expected a run folder (job.dump_folder) or a sweep",
-                path=path,
-            )
+            text = f"no run in {path}: expected a run (job.dump_folder) or a sweep"
+            raise UserError("run.not_a_run", text, path=path)
         runs += found
     return runs
 

@@ -98,12 +98,8 @@ class StopRequests:
                 self._stop_file.unlink(missing_ok=True)
             self._has_stop_file = False
         except OSError as error:
-            raise UserError(
-                "run.stop_file",
-                f"{self._stop_file} cannot be removed: {error.strerror}. Remove it before the "
-                "next launch, which would stop at once",
-                path=self._stop_file,
-            ) from None
+            text = f"{self._stop_file} cannot be removed: {error.strerror}; remove it yourself"
+            raise UserError("run.stop_file", text) from None
 
 
 @dataclass
@@ -149,12 +145,9 @@ class Session:
             with tempfile.NamedTemporaryFile(dir=path, prefix=".launch-") as probe:
                 began = os.fstat(probe.fileno()).st_mtime
         except OSError as error:
-            raise UserError(
-                "run.unwritable",
-                f"the run folder {path} cannot be written: {error.strerror}; choose another with "
-                "--job.dump_folder, or free space",
-                path=path,
-            ) from None
+            text = f"the run folder {path} cannot be written: {error.strerror}; choose another "
+            text += "with --job.dump_folder, or free space"
+            raise UserError("run.unwritable", text, path=path) from None
         hint = f"stop it with `touch {files.stop_file}`, or {another} --job.dump_folder"
         self._lock(files.lock_file, hint, on_heartbeat=self._beat)
         if self.checkpoints is not None:

@@ -162,21 +162,17 @@ def take_snapshot(run: RunFolder) -> Path:
     try:
         files.write_folder(target, contents)
     except OSError as error:
-        raise UserError(
-            "run.unwritable", f"{target} cannot be written: {error.strerror}", path=target
-        ) from None
+        text = f"{target} cannot be written: {error.strerror}"
+        raise UserError("run.unwritable", text, path=target) from None
     return target
 
 
 def check_snapshot(snapshot: Path) -> None:
     """Raise UserError unless `snapshot` is unchanged and owned by this user."""
     if faults := _faults(snapshot):
-        raise UserError(
-            "run.code_damaged",
-            f"{snapshot}, the run's code, is damaged: {'; '.join(faults[:5])}. Restore it, or use "
-            "this repository's code with --run.allow_changes code",
-            faults=faults,
-        )
+        text = f"{snapshot}, the run's code, is damaged: {'; '.join(faults[:5])}. Restore it, or "
+        text += "use this repository's code with --run.allow_changes code"
+        raise UserError("run.code_damaged", text)
 
 
 def differences(snapshot: Path) -> list[str]:

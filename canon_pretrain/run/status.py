@@ -106,11 +106,8 @@ def read_status(path: Path) -> Status | None:
     except UnreadableFile as error:
         if error.is_missing:
             return None
-        raise UserError(
-            "run.status_damaged",
-            f"{error}; a running trainer rewrites it, else remove it",
-            path=path,
-        ) from None
+        text = f"{error}; a running trainer rewrites it, else remove it"
+        raise UserError("run.status_damaged", text, path=path) from None
 
 
 def health(status: Status, now: datetime, *, dead_after_s: float = DEAD_AFTER_S) -> str:

@@ -55,9 +55,8 @@ def read_trace(path: Path) -> Trace:
             for event in _events(text, trace):
                 _keep(event, trace)
     except (OSError, KeyError, ValueError, TypeError) as error:
-        raise UserError(
-            "profile.trace", f"{path} is not a chrome trace: {error!r}", path=path
-        ) from None
+        text = f"{path} is not a chrome trace: {error!r}"
+        raise UserError("profile.trace", text, path=path) from None
     return trace
 
 
