@@ -1,7 +1,6 @@
-"""Slurm's commands as small programs that keep jobs in a folder: for tests of what asks Slurm.
+"""Stubs of sbatch, squeue, scontrol, sacct and scancel that keep jobs in a folder.
 
-`FakeSlurm(folder)` puts sbatch, squeue, scontrol, sacct and scancel there. No job runs: a test says
-how each ends, or that it is FORGOTTEN. A file COMMAND.fails makes a command fail with its text.
+No job runs: a test sets the state of each, or FORGOTTEN. COMMAND.fails holds a command's error.
 """
 
 import os
@@ -67,15 +66,13 @@ class FakeSlurm:
         self.environ = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
 
     def jobs(self) -> dict[str, tuple[str, str]]:
-        found = {}
-        for path in sorted(self.folder.glob("*.job"), key=lambda path: int(path.stem)):
-            state, name = path.read_text().split("|")
-            found[path.stem] = (state, name)
-        return found
+        paths = sorted(self.folder.glob("*.job"), key=lambda path: int(path.stem))
+        rows = {path.stem: path.read_text().split("|") for path in paths}
+        return {job: (state, name) for job, (state, name) in rows.items()}
 
     @property
     def names(self) -> list[str]:
-        """The jobs' names, in the order of submission, without what makes them unlike others."""
+        """The jobs' names in order of submission, without their unique suffix."""
         return [name.rpartition("-")[0] for _, name in self.jobs().values()]
 
     def words(self, job: str) -> list[str]:
@@ -86,12 +83,12 @@ class FakeSlurm:
         (self.folder / f"{job}.job").write_text(f"{state}|{name}")
 
     def end(self, part: str, state: str) -> None:
-        """End the jobs with `part` in their names."""
+        """Set the state of the jobs with `part` in their names."""
         for job, (_, name) in self.jobs().items():
             if part in name:
                 self.set(job, state)
 
     def break_down(self, command: str, words: str = "error: Unable to contact controller") -> None:
-        """From now on `command` fails; with no words it works again."""
+        """Make `command` fail with `words`; if empty, make it work again."""
         path = self.folder / f"{command}.fails"
         path.write_text(words) if words else path.unlink()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 NODES = ("n1", "n2")
 GPUS = 8
@@ -121,14 +122,10 @@ class SlurmCluster:
             self._daemons.append(subprocess.Popen(command, env=self.environ, **pipes))
 
     def run(
-        self,
-        *command: str,
-        check: bool = True,
-        environ: dict[str, str] | None = None,
-        cwd: Path | None = None,
+        self, *command: str, check: bool = True, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        options = {"capture_output": True, "text": True, "timeout": 60}
-        found = subprocess.run(command, env=environ or self.environ, cwd=cwd, **options)
+        options = {"env": self.environ, "capture_output": True, "text": True} | options
+        found = subprocess.run(command, timeout=60, **options)
         if check and found.returncode:
             raise AssertionError(f"{command}: {found.returncode}: {found.stdout}{found.stderr}")
         return found

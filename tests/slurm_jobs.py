@@ -134,7 +134,7 @@ class Jobs:
         output = self.folder / "sbatch-%j.out"
         command = ("sbatch", "--parsable", f"--output={output}", *flags, script)
         found = self.cluster.run(
-            *command, *map(str, arguments), cwd=cwd, environ=self.environ(variables)
+            *command, *map(str, arguments), cwd=cwd, env=self.environ(variables)
         )
         number = found.stdout.strip()
         self.submitted.append(Job(self.cluster, number, self.folder / f"sbatch-{number}.out"))

@@ -7,7 +7,7 @@
 A launch takes its number under the run's lock and releases it if it has trained nothing. A requeued
 job repeats `--checkpoint.fresh` and `--checkpoint.load_step`, which must not be applied again: they
 would discard what it has trained since. A record is written by one rename, with mode 0600, since it
-may hold a secret; a run goes on if it cannot be written. No torch.
+may hold a secret; a run continues if it cannot be written. No torch.
 """
 
 import contextlib

@@ -25,8 +25,8 @@ from canon_pretrain.run.launches import (
     resume_command,
 )
 from tests.checkpoint_folders import fill, small_disk
-from tests.ranks import Ended, events, launch
-from tests.support import debug_run, error_codes
+from tests.ranks import events, launch
+from tests.support import debug_run
 
 OPTION = "checkpoint.load_step=4"
 
@@ -70,8 +70,7 @@ def test_one_shot_options_are_applied_once_per_job(first, now, expected, tmp_pat
 
 def test_another_torchrun_agent_is_not_a_restart(tmp_path, monkeypatch):
     mark_applied(tmp_path / "obeyed.json", OPTION, torchrun("none", 0))
-    other = os.getppid() + 1
-    monkeypatch.setattr("os.getppid", lambda: other)
+    monkeypatch.setattr("os.getppid", lambda: 1)
     assert not already_applied(tmp_path / "obeyed.json", OPTION, torchrun("none", 1))
 
 
@@ -81,15 +80,12 @@ def few_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, "packages", lambda: ["numpy==1"])
 
 
-def record(facts: RunFacts) -> LaunchRecord:
-    return LaunchRecord(facts, [], fingerprint="f", folders=["d"])
-
-
 def write_record(run: RunFolder, facts: RunFacts) -> list[str]:
     """Write a record of `facts` with an empty configuration; return the problems."""
     if not run.config_file.exists():
         run.write_config({"job": {}}, {})
-    return record(facts).write(run, {"world_size": 1, "versions": {}})
+    record = LaunchRecord(facts, [], fingerprint="f", folders=["d"])
+    return record.write(run, {"world_size": 1, "versions": {}})
 
 
 def test_launches_are_counted_without_run_json(tmp_path):
@@ -148,11 +144,7 @@ def test_the_resume_command(environ, nodes):
 
 # -- whole launches
 
-SECRETS = {
-    "HF_TOKEN": "planted-in-a-token-1",
-    "DB_PASS": "planted-in-a-pass-2",
-    "SLURM_JWT": "planted-in-jwt-3",
-}
+SECRETS = {"HF_TOKEN": "planted-token-1", "DB_PASS": "planted-pass-2", "SLURM_JWT": "planted-jwt-3"}
 
 
 @dataclass(frozen=True)
@@ -165,7 +157,6 @@ class Launched:
     second: RunFolder
     idle: RunFolder
     fresh: RunFolder
-    output: str
     codes: list[int]
     data: Path
 
@@ -173,29 +164,22 @@ class Launched:
 @pytest.fixture(scope="module")
 def launched(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     base = tmp_path_factory.mktemp("launched")
-    run, ends = base / "run", list[Ended]()
+    command = [*debug_run(data_folder, base / "run"), "--job.description", "tried by me"]
+    environment = SECRETS | {"SLURM_JOB_ID": "812", "SLURM_JOB_NODELIST": "n[1-2]"}
+    options: dict[str, Any] = {"ranks": 1, "environment": environment, "output": base / "output"}
+    codes = []
 
-    def start(name: str, *more: object, check: bool = True) -> RunFolder:
-        ended = launch(
-            *debug_run(data_folder, run),
-            *("--job.description", "tried by me"),
-            *more,
-            output=base / "output",
-            ranks=1,
-            environment=SECRETS | {"SLURM_JOB_ID": "812", "SLURM_JOB_NODELIST": "n[1-2]"},
-            check=check,
-        )
-        ends.append(ended)
-        return RunFolder(Path(shutil.copytree(run, base / name)))
+    def start(name: str, *more: object) -> RunFolder:
+        codes.extend(launch(*command, *more, check=False, **options).codes)
+        return RunFolder(Path(shutil.copytree(base / "run", base / name)))
 
     return Launched(
         start("first", "--run.stop_at", 2),
-        start("refused", "--optimizer.lr", 1, check=False),
+        start("refused", "--optimizer.lr", 1),
         start("second", "--run.stop_at=3"),
         start("idle", "--run.stop_at=3"),
         start("fresh", "--checkpoint.fresh", "--run.stop_at", 1),
-        "".join(ended.output for ended in ends),
-        [ended.codes[0] for ended in ends],
+        codes,
         data_folder,
     )
 
@@ -210,8 +194,7 @@ def test_secrets_of_the_environment_are_not_recorded(launched):
     paths = (path for path in launched.fresh.path.rglob("*") if path.is_file())
     found = b"".join(path.read_bytes() for path in paths)
     assert b"tried by me" in found
-    for secret in SECRETS.values():
-        assert secret.encode() not in found
+    assert not [secret for secret in SECRETS.values() if secret.encode() in found]
     folder = launched.fresh.launch_path(1)
     assert json_of(folder / "environment.json")["SLURM_JOB_ID"] == "812"
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
@@ -221,8 +204,7 @@ def test_secrets_of_the_environment_are_not_recorded(launched):
 def test_the_record_of_a_launch(launched):
     run = launched.first
     found, facts = json_of(run.launch_path(1) / "launch.json"), read_run(run)
-    assert facts is not None and facts.launches == 1 and len(facts.run_id) == 8
-    int(facts.run_id, 16)
+    assert facts is not None and facts.launches == 1 and len(f"{int(facts.run_id, 16):08x}") == 8
     assert (found["run_id"], found["launch"], found["from_step"]) == (facts.run_id, 1, 0)
     assert found["job"] == {"id": "812", "restart_count": 0, "nodes": "n[1-2]"}
     assert found["data"]["folders"] == [str(launched.data)]
@@ -232,9 +214,8 @@ def test_the_record_of_a_launch(launched):
     assert found["world_size"] == 1 and len(found["hosts"]) == 1
     assert json_of(run.launch_path(1) / "config.json") == json_of(run.config_file)
     assert f"torch=={version('torch')}" in (run.launch_path(1) / "packages.txt").read_text()
-    names = {path.name for path in run.launch_path(1).iterdir()}
-    files = {"launch.json", "config.json", "packages.txt", "environment.json"}
-    assert names == files | ({"source.patch"} if found["git"]["patch"] else set())
+    names = {path.name for path in run.launch_path(1).iterdir()} - {"source.patch"}
+    assert names == {"launch.json", "config.json", "packages.txt", "environment.json"}
 
 
 @pytest.mark.system
@@ -245,7 +226,7 @@ def test_log_lines_have_run_id_and_segment(launched):
     assert {line["run_id"] for line in lines} == {found["run_id"]}
     heads = [line for line in lines if line["event"] in ("start", "resume")]
     assert [(head["event"], head["segment"]) for head in heads] == [("start", 1), ("resume", 2)]
-    assert heads[1]["from_step"] == 2
+    assert heads[1]["from_step"] == found["from_step"] == 2
     assert [line["segment"] for line in lines] == sorted(line["segment"] for line in lines)
     for head in heads:
         git = {"commit": head["git_commit"], "dirty": head["git_dirty"]}
@@ -256,15 +237,13 @@ def test_log_lines_have_run_id_and_segment(launched):
 
 @pytest.mark.system
 def test_only_launches_that_train_are_counted(launched):
-    assert launched.codes == [0, 2, 0, 0, 0] and error_codes(launched.output)
+    assert launched.codes == [0, 2, 0, 0, 0]
     first, refused, second = launched.first, launched.refused, launched.second
     for name in ("run.json", "config.json", "log.jsonl", "README.md"):
         assert (first.path / name).read_bytes() == (refused.path / name).read_bytes(), name
     before, facts, new = read_run(first), read_run(second), read_run(launched.fresh)
     assert before is not None and new is not None
     assert facts == RunFacts(before.run_id, before.created, 2) == read_run(launched.idle)
-    newest = newest_launch(second)
-    assert newest is not None and newest["from_step"] == 2
     assert [event["step"] for event in events(second.path, "step")] == [1, 2, 3]
     # a fresh start is another run
     archive = RunFolder(launched.fresh.path / "archive" / "1-before-a-fresh-start")

@@ -14,9 +14,8 @@ from canon_pretrain.run.status import StatusWriter
 from tests.support import refused
 
 
-def session(folder: Path, **options: Any) -> Session:
-    settings = {"rank": 0, "world_size": 2, "steps": 9, "heartbeat_s": 0.05} | options
-    return Session(RunFolder(folder), **settings)
+def session(folder: Path) -> Session:
+    return Session(RunFolder(folder), rank=0, world_size=2, steps=9, heartbeat_s=0.05)
 
 
 @pytest.fixture
@@ -58,9 +57,6 @@ def test_traces_of_each_launch_are_archived(tmp_path):
         assert archive_traces(tmp_path) == tmp_path / f"launch-{number}"
         assert (tmp_path / f"launch-{number}" / "rank_0").read_text() == f"launch {number}"
         assert archive_traces(tmp_path) is None
-
-
-# -- requests to stop
 
 
 def test_restore_gives_an_ignored_signal_its_default(previous):
