@@ -2,7 +2,7 @@
 # make test         unit, property and a few end-to-end tests
 # make test-system  faults, ranks, browser and compilers
 # make test-slurm   the Slurm scripts on a real Slurm of two nodes (root; Debian's slurm packages)
-# make slurm-demo   text to report by Slurm jobs, told step by step
+# make slurm-demo   text to report by Slurm jobs, command by command
 # make snapshots    renew the snapshots that hold the wording of help, tables and messages
 # make check        ruff, mypy, the contracts on imports, and counts of tests/weight.py
 #
@@ -68,8 +68,9 @@ test: $(INSTALLED)
 test-system: $(INSTALLED)
 	$(PYTEST) -m system
 
+# a cluster per process: a test mostly waits for Slurm or for a program on one core
 test-slurm: $(INSTALLED)
-	python -m pytest -m slurm
+	python -m pytest tests/slurm -m slurm -n 2 --dist load --maxschedchunk 1
 
 snapshots: $(INSTALLED)
 	python -m pytest tests/snapshots --snapshot-update

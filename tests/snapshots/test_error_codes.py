@@ -1,4 +1,4 @@
-"""The table of error codes, drawn from every error that the product raises."""
+"""The table of error codes, drawn from all errors of the product and of the Slurm scripts."""
 
 import ast
 import re
@@ -56,6 +56,9 @@ def _rows():
                 ]
                 message = max(before, key=lambda pair: pair[0])[1] if before else message
             rows.setdefault(call.args[0].value, []).append(" ".join(_message(message).split()))
+    for path in sorted((ROOT / "slurm").glob("*.sh")):
+        for code, message in re.findall(r'\bdie ([\w.]+) "(.*)"', path.read_text()):
+            rows.setdefault(code, []).append(re.sub(r"\$(\{[^}]*\}|\w+)", "...", message))
     return rows
 
 
