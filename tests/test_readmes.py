@@ -28,8 +28,8 @@ DOCS = {name: ROOT / name for name in (*NAMES, *(f"{folder}/README.md" for folde
 BLOCK = re.compile(r"(<!-- dry: [a-z ]+ -->\n)?```sh\n(.*?)```", re.DOTALL)
 QUICK = {"steps = 300": "steps = 3", "warmup_steps = 30": "warmup_steps = 1"}
 OTHER_TOOLS = """--nproc-per-node --nodes --time --cpus-per-task --gpus-per-node --gres --signal
---name --index-url --no-build-isolation --model_args --tasks --include_path --metadata --model --help
---section.key --model.KEY --additional-suffix""".split()
+--name --index-url --no-build-isolation --model_args --tasks --include_path --metadata --model
+--help --section.key --model.KEY --additional-suffix""".split()
 each = pytest.mark.parametrize("name", DOCS)
 
 
