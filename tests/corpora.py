@@ -1,4 +1,4 @@
-"""Small corpora of .jsonl files, and builds of them, for the tests of data_prep's build."""
+"""Small corpora of .jsonl files, and builds of them."""
 
 import json
 import random
@@ -13,14 +13,14 @@ from data_prep.build import build
 from data_prep.plan import Options
 from tests.data_folders import sentence, tokenizer
 
-# several units, several parts in most of them
+# several input groups, most of them of several shards
 OPTIONS = Options(holdout=0.1, unit_files=2, max_part_tokens=2500)
 
 
 def write_corpus(folder: Path, files: int = 9, rows: int = 24, words: int = 60) -> list[str]:
-    """Write `files` .jsonl files of `rows` documents of about `words` words; their texts in order.
+    """Write .jsonl files of `rows` documents of about `words` words; return the texts in order.
 
-    File names sort naturally, not by letters; line ends and wide characters are in the texts.
+    File names need natural sorting; the texts include line ends and wide characters.
     """
     folder.mkdir(parents=True, exist_ok=True)
     texts = []
@@ -36,13 +36,13 @@ def write_corpus(folder: Path, files: int = 9, rows: int = 24, words: int = 60) 
 
 
 def write_tokenizer(path: Path) -> Path:
-    """The SentencePiece model of `data_folders.tokenizer` as a file."""
+    """Write the SentencePiece model of `data_folders.tokenizer`."""
     path.write_bytes(tokenizer().model)
     return path
 
 
 def corpus_folder(folder: Path, files: int) -> Path:
-    """`folder` with a corpus, its tokenizer, and `data`, built from them without disturbance."""
+    """Make a corpus, its tokenizer, and `data` built from them, in `folder`."""
     write_corpus(folder / "corpus", files=files)
     write_tokenizer(folder / "tokenizer.model")
     build_corpus(folder / "data", folder / "corpus")
@@ -50,13 +50,13 @@ def corpus_folder(folder: Path, files: int) -> Path:
 
 
 def build_corpus(out: Path, corpus: Path, *, workers: int = 1, **more: Any) -> None:
-    """Build `corpus` into `out` with the tokenizer beside it, `corpus`/../tokenizer.model."""
+    """Build `corpus` into `out` with the tokenizer `corpus`/../tokenizer.model."""
     arguments = {"options": OPTIONS, "files": [corpus], **more}
     build(out, "local", str(corpus.parent / "tokenizer.model"), workers=workers, **arguments)
 
 
 def stored_texts(data: Path, split: str = "train") -> list[str]:
-    """A split's documents, decoded; each ends with the only EOS in it, and the sizes are right."""
+    """Return a split's documents as text; check that each has one EOS at its end, and sizes."""
     known = Tokenizer.find(data)
     with TokenShards.open(data / split) as shards:
         ends, ids = shards.document_ends(), shards.read(0, shards.num_tokens)
@@ -68,7 +68,7 @@ def stored_texts(data: Path, split: str = "train") -> list[str]:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file below `folder` by its relative path."""
+    """Return the content of every file below `folder` by relative path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 

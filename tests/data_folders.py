@@ -1,4 +1,4 @@
-"""Small finished data folders with known documents, for the commands that look at one."""
+"""Small finished data folders with known documents."""
 
 import itertools
 import random
@@ -11,12 +11,7 @@ from typing import Any
 import numpy as np
 
 from canon_pretrain.core.files import write_json
-from canon_pretrain.data.shards import (
-    MAX_SHARD_TOKENS,
-    make_manifest,
-    read_commit,
-    read_manifest,
-)
+from canon_pretrain.data import shards
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.finish import write_manifests
 from data_prep.folder import TRAIN, VALIDATION
@@ -25,27 +20,26 @@ from data_prep.plan import NO_LIMITS, Input, Options, Plan, save_plan
 from data_prep.planning import record_of, train_tokenizer
 
 WORDS = "the of and to in is was for on as with by he at from his an were are which".split()
+HEADER = ("vocab_size", "eos_id", "tokenizer_sha256", "plan_sha256", "version", "limits", "cut")
 
 
 def sentence(seed: int, words: int) -> str:
-    """A text of so many words; equal for equal arguments."""
+    """Return a text of so many words; equal for equal arguments."""
     return " ".join(random.Random(seed).choices(WORDS, k=words))
 
 
 @lru_cache(maxsize=1)
 def tokenizer() -> Tokenizer:
-    """A SentencePiece model of 300 pieces; whatever it does not know becomes bytes."""
-    texts = [sentence(seed, 200) for seed in range(20)]
-    return Tokenizer(train_tokenizer(texts, 300), "test")
+    """Train a SentencePiece model with vocab_size 300."""
+    return Tokenizer(train_tokenizer([sentence(seed, 200) for seed in range(20)], 300), "test")
 
 
 def write_forged_manifest(folder: Path, names: Sequence[str], **changes: Any) -> None:
-    """Write the manifest of these parts, with its header changed, as if it were made so."""
-    fields = ("vocab_size", "eos_id", "tokenizer_sha256", "plan_sha256", "version", "limits", "cut")
-    stored = read_manifest(folder)
-    header = {name: getattr(stored, name) for name in fields} | changes
-    marks = [read_commit(folder, name) for name in names]
-    write_json(folder / "manifest.json", asdict(make_manifest(marks, **header)))
+    """Write the manifest of these shards with a changed header, consistent in itself."""
+    stored = shards.read_manifest(folder)
+    header = {name: getattr(stored, name) for name in HEADER} | changes
+    records = [shards.read_commit(folder, name) for name in names]
+    write_json(folder / "manifest.json", asdict(shards.make_manifest(records, **header)))
 
 
 def make_data_folder(
@@ -54,32 +48,32 @@ def make_data_folder(
     validation: Sequence[str] = (),
     *,
     groups: Sequence[str] = ("",),
-    max_part_tokens: int = MAX_SHARD_TOKENS,
+    max_part_tokens: int = shards.MAX_SHARD_TOKENS,
 ) -> Plan:
-    """A finished folder whose training units hold these texts; groups take turns."""
-    known, units = tokenizer(), range(len(train))
+    """Make a finished folder with these texts per input group of training; groups alternate."""
+    known, numbers = tokenizer(), range(len(train))
     plan = Plan(
         source="local",
-        source_version="planted",
+        source_version="made",
         text_field="text",
         group_field=None,
         options=Options(holdout=0.1, max_part_tokens=max_part_tokens),
         tokenizer=record_of(known, "train:300"),
-        units=tuple((unit, unit + 1) for unit in units),
-        inputs=tuple(Input(f"{unit}.txt", 1, "0" * 64) for unit in units),
+        units=tuple((number, number + 1) for number in numbers),
+        inputs=tuple(Input(f"{number}.txt", 1, "0" * 64) for number in numbers),
         root=str(folder / "nowhere"),
     )
     folder.mkdir()
     save_plan(folder, plan)
     (folder / known.file_name).write_bytes(known.model)
     held_out = [validation, *[()] * (len(train) - 1)]
-    for split, unit in itertools.product((TRAIN, VALIDATION), units):
+    for split, number in itertools.product((TRAIN, VALIDATION), numbers):
         (folder / split).mkdir(exist_ok=True)
-        texts = (train if split == TRAIN else held_out)[unit]
-        with InputGroupJob.of(folder, folder, plan, unit).writer(split) as writer:
+        texts = (train if split == TRAIN else held_out)[number]
+        with InputGroupJob.of(folder, folder, plan, number).writer(split) as writer:
             for row, text in enumerate(texts):
                 ids, size = np.append(known.encode(text), known.eos_id), len(text.encode())
                 writer.add(ids, num_bytes=size, row=row, group=groups[row % len(groups)])
-            writer.finish({"empty": 3} if split == TRAIN and unit == 0 else {})
+            writer.finish({"empty": 3} if split == TRAIN and number == 0 else {})
     write_manifests(folder, plan, NO_LIMITS)
     return plan

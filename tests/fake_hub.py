@@ -1,7 +1,7 @@
-"""A hub on this machine, as far as `datasets` and huggingface_hub ask it; and who stages from it.
+"""A fake hub for `datasets` and huggingface_hub, and a client process that stages from it.
 
-The client is the real one, in a process of its own: it reads HF_ENDPOINT and HF_HOME when it is
-imported. The hub notes what it is asked, and goes wrong where told to.
+The client libraries read HF_ENDPOINT and HF_HOME at import. The hub records requests, and fails on
+request.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ Files = dict[str, bytes]
 
 
 def dataset_files(splits: dict[tuple[str, str], datasets.Dataset]) -> Files:
-    """The files of a repository with these (configuration, split), as parquet and a data card."""
+    """Return a repository's files for these (config, split): parquet and a dataset card."""
     files: Files = {}
     card: dict[str, str] = {}
     for (config, split), rows in splits.items():
@@ -41,11 +41,11 @@ def dataset_files(splits: dict[tuple[str, str], datasets.Dataset]) -> Files:
 
 
 class FakeHub(ThreadingHTTPServer):
-    """`repos` maps a path to its commits (the last one is main), a commit to its files.
+    """Server of `repos`: repository -> commit (the last one is main) -> files.
 
-    `stalled` is the end of a file's name: it comes only when `released` is set. Files of `wrong`
-    come with wrong bytes; `refusals` maps part of a path to a status. Parquet files are of LFS, as
-    on the real hub, and a listing has `page_files` entries a page.
+    A file whose name ends with `stalled` is sent after `released` is set; files in `wrong` are sent
+    with wrong bytes; `refusals` maps part of a path to a status. Parquet files are in LFS, as on
+    the real hub; a listing has `page_files` entries per page.
     """
 
     daemon_threads = True
@@ -63,14 +63,14 @@ class FakeHub(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, request: Any, address: Any) -> None:
-        """Silent: clients are killed here."""
+        """Print nothing, because tests kill clients."""
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
     def take_asked(self, kind: str = "/resolve/") -> list[str]:
-        """The GET requests since the last call whose line contains `kind`."""
+        """Return the GET requests since the last call whose line contains `kind`."""
         taken = [line for line in self.asked if line.startswith("GET") and kind in line]
         self.asked.clear()
         return taken
@@ -83,16 +83,8 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self.answer()
-
     def do_GET(self) -> None:
-        self.answer()
-
-    def do_POST(self) -> None:
-        self.answer(self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode())
-
-    def answer(self, sent: str = "") -> None:
+        sent = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         server, path = self.server, unquote(self.path.partition("?")[0])
         server.asked.append(f"{self.command} {path} {self.headers.get('Range', '')}".strip())
         if server.status:
@@ -106,11 +98,10 @@ class _Handler(BaseHTTPRequestHandler):
             prefix = f"/api/datasets/{repo}"
             if match := re.fullmatch(f"{prefix}(?:/revision/(.+))?", path):
                 commit = main if match[1] in (None, "main") else match[1]
+                if commit not in commits:
+                    return self.missing("Revision")
                 info = {"id": repo, "sha": commit, "siblings": [], "tags": []}
-                is_known = commit in commits
-                return (
-                    self.reply(json.dumps(info).encode()) if is_known else self.missing("Revision")
-                )
+                return self.reply(json.dumps(info).encode())
             if match := re.fullmatch(f"{prefix}/(tree|paths-info)/([0-9a-f]+)/?(.*)", path):
                 files = commits[match[2]]
                 if match[1] == "paths-info":
@@ -118,7 +109,9 @@ class _Handler(BaseHTTPRequestHandler):
                 elif "recursive=true" in self.path.lower():
                     wanted = [name for name in files if name.startswith(f"{match[3]}/")]
                 else:
-                    wanted = _children(files, match[3])
+                    start = f"{match[3]}/" if match[3] else ""
+                    inside = [name[len(start) :] for name in files if name.startswith(start)]
+                    wanted = sorted({start + name.split("/")[0] for name in inside})
                 return self.listing(files, wanted)
             if match := re.fullmatch(f"/datasets/{repo}/resolve/([^/]+)/(.*)", path):
                 commit = main if match[1] == "main" else match[1]
@@ -126,6 +119,8 @@ class _Handler(BaseHTTPRequestHandler):
                     return self.file(commit, match[2], commits[commit][match[2]])
                 return self.missing("Entry")
         return self.missing("Repo")
+
+    do_HEAD = do_POST = do_GET
 
     def listing(self, files: Files, names: Sequence[str]) -> None:
         entries: list[dict[str, Any]] = []
@@ -157,12 +152,9 @@ class _Handler(BaseHTTPRequestHandler):
             content = content[:-1] + b"?"
         first, _, last = (self.headers.get("Range") or "bytes=0-")[6:].partition("-")
         end = min(int(last or len(content)) + 1, len(content))
-        status = 200
-        if "Range" in self.headers:
-            status = 206
+        if is_part := "Range" in self.headers:
             headers["Content-Range"] = f"bytes {first}-{end - 1}/{len(content)}"
-        body = content[int(first) : end]
-        self.reply(body, status, headers)
+        self.reply(content[int(first) : end], 206 if is_part else 200, headers)
 
     def missing(self, what: str) -> None:
         self.reply(b"{}", 404, {"X-Error-Code": f"{what}NotFound"})
@@ -177,21 +169,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def _children(files: Files, folder: str) -> list[str]:
-    """What lies in `folder` itself."""
-    start = f"{folder}/" if folder else ""
-    inside = [name for name in files if name.startswith(start)]
-    return sorted({start + name[len(start) :].split("/")[0] for name in inside})
-
-
 def _sha1(content: bytes) -> str:
     return hashlib.sha1(content).hexdigest()
 
 
-# ---- who asks it
+# ---- the client
 
-# One process for many commands: to import datasets takes longer than any of them. It reads a
-# command a line; "counts" replaces the numbers of documents that the catalogue expects.
+# One process for many commands, one per line, because importing datasets is slow; "counts" replaces
+# the numbers of documents in the catalogue.
 CLIENT = """
 import argparse, dataclasses, json, sys
 import datasets, huggingface_hub
@@ -216,17 +201,13 @@ for line in sys.stdin:
 
 
 class Client:
-    """A process that stages; `run` gives a command's output."""
+    """A process that stages; `run` returns a command's output."""
 
     def __init__(self, url: str, home: Path, **environment: str) -> None:
         known = {"HF_ENDPOINT": url, "HF_HOME": str(home), "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CLIENT],
-            env=os.environ | known | environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        env, pipe = os.environ | known | environment, subprocess.PIPE
+        command = [sys.executable, "-c", CLIENT]
+        self.process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True)
 
     def start(self, *words: object, counts: dict[str, int] | None = None) -> None:
         asked = {"words": [str(word) for word in words], "counts": counts or {}}
@@ -235,7 +216,7 @@ class Client:
         self.process.stdin.flush()
 
     def output(self, until: str = "----\n") -> str:
-        """What it prints, up to a line, the end of the command, or that of a killed process."""
+        """Return what it prints, up to a line, the end of the command, or of a killed process."""
         assert self.process.stdout
         lines = []
         for line in self.process.stdout:

@@ -47,6 +47,8 @@ def _rows():
             if not (isinstance(call, ast.Call) and getattr(call.func, "id", "") in named):
                 continue
             message = call.args[1]
+            if isinstance(message, ast.Call) and isinstance(message.func, ast.Name):
+                message = message.args[0] if message.args else message
             if isinstance(message, ast.Name):  # the last assignment to it before the call
                 before = [
                     (node.lineno, node.value)
