@@ -36,7 +36,6 @@ def write_corpus(folder: Path, files: int = 9, rows: int = 24, words: int = 60) 
 
 
 def write_tokenizer(path: Path) -> Path:
-    """Write the SentencePiece model of `data_folders.tokenizer`."""
     path.write_bytes(tokenizer().model)
     return path
 
@@ -68,13 +67,11 @@ def stored_texts(data: Path, split: str = "train") -> list[str]:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Return the content of every file below `folder` by relative path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def flip(path: Path, at: int | None = None) -> None:
-    """Change one bit of a file, by default in its middle."""
     content = bytearray(path.read_bytes() or b"\x00")
     content[len(content) // 2 if at is None else at] ^= 1
     path.write_bytes(content)

@@ -30,7 +30,6 @@ def sentence(seed: int, words: int) -> str:
 
 @lru_cache(maxsize=1)
 def tokenizer() -> Tokenizer:
-    """Train a SentencePiece model with vocab_size 300."""
     return Tokenizer(train_tokenizer([sentence(seed, 200) for seed in range(20)], 300), "test")
 
 

@@ -70,7 +70,6 @@ class FakeHub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def take_asked(self, kind: str = "/resolve/") -> list[str]:
-        """Return the GET requests since the last call whose line contains `kind`."""
         taken = [line for line in self.asked if line.startswith("GET") and kind in line]
         self.asked.clear()
         return taken

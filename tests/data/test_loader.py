@@ -1,23 +1,146 @@
-"""The loader: one order at any world size and through resumes, and states that do not match."""
+"""The order of samples, mixtures, and the loader at any world size and through resumes."""
 
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from canon_pretrain.data.loader import BatchLoader, samples_digest
-from canon_pretrain.data.mixture import Mixture
-from canon_pretrain.data.sampler import permuted_offset
+from canon_pretrain.data.mixture import Mixture, exact_weight, thresholds
+from canon_pretrain.data.sampler import permuted_offset, philox_blocks
 from canon_pretrain.data.shard_writer import write_shards
+from canon_pretrain.data.shards import TokenShards
 from tests.corpora import flip
 from tests.support import refused
 
+LARGEST = 2**64 - 1
 SEED, SEQ_LEN, GLOBAL_BATCH, STEPS = 7, 16, 12, 10
 WEIGHTS = (0.2, 0.7, 0.1)
 KINDS = ("random", "permute", "mixture")
 Open = Callable[[], Mixture]
+
+
+def philox4x64(key0: int, counter0: int) -> tuple[int, int, int, int]:
+    k0, k1 = key0, 0
+    c0, c1, c2, c3 = counter0, 0, 0, 0
+    for _ in range(10):
+        product0 = c0 * 0xD2E7470EE14C6C93
+        product1 = c2 * 0xCA5A826395121157
+        c0, c1 = (product1 >> 64) ^ c1 ^ k0, product1 & LARGEST
+        c2, c3 = (product0 >> 64) ^ c3 ^ k1, product0 & LARGEST
+        k0 = (k0 + 0x9E3779B97F4A7C15) & LARGEST
+        k1 = (k1 + 0xBB67AE8584CAA73B) & LARGEST
+    return c0, c1, c2, c3
+
+
+def test_first_values_are_pinned():
+    """Another order would change every resumed run."""
+    words = "16554d9eca36314c db20fe9d672d0fdc d7e772cee186176b 7e68b68aec7ba23b"
+    assert [f"{word:x}" for word in philox_blocks(0, 0, 1)[0].tolist()] == words.split()
+    assert philox_blocks(1337, 12345, 1)[0, 0] == 0x61AF58222B24F8E5
+    found = [permuted_offset(1337, i, 116_000_000_000, 4096) for i in range(3)]
+    assert found == [35743023104, 47157264384, 64071282688]
+    small = [36, 81, 0, 45, 18, 9, 90, 27, 54, 63, 72]
+    assert [permuted_offset(0, i, 100, 9) for i in range(11)] == small
+
+
+@pytest.mark.parametrize("seed", [0, 1337, LARGEST])
+@pytest.mark.parametrize("first", [0, 1, 24_480_000, 2**53 + 1, LARGEST - 6])
+def test_blocks_of_many_samples_equal_single_ones(seed, first):
+    for count in (1, 3, 4, 7):
+        expected = [philox4x64(seed, first + j) for j in range(count)]
+        found = philox_blocks(seed, first, count)
+        assert found.dtype == np.uint64 and found.shape == (count, 4)
+        assert [tuple(block) for block in found.tolist()] == expected
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(
+    seed=st.integers(0, LARGEST),
+    epoch=st.integers(0, 10**9),
+    num_tokens=st.integers(2, 3000),
+    seq_len=st.integers(1, 40),
+)
+def test_permute_visits_each_window_once_per_epoch(seed, epoch, num_tokens, seq_len):
+    num_tokens += seq_len
+    starts = list(range(0, num_tokens - seq_len, seq_len))
+    samples = range(epoch * len(starts), (epoch + 1) * len(starts))
+    found = [permuted_offset(seed, i, num_tokens, seq_len) for i in samples]
+    assert sorted(found) == starts
+
+
+# ---- mixtures
+
+
+def write(folder: Path, k: int, **changed: Any) -> Path:
+    options: dict[str, Any] = {"vocab_size": 500, "eos_id": 2, "tokenizer_sha256": "t", **changed}
+    write_shards(folder / "train", [np.arange(100 + k)], **options)
+    return folder
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> list[Path]:
+    return [write(tmp_path / name, k) for k, name in enumerate(("web", "books", "code"))]
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=8), st.lists(st.integers(0, LARGEST)))
+def test_words_select_sources_by_exact_intervals(weights, words):
+    total = sum(weights)
+    found = thresholds([Fraction(weight, total) for weight in weights])
+    # also at each bound, where floating point would round
+    words = words + [int(bound) + delta for bound in found for delta in (-1, 0, 1)] + [0, LARGEST]
+    sources = np.searchsorted(found, np.array(words, dtype=np.uint64), side="right")
+    ends = np.cumsum(weights).tolist()
+    for word, source in zip(words, sources.tolist(), strict=True):
+        # integers only: word < floor(end * 2**64 / total)
+        assert source == next(k for k, end in enumerate(ends) if word < (end << 64) // total)
+
+
+def test_fingerprint_depends_on_data_shares_and_order(mixed, tmp_path):
+    # a weight is the decimal number that was written
+    weights = {0.7: Fraction(7, 10), 7: 7, 1e-05: Fraction(1, 100_000)}
+    assert [exact_weight(weight) for weight in weights] == list(weights.values())
+    web, books, code = mixed
+    other = write(tmp_path / "x" / "code", 9)
+    first = Mixture.open(mixed, [0.5, 0.3, 0.2]).fingerprint
+    # the same order of the same samples
+    assert Mixture.open(mixed, [5, 3, 2]).fingerprint == first
+    others = [
+        Mixture.open(mixed, [0.5, 0.2, 0.3]),
+        Mixture.open([books, web, code], [0.3, 0.5, 0.2]),
+        Mixture.open([web, books], [0.5, 0.5]),
+        Mixture.open([web, books, other], [0.5, 0.3, 0.2]),
+    ]
+    assert len({first, *(mixture.fingerprint for mixture in others)}) == 5
+    alone = TokenShards.open(web / "train").fingerprint
+    assert Mixture.open([web], [0.7]).fingerprint == alone
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [[0.5, 0.5], [0.5, 0.5, 0.0], [0.5, -0.5, 1], [1, 1, float("nan")], [1, 1, float("inf")],
+     [1, 1e-30, 1]],
+)  # fmt: skip
+def test_bad_weights_are_refused(mixed, weights):
+    with refused("data.weights"):
+        Mixture.open(mixed, weights)
+
+
+def test_folders_of_other_tokenizers_or_equal_data_are_refused(mixed, tmp_path):
+    for field, value in {"tokenizer_sha256": "u", "vocab_size": 501, "eos_id": 3}.items():
+        with refused("data.tokenizers_differ", field=field):
+            Mixture.open([mixed[0], write(tmp_path / field, 7, **{field: value})], [1, 1])
+    with refused("data.same_twice"):
+        Mixture.open([mixed[0], write(tmp_path / "odd", 0)], [1, 1])
+
+
+# ---- the loader
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +158,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def opened(folders: list[Path], request: pytest.FixtureRequest) -> tuple[Open, str]:
-    """Return data of one of KINDS, and its order."""
     if request.param == "mixture":
         return lambda: Mixture.open(folders, WEIGHTS), "random"
     return lambda: Mixture.open(folders[:1]), request.param
@@ -45,13 +167,9 @@ all_kinds = pytest.mark.parametrize("opened", KINDS, indirect=True)
 
 
 def loaders(data: Open, world: int, local_batch: int = 1, **changed: Any) -> list[BatchLoader]:
-    sizes = {"data_seed": SEED, "seq_len": SEQ_LEN, "global_batch_size": GLOBAL_BATCH, **changed}
-    return [
-        BatchLoader(
-            data(), local_batch_size=local_batch, dp_rank=rank, dp_world_size=world, **sizes
-        )
-        for rank in range(world)
-    ]
+    sizes = {"data_seed": SEED, "seq_len": SEQ_LEN, "global_batch_size": GLOBAL_BATCH}
+    sizes |= {"local_batch_size": local_batch, "dp_world_size": world, **changed}
+    return [BatchLoader(data(), dp_rank=rank, **sizes) for rank in range(world)]
 
 
 def step(ranks: list[BatchLoader]) -> np.ndarray:
@@ -65,7 +183,6 @@ def step(ranks: list[BatchLoader]) -> np.ndarray:
 
 
 def expected(mixture: Mixture, order: str) -> tuple[np.ndarray, list[int]]:
-    """Compute all steps and each sample's source from NumPy's Philox and the streams alone."""
     streams = [source.read(0, source.num_tokens) for source in mixture.sources]
     rows, sources = [], []
     for i in range(STEPS * GLOBAL_BATCH):
@@ -135,28 +252,24 @@ def test_a_changed_state_is_refused_unless_allowed(folders):
 def test_a_state_inside_a_step_needs_its_world_size(folders):
     (loader,) = loaders(lambda: Mixture.open(folders, WEIGHTS), 1, 4)
     loader.next_batch()
+    (other,) = loaders(lambda: Mixture.open(folders, WEIGHTS), 1, 12)
     with refused("data.inside_step"):
-        loaders(lambda: Mixture.open(folders, WEIGHTS), 1, 12)[0].load_state_dict(
-            loader.state_dict()
-        )
+        other.load_state_dict(loader.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("changed", "code"),
-    [
-        ({"global_batch_size": 10}, "data.batch_size"),
-        ({"global_batch_size": 0}, "data.out_of_range"),
-        ({"seq_len": 0}, "data.out_of_range"),
-        ({"seq_len": 900}, "data.too_short"),
+def test_bad_sizes_and_orders_are_refused(folders):
+    for name in ("global_batch_size", "seq_len", "local_batch"):
+        with refused("data.out_of_range"):
+            loaders(lambda: Mixture.open(folders, WEIGHTS), 2, **{"local_batch": 3, name: 0})
+    for changed, code in (
         ({"data_seed": -1}, "data.out_of_range"),
-        ({"local_batch": 0}, "data.out_of_range"),
+        ({"global_batch_size": 10}, "data.batch_size"),
+        ({"seq_len": 900}, "data.too_short"),
         ({"order": "shuffle"}, "config.unknown_choice"),
         ({"order": "permute"}, "data.order"),
-    ],
-)
-def test_bad_sizes_and_orders_are_refused(folders, changed, code):
-    with refused(code):
-        loaders(lambda: Mixture.open(folders, WEIGHTS), 2, **{"local_batch": 3, **changed})
+    ):
+        with refused(code):
+            loaders(lambda: Mixture.open(folders, WEIGHTS), 2, **{"local_batch": 3, **changed})
 
 
 def test_the_digest_of_a_batch_is_a_sum_over_samples():

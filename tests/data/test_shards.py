@@ -153,13 +153,14 @@ def test_a_flipped_byte_is_found_where_it_is_read(split, monkeypatch, crc32):
         shards.read(65_536, 100)
 
 
-@pytest.mark.parametrize("suffix", ["crc", "docs"])
-def test_flipped_bytes_of_the_small_files_are_found(split, suffix):
-    path = split / f"part-00000-0.{suffix}"
-    flip(path, 2)
+def test_flipped_bytes_of_the_small_files_are_found(split):
+    flip(split / "part-00000-0.crc", 2)
+    flip(split / "part-00000-0.docs", 2)
     with TokenShards.open(split) as shards:
-        with refused("shard.damaged", path=path):
-            shards.read(0, 1) if suffix == "crc" else shards.document_ends()
+        with refused("shard.damaged", path=split / "part-00000-0.crc"):
+            shards.read(0, 1)
+        with refused("shard.damaged", path=split / "part-00000-0.docs"):
+            shards.document_ends()
 
 
 def test_a_file_truncated_while_open_is_an_error(split):

@@ -75,32 +75,26 @@ def model(name: str) -> bytes:
     return content.getvalue()
 
 
-_tokenizer = cache(lambda name: Tokenizer(model(name), name))
-
-
 @cache
-def _reference(name: str) -> Callable[[str], list[int]]:
-    return sentencepiece.SentencePieceProcessor(model_proto=model(name)).encode
-
-
-@cache
-def small_encoder(name: str) -> CachedEncoder:
-    """Return an encoder with tiny slices and cache, to reach every branch."""
-    info = SentencePieceInfo.read(model(name))
-    raw = sentencepiece.SentencePieceProcessor(model_proto=model(name) + b"\x1a\x02\x18\x00")
-    prefix = " " if info.dummy_prefix else ""
-    return CachedEncoder(raw.encode, info.tokens, prefix, slice_characters=7, capacity=5)
+def encoders(name: str) -> list[Any]:
+    """Return the reference, ours, and ours with tiny slices and cache, to reach every branch."""
+    reference = sentencepiece.SentencePieceProcessor(model_proto=model(name))
+    found = [reference, Tokenizer(model(name), name)]
+    if MODELS[name][1] != WHOLE:
+        info = SentencePieceInfo.read(model(name))
+        raw = sentencepiece.SentencePieceProcessor(model_proto=model(name) + b"\x1a\x02\x18\x00")
+        prefix, tiny = " " if info.dummy_prefix else "", {"slice_characters": 7, "capacity": 5}
+        found.append(CachedEncoder(raw.encode, info.tokens, prefix, **tiny))
+    return found
 
 
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=100, deadline=None)
 @given(texts)
 def test_any_text_has_the_ids_of_sentencepiece(name, text):
-    assert _tokenizer(name).method.startswith("sentencepiece, " + MODELS[name][1])
-    ids = _reference(name)(text)
-    assert _tokenizer(name).encode(text).tolist() == ids
-    if MODELS[name][1] != WHOLE:
-        assert small_encoder(name).encode(text).tolist() == ids
+    reference, *own = encoders(name)
+    assert own[0].method.startswith("sentencepiece, " + MODELS[name][1])
+    assert all(encoder.encode(text).tolist() == reference.encode(text) for encoder in own)
 
 
 @pytest.mark.parametrize(
@@ -133,13 +127,10 @@ def split_by(pattern: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([split, byte_level])
 
 
-@cache
-def sentencepiece_model() -> bytes:
-    return train_tokenizer(LINES * 3, 430)
+sentencepiece_model = cache(lambda: train_tokenizer(LINES * 3, 430))
 
 
 def llama_2() -> dict[str, Any]:
-    """Return the SentencePiece model as the HF conversion writes it."""
     processor = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
     vocab = {processor.id_to_piece(i): i for i in range(processor.vocab_size())}
     merges = []
@@ -149,13 +140,10 @@ def llama_2() -> dict[str, Any]:
         merges += sorted(known, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
     options = {"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
-         decoders.Strip(" ", 1, 0)]
-    )  # fmt: skip
+    steps = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    decode = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*decode, decoders.Strip(" ", 1, 0)])
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return json.loads(tokenizer.to_str())
 
@@ -170,14 +158,8 @@ FILES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 }
 
 
-@cache
-def content(name: str) -> str:
-    return json.dumps(FILES[name][0]())
-
-
-@cache
-def ours(name: str) -> Tokenizer:
-    return Tokenizer(content(name).encode(), name)
+content = cache(lambda name: json.dumps(FILES[name][0]()))
+ours = cache(lambda name: Tokenizer(content(name).encode(), name))
 
 
 @cache
@@ -195,7 +177,6 @@ def changed(name: str = "gpt-2", **changes: Any) -> bytes:
 @settings(max_examples=100, deadline=None)
 @given(texts)
 def test_any_text_has_the_ids_of_the_package(name, text):
-    """Llama-2's two files give the same ids, too."""
     assert ours(name).method == f"tokenizers, {FILES[name][1]}"
     ids, whole = ours(name).encode(text), package(name)(text)
     assert ids.dtype == np.int64 and ids.tolist() == whole
@@ -255,9 +236,7 @@ def test_eos_by_common_name_or_as_given():
             Tokenizer(file, "x", eos=eos)
     with refused("tokenizer.eos", found=1):
         Tokenizer(sentencepiece_model(), "x", eos="<end>")
-
-
-def test_an_eos_that_is_not_special_stays_text():
+    # an EOS that is not special in the file stays text, too
     tokenizer = Tokenizer(changed(added_tokens=[token(0, "<s>"), token(1, "</s>")]), "x")
     assert tokenizer.eos_id not in tokenizer.encode("a</s>b")
     assert tokenizer.decode([*tokenizer.encode("ab"), tokenizer.eos_id]) == "ab"

@@ -14,13 +14,9 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model() -> Tokenizer:
-    return Tokenizer(train_tokenizer(TEXTS, 330), "test")
-
-
 @pytest.mark.system
-def test_every_row_is_of_the_same_tokens(model, tmp_path, monkeypatch):
+def test_every_row_is_of_the_same_tokens(tmp_path, monkeypatch):
+    model = Tokenizer(train_tokenizer(TEXTS, 330), "test")
     counted, count = [], bench.count_tokens
     monkeypatch.setattr(bench, "count_tokens", lambda out: counted.append(count(out)) or counted[0])
     rows = [

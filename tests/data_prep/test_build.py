@@ -1,10 +1,12 @@
-"""The build end to end on a small library: the same bytes however it ran, nothing overwritten."""
+"""Plans, and builds of a small library: the same bytes however they ran, nothing overwritten."""
 
+import hashlib
 import json
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,19 @@ import zstandard
 
 from canon_pretrain.core.files import sha256_file
 from canon_pretrain.core.lock import locked
+from data_prep import plan as plans
 from data_prep import planning, sources
 from data_prep.__main__ import main
 from data_prep.build import JobSlice, build
-from data_prep.plan import Limits, Options, is_held_out
+from data_prep.plan import (
+    Input,
+    Limits,
+    Options,
+    Plan,
+    TokenizerRecord,
+    is_held_out,
+    make_input_groups,
+)
 from data_prep.planning import train_tokenizer
 from tests.corpora import build_corpus, snapshot, stored_texts, write_corpus, write_tokenizer
 from tests.data_folders import tokenizer
@@ -48,8 +59,8 @@ build(Path(sys.argv[2]), "stdlib", "train:400", options, 1)
 """
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", autouse=True)
+def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     root = tmp_path_factory.mktemp("library")
     (root / "pydoc_data").mkdir()
     topics = {f"t{i}": f"Topic {i}: the quick brown fox, </s> and <s> too.\n" * 3 for i in range(9)}
@@ -61,12 +72,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "broken.py").write_bytes(b"# \xff\n")
     (root / "empty.py").write_bytes(b"")
     (root / "blank.py").write_bytes(b"  \r\n\t")
-    return root
-
-
-@pytest.fixture(autouse=True)
-def small_library(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "source_root", lambda source: library)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "source_root", lambda source: root)
+        yield root
 
 
 def build_library(out: Path) -> None:
@@ -75,10 +83,7 @@ def build_library(out: Path) -> None:
 
 @pytest.fixture(scope="module")
 def reference(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("reference") / "data"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "source_root", lambda source: library)
-        build_library(out)
+    build_library(out := tmp_path_factory.mktemp("reference") / "data")
     return out
 
 
@@ -139,26 +144,20 @@ def test_the_command_again_and_with_other_options(tmp_path, capsys):
     assert error_codes(capsys.readouterr().err) == ["tokenizer.changed"]
 
 
-@pytest.mark.parametrize(
-    ("changed", "code"),
-    [
-        ({"source": "pile"}, "config.unknown_choice"),
-        ({"tokenizer": "/no/tokenizer.model"}, "tokenizer.unreadable"),
-        ({"tokenizer": "train:many"}, "option.invalid"),
-        ({"tokenizer": "train:10"}, "tokenizer.training"),
-    ],
-)
-def test_bad_arguments(tmp_path, changed, code):
-    arguments = {"source": "stdlib", "tokenizer": TOKENIZER, "workers": 1, **changed}
-    with refused(code):
-        build(tmp_path / "data", options=OPTIONS, **arguments)
-    assert set(snapshot(tmp_path)) <= {"data/build.lock"}
+def test_bad_arguments_and_other_files_are_refused(tmp_path):
+    for code, source, asked in (
+        ("config.unknown_choice", "pile", TOKENIZER),
+        ("tokenizer.unreadable", "stdlib", "/no/tokenizer.model"),
+        ("option.invalid", "stdlib", "train:many"),
+        ("tokenizer.training", "stdlib", "train:10"),
+    ):
+        with refused(code):
+            build(tmp_path / "data", source, asked, OPTIONS, 1)
+        assert set(snapshot(tmp_path)) <= {"data/build.lock"}
     for shard in ("0/3", "4/3"):
         with refused("option.invalid", option="--shard"):
             JobSlice.parse(shard)
-
-
-def test_other_files_are_never_overwritten(tmp_path):
+    shutil.rmtree(tmp_path / "data")
     (tmp_path / "tokenizer.model").write_bytes(b"mine")
     with refused("data.other_files", path=tmp_path / "tokenizer.model"):
         build_library(tmp_path)
@@ -199,28 +198,25 @@ def test_building_again_repairs_damage(tmp_path, reference):
         assert snapshot(out) == snapshot(reference)
 
 
-def test_groups_are_counted(tmp_path):
-    sets = ["RedPajamaC4", "RedPajamaArXiv", "RedPajamaC4"]
+def test_groups_and_repaired_texts_are_counted(tmp_path):
+    texts = {"one \ud800 half": "ArXiv", "a </s> b": "C4", "": "C4", "c": "C4"}
     for number in (2, 10):
-        path = tmp_path / f"mirror/train/chunk{number}/example_train_0.jsonl.zst"
+        path = tmp_path / f"copy/train/chunk{number}/example_train_0.jsonl.zst"
         path.parent.mkdir(parents=True)
-        rows = [{"text": f"file {number}, row {row}"} for row in range(3)]
-        metas = [{"meta": {"redpajama_set_name": name}} for name in sets]
-        lines = [json.dumps(row | meta) + "\n" for row, meta in zip(rows, metas, strict=True)]
-        path.write_bytes(zstandard.compress("".join(lines).encode()))
+        rows = [{"text": t, "meta": {"redpajama_set_name": name}} for t, name in texts.items()]
+        path.write_bytes(zstandard.compress("\n".join(map(json.dumps, rows)).encode()))
     out, model = tmp_path / "data", str(write_tokenizer(tmp_path / "tokenizer.model"))
-    build(out, "slimpajama", model, Options(holdout=0.0), 1, files=[tmp_path / "mirror"])
-    texts = [f"file {number}, row {row}" for number in (2, 10) for row in range(3)]
-    assert stored_texts(out) == texts
-    groups = json.loads((out / "train/part-00000-0.json").read_text())["groups"]
-    lengths = [len(tokenizer().encode(text)) + 1 for text in texts]
-    arxiv = [2, lengths[1] + lengths[4], 13 + 14]
-    assert groups.pop("RedPajamaArXiv") == arxiv
-    assert groups == {"RedPajamaC4": [4, sum(lengths) - arxiv[1], 2 * arxiv[2]]}
+    build(out, "slimpajama", model, Options(holdout=0.0), 1, files=[tmp_path / "copy"])
+    stored = ["one \ufffd half", "a </s> b", "c"]
+    assert stored_texts(out) == 2 * stored
+    record = json.loads((out / "train/part-00000-0.json").read_text())
+    lengths = [len(tokenizer().encode(text)) + 1 for text in stored]
+    groups = {"ArXiv": [2, 2 * lengths[0], 2 * 12], "C4": [4, 2 * sum(lengths[1:]), 2 * 9]}
+    assert record["groups"] == groups
+    assert record["repaired"] == {"lone surrogate": 2} and record["skipped"] == {"empty": 2}
 
 
 def test_only_the_inputs_that_a_limit_needs_are_fetched(tmp_path, monkeypatch):
-    """A file of the hub is downloaded when its input group is built."""
     write_corpus(tmp_path / "hub")
     write_tokenizer(tmp_path / "tokenizer.model")
     fetched: list[str] = []
@@ -270,3 +266,55 @@ def test_a_tokenizer_is_trained_on_all_of_a_large_source(tmp_path, monkeypatch):
     assert {text.partition(".")[0] for text in chosen} == {"0", "5", "10", "15", "20", "25"}
     assert set(chosen) < set(rest)
     assert 20_000 <= sum(len(text.encode()) for text in chosen) < 26_000
+
+
+# ---- plans
+
+INPUTS = tuple(Input(f"f{i}.py", 10 * i, f"{i:064x}") for i in range(12))
+PLAN = Plan(
+    source="stdlib",
+    source_version="python 3",
+    text_field="text",
+    group_field=None,
+    options=Options(holdout=0.1),
+    tokenizer=TokenizerRecord("train:300", "ab", 300, 1, 2, {"x": [5]}),
+    units=make_input_groups(INPUTS, Options(holdout=0.1, unit_bytes=100)),
+    inputs=INPUTS,
+)
+
+
+def test_input_groups_cover_the_inputs_in_order():
+    def groups(inputs: tuple[Input, ...], **rule: int) -> tuple[tuple[int, int], ...]:
+        return make_input_groups(inputs, Options(holdout=0.1, **rule))
+
+    assert PLAN.units == ((0, 5), (5, 7), (7, 9), (9, 11), (11, 12))
+    assert groups(INPUTS, unit_bytes=10**9) == ((0, 12),)
+    assert groups(INPUTS[5:], unit_bytes=1) == tuple((i, i + 1) for i in range(7))
+    assert groups((), unit_bytes=1) == groups((), unit_files=1) == ()
+    assert groups(INPUTS, unit_files=5) == ((0, 5), (5, 10), (10, 12))
+    assert groups(INPUTS, unit_files=5, unit_bytes=1) == groups(INPUTS, unit_files=5)
+
+
+def test_held_out_by_hash():
+    texts = [f"document {i}".encode() for i in range(4000)]
+    held_out = [text for text in texts if is_held_out(text, 0.1)]
+    assert 330 < len(held_out) < 470
+    assert set(held_out) < {text for text in texts if is_held_out(text, 0.2)}
+    assert not any(is_held_out(text, 0.0) for text in texts)
+    share = int(hashlib.sha256(b"holdout" + texts[0]).hexdigest()[:16], 16) / 2**64
+    assert is_held_out(texts[0], share + 1e-9) and not is_held_out(texts[0], share - 1e-9)
+
+
+def test_a_damaged_plan_is_refused(tmp_path):
+    with refused("plan.missing"):
+        plans.load_plan(tmp_path)
+    plans.save_plan(tmp_path, PLAN)
+    assert plans.load_plan(tmp_path) == PLAN
+    path = tmp_path / "plan.json"
+    good = path.read_text()
+    changes = {"version": 7, "source": "x", "options": {"holdout": 3}, "units": [[1]]}
+    changed = [json.dumps({**json.loads(good), name: value}) for name, value in changes.items()]
+    for bad in [good[:-20], "[]", *changed]:
+        path.write_text(bad)
+        with refused("plan.damaged", path=path):
+            plans.load_plan(tmp_path)

@@ -39,7 +39,6 @@ def documents(base: Path, held_out: bool) -> list[list[tuple[str, int]]]:
 
 
 def check_limited(base: Path, data: Path, limits: Limits) -> None:
-    """Check that the folder has the documents within the limits, computed from the texts."""
     groups = documents(base, held_out=False)
     flat = [(group, *document) for group, content in enumerate(groups) for document in content]
     totals = accumulate(count for *_, count in flat)
@@ -90,7 +89,6 @@ def test_a_limited_build_equals_finish_and_builds_no_more(base, tmp_path, worker
 
 
 def test_a_folder_of_version_2_is_continued(base, tmp_path, monkeypatch):
-    """It is read, continued and repaired in its own format, which allows no cut."""
     out = tmp_path / "data"
     with monkeypatch.context() as patch:
         patch.setattr("data_prep.planning.VERSION", 2)
@@ -159,7 +157,6 @@ def test_finish_reports_missing_input_groups(base, tmp_path, capsys):
 
 
 def test_a_cut_needs_undamaged_files(base, tmp_path):
-    """An input group with a changed commit record counts as not built."""
     finish(base / "data", Limits())
     out = Path(shutil.copytree(base / "data", tmp_path / "data"))
     flip(out / "train/part-00000-0.docs", 0)

@@ -1,16 +1,25 @@
-"""Sources: which files each selects, and in which order."""
+"""Sources: which files each selects, in which order, and downloads from a fake hub.
 
+The client is huggingface_hub in a new process, because it reads HF_ENDPOINT and HF_HOME at import.
+"""
+
+import hashlib
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from data_prep import sources
 from data_prep.readers import TOPICS
-from data_prep.sources import Selection, select
-from tests.support import refused
+from data_prep.sources import HUB_SOURCES, Selection, select
+from tests.fake_hub import FakeHub, Files
+from tests.support import ROOT, refused
 
-FINEWEB = "sample/100BT/{:03d}_{:05d}.parquet"
+PATH = "sample/100BT/{:03d}_{:05d}.parquet"
 
 
 def make(root: Path, *paths: str) -> Path:
@@ -62,7 +71,7 @@ def test_links_are_followed_but_never_twice(tmp_path):
 
 
 def test_a_copy_is_the_same_from_any_of_its_folders(tmp_path):
-    names = [FINEWEB.format(i, j) for i in (10, 9) for j in (1, 0)]
+    names = [PATH.format(i, j) for i in (10, 9) for j in (1, 0)]
     mirror = make(tmp_path, "README.md", "sample/10BT/000_00000.parquet", *names)
     make(tmp_path, "data/CC-MAIN-2013-20/train-00000-of-00014.parquet")
     for folder in [mirror, mirror / "sample", mirror / "sample" / "100BT"]:
@@ -81,10 +90,9 @@ COMMIT, OTHER = "1" * 40, "2" * 40
 
 
 def cache_with(root: Path, commit: str, **blobs: str) -> Path:
-    """Make a snapshot as in huggingface_hub's cache; blobs maps number to hash."""
     dataset = root / "datasets--HuggingFaceFW--fineweb-edu"
     for number, blob in blobs.items():
-        path = dataset / "snapshots" / commit / FINEWEB.format(0, int(number[1:]))
+        path = dataset / "snapshots" / commit / PATH.format(0, int(number[1:]))
         path.parent.mkdir(parents=True, exist_ok=True)
         make(dataset, f"blobs/{blob}")
         path.symlink_to(Path(os.path.relpath(dataset / "blobs" / blob, path.parent)))
@@ -100,11 +108,11 @@ def test_commits_and_hashes_from_the_hubs_metadata(tmp_path):
     with refused("option.conflict", option="--revision"):
         select("fineweb-edu", [snapshot], revision=OTHER)
 
-    local = make(tmp_path / "local", FINEWEB.format(0, 0), FINEWEB.format(0, 1))
+    local = make(tmp_path / "local", PATH.format(0, 0), PATH.format(0, 1))
     assert select("fineweb-edu", [local], revision=OTHER).version == OTHER
 
     def left(number: int, commit: str) -> None:
-        name = f".cache/huggingface/download/{FINEWEB.format(0, number)}.metadata"
+        name = f".cache/huggingface/download/{PATH.format(0, number)}.metadata"
         path = make(local, name) / name
         path.write_text(f"{commit}\n{str(number) * 64}\n1718000000.5\n")
 
@@ -117,30 +125,127 @@ def test_commits_and_hashes_from_the_hubs_metadata(tmp_path):
     assert select("fineweb-edu", [local]).version == "files"
 
 
-@pytest.mark.parametrize(
-    ("source", "files", "more", "code"),
-    [
-        ("pile", [], {}, "config.unknown_choice"),
-        ("stdlib", ["a"], {}, "option.conflict"),
-        ("local", ["a"], {"revision": "main"}, "option.conflict"),
-        ("fineweb-edu", ["a"], {"text_field": "body"}, "option.conflict"),
-        ("fineweb-edu", ["d"], {"revision": "main"}, "option.conflict"),
-        ("local", [], {}, "option.missing"),
-        ("local", ["c"], {}, "input.none"),
-        ("local", ["a/y.csv"], {}, "input.unknown_format"),
-        ("local", ["a", "a/x.jsonl"], {}, "input.given_twice"),
-        ("slimpajama", ["a"], {}, "input.wrong_files"),
-        ("fineweb-edu", ["two"], {}, "input.wrong_files"),
-        # no folder is guessed: neither of these two samples is 100BT
-        ("fineweb-edu", ["samples"], {}, "input.wrong_files"),
-        ("fineweb-edu", ["m"], {}, "input.wrong_files"),
-        ("fineweb-edu", ["d", "x.parquet"], {}, "input.wrong_files"),
-    ],
-)
-def test_refusals(tmp_path, source, files, more, code):
-    make(tmp_path, "a/x.jsonl", "a/y.csv", "b/z.csv", "x.parquet", "d/" + FINEWEB.format(0, 0))
-    make(tmp_path / "two", FINEWEB.format(0, 0), "copy/" + FINEWEB.format(0, 0))
+def test_refusals(tmp_path):
+    make(tmp_path, "a/x.jsonl", "a/y.csv", "b/z.csv", "x.parquet", "d/" + PATH.format(0, 0))
+    make(tmp_path / "two", PATH.format(0, 0), "copy/" + PATH.format(0, 0))
     make(tmp_path / "samples", "10BT/000_00000.parquet", "350BT/000_00000.parquet")
     make(tmp_path / "m", "sample/350BT/000_00000.parquet")
-    with refused(code):
-        select(source, [tmp_path / name for name in files], **more)
+    edu = "fineweb-edu"
+    for code, source, files, more in (
+        ("config.unknown_choice", "pile", [], {}),
+        ("option.conflict", "stdlib", ["a"], {}),
+        ("option.conflict", "local", ["a"], {"revision": "main"}),
+        ("option.conflict", edu, ["a"], {"text_field": "body"}),
+        ("option.conflict", edu, ["d"], {"revision": "main"}),
+        ("option.missing", "local", [], {}),
+        ("input.none", "local", ["c"], {}),
+        ("input.unknown_format", "local", ["a/y.csv"], {}),
+        ("input.given_twice", "local", ["a", "a/x.jsonl"], {}),
+        ("input.wrong_files", "slimpajama", ["a"], {}),
+        # no folder is guessed: neither of the two samples is 100BT
+        *(("input.wrong_files", edu, files, {}) for files in (["two"], ["samples"], ["m"])),
+        ("input.wrong_files", edu, ["d", "x.parquet"], {}),
+    ):
+        with refused(code):
+            select(source, [tmp_path / name for name in files], **more)
+
+
+# ---- the hub
+
+FINEWEB = HUB_SOURCES["fineweb-edu"]
+MOVED = "9" * 40
+FOLDER = "sample/100BT"
+NAMES = [f"{FOLDER}/{stem}.parquet" for stem in ("002_00000", "002_00001", "010_00000")]
+
+
+@pytest.fixture
+def files() -> Files:
+    files = {name: f"content of {name} ".encode() * 4000 for name in reversed(NAMES)}
+    return files | {f"{FOLDER}/README.md": b"not of the pattern", "x.parquet": b"elsewhere"}
+
+
+@pytest.fixture
+def hub(files: Files) -> Iterator[FakeHub]:
+    with FakeHub({FINEWEB.repo: {FINEWEB.commit: files, MOVED: files}}) as server:
+        server.page_files = 3
+        yield server
+        server.shutdown()
+
+
+SCRIPT = """
+import sys
+from canon_pretrain.core.errors import UserError
+from data_prep.readers import InputReader
+from data_prep.sources import fetch, select
+for step in sys.argv[1:]:
+    try:
+        exec(step)
+    except UserError as error:
+        print(type(error).__name__, error.code, error)
+"""
+SELECT = "s = select('fineweb-edu'{}); print(s.version, len(s.inputs), s.root)"
+FETCH = "fetch(s.source, s.version, s.root, s.inputs[{}])"
+READ = "list(InputReader(s.root, s.inputs[0], s.text_field, s.group_field).rows())"
+
+
+def run(home: Path, endpoint: str, *steps: str, **more: str) -> list[str]:
+    known = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+    known |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    known["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    command = [sys.executable, "-W", "error::ResourceWarning", "-c", SCRIPT, *steps]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120, "cwd": ROOT}
+    result = subprocess.run(command, env=known | more, **options)
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
+    return result.stdout.splitlines()
+
+
+@pytest.mark.system
+def test_listing_and_download(hub, files, tmp_path):
+    listing = [SELECT.format(""), "print(*s.inputs, sep='\\n')"]
+    first = run(tmp_path, hub.url, *listing)
+    root = tmp_path / f"hub/datasets--HuggingFaceFW--fineweb-edu/snapshots/{FINEWEB.commit}"
+    assert f"{FINEWEB.commit} 3 {root}" in first
+    known = {name: (len(files[name]), hashlib.sha256(files[name]).hexdigest()) for name in NAMES}
+    expected = [f"Input(path='{n}', size={k[0]}, sha256='{k[1]}')" for n, k in known.items()]
+    assert first[-3:] == expected
+    assert len(hub.take_asked("/tree/")) == 2  # pages
+    assert not list(root.glob("**/*.parquet"))
+
+    # the listing is saved, and only missing files are downloaded
+    run(tmp_path, hub.url, SELECT.format(""), FETCH.format("1:3"))
+    asked = hub.take_asked("")
+    assert len(asked) == 2 and all("/resolve/" in line for line in asked)
+    assert all((root / name).read_bytes() == files[name] for name in NAMES[1:3])
+
+    # without a network, only a missing file is an error
+    steps = [SELECT.format(""), FETCH.format("1:3"), FETCH.format(":")]
+    out = run(tmp_path, "http://127.0.0.1:1", *steps, HF_HUB_OFFLINE="1")
+    assert out[-1].startswith(f"HubUnavailable hub.unavailable {FINEWEB.repo}@")
+    # wrong bytes are an error when they are read
+    hub.wrong.add(NAMES[0])
+    out = run(tmp_path, hub.url, SELECT.format(""), FETCH.format(":1"), READ)
+    assert out[-1].startswith("UserError input.changed ") and NAMES[0] in out[-1]
+    (root / NAMES[0]).unlink()
+    # the cache given as a copy has the same inputs
+    mirror = select("fineweb-edu", [root])
+    assert (mirror.version, mirror.root) == (FINEWEB.commit, root)
+    assert [str(one) for one in mirror.inputs] == expected[1:3]
+
+
+@pytest.mark.system
+def test_hub_refusals(hub, tmp_path):
+    hub.refusals = {"1" * 40: 401, "3" * 40: 403}
+    revisions = [*hub.refusals, "main", "typo"]
+    steps = [SELECT.format(f", revision='{revision}'") for revision in revisions]
+    scarce = "from canon_pretrain.data import hub; hub.free_bytes = lambda path: 9"
+    out = run(tmp_path, hub.url, *steps, SELECT.format(""), scarce, FETCH.format(":1"))
+    # a branch is resolved once
+    assert any(line.startswith(f"{MOVED} 3 {tmp_path}") for line in out)
+    errors = [line.split()[:3] for line in out if line.startswith(("UserError", "Hub"))]
+    assert errors[:3] == [
+        ["UserError", "hub.no_access", f"{FINEWEB.repo}@{'1' * 12}:"],
+        ["UserError", "hub.no_access", f"{FINEWEB.repo}@{'3' * 12}:"],
+        ["UserError", "hub.not_found", f"{FINEWEB.repo}@typo:"],
+    ]
+    # the free space is checked before the download
+    assert errors[3][:2] == ["HubUnavailable", "disk.full"] and not hub.take_asked()
