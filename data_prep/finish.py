@@ -91,7 +91,7 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
         if counts:
             log(f"{what}: " + ", ".join(f"{n:,} {reason}" for reason, n in sorted(counts.items())))
     remove_locks(out / INPUT_GROUP_LOCKS)
-    if not (out / INPUT_GROUP_LOCKS).exists():  # no other process builds units here
+    if not (out / INPUT_GROUP_LOCKS).exists():  # no other process is building here
         for folder in (out, *(out / split for split in SPLITS)):
             remove_leftovers(folder)
 

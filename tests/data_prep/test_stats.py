@@ -45,12 +45,12 @@ def test_every_number_equals_a_count_by_hand(data, monkeypatch):
     monkeypatch.setattr(stats, "CHUNK_TOKENS", 17)
     content = stats.stats(data)
     train, validation = content["splits"]
-    documents = [tokens_of(text) for unit in texts() for text in unit]
+    documents = [tokens_of(text) for group in texts() for text in group]
     ids = Counter(i for document in documents for i in document)
     lengths = sorted(len(document) for document in documents)
     assert train["parts"] > 4
     assert (train["documents"], train["tokens"]) == (len(documents), sum(lengths))
-    assert train["bytes"] == sum(len(text.encode()) for unit in texts() for text in unit)
+    assert train["bytes"] == sum(len(text.encode()) for group in texts() for text in group)
     assert train["top_tokens"][0]["count"] == max(ids.values())
     assert {row["id"]: row["count"] for row in train["top_tokens"]}.items() <= ids.items()
     assert train["unused_ids"] == tokenizer().vocab_size - len(ids)
@@ -117,13 +117,13 @@ CONTROL = (
     "red \x1b[31mtext\x1b[0m, bell \x07, CR\rLF\r\n, C1 \x9b31m, \u202eesrever\u202c\u200b\ttab"
 )
 LINES = "first line\n\n== end of the document\nlast line\n"
-UNITS = [[sentence(1, 30), CONTROL, LINES, ""], [sentence(k, 40) for k in range(2, 12)]]
+GROUPS = [[sentence(1, 30), CONTROL, LINES, ""], [sentence(k, 40) for k in range(2, 12)]]
 
 
 @pytest.fixture(scope="module")
 def shown_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("show") / "data"
-    make_data_folder(folder, UNITS, [sentence(50, 10)], max_part_tokens=200)
+    make_data_folder(folder, GROUPS, [sentence(50, 10)], max_part_tokens=200)
     return folder
 
 
@@ -138,7 +138,7 @@ def ids_of(shown: str) -> list[int]:
 
 
 def test_documents_are_shown_as_written(shown_data):
-    documents = [text for unit in UNITS for text in unit]
+    documents = [text for group in GROUPS for text in group]
     for number, text in enumerate(documents):
         shown = show_document(shown_data, number, ids=True)
         assert text_of(shown) == printable(text, keep="\n\t")

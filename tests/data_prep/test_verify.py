@@ -49,7 +49,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 
 def names_of(split: Path) -> list[str]:
-    return [part["name"] for part in json.loads((split / "manifest.json").read_bytes())["parts"]]
+    return [entry["name"] for entry in json.loads((split / "manifest.json").read_bytes())["parts"]]
 
 
 def faults_of(folder: Path, *level: str, **more: Any) -> list[str]:
