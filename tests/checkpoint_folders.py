@@ -9,7 +9,9 @@ import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,9 +27,9 @@ def make_step(
     step: int,
     kind: Kind = "full",
     *,
-    name: str | None = None,
+    name: str = "",
     num_bytes: int = 64,
-    run_id: str | None = None,
+    **facts: str,
 ) -> Path:
     """Create a checkpoint named step-N or `name`, whose content depends on step and kind."""
     path = folder / (name or f"step-{step}")
@@ -37,20 +39,17 @@ def make_step(
     (path / "__0_0.distcp").write_bytes(content)
     if kind == "full":
         (path / "more" / "__1_0.distcp").write_bytes(content[::-1])
-    write_manifest(path, step, kind, run_id)
+    write_manifest(path, step, kind, **facts)
     return path
 
 
-def write_manifest(path: Path, step: int, kind: Kind, run_id: str | None = None) -> None:
+def write_manifest(path: Path, step: int, kind: Kind, **facts: Any) -> None:
     """Write the manifest of the files in `path`."""
-    files = {
-        name: FileEntry((path / name).stat().st_size, sha256_file(path / name))
-        for name in files_of(path)
-    }
-    saved = "2026-11-20T12:00:00+00:00"  # the same in all: folders are compared byte by byte
-    Manifest(
-        step, kind, world_size=1, torch="2.13.0", files=files, saved=saved, run_id=run_id
-    ).write(path)
+    found = {name: (path / name, sha256_file(path / name)) for name in files_of(path)}
+    files = {name: FileEntry(file.stat().st_size, digest) for name, (file, digest) in found.items()}
+    # the same time in all: folders are compared byte by byte
+    facts |= {"world_size": 1, "torch": "2.13.0", "saved": "2026-11-20T12:00:00+00:00"}
+    Manifest(step, kind, files=files, **facts).write(path)
 
 
 def set_manifest(checkpoint: Path, **fields: object) -> None:
@@ -67,8 +66,7 @@ def fake_strip(checkpoint: Path, temporary: Path) -> None:
 
 def flip_byte(path: Path) -> None:
     """Change one byte in the middle, but not size and mtime."""
-    before = path.stat()
-    content = bytearray(path.read_bytes())
+    before, content = path.stat(), bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -116,26 +114,21 @@ def _kill_at(survived: int) -> None:
     """Kill this process before its operation number `survived` of OPERATIONS."""
     left = itertools.count(survived, -1)
 
-    def guarded(operation: Callable[..., object]) -> Callable[..., object]:
-        def call(*arguments: object, **options: object) -> object:
-            if next(left) == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return operation(*arguments, **options)
-
-        return call
+    def call(operation: Callable[..., object], *arguments: object, **options: object) -> object:
+        if next(left) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return operation(*arguments, **options)
 
     for name in OPERATIONS:
-        setattr(os, name, guarded(getattr(os, name)))
+        setattr(os, name, partial(call, getattr(os, name)))
 
 
 @contextmanager
 def small_disk(folder: Path, options: str) -> Iterator[Path]:
     """Mount a tmpfs with `options` at `folder`; skip the test if mounting is not allowed."""
     folder.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True
-    )
-    if done.returncode:
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    if (done := subprocess.run(command, capture_output=True)).returncode:
         pytest.skip(f"no mount here: {done.stderr.decode().strip()}")
     try:
         yield folder

@@ -1,26 +1,40 @@
-"""Exports of small models, and the process that has never heard of this package."""
+"""Exports of small models, folders of LlamaCanon models (llama_canon.py), and their imports."""
 
-import functools
-import json
 import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from canon_pretrain.checkpoint.manifest import Kind
+from canon_pretrain.checkpoint.manifest import Kind, Manifest, verify
 from canon_pretrain.checkpoint.weights import TRAINING_STATE
 from canon_pretrain.checkpoint.writer import save_alone
 from canon_pretrain.hf.export import export
+from canon_pretrain.hf.reading import Imported, import_folder
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
-from tests.ranks import launch, whole_state
-from tests.support import ROOT, debug_run
+from tests import llama_canon
+from tests.llama_canon import NO_POSITIONS, random_state, write_folder
+from tests.ranks import whole_state
+from tests.support import refused
+
+BASE: dict[str, Any] = {
+    "vocab_size": 50, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 40, "max_position_embeddings": 32,
+    "rope_theta": 100.0,  # all frequencies matter within 20 tokens
+}  # fmt: skip
+POSITIONS: list[dict[str, Any]] = [
+    {},
+    {"rope_dim": 8, "partial_rotary_factor": 0.25},
+    {"rope_dim": 16, "partial_rotary_factor": 0.5},
+    {"rope_scaling": NO_POSITIONS},
+]
+TOKENS = torch.randint(50, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
 def plant_run(
@@ -43,37 +57,54 @@ def export_model(folder: Path, model: Transformer, **options: Any) -> Path:
     return folder / "out"
 
 
-STEP, LAST = 10, 12
-
-
-@functools.cache
-def trained_run(data: Path, base: Path) -> Path:
-    folder = base / "hf-trained"
-    words = ("--checkpoint.interval", STEP, "--model.position", "partial_rope_c")
-    launch(*debug_run(data, folder / "run"), *words, "--model.num_kv_heads", 2, output=folder)
-    return folder / "run"
-
-
-def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+def weights_of(checkpoint: Path) -> dict[str, Tensor]:
     state = whole_state(checkpoint)
     return {name: t for name, t in state.items() if not name.startswith(TRAINING_STATE)}
-
-
-def in_clean_process(request: Any, scratch: Path, *, timeout: int = 300) -> Any:
-    """What hf_clean_process.py answers to `request`; both are JSON."""
-    scratch.mkdir(parents=True, exist_ok=True)
-    asked, answered = scratch / "request.json", scratch / "answer.json"
-    asked.write_text(json.dumps(request))
-    script = str(ROOT / "tests" / "hf_clean_process.py")
-    command = [sys.executable, "-I", script, str(asked), str(answered)]
-    options: Any = {"capture_output": True, "text": True, "timeout": timeout}
-    done = subprocess.run(command, cwd=scratch, env=hub_environment(scratch), **options)
-    if done.returncode:
-        pytest.fail(f"{done.stdout}\n{done.stderr}")
-    return json.loads(answered.read_text())
 
 
 def hub_environment(scratch: Path) -> dict[str, str]:
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1")
     folders = {"HF_HOME": str(scratch / "hf"), "HF_MODULES_CACHE": str(scratch / "hf" / "modules")}
     return os.environ | offline | folders | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def our_logits(found: Imported, tokens_BT: Tensor = TOKENS) -> Tensor:
+    verify(found.checkpoint)
+    with torch.device("meta"):
+        model = Transformer(found.args)
+    model.load_state_dict(whole_state(found.checkpoint), assign=True)
+    if model.rope is not None:
+        model.rope.reset(torch.device("cpu"))
+    with torch.no_grad():
+        return model(tokens_BT)
+
+
+def check(folder: Path, config: dict[str, Any], state: dict[str, Tensor], **options: Any) -> None:
+    found = import_folder(write_folder(folder / "hf", config, state, **options), folder / "out")
+    assert (our_logits(found) - llama_canon.logits(config, state, TOKENS)).abs().max() < 1e-4
+    assert all(t.dtype == torch.float32 for t in whole_state(found.checkpoint).values())
+    assert Manifest.read(found.checkpoint).kind == "weights"
+
+
+def small_folder(tmp_path: Path, **fields: Any) -> Path:
+    config = BASE | {"num_hidden_layers": 1}
+    return write_folder(tmp_path / "hf", config | fields, random_state(config))
+
+
+def check_refused(
+    folder: Path, code: str, *, options: dict[str, Any] | None = None, **fields: object
+) -> None:
+    """Import `folder`, expecting an error with `code` and `fields`, and nothing written."""
+    out = folder.with_name(f"{folder.name}-out")
+    with refused(code, **fields):
+        import_folder(folder, out, **options or {})
+    assert not out.exists() and not list(folder.parent.glob(".*.importing*"))

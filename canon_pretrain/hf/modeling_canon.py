@@ -235,7 +235,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("expected input_ids; inputs_embeds is unsupported")
         if output_attentions or output_hidden_states:
-            raise ValueError("attention weights and hidden states are unsupported outputs")
+            raise ValueError("output_attentions and output_hidden_states are unsupported")
         tokens_BT = input_ids
         is_real_BT = _real_tokens(attention_mask, tokens_BT, past_key_values)
         _check_positions(kwargs.get("position_ids"), is_real_BT)

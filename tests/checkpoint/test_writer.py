@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import traceback
 import warnings
 from collections.abc import Callable
@@ -70,17 +69,11 @@ def test_all_files_are_synced_before_the_rename(tmp_path):
     renamed = order.index(("rename", "step-3"))
     files = Manifest.read(tmp_path / "step-3").files
     for name in ("__0_0.distcp", ".metadata"):  # complete then; .metadata has its temporary name
-        found = [
-            k
-            for k, (what, path) in enumerate(order)
-            if what == f"sync {files[name].bytes}" and path.startswith(name)
-        ]
-        assert found and found[0] < renamed, name
-    manifest = [
-        k for k, (_, path) in enumerate(order) if re.fullmatch(r"manifest\.json\.\w+\.tmp", path)
-    ]
-    folder = [k for k, entry in enumerate(order) if entry == ("sync", ".saving-step-3")]
-    assert manifest[0] < folder[-1] < renamed
+        first = f"sync {files[name].bytes}"
+        assert any(what == first and path.startswith(name) for what, path in order[:renamed]), name
+    names = [path for _, path in order[:renamed]]
+    manifest = next(k for k, name in enumerate(names) if name.startswith("manifest.json."))
+    assert ("sync", ".saving-step-3") in order[manifest:renamed]
     assert order[renamed + 1 :] == [("sync", tmp_path.name)]
 
 
@@ -120,9 +113,8 @@ def _on_two_ranks(rank: int, base: Path) -> None:
     outcomes: dict[str, Any] = {}
 
     def attempt(step: int, state: dict[str, Any], save: Callable[..., Any]) -> None:
-        writer = VerifiedWriter(
-            base / f"step-{step}", base / f".saving-step-{step}", step=step, world_size=2
-        )
+        temporary = base / f".saving-step-{step}"
+        writer = VerifiedWriter(base / f"step-{step}", temporary, step=step, world_size=2)
         try:
             future = save(state, storage_writer=writer, process_group=dist.group.WORLD)
             if save is dcp.async_save:

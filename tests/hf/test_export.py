@@ -1,7 +1,6 @@
 """Exports: weights, tokenizer, other files, --force, kills."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -32,25 +31,21 @@ from data_prep.planning import train_tokenizer
 from tests import llama_canon
 from tests.checkpoint_folders import contents, flip_byte, killed_everywhere
 from tests.data_folders import make_data_folder, sentence, tokenizer
-from tests.hf_exports import LAST, STEP, export_model, plant_run, trained_run, weights_of
-from tests.ranks import events
-from tests.support import ROOT, error_codes, refused
+from tests.hf_exports import export_model, plant_run, weights_of
+from tests.hf_exports import quick as quick
+from tests.ranks import events, launch
+from tests.support import ROOT, debug_run, error_codes, refused
 from tests.variants import VARIANTS, build, random_tokens, variant
+
+STEP, LAST = 10, 12
 
 
 @pytest.fixture(scope="module")
 def run(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_run(data_folder, tmp_path_factory.getbasetemp())
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-@pytest.fixture
-def checkpoint(run: Path) -> Path:
-    return run / "checkpoint" / f"step-{STEP}"
+    folder = tmp_path_factory.mktemp("trained")
+    options = ("--checkpoint.interval", STEP, "--model.position", "partial_rope_c")
+    launch(*debug_run(data_folder, folder / "run"), *options, output=folder)
+    return folder / "run"
 
 
 def exported(folder: Path) -> dict[str, Tensor]:
@@ -69,7 +64,8 @@ def check_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_of_two_ranks(dtype, checkpoint, tmp_path):
+def test_weights_of_two_ranks(dtype, run, tmp_path):
+    checkpoint = run / "checkpoint" / f"step-{STEP}"
     assert len(list(checkpoint.glob("*.distcp"))) == 2  # each rank has a part of every tensor
     expected = {name: t.to(DTYPES[dtype]) for name, t in weights_of(checkpoint).items()}
     limit = 100_000 if dtype == "float32" else MAX_FILE_BYTES
@@ -91,9 +87,9 @@ def test_weights_of_two_ranks(dtype, checkpoint, tmp_path):
 
 
 @pytest.mark.system
-def test_the_record_and_config_of_an_export(checkpoint, run, tmp_path):
+def test_the_record_and_config_of_an_export(run, tmp_path):
     out = tmp_path / "out"
-    export(checkpoint, out, with_tokenizer=False)
+    export(run / "checkpoint" / f"step-{STEP}", out, with_tokenizer=False)
     names = (RECORD, "config.json", "generation_config.json")
     record, config, generation = (read(out / name) for name in names)
     assert record["run_id"] == read(run / "run.json")["run_id"]
@@ -143,19 +139,16 @@ def test_bad_weights_are_refused(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("planted") / "data"
-    make_data_folder(folder, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def of_texts(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def of_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("of_texts")
+    train = [[sentence(seed, 60) for seed in range(9)]]
+    make_data_folder(folder / "data", train, [sentence(9, 60)])
     args = replace(VARIANTS["nope ABCD"], vocab_size=300)
-    return plant_run(tmp_path_factory.mktemp("of_texts") / "run", build(args), data=data)
+    return plant_run(folder / "run", build(args), data=folder / "data")
 
 
-def test_a_moved_or_wrong_tokenizer(of_texts, data, tmp_path, monkeypatch):
+def test_a_moved_or_wrong_tokenizer(of_texts, tmp_path, monkeypatch):
+    data = of_texts.parents[2] / "data"
     export(of_texts, tmp_path / "stayed")
     model, out = build(model_args_of(run_of_checkpoint(of_texts))), tmp_path / "out"
     moved = plant_run(tmp_path / "run", model, data=tmp_path / "gone")
@@ -185,12 +178,12 @@ def test_a_moved_or_wrong_tokenizer(of_texts, data, tmp_path, monkeypatch):
 
 
 @pytest.mark.system
-def test_weights_only_and_archived_checkpoints(checkpoint, run, tmp_path):
+def test_weights_only_and_archived_checkpoints(run, tmp_path):
     def out(path: Path, name: str) -> dict[str, Tensor]:
         export(path, tmp_path / name, with_tokenizer=False)
         return exported(tmp_path / name)
 
-    expected, copy = out(checkpoint, "full"), tmp_path / "run"
+    expected, copy = out(run / "checkpoint" / f"step-{STEP}", "full"), tmp_path / "run"
     shutil.copytree(run, copy)
     folder = CheckpointFolder(copy / "checkpoint")
     strip_to_weights(folder.step_path(LAST), folder.path / "step-12-only")

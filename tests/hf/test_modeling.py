@@ -14,13 +14,9 @@ from canon_pretrain.hf.modeling_canon import LlamaCanonConfig, LlamaCanonForCaus
 from canon_pretrain.model.transformer import Transformer
 from tests.variants import VARIANTS, build, random_tokens
 
-DECODED = (
-    "nope ABCD",
-    "rope A k3 cst relu2 qk_per_head documents",
-    "alibi ABCD k3 cst relu2 qk_per_head tied",
-    "h_alibi AC k2 cst standard qk_full gqa documents",
-    "partial_rope_c ABCD qk_full",
-)
+DECODED = ["nope ABCD", "rope A k3 cst relu2 qk_per_head documents", "partial_rope_c ABCD qk_full"]
+DECODED += ["alibi ABCD k3 cst relu2 qk_per_head tied"]
+DECODED += ["h_alibi AC k2 cst standard qk_full gqa documents"]
 decoded = pytest.mark.parametrize("name", DECODED)
 
 
@@ -54,9 +50,6 @@ def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 PROMPTS = [[5, 9, 3], [7, 2, 11, 4, 30, 8, 2, 19, 6, 3, 21], [2, 13]]
 PLAIN: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 2}
-
-
-# ---- decoding
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -137,9 +130,6 @@ def test_sequences_longer_than_in_training():
     torch.testing.assert_close(model(ids).logits[:, :160], ours(ids[:, :160]), atol=1e-4, rtol=0)
 
 
-# ---- training
-
-
 @pytest.mark.parametrize("mode", ["eval", "checkpointed"])
 def test_loss_and_gradients(mode):
     model, ours = wrapped_model("rope AC no_res act standard_relu2 qk_full gqa tied documents")
@@ -172,9 +162,6 @@ def test_a_step_of_transformers_trainer(tmp_path):
     Trainer(model=model, args=arguments, train_dataset=data).train()
     moved = {n for n, tensor in model.state_dict().items() if not torch.equal(tensor, before[n])}
     assert moved == {name for name in before if ".canon" not in name}  # cst-Canon is fixed
-
-
-# ---- replaced modules
 
 
 class Wrapped(nn.Module):
@@ -240,33 +227,28 @@ def test_copies_and_casts_keep_the_rotation():
     torch.testing.assert_close(hollow.eval()(ids).logits, ours(ids))
 
 
-# ---- unsupported options
-
-CALLS: list[tuple[dict[str, Any], str]] = [
-    ({"input_ids": None}, "input_ids"),
-    ({"inputs_embeds": torch.zeros(1, 2, 32)}, "inputs_embeds"),
-    ({"output_attentions": True}, "attention weights"),
-    ({"output_hidden_states": True}, "hidden states"),
-    ({"past_key_values": DynamicCache()}, "DynamicCache"),
-    ({"input_ids": torch.zeros(1, 161, dtype=torch.long)}, "max_position_embeddings = 160"),
-    ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "position_ids"),
-    ({"attention_mask": torch.ones(1, 5)}, "attention_mask"),
-]
-WAYS: list[tuple[dict[str, Any], str]] = [
-    ({"prompt_lookup_num_tokens": 2}, "assisted generation"),
-    ({"cache_implementation": "static"}, "cache_implementation"),
-    ({"max_new_tokens": 200}, "max_position_embeddings = 160"),
-]
+FORWARD: dict[str, Any] = {
+    "input_ids": None, "inputs_embeds": torch.zeros(1, 2, 32), "output_attentions": True,
+    "output_hidden_states": True, "past_key_values": DynamicCache(),
+    "position_ids": torch.tensor([[0, 1, 0, 1]]), "attention_mask": torch.ones(1, 5),
+}  # fmt: skip
 
 
 def test_unsupported_options_raise():
     model, _ = wrapped_model("nope ABCD")
-    for arguments, match in CALLS:
+    for name, value in FORWARD.items():
+        with pytest.raises(ValueError, match=name):
+            model(**({"input_ids": torch.tensor([[1, 2, 3, 4]])} | {name: value}))
+    with pytest.raises(ValueError, match="max_position_embeddings = 160"):
+        model(torch.zeros(1, 161, dtype=torch.long))
+    ids = torch.tensor([PROMPTS[1]])
+    for options, match in (
+        ({"prompt_lookup_num_tokens": 2}, "assisted generation"),
+        ({"cache_implementation": "static"}, "cache_implementation"),
+        ({"max_new_tokens": 200}, "max_position_embeddings"),
+    ):
         with pytest.raises(ValueError, match=match):
-            model(**({"input_ids": torch.tensor([[1, 2, 3, 4]])} | arguments))
-    for options, match in WAYS:
-        with pytest.raises(ValueError, match=match):
-            model.generate(torch.tensor([PROMPTS[1]]), **({"max_new_tokens": 3} | PLAIN | options))
+            model.generate(ids, **({"max_new_tokens": 3} | PLAIN | options))
     past = model(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
     with pytest.raises(NotImplementedError, match="cropped"):
         past.crop(-1)

@@ -17,41 +17,27 @@ from canon_pretrain.run import config as experiment
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import build_dataloader, open_shards
 from canon_pretrain.titan.job_config import CanonJobConfig
-from tests import llama_canon
+from tests import hf_exports, llama_canon
 from tests.checkpoint_folders import flip_byte
-from tests.hf_folders import (
-    BASE,
-    POSITIONS,
-    TOKENS,
-    check,
-    check_refused,
-    our_logits,
-    small_folder,
-)
-from tests.hf_folders import quick as quick
+from tests.hf_exports import BASE, TOKENS, check, check_refused, our_logits
+from tests.hf_exports import quick as quick
 from tests.llama_canon import random_state, write_folder, write_lingua_folder
 from tests.ranks import differences, events, launch, whole_state
 from tests.support import debug_run
 from tests.variants import VARIANTS, build, every_variant, random_tokens
 
-RECIPES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    # of lingua_recipes/: params.json's model section, and the same fields of config.json
-    (
-        {"qk_norm": True, "rope_dim": 8, "norm_eps": 1e-4},
-        {"qk_norm": True, "rope_dim": 8, "rms_norm_eps": 1e-4, "rope_theta": 10000.0},
-    ),
-    (
-        {"n_kv_heads": 2, "rope_theta": 100000, "rope_dim": 8, "hidden_dim": 40},
-        {"num_key_value_heads": 2, "rope_theta": 1e5, "rope_dim": 8, "rms_norm_eps": 1e-5},
-    ),
-    ({"canon_set": ""}, {"rope_theta": 10000.0, "rms_norm_eps": 1e-5}),
-]
+# of lingua_recipes/: params.json's model section, and the same fields of config.json
+SMALL = {"qk_norm": True, "rope_dim": 8, "norm_eps": 1e-4}, {"rms_norm_eps": 1e-4}
+LARGE = {"n_kv_heads": 2, "rope_theta": 100000, "rope_dim": 8, "hidden_dim": 40}
+OF_LARGE = {"num_key_value_heads": 2, "rope_theta": 1e5}
+RECIPES = {"1B and 3B": SMALL, "8B": (LARGE, OF_LARGE), "Llama": ({"canon_set": ""}, {})}
 
 
-@pytest.mark.parametrize(("params", "fields"), RECIPES, ids=["1B and 3B", "8B", "Llama"])
+@pytest.mark.parametrize(("params", "fields"), RECIPES.values(), ids=RECIPES)
 def test_released_models_of_the_hub(params, fields, tmp_path):
     """params.json and consolidated.pth, by the folder or its subfolder."""
-    config = BASE | {"canon_set": "ABCD", "rope_version": "lingua"} | params | fields
+    config = BASE | {"canon_set": "ABCD", "rope_version": "lingua", "rms_norm_eps": 1e-5}
+    config |= {"rope_theta": 10000.0} | params | fields
     if "hidden_dim" not in params:  # null: 8D/3, rounded up to a multiple of 256
         config["intermediate_size"] = 512
     state = random_state(config, dtype=torch.bfloat16)
@@ -74,33 +60,25 @@ def test_a_damaged_released_folder(tmp_path):
     model = torch.load(weights, weights_only=True)["model"]
     whole = weights.read_bytes()
 
-    contents = {
-        "hf.unknown_tensors": [model | {"layers.0.canonA.bias": torch.ones(128)}],
-        "hf.missing_tensors": [{n: t for n, t in model.items() if "canonC" not in n}],
-        "hf.unreadable_weights": [
-            {name: torch.ones(1).expand(tensor.shape) for name, tensor in model.items()},
-            {"x": Path},
-        ],
-    }
-    for code, each in contents.items():
-        for content in each:
-            torch.save({"model": content}, weights)
-            check_refused(folder, code)
+    for code, content in (
+        ("hf.unknown_tensors", model | {"layers.0.canonA.bias": torch.ones(128)}),
+        ("hf.missing_tensors", {n: t for n, t in model.items() if "canonC" not in n}),
+        ("hf.unreadable_weights", {n: torch.ones(1).expand(t.shape) for n, t in model.items()}),
+        ("hf.unreadable_weights", {"x": Path}),
+    ):
+        torch.save({"model": content}, weights)
+        check_refused(folder, code)
     weights.write_bytes(whole[: len(whole) // 2])
     check_refused(folder, "hf.unreadable_weights", path=weights)
     weights.write_bytes(whole)
-    for text, code in (
-        ("", "file.unreadable"),
-        ('{"model": 3, "data": {}}', "hf.unsupported_field"),
-    ):
-        params.write_text(text)
-        check_refused(folder, code)
+    params.write_text('{"model": 3, "data": {}}')
+    check_refused(folder, "hf.unsupported_field")
     params.unlink()
     params.symlink_to(tmp_path / "elsewhere")
     check_refused(folder, "hf.outside_link", path=params)
 
 
-@pytest.mark.parametrize("position", POSITIONS, ids=str)
+@pytest.mark.parametrize("position", hf_exports.POSITIONS, ids=str)
 @pytest.mark.parametrize("version", ["lingua", "huggingface"])
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(data=st.data())
@@ -246,7 +224,7 @@ def test_a_state_of_another_model_is_refused(straight, tmp_path):
     flip_byte(next(torn.glob("*.distcp")))
     for folder, state_from, code in (
         (tmp_path / "hf", weights.checkpoint, "checkpoint.weights_only"),
-        (small_folder(tmp_path / "other"), step_3, "checkpoint.other_model"),
+        (hf_exports.small_folder(tmp_path / "other"), step_3, "checkpoint.other_model"),
         (tmp_path / "hf", straight / "checkpoint" / "step-2", "checkpoint.missing"),
         (tmp_path / "hf", torn, "checkpoint.damaged"),
     ):

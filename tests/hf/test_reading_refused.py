@@ -19,8 +19,8 @@ from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.hf import reading
 from canon_pretrain.hf.reading import import_folder
 from tests.checkpoint_folders import run_forked
-from tests.hf_folders import BASE, check, check_refused, small_folder
-from tests.hf_folders import quick as quick
+from tests.hf_exports import BASE, check, check_refused, small_folder
+from tests.hf_exports import quick as quick
 from tests.llama_canon import NO_POSITIONS, random_state, write_folder
 from tests.support import refused
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import random
 from functools import cache
 from typing import Any
 
@@ -9,12 +10,12 @@ import pytest
 import sentencepiece
 import tokenizers
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
 
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
-from tests.data.test_tokenizer import FRAGMENTS, LINES, LLAMA, MODELS
+from tests.data.test_tokenizer import FRAGMENTS, LINES, LLAMA, MODELS, texts
 from tests.support import refused
 
 # characters of the names of special tokens
@@ -32,12 +33,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "bare": LLAMA | {"model_type": "unigram", "hard_vocab_limit": False},
 }
 # "bare" can write "</s>" only as bytes or as the token, and `tokenizers` would use the token
-REFUSED = {"normalising", "spaces as suffixes", "user-defined", "bare"}
+REFUSED = {"normalizing", "spaces as suffixes", "user-defined", "bare"}
 EXACT = sorted(KINDS.keys() - REFUSED) + ["byte-level", "llama as json"]
-texts = st.one_of(
-    st.lists(st.sampled_from(FRAGMENTS), max_size=40).map("".join),
-    st.text(st.characters(exclude_categories=["Cs"]), max_size=60),
-)
 
 
 @cache
@@ -45,7 +42,7 @@ def training_tokenizer(name: str) -> Tokenizer:
     if name == "byte-level":
         return Tokenizer(byte_level(), name)
     if name == "llama as json":
-        content = tokenizer_files(training_tokenizer("as ours"), 64)["tokenizer.json"]
+        content = tokenizer_files(training_tokenizer("default"), 64)["tokenizer.json"]
         return Tokenizer(json.dumps(content).encode(), name)
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -59,15 +56,11 @@ def byte_level() -> bytes:
     made.normalizer = normalizers.NFC()
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<|begin_of_text|>", "<|end_of_text|>", "<|user|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(LINES, trainer)
-    begin = processors.TemplateProcessing(
-        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)]
-    )
+    options = {"initial_alphabet": made.pre_tokenizer.alphabet(), "show_progress": False}
+    options["special_tokens"] = ["<|begin_of_text|>", "<|end_of_text|>", "<|user|>"]
+    made.train_from_iterator(LINES, trainers.BpeTrainer(vocab_size=400, **options))
+    special = [("<|begin_of_text|>", 0)]
+    begin = processors.TemplateProcessing(single="<|begin_of_text|> $A", special_tokens=special)
     made.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])
     made.enable_truncation(7)
     made.enable_padding(length=9)
@@ -91,9 +84,32 @@ def test_ids_and_text_equal_those_of_training(name, text):
     assert other.encode(text).ids == ids
     assert other.decode(ids) == training.decode(ids)
     assert other.decode([*ids, training.eos_id]) == training.decode([*ids, training.eos_id])
-    if name == "as ours":  # a truncated character does not drop the line end
+    if name == "default":  # a truncated character does not drop the line end
         ids = training.encode(f"{text}\n\U0001f642").tolist()[:-2]  # two bytes of four
         assert other.decode(ids) == training.decode(ids)
+
+
+@pytest.mark.parametrize("name", ["default", "byte-level"])
+def test_auto_tokenizer(name, tmp_path):
+    training = training_tokenizer(name)
+    for file, content in tokenizer_files(training, 64).items():
+        (tmp_path / file).write_text(json.dumps(content))
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    loaded.save_pretrained(tmp_path / "copy")
+    again = AutoTokenizer.from_pretrained(tmp_path / "copy", use_fast=True)
+    generator = random.Random(0)
+    asked = ["".join(generator.choices(FRAGMENTS, k=generator.randrange(25))) for _ in range(200)]
+    ids = [training.encode(text).tolist() for text in asked]
+    assert ids == loaded(asked)["input_ids"] == [again.encode(text) for text in asked]
+    decoded = [loaded.decode([*row, training.eos_id], skip_special_tokens=True) for row in ids]
+    assert decoded == [training.decode([*row, training.eos_id]) for row in ids]
+    text = "the cat sat on the mat, and it came"
+    offsets = loaded(text, return_offsets_mapping=True)["offset_mapping"]
+    assert "".join(text[start:stop] for start, stop in offsets) == text
+    special = (loaded.eos_token_id, loaded.bos_token_id, loaded.pad_token_id)
+    assert special == (training.eos_id,) * 3
+    assert (len(loaded), loaded.is_fast, loaded.model_max_length) == (training.vocab_size, True, 64)
+    assert sorted(loaded("a")) == ["attention_mask", "input_ids"]  # what `generate` accepts
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
