@@ -1,14 +1,14 @@
-"""Our lm_eval model over a checkpoint, and `lm_eval --model hf` on its export: the same numbers.
+"""Our lm_eval model on a checkpoint and on its export equals `lm_eval --model hf` on the export.
 
-The reference is the harness's own class, which opens the exported folder as a user's command makes
-it do. Where it differs from what is right, a test of its own says so.
+The reference is lm_eval's own class on the exported folder, as a user's command makes it.
 """
 
+import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,19 +42,21 @@ NAMES = (
     "nope ABCD k2 no_res act standard documents",
     "rope AC k3 gqa documents",
 )
+others = [pytest.param(name, marks=pytest.mark.system) for name in NAMES[1:]]
+every_model = pytest.mark.parametrize("name", [NAMES[0], *others])
 
 
 @dataclass
-class Pair:
-    """One model, as each side has it."""
+class Models:
+    """One model over its checkpoint, over its export, and as lm_eval's class."""
 
     ours: CanonLM
     exported: CanonLM
     theirs: HFLM
 
-    def ask(self, kind: str, asked: list[tuple[Any, ...]]) -> tuple[list[Any], list[Any]]:
-        """Our answers over the checkpoint, equal to those over the export, and theirs."""
-        requests = [Instance(kind, {}, given, index) for index, given in enumerate(asked)]
+    def answers(self, kind: str, inputs: list[tuple[Any, ...]]) -> tuple[list[Any], list[Any]]:
+        """Our answers, equal for checkpoint and export, and lm_eval's."""
+        requests = [Instance(kind, {}, given, index) for index, given in enumerate(inputs)]
         ours, exported, theirs = (
             getattr(lm, kind)(requests, disable_tqdm=True)
             for lm in (self.ours, self.exported, self.theirs)
@@ -64,8 +66,8 @@ class Pair:
 
 
 def differences(found: list[Any], expected: list[Any]) -> list[tuple[int, Any, Any]]:
-    """Those answers that are further apart than 1e-4 (of sums: and 1e-4 of it), or not equal."""
-    apart = []
+    """Answers that differ by more than 1e-4 (sums: and 1e-4 of it), or are not equal."""
+    differing = []
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         wanted = other
         if isinstance(other, float):
@@ -73,12 +75,12 @@ def differences(found: list[Any], expected: list[Any]) -> list[tuple[int, Any, A
         elif isinstance(other, tuple):
             wanted = (pytest.approx(other[0], rel=0, abs=1e-4), other[1])
         if one != wanted:
-            apart.append((index, one, other))
-    return apart
+            differing.append((index, one, other))
+    return differing
 
 
-def opinionated(name: str, **changes: Any) -> Transformer:
-    """A model whose likeliest tokens are text; other bytes each tokenizer writes in its own way."""
+def text_model(name: str, **changes: Any) -> Transformer:
+    """A model whose likeliest tokens are text: tokenizers decode partial bytes differently."""
     model = build(replace(variant(name), vocab_size=300, **changes))
     with torch.no_grad():
         model.output.weight[[i for i in range(NO_TEXT) if i != 2]] = 0.0
@@ -86,130 +88,115 @@ def opinionated(name: str, **changes: Any) -> Transformer:
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pair]]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Models]]:
     folder = tmp_path_factory.mktemp("equal")
-    data = folder / "data"
-    make_data_folder(data, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
+    make_data(folder / "data")
+
+    @functools.cache
+    def make(name: str, add_bos: bool = False) -> Models:
+        base, ours = folder / f"{name} {add_bos}", []
+        checkpoint = plant_run(base / "run", text_model(name), data=folder / "data")
+        out = export(checkpoint, base / "out")
+        given: Any = {"max_length": MAX_LENGTH, "batch_tokens": 150, "add_bos": add_bos}
+        for path, tokenizer in ((checkpoint, folder / "data"), (out, out / "tokenizer.json")):
+            model, text = load_model(path, torch.device("cpu")), load_tokenizer(tokenizer, eos=2)
+            ours.append(CanonLM(model, text, **given))
+        given = {"device": "cpu", "dtype": "float32", "prefix_token_id": 2, "batch_size": 5}
+        given |= {"max_length": MAX_LENGTH, "trust_remote_code": True, "add_bos_token": add_bos}
+        return Models(*ours, HFLM(pretrained=str(out), **given))
+
     with pytest.MonkeyPatch.context() as patch:
-        # the code that travels with an export is copied there, by default below the home folder
+        # an export's code is copied there, by default to the home folder
         modules = str(folder / "modules")
         patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
         patch.syspath_prepend(modules)
-        yield {name: make_pair(name, folder / name.replace(" ", "-"), data) for name in NAMES}
+        yield make
 
 
-def make_pair(name: str, folder: Path, data: Path) -> Pair:
-    checkpoint = plant_run(folder / "run", opinionated(name), data=data)
-    export(checkpoint, folder / "out")
-    theirs = their_model(folder / "out", add_bos=False)
-    return Pair(*our_models(checkpoint, folder / "out", data), theirs)
+def make_data(folder: Path) -> None:
+    make_data_folder(folder, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
 
 
-def our_models(checkpoint: Path, out: Path, data: Path, **options: Any) -> Iterator[CanonLM]:
-    """Ours over the checkpoint and over its export, each with the tokenizer that it has."""
-    tokenizers = load_tokenizer(data, eos=2), load_tokenizer(out / "tokenizer.json", eos=2)
-    for path, tokenizer in zip((checkpoint, out), tokenizers, strict=True):
-        model = load_model(path, torch.device("cpu"))
-        yield CanonLM(model, tokenizer, max_length=MAX_LENGTH, batch_tokens=150, **options)
-
-
-def their_model(folder: Path, *, add_bos: bool) -> HFLM:
-    """What `lm_eval --model hf --model_args pretrained=FOLDER,...` makes."""
-    given = {"device": "cpu", "dtype": "float32", "max_length": MAX_LENGTH, "prefix_token_id": 2}
-    given["batch_size"] = 5
-    return HFLM(pretrained=str(folder), trust_remote_code=True, add_bos_token=add_bos, **given)
-
-
-def scored() -> list[tuple[str, str]]:
-    """Contexts and continuations of every shape that a suite may ask for."""
-    text = sentence(3, 400)
-    asked = []
-    for seed in range(4):  # multiple choice: one context, choices of unequal lengths
+def pairs() -> list[tuple[str, str]]:
+    """Contexts and continuations of every form."""
+    text, found = sentence(3, 400), []
+    for seed in range(4):  # multiple choice: one context, choices of different lengths
         context = sentence(seed, 3 + 7 * seed)
-        asked += [(context, f" {sentence(10 * seed + n, 1 + 3 * n)}") for n in range(1, 4)]
-    asked += [("is it so", choice) for choice in (" to", " in", " by", " to")]  # one token each
-    asked += [(UNICODE, f" {UNICODE[::-1]}"), ("the café", " naïve"), ("\U0001f642", "\U0001f642")]
-    asked += [("the of ", "a space moves"), ("the\n\n", " lines"), ("a </s> is text", " as </s>")]
-    asked += [("", " nothing before it"), ("", "the"), ("", UNICODE)]
-    # these lose their beginning
-    return [*asked, (text, " of the"), (text, text[:90]), (text[:30], text[30:100])]
+        found += [(context, f" {sentence(10 * seed + n, 1 + 3 * n)}") for n in range(1, 4)]
+    found += [("is it so", choice) for choice in (" to", " in", " by", " to")]  # one token each
+    found += [(UNICODE, f" {UNICODE[::-1]}"), ("the café", " naïve"), ("\U0001f642", "\U0001f642")]
+    found += [("the of ", "a space moves"), ("the\n\n", " lines"), ("a </s> is text", " as </s>")]
+    found += [("", " nothing before it"), ("", "the"), ("", UNICODE)]
+    # these are cut at the beginning
+    return [*found, (text, " of the"), (text, text[:90]), (text[:30], text[30:100])]
 
 
-def test_loglikelihoods(pairs):
-    for name, pair in pairs.items():
-        contexts = [(sentence(seed, 4), {"until": [], "max_gen_toks": 1}) for seed in range(9)]
-        requests = [Instance("generate_until", {}, given, 0) for given in contexts]
-        likeliest = pair.ours.generate_until(requests)
-        asked = scored() + [(c, text) for (c, _), text in zip(contexts, likeliest, strict=True)]
-        found, expected = pair.ask("loglikelihood", asked)
-        assert not differences(found, expected), name
-        assert {is_greedy for _, is_greedy in found} == {True, False}
-
-
-def test_rolling_loglikelihoods(pairs):
+@every_model
+def test_loglikelihoods(models, name):
+    each = models(name)
+    contexts = [(sentence(seed, 4), {"until": [], "max_gen_toks": 1}) for seed in range(9)]
+    requests = [Instance("generate_until", {}, given, 0) for given in contexts]
+    likeliest = each.ours.generate_until(requests)
+    inputs = pairs() + [(c, text) for (c, _), text in zip(contexts, likeliest, strict=True)]
+    found, expected = each.answers("loglikelihood", inputs)
+    assert not differences(found, expected)
+    assert {is_greedy for _, is_greedy in found} == {True, False}
+    # rolling, in windows around max_length
     text = sentence(5, 300)
-    for name, pair in pairs.items():
-        texts = ["a", UNICODE, UNICODE * 6, text, "the of\n\nand to\n", ""]
-        ids = [pair.ours.tok_encode(text[:end]) for end in range(len(text))]
-        for size in (MAX_LENGTH - 1, MAX_LENGTH, MAX_LENGTH + 1, 2 * MAX_LENGTH):
-            texts.append(next(text[:end] for end in range(len(text)) if len(ids[end]) == size))
-        found, expected = pair.ask("loglikelihood_rolling", [(text,) for text in texts])
-        assert not differences(found, expected), name
+    texts = ["a", UNICODE, UNICODE * 6, text, "the of\n\nand to\n", ""]
+    ids = [each.ours.tok_encode(text[:end]) for end in range(len(text))]
+    for size in (MAX_LENGTH - 1, MAX_LENGTH, MAX_LENGTH + 1, 2 * MAX_LENGTH):
+        texts.append(next(text[:end] for end in range(len(text)) if len(ids[end]) == size))
+    assert not differences(*each.answers("loglikelihood_rolling", [(text,) for text in texts]))
 
 
-def questions() -> list[tuple[str, dict[str, Any]]]:
-    """Prompts of unequal lengths, so padded on the left, with and without what ends an answer."""
+def prompts() -> list[tuple[str, dict[str, Any]]]:
+    """Prompts of different lengths, hence left-padded, with and without stop strings."""
     contexts = [sentence(seed, words) for seed, words in enumerate((1, 2, 9, 17, 30, 200))]
     contexts += [UNICODE, "the of ", "to be </s>\n\nAnswer me:"]
-    asked = []
-    for until in ([], ["he"], ["\n", "a"]):  # in the middle of a token, most of them
-        asked += [(context, {"until": until, "max_gen_toks": 9}) for context in contexts]
-    asked += [(context, {"until": "t", "max_gen_toks": 1}) for context in contexts]
-    return [*asked, *((c, {"until": [" zz"], "max_gen_toks": 21}) for c in contexts[3:])]
+    found = []
+    for until in ([], ["he"], ["\n", "a"]):  # mostly within a token
+        found += [(context, {"until": until, "max_gen_toks": 9}) for context in contexts]
+    found += [(context, {"until": "t", "max_gen_toks": 1}) for context in contexts]
+    return [*found, *((c, {"until": [" zz"], "max_gen_toks": 21}) for c in contexts[3:])]
 
 
-def test_generations(pairs):
-    """Theirs are decoded without what stands before: SentencePiece drops their first space."""
-    lengths = set()
-    for name, pair in pairs.items():
-        found, expected = pair.ask("generate_until", questions())
-        assert [answer.removeprefix(" ") for answer in found] == expected, name
-        lengths |= {len(pair.ours.tok_encode(text)) for text in found}
-    assert {0, 1} < lengths
+@every_model
+def test_generations(models, name):
+    """lm_eval decodes answers alone: SentencePiece drops their first space."""
+    found, expected = models(name).answers("generate_until", prompts())
+    assert [answer.removeprefix(" ") for answer in found] == expected
+    assert len({len(models(name).ours.tok_encode(text)) for text in found}) > 2
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", [NAMES[0], NAMES[5]])
-def test_with_bos(pairs, name):
-    """Before every text then, an empty context excepted, and the first to go where it is long."""
-    folder = Path(pairs[name].theirs.pretrained)
-    data = folder.parents[1] / "data"
-    checkpoint = folder.parent / "run" / "checkpoint" / "step-3"
-    ours = our_models(checkpoint, folder, data, add_bos=True)
-    pair = Pair(*ours, their_model(folder, add_bos=True))
-    assert pair.ours.tok_encode("the") == pair.theirs.tok_encode("the") != []
-    for kind, asked in (
-        ("loglikelihood", scored()),
+def test_with_bos(models, name):
+    """BOS is before every text except an empty context, and is cut first."""
+    each = models(name, add_bos=True)
+    assert each.ours.tok_encode("the") == each.theirs.tok_encode("the") != []
+    for kind, inputs in (
+        ("loglikelihood", pairs()),
         ("loglikelihood_rolling", [(sentence(n, n),) for n in (1, 12, 90)]),
-        ("generate_until", [*questions()[:9], ("", {"until": [], "max_gen_toks": 9})]),
+        ("generate_until", [*prompts()[:9], ("", {"until": [], "max_gen_toks": 9})]),
     ):
-        found, expected = pair.ask(kind, asked)
+        found, expected = each.answers(kind, inputs)
         if kind == "generate_until":
             found = [text.removeprefix(" ") for text in found]
         assert not differences(found, expected), kind
 
 
 SUITES = ("discriminative", "jrt_squad", "babilong_qa1_0k", "1-hop-0")
-LIMIT = ("--limit", "12")  # all of the fixtures' items; of the 1,000 probes so many
+LIMIT = ("--limit", "12")  # all items of the fixtures, and some of the 1,000 probes
 
 
 @pytest.mark.system
 def test_the_commands(tmp_path):
     """`eval run` and `lm_eval --model hf`: the same items, prompts, answers and scores."""
-    data, out, staged = tmp_path / "data", tmp_path / "out", tmp_path / "staged"
-    make_data_folder(data, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
-    model = opinionated("nope ABCD", max_seq_len=2048)
-    export(plant_run(tmp_path / "run", model, data=data), out)
-    stage_fixtures(staged)
+    out, staged = tmp_path / "out", stage_fixtures(tmp_path / "staged")
+    make_data(tmp_path / "data")
+    model = text_model("nope ABCD", max_seq_len=2048)
+    export(plant_run(tmp_path / "run", model, data=tmp_path / "data"), out)
     environment = hub_environment(tmp_path) | {"CANON_EVAL_DATA": str(staged)}
     environment["PYTHONPATH"] = str(ROOT)
     options = f"pretrained={out},trust_remote_code=True,dtype=float32,add_bos_token=False"
@@ -229,18 +216,17 @@ def test_the_commands(tmp_path):
         other = {r["doc_id"]: r for r in map(json.loads, path.read_text().splitlines())}
         assert len(rows) == len(other) > 0
         for row in rows:
-            same_sample(task, row, other[row["doc_id"]])
+            check_sample(row, other[row["doc_id"]])
 
 
 def run(environment: dict[str, str], folder: Path, words: list[Any]) -> None:
     command = [sys.executable, "-m", *map(str, words)]
-    told = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 300}
-    done = subprocess.run(command, cwd=folder, env=environment, **told)
+    options: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=folder, env=environment, timeout=600, **options)
     assert done.returncode == 0 and "y/N" not in done.stdout + done.stderr, done
 
 
-def same_sample(task: str, row: dict[str, Any], other: dict[str, Any]) -> None:
-    """The same item and prompt, the same answers, and the same score of it."""
+def check_sample(row: dict[str, Any], other: dict[str, Any]) -> None:
     assert (row["doc_hash"], row["prompt_hash"]) == (other["doc_hash"], other["prompt_hash"])
     for answer, given in zip(row["answers"], other["filtered_resps"], strict=True):
         if isinstance(answer, str):
@@ -251,4 +237,4 @@ def same_sample(task: str, row: dict[str, Any], other: dict[str, Any]) -> None:
         else:
             assert answer == pytest.approx(float(given), rel=1e-4)
     for metric in other["metrics"]:
-        assert row[metric] == pytest.approx(other[metric], rel=1e-4), (task, metric)
+        assert row[metric] == pytest.approx(other[metric], rel=1e-4), metric
