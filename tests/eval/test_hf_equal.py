@@ -94,9 +94,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., M
 
     @functools.cache
     def make(name: str, add_bos: bool = False) -> Models:
-        base, ours = folder / f"{name} {add_bos}", []
+        base, ours = folder / f"{name}-{add_bos}", list[CanonLM]()
         checkpoint = plant_run(base / "run", text_model(name), data=folder / "data")
-        out = export(checkpoint, base / "out")
+        out = base / "out"
+        export(checkpoint, out)
         given: Any = {"max_length": MAX_LENGTH, "batch_tokens": 150, "add_bos": add_bos}
         for path, tokenizer in ((checkpoint, folder / "data"), (out, out / "tokenizer.json")):
             model, text = load_model(path, torch.device("cpu")), load_tokenizer(tokenizer, eos=2)
