@@ -180,12 +180,12 @@ def _check_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         message = f"--out {out}: is a file; give a new or empty folder"
         raise UserError("data.other_files", message, path=out)
-    if out.is_dir() and not (out / PLAN).exists():
-        names = sorted(path.name for path in out.iterdir())
-        others = [name for name in names if not name.startswith((folders.LOCK, f"{PLAN}."))]
-        if others:
-            message = f"--out {out}: has {others[0]} and no {PLAN}; give a new or empty folder"
-            raise UserError("data.other_files", message, path=out / others[0])
+    names = sorted(path.name for path in out.iterdir()) if out.exists() else []
+    others = [name for name in names if not name.startswith((folders.LOCK, f"{PLAN}."))]
+    # looked up after the listing: another build writes its plan before anything else
+    if others and not (out / PLAN).exists():
+        message = f"--out {out}: has {others[0]} and no {PLAN}; give a new or empty folder"
+        raise UserError("data.other_files", message, path=out / others[0])
 
 
 class RequiredGroups:

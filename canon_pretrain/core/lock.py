@@ -171,7 +171,11 @@ class LinkLock:
                 self._silent_s, self.rival = 0.0, None
                 wait = f"waiting up to {self._expiry_s:.1f} s for a heartbeat"
                 self.log(f"{self.path.parent} is locked by {snapshot.holder}; {wait}")
-            elif snapshot != before and not snapshot.holder.id.startswith(files.LEAVING):
+            elif snapshot != before and not any(
+                # a read that overlaps a release may return the holder again after LEAVING
+                one.holder.id.startswith(files.LEAVING)
+                for one in (snapshot, before)
+            ):
                 self._silent_s, self.rival = 0.0, snapshot
             if self._silent_s < self._expiry_s:
                 return False

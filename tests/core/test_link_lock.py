@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from canon_pretrain.core.holder import Holder, content_of
+from canon_pretrain.core.holder import LEAVING, Holder, content_of
 from canon_pretrain.core.lock import LinkLock, claim_of, live_holder, read_holder
 from tests import checkpoint_folders
 from tests.support import ROOT, refused
@@ -202,6 +202,23 @@ def test_a_lock_released_while_another_launch_waits_is_taken(path, launch, betwe
     time.sleep(0.3)
     first.ask("release", between_s)
     assert second.answer()["held"] and second.ask("is_owner")
+
+
+def test_a_read_that_overlaps_a_release_is_no_heartbeat(path):
+    """It reads the lock file before it is unlinked, and looks for the claim after its removal."""
+    holder = replace(Holder.of_this_process(), id="other", boot=ELSEWHERE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    other = LinkLock(path, **QUIET)
+    path.write_bytes(content_of(holder))
+    assert not other.try_acquire()
+    claim = claim_of(path, holder.id)
+    claim.write_bytes(content_of(replace(holder, id=LEAVING + holder.id)))
+    assert not other.try_acquire()
+    claim.unlink()
+    assert not other.try_acquire() and other.rival is None
+    path.unlink()
+    assert other.try_acquire()
+    other.release()
 
 
 def test_a_takeover_that_was_stopped_for_too_long_fails(path, monkeypatch):

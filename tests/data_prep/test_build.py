@@ -20,7 +20,7 @@ from canon_pretrain.core.lock import locked
 from data_prep import plan as plans
 from data_prep import planning, sources
 from data_prep.__main__ import main
-from data_prep.build import JobSlice, build
+from data_prep.build import JobSlice, _check_folder, build
 from data_prep.plan import (
     Input,
     Limits,
@@ -142,6 +142,13 @@ def test_the_command_again_and_with_other_options(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(command)
     assert error_codes(capsys.readouterr().err) == ["tokenizer.changed"]
+
+
+def test_a_plan_written_meanwhile_by_another_job_is_no_other_file(tmp_path, monkeypatch):
+    listed = Path.iterdir
+    write = lambda folder: [(folder / plans.PLAN).write_text("{}"), *listed(folder)][1:]  # noqa: E731
+    monkeypatch.setattr(Path, "iterdir", write)
+    _check_folder(tmp_path)
 
 
 def test_bad_arguments_and_other_files_are_refused(tmp_path):
