@@ -1,7 +1,6 @@
-"""Headless Chromium for tests that look at a page: no network, a fresh profile, a kept console.
+"""Headless Chromium for tests of pages: no network, a new profile, console and requests recorded.
 
-Needs Debian's chromium and chromium-driver and the package selenium; `chromium()` skips the test
-with the reason where one of them is missing.
+Needs Debian's chromium and chromium-driver and the package selenium; tests are skipped without.
 """
 
 import json
@@ -16,7 +15,7 @@ import pytest
 
 DESKTOP, PHONE = (1280, 900), (390, 844)
 EVIL = '"><img src=x onerror=alert(1)>%{y}'
-"""A name that no page may read as markup."""
+"""A name that no page may interpret as markup."""
 FLAGS = (
     "headless=new no-sandbox disable-gpu disable-quic disable-dev-shm-usage no-first-run "
     "disable-background-networking disable-component-update disable-sync hide-scrollbars"
@@ -30,7 +29,7 @@ class Browser:
         self.driver = driver
 
     def open(self, page: Path, width: int, height: int, *, dark: bool = False) -> None:
-        """Open a local page, under 600 px as on a phone, and wait until its curves are drawn."""
+        """Open a local page, below 600 px as on a phone, and wait until it is drawn."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -40,7 +39,7 @@ class Browser:
         self.wait_for("return document.documentElement.dataset.drawn")
 
     def assert_fits(self, page: Path, width: int) -> None:
-        """The page asked for nothing, said nothing, and it and its plots are not too wide."""
+        """Assert no requests, no console messages, and that page and plots are not too wide."""
         assert self.console() == []
         assert self.requests() == [page.resolve().as_uri()]
         needed, inner = self.run("return [document.documentElement.scrollWidth, innerWidth]")
@@ -50,7 +49,7 @@ class Browser:
         assert self.run("return document.querySelectorAll('img').length") == 0
 
     def wait_for(self, script: str, *arguments: Any) -> Any:
-        """The first value of `script` that is true; fails after 20 s."""
+        """Return the first true value of `script`; fail after 20 s."""
         from selenium.webdriver.support.ui import WebDriverWait
 
         return WebDriverWait(self.driver, 20, poll_frequency=0.05).until(
@@ -58,8 +57,7 @@ class Browser:
         )
 
     def hover(self, plot: str, x: object, y: float | None = None) -> str:
-        """The hover box's text, with the pointer on a plot (its id, or a selector) at `x`; halfway
-        up without `y`."""
+        """Return the text of the hover box at (x, y) of a plot, given by id or selector."""
         plot = plot if plot.startswith("[") else f"#{plot}"
         self.wait_for(
             """const plot = document.querySelector(arguments[0]);
@@ -78,7 +76,7 @@ class Browser:
             *(plot, x, y),
         )
         deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:  # a busy page may miss a move
+        while time.monotonic() < deadline:  # a busy page may miss an event
             for dx in (-1, 0):
                 moved = {"type": "mouseMoved", "x": left + dx, "y": top}
                 self.driver.execute_cdp_cmd("Input.dispatchMouseEvent", moved)
@@ -92,15 +90,15 @@ class Browser:
         raise AssertionError(f"no hover box on {plot} at {x}")
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """The value that JavaScript `script` returns."""
+        """Return the value of JavaScript `script`."""
         return self.driver.execute_script(script, *arguments)
 
     def console(self) -> list[str]:
-        """What the console said since the last call, errors of the network included."""
+        """Return the console messages since the last call, with network errors."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def requests(self) -> list[str]:
-        """The addresses asked for since the last call, or since the page was opened."""
+        """Return the URLs requested since the last call."""
         messages = [json.loads(e["message"])["message"] for e in self.driver.get_log("performance")]
         sent = [x["params"] for x in messages if x["method"] == "Network.requestWillBeSent"]
         return [each["request"]["url"] for each in sent]
@@ -108,7 +106,7 @@ class Browser:
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Browser]:
-    """A browser with its own `profile` folder; skips where there is none to start."""
+    """Start a browser with its own `profile` folder; skip the test if there is none."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
     for name in ("chromium", "chromedriver"):
         if shutil.which(name) is None:
@@ -121,7 +119,7 @@ def chromium(profile: Path) -> Iterator[Browser]:
     service = webdriver.ChromeService(shutil.which("chromedriver"))
     driver = webdriver.Chrome(options=options, service=service)
     try:
-        driver.get("about:blank")  # leave Chromium's own first page
+        driver.get("about:blank")  # leave Chromium's start page
         yield Browser(driver)
     finally:
         driver.quit()

@@ -1,4 +1,4 @@
-"""A report's page as its rows, tags and text, and the JSON and Markdown beside it, for tests."""
+"""The output of `eval report`, parsed for tests."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from eval.__main__ import main
 
 
 class Page:
-    """A page's elements, the texts of its table rows, and all text outside of scripts."""
+    """The elements of a page, the texts of its table rows, and all text outside of scripts."""
 
     def __init__(self, page: Path) -> None:
         tree = html.parse(str(page), html.HTMLParser(encoding="utf-8", huge_tree=True)).getroot()
@@ -26,7 +26,7 @@ def _text(element: Any) -> str:
 
 
 def report(runs: Sequence[Path], out: Path | None) -> Path:
-    """Run the command; the page that it wrote."""
+    """Run the command; return the path of its page."""
     main(["report", *map(str, runs), *([] if out is None else ["--out", str(out)])])
     return (out or runs[0] / "report") / "index.html"
 

@@ -1,4 +1,4 @@
-"""Run folders as the trainer and eval leave them, with planted numbers, for tests of the report."""
+"""Run folders with planted numbers, as the trainer and eval write them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,50 +19,27 @@ TOKENS_A_STEP = 2048
 FINGERPRINT = "3ae1b18e23821c84" * 4
 
 IDENTITY = {
-    "model.vocab_size": 2048,
-    "model.num_layers": 3,
-    "model.dim": 128,
-    "model.num_heads": 4,
-    "model.ffn_dim": 344,
-    "model.max_seq_len": 256,
-    "model.position": "nope",
-    "model.canon_set": "ABCD",
-    "model.init_seed": 7,
-    "optimizer.name": "AdamW",
-    "optimizer.lr": 0.004,
-    "lr_scheduler.decay_type": "cosine",
-    "data_fingerprint": FINGERPRINT,
-    "data.data_seed": 3,
-    "training.seq_len": 256,
-    "training.global_batch_size": 8,
-    "training.steps": 500,
+    **{"model.vocab_size": 2048, "model.num_layers": 3, "model.dim": 128, "model.num_heads": 4},
+    **{"model.ffn_dim": 344, "model.max_seq_len": 256, "model.position": "nope"},
+    **{"model.canon_set": "ABCD", "model.init_seed": 7},
+    **{"optimizer.name": "AdamW", "optimizer.lr": 0.004, "lr_scheduler.decay_type": "cosine"},
+    **{"data_fingerprint": FINGERPRINT, "data.data_seed": 3},
+    **{"training.seq_len": 256, "training.global_batch_size": 8, "training.steps": 500},
 }
 
 
 def launch(event: str, world_size: int = 2, **fields: Any) -> dict[str, Any]:
     """A `start` or `resume` event."""
-    return {
-        "event": event,
-        "time": "2026-11-20T10:05:52.404+00:00",
-        "world_size": world_size,
-        "torch": "2.13.0+cpu",
-        "torchtitan": "0.2.2",
-        "data_fingerprint": FINGERPRINT,
-        **fields,
-    }
+    versions = {"torch": "2.13.0+cpu", "torchtitan": "0.2.2", "data_fingerprint": FINGERPRINT}
+    time = "2026-11-20T10:05:52.404+00:00"
+    return {"event": event, "time": time, "world_size": world_size, **versions, **fields}
 
 
 def step(number: int, loss: Any, grad_norm: Any = 1.0, speed: Any = 9000.0) -> dict[str, Any]:
     """A `step` event."""
-    return {
-        "event": "step",
-        "time": "2026-11-20T10:06:00.000+00:00",
-        "step": number,
-        "tokens": TOKENS_A_STEP * number,
-        "loss": loss,
-        "grad_norm": grad_norm,
-        "tokens_per_second": speed,
-    }
+    time, tokens = "2026-11-20T10:06:00.000+00:00", TOKENS_A_STEP * number
+    values = {"loss": loss, "grad_norm": grad_norm, "tokens_per_second": speed}
+    return {"event": "step", "time": time, "step": number, "tokens": tokens, **values}
 
 
 def plant_run(
@@ -73,7 +50,7 @@ def plant_run(
     done: bool = False,
     **identity: Any,
 ) -> RunFolder:
-    """A run folder with that log; `identity` changes fields, `model__dim` for `model.dim`."""
+    """Write a run folder with that log; `identity` changes fields, `model__dim` for `model.dim`."""
     run = RunFolder(folder)
     changes = {name.replace("__", "."): value for name, value in identity.items()}
     config = {"job": {"description": description}, "model": {"flavor": "quickstart"}}
@@ -95,15 +72,10 @@ def plant_results(
     samples: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     **asked: Any,
 ) -> Path:
-    """Results of `run` at step `at`, where `eval run` leaves them; returns results.json."""
-    asked = {
-        "checkpoint": str(run.path / "checkpoint" / f"step-{at}"),
-        "step": at,
-        "suite": suite,
-        "limit": limit,
-        "train_fingerprint": run.read_config()["identity"]["data_fingerprint"],
-        **asked,
-    }
+    """Write results of `run` at step `at`; return the path of results.json."""
+    checkpoint, data = run.path / "checkpoint" / f"step-{at}", run.read_config()["identity"]
+    known = {"checkpoint": str(checkpoint), "train_fingerprint": data["data_fingerprint"]}
+    asked = {**known, "step": at, "suite": suite, "limit": limit, **asked}
     folder = results_folder(run, asked)
     planted = {task: dict(metrics) for task, metrics in scores.items()}
     write_results(folder, Results(asked, planted, dict.fromkeys(scores, items)), samples or {})
@@ -114,17 +86,14 @@ def plant_results(
 
 EVENTS = [launch("start"), step(10, 7.25), step(20, 6.125)]
 ACC = {"primary": ["acc"], "higher_is_better": {"acc": True}, "chance": 0.5}
-"""What a task declares of itself."""
 NOT_METRICS = ("doc_id", "filter", "doc_hash", "prompt_hash", "target", "answers", "source")
 
 
 def planted_run(folder: Path, seed: int = 0, **identity: Any) -> RunFolder:
-    """A run with seeds of its own; `identity` as in `plant_run`."""
     return plant_run(folder, EVENTS, model__init_seed=seed, data__data_seed=seed, **identity)
 
 
 def validations(losses: Mapping[int, Any]) -> list[dict[str, Any]]:
-    """A run's log with a held-out loss by step."""
     return [*EVENTS, *({"event": "validation", "step": at, "loss": losses[at]} for at in losses)]
 
 
@@ -134,22 +103,15 @@ def records(
     names: Sequence[str] | None = None,
     sources: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Item records as `eval run` writes them: `values` by metric; `names` tell documents apart."""
-    count = len(next(iter(values.values())))
-    known = names or [f"document {k}" for k in range(count)]
-    return [
-        {
-            "doc_id": k,
-            "filter": "none",
-            "doc_hash": f"doc {known[k]}",
-            "prompt_hash": f"prompt {known[k]}",
-            "target": "x",
-            "answers": ["x"],
-            **({} if sources is None else {"source": sources[k]}),
-            **{metric: each[k] for metric, each in values.items()},
-        }
-        for k in range(count)
-    ]
+    """Return item records with `values` by metric; items with equal `names` are the same."""
+    found: list[dict[str, Any]] = []
+    for k in range(len(next(iter(values.values())))):
+        name = names[k] if names else f"document {k}"
+        found.append({"doc_id": k, "filter": "none", "target": "x", "answers": ["x"]})
+        found[-1] |= {"doc_hash": f"doc {name}", "prompt_hash": f"prompt {name}"}
+        found[-1] |= {"source": sources[k]} if sources else {}
+        found[-1] |= {metric: each[k] for metric, each in values.items()}
+    return found
 
 
 def plant_answers(
@@ -162,10 +124,10 @@ def plant_answers(
     described: Mapping[str, Mapping[str, Any]] | None = None,
     **asked: Any,
 ) -> Path:
-    """Results with samples, where `eval run` leaves them; returns results.json.
+    """Write results with item records; return the path of results.json.
 
-    `tasks`: records by task. Scores are the means over the items, a perplexity's of pairs or of
-    log-likelihoods, unless `scores` says otherwise; `described` is asked["tasks"].
+    `tasks`: records by task. Scores are means over the items, unless in `scores`; `described`
+    updates asked["tasks"].
     """
     found: dict[str, dict[str, Score]] = {}
     for name, items in tasks.items():
@@ -194,7 +156,7 @@ def _score(metric: str, values: Sequence[Any]) -> Score:
 
 
 def right_or_wrong(count: int, share: float, generator: np.random.Generator) -> list[float]:
-    """Answers 0 or 1 to `count` items, exactly that share of them right."""
+    """Return `count` answers 0 or 1 in random order, exactly that share of them 1."""
     answers = np.zeros(count)
     answers[: round(count * share)] = 1
     return [float(x) for x in generator.permutation(answers)]
@@ -203,7 +165,7 @@ def right_or_wrong(count: int, share: float, generator: np.random.Generator) -> 
 def evaluated(
     folder: Path, canon: str, loss: float, seed: int = 0, count: int = 400, at: int = 20
 ) -> Path:
-    """A run with that held-out loss and a record per document; documents are alike in all runs."""
+    """Plant a run with that held-out loss and a record per document; all have equal documents."""
     run = planted_run(folder, seed, model__canon_set=canon)
     rng = np.random.default_rng(5)
     tokens = rng.integers(10, 2000, count)
@@ -224,14 +186,14 @@ NOW = datetime(2026, 11, 20, 12, 30, tzinfo=UTC)
 
 
 def plant_status(run: RunFolder, *, age_s: float = 1.0, **values: Any) -> None:
-    """A status.json of a running trainer, so many seconds before NOW."""
+    """Write the status.json of a running trainer at `age_s` before NOW."""
     then = (NOW - timedelta(seconds=age_s)).isoformat()
     status = Status("running", 20, 500, then, then, phase="training", seconds_per_step=2.0)
     write_json(run.status_file, asdict(replace(status, **values)))
 
 
 def training_run(folder: Path, **values: Any) -> RunFolder:
-    """A run that trains: 20 of 500 steps, one skipped, in its third launch."""
+    """Plant a run that trains: at step 20 of 500, one skipped, in its third launch."""
     events = [launch("start"), *(step(n, 6.0 - n / 10) for n in range(1, 21))]
     events[-1] |= {"mfu": 0.431, "seconds_per_step": 1.0, "skipped_steps": 1}
     folder.mkdir(parents=True, exist_ok=True)

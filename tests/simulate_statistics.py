@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from canon_pretrain.report.decide import ALPHA, detectable, holm, two_sided_p
+from canon_pretrain.report.decide import ALPHA, holm, two_sided_p
 from canon_pretrain.report.noise import (
-    OTHER_GENERATIVE,
     RANGE_OF_8,
     Difference,
     ItemScores,
@@ -98,7 +97,6 @@ class Outcome:
     anywhere: float
     found: dict[float, float]
     found_means: dict[float, float]
-    found_at_detectable: float
     naive: dict[str, float]
 
 
@@ -148,9 +146,8 @@ class Test:
 
     pair: Difference
     suite: int
-    spread: float
-    is_mean: bool = False
-    weight: float = 1.0
+    is_mean: bool
+    weight: float
 
 
 def compare_all(scenario: Scenario, shift: float, generator: np.random.Generator) -> list[Test]:
@@ -190,8 +187,7 @@ def compare_all(scenario: Scenario, shift: float, generator: np.random.Generator
                 )
                 found = paired_difference(*sides, noise)
                 is_mean = len(members) > 1
-                spread = math.nan if is_mean else SPREADS[tasks[members[0]]]
-                tests.append(Test(found, suite, spread, is_mean, len(tasks) if is_mean else 1.0))
+                tests.append(Test(found, suite, is_mean, len(tasks) if is_mean else 1.0))
     return tests
 
 
@@ -219,13 +215,6 @@ def simulate(
         right = _rejected(drawn) & _better(drawn)
         found[shift] = float(right[:, ~is_mean].mean())
         found_means[shift] = float(right[:, is_mean].mean())
-    typical = [test for one in null[:20] for test in one if test.spread == OTHER_GENERATIVE]
-    mean = np.mean([test.pair.noise for test in typical], axis=0)
-    level = ALPHA / sum(test.weight for test in tests if test.suite == typical[0].suite)
-    smallest = detectable(level, *mean)
-    at_smallest = [compare_all(scenario, smallest, generator) for _ in range(few)]
-    here = np.array([test.spread == OTHER_GENERATIVE for test in tests])
-    shown = (_p(at_smallest) <= level) & _better(at_smallest)
     return Outcome(
         scenario,
         experiments,
@@ -233,7 +222,6 @@ def simulate(
         float(alarms.any(axis=1).mean()),
         found,
         found_means,
-        float(shown[:, here].mean()),
         _naive([[test for test in one if not test.is_mean] for one in null]),
     )
 
@@ -288,24 +276,22 @@ def main(argv: list[str] | None = None) -> None:
     outcomes = [simulate(scenario, count, generator) for scenario in SCENARIOS]
     breaches = [simulate(scenario, count, generator, ()) for scenario in BREACHES]
 
-    def show(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[float]]) -> None:
+    def show(title: str, rows: Mapping[str, Mapping[str, float]]) -> None:
+        columns = next(iter(rows.values()))
         print(f"\n{title}\n\nruns and their noise | {' | '.join(columns)}")
         for name, rates in rows.items():
-            print(name, *(f"{100 * rate:.1f} %" for rate in rates), sep=" | ")
+            print(name, *(f"{100 * rate:.1f} %" for rate in rates.values()), sep=" | ")
 
-    rules = [f"anywhere, Holm, {rule}" for rule in outcomes[0].naive]
-    alarms = {x.scenario.name: [x.false_alarms, x.anywhere, *x.naive.values()] for x in outcomes}
-    title = f"false alarms in {count} experiments without a difference"
-    show(title, ["in a suite", "anywhere", *rules], alarms)
-    power = {
-        x.scenario.name: [*x.found_means.values(), *x.found.values(), x.found_at_detectable]
-        for x in outcomes
-    }
-    kinds = ("mean of a suite", "task")
-    columns = [f"{kind}: {100 * size:g} %" for kind in kinds for size in outcomes[0].found]
-    show("planted differences that are found", [*columns, "detectable"], power)
-    unlike = {x.scenario.name: (x.false_alarms, x.anywhere) for x in breaches}
-    show("where an assumption does not hold", ["false alarm in a suite", "anywhere"], unlike)
+    def alarms(x: Outcome) -> dict[str, float]:
+        return {"false alarm in a suite": x.false_alarms, "anywhere": x.anywhere}
+
+    def power(x: Outcome) -> dict[str, float]:
+        found = {"mean of a suite": x.found_means, "task": x.found}
+        return {f"{kind}, {size:g}": found[kind][size] for kind in found for size in x.found}
+
+    show(f"{count} experiments", {x.scenario.name: alarms(x) | x.naive for x in outcomes})
+    show("planted differences that are found", {x.scenario.name: power(x) for x in outcomes})
+    show("where an assumption does not hold", {x.scenario.name: alarms(x) for x in breaches})
     apart = 1 - (1 - 2 * stats.norm.sf(RANGE_OF_8 / math.sqrt(2))) ** len(SPREADS)
     print(f"\nbeyond the spread of 8 seeds on any task: {100 * apart:.0f} % false alarms")
     print(f"bias of the best of 2 equals: {expected_maximum(2):.3f} sigma")

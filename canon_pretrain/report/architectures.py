@@ -17,14 +17,8 @@ from canon_pretrain.report.items import HELD_OUT
 from canon_pretrain.report.record import SEEDS, RunRecord
 
 LEARNING_RATE = "optimizer.lr"
-LABEL_FIELDS = (
-    "model.position",
-    "model.canon_set",
-    "model.num_layers",
-    "model.dim",
-    "model.num_heads",
-)
-"""The fields that name an architecture before any other."""
+LABELED = "position canon_set num_layers dim num_heads"  # in a label before any other field
+LABEL_FIELDS = tuple(f"model.{name}" for name in LABELED.split())
 
 
 class Recipe(NamedTuple):
@@ -110,11 +104,10 @@ def _labels(runs: Sequence[RunRecord], differing: Sequence[str]) -> list[str]:
     labels = [""] * len(runs)
     for name in sorted(differing, key=lambda x: (*LABEL_FIELDS, x).index(x)):
         names = [*chosen, name]
-        words = [
-            printable(", ".join(_label_part(x, _setting(run, x)) for x in names)) for run in runs
-        ]
-        if len(set(words)) > len(set(labels)) or not chosen:
-            chosen, labels = names, words
+        parts = ([_label_part(x, _setting(run, x)) for x in names] for run in runs)
+        longer = [printable(", ".join(each)) for each in parts]
+        if len(set(longer)) > len(set(labels)) or not chosen:
+            chosen, labels = names, longer
     # values may be equal in the characters that a label shows
     named = zip(labels, runs, strict=True)
     return [x if labels.count(x) == 1 else f"{x} ({run.label})" for x, run in named]

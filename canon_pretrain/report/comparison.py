@@ -49,8 +49,7 @@ PUBLISHED = {
 }
 """(task, metric): the scores of MODELS; accuracies in percent, as published."""
 
-Steps = Mapping[str, Mapping[str, int]]
-"""suite -> label of an architecture -> the step shown (`evaluations.table_steps`)."""
+Steps = Mapping[str, Mapping[str, int]]  # suite -> architecture's label -> step (table_steps)
 
 
 def add_noise_arguments(parser: argparse.ArgumentParser) -> None:
@@ -235,8 +234,6 @@ def _notes(found: Sequence[Architecture], choice: Choice, baseline: str, steps: 
                     notes.append(f"{suite}: {last}, is left out of the scores by architecture.")
     return notes
 
-
-# -- the command ----------------------------------------------------------------------------------
 
 COLUMNS = {
     "task, metric": lambda row: f"{row['task']} {row['metric']}",

@@ -10,12 +10,9 @@ import numpy as np
 
 from canon_pretrain.report.record import Curve, RunRecord
 
-MAX_KNOTS = 1000
-"""Points of the table of tokens and hours by step, which pages interpolate linearly."""
-DIGITS = 7
-"""Significant digits of a value in a page."""
-FEW_POINTS = 60
-"""A line of at most this many points has a marker for each."""
+MAX_KNOTS = 1000  # rows of the table of tokens and hours by step, which pages interpolate
+DIGITS = 7  # significant digits of a value in a page
+FEW_POINTS = 60  # a line of at most this many points has a marker for each
 
 
 @dataclass(frozen=True)
@@ -86,10 +83,7 @@ def downsample(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
 
 
 def segment_statistics(curve: Curve, bounds: np.ndarray) -> np.ndarray:
-    """Return float64 [4, segments]: mean step, mean, minimum and maximum per segment.
-
-    NaN for a segment without a finite value; no segment is empty.
-    """
+    """Return float64 [4, segments]: mean step, mean, minimum, maximum; NaN if none is finite."""
     (steps, values), finite, at = curve, np.isfinite(curve.values), bounds[:-1]
     count = np.add.reduceat(finite, at, dtype=np.float64)
     means = np.add.reduceat(np.where(finite, np.stack([steps, values]), 0.0), at, axis=1)

@@ -158,9 +158,6 @@ def compare_losses(a: Curve | None, b: Curve | None, rtol: float) -> Facts:
     }
 
 
-# -- its text
-
-
 def describe(found: Facts, *, with_own: bool) -> Iterator[str]:
     """Yield the lines that describe a comparison; `with_own`: also ignored differences."""
     yield f"A  {found['a']}"
@@ -211,9 +208,6 @@ def _describe_losses(found: Facts) -> str:
     a, b = (f"{number(loss):.7g}" for loss in found["there"])
     at = f"{found['first_beyond']:,} ({a} -> {b})"
     return f"differ by more than {found['rtol']:g} from step {at} on; {first}; {lines}"
-
-
-# -- the command
 
 
 def add_parser(subparsers: Any) -> None:

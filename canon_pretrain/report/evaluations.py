@@ -13,8 +13,7 @@ from canon_pretrain.run.results import PER_CHECKPOINT_KEYS, SUITES, VALIDATION
 PER_RUN_KEYS = (*PER_CHECKPOINT_KEYS, "suite", "limit")
 PER_SUITE_KEYS = ("tasks", HELD_OUT, "lm_eval")
 
-Scored = tuple[int, str]
-"""A step, and the fingerprint of the held-out text, "None" if it was not recorded."""
+Scored = tuple[int, str]  # a step and the fingerprint of the held-out text, "None" if unknown
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:

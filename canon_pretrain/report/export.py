@@ -71,9 +71,6 @@ class RunMetadata(NamedTuple):
     began: float
 
 
-# -- rows
-
-
 def row_from_event(event: Event) -> Row | None:
     """Return the row of a `step` or `validation` event, NaN included; None for other events."""
     values: dict[str, Any] = {}
@@ -158,9 +155,6 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-# -- targets
-
-
 class TensorBoardTarget:
     """Writes rows to an event file in `folder`; a `live` file can be read while it grows."""
 
@@ -218,10 +212,7 @@ class TensorBoardTarget:
 
 
 class WandbTarget:
-    """Writes rows to a wandb run, over tokens; `options` of wandb.init. Raises UserError.
-
-    Online, a whole copy replaces the run; a live one continues from the step that wandb reports.
-    """
+    """Writes rows to a wandb run, over tokens; `options` of wandb.init. Raises UserError."""
 
     def __init__(
         self,
@@ -303,9 +294,6 @@ class WandbTarget:
         return sorted(self._folder.glob(f"offline-run-*-{self._facts.run_id}"))
 
 
-# -- copying
-
-
 def copy(
     run: RunRecord,
     open_target: Callable[[RunMetadata], TensorBoardTarget | WandbTarget],
@@ -342,9 +330,6 @@ def copy(
     if ended:
         return place
     return f"{len(rows)} steps and {len(run.latest)} evaluations of {run.folder.path}: {place}"
-
-
-# -- the command
 
 
 def add_parser(subparsers: Any) -> None:

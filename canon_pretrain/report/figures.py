@@ -24,10 +24,9 @@ from canon_pretrain.report.verdicts import BABILONG
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.results import Results
 
-MAX_SEGMENTS, ALL_SEGMENTS = 1333, 13_333
-"""Per line, and of all lines together, so that the page opens fast."""
-LATE_SEGMENTS, FEWEST_LATE, FEWEST_PER_SEGMENT = 100, 8, 5
-"""Points of a smoothed line, and the logged steps that each averages."""
+MAX_SEGMENTS, ALL_SEGMENTS = 1333, 13_333  # per line and of all lines, so that a page opens fast
+LATE_SEGMENTS, FEWEST_LATE = 100, 8  # points of a smoothed line
+FEWEST_PER_SEGMENT = 5  # logged steps that a point averages
 
 REPORT_CHARTS = [
     chart for chart in CHARTS if chart.id in ("loss", "grad_norm", "tokens_per_second")
@@ -41,12 +40,10 @@ MEAN = "mean of qa1 to qa5"
 SCORE_FIELDS = ("value", "stderr")
 MAX_BARS = 8  # error bars of more runs would overlap and make pages large
 
-Lines = Mapping[str, Sequence[str]]
-"""Label of an architecture -> the labels of the runs that are drawn for it."""
+Lines = Mapping[str, Sequence[str]]  # label of an architecture -> labels of its drawn runs
 Json = dict[str, Any]
 Content = Mapping[str, Any]
-Plot = tuple[str, str, Json]
-"""Title, small print and figure."""
+Plot = tuple[str, str, Json]  # title, small print and figure
 
 
 def _logged_values(run: RunRecord, field: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -63,11 +60,7 @@ def training_curve(runs: Sequence[RunRecord], chart: Chart) -> Json:
     for run in runs:
         steps, tokens, values = _logged_values(run, chart.id)
         kept = downsample(values, segments(len(values), most))
-        line: Json = {
-            "run": run.label,
-            "logged": len(values),
-            "values": _finite(values[kept]),
-        }
+        line: Json = {"run": run.label, "logged": len(values), "values": _finite(values[kept])}
         line |= {"steps": steps[kept].tolist(), "tokens": tokens[kept].tolist()}
         lines.append(line | {"not_finite": int((~np.isfinite(values)).sum())})
     return {**asdict(chart), "lines": lines}
@@ -78,10 +71,7 @@ def _finite(values: np.ndarray) -> list[float | None]:
 
 
 def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> list[Json]:
-    """Return curves of the last half of the training loss, smoothed, and minus the baseline's.
-
-    Values are means over equal segments, None without a finite loss. Empty if runs are too short.
-    """
+    """Return curves of the last half of the training loss, smoothed, and minus the baseline's."""
     logged = {run.label: np.stack(_logged_values(run, "loss")[1:]) for run in runs}
     half = max((rows[0].max() for rows in logged.values() if rows.size), default=0) / 2
     points = {x: rows[:, (rows[0] > half) & np.isfinite(rows[1])] for x, rows in logged.items()}
@@ -116,10 +106,7 @@ def score_cell(results: Results, task: str, metric: str) -> Json | None:
 
 
 def score_curves(runs: Sequence[RunRecord]) -> list[Json]:
-    """Return a curve per (suite, task, primary metric) that a run has at several steps.
-
-    Losses of different texts are separate curves; the count models of `validation` have none.
-    """
+    """Return a curve per (suite, task, primary metric, text) that a run has at several steps."""
     found: dict[tuple[str, str, str, str], dict[str, list[Json]]] = {}
     for run in runs:
         # in order: a full result replaces a trial, the newest replaces all

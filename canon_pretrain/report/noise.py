@@ -21,20 +21,14 @@ MAX_DRAWS = 1 << 22  # bootstrap draws in memory at a time: 32 MB
 FEW_CLUSTERS = 20  # degrees of freedom from which the interaction is subtracted
 
 RANGE_OF_8 = 2.847  # expected range of 8 normals in standard deviations (Tippett 1925)
-RANGE_DF = 6.0
-"""Degrees of freedom of a range of 8: 6.3 (Patnaik 1950), less a little as it is published in whole
-percent."""
+RANGE_DF = 6.0  # of a range of 8: 6.3 (Patnaik 1950), less as it is published in whole percent
 PUBLISHED_SPREADS = {
     **{"lambada_openai": 0.04, "boolq": 0.03, "jrt_fda": 0.09, "jrt_fda_twice": 0.09},
     **{"jrt_swde": 0.08, "jrt_swde_twice": 0.08},
 }
 """The paper's range of eight seeds of one architecture, as a fraction."""
-OTHER_DISCRIMINATIVE, OTHER_GENERATIVE = 0.03, 0.05
-"""The upper ends of the paper's 1-3 % and 3-5 % for its other tasks."""
+OTHER_DISCRIMINATIVE, OTHER_GENERATIVE = 0.03, 0.05  # the paper: 1-3 % and 3-5 %
 F_TEST_LEVEL = 0.1  # of the test whether the two sides vary more over seeds than other recipes
-
-
-# -- items ----------------------------------------------------------------------------------------
 
 
 class ItemScores(NamedTuple):
@@ -87,11 +81,8 @@ def degrees_of_freedom(clusters: Clusters) -> float:
 
 
 def difference_variance(clusters: Clusters, *, bounded: bool) -> float:
-    """Return `mean_variance` of paired differences.
-
-    If `bounded` by -1 and 1, two items, +1 and -1, are added, so that the variance of few equal
-    items is not 0 (Bonett and Price 2012 add one to both discordant counts).
-    """
+    """Return `mean_variance` of paired differences; `bounded`: between -1 and 1."""
+    # with two more items, +1 and -1, few equal items have a variance (Bonett and Price 2012)
     sums_G, weights_G = clusters
     if bounded and sums_G.size > 1:
         clusters = Clusters(np.append(sums_G, [1.0, -1.0]), np.append(weights_G, np.ones(2)))
@@ -135,9 +126,6 @@ def mcnemar_test(a_N: np.ndarray, b_N: np.ndarray) -> dict[str, Any]:
     table = [[int((a_N * b_N).sum()), only_a], [only_b, int(((1 - a_N) * (1 - b_N)).sum())]]
     p = float(mcnemar(table, exact=exact, correction=True).pvalue)
     return {"only_a": only_a, "only_b": only_b, "p": p, "exact": exact}
-
-
-# -- seeds ----------------------------------------------------------------------------------------
 
 
 class SeedNoise(NamedTuple):
@@ -225,9 +213,6 @@ def expected_maximum(count: int) -> float:
         return x * count * math.exp((count - 1) * stats.norm.logcdf(x)) * stats.norm.pdf(x)
 
     return float(integrate.quad(density, -12, 12, limit=200)[0]) if count > 1 else 0.0
-
-
-# -- both -----------------------------------------------------------------------------------------
 
 
 class Difference(NamedTuple):

@@ -26,8 +26,7 @@ from canon_pretrain.run.results import Score
 
 TEMPLATES = Path(__file__).parent / "templates"
 PAGE_ENDINGS = (".html", ".htm")
-MAX_SEGMENTS, TOTAL_SEGMENTS = 2000, 16_000
-"""Per run, and of all runs together, so that a page of many runs stays at a few MB."""
+MAX_SEGMENTS, TOTAL_SEGMENTS = 2000, 16_000  # per run and of all runs, so that pages stay small
 
 VALIDATION = Chart(
     "validation", "Validation", "bits per byte of held-out text", ",.4f", smooth=False
@@ -41,8 +40,7 @@ MARKS: dict[str, tuple[list[Any], dict[str, Any]]] = {
 """By role, the heights of a mark between bottom and top, and its style."""
 
 Json = dict[str, Any]
-StyledCurve = tuple[Curve | None, Json]
-"""A curve and plotly attributes of its line."""
+StyledCurve = tuple[Curve | None, Json]  # with plotly attributes of its line
 Charts = list[tuple[Chart, Mapping[str, Sequence[StyledCurve]]]]
 
 
@@ -98,17 +96,14 @@ def _scores(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[StyledCurve]]
                 for metric, score in metrics.items():
                     points.setdefault((suite, printable(f"{task}, {metric}")), {})[step] = score
         for (suite, name), scores in points.items():
-            variants = found.setdefault(suite, {})
-            variants.setdefault(name, [(None, {})] * len(runs))[k] = _scored(scores)
+            errors = [score.stderr for score in scores.values()]
+            known = [e if e is not None and math.isfinite(e) else None for e in errors]
+            style = {"mode": "lines+markers", "error_y": {"array": [e or 0 for e in known]}}
+            style["text"] = ["" if e is None else f" ± {e:.2g}" for e in known]
+            curve = Curve.of((step, score.value) for step, score in scores.items())
+            curves_of = found.setdefault(suite, {}).setdefault(name, [(None, {})] * len(runs))
+            curves_of[k] = curve, style
     return found
-
-
-def _scored(scores: Mapping[int, Score]) -> StyledCurve:
-    errors = [score.stderr for score in scores.values()]
-    known = [e if e is not None and math.isfinite(e) else None for e in errors]
-    style = {"mode": "lines+markers", "error_y": {"array": [e or 0 for e in known]}}
-    text = ["" if e is None else f" ± {e:.2g}" for e in known]
-    return Curve.of((step, score.value) for step, score in scores.items()), style | {"text": text}
 
 
 def _traces(

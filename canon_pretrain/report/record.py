@@ -79,8 +79,6 @@ class RunRecord:
         """Return the runs with unique labels. Raises UserError if one is given twice."""
         return [cls(path, label) for path, label in zip(paths, unique_labels(paths), strict=True)]
 
-    # -- config.json
-
     def _section(self, name: str) -> dict[str, Any]:
         section = self.folder.read_config().get(name)
         if not isinstance(section, dict):
@@ -105,8 +103,6 @@ class RunRecord:
         rest = {name: value for name, value in self.identity.items() if name not in SEEDS}
         return json.dumps(rest, sort_keys=True)
 
-    # -- status.json, DONE
-
     @cached_property
     def status(self) -> Status | None:
         return read_status(self.folder.status_file)
@@ -122,8 +118,6 @@ class RunRecord:
             if self.status and self.status.state == "failed" and not self.is_done:
                 return self.status.step, printable(self.status.reason)
         return None
-
-    # -- log.jsonl
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
@@ -200,8 +194,6 @@ class RunRecord:
             launches = [each._replace(training_hours=None, wall_hours=None) for each in launches]
             columns[2:] = None, None
         return Clock(columns[0], columns[1], columns[2], columns[3], launches)
-
-    # -- evals/
 
     @property
     def evaluations(self) -> list[Evaluation]:

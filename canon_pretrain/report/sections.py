@@ -10,10 +10,8 @@ from typing import Any
 from canon_pretrain.report.verdicts import BETTER, VERDICTS, WITHIN, WORSE
 from canon_pretrain.run.results import VALIDATION, format_bound
 
-MAX_ROWS = 1000
-"""Browsers are slow with longer tables."""
-SHORT_COLUMNS = 12
-"""Columns of the table of differences that are shown first; a long table has no others."""
+MAX_ROWS = 1000  # browsers are slow with longer tables
+SHORT_COLUMNS = 12  # of the table of differences; the others are hidden, or missing if it is long
 MISSING = "–"
 
 CHOSEN_TITLE = "Chosen learning rate per architecture, by validation loss"
@@ -124,9 +122,9 @@ def _table(
     """
     heads = []
     for k, column in enumerate(columns):
-        words, small = (column, "") if isinstance(column, str) else column
+        title, small = (column, "") if isinstance(column, str) else column
         css = "" if k < text else "num" if shown is None or k < shown else "num more"
-        heads.append({"text": words, "small": small, "css": css})
+        heads.append({"text": title, "small": small, "css": css})
     data = filters or [{}] * len(rows)
     options = {key: sorted({row[key] for row in filters}) for key in (filters or [{}])[0]}
     table = {"id": name, "columns": heads, "options": options, "more": more}
@@ -195,8 +193,8 @@ PAIR_COLUMNS: dict[str, Callable[[Content], Cell]] = {
 }
 
 
-def _filled(words: str, test: Content | None, name: str, form: Callable[[Any], str]) -> str:
-    return MISSING if test is None else words.format_map({**test, name: form(test[name])})
+def _filled(text: str, test: Content | None, name: str, form: Callable[[Any], str]) -> str:
+    return MISSING if test is None else text.format_map({**test, name: form(test[name])})
 
 
 def pairs(comparison: Content) -> Table:

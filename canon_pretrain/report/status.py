@@ -162,9 +162,6 @@ class _RunReader:
         return None
 
 
-# -- the table
-
-
 def _format(value: float | None, form: str = ",") -> str:
     return "" if value is None else format(value, form)
 
@@ -240,10 +237,7 @@ def overview(runs: Sequence[Facts], console: Console) -> Group:
 
 
 def find_runs(patterns: Iterable[str]) -> list[Path]:
-    """Return the distinct run folders that `patterns` match. Raises UserError if one matches none.
-
-    A pattern is a run folder, a folder of runs, or a glob of either.
-    """
+    """Return the distinct runs that paths and globs match. Raises UserError if one matches none."""
     runs: dict[Path, Path] = {}
     for given in patterns:
         paths = [given] if os.path.lexists(given) else sorted(glob.glob(given), key=natural_key)
@@ -264,9 +258,6 @@ def summarize_runs(patterns: Iterable[str]) -> list[Facts]:
     """Return the summaries of the runs that `patterns` match."""
     now = datetime.now(UTC)
     return [summarize_run(run, now) for run in find_runs(patterns)]
-
-
-# -- the command
 
 
 def add_parser(subparsers: Any) -> None:

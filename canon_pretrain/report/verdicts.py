@@ -267,9 +267,6 @@ def _extreme(sides: Sequence[ItemScores], chance: float | None) -> str | None:
     return None
 
 
-# -- the family -----------------------------------------------------------------------------------
-
-
 def verdicts(
     comparator: Comparator, pairs: Sequence[tuple[Side, Side]]
 ) -> tuple[list[Row], list[Row], list[str]]:

@@ -1,7 +1,8 @@
-"""Comparison of architectures: planted item scores give the expected verdicts."""
+"""Architectures and `eval compare`: planted item scores give the expected verdicts."""
 
+import argparse
+import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 from lm_eval.api import metrics
 from scipy import stats
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.report.architectures import Architecture, Choice, architectures, choose
-from canon_pretrain.report.comparison import comparison_content
+from canon_pretrain.report.comparison import add_arguments, comparison_content, execute
 from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.report.figures import score_curves
 from canon_pretrain.report.items import ItemCache, Scale, _values
@@ -41,41 +43,31 @@ def content(*folders: Path, baseline: str | None = None, **options: Any) -> dict
     return comparison_content(read_runs(folders), baseline, Options(**options))
 
 
-def cells(row: dict[str, Any], kind: str) -> dict[str, Any]:
-    return {x["architecture"]: x[kind] | {"step": x["step"]} for x in row["cells"] if x[kind]}
+def only_pair(*folders: Path, **options: Any) -> dict[str, Any]:
+    (row,) = content(*folders, **options)["pairs"]
+    return row
 
 
-def right(share: float, count: int = 1000, rng: np.random.Generator | None = None) -> list[Any]:
-    """ItemCache of answers with that share of them right."""
+def right(share: float, count: int = 1000, rng: np.random.Generator | None = None) -> Any:
+    """Return item records with that share of right answers."""
     return records({"acc": right_or_wrong(count, share, rng or RNG(7))})
 
 
 def plant(
-    folder: Path, seed: int, boolq: Any, canon: str = "", at: int = 20, limit: int | None = None
+    folder: Path, tasks: Any, canon: str = "", seed: int = 0, at: int = 20, **more: Any
 ) -> Path:
+    """Plant a run with item records by task, or of boolq."""
     run = planted_run(folder, seed, model__canon_set=canon)
-    plant_answers(run, at, SUITE, {"boolq": boolq}, described={"boolq": ACC}, limit=limit)
+    by_task = tasks if isinstance(tasks, dict) else {"boolq": tasks}
+    asked = {"described": {"boolq": ACC}} | more
+    plant_answers(run, at, asked.pop("suite", SUITE), by_task, **asked)
     return folder
 
 
-def versus(folder: Path, suite: str, *runs: Mapping[str, Any], **more: Any) -> list[Path]:
-    """Plant runs a, b, c without Canon, with A, with AB, that have records by task."""
-    paths = []
-    for name, canon, tasks in zip("abc", ("", "A", "AB"), runs, strict=False):
-        run = planted_run(folder / name, model__canon_set=canon)
-        plant_answers(run, 20, suite, tasks, **more)
-        paths.append(run.path)
-    return paths
-
-
-def planted_pair(folder: Path, first: Any, second: Any, **more: Any) -> list[Path]:
-    described = {"described": {"boolq": ACC}} | more
-    return versus(folder, SUITE, {"boolq": first}, {"boolq": second}, **described)
-
-
-def two_architectures(tmp_path: Path, a: float, b: float) -> list[Path]:
-    rng, both = RNG(7), (("nope", a, ""), ("canon", b, "ABCD"))
-    return [plant(tmp_path / name, 0, right(x, 2000, rng), canon) for name, x, canon in both]
+def versus(folder: Path, *runs: Any, **more: Any) -> list[Path]:
+    """Plant runs a, b, c without Canon, with A, with AB."""
+    pairs = zip("abc", ("", "A", "AB"), runs, strict=False)
+    return [plant(folder / name, tasks, canon, **more) for name, canon, tasks in pairs]
 
 
 # -- architectures and learning rates --------------------------------------------------------------
@@ -101,19 +93,17 @@ def test_runs_are_grouped_by_architecture(tmp_path):
 
 
 def test_repeated_seeds_are_not_used(tmp_path):
-    paths = two_architectures(tmp_path, 0.5, 0.5)
-    found = content(*paths, plant(tmp_path / "again", 0, right(0.9, 2000), "ABCD"))
+    paths = versus(tmp_path, right(0.5), right(0.5))
+    found = content(*paths, plant(tmp_path / "again", right(0.9), "A"))
     assert found["pairs"][0]["num_runs"] == [1, 1]
     assert any("again" in note for note in found["notes"])
 
 
 def rated(folder: Path, rate: float, losses: dict[int, Any]) -> Path:
-    plant_run(folder, validations(losses), optimizer__lr=rate)
-    return folder
+    return plant_run(folder, validations(losses), optimizer__lr=rate).path
 
 
 def scored(run: Path, at: int, loss: float, **asked: Any) -> None:
-    """Results of the suite `validation`."""
     scores = {"validation": {"nats_per_token": Score(loss)}}
     plant_results(RunFolder(run), at, "validation", scores, **asked)
 
@@ -124,16 +114,11 @@ def chosen(*paths: Path) -> tuple[Architecture, Choice]:
 
 
 def test_learning_rate_is_chosen_by_logged_loss(tmp_path):
-    paths = [
-        rated(tmp_path / "low", 0.001, {10: 3.0, 20: 2.5}),
-        rated(tmp_path / "high", 0.002, {10: 2.9, 20: 2.6, 30: 1.0}),
-        rated(tmp_path / "nan", 0.004, {10: 2.0, 20: "NaN"}),
-    ]
-    one, choice = chosen(*paths)
-    assert choice.recipe is one.recipes[0] and choice.step == 20
-    assert choice.losses == [2.5, 2.6, None]
-    found = content(*paths)
-    assert [x["chosen"] for x in found["architectures"][0]["recipes"]] == [True, False, False]
+    low = rated(tmp_path / "low", 0.001, {10: 3.0, 20: 2.5})
+    high = rated(tmp_path / "high", 0.002, {10: 2.9, 20: 2.6, 30: 1.0})
+    one, choice = chosen(low, high, rated(tmp_path / "nan", 0.004, {10: 2.0, 20: "NaN"}))
+    assert choice.recipe is one.recipes[0]
+    assert (choice.step, choice.losses) == (20, [2.5, 2.6, None])
 
 
 def test_learning_rate_is_chosen_at_the_last_step(tmp_path):
@@ -171,9 +156,9 @@ def test_losses_of_different_texts_are_not_compared(tmp_path):
 
 
 def test_without_a_chosen_learning_rate_there_are_no_verdicts(tmp_path):
-    paths = two_architectures(tmp_path, 0.5, 0.9)
-    planted_run(tmp_path / "other", 5, model__canon_set="ABCD", optimizer__lr=0.001)
-    for baseline in ("nope", "canon"):
+    paths = versus(tmp_path, right(0.5), right(0.9))
+    planted_run(tmp_path / "other", 5, model__canon_set="A", optimizer__lr=0.001)
+    for baseline in ("a", "b"):
         found = content(*paths, tmp_path / "other", baseline=baseline)
         assert found["pairs"] == [] and found["notes"]
     assert not any(recipe["chosen"] for recipe in found["architectures"][1]["recipes"])
@@ -181,21 +166,20 @@ def test_without_a_chosen_learning_rate_there_are_no_verdicts(tmp_path):
 
 def test_verdicts_use_the_chosen_rate_and_best_uses_all(tmp_path):
     rng = RNG(7)
-    paths = [plant(tmp_path / "base", 0, right(0.5, rng=rng), "ABCD")]
+    paths = [plant(tmp_path / "base", right(0.5, rng=rng), "ABCD")]
     for name, rate, loss, share in (("good", 0.001, 2.0, 0.52), ("lucky", 0.002, 3.0, 0.7)):
         log = validations({20: loss})
         run = plant_run(tmp_path / name, log, optimizer__lr=rate, model__canon_set="A")
-        answers = {"boolq": right(share, rng=rng)}
-        plant_answers(run, 20, SUITE, answers, described={"boolq": ACC})
+        plant_answers(run, 20, SUITE, {"boolq": right(share, rng=rng)}, described={"boolq": ACC})
         paths.append(run.path)
     found = content(*paths)
     (pair,) = found["pairs"]
     assert pair["value"] == pytest.approx(0.52) and pair["verdict"] == "uninformative"
-    best, mean = (cells(found["scores"][0], kind) for kind in ("best", "chosen"))
-    assert best["Canon-A"]["value"] == pytest.approx(0.7) and best["Canon-A"]["run"] == "lucky"
-    assert best["Canon-A"]["bias"] == pytest.approx(0.5642 * 0.03 / 2.847, rel=1e-3)
-    assert best["Canon-ABCD"]["bias"] == 0
-    assert mean["Canon-A"]["value"] == pytest.approx(0.52)
+    cells = {cell["architecture"]: cell for cell in found["scores"][0]["cells"]}
+    best, mean = (cells["Canon-A"][kind] for kind in ("best", "chosen"))
+    assert best["value"] == pytest.approx(0.7) and best["run"] == "lucky"
+    assert best["bias"] == pytest.approx(0.5642 * 0.03 / 2.847, rel=1e-3)
+    assert cells["Canon-ABCD"]["best"]["bias"] == 0 and mean["value"] == pytest.approx(0.52)
     assert [x["chosen"] for x in found["architectures"][1]["recipes"]] == [True, False]
     assert len(found["notes"]) == 1 and not content(*paths[:2])["notes"]  # of unequal tuning
 
@@ -216,9 +200,10 @@ def test_verdicts_use_the_chosen_rate_and_best_uses_all(tmp_path):
 )
 def test_floor_ceiling_and_chance_are_uninformative(tmp_path, shares, chance, found):
     described = {"t": {"primary": ["acc"], "chance": chance}}
-    paths = versus(tmp_path, "birth-year", *({"t": right(x)} for x in shares), described=described)
+    tasks = ({"t": right(share)} for share in shares)
+    paths = versus(tmp_path, *tasks, suite="birth-year", described=described)
     for more in ({"seed_sigma": {"t": 0.02}}, {}):  # also without seed noise
-        (row,) = content(*paths, **more)["pairs"]
+        row = only_pair(*paths, **more)
         assert row["uninformative"] == found
         assert (row["verdict"] == "uninformative") == (found is not None)
         assert found is None or row["detectable"] is row["seeds_needed"] is None
@@ -226,7 +211,7 @@ def test_floor_ceiling_and_chance_are_uninformative(tmp_path, shares, chance, fo
 
 def test_chance_follows_from_the_number_of_choices(tmp_path):
     items = [[x | {"answers": [[-1.0, False]] * 3} for x in right(share)] for share in (0.33, 0.34)]
-    (row,) = content(*versus(tmp_path, "mine", *({"t": each} for each in items)))["pairs"]
+    row = only_pair(*versus(tmp_path, *({"t": each} for each in items), suite="mine"))
     assert row["chance"] == pytest.approx(1 / 3) and row["uninformative"] == "chance"
 
 
@@ -237,13 +222,11 @@ def test_held_out_loss_against_formulas_by_hand(tmp_path):
         for name, both in losses.items()
         for seed, loss in enumerate(both)
     ]
-    found = content(*paths)
-    (row,) = found["pairs"]
+    row = only_pair(*paths)
     assert (row["task"], row["num_runs"], row["num_items"]) == ("validation", [2, 2], 400)
     assert row["difference"] == pytest.approx(4.915 - 5.01) and not row["higher_is_better"]
     assert row["verdict"] == "better" and row["seed_noise"]["source"] == "own"
     assert row["seed_noise"]["sigma"] == pytest.approx(math.sqrt((0.0002 + 0.00045) / 2))
-    assert len(found["held_out"]) == 1
     low, high = row["ci"]
     assert low < row["difference"] < high < 0 and row["p"] < 0.05
     # over documents: the linearized variance of a ratio of sums
@@ -259,40 +242,29 @@ def test_held_out_loss_against_formulas_by_hand(tmp_path):
 
 def test_one_seed_per_side_has_an_interval_and_no_verdict(tmp_path):
     paths = [evaluated(tmp_path / "a", "", 5.0), evaluated(tmp_path / "b", "A", 4.9)]
-    (row,) = content(*paths)["pairs"]
+    row = only_pair(*paths)
     assert row["verdict"] == "not judged" and row["items_ci"][1] < 0
     sigma = {"validation:nats_per_token": 0.01}
-    assert content(*paths, seed_sigma=sigma)["pairs"][0]["verdict"] == "better"
-    assert content(*paths, baseline="Canon-A", seed_sigma=sigma)["pairs"][0]["verdict"] == "worse"
+    for baseline, verdict in ((None, "better"), ("Canon-A", "worse"), ("b", "worse")):
+        assert only_pair(*paths, baseline=baseline, seed_sigma=sigma)["verdict"] == verdict
+    with refused("compare.baseline", given="Mamba", expected=["no Canon", "Canon-A"]):
+        content(*paths, baseline="Mamba")
 
 
 def test_without_evaluations_the_logged_loss_is_shown(tmp_path):
     for name, canon, losses in (("a", "", {10: 5.5, 20: 5.0}), ("b", "A", {10: 5.25})):
         plant_run(tmp_path / name, validations(losses), model__canon_set=canon)
-    (words,) = content(tmp_path / "a", tmp_path / "b")["held_out"]
-    assert all(shown in words for shown in ("step 10", "5.2500", "5.5000"))
-
-
-def test_the_other_baseline_reverses_the_signs(tmp_path):
-    paths = two_architectures(tmp_path, 0.5, 0.8)
-    (one,) = content(*paths)["pairs"]
-    for name in ("Canon-ABCD", "canon"):
-        (other,) = content(*paths, baseline=name)["pairs"]
-        assert (other["verdict"], other["baseline"]) == ("worse", "Canon-ABCD")
-        assert other["difference"] == pytest.approx(-one["difference"])
-        assert other["p"] == pytest.approx(one["p"])
-        assert other["ci"] == pytest.approx([-one["ci"][1], -one["ci"][0]])
-    with refused("compare.baseline", given="Mamba", expected=["no Canon", "Canon-ABCD"]):
-        content(*paths, baseline="Mamba")
+    (text,) = content(tmp_path / "a", tmp_path / "b")["held_out"]
+    assert all(shown in text for shown in ("step 10", "5.2500", "5.5000"))
 
 
 def test_one_row_by_hand(tmp_path):
-    (row,) = content(*two_architectures(tmp_path, 0.5, 0.6), seed_sigma={"boolq": 0.02})["pairs"]
     rng = RNG(7)
     a, b = (np.array(right_or_wrong(2000, share, rng)) for share in (0.5, 0.6))
+    paths = versus(tmp_path, *(records({"acc": x.tolist()}) for x in (a, b)))
+    row = only_pair(*paths, seed_sigma={"boolq": 0.02})
     difference = np.append(b - a, [1, -1])
-    items = difference.var(ddof=1) / difference.size
-    error = math.sqrt(items + 2 * 0.02**2)
+    error = math.sqrt(difference.var(ddof=1) / difference.size + 2 * 0.02**2)
     assert row["stderr"] == pytest.approx(error, rel=2e-3)
     assert row["stderr_seeds"] == pytest.approx(0.02 * math.sqrt(2))
     assert row["p"] == pytest.approx(2 * stats.norm.sf(0.1 / error), rel=0.02)
@@ -308,16 +280,12 @@ def test_one_row_by_hand(tmp_path):
 
 
 def test_intervals_and_seeds_needed_agree_with_the_verdict(tmp_path):
-    rng, tasks, paths = RNG(7), [f"task_{k}" for k in range(0, 12, 3)], []
-    for canon in ("", "ABCD"):
+    rng, tasks, paths = RNG(7), [f"task_{k}" for k in range(4)], []
+    for canon in ("", "A"):
         for seed in range(2):
-            run = planted_run(tmp_path / f"{canon}-{seed}", seed, model__canon_set=canon)
-            answers = {}
-            for k, task in enumerate(tasks):
-                share = 0.5 + 0.027 * k**2 * bool(canon) + rng.normal(0, 0.003)
-                answers[task] = right(share, rng=rng)
-            plant_answers(run, 20, SUITE, answers)
-            paths.append(run.path)
+            shares = [0.5 + 0.027 * k**2 * bool(canon) + rng.normal(0, 0.003) for k in range(4)]
+            items = {x: right(share, rng=rng) for x, share in zip(tasks, shares, strict=True)}
+            paths.append(plant(tmp_path / f"{canon}-{seed}", items, canon, seed))
     mean, *rows = content(*paths)["pairs"]
     assert mean["mean_of"] == tasks
     noise = [row for row in rows if row["verdict"] == "within noise"]
@@ -331,7 +299,7 @@ def test_intervals_and_seeds_needed_agree_with_the_verdict(tmp_path):
 
 def test_items_of_one_source_are_not_judged(tmp_path):
     items = records({"acc": [1.0, 0.0, 1.0]}, sources=["one"] * 3)
-    (row,) = content(*planted_pair(tmp_path, items, items))["pairs"]
+    row = only_pair(*versus(tmp_path, items, items))
     assert (row["verdict"], row["p"], row["num_clusters"]) == ("not judged", None, 1)
 
 
@@ -340,17 +308,15 @@ def test_sources_missing_on_one_side_are_the_other_sides(tmp_path, older):
     sides = [records({"acc": [1.0, 0.0] * 20}, sources=[*"abcdefgh"] * 5) for _ in range(2)]
     for record in sides[older]:
         del record["source"]
-    (row,) = content(*planted_pair(tmp_path, *sides))["pairs"]
-    assert row["num_clusters"] == 8
+    assert only_pair(*versus(tmp_path, *sides))["num_clusters"] == 8
 
 
 def test_holm_is_over_every_task_and_pair_of_a_suite(tmp_path):
     rng, tasks = RNG(7), [f"task{k}" for k in range(3)]
-    shares = (0.6, 0.665, 0.6)
-    runs = [{task: right(share, 2000, rng) for task in tasks} for share in shares]
+    runs = [{task: right(share, 2000, rng) for task in tasks} for share in (0.6, 0.665, 0.6)]
     described = dict.fromkeys([*tasks, "x"], ACC)
-    versus(tmp_path, "mine", *({"x": run["task0"]} for run in runs), described=described)
-    paths = versus(tmp_path, SUITE, *runs, described=described)
+    versus(tmp_path, *({"x": run["task0"]} for run in runs), suite="mine", described=described)
+    paths = versus(tmp_path, *runs, described=described)
     both = content(*paths, seed_sigma={"x": 0.02})
     assert both["family"] == {SUITE: 8, "mine": 2}
     found = [row for row in both["pairs"] if row["suite"] == SUITE]
@@ -366,7 +332,7 @@ def test_holm_is_over_every_task_and_pair_of_a_suite(tmp_path):
 def test_the_mean_of_a_suite_finds_what_no_task_does(tmp_path):
     rng, tasks = RNG(7), [f"jrt_{k}" for k in range(8)]
     runs = [{task: right(share, rng=rng) for task in tasks} for share in (0.4, 0.49)]
-    mean, *rows = content(*versus(tmp_path, "jrt", *runs))["pairs"]
+    mean, *rows = content(*versus(tmp_path, *runs, suite="jrt"))["pairs"]
     assert mean["mean_of"] == tasks and mean["metric"] == "acc"
     assert mean["difference"] == pytest.approx(0.09) and mean["verdict"] == "better"
     assert {row["verdict"] for row in rows} == {"within noise"}
@@ -378,7 +344,7 @@ def test_the_mean_of_a_suite_finds_what_no_task_does(tmp_path):
 def test_babilong_is_one_test_per_length(tmp_path):
     tasks = [f"babilong_qa{k}_{length}k" for k in range(1, 6) for length in (0, 1, 2, 4)]
     run = {task: right(0.4, 100) for task in tasks}
-    rows = content(*versus(tmp_path, "babilong", run, run))["pairs"]
+    rows = content(*versus(tmp_path, run, run, suite="babilong"))["pairs"]
     assert [len(row["mean_of"]) for row in rows] == [20, 5, 5, 5, 5]
     assert rows[4]["mean_of"] == [f"babilong_qa{k}_4k" for k in range(1, 6)]
 
@@ -390,11 +356,11 @@ def test_perplexities_are_compared_in_nats(tmp_path):
         each = nats - better + rng.normal(0, 0.01, 60)
         pairs = [[-float(x * w), int(w)] for x, w in zip(each, weights, strict=True)]
         runs.append({"wikitext": records({"word_perplexity": pairs, "bits_per_byte": pairs})})
-    paths = versus(tmp_path, SUITE, *runs)
-    (row,) = content(*paths)["pairs"]
-    assert row["verdict"] == "not judged" and row["seed_noise"] is None
-    assert row["p"] is None and row["items_ci"][1] < 0
-    (row,) = content(*paths, seed_sigma={"wikitext:word_perplexity": 0.005})["pairs"]
+    paths = versus(tmp_path, *runs)
+    row = only_pair(*paths)
+    assert (row["verdict"], row["seed_noise"], row["p"]) == ("not judged", None, None)
+    assert row["items_ci"][1] < 0
+    row = only_pair(*paths, seed_sigma={"wikitext:word_perplexity": 0.005})
     assert row["verdict"] == "better" and row["difference"] < 0
     assert row["log_difference"] == pytest.approx(math.log(row["value"] / row["baseline_value"]))
     assert row["log_difference"] == pytest.approx(-0.1, abs=0.01)
@@ -414,44 +380,35 @@ def test_simulated_verdicts_equal_those_of_a_report(tmp_path, monkeypatch):
     monkeypatch.setattr(simulate, "SUITES", (tasks,))
     simulated = simulate.compare_all(simulate.Scenario("", 3, 2, "own"), 0.03, RNG(1))
     p = simulate.p_values([test.pair for test in simulated])
-    is_real = simulate._rejected([simulated])[0]
-    items = range(simulate.NUM_ITEMS)
+    significant = simulate._rejected([simulated])[0]
     for recipe, canon in enumerate(("", "A", "AB")):
         for seed in range(2):
-            run = planted_run(tmp_path / f"{recipe}{seed}", seed, model__canon_set=canon)
-            asked = {
-                task: records(
-                    {"acc": runs[recipe, seed].tolist()},
-                    sources=[f"{task} {k // simulate.PER_SOURCE}" for k in items],
-                )
-                for task, runs in drawn.items()
-            }
-            plant_answers(run, 20, SUITE, asked, described=dict.fromkeys(tasks, ACC))
+            items = {}
+            for task, runs in drawn.items():
+                sources = [f"{task} {k // simulate.PER_SOURCE}" for k in range(simulate.NUM_ITEMS)]
+                items[task] = records({"acc": runs[recipe, seed].tolist()}, sources=sources)
+            folder = tmp_path / f"{recipe}{seed}"
+            plant(folder, items, canon, seed, described=dict.fromkeys(tasks, ACC))
     found = content(*sorted(tmp_path.iterdir()), own_noise_only=True)
-    assert found["family"] == {SUITE: 8}
     rows = {(row["architecture"], row["task"]): row for row in found["pairs"]}
     all_tests = (*tasks, f"{SUITE}, mean of 3 tasks")
     expected = [(label, task) for label in ("Canon-A", "Canon-AB") for task in all_tests]
-    for key, test, own, real in zip(expected, simulated, p, is_real, strict=True):
-        row = rows[key]
-        assert row["difference"] == pytest.approx(test.pair.difference, abs=1e-12)
-        assert row["p"] == pytest.approx(own)
-        assert (row["verdict"] in ("better", "worse")) == real
+    assert len(rows) == 8
+    for key, test, own, is_real in zip(expected, simulated, p, significant, strict=True):
+        assert rows[key]["difference"] == pytest.approx(test.pair.difference, abs=1e-12)
+        assert rows[key]["p"] == pytest.approx(own)
+        assert (rows[key]["verdict"] in ("better", "worse")) == is_real
 
 
 def test_seeds_that_all_score_one_are_excluded(tmp_path):
-    paths = [plant(tmp_path / f"a{k}", k, right(1.0, 400)) for k in range(3)]
-    paths.append(plant(tmp_path / "b", 7, right(0.97, 400, RNG(0)), "A"))
-    (row,) = content(*paths)["pairs"]
+    paths = [plant(tmp_path / f"a{k}", right(1.0, 400), seed=k) for k in range(3)]
+    paths.append(plant(tmp_path / "b", right(0.97, 400, RNG(0)), "A", 7))
+    row = only_pair(*paths)
     assert (row["seed_noise"]["source"], row["verdict"]) == ("paper", "within noise")
-    (row,) = content(*paths, own_noise_only=True)["pairs"]
-    assert row["verdict"] == "not judged"
+    assert only_pair(*paths, own_noise_only=True)["verdict"] == "not judged"
     # unless the other side has several seeds, too
-    (row,) = content(*paths, plant(tmp_path / "c", 8, right(0.975, 400, RNG(1)), "A"))["pairs"]
+    row = only_pair(*paths, plant(tmp_path / "c", right(0.975, 400, RNG(1)), "A", 8))
     assert row["seed_noise"]["source"] == "own and paper"
-
-
-# -- scores by architecture ------------------------------------------------------------------------
 
 
 def test_tables_show_the_step_of_the_verdict(tmp_path):
@@ -459,25 +416,24 @@ def test_tables_show_the_step_of_the_verdict(tmp_path):
     for canon, steps in (("", (20, 40)), ("A", (20, 40)), ("ABCD", (20,))):
         for at in steps:
             items = right(0.5 + 0.005 * at + 0.1 * bool(canon), 400)
-            plant(tmp_path / f"run-{canon}", 1, items, canon, at=at)
+            plant(tmp_path / f"run-{canon}", items, canon, 1, at)
     # a trial on one side: the earlier common step is judged
-    plant(paths[0], 1, right(0.5, 400), at=60)
-    plant(paths[1], 1, right(0.9, 400), "A", at=60, limit=100)
+    plant(paths[0], right(0.5, 400), seed=1, at=60)
+    plant(paths[1], right(0.9, 400), "A", seed=1, at=60, limit=100)
     found = content(*paths)
     rows = {row["architecture"]: row for row in found["pairs"]}
     assert {name: row["step"] for name, row in rows.items()} == {"Canon-A": 40, "Canon-ABCD": 20}
-    (table,) = found["scores"]
-    assert table["suite_step"] == 40
-    for kind in ("chosen", "best"):
-        shown = cells(table, kind)
-        assert shown["no Canon"]["step"] == 40
-        for label, row in rows.items():
-            assert shown[label]["step"] == row["step"] and row["suite_step"] == 40
-            assert shown[label]["value"] == pytest.approx(row["value"])
+    assert all(row["suite_step"] == 40 for row in (*rows.values(), *found["scores"]))
+    cells = {cell["architecture"]: cell for cell in found["scores"][0]["cells"]}
+    assert cells["no Canon"]["step"] == 40
+    for label, row in rows.items():
+        assert cells[label]["step"] == row["step"]
+        for kind in ("chosen", "best"):
+            assert cells[label][kind]["value"] == pytest.approx(row["value"])
     page = Page(report(paths, tmp_path / "out"))
     marked = [row for row in page.rows if any("step 20" in cell for cell in row)]
     tables = [row for row in marked if row[0].startswith("boolq acc")]
-    assert len(tables) == 4, "the difference, the chosen rate, the best, the suite"
+    assert len(tables) == 4  # differences, chosen rate, best, suite
     assert not any("step 40" in cell for row in tables for cell in row)
 
 
@@ -487,16 +443,16 @@ FINE = records({"acc": [1.0, 0.0]})
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "scores", "named"),
+    ("second", "scores", "named"),
     [
-        (FINE, records({"acc": [1.0, 0.0]}, names=["b", "d"]), {}, "0 in common"),
-        (FINE, FINE, {"acc": 0.7}, "0.7"),
-        (FINE, records({"acc": [1.0, math.inf]}), {}, "b "),
-        (FINE, [{"doc_id": 0, "acc": 1.0}], {}, "b "),
+        (records({"acc": [1.0, 0.0]}, names=["b", "d"]), {}, "0 in common"),
+        (FINE, {"acc": 0.7}, "0.7"),
+        (records({"acc": [1.0, math.inf]}), {}, "b "),
+        ([{"doc_id": 0, "acc": 1.0}], {}, "b "),
     ],
 )
-def test_what_cannot_be_paired_is_refused(tmp_path, first, second, scores, named):
-    found = content(*planted_pair(tmp_path, first, second, scores={"boolq": scores}))
+def test_what_cannot_be_paired_is_refused(tmp_path, second, scores, named):
+    found = content(*versus(tmp_path, FINE, second, scores={"boolq": scores}))
     (row,) = found["refused"]
     assert found["pairs"] == [] and named in row["why"]
 
@@ -504,18 +460,17 @@ def test_what_cannot_be_paired_is_refused(tmp_path, first, second, scores, named
 def test_items_are_paired_in_any_order(tmp_path):
     """A repeated item is one cluster."""
     items = records({"acc": [1.0, 0.0, 1.0, 1.0]}, names=["a", "b", "a", "c"])
-    (row,) = content(*planted_pair(tmp_path, items, [items[3], *items[:3]]))["pairs"]
-    assert row["difference"] == 0 and (row["num_items"], row["num_clusters"]) == (4, 3)
+    row = only_pair(*versus(tmp_path, items, [items[3], *items[:3]]))
+    assert (row["difference"], row["num_items"], row["num_clusters"]) == (0, 4, 3)
     assert (row["mcnemar"]["only_a"], row["mcnemar"]["only_b"]) == (0, 0)
 
 
 def test_different_options_are_listed_and_losses_refused(tmp_path):
-    items = records({"acc": [1.0, 0.0, 1.0], "perplexity": [-1.0, -2.0, -3.0]})
+    items = {"lambada": records({"acc": [1.0, 0.0, 1.0], "perplexity": [-1.0, -2.0, -3.0]})}
     for name, canon, length, settings in (("a", "", 256, "x"), ("b", "ABCD", 512, "y")):
-        run = planted_run(tmp_path / name, model__canon_set=canon)
         described = {"lambada": {"primary": ["acc", "perplexity"], "config_sha256": settings}}
         asked = {"described": described, "max_length": length, "lm_eval": name}
-        plant_answers(run, 20, SUITE, {"lambada": items}, **asked)
+        plant(tmp_path / name, items, canon, **asked)
     found = content(tmp_path / "a", tmp_path / "b")
     (row,), (without,) = found["pairs"], found["refused"]
     length, settings = row["asked_differently"]
@@ -524,21 +479,110 @@ def test_different_options_are_listed_and_losses_refused(tmp_path):
     assert length in without["why"] and settings in without["why"]
 
 
-@pytest.mark.parametrize(
-    ("metric", "aggregation"),
-    [
-        ("word_perplexity", metrics.weighted_perplexity),
-        ("bits_per_byte", metrics.bits_per_byte),
-        ("perplexity", metrics.perplexity),
-        ("acc", metrics.mean),
-    ],
-)
-def test_scores_are_lm_evals_aggregates_of_items(metric, aggregation):
+@pytest.mark.parametrize("metric", ["word_perplexity", "bits_per_byte", "perplexity", "acc"])
+def test_scores_are_lm_evals_aggregates_of_items(metric):
     values: list[Any] = RNG(7).uniform(-3, -1, 30).tolist()
     if metric in ("word_perplexity", "bits_per_byte"):
         values = [(float(-x), int(10 * x)) for x in RNG(7).uniform(5, 90, 30)]
+    names = {"word_perplexity": "weighted_perplexity", "acc": "mean"}
+    aggregation = getattr(metrics, names.get(metric, metric))
     items = records({metric: [list(x) if isinstance(x, tuple) else x for x in values]})
     ours, scale = _values(items)[metric], Scale.of(metric)
     mean = float(np.average(ours[:, 0] * scale.factor, weights=ours[:, 1]))
     assert scale.score(mean) == pytest.approx(aggregation(values), rel=1e-12)
     assert scale.mean(scale.score(mean)) == pytest.approx(mean)
+
+
+# -- eval compare ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compare(tmp_path_factory):
+    def run(*words: object) -> dict[str, Any]:
+        """Run the command and return its --json."""
+        parser, out = argparse.ArgumentParser(), tmp_path_factory.mktemp("pair") / "pair.json"
+        add_arguments(parser)
+        execute(parser.parse_args(["--json", str(out), *map(str, words)]))
+        return json.loads(out.read_text())
+
+    return run
+
+
+def test_a_sweep_is_all_of_its_runs(tmp_path, compare):
+    for name, canon, share in (("nope", "", 0.55), ("canon", "A", 0.85)):
+        for seed in range(2):
+            items = right(share, rng=RNG(seed))
+            plant(tmp_path / "sweep" / name / f"seed{seed}", items, canon, seed)
+    sweep = tmp_path / "sweep"
+    (two,), (one,) = (compare(*x)["pairs"] for x in ((sweep / "nope", sweep / "canon"), (sweep,)))
+    assert two["difference"] == pytest.approx(0.3)
+    assert one["difference"] == -two["difference"]  # sorted by name: canon is A
+    with refused("compare.sides"):
+        compare(sweep / "nope")
+
+
+def test_held_out_loss_is_the_first_verdict(tmp_path, compare, capsys):
+    for name, canon, loss in (("a", "", 5.0), ("b", "A", 4.9)):
+        for seed in range(2):
+            evaluated(tmp_path / f"{name}{seed}", canon, loss + 0.002 * seed, seed)
+            plant(tmp_path / f"{name}{seed}", right(0.5), canon, seed)
+    sides = [*("--a", tmp_path / "a0", tmp_path / "a1"), *("--b", tmp_path / "b0", tmp_path / "b1")]
+    for words, count in (([], 2), (["--suite", "validation"], 1)):
+        found = compare(*sides, *words)
+        assert capsys.readouterr().out.splitlines()[0] == found["held_out"]
+        first = found["pairs"][0]
+        assert (len(found["pairs"]), first["task"]) == (count, "validation")
+        assert first["verdict"] == "better"
+    assert compare(*sides, "--suite", SUITE)["held_out"] is None
+
+
+def test_groups_of_seeds(tmp_path, compare):
+    seeds = range(4)
+    a = [plant(tmp_path / f"a{k}", right(0.6 + 0.01 * k), "", k) for k in seeds]
+    b = [plant(tmp_path / f"b{k}", right(0.9 + 0.01 * k), "A", k) for k in seeds]
+    found = compare("--a", *a, "--b", *b)
+    (row,) = found["pairs"]
+    assert row["num_runs"] == [4, 4] and row["difference"] == pytest.approx(0.3)
+    assert (row["seed_noise"]["source"], row["seed_noise"]["df"]) == ("own", 6)
+    assert row["seed_noise"]["sigma"] == pytest.approx(np.std(seeds, ddof=1) / 100)
+    assert found["notes"] == []
+    (row,) = compare("--a", *a[:2], "--b", *b[:2], "--own_noise_only")["pairs"]
+    assert row["seed_noise"]["df"] == 2
+    assert len(compare("--a", *a[:2], b[0], "--b", *b[1:])["notes"]) == 1  # A is not one recipe
+
+
+def test_options_set_step_suite_and_seed_noise(tmp_path, compare):
+    for at, share in ((10, 0.5), (20, 0.6)):
+        pair = [plant(tmp_path / "a", right(0.5), at=at)]
+        pair += [plant(tmp_path / "b", right(share, rng=RNG(8)), "A", at=at)]
+    for words, step in (([], 20), (["--step", 10], 10), (["--suite", SUITE], 20)):
+        assert compare(*pair, *words)["pairs"][0]["step"] == step
+    for sigma, verdict in ((0.001, "better"), (0.2, "within noise")):
+        (row,) = compare(*pair, "--seed_sigma", f"boolq={sigma}")["pairs"]
+        assert row["verdict"] == verdict
+    for words in (["--step", 15], ["--suite", "jrt"]):
+        with refused("compare.nothing"):
+            compare(*pair, *words)
+    for given in ("boolq", "boolqq=0.1", "boolq=-1"):
+        with refused("compare.seed_sigma", given=given):
+            compare(*pair, "--seed_sigma", given)
+
+
+def test_sides_that_cannot_be_compared_are_errors(tmp_path, compare):
+    a, b, trial, bare = (tmp_path / name for name in ("a", "b", "trial", "bare"))
+    plant(a, right(0.5))
+    plant(b, records({"acc": [1.0, 0.0]}, names=["x", "y"]), "A", max_length=64)
+    plant(trial, right(0.5), "A", limit=10)
+    planted_run(bare)
+    for other, task, has in ((b, "boolq", 1), (trial, None, 1), (bare, None, 0)):
+        with refused("compare.nothing") as caught:
+            compare(a, other)
+        fields = caught.value.fields
+        assert [len(x) for x in fields["found"].values()] == [1, has]
+        assert [x["task"] for x in fields["refused"]] == [task]
+    for other in (tmp_path / "nowhere", a):
+        with pytest.raises(UserError):
+            compare(a, other)
+    for words in ([], [a, b, trial], ["--a", a], [a, b, "--a", bare]):
+        with refused("compare.sides"):
+            compare(*words)

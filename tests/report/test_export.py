@@ -308,29 +308,21 @@ def test_a_run_in_training_keeps_its_live_copy(killed_twice, capsys):
 # -- beside the trainer -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({}, None),
-        ({"enable_wandb": True, "wandb_mode": "disabled"}, None),
-        (
-            {"enable_wandb": True, "wandb_project": "p", "wandb_tags": ["a", "b"]},
-            ["wandb", "--project=p", "--mode=online", "--tags", "a", "b"],
-        ),
-        (
-            {"enable_tensorboard": True, "save_tb_folder": "x"},
-            ["tensorboard", "--tb_folder=x"],
-        ),
-    ],
-)
-def test_commands_of_the_live_copies(tmp_path, monkeypatch, settings, words):
+def test_commands_of_the_live_copies(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    job = {"enable_tensorboard": False, "enable_wandb": False, "save_tb_folder": "tb"}
+    job = {"enable_tensorboard": False, "enable_wandb": False, "save_tb_folder": "x"}
     job |= {f"wandb_{name}": "" for name in ("mode", "project", "entity", "name")}
-    metrics = SimpleNamespace(**{**job, "wandb_tags": [], **settings})
-    found = [command[4:] for _, command in background.follow_commands(metrics, tmp_path)]
+
+    def commands(**settings: Any) -> list[list[str]]:
+        metrics = SimpleNamespace(**{**job, "wandb_tags": [], **settings})
+        return [words[4:] for _, words in background.follow_commands(metrics, tmp_path)]
+
     both = [str(tmp_path), "--follow", "--beside_trainer"]
-    assert found == ([[words[0], *both, *words[1:]]] if words else [])
+    assert commands() == commands(enable_wandb=True, wandb_mode="disabled") == []
+    assert commands(enable_tensorboard=True) == [["tensorboard", *both, "--tb_folder=x"]]
+    options = ["--project=p", "--mode=online", "--tags", "a", "b"]
+    found = commands(enable_wandb=True, wandb_project="p", wandb_tags=["a", "b"])
+    assert found == [["wandb", *both, *options]]
 
 
 def test_a_live_copy_that_fails_or_hangs_is_ended(tmp_path, monkeypatch, caplog):

@@ -1,7 +1,4 @@
-"""Profiles: the traces that a run leaves, and what is read from them.
-
-A GPU's trace is written by hand, with known answers.
-"""
+"""`run profile` on a real CPU trace, and on a GPU trace written by hand with known answers."""
 
 import argparse
 import json
@@ -22,12 +19,10 @@ from canon_pretrain.run.trace import read_trace
 from tests.ranks import assert_same_run, launch
 from tests.support import debug_run, refused
 
-Command = Callable[..., str]
-
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    """`python -m canon_pretrain.run profile ...`: what it prints."""
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command and return its output."""
     parser = argparse.ArgumentParser()
     profile.add_parser(parser.add_subparsers())
 
@@ -41,7 +36,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
 
 @pytest.fixture(scope="session")
 def traced(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A debug run of 2 ranks, its fourth step traced."""
+    """A debug run on 2 ranks whose fourth step is traced."""
     base = tmp_path_factory.mktemp("traced")
     ended = launch(
         *debug_run(data_folder, base / "run"),
@@ -54,16 +49,14 @@ def traced(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base / "run"
 
 
-# ---- a real one, of the CPU
-
-
 @pytest.mark.system
-def test_profiling_changes_nothing_that_is_computed(traced, runs, data_folder, tmp_path):
+def test_profiling_does_not_change_results(traced, runs, data_folder, tmp_path):
     launch(*debug_run(data_folder, traced), "--profiling.profile_freq", 4, output=tmp_path)
     assert_same_run(traced, runs.straight, step=12)
 
 
-def test_a_real_trace_against_a_second_reading_of_it(traced):
+@pytest.mark.system
+def test_a_real_trace_and_the_command(traced, command):
     (folder,) = (traced / "profile_traces").iterdir()
     assert folder.name == "iteration_4" and len(os.listdir(folder)) == 2
     path = folder / "rank0_trace.json"
@@ -76,7 +69,7 @@ def test_a_real_trace_against_a_second_reading_of_it(traced):
     scopes = [e for e in found if e["name"] == "canon"]
     assert len(scopes) == 2 * 2 * 4
     assert len([e for e in found if e["name"] == "data_wait"]) == 2
-    # own times by another way: what is innermost at 5,000 moments of the main thread
+    # self times by sampling: the innermost event at 5,000 times of the main thread
     kinds = ("cpu_op", "user_annotation")
     index = [k for k, e in enumerate(found) if e["tid"] == step["tid"] and e["cat"] in kinds]
     begin = np.array([found[k]["ts"] for k in index])
@@ -93,27 +86,22 @@ def test_a_real_trace_against_a_second_reading_of_it(traced):
     for name in ("canon", "attention", "matmul", "optimizer", "sharding", "communication"):
         assert 0 < shares[name] < 1, name
     inside = sum(e["dur"] for e in scopes) / summary["window_us"]
-    assert shares["canon"] > 0.3 * inside  # and its backward, which is in no scope
+    assert shares["canon"] > 0.3 * inside  # with its backward, which has no scope
     names = " ".join(row["name"] for row in summary["rows"] if row["purpose"] == "canon")
     assert "_CanonBackward" in names and "_CanonGateBackward" in names
-
-
-def test_the_command_on_a_run(traced, command):
-    text = command(traced, "--top", 5)
-    assert "step 4:" in text and "iteration_4/rank0_trace.json" in text
+    assert "iteration_4/rank0_trace.json" in command(traced, "--top", 5)
     document = json.loads(command(traced, "--rank", 1, "--json", "--top", 3))
     assert document["trace"].endswith("rank1_trace.json") and len(document["rows"]) == 3
     with refused("profile.no_trace", found=["rank0", "rank1"]):
         command(traced, "--rank", 7)
 
 
-# ---- a GPU's, with known answers
+# -- a GPU trace ----------------------------------------------------------------------------------
 
 
 def host(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1, **args: Any) -> dict:
-    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 7, "tid": tid} | {
-        "args": args
-    }
+    event = {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 7, "tid": tid}
+    return event | {"args": args}
 
 
 def launched(number: int, ts: float, tid: int = 1) -> dict:
@@ -128,39 +116,29 @@ ENGINE = "autograd::engine::evaluate_function"
 
 
 def gpu_events() -> list[dict]:
-    """A step of 1000 us; the GPU is idle for 300 of them (0-100, 700-900)."""
+    """Return a step of 1000 us; the GPU is idle for 300 us (0-100, 700-900)."""
+    note, mul = "user_annotation", "void at::native::elementwise_kernel<MulFunctor>"
+    first, second, third = ({"Sequence number": k} for k in (1, 2, 3))
     return [
         {"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "python"}},
-        host("ProfilerStep#41", 0, 1000, "user_annotation"),
-        host("data_wait", 0, 80, "user_annotation"),
-        # forward: a product, Canon (its scope around a plain multiplication), attention
-        host("aten::mm", 90, 5, **{"Sequence number": 1}),
-        launched(1, 91),
-        host("canon", 100, 10, "user_annotation"),
-        host("aten::mul", 101, 5, **{"Sequence number": 2}),
-        launched(2, 102),
-        host("aten::scaled_dot_product_attention", 112, 9, **{"Sequence number": 3}),
-        launched(3, 113),
-        host("FSDP::all_gather (layers.1)", 122, 9, "user_annotation"),
-        launched(4, 123),
-        host("c10d::_allgather_base_", 125, 5),
-        launched(5, 126),
+        host("ProfilerStep#41", 0, 1000, note), host("data_wait", 0, 80, note),
+        # forward: a product, Canon (its scope around a multiplication), attention
+        host("aten::mm", 90, 5, **first), launched(1, 91),
+        host("canon", 100, 10, note), host("aten::mul", 101, 5, **second), launched(2, 102),
+        host("aten::scaled_dot_product_attention", 112, 9, **third), launched(3, 113),
+        host("FSDP::all_gather (layers.1)", 122, 9, note), launched(4, 123),
+        host("c10d::_allgather_base_", 125, 5), launched(5, 126),
         # backward, on autograd's thread: the multiplication's is Canon's
-        host(f"{ENGINE}: MulBackward0", 140, 9, tid=2, **{"Sequence number": 2}),
-        launched(6, 141, tid=2),
-        host(f"{ENGINE}: CompiledFunctionBackward", 150, 9, tid=2, **{"Sequence number": 2}),
-        launched(7, 151, tid=2),
-        launched(8, 152, tid=2),
-        host("Optimizer.step#AdamW.step", 200, 50, "user_annotation"),
-        launched(9, 210),
+        host(f"{ENGINE}: MulBackward0", 140, 9, tid=2, **second), launched(6, 141, tid=2),
+        host(f"{ENGINE}: CompiledFunctionBackward", 150, 9, tid=2, **second),
+        launched(7, 151, tid=2), launched(8, 152, tid=2),
+        host("Optimizer.step#AdamW.step", 200, 50, note), launched(9, 210),
         # the device
-        kernel("nvjet_hsh_128x256", 100, 100, 1),
-        kernel("void at::native::elementwise_kernel<MulFunctor>", 200, 50, 2),
+        kernel("nvjet_hsh_128x256", 100, 100, 1), kernel(mul, 200, 50, 2),
         kernel("pytorch_flash::flash_fwd_kernel", 250, 100, 3),
         kernel("Memcpy DtoD", 350, 50, 4, cat="gpu_memcpy"),
         kernel("ncclDevKernel_AllGather_RING_LL", 300, 200, 5, stream=20),  # 100 of it alone
-        kernel("void at::native::elementwise_kernel<MulFunctor>", 500, 50, 6),
-        kernel("triton_poi_fused_add_constant_pad_nd_mul_3", 550, 50, 7),
+        kernel(mul, 500, 50, 6), kernel("triton_poi_fused_add_constant_pad_nd_mul_3", 550, 50, 7),
         kernel("triton_red_fused_rms_norm_1", 600, 100, 8),
         kernel("multi_tensor_apply_kernel", 900, 100, 9),
         {"ph": "s", "id": 5, "pid": 7, "tid": 1, "ts": 126, "cat": "ac2g", "name": "ac2g"},
@@ -178,7 +156,7 @@ def written(path: Path, events: list[dict], indent: int | None = None) -> Path:
 
 def assert_gpu_answers(summary: dict[str, Any]) -> None:
     assert summary["is_device"] and summary["steps"] == [42] and summary["window_us"] == 1000
-    # Canon: forward, its backward, and a compiled kernel that has its pad
+    # Canon: forward, backward, and a compiled kernel with its padding
     shares = {"matmul": 0.1, "attention": 0.1, "canon": 0.15, "optimizer": 0.1, "sharding": 0.05}
     shares |= {"communication": 0.2, "validation": 0.0, "data_wait": 0.08, "other": 0.1}
     assert summary["purposes"] == pytest.approx(shares)
@@ -204,16 +182,16 @@ def test_a_gpu_trace(tmp_path, monkeypatch, chunk):
     assert_gpu_answers(summarize(read_trace(path)))
 
 
-def test_validation_within_a_traced_step_stands_by_itself(tmp_path):
+def test_validation_is_a_purpose_of_its_own(tmp_path):
     events = [e for e in gpu_events() if e["name"] != "canon"]
     events.append(host("validation", 85, 50, "user_annotation"))
     summary = summarize(read_trace(written(tmp_path / "trace.json", events)))
-    # all that it launched, but the gathering of weights
+    # all kernels that it launched, except for communication
     assert summary["purposes"]["validation"] == pytest.approx(0.1 + 0.05 + 0.1 + 0.05)
     assert summary["purposes"]["communication"] == pytest.approx(0.2)
 
 
-def test_names_that_tell():
+def test_purposes_by_name():
     for name, purpose in {
         "void cutlass::device_kernel<flash::FlashAttnFwdSm90<...>>": "attention",
         "triton_tem_fused_flex_attention_2": "attention",
@@ -226,12 +204,12 @@ def test_names_that_tell():
         assert purpose_of(name) == purpose
 
 
-# ---- what can't be read
+# -- files ----------------------------------------------------------------------------------------
 
 
 def test_the_newest_trace_is_taken(tmp_path, command):
     folder = tmp_path / "run" / "profile_traces"
-    for k, step in enumerate((30, 20, 10)):  # a run that went back
+    for k, step in enumerate((30, 20, 10)):  # not the last step
         path = written(folder / f"iteration_{step}" / "rank0_trace.json", gpu_events())
         os.utime(path, (time.time() + k, time.time() + k))
     (folder / "iteration_99").mkdir()
@@ -239,11 +217,10 @@ def test_the_newest_trace_is_taken(tmp_path, command):
     assert "iteration_10/" in command(tmp_path / "run")
 
 
-def test_a_file_that_ends_too_early_is_used_as_far_as_it_goes(tmp_path, command):
+def test_a_truncated_file_is_read_to_its_end(tmp_path, command):
     path = written(tmp_path / "rank0_trace.json", gpu_events())
     content = path.read_bytes()
     path.write_bytes(content[: content.index(b'"multi_tensor_apply')])
-    assert "ends too early" in command(path)
     document = json.loads(command(path, "--json"))
     assert document["is_whole"] is False and len(document["rows"]) == 7
 
@@ -258,7 +235,7 @@ EVENT = b'{"traceEvents": [{"ph": "X", "cat": "kernel", %s}]}'
         *(b'{"traceEvents": []}', EVENT % b'"name": "k", "ts": "x"', EVENT % b'"ts": 1'),
     ],
 )
-def test_a_file_that_is_no_trace(tmp_path, command, content):
+def test_files_without_a_trace_are_errors(tmp_path, command, content):
     path = tmp_path / "rank0_trace.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=path.name):

@@ -1,25 +1,26 @@
 """The report shows planted numbers in all three formats."""
 
 import math
-import random
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.files import write_json
 from canon_pretrain.model.args import ModelArgs, num_parameters
-from canon_pretrain.report.comparison import PUBLISHED, comparison_content, published_scores
-from canon_pretrain.report.eval_report import escape_markdown, html_page, report_content
+from canon_pretrain.report.comparison import published_scores
+from canon_pretrain.report.eval_report import escape_markdown
 from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.report.figures import MEAN
 from canon_pretrain.report.sections import (
     interval,
     p_value,
+    pairs,
     rounded,
     signed,
     verdicts_by_architecture,
@@ -41,6 +42,7 @@ from tests.report_runs import (
     plant_results,
     plant_run,
     records,
+    right_or_wrong,
     step,
 )
 
@@ -53,7 +55,6 @@ EVENTS = [
     {"event": "done", "step": 30, "time": "2026-11-20T10:09:00.000+00:00"},
 ]
 SCORES = {"lambada": {"acc": Score(0.482, 0.0158), "perplexity": Score(1234.5678, 60.25)}}
-NUM_ITEMS = 400
 TASKS = {
     "piqa": {"version": 1, "primary": "acc", "chance": 0.5},
     "boolq": {"version": 1, "primary": ["acc"], "chance": 0.5},
@@ -75,39 +76,30 @@ def run(tmp_path: Path) -> RunFolder:
     return planted
 
 
-def answers(piqa: float, seed: int) -> dict[str, list[dict[str, Any]]]:
-    """Records of three tasks; only piqa depends on the argument."""
-    draw = random.Random(seed)
-
-    def coins(chance: float) -> list[float]:
-        return [float(draw.random() < chance) for _ in range(NUM_ITEMS)]
-
-    likelihoods = [draw.gauss(-2.5, 1.0) for _ in range(NUM_ITEMS)]
+def answers(piqa: float, rng: np.random.Generator) -> dict[str, list[dict[str, Any]]]:
+    """Return item records of three tasks with a share `piqa` of right answers, 0.5 and 0.4."""
+    first, both, boolq, lambada = (right_or_wrong(400, x, rng) for x in (piqa, piqa, 0.5, 0.4))
+    likelihoods = rng.normal(-2.5, 1.0, 400).tolist()
     return {
-        "piqa": records({"acc": coins(piqa), "acc_norm": coins(piqa)}),
-        "boolq": records({"acc": coins(0.5)}),
-        "lambada_openai": records({"perplexity": likelihoods, "acc": coins(0.4)}),
+        "piqa": records({"acc": first, "acc_norm": both}),
+        "boolq": records({"acc": boolq}),
+        "lambada_openai": records({"perplexity": likelihoods, "acc": lambada}),
     }
 
 
 @pytest.fixture(scope="module")
 def six(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Rope and nope at two learning rates, two seeds of the better one; nope is better on piqa."""
-    folder = tmp_path_factory.mktemp("six")
-    paths = []
-    for position, piqa, first in (("rope", 0.5, 0), ("nope", 0.85, 10)):
-        for k, (rate, seed, loss) in enumerate(((2, 1, 3.5), (4, 1, 3.25), (4, 2, 3.25))):
-            run = plant_run(
-                folder / f"{position}-lr{rate}-seed{seed}",
-                [launch("start"), *(step(k, 7 - k / 10) for k in (10, 20, 30))],
-                done=True,
-                model__position=position,
-                optimizer__lr=rate / 1000,
-                model__init_seed=seed,
-            )
+    folder, rng, paths = tmp_path_factory.mktemp("six"), np.random.default_rng(1), []
+    log = [launch("start"), *(step(k, 7 - k / 10) for k in (10, 20, 30))]
+    for position, piqa in (("rope", 0.5), ("nope", 0.85)):
+        for rate, seed, loss in ((2, 1, 3.5), (4, 1, 3.25), (4, 2, 3.25)):
+            identity = {"model__position": position, "model__init_seed": seed}
+            name = f"{position}-lr{rate}-seed{seed}"
+            run = plant_run(folder / name, log, done=True, optimizer__lr=rate / 1000, **identity)
             for at, share in ((20, 0.5), (30, piqa)):
-                found = answers(share, 100 * at + first + k)
-                plant_answers(run, at, "discriminative", found, described=TASKS)
+                items = answers(share, rng)
+                plant_answers(run, at, "discriminative", items, described=TASKS)
             scores = {"validation": {"nats_per_token": Score(loss)}}
             plant_results(run, 30, "validation", scores, tasks={"validation": {"version": 2}})
             paths.append(run.path)
@@ -269,6 +261,7 @@ def test_missing_and_damaged_files_are_errors(run, tmp_path, capsys):
     (tmp_path / "file").touch()
     assert fails(tmp_path / "nothing", tmp_path / "nothing")
     assert fails(tmp_path / "file", run.path, "--out", tmp_path / "file")
+    assert fails(Path("'alibi'"), run.path, "--baseline", "alibi")
     (results,) = run.path.glob("evals/*/*/*/results.json")
     stored = results.read_text()
     newer = stored.replace('"version": 1', '"version": 2')
@@ -299,13 +292,8 @@ def test_the_planted_difference_is_better(page):
     (tally,) = verdicts_by_architecture(content(page)).values()
     mean, pair = tally["better"]
     assert (len(mean["mean_of"]), pair["task"], tally["worse"]) == (3, "piqa", [])
-    assert pair["difference"] == pytest.approx(0.35, abs=0.06)
-    shown = [
-        "better",
-        signed(pair["difference"]),
-        interval(pair["ci"]),
-        p_value(pair["p_holm"]),
-    ]
+    assert pair["difference"] == pytest.approx(0.35)
+    shown = ["better", signed(pair["difference"]), interval(pair["ci"]), p_value(pair["p_holm"])]
     shown += [rounded(pair["value"]), rounded(pair["baseline_value"])]
     parsed, text = Page(page), markdown(page)
     row = ["piqa acc", "nope", *shown]
@@ -347,21 +335,10 @@ def test_scores_by_architecture_with_published_ones_beside_them(page):
         assert [x.split()[0] for x in found[1:3]] == values
     rows = [r for r in parsed.rows if r[0] == "piqa acc" and r[-1] == "0.7225"]
     assert [row[-3:] for row in rows] == [["0.7002", "0.7187", "0.7225"]] * 3
-    everything = published_scores(PUBLISHED)
-    assert everything is not None and len(everything["rows"]) == 10
-    published = {(row["task"], row["metric"]): row["values"] for row in everything["rows"]}
-    assert published["lambada_openai", "acc"] == [0.426, 0.4566, 0.4665]
-    assert published["wikitext", "word_perplexity"] == [18.53, 16.56, 16.42]
+    found = published_scores([("lambada_openai", "acc"), ("wikitext", "word_perplexity")])
+    values = [row["values"] for row in found["rows"]]
+    assert values == [[0.426, 0.4566, 0.4665], [18.53, 16.56, 16.42]]
     assert published_scores([("mine", "acc")]) is None
-
-
-def test_options_set_baseline_and_seed_noise(six, tmp_path):
-    arguments = ["report", *map(str, six), "--out", str(tmp_path)]
-    main([*arguments, "--baseline", "nope", "--seed_sigma", "boolq=0.2"])
-    (tally,) = verdicts_by_architecture(content(tmp_path / "x")).values()
-    assert (len(tally["better"]), len(tally["worse"])) == (0, 2)
-    (pair,) = (p for p in content(tmp_path / "x")["comparison"]["pairs"] if p["task"] == "boolq")
-    assert pair["seed_noise"]["source"] == "given" and pair["seed_noise"]["sigma"] == 0.2
 
 
 def test_one_run_and_one_architecture_have_no_verdicts(six, tmp_path):
@@ -385,13 +362,12 @@ def test_accuracy_over_length_by_architecture(tmp_path):
         identity = {"model__position": name, "model__init_seed": seed}
         run = plant_run(tmp_path / f"{name}{seed}", EVENTS, **identity)
         paths.append(run.path)
+        rank = Score(0.6 + shift)
+        exact = {length: Score(0.5 + shift - length / 4096) for length in lengths}
         probes = {
-            f"{kind}-{length}": {
-                "exact": Score(0.5 + shift - length / 4096),
-                "rank": Score(0.6 + shift),
-            }
-            for kind in kinds
-            for length in lengths
+            f"{k}-{length}": {"exact": exact[length], "rank": rank}
+            for k in kinds
+            for length in exact
         }
         limit = 3 if name == "nope" else None
         plant_results(run, 30, "birth-year", probes, limit=limit, tasks=tasks)
@@ -416,21 +392,7 @@ def test_accuracy_over_length_by_architecture(tmp_path):
     assert any(row[1:] == ["0", "256", "1,024"] for row in Page(page).rows)
 
 
-def test_forty_runs_of_seventy_tasks_fit_one_page(page, tmp_path):
-    draw = random.Random(0)
-    names = [f"task_{k}" for k in range(70)]
-    tasks = {name: {"version": 1, "primary": ["acc"]} for name in names}
-    log = [launch("start"), *(step(k, draw.gauss(3, 0.1), draw.random()) for k in range(1, 1001))]
-    paths = [tmp_path / f"run-{k:02}" for k in range(40)]
-    for k, path in enumerate(paths):
-        run = plant_run(path, log, model__dim=128 + k, done=True)
-        for at in (500, 1000):
-            scores = {name: {"acc": Score(draw.random(), draw.random() / 50)} for name in names}
-            plant_results(run, at, "suite", scores, tasks=tasks)
-    read = read_runs(paths)
-    (real, *_), everything = content(page)["comparison"]["pairs"], comparison_content(read)
-    everything["pairs"] = [real | {"task": name} for _ in range(39) for name in names]
-    shown = html_page(report_content(read, everything))
-    assert len(shown.encode()) < 8_200_000
-    assert shown.count("<tr data-suite=") == 39 * 70
-    assert "McNemar" not in shown  # the columns beyond the first are in report.json alone
+def test_long_tables_have_fewer_columns(page):
+    (pair, *_) = content(page)["comparison"]["pairs"]
+    short, long = (pairs({"pairs": [pair] * count}) for count in (1000, 1001))
+    assert len(long["rows"]) == 1001 and len(long["columns"]) < len(short["columns"])

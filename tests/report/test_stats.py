@@ -257,15 +257,12 @@ def test_order_of_sides_items_and_clusters_does_not_matter(seed):
 
 
 def test_mean_of_tasks_leaves_a_source_out_of_all_tasks(rng):
-    known = SeedNoise(0.0, math.inf, "given", "")
-    a, b, sizes = [], [], (60, 200, 35)
-    for size in sizes:
-        values = rng.normal(size=(1, size)), rng.normal(size=(1, size))
-        codes = rng.integers(0, 25, size)
-        codes[:25] = np.arange(25)
+    a, b = [], []
+    for size in (60, 200, 35):
+        codes = np.append(np.arange(25), rng.integers(0, 25, size - 25))
         weights = rng.uniform(1, 3, size)
-        for side, each in zip((a, b), values, strict=True):
-            side.append(ItemScores(each, weights, codes))
+        for side in (a, b):
+            side.append(ItemScores(rng.normal(size=(1, size)), weights, codes))
 
     def mean(left_out: int | None) -> float:
         each = []
@@ -275,7 +272,7 @@ def test_mean_of_tasks_leaves_a_source_out_of_all_tasks(rng):
             each.append(np.average(differences, weights=x.weights_N[kept]))
         return float(np.mean(each))
 
-    found = noise.paired_difference(a, b, known)
+    found = noise.paired_difference(a, b, SeedNoise(0.0, math.inf, "given", ""))
     assert found.difference == pytest.approx(mean(None))
     by_hand = 24 / 25 * sum((mean(g) - mean(None)) ** 2 for g in range(25))
     assert found.noise.item_variance == pytest.approx(by_hand)
@@ -328,8 +325,6 @@ def test_false_verdicts_are_rare_in_a_thousand_experiments(scenario):
     outcome = check(scenario, 1000, 13)
     if scenario.noise == "given":
         assert outcome.false_alarms > 0.005  # not by never rejecting
-        # below 80 %: answers are noisier with a planted difference than without
-        assert 0.65 < outcome.found_at_detectable < 0.9
         assert outcome.found[0.1] > 0.7 and outcome.found_means[0.05] > outcome.found[0.05]
         assert outcome.naive["items only"] > 0.5
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -107,24 +106,6 @@ def test_a_killed_process_is_dead_at_once(tmp_path):
     assert (living.state, living.step, living.steps) == ("training", 3, 9)
     assert (dead.state, dead.step) == ("dead", 3) and dead.reason
     assert f"pid {process.pid}" in dead.holder == living.holder and dead.eta_s is None
-
-
-@pytest.mark.system
-def test_runs_of_the_trainer(runs, tmp_path):
-    straight, resumed = both = seen_now(runs.straight, runs.resumed)
-    for seen, restarts in zip(both, (0, 1), strict=True):
-        assert (seen.state, seen.step, seen.steps, seen.restarts) == ("done", 12, 12, restarts)
-        assert seen.checkpoint["step"] == 12
-        assert seen.problems == [] and seen.run_id is not None and seen.holder is None
-    logged = [event for event in RunFolder(runs.straight).read_log() if event["event"] == "step"]
-    assert logged[-1]["loss"] == straight.loss
-    assert straight.loss == resumed.loss and straight.run_id != resumed.run_id
-    copy = shutil.copytree(runs.straight, tmp_path / "copy")
-    os.truncate(copy / "checkpoint" / "step-12" / "__0_0.distcp", 100)
-    (seen,) = seen_now(copy)
-    (problem,) = seen.problems
-    assert seen.checkpoint["step"] == 6
-    assert "step-12" in problem and "__0_0.distcp" in problem
 
 
 def test_evaluations_done_and_pending(tmp_path):
