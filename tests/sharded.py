@@ -1,4 +1,4 @@
-"""Training steps on a sharded model (`sharded_steps`, on gloo ranks) and on a whole one."""
+"""Training steps on a sharded model (`sharded_steps`, on gloo ranks) and on an unsharded one."""
 
 import functools
 import os
@@ -20,22 +20,21 @@ from tests.variants import random_tokens
 
 ROWS, NUM_TOKENS, STEPS = 6, 24, 2
 ADAMW: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.98), "weight_decay": 0.1}
-# eps of the size of the gradients: a step then is a smooth function of them, and roundings of tiny
-# ones do not show up as differences of whole steps
+# eps as large as the gradients, so that rounding of tiny ones does not change whole steps
 ADAMW["eps"] = 1e-2
 MAX_NORM = 0.5
 
 
 @dataclass
 class Steps:
-    """The losses, norms, first gradients and weights of steps: whole, or a rank's rows of them."""
+    """Losses, norms, first gradients and weights of steps; of a rank: its rows of them."""
 
     losses: list[tuple[float, float]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     first_gradients: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     optimized: int = 0
-    """Parameters that the optimizer was given."""
+    """Number of trained parameters."""
 
 
 def on_ranks(function: Callable[..., None], count: int, folder: Path, *args: Any) -> None:
@@ -46,7 +45,7 @@ def on_ranks(function: Callable[..., None], count: int, folder: Path, *args: Any
 
 
 def _on_rank(rank: int, function: Callable[..., None], count: int, folder: str, *args: Any) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU, on a machine with GPUs too
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use the CPU on machines with GPUs too
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
@@ -55,7 +54,7 @@ def _on_rank(rank: int, function: Callable[..., None], count: int, folder: str, 
 
 
 def batches(args: ModelArgs) -> list[Tensor]:
-    """The global batch of each step, [ROWS, NUM_TOKENS + 1], with several documents a row."""
+    """Return the global batches, [ROWS, NUM_TOKENS + 1], with several documents per row."""
     return [random_tokens(args, ROWS, NUM_TOKENS + 1, seed=step) for step in range(STEPS)]
 
 
@@ -100,7 +99,7 @@ def sharded_steps(
 
 @functools.cache
 def whole_steps(args: ModelArgs, loss: Loss) -> Steps:
-    """The same steps on one process, without FSDP2, micro-batches and our loss function."""
+    """Take the same steps in one process, without FSDP2, micro-batches and our loss."""
     model, out = Transformer(args), Steps()
     model.init_weights()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -125,7 +124,7 @@ def whole_steps(args: ModelArgs, loss: Loss) -> Steps:
 
 
 def assert_equal_steps(parts: list[Steps], whole: Steps) -> None:
-    """The ranks' parts, put together, are what the whole model gave, to float32's rounding."""
+    """Check that the ranks' joined parts equal the unsharded steps, to float32's rounding."""
     for step, expected in enumerate(whole.losses):
         for k in range(2):
             total = sum(part.losses[step][k] for part in parts)

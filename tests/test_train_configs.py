@@ -1,4 +1,4 @@
-"""Every experiment: it parses, builds, says only what it changes, and marks what is assumed."""
+"""Every experiment parses, builds, states only what it changes, and marks what is assumed."""
 
 import re
 import tomllib
@@ -31,7 +31,7 @@ def job_of(name: str) -> CanonJobConfig:
 
 
 @pytest.mark.parametrize("path", ALL, ids=name_of)
-def test_a_file_says_only_what_it_changes(path):
+def test_a_file_states_only_what_it_changes(path):
     with open(path, "rb") as file:
         own = tomllib.load(file)
     bases = own.pop("extends", [])
@@ -40,7 +40,7 @@ def test_a_file_says_only_what_it_changes(path):
         inherited |= flat(read_experiment(path.parent / base))
     repeated = {k: v for k, v in flat(own).items() if k in inherited and inherited[k] == v}
     assert not repeated
-    if bases:  # it differs from its (first) parent in more than its name and its folder
+    if bases:  # it differs from its first parent in more than [job]
         first = path.parent / (bases if isinstance(bases, str) else bases[0])
         parent = flat(read_experiment(first))
         changed = {k: v for k, v in flat(read_experiment(path)).items() if parent.get(k) != v}
@@ -115,7 +115,7 @@ def test_the_other_runs_of_the_specification():
 
 
 def table_of_variants(text: str) -> list[tuple[str, list[str], int]]:
-    """The README's table: each row's name, its lines of TOML, and its parameters at 1.3B."""
+    """Return the table's rows: name, lines of TOML, parameters at 1.3B."""
     rows = []
     _, _, rest = text.partition("| the paper's row |")
     for line in rest.splitlines()[2:]:
@@ -128,7 +128,7 @@ def table_of_variants(text: str) -> list[tuple[str, list[str], int]]:
 
 
 def test_the_readmes_table_is_true():
-    """Each row is a model of the size that is in it, on top of 1.3B Llama(RoPE); no two are one."""
+    """Each row has the stated size on top of 1.3B Llama(RoPE); no two rows are equal."""
     rows = table_of_variants((ROOT / "canon_pretrain" / "README.md").read_text())
     base = read_experiment(FOLDER / "rope.toml")
     seen = []
@@ -143,22 +143,21 @@ def test_the_readmes_table_is_true():
     assert {(args.ffn, args.ffn_activation) for args in seen} == {
         (ffn, activation) for ffn in CHOICES["ffn"] for activation in CHOICES["ffn_activation"]
     } - {("gated", "gelu")}
-    for option in ("canon_residual", "canon_activation", "canon_trainable", "canon_kernel"):
-        assert len({getattr(args, option) for args in seen}) > 1, option
-    for option in ("qk_norm", "num_kv_heads", "tie_embeddings", "document_mask"):
+    options = "canon_residual canon_activation canon_trainable canon_kernel qk_norm num_kv_heads "
+    for option in f"{options} tie_embeddings document_mask".split():
         assert len({getattr(args, option) for args in seen}) > 1, option
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=name_of)
 def test_it_builds_with_the_norms_eps_and_rope_theta_written(path):
-    """Issue 17, item 5: the paper's files take LlamaConfig's, the released recipe its code's."""
+    """The paper's files use LlamaConfig's, the released recipe its code's."""
     job, name = job_of(name_of(path)), name_of(path)
     model, args = read_experiment(path)["model"], job.model_args
     with torch.device("meta"):
         Transformer(args)
     assert job.job.description != "default job"
     if name in ("debug", "quickstart"):
-        assert args.norm_eps == 1e-5  # their losses are pinned
+        assert args.norm_eps == 1e-5  # as their golden losses
         return
     rotates = args.position in ROTARY
     assert "norm_eps" in model and ("rope_theta" in model or not rotates)
@@ -182,7 +181,7 @@ STATED = {
 
 @pytest.mark.parametrize("name", STATED)
 def test_what_the_sources_leave_open_is_marked(name):
-    """Each setting is stated by its source (listed above), or marked as assumed or as ours."""
+    """Each value is stated by its source (STATED), or marked as assumed or ours."""
     section = ""
     for line in (FOLDER / f"{name}.toml").read_text().splitlines():
         section = line if line.startswith("[") else section

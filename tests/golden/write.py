@@ -1,5 +1,7 @@
-"""Write the golden losses anew: `python -m tests.golden.write`, after a change that is meant to
-change them. Say in the commit why they changed."""
+"""Rewrite the golden losses after an intended change: `python -m tests.golden.write`.
+
+The commit states why they changed.
+"""
 
 import json
 import tempfile

@@ -141,7 +141,7 @@ def test_what_waits_is_bounded_and_a_gap_is_counted(disk, tmp_path, monkeypatch,
     assert caplog.text.count("lines are lost") == 1
 
 
-def test_a_watcher_does_not_count_the_time_that_the_disk_was_away(disk, tmp_path):
+def test_time_on_a_blocked_disk_does_not_expire_a_lock(disk, tmp_path):
     """The holder's heartbeat was blocked as well: it has to get its time again."""
     path, holder = tmp_path / "lock.json", Holder.of_this_process()
     path.write_bytes(content_of(holder))

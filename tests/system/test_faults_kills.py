@@ -74,11 +74,7 @@ ALL_AT_ONCE = [(moment, ALL) for moment in (*LEFT_BEHIND, "it is renamed")]
 
 
 @pytest.mark.parametrize(
-    "kills",
-    [
-        pytest.param(ALL_AT_ONCE, id="all"),
-        pytest.param(ONE_RANK, id="one"),
-    ],
+    "kills", [pytest.param(ALL_AT_ONCE, id="all"), pytest.param(ONE_RANK, id="one")]
 )
 def test_a_launch_killed_at_any_moment_of_a_save_is_resumed(base, trial, kills):
     """A run killed in the second save of each launch ends bitwise as an undisturbed one."""

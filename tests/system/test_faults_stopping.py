@@ -110,7 +110,7 @@ def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_under_torchrun_a_workers_signal_ends_the_job_with_code_0(trial):
+def test_a_signal_to_a_worker_of_torchrun_exits_with_0(trial):
     with open(trial.folder / "output.txt", "w") as output:
         agent = start_torchrun(*trial.command(*LONG), output=output)
     workers: list[int] = []
@@ -157,7 +157,7 @@ def test_a_second_launch_is_refused_until_kill_9(trial):
     assert status(run).launches == 2  # without the refused one
 
 
-def test_a_restart_of_the_same_slurm_job_takes_over_a_live_launch(trial):
+def test_a_restart_of_the_slurm_job_takes_over_the_run(trial):
     """A launch with a checkpoint at each slow step, and its restart on one rank."""
     run, job = trial.run, {"SLURM_JOB_ID": "7"}
     command = (*LONG, "--checkpoint.interval", 1)

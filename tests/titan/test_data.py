@@ -29,15 +29,7 @@ from canon_pretrain.titan.data import (
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.launch import check_identity, run_identity
 from tests.ranks import assert_refused, events, launch
-from tests.support import (
-    EOS_ID,
-    ROOT,
-    VOCAB_SIZE,
-    debug_run,
-    refused,
-    token_documents,
-    write_data,
-)
+from tests.support import EOS_ID, ROOT, VOCAB_SIZE, debug_run, refused, token_documents, write_data
 
 BATCH, SEQ_LEN = 12, 64
 WEIGHTS = [0.75, 0.25]

@@ -9,12 +9,7 @@ import pytest
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.args import FLAVORS
 from canon_pretrain.titan.command_line import SHORT_HELP, parse_job
-from canon_pretrain.titan.job_config import (
-    CanonJobConfig,
-    micro_batch_size,
-    shard_degree,
-    value_of,
-)
+from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree, value_of
 from tests.support import ROOT, refused
 
 DEBUG = str(ROOT / "train_configs" / "debug.toml")

@@ -75,12 +75,6 @@ def test_the_rate_of_each_step(name, more, begin, length):
     assert found == pytest.approx(expected(begin, length, SHAPES[name]))
 
 
-def test_a_line_to_zero_and_a_rate_that_stays():
-    line_to_0 = rates(job_of(warmup_steps=0, decay_type="linear", min_lr_factor=0))
-    assert line_to_0 == pytest.approx([1 - step / STEPS for step in range(STEPS)])
-    assert rates(job_of(min_lr_factor=1.0))[WARMUP:] == pytest.approx([1.0] * (STEPS - WARMUP))
-
-
 def test_a_run_prolonged_at_a_stable_rate_is_the_longer_run():
     """WSD and InfiniteLR do not depend on the run's length there; a cosine does."""
     for schedule, is_same in (

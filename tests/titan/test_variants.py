@@ -12,8 +12,8 @@ from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.config import Data, Loss
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.data import build_dataloader, open_shards
-from tests.ranks import assert_same_run, events, launch, whole_state
+from canon_pretrain.titan.data import open_shards
+from tests.ranks import assert_same_run, events, launch
 from tests.sharded import assert_equal_steps, on_ranks, sharded_steps, whole_steps
 from tests.support import EOS_ID, ROOT, VOCAB_SIZE, debug_run, refused, token_documents
 from tests.variants import VARIANTS
@@ -78,44 +78,6 @@ def test_documents_must_end_with_the_models_eos_id(tmp_path):
         for mask, eos_id in ((True, 5), (False, None)):
             job.model.document_mask, job.model.eos_id = mask, eos_id
             open_shards(job).close()
-
-
-TOGETHER = (
-    *("--model.position", "alibi", "--model.num_kv_heads", 2, "--model.tie_embeddings", True),
-    *("--model.canon_trainable", False, "--model.document_mask", True, "--loss.z_loss", 0.01),
-    *("--training.steps", 4, "--lr_scheduler.warmup_steps", 1, "--lr_scheduler.decay_ratio", 0.4),
-)
-
-
-@pytest.mark.system
-def test_many_of_them_together_resume_bitwise(data_folder, tmp_path):
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    for run, stop_at in ((straight, 4), (resumed, 2), (resumed, 4)):
-        words = (*debug_run(data_folder, run), *TOGETHER, "--run.stop_at", stop_at)
-        launch(*words, output=tmp_path / "out")
-    assert_same_run(resumed, straight, step=4)
-
-    # the first logged step is that of the unsharded model on the global batch
-    job = parse_job([*map(str, (*debug_run(data_folder, straight), *TOGETHER))])
-    model = Transformer(job.model_args)
-    model.init_weights()
-    job.training.local_batch_size = job.training.global_batch_size
-    inputs, labels = next(iter(build_dataloader(1, 0, None, job, data=open_shards(job))))
-    logits = model(inputs["input"]).double()
-    z = logits.exp().sum(dim=-1).log()
-    each = z - logits.gather(2, labels[..., None])[..., 0]
-    objective = (each + 0.01 * z**2).mean()
-    objective.backward()
-    norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
-    first = events(straight, "step")[0]
-    assert first["loss"] == pytest.approx(each.mean().item(), rel=1e-6)
-    assert first["objective"] == pytest.approx(objective.item(), rel=1e-6)
-    assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
-    # cst-Canon is unchanged in the checkpoint and has no moments
-    state = whole_state(straight / "checkpoint" / "step-4")
-    assert not [name for name in state if name.startswith("optimizer.") and "canon_" in name]
-    for name, value in model.named_parameters():
-        assert torch.equal(state[name], value) == ("canon_" in name), name
 
 
 @pytest.mark.system
