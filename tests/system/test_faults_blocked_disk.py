@@ -83,8 +83,8 @@ def train_on_a_blocked_disk(data: Path, base: Path, *, block_s: float, timeout_s
     assert len(times) > block_s / MAX_PAUSE_S
     pauses = [(b - a).total_seconds() for a, b in zip(times, times[1:], strict=False)]
     assert max(pauses) < MAX_PAUSE_S, max(pauses)
-    said, stopped = status(run), read_log(RunFolder(run).log_file)[-1]
-    assert (said.state, said.reason, said.step) == ("stopped", STOP_FILE, last)
+    found, stopped = status(run), read_log(RunFolder(run).log_file)[-1]
+    assert (found.state, found.reason, found.step) == ("stopped", STOP_FILE, last)
     assert (stopped["event"], stopped["reason"], stopped["step"]) == ("stop", STOP_FILE, last)
     assert [e["step"] for e in events(run, "checkpoint")] == [last]
 
@@ -100,7 +100,7 @@ def train_on_a_blocked_disk(data: Path, base: Path, *, block_s: float, timeout_s
 
 @pytest.fixture
 def disk(monkeypatch):
-    """An event: while it is not set, writes, looks at names and prints wait."""
+    """An event; while it is cleared, writes and look-ups of names block."""
     is_back = threading.Event()
     is_back.set()
 
@@ -146,11 +146,11 @@ def test_time_on_a_blocked_disk_does_not_expire_a_lock(disk, tmp_path):
     path, holder = tmp_path / "lock.json", Holder.of_this_process()
     path.write_bytes(content_of(holder))
 
-    def say(text: str) -> None:
-        """The disk goes away for longer than the expiry; then the holder shows that it lives."""
+    def block_disk(text: str) -> None:
+        """Block the disk for longer than the expiry, then renew the lock."""
         disk.clear()
         threading.Timer(1.2, disk.set).start()
         threading.Timer(1.5, lambda: os.utime(path)).start()
 
     with refused("lock.held"):
-        LinkLock.acquire(path, heartbeat_s=0.1, expiry_s=0.6, log=say)
+        LinkLock.acquire(path, heartbeat_s=0.1, expiry_s=0.6, log=block_disk)
