@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import sentencepiece
 import zstandard
 
-from canon_pretrain.core.files import sha256_file
 from canon_pretrain.core.lock import locked
 from data_prep import plan as plans
 from data_prep import planning, sources
@@ -23,7 +21,6 @@ from data_prep.__main__ import main
 from data_prep.build import JobSlice, _check_folder, build
 from data_prep.plan import (
     Input,
-    Limits,
     Options,
     Plan,
     TokenizerRecord,
@@ -31,7 +28,7 @@ from data_prep.plan import (
     make_input_groups,
 )
 from data_prep.planning import train_tokenizer
-from tests.corpora import build_corpus, snapshot, stored_texts, write_corpus, write_tokenizer
+from tests.corpora import snapshot, stored_texts, write_corpus, write_tokenizer
 from tests.data_folders import tokenizer
 from tests.support import ROOT, error_codes, refused
 
@@ -221,29 +218,6 @@ def test_groups_and_repaired_texts_are_counted(tmp_path):
     groups = {"ArXiv": [2, 2 * lengths[0], 2 * 12], "C4": [4, 2 * sum(lengths[1:]), 2 * 9]}
     assert record["groups"] == groups
     assert record["repaired"] == {"lone surrogate": 2} and record["skipped"] == {"empty": 2}
-
-
-def test_only_the_inputs_that_a_limit_needs_are_fetched(tmp_path, monkeypatch):
-    write_corpus(tmp_path / "hub")
-    write_tokenizer(tmp_path / "tokenizer.model")
-    fetched: list[str] = []
-
-    def fetch(source: str, version: str, root: Path, inputs: Any) -> None:
-        for known in inputs:
-            if not (root / known.path).exists():
-                shutil.copy(tmp_path / "hub" / known.path, root)
-                fetched.append(known.path)
-
-    monkeypatch.setattr(sources, "fetch", fetch)
-    real = sources.select("local", [tmp_path / "hub"])
-    inputs = [replace(known, sha256=sha256_file(real.root / known.path)) for known in real.inputs]
-    (tmp_path / "cache").mkdir()
-    elsewhere = replace(real, root=tmp_path / "cache", inputs=tuple(inputs))
-    monkeypatch.setattr(sources, "select", lambda *arguments, **more: elsewhere)
-    for _ in range(2):
-        build_corpus(tmp_path / "data", tmp_path / "hub", limits=Limits(max_documents=60))
-        assert fetched == [f"part{number}.jsonl" for number in (1, 2, 3, 4)]
-    assert len(stored_texts(tmp_path / "data")) == 60
 
 
 # ---- training a tokenizer

@@ -133,30 +133,27 @@ def test_both_schemas_are_read_as_by_datasets(tmp_path):
 @pytest.mark.parametrize("checksum", [True, False])
 def test_a_zst_that_is_cut_anywhere(checksum, tmp_path):
     frames = [zst(jsonl(half), checksum=checksum) for half in (TEXTS[:20], TEXTS[20:])]
-    content, first = b"".join(frames), len(frames[0])
+    content, first, path = b"".join(frames), len(frames[0]), tmp_path / "x.jsonl.zst"
     # without the checksum that ends a frame, all its rows are complete
     rest = 4 if checksum else 0
     for length in set(range(len(content))) - {first}:
-        path = write(tmp_path / "x.jsonl.zst", content[:length])
         with refused("input.damaged", path=path) as caught:
-            rows(path)
+            rows(write(path, content[:length]))
         row = caught.value.fields["row"]
         assert row in (1, 21, 41) and (row == 1) == (length < first - rest)
     # a complete frame: only the known size shows that the file was cut
     assert rows(write(path, content[:first])) == DOCUMENTS[:20]
-    whole = Input(path.name, len(content), "")
     with refused("input.changed", path=path):
-        list(InputReader(tmp_path, whole, "text", None).rows())
+        list(InputReader(tmp_path, Input(path.name, len(content), ""), "text", None).rows())
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".parquet"])
 def test_a_gz_or_parquet_that_is_cut_anywhere(suffix, tmp_path):
-    content = any_file(tmp_path, suffix).read_bytes()
+    content, path = any_file(tmp_path, suffix).read_bytes(), tmp_path / f"y{suffix}"
     member = len(gzip.compress(jsonl(TEXTS[:20]))) if suffix == ".jsonl.gz" else -1
     for length in set(range(0, len(content), 7)) - {member}:
-        path = write(tmp_path / f"y{suffix}", content[:length])
         with refused("input.damaged", path=path):
-            rows(path)
+            rows(write(path, content[:length]))
 
 
 @pytest.mark.parametrize(
