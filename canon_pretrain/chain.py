@@ -105,7 +105,7 @@ def launch_code(job: str, arguments: Sequence[str]) -> tuple[Path | None, Path |
     """Return the snapshot and the config that `job` uses; None for the current ones.
 
     Restarts use both. Other jobs use the snapshot if the run has a checkpoint, except with
-    --checkpoint.fresh or `--run.allow_changes code`. Raises UserError if the snapshot is damaged.
+    --checkpoint.fresh or `--run.allow_changes code`.
     """
     try:
         launch = parse_launch(arguments)
@@ -164,10 +164,7 @@ def begin(
 
 
 def end(run: RunFolder, job: str, asked: StopCause, *, restarts: int = RESTARTS) -> Decision:
-    """Decide what follows the launch of `job` that has just ended; record it.
-
-    Raises UserError if `begin` was not called for it.
-    """
+    """Decide and record what follows the ended launch of `job`, for which `begin` was called."""
     (start, status), newest = _read_both(run), newest_checkpoint(run)
     if start is None or start.job != job:
         # two jobs started at once: this one may have got the lock, restarts.json is the other's

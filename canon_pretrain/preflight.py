@@ -253,10 +253,7 @@ def check_device(device: "torch.device") -> tuple[list[str], dict[str, float]]:
 
 
 def rank_groups(nodes: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Return named groups: the ranks of each node, of neighbors on a ring of nodes, and all.
-
-    All ranks must use the groups in this order, so that none blocks another.
-    """
+    """Return each node's ranks, those of neighbors on a ring of nodes, and all, to use in order."""
     names = list(dict.fromkeys(nodes))
     own = {name: [rank for rank, node in enumerate(nodes) if node == name] for name in names}
     groups = [(IN_NODE, own[name]) for name in names]

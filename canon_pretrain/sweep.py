@@ -179,10 +179,7 @@ def read_sweep(folder: Path) -> Sweep:
 
 
 def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep, int]:
-    """Write sweep.json; return the resulting sweep and the number of new runs.
-
-    `extend` appends runs. Raises UserError for other differences from an existing plan.
-    """
+    """Write sweep.json, or `extend` it by new runs; return the sweep and the number of new runs."""
     path = folder / PLAN
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -336,10 +333,7 @@ def sweep_rows(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
 
 
 def _held_out_losses(sweep: Sweep, folder: Path) -> tuple[str, int, dict[str, float]]:
-    """Return the source of the losses, their step, and the losses by run.
-
-    From evaluations if there are any, else from logs, at the last step that most runs have.
-    """
+    """Return the source (evaluations, else logs), the last step that most runs have, the losses."""
     for source, losses_of in (("suite validation", suite_losses), ("training logs", logged_losses)):
         by_run = {}
         for run in sweep.runs:

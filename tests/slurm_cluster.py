@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,26 +67,23 @@ def missing() -> str | None:
 
 
 class SlurmCluster:
-    def __init__(self, state: Path, *, kill_wait: int = 30, grace: int = 30) -> None:
-        self.state = state
+    def __init__(self, state: Path, **settings: int) -> None:
+        self.state, self._settings = state, settings
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
         self.environ = kept | {"SLURM_CONF": str(state / "slurm.conf")}
         self._daemons: list[subprocess.Popen[bytes]] = []
-        self._kill_wait, self._grace = kill_wait, grace
 
     def start(self) -> None:
         _name_nodes()
         host, port = socket.gethostname().split(".")[0], _free_ports()
-        self.state.mkdir(parents=True, exist_ok=True)
         self.state.chmod(0o755)
-        (self.state / "ctld").mkdir()
-        for node in NODES:
-            (self.state / node).mkdir()
+        for name in ("ctld", *NODES):
+            (self.state / name).mkdir()
         for gpu in range(GPUS):
             subprocess.run(["mknod", self.state / f"fakegpu{gpu}", "c", "1", "3"], check=True)
         conf = CONF.format(
             host=host, port=port, node_port=port + 1, last_port=port + len(NODES), gpus=GPUS,
-            state=self.state, kill_wait=self._kill_wait, grace=self._grace,
+            state=self.state, **self._settings,
             # slurm/lib.sh derives the port of the rendezvous from it
             first_job=random.randrange(1, 50_000),
         )  # fmt: skip
@@ -150,11 +147,10 @@ class SlurmCluster:
         self.run("scancel", "--user=root", check=False)
         for daemon in reversed(self._daemons):
             daemon.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+            daemon.kill()
+            daemon.wait()
 
 
 def _name_nodes() -> None:
@@ -169,15 +165,13 @@ def _name_nodes() -> None:
 
 def _free_ports() -> int:
     """Return the first of three consecutive free ports, above those of slurm/lib.sh."""
-    for first in random.sample(range(30_000, 32_700, 3), 800):
-        try:
+    while True:
+        first = random.randrange(30_000, 32_700, 3)
+        with suppress(OSError):
             for port in range(first, first + 1 + len(NODES)):
                 with socket.socket() as probe:
                     probe.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return first
-    raise AssertionError("no free ports")
+            return first
 
 
 @contextmanager

@@ -50,14 +50,12 @@ class Job:
     def update(self, *fields: str) -> None:
         self.cluster.run("scontrol", "update", f"JobId={self.id}", *fields)
 
-    def until(
-        self, happened: Callable[[], object], what: str, timeout_s: float = TIMEOUT_S
-    ) -> None:
+    def until(self, happened: Callable[[], object], what: str) -> None:
         """Wait for it; a requeued job does not wait for two minutes."""
-        end = time.monotonic() + timeout_s
+        end = time.monotonic() + TIMEOUT_S
         while not happened():
             if time.monotonic() > end:
-                pytest.fail(f"waited {timeout_s} s for {what}: {self.state}\n{self.text()}")
+                pytest.fail(f"waited {TIMEOUT_S} s for {what}: {self.state}\n{self.text()}")
             self._hurry()
             time.sleep(0.2)
 
@@ -73,12 +71,9 @@ class Job:
     def until_step(self, run: Path, step: int) -> None:
         """Wait until the run has logged `step`; fail if the job ends before."""
 
-        def reached() -> bool:
-            if self.state in ENDED:
-                pytest.fail(f"it ended before step {step}: {self.text()}\n{log_of(run)}")
-            return logged_step(run) >= step
-
-        self.until(reached, f"step {step}\n{log_of(run)}")
+        self.until(lambda: self.state in ENDED or logged_step(run) >= step, f"step {step}")
+        if logged_step(run) < step:
+            pytest.fail(f"it ended before step {step}: {self.text()}\n{log_of(run)}")
 
     def until_requeued(self, restarts: int) -> None:
         self.until(lambda: self.restarts >= restarts, f"restart {restarts}")
@@ -124,19 +119,11 @@ class Jobs:
         return script(name, *words, environ=self.environ(variables), cwd=cwd)
 
     def submit(
-        self,
-        script: str,
-        *arguments: object,
-        flags: tuple[str, ...] = (),
-        cwd: Path = ROOT,
-        **variables: object,
+        self, *words: object, flags: tuple[str, ...] = (), cwd: Path = ROOT, **variables: object
     ) -> Job:
-        output = self.folder / "sbatch-%j.out"
-        command = ("sbatch", "--parsable", f"--output={output}", *flags, script)
-        found = self.cluster.run(
-            *command, *map(str, arguments), cwd=cwd, env=self.environ(variables)
-        )
-        number = found.stdout.strip()
+        command = ("sbatch", "--parsable", f"--output={self.folder}/sbatch-%j.out", *flags)
+        environ = self.environ(variables)
+        number = self.cluster.run(*command, *map(str, words), cwd=cwd, env=environ).stdout.strip()
         self.submitted.append(Job(self.cluster, number, self.folder / f"sbatch-{number}.out"))
         return self.submitted[-1]
 
@@ -151,7 +138,7 @@ class Jobs:
         for job in self.submitted:
             if job.state not in ENDED:
                 job.cancel()
-                job.until(lambda job=job: job.state in ENDED, "its end after scancel")  # type: ignore[misc]
+                job.until_ended()
 
 
 def script(

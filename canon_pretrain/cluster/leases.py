@@ -100,10 +100,7 @@ class Slurm:
         return "GONE"
 
     def submit(self, script: str, arguments: Sequence[str], flags: Sequence[str]) -> str:
-        """Submit slurm/`script` with the settings of cluster.env; return the job's id.
-
-        Raises UserError with sbatch's message if it fails, SlurmTimeout if that is unknown.
-        """
+        """Submit slurm/`script`; return the job's id. Raises UserError, SlurmTimeout."""
         command = ("bash", str(SCRIPTS / "submit.sh"), "--parsable", *flags)
         done = self._run(
             *command, str(SCRIPTS / script), *arguments, CANON_REPO=str(SCRIPTS.parent)
@@ -207,10 +204,7 @@ class Leases:
     def judge(
         self, lease: Lease | None, queue: Slurm, expiry_s: float = CLAIM_EXPIRY_S
     ) -> tuple[InFlight | None, Lease | None, str]:
-        """Return the state of the claimed work (None: not in flight), the lease, and details.
-
-        Records in the lease that its job has ended, so that Slurm is not queried again.
-        """
+        """Return the state of the work (None: not in flight), the lease, updated, and details."""
         if lease is None or lease.ended is not None:
             return None, lease, (lease and lease.ended) or ""
         if lease.job == LOCAL:

@@ -23,10 +23,7 @@ EXPORT_TIMEOUT_S = 30.0  # for live exports to copy the last lines at the end of
 
 
 class Background:
-    """Call `action` in a daemon thread after each `request`; requests during a call are merged.
-
-    `action` must not raise.
-    """
+    """Call `action`, which must not raise, in a daemon thread after each `request`, or several."""
 
     def __init__(self, action: Callable[[], None], name: str) -> None:
         self._action = action
@@ -72,10 +69,7 @@ class Background:
 
 
 class LiveExports:
-    """Processes that copy a launch's log to wandb and TensorBoard.
-
-    Each exits when its pipe from the trainer closes, also if the trainer was killed.
-    """
+    """Processes that copy the log to wandb and TensorBoard; they exit when their pipes close."""
 
     def __init__(self) -> None:
         self._running: dict[str, Process] = {}

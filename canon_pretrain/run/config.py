@@ -78,10 +78,7 @@ class Guards:
 
 @dataclass(frozen=True)
 class Loss:
-    """The `[loss]` section: a term added to the cross-entropy; at most one of the two.
-
-    The logged loss is the cross-entropy alone.
-    """
+    """The `[loss]` section: a term added to the cross-entropy, one at most; it is not logged."""
 
     z_loss: float = 0.0
     """Weight of logsumexp(logits)^2 per token (PaLM: 1e-4)."""
@@ -99,10 +96,7 @@ def valid_world_sizes(global_batch_size: int, multiple_of: int = 1) -> list[int]
 
 
 def read_experiment(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read a TOML file and the files it `extends`; later files override earlier ones, key by key.
-
-    Paths are relative to the file that names them; `chain`: the files that extend this one.
-    """
+    """Read a TOML file and those it `extends`, relative to it; `chain`: files that extend it."""
     resolved = path.resolve()
     if resolved in chain:
         names = " -> ".join(map(str, (*chain, resolved)))

@@ -221,10 +221,7 @@ def read_log(path: Path) -> list[Event]:
 def read_tail(
     path: Path, num_bytes: int = TAIL_BYTES, *, until: str | None = "step"
 ) -> list[Event]:
-    """Return the events of the file's last `num_bytes`, in order, without superseded ones.
-
-    Reads more, up to MAX_TAIL_BYTES, until an event `until` is found (None: does not).
-    """
+    """Return the events of the last `num_bytes` (more, up to MAX_TAIL_BYTES, to find `until`)."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         while True:
@@ -240,10 +237,7 @@ def read_tail(
 
 
 def drop_superseded(events: Iterable[Event]) -> list[Event]:
-    """Return `events` without steps and validations that were repeated or written too late.
-
-    A `resume` with `from_step` repeats the later steps before it; a `start` repeats all.
-    """
+    """Return `events` without those repeated after a `resume` or `start`, or written too late."""
     timely: list[Event] = []
     begun, newest = set[str](), ""
     for event in events:

@@ -113,8 +113,7 @@ def read_status(path: Path) -> Status | None:
 def health(status: Status, now: datetime, *, dead_after_s: float = DEAD_AFTER_S) -> str:
     """Return "running", "slow", "hung" or "dead" for a running state, else the state.
 
-    dead: not written for `dead_after_s`, by the reader's clock. slow, hung: no progress for several
-    steps when it was written, by the writer's clock.
+    dead: not written for `dead_after_s`. slow, hung: written, but without progress of the trainer.
     """
     if status.state != "running":
         return status.state

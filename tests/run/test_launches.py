@@ -13,17 +13,7 @@ import pytest
 
 from canon_pretrain.run import launches
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.launches import (
-    LaunchRecord,
-    RunFacts,
-    already_applied,
-    begin_launch,
-    launch_numbers,
-    mark_applied,
-    newest_launch,
-    read_run,
-    resume_command,
-)
+from canon_pretrain.run.launches import RunFacts, already_applied, mark_applied, read_run
 from tests.checkpoint_folders import fill, small_disk
 from tests.ranks import events, launch
 from tests.support import debug_run
@@ -84,20 +74,22 @@ def write_record(run: RunFolder, facts: RunFacts) -> list[str]:
     """Write a record of `facts` with an empty configuration; return the problems."""
     if not run.config_file.exists():
         run.write_config({"job": {}}, {})
-    record = LaunchRecord(facts, [], fingerprint="f", folders=["d"])
+    record = launches.LaunchRecord(facts, [], fingerprint="f", folders=["d"])
     return record.write(run, {"world_size": 1, "versions": {}})
 
 
 def test_launches_are_counted_without_run_json(tmp_path):
     run = RunFolder(tmp_path)
-    first, problem = begin_launch(run)
+    first, problem = launches.begin_launch(run)
     assert first.launches == 1 and problem is None
-    second = begin_launch(run)[0]
+    second = launches.begin_launch(run)[0]
     assert second == RunFacts(first.run_id, first.created, 2)
     write_record(run, second)
     run.run_file.write_text("{")
     assert read_run(run) is None
-    assert begin_launch(run)[0] == RunFacts(first.run_id, first.created, 3), "from the records"
+    assert launches.begin_launch(run)[0] == RunFacts(first.run_id, first.created, 3), (
+        "from the records"
+    )
 
 
 def test_a_users_own_readme_is_kept(tmp_path):
@@ -109,18 +101,18 @@ def test_a_users_own_readme_is_kept(tmp_path):
     run.readme_file.write_text("# my notes\n")
     write_record(run, RunFacts("0123abcd", "2026-11-20T12:00:00+00:00", 9))
     assert run.readme_file.read_text() == "# my notes\n"
-    assert launch_numbers(run) == [7, 8, 9]
+    assert launches.launch_numbers(run) == [7, 8, 9]
 
 
 def test_a_full_disk_leaves_no_partial_record(tmp_path):
     with small_disk(tmp_path / "disk", "size=64k") as disk:
         RunFolder(disk).write_config({"job": {}}, {})
         filler = fill(disk)
-        facts, problem = begin_launch(RunFolder(disk))
+        facts, problem = launches.begin_launch(RunFolder(disk))
         assert problem is not None
         assert len(write_record(RunFolder(disk), facts)) == 1
         filler.unlink()
-        assert launch_numbers(RunFolder(disk)) == []
+        assert launches.launch_numbers(RunFolder(disk)) == []
         assert [path.name for path in disk.rglob("*") if path.is_file()] == ["config.json"]
 
 
@@ -132,7 +124,7 @@ def test_the_resume_command(environ, nodes):
     given = ["--config", "a b.toml", "--run.stop-at", "5", "--checkpoint.fresh", "--optimizer.lr=2"]
     given += ["--checkpoint.load_step=3", "--run.allow_changes", "a.b", "c.d", "--compile.enable"]
     variables = dict(word.split("=") for word in environ.split())
-    words = shlex.split(resume_command(given, variables | {"LOCAL_WORLD_SIZE": "8"}))
+    words = shlex.split(launches.resume_command(given, variables | {"LOCAL_WORLD_SIZE": "8"}))
     place = words.index("-m")
     assert words[place + 2 :] == ["--config", "a b.toml", "--optimizer.lr=2", "--compile.enable"]
     launcher, *options = words[:place]
@@ -220,7 +212,7 @@ def test_the_record_of_a_launch(launched):
 
 @pytest.mark.system
 def test_log_lines_have_run_id_and_segment(launched):
-    found = newest_launch(launched.second)
+    found = launches.newest_launch(launched.second)
     assert found is not None
     lines = [json.loads(line) for line in launched.second.log_file.read_text().splitlines()]
     assert {line["run_id"] for line in lines} == {found["run_id"]}
@@ -249,7 +241,7 @@ def test_only_launches_that_train_are_counted(launched):
     archive = RunFolder(launched.fresh.path / "archive" / "1-before-a-fresh-start")
     assert new.run_id != before.run_id and new.launches == 1 and read_run(archive) == facts
     folders = (refused, second, launched.idle, launched.fresh, archive)
-    assert [launch_numbers(run) for run in folders] == [[1], [1, 2], [1, 2], [1], [1, 2]]
+    assert [launches.launch_numbers(run) for run in folders] == [[1], [1, 2], [1, 2], [1], [1, 2]]
 
 
 @pytest.mark.system

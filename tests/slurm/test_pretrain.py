@@ -221,15 +221,6 @@ def test_a_stop_file_ends_the_job_but_a_second_job_does_not(jobs, data_folder, t
     assert ended(run) == "stop" and not (run / "DONE").exists()
 
 
-def test_a_crash_loop_ends_the_chain(jobs, data_folder, tmp_path):
-    """(4): the outcome is read from the run folder."""
-    run = tmp_path / "run"
-    jobs.set(MAX_RESTARTS_WITHOUT_PROGRESS=1)
-    job = jobs.submit(SCRIPT, *train(data_folder, run, *LONG), TEST_CRASH_AT=3)
-    assert job.until_ended() == "FAILED"
-    assert job.restarts == 1 and ended(run) == status(run).state == "failed"
-
-
 def test_a_refused_run_is_not_requeued(jobs, reference, data_folder, tmp_path):
     """The same folder with another learning rate, which the trainer refuses."""
     run = tmp_path / "run"

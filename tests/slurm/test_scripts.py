@@ -124,20 +124,16 @@ def test_a_finish_job_that_sbatch_refuses_is_an_error(programs, tmp_path):
 
 
 WHOLE = ["--exclusive", "--mem=0"]
+SHARED = "GPUS_PER_NODE=2 SHARED_NODES=1 CPUS_PER_GPU=6 MEM_PER_GPU=50G"
 SHARES = [
     ("sweep.sh", "GPUS_PER_NODE=4 GPU_FLAG=--gres=gpu:h100:", "", ["--gres=gpu:h100:4", *WHOLE]),
     ("pretrain_1b3.sh", "CANON_CPU=1", "", WHOLE),
-    (
-        "sweep.sh",
-        "GPUS_PER_NODE=2 SHARED_NODES=1 CPUS_PER_GPU=6 MEM_PER_GPU=50G",
-        "",
-        ["--gpus-per-node=2", "--cpus-per-task=12", "--mem=100G"],
-    ),
+    ("sweep.sh", SHARED, "", ["--gpus-per-node=2", "--cpus-per-task=12", "--mem=100G"]),
     ("pretrain_1b3.sh", "SBATCH_GRES=gpu:4", "--exclusive=user --mem-per-cpu=4G", []),
     ("eval.sh", "EVAL_GPUS=2 CPUS_PER_GPU=4", "", ["--gpus-per-node=2", "--cpus-per-task=8"]),
     ("eval.sh", "", "--gpus-per-node=8 -c 64", []),
 ]
-"""A script, settings, sbatch's flags, and the flags that submit.sh adds."""
+"""Script, settings, sbatch's flags, and the flags that submit.sh adds."""
 
 
 @pytest.mark.parametrize(("script", "settings", "flags", "asked"), SHARES)

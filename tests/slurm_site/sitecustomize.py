@@ -1,7 +1,6 @@
 """Faults for jobs of the Slurm tests; Python imports this module if it is on PYTHONPATH.
 
 TEST_PACE        JSON file, read at each use: seconds to sleep by phase ("training": per step)
-TEST_CRASH_AT    kill -9 of rank 0 after this step, in every launch
 TEST_RANK_0_ON   the node of rank 0
 TEST_FULL_NODE   a node with a full disk
 TEST_DEAD_NODE   a node without a report in the preflight
@@ -13,7 +12,6 @@ TEST_HELD        a folder: an input group waits while there is a file named as o
 import json
 import os
 import shutil
-import signal
 import sys
 import time
 from collections import namedtuple
@@ -21,18 +19,14 @@ from pathlib import Path
 
 _asked, _node = os.environ.keys(), os.environ.get("SLURMD_NODENAME", "")
 
-if "RANK" in _asked and _asked & {"TEST_PACE", "TEST_CRASH_AT"}:
+if "RANK" in _asked and "TEST_PACE" in _asked:
     from canon_pretrain.run.session import Session
 
     _progress = Session.progress
 
     def progress(self, step, phase, *rest):  # type: ignore[no-untyped-def]
         _progress(self, step, phase, *rest)
-        if "TEST_PACE" in os.environ:
-            time.sleep(json.loads(Path(os.environ["TEST_PACE"]).read_text()).get(phase, 0))
-        if phase == "training" and step == int(os.environ.get("TEST_CRASH_AT", -1)):
-            if os.environ["RANK"] == "0":
-                os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(json.loads(Path(os.environ["TEST_PACE"]).read_text()).get(phase, 0))
 
     Session.progress = progress
 
