@@ -1,9 +1,7 @@
-"""The released LlamaCanonForCausalLM on one page, for the tests of hf/ only: names, config, maths.
+"""A reference of the released LlamaCanonForCausalLM, in float32, without a cache or padding.
 
-Written from what facebookresearch/PhysicsLM4, huggingface/ (Llama of transformers 4.47 with Canon,
-QK-norm and rope_dim), computes without a cache or padding; shares no code with canon_pretrain. It
-reads the weights from a dict by their names in a safetensors file, and config.json's fields from
-another, and works in float32.
+Written from facebookresearch/PhysicsLM4, huggingface/ (Llama of transformers 4.47 with Canon,
+QK-norm and rope_dim); shares no code with canon_pretrain.
 
 Shapes: B batch, T tokens, C channels, H heads, K head dim, R rotated dims of a head.
 """
@@ -28,10 +26,10 @@ ACTIVATIONS = {"silu": F.silu, "relu2": lambda x: F.relu(x).square()}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The fields for `logits` as the released class reads them from FOLDER/config.json.
+    """Return the fields for `logits` as the released class reads them from FOLDER/config.json.
 
-    Of a key that is there its value counts, null included: PretrainedConfig sets it, and the rotary
-    embedding takes the fraction of a head's dims from it (modeling_rope_utils.py, 4.47).
+    Keys count even if null: PretrainedConfig sets them, and the rotary embedding uses
+    partial_rotary_factor (modeling_rope_utils.py, 4.47).
     """
     given = json.loads((folder / "config.json").read_text())
     c = DEFAULTS | {"hidden_act": "silu", "num_key_value_heads": None, "head_dim": None} | given
@@ -41,7 +39,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if c["rope_dim"] is not None:
         c["partial_rotary_factor"] = given.get("partial_rotary_factor", c["rope_dim"] / head_dim)
     num_angles = int(head_dim * c.get("partial_rotary_factor", 1.0)) // 2
-    # the first angles are taken, however many there are: fewer or more would be another model
+    # it uses the first angles, however many there are: another number is another model
     assert 2 * num_angles == (c["rope_dim"] or head_dim)
     assert not c.get("attention_bias") and not c.get("mlp_bias") and not c.get("canon_bias")
     return c | {"num_key_value_heads": kv_heads, "head_dim": head_dim}
@@ -86,7 +84,7 @@ def _attention(x: Tensor, layer: dict[str, Tensor], c: dict[str, Any]) -> Tensor
     head_dim = c["hidden_size"] // c["num_attention_heads"]
     q, k, v = (part.unflatten(-1, (-1, head_dim)).transpose(1, 2) for part in qkv.split(widths, -1))
     q, k = _rotate(q, c), _rotate(k, c)
-    group = q.shape[1] // k.shape[1]  # neighbouring heads of q share one of k and v
+    group = q.shape[1] // k.shape[1]  # heads of q per head of k and v
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = q @ k.transpose(2, 3) / math.sqrt(head_dim)
     past = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
@@ -118,9 +116,6 @@ def _mlp(x: Tensor, layer: dict[str, Tensor], c: dict[str, Any]) -> Tensor:
     gate, up = _canon(both, "D", layer.get("mlp.canonD.weight"), c).chunk(2, -1)
     act = ACTIVATIONS[c.get("hidden_act", "silu")]
     return (act(gate) * up) @ layer["mlp.down_proj.weight"].T
-
-
-# -- folders of such models ---------------------------------------------------------------------
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -185,10 +180,9 @@ SECTION: dict[str, Any] = {
 def write_lingua_folder(
     folder: Path, params: dict[str, Any], config: dict[str, Any], state: dict[str, Tensor]
 ) -> Path:
-    """The model as the hub holds the released ones: default/params.json, default/consolidated.pth.
+    """Write default/params.json and default/consolidated.pth, as the released models on the hub.
 
-    `params`: what differs from SECTION. The names are those that load_from_lingua_state maps,
-    backwards. Returns `folder`.
+    `params`: differences from SECTION. The names are the inverse of load_from_lingua_state's.
     """
     (folder / "default").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "LlamaCanon", "auto_map": {}}))

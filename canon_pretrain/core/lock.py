@@ -153,8 +153,6 @@ class LinkLock:
             raise UserError("lock.unavailable", text, path=path, errno=error.errno) from error
         return lock
 
-    # -- acquire
-
     def try_acquire(self) -> bool:
         """Take the lock if it is free or its holder is dead; return whether it is ours now."""
         snapshot, before, now = read_lock(self.path), self._seen, time.monotonic()
@@ -229,8 +227,6 @@ class LinkLock:
         if (passed := time.monotonic() - began) > self._expiry_s:
             text = f"this process was stopped for {passed:.0f} s taking {self.path}: start again"
             raise UserError("lock.lost", text, path=self.path)
-
-    # -- hold
 
     def is_owner(self) -> bool:
         """Return whether this process holds the lock, by reading the file now."""

@@ -31,14 +31,9 @@ def wrapped_model(name: str, **fields: Any) -> tuple[LlamaCanonForCausalLM, Tran
 
 
 @torch.no_grad()
-def full_logits(model: Transformer, tokens: list[int]) -> Tensor:
-    """Return the logits after the last token, from one full pass."""
-    return model(torch.tensor([tokens]))[0, -1]
-
-
 def greedy(model: Transformer, tokens: list[int], count: int) -> list[int]:
     for _ in range(count):
-        tokens = [*tokens, int(full_logits(model, tokens).argmax())]
+        tokens = [*tokens, int(model(torch.tensor([tokens]))[0, -1].argmax())]
     return tokens
 
 
@@ -113,14 +108,8 @@ def test_chunked_prefill_and_sampling():
     given = options | {"attention_mask": torch.ones_like(more)}
     found = model.generate(more, past_key_values=first.past_key_values, **given)
     assert found[0].tolist() == greedy(ours, more[0].tolist(), 4)
-    torch.manual_seed(0)
-    options |= {"do_sample": True, "num_return_sequences": 4, "output_logits": True}
-    sampled = model.generate(ids, return_dict_in_generate=True, **options)
-    for row, sequence in enumerate(sampled.sequences.tolist()):
-        for step, logits in enumerate(sampled.logits):
-            expected = full_logits(ours, sequence[: len(PROMPTS[1]) + step])
-            torch.testing.assert_close(logits[row], expected, atol=1e-4, rtol=0)
-    assert len({tuple(row) for row in sampled.sequences.tolist()}) > 1
+    options |= {"do_sample": True, "num_return_sequences": 4}
+    assert len({tuple(row) for row in model.generate(ids, **options).tolist()}) > 1
 
 
 @torch.no_grad()
@@ -155,8 +144,7 @@ def test_a_step_of_transformers_trainer(tmp_path):
     before = copy.deepcopy(model.state_dict())
     rows = random_tokens(ours.args, rows=4, num_tokens=16)
     options: dict[str, Any] = {"use_cpu": True, "report_to": [], "save_strategy": "no"}
-    options |= {"disable_tqdm": True, "dataloader_pin_memory": False, "learning_rate": 1e-2}
-    options |= {"max_steps": 1, "per_device_train_batch_size": 2}
+    options |= {"dataloader_pin_memory": False, "learning_rate": 1e-2, "max_steps": 1}
     arguments = TrainingArguments(output_dir=str(tmp_path), **options)
     data: Any = [{"input_ids": row, "labels": row} for row in rows]
     Trainer(model=model, args=arguments, train_dataset=data).train()

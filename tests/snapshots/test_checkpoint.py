@@ -23,10 +23,12 @@ def test_output(tmp_path, capsys, monkeypatch, snapshot):
     folder.quarantine(make_step(folder.path, 60), "a reason of one line")
     make_step(folder.path, 70, name=".saving-step-70")
     flip_byte(folder.step_path(40) / "__0_0.distcp")
+    before = sorted(run.rglob("*"))
     for command in COMMANDS:
         print(f"$ {command}")
         try:
             main([*command.split()[:1], "run", *command.split()[1:]])
         except SystemExit as ended:
             print(f"exit code {ended.code}")
+        assert sorted(run.rglob("*")) == before or command == COMMANDS[-1]
     assert capsys.readouterr().out == snapshot
