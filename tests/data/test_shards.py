@@ -31,7 +31,7 @@ def split(tmp_path: Path) -> Path:
     return folder
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, deadline=None, max_examples=15)
 @given(
     lengths=st.lists(st.integers(1, 12), max_size=20),
     max_shard_tokens=st.integers(12, 40),

@@ -33,8 +33,8 @@ from tests.support import ROOT, error_codes, refused
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a corpus of 17 input groups, its tokenizer, and `data`."""
-    return corpus_folder(tmp_path_factory.mktemp("faults"), files=34)
+    """Return a corpus of 11 input groups, its tokenizer, and `data`."""
+    return corpus_folder(tmp_path_factory.mktemp("faults"), files=22)
 
 
 # argv: base, out, workers

@@ -113,9 +113,7 @@ def test_the_page_draws_its_plots_and_requests_nothing(browser, data, tmp_path, 
 
 # ---- show
 
-CONTROL = (
-    "red \x1b[31mtext\x1b[0m, bell \x07, CR\rLF\r\n, C1 \x9b31m, \u202eesrever\u202c\u200b\ttab"
-)
+CONTROL = "red \x1b[31mtext\x1b[0m, bell \x07, CR\rLF\r\n, C1 \x9b31m, \u202eesrever\u202c\u200b\t"
 LINES = "first line\n\n== end of the document\nlast line\n"
 GROUPS = [[sentence(1, 30), CONTROL, LINES, ""], [sentence(k, 40) for k in range(2, 12)]]
 
