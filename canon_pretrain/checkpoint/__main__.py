@@ -32,9 +32,9 @@ _WORKERS = min(8, os.cpu_count() or 1)
 
 def main(argv: list[str] | None = None) -> None:
     """`python -m canon_pretrain.checkpoint`; exits with code 1 for damage, 2 for bad input."""
-    words = sys.argv[1:] if argv is None else argv
-    with command(prints=words[:1] == ["list"]):
-        arguments = _parser().parse_args(words)
+    argv = sys.argv[1:] if argv is None else argv
+    with command(prints=argv[:1] == ["list"]):
+        arguments = _parser().parse_args(argv)
         run, folder = find_folder(arguments.run)
         facts = known_run(RunFolder(run))
         # without a run folder: the only run that the checkpoints name
@@ -123,12 +123,12 @@ def _read(path: Path, run_id: str | None, *, hashes: bool) -> dict[str, Any]:
 
 
 def _line(facts: dict[str, Any]) -> str:
-    words = [size(facts["bytes"])]
+    parts = [size(facts["bytes"])]
     if "kind" in facts:  # the manifest is readable
-        parts = f"{facts['num_files']} file(s)", f"{facts['world_size']} rank(s)"
-        words = [facts["kind"], *words, *parts, f"saved {facts['saved']}"]
-    words += ["held"] * facts.get("held", False)
-    return f"step-{facts['step']}  {facts['state']}  {', '.join(words)}"
+        counts = f"{facts['num_files']} file(s)", f"{facts['world_size']} rank(s)"
+        parts = [facts["kind"], *parts, *counts, f"saved {facts['saved']}"]
+    parts += ["held"] * facts.get("held", False)
+    return f"step-{facts['step']}  {facts['state']}  {', '.join(parts)}"
 
 
 def _verify(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Namespace) -> None:

@@ -105,7 +105,7 @@ def _check_metadata(metadata: object) -> None:
         chunks = getattr(entry, "chunks", None)
         offsets = [None] if chunks is None else [chunk.offsets for chunk in chunks]
         if not all(MetadataIndex(name, offset) in metadata.storage_data for offset in offsets):
-            raise pickle.UnpicklingError(f"it does not say where {name} is")
+            raise pickle.UnpicklingError(f"it has no location of {name}")
 
 
 class SafeReader(dcp.FileSystemReader):

@@ -117,7 +117,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
         may_commit: Callable[[], bool] | None = None,
         **origin: Any,
     ) -> None:
-        assert temporary.parent == final.parent, "a rename makes the checkpoint whole"
+        assert temporary.parent == final.parent, "the checkpoint is published by a rename"
         # One thread: torch loses the errors of further ones. No copying ahead: it uses the stream
         # of the thread's current device, which in a new thread is device 0 on every rank. No sync
         # by torch: _HashedFile syncs.

@@ -27,7 +27,7 @@ BOS_NAMES = (
     "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
 )  # fmt: skip
 # In hardly any vocabulary: must become bytes or the unknown token.
-_RARE = "\U0001f9ec"
+_RARE_CHARACTER = "\U0001f9ec"
 _LLAMA_NORMALIZER = {
     "type": "Sequence",
     "normalizers": [
@@ -115,7 +115,7 @@ class HFTokenizer:
         for token in (str(self._tokenizer.id_to_token(i)) for i in self._special):
             for probe in (token, f"a{token}b", f" {token} "):
                 self.encode(probe)
-        if not len(self.encode(_RARE)):
+        if not len(self.encode(_RARE_CHARACTER)):
             message = f"tokenizer {name}: drops characters; give one with byte fallback or <unk>"
             raise UserError("tokenizer.drops_text", message)
 

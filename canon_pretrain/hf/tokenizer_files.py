@@ -154,7 +154,7 @@ def _probe_texts(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
     generator = random.Random(0)
     yield from odd
     for _ in range(NUM_PROBES):
-        words = kinds[generator.randrange(3)]
-        picked = [generator.choice(words) for _ in range(generator.randrange(1, 12))]
+        kind = kinds[generator.randrange(3)]
+        picked = [generator.choice(kind) for _ in range(generator.randrange(1, 12))]
         text = "".join(word if generator.random() < 0.8 else f" {word}" for word in picked)
         yield text.replace(SPACE, " ") if generator.random() < 0.9 else text
