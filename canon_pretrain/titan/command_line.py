@@ -68,10 +68,9 @@ def _apply(overrides: Sequence[str], base: CanonJobConfig) -> CanonJobConfig:
             return _cli(args=overrides, default=base)
     except SystemExit:
         # tyro prints a box: its first paragraph is the message
-        text = " ".join(re.split("[─-]{9,}", caught.getvalue())[1].strip("│╮ \n").split())
-        raise UserError(
-            "config.invalid_value", f"{text.rstrip('.')}. See {PROG} --help-all"
-        ) from None
+        paragraphs = re.split("[─-]{9,}", caught.getvalue())[:2]
+        text = " ".join(paragraphs[-1].strip("│╮. \n").split())
+        raise UserError("config.invalid_value", f"{text}. See {PROG} --help-all") from None
 
 
 def _dotted_names(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
