@@ -4,7 +4,7 @@ import argparse
 import sys
 from importlib import import_module
 
-from canon_pretrain.core.cli import command
+from canon_pretrain.core.cli import ERRORS, command
 
 COMMANDS = {
     "stage": ("eval.stage", "download the suites' data once, on a machine with network"),
@@ -23,7 +23,8 @@ def main(argv: list[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     interrupted = "interrupted: what is finished is kept, the same command resumes"
     with command(prints=words[:1] in (["tasks"], ["compare"]), interrupted=interrupted):
-        parser = argparse.ArgumentParser(prog="python -m eval", description="Evaluate checkpoints.")
+        about = "Evaluate checkpoints."
+        parser = argparse.ArgumentParser(prog="python -m eval", description=about, epilog=ERRORS)
         commands = parser.add_subparsers(dest="command", required=True)
         for name, (module, about) in COMMANDS.items():
             subparser = commands.add_parser(name, help=about, description=about.capitalize() + ".")

@@ -226,9 +226,8 @@ class Evaluation:
             if self._report_stored(plan):  # another process has evaluated it meanwhile
                 work.total -= plan.cost
                 return
-            results, samples = merge_tasks(
-                plan.settings, self._run_tasks(plan, unfinished, lm, work)
-            )
+            tasks = self._run_tasks(plan, unfinished, lm, work)
+            results, samples = merge_tasks(plan.settings, tasks)
             if self.ranks.rank == 0:
                 with report_disk_errors(plan.folder):
                     stored.write_results(plan.folder, results, samples)
@@ -327,8 +326,7 @@ def print_results(console: Console, target: str, results: Results) -> None:
         table.add_row(*map(Text, row))
     console.print(table)
     lines = [
-        f"{task}: {count:,} of {counts[task]:,} contexts were cut at the beginning to max_length "
-        f"{asked['max_length']} (--max_length)"
+        f"{task}: {count:,} of {counts[task]:,} contexts were cut to {asked['max_length']} tokens"
         for task, count in results.truncated.items()
         if count
     ]

@@ -11,31 +11,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", type=Path, required=True, metavar="RUN", help=about)
     about = "suites, tasks or groups listed by `python -m eval tasks`, a task's YAML, or all"
     add("--suite", required=True, metavar="A,B", help=about)
-    add("--limit", type=int, help="the first N windows or items: not a result")
-    add("--out", type=Path, help="default: a folder of the question in RUN/evals")
-    about = "validation: exit code 2 unless its bits per byte are below this count model's"
+    add("--limit", type=int, help="evaluate only the first N windows or items, as a trial")
+    add("--out", type=Path, help="folder of the results (default: one per settings in RUN/evals)")
+    about = "validation: exit with code 2 unless bits per byte are below this count model's"
     add("--must_beat", choices=("unigram", "bigram"), help=about)
     add_evaluation_options(parser)
 
 
 def add_evaluation_options(parser: argparse._ActionsContainer) -> None:
-    """Add the options that say how suites are asked; `eval submit` passes them on."""
+    """Add the options that `eval run` and `eval submit` share."""
     add = parser.add_argument
-    add("--data", type=Path, help="the run's shards, where they were moved to")
-    about = "validation: text of a folder that data_prep wrote, instead of the run's own"
+    add("--data", type=Path, help="folder of the run's shards if they were moved")
+    about = "validation: score the text of this data_prep folder instead of the run's own"
     add("--held_out", type=Path, metavar="DIR", help=about)
-    about = "what `python -m eval stage` wrote (default: $CANON_EVAL_DATA, else outputs/eval_data)"
+    about = "folder of `python -m eval stage` (default: $CANON_EVAL_DATA, else outputs/eval_data)"
     add("--staged", type=Path, metavar="DIR", help=about)
-    about = "tokens read at most (default: the training seq_len; babilong, birth-year: 8192)"
+    about = "maximum context in tokens (default: training's seq_len; babilong, birth-year: 8192)"
     add("--max_length", type=int, help=about)
-    about = "of weights and arithmetic (auto: bfloat16 on a GPU, float32 elsewhere)"
+    about = "dtype of weights and compute (auto: bfloat16 on a GPU, float32 on a CPU)"
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help=about)
     add("--add_bos", action="store_true", help="begin each text with EOS; training saw no BOS")
-    about = "tokens in a forward pass (default: found once for this device, and load_or_find)"
+    about = "tokens in a forward pass (default: found once per device, and load_or_find)"
     add("--batch_tokens", type=int, metavar="N", help=about)
-    about = "birth-year: text to hide the statements in; default: the staged WikiText"
+    about = "birth-year: text to hide the statements in (default: the staged WikiText)"
     add("--junk", type=Path, metavar="FILE.txt", help=about)
-    about = "an option of the tasks, see the README (may be given again)"
+    about = "task option, see the README (repeatable)"
     add("--option", type=_option, action="append", default=[], metavar="NAME=VALUE", help=about)
 
 

@@ -106,17 +106,17 @@ def update_request(
     lock = path.with_name(".schedule.lock")
     with locked(lock, str(path), patience_s=LOCK_TIMEOUT_S) if keep else nullcontext():
         known = read_request(run, change=change)
-        asked = replace(known or Request(list(SUITES)), **given)
+        request = replace(known or Request(list(SUITES)), **given)
         # two watchers with different requests would hold and release the same checkpoints
-        if known is not None and asked != known and not change:
+        if known is not None and request != known and not change:
             before = {name: getattr(known, name) for name in given}
             name = next(name for name in given if before[name] != given[name])
             message = f"{path} has {name} = {before[name]!r}, given {given[name]!r}: omit the "
             message += "options to keep it, or replace it with --change"
             raise UserError("schedule.changed", message, field=name)
-        if keep and asked != known:
-            write_json(path, asdict(asked))
-    return asked
+        if keep and request != known:
+            write_json(path, asdict(request))
+    return request
 
 
 @dataclass(frozen=True)
@@ -251,9 +251,7 @@ def start_job(leases: Leases, job: str, lease_id: str | None, restarts: int) -> 
     with suppress(UnreadableFile):
         before = read_record(path, Restarts)
     folders = [suites.parent / name for name in suites.name.split(",")]
-    gained = sum(
-        1 for folder in folders for pattern in PROGRESS_FILES for _ in folder.glob(pattern)
-    )
+    gained = sum(len([*folder.glob(files)]) for folder in folders for files in PROGRESS_FILES)
     again = before.job == job and gained <= before.tasks
     fruitless = before.fruitless + 1 if again else 0
     if fruitless > restarts:

@@ -38,7 +38,7 @@ Overview = list[tuple[Schedule, list[Entry]]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `eval submit`."""
     parser.description = (
-        "Evaluate the checkpoints of runs as training saves them. What was asked for is kept in "
+        "Evaluate the checkpoints of runs as training saves them. The request is stored in "
         "RUN/evals/schedule.json: later calls need no options."
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="runs, or sweeps")
@@ -58,8 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--interval_s", type=float, default=60.0, help="seconds between two polls (default: 60)")
     about = "folder of the report (default: RUN/report; of several runs ./report)"
     add("--report", type=Path, metavar="DIR", help=about)
-    about = "replace the options in schedule.json by those given"
-    add("--change", action="store_true", help=about)
+    add("--change", action="store_true", help="replace the options in schedule.json by those given")
     about = "a flag for each job, such as --sbatch=--partition=short (repeatable)"
     add("--sbatch", action="append", metavar="FLAG", help=about)
     about = "use task files outside eval/tasks, which are code, without a prompt"
@@ -181,10 +180,9 @@ class Watcher:
                 schedule.update_holds(found)
                 late = {entry.step for entry in found if entry.state in ("waiting", *ACTIVE_STATES)}
                 if schedule.kept and len(late) > (bound := schedule.kept + schedule.max_held):
-                    self.log(
-                        f"{schedule.run.path}: {len(late)} checkpoints wait, but the trainer keeps "
-                        f"{bound}: raise --max_in_flight or --checkpoint.max_held"
-                    )
+                    line = f"{len(late)} checkpoints wait, but the trainer keeps {bound}: raise "
+                    line += "--max_in_flight or --checkpoint.max_held"
+                    self.log(f"{schedule.run.path}: {line}")
             is_stale = self._start_waiting(overview)
         if self._is_evaluated(overview) and self.report_state()[0] == "waiting":
             work = self._report_job()

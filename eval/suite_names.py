@@ -137,14 +137,14 @@ def suite_settings(name: str, how: argparse.Namespace, seq_len: int) -> dict[str
 
     own = task_folder(task_files().get(name))
     length = how.max_length or max(seq_len, MIN_MAX_LENGTHS.get(own, 0))
-    asked: dict[str, Any] = {"max_length": length, "add_bos": how.add_bos}
+    found: dict[str, Any] = {"max_length": length, "add_bos": how.add_bos}
     if name == VALIDATION:
-        return asked
+        return found
     if own == "birth_year" and how.junk:
-        asked["junk"] = content(how.junk)
+        found["junk"] = content(how.junk)
     others = tuple(f"{folder}_" for folder in FOLDERS if own and folder != own)
     options = {key: content(value) for key, value in how.option if not key.startswith(others)}
-    return asked | ({"options": options} if options else {})
+    return found | ({"options": options} if options else {})
 
 
 def is_file(value: Path | str) -> bool:

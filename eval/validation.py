@@ -31,7 +31,7 @@ def validation_task(
 ) -> TaskPlan:
     """Return the suite's one task: losses of the model and of count models of `train`."""
 
-    def ask(lm: CanonLM) -> dict[str, TaskResult]:
+    def evaluate(lm: CanonLM) -> dict[str, TaskResult]:
         loss, documents = model_loss(lm, held_out, seq_len=seq_len, limit=limit)
         log("counting the training shards' unigrams and bigrams")
         baselines = baseline_losses(train, held_out, seq_len=seq_len, limit=limit)
@@ -44,9 +44,9 @@ def validation_task(
         return answers
 
     better = dict.fromkeys(METRICS, False)
-    described = {"version": 3, "primary": ["nats_per_token"], "higher_is_better": better}
+    description = {"version": 3, "primary": ["nats_per_token"], "higher_is_better": better}
     cost = sum(size for _, size in windows(held_out.num_tokens, seq_len, limit))
-    return TaskPlan(described, cost, ask)
+    return TaskPlan(description, cost, evaluate)
 
 
 def model_loss(
@@ -77,7 +77,7 @@ def model_loss(
     bytes_per_token = shards.num_bytes / shards.num_tokens
     loss = held_out_loss([total_nats], [tokens.total()], [bytes_per_token])
     # a token's loss depends on all tokens before it in its window
-    asked = hashlib.sha256(f"{shards.fingerprint} {seq_len}".encode()).hexdigest()[:16]
+    question = hashlib.sha256(f"{shards.fingerprint} {seq_len}".encode()).hexdigest()[:16]
     records: list[dict[str, Any]] = []
     for document, parts in sorted(nats.items()):
         start = int(ends_D[document - 1]) if document else 0
@@ -88,7 +88,7 @@ def model_loss(
                 "doc_id": document,
                 "filter": "none",
                 "doc_hash": hashlib.sha256(content).hexdigest()[:16],
-                "prompt_hash": asked,
+                "prompt_hash": question,
                 # sums and their weights
                 "nats_per_token": [total, count],
                 "bits_per_byte": [-total, count * shards.num_bytes / shards.num_tokens],

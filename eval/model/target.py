@@ -5,6 +5,7 @@ An export has no run: results need --out, and what reads shards needs --data.
 
 import contextlib
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -161,9 +162,7 @@ class EvalTarget:
         return load_model(self.checkpoint, device, max_length, dtype, self.folder)
 
 
-def _check_hash(
-    what: str, found: str | None, expected: list[str] | list[str | None], wrong: str
-) -> None:
+def _check_hash(what: str, found: str | None, expected: Sequence[str | None], wrong: str) -> None:
     if found not in expected:
         known = " or ".join((sha256 or "none")[:16] for sha256 in expected)
         message = f"{wrong}; its hash is {(found or 'none')[:16]}, expected {known}"

@@ -102,9 +102,9 @@ def split_sentences(text: str) -> list[str]:
 
 def ends_with_space(tokenizer: Encoder) -> bool:
     """Return whether the space before a year is its own token, as in [of][ ][1][9][8][7]."""
-    asked = list(tokenizer.encode("in the year of "))
+    prompt = list(tokenizer.encode("in the year of "))
     return all(
-        list(tokenizer.encode(f"in the year of {year}"))[: len(asked)] == asked for year in YEARS
+        list(tokenizer.encode(f"in the year of {year}"))[: len(prompt)] == prompt for year in YEARS
     )
 
 
