@@ -31,7 +31,7 @@ def add_evaluation_options(parser: argparse._ActionsContainer) -> None:
     about = "dtype of weights and compute (auto: bfloat16 on a GPU, float32 on a CPU)"
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help=about)
     add("--add_bos", action="store_true", help="begin each text with EOS; training saw no BOS")
-    about = "tokens in a forward pass (default: found once per device, and load_or_find)"
+    about = "tokens in a forward pass (default: found once per device, then stored)"
     add("--batch_tokens", type=int, metavar="N", help=about)
     about = "birth-year: text to hide the statements in (default: the staged WikiText)"
     add("--junk", type=Path, metavar="FILE.txt", help=about)
