@@ -15,33 +15,24 @@ from canon_pretrain.data import shard_writer
 from canon_pretrain.data.shards import Cut
 from data_prep import verify as verify_module
 from data_prep.__main__ import main
-from data_prep.build import build
 from data_prep.finish import finish
 from data_prep.folder import SPLITS
-from data_prep.plan import Limits, Options
+from data_prep.plan import Limits
 from data_prep.verify import LEVELS, verify
 from tests import corpora
 from tests.corpora import flip
 from tests.data_folders import make_data_folder, sentence, write_forged_manifest
 from tests.support import error_codes, refused
 
-OPTIONS = Options(holdout=0.3, unit_bytes=1500, max_part_tokens=300)
-
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    texts = tmp_path_factory.mktemp("texts")
-    for i in range(24):
-        rows = [{"text": f"{sentence(100 * i + k, 20 + k)} {i}"} for k in range(4)]
-        (texts / f"m{i}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    out = tmp_path_factory.mktemp("built") / "data"
-    build(out, "local", "train:300", OPTIONS, workers=1, files=[texts])
-    return texts, out
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return corpora.corpus_folder(tmp_path_factory.mktemp("verify"), files=9)
 
 
 @pytest.fixture
-def data(built: tuple[Path, Path], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(built[1], tmp_path / "data"))
+def data(base: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(base / "data", tmp_path / "data"))
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -78,7 +69,7 @@ def test_a_flipped_byte_in_any_file_is_found(data, every):
         verify(data, level, workers=2)
     files = [path for path in data.rglob("*") if path.is_file() and path.suffix != ".lock"]
     kinds = {(path.parent.name, path.suffix, path.stem[:4]): path for path in files}
-    assert len(files) > 60 and len(kinds) == 12
+    assert len(files) > 50 and len(kinds) == 12
     for path in files if every else kinds.values():
         good = path.read_bytes()
         flip(path)
@@ -115,14 +106,14 @@ def test_the_command_reports_all_faults(data, capsys):
     main(["verify", str(data), "--repair", "--root", root])
 
 
-def test_shards_that_were_written_wrong_are_found(data, built, monkeypatch):
+def test_shards_that_were_written_wrong_are_found(data, base, monkeypatch):
     """The hashes are those of what was written, which is wrong."""
     for path in data.glob("*/part-*"):
         path.unlink()
     with monkeypatch.context() as patch:
         patch_writer(patch, lambda ids: np.where(ids == 2, 7, np.where(ids == 7, 2, ids)))
         patch.setattr(shard_writer, "block_crcs", lambda content: np.zeros(1, dtype="<u4"))
-        build(data, "local", "train:300", OPTIONS, workers=1, files=[built[0]])
+        corpora.build_corpus(data, base / "corpus")
     faults = " ".join(faults_of(data))
     assert "EOS: 0, expected" in faults and "64-KiB blocks: [0]" in faults
     with monkeypatch.context() as patch:
@@ -175,7 +166,7 @@ def test_limits(data):
 def test_a_commit_record_of_other_data_is_found(data):
     path = data / "train/part-00000-0.json"
     good = json.loads(path.read_bytes())
-    for change in ({"max_id": -1}, {"inputs": {"m0.jsonl": "0" * 64}}, {"unit": 1}):
+    for change in ({"max_id": -1}, {"inputs": {"part1.jsonl": "0" * 64}}, {"unit": 1}):
         path.write_text(json.dumps(good | change))
         if "max_id" not in change:  # the manifest matches the record, but not the plan
             write_forged_manifest(data / "train", names_of(data / "train"))
@@ -201,12 +192,12 @@ def test_repair_restores_the_bytes_of_every_damaged_file(data, capsys):
     verify(data, repair=True)
 
 
-def test_repair_refuses_changed_inputs(data, built, tmp_path, capsys):
-    texts = Path(shutil.copytree(built[0], tmp_path / "texts"))
+def test_repair_refuses_changed_inputs(data, base, tmp_path, capsys):
+    texts = Path(shutil.copytree(base / "corpus", tmp_path / "texts"))
     flip(data / "train/part-00000-0.bin")
     flip(data / "train/part-00002-0.bin")
     before = snapshot(data)
-    source = texts / "m0.jsonl"
+    source = texts / "part1.jsonl"
     source.write_text(source.read_text().replace("the", "The"))
     assert files_of(faults_of(data, repair=True, root=texts)) == ["train/part-00000-0.bin"]
     assert f"[input.changed] {source}" in capsys.readouterr().out
