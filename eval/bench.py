@@ -29,7 +29,7 @@ from lm_eval.api.instance import Instance
 from pydantic import TypeAdapter, ValidationError
 
 from canon_pretrain.bench import tables, timing
-from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.checkpoint.writer import save_no_dist
 from canon_pretrain.core.cli import positive
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.files import write_json
@@ -168,7 +168,7 @@ def write_random_export(args: ModelArgs, folder: Path, dtype: str) -> None:
     run = RunFolder(folder / "run")
     run.write_config({"data": {}}, {f"model.{k}": v for k, v in asdict(model.args).items()})
     checkpoint = run.path / "checkpoint" / "step-1"
-    save_alone(dict(model.named_parameters()), checkpoint, step=1)
+    save_no_dist(dict(model.named_parameters()), checkpoint, step=1)
     export(checkpoint, folder / "out", dtype=dtype, tokenizer=tokenizer)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from canon_pretrain.checkpoint.manifest import Kind, Manifest, verify
 from canon_pretrain.checkpoint.weights import TRAINING_STATE
-from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.checkpoint.writer import save_no_dist
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.reading import Imported, import_folder
 from canon_pretrain.model.args import ModelArgs
@@ -43,7 +43,7 @@ def plant_run(
     section = {"path": str(data) if data else "", "paths": []}
     RunFolder(folder).write_config({"data": section}, identity_of(model.args))
     checkpoint = folder / "checkpoint" / "step-3"
-    save_alone(dict(model.named_parameters()), checkpoint, step=3, kind=kind)
+    save_no_dist(dict(model.named_parameters()), checkpoint, step=3, kind=kind)
     return checkpoint
 
 

@@ -15,7 +15,7 @@ from canon_pretrain.checkpoint.architecture import run_of_checkpoint
 from canon_pretrain.checkpoint.folder import CheckpointFolder, step_number
 from canon_pretrain.checkpoint.manifest import HASH_WORKERS, DamagedCheckpoint, Manifest, verify
 from canon_pretrain.checkpoint.safe_load import SafePlanner, SafeReader, read_metadata
-from canon_pretrain.checkpoint.writer import save_alone, without_ranks
+from canon_pretrain.checkpoint.writer import ignore_no_dist_warning, save_no_dist
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.folder import CHECKPOINTS
 
@@ -51,7 +51,7 @@ def read_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tens
     """Return a checkpoint's weights as CPU tensors with the names, shapes and dtypes of `like`."""
     check_weights(checkpoint, like)
     weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in like.items()}
-    load_alone(weights, checkpoint)
+    load_no_dist(weights, checkpoint)
     return weights
 
 
@@ -63,7 +63,7 @@ def stream_weights(
     for k, (name, tensor) in enumerate(like.items(), 1):
         group[name] = torch.empty(tensor.shape, dtype=dtype)
         if k == len(like) or sum(t.nbytes for t in group.values()) >= group_bytes:
-            load_alone(group, checkpoint)
+            load_no_dist(group, checkpoint)
             for key in list(group):
                 yield key, group.pop(key)
 
@@ -94,7 +94,7 @@ def read_plain_values(checkpoint: Path, prefixes: tuple[str, ...]) -> dict[str, 
     plain = (name for name, entry in found if not isinstance(entry, TensorStorageMetadata))
     state: dict[str, Any] = dict.fromkeys(name for name in plain if name.startswith(prefixes))
     if state:
-        load_alone(state, checkpoint)
+        load_no_dist(state, checkpoint)
     return state
 
 
@@ -104,10 +104,10 @@ def stored_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
     return {name: entry for name, entry in stored if isinstance(entry, TensorStorageMetadata)}
 
 
-def load_alone(state: dict[str, Any], checkpoint: Path) -> None:
+def load_no_dist(state: dict[str, Any], checkpoint: Path) -> None:
     """Load into `state` in place, without a process group. Raises DamagedCheckpoint."""
     try:
-        with without_ranks():
+        with ignore_no_dist_warning():
             reader, planner = SafeReader(checkpoint), SafePlanner()
             dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
@@ -124,6 +124,6 @@ def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
     stored = stored_tensors(checkpoint).items()
     kept = {name: entry for name, entry in stored if not name.startswith(TRAINING_STATE)}
     weights = {n: torch.empty(x.size, dtype=x.properties.dtype) for n, x in kept.items()}
-    load_alone(weights, checkpoint)
+    load_no_dist(weights, checkpoint)
     facts = {"run_id": manifest.run_id, "launch": manifest.launch, "weights_of": manifest.content}
-    save_alone(weights, temporary, step=manifest.step, in_place=True, kind="weights", **facts)
+    save_no_dist(weights, temporary, step=manifest.step, in_place=True, kind="weights", **facts)

@@ -184,21 +184,21 @@ class VerifiedWriter(dcp.FileSystemWriter):
 
 
 @contextmanager
-def without_ranks() -> Iterator[None]:
+def ignore_no_dist_warning() -> Iterator[None]:
     """Suppress torch's warning that it assumes no_dist."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
-def save_alone(
+def save_no_dist(
     state: dict[str, Any], checkpoint: Path, *, step: int, in_place: bool = False, **facts: Any
 ) -> None:
     """Save `state` as a checkpoint without a process group; `facts`: `kind` and `origin`."""
     temporary = checkpoint if in_place else checkpoint.with_name(f".saving-{checkpoint.name}")
     writer = VerifiedWriter(checkpoint, temporary, step=step, world_size=1, **facts)
     try:
-        with without_ranks():
+        with ignore_no_dist_warning():
             dcp.save(state, storage_writer=writer, no_dist=True)
     except CheckpointException as error:
         failure, _ = error.failures[0]

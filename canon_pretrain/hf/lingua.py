@@ -91,13 +91,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         text = f"{path} cannot be read as plain tensors: {reason}"
         raise UserError("hf.unreadable_weights", text, path=path) from None
     state = content.get("model") if isinstance(content, dict) else None
-    if not isinstance(state, dict) or not all(_is_whole(tensor) for tensor in state.values()):
+    if not isinstance(state, dict) or not all(_is_dense(tensor) for tensor in state.values()):
         text = f'{path}: expected plain tensors under "model"'
         raise UserError("hf.unreadable_weights", text, path=path)
     return state
 
 
-def _is_whole(tensor: object) -> bool:
+def _is_dense(tensor: object) -> bool:
     """Return whether `tensor` is a dense tensor without strides of 0."""
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
         return False

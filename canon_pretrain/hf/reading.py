@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from canon_pretrain.checkpoint import weights as checkpoints
 from canon_pretrain.checkpoint.architecture import find_checkpoint
 from canon_pretrain.checkpoint.safe_load import read_metadata
-from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.checkpoint.writer import save_no_dist
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import fsync_folder, publish, read_json, write_atomic
 from canon_pretrain.data.tokenizer import FILE_NAMES
@@ -79,7 +79,7 @@ def import_folder(
     kind: Any = "full" if state else "weights"
     with folder_beside(out, "importing") as temporary:
         target = temporary / f"step-{step}"
-        save_alone(state | weights, target, step=step, kind=kind, in_place=True)
+        save_no_dist(state | weights, target, step=step, kind=kind, in_place=True)
         write_atomic(temporary / MODEL_TOML, model_toml(args, str(source.absolute())).encode())
         identity = {f"model.{name}": value for name, value in asdict(args).items()}
         # as a run folder's, for export and evaluation of OUT/step-N
@@ -229,7 +229,7 @@ def _training_state(checkpoint: Path, args: ModelArgs) -> dict[str, Any]:
         for name, entry in read_metadata(checkpoint).state_dict_metadata.items()
         if name.startswith(checkpoints.TRAINING_STATE)
     }
-    checkpoints.load_alone(state, checkpoint)
+    checkpoints.load_no_dist(state, checkpoint)
     return state
 
 

@@ -16,7 +16,7 @@ import torch
 from canon_pretrain.checkpoint.__main__ import main
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.retention import hold_step
-from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.checkpoint.writer import save_no_dist
 from canon_pretrain.core.lock import LinkLock
 from canon_pretrain.run.folder import RunFolder
 from tests.checkpoint_folders import flip_byte, make_step, set_manifest, write_manifest
@@ -69,7 +69,7 @@ def test_checkpoints_of_another_run_are_kept(run, command):
     shutil.rmtree(alone / "step-40")
     command("prune", alone, "--keep", 1)
     assert CheckpointFolder(alone).steps() == [30]
-    save_alone({"norm": torch.ones(4)}, folder.step_path(10), step=10)
+    save_no_dist({"norm": torch.ones(4)}, folder.step_path(10), step=10)
     command("verify", run)
     set_manifest(folder.step_path(10), run_id="theirs", launch=1)
     command("verify", run, code=1)
@@ -107,7 +107,7 @@ def test_a_run_is_found_by_its_folder_config_or_checkpoints(run, command):
 
 def test_verify_runs_nothing_of_a_planted_pickle(tmp_path, command):
     """Its hashes are right: whoever can plant a file can write a manifest."""
-    save_alone({"norm": torch.ones(4)}, tmp_path / "checkpoint" / "step-10", step=10)
+    save_no_dist({"norm": torch.ones(4)}, tmp_path / "checkpoint" / "step-10", step=10)
     path, proof = tmp_path / "checkpoint" / "step-10", tmp_path / "proof"
     (path / ".metadata").write_bytes(f"cposix\nmkdir\n(V{proof}\ntR.".encode())
     write_manifest(path, 10, "full")

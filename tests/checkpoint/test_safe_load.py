@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from canon_pretrain.checkpoint import safe_load
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
 from canon_pretrain.checkpoint.safe_load import METADATA, SafeReader, check_safe, read_metadata
-from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.checkpoint.writer import save_no_dist
 from canon_pretrain.core.files import sha256_file
 from tests.support import refused
 
@@ -55,7 +55,7 @@ def load(checkpoint: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    save_alone(new_state(), tmp_path / "step-3", step=3)
+    save_no_dist(new_state(), tmp_path / "step-3", step=3)
     return tmp_path / "step-3"
 
 
@@ -126,7 +126,7 @@ def test_a_call_planted_in_an_entry_is_not_run(tmp_path):
     plant = Plant(os.mkdir, str(tmp_path / "run"))
     checkpoint = tmp_path / "step-3"
     state = new_state() | {"dataloader": {"mode": "random", "fingerprint": plant}}
-    save_alone(state, checkpoint, step=3)
+    save_no_dist(state, checkpoint, step=3)
     with refused("checkpoint.damaged", path=checkpoint, entry="dataloader.fingerprint"):
         check_safe(checkpoint)
     with pytest.raises(CheckpointException) as failed:

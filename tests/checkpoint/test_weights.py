@@ -14,12 +14,12 @@ from canon_pretrain.checkpoint.weights import (
     TRAINING_STATE,
     check_checkpoint,
     checkpoint_step,
-    load_alone,
+    load_no_dist,
     read_weights,
     stored_tensors,
     strip_to_weights,
 )
-from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.checkpoint.writer import save_no_dist
 from tests.checkpoint_folders import flip_byte
 from tests.support import refused
 
@@ -54,7 +54,7 @@ def new_state() -> dict[str, Any]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("run")
     for step in (1, 3):
-        save_alone(new_state(), run / "checkpoint" / f"step-{step}", step=step)
+        save_no_dist(new_state(), run / "checkpoint" / f"step-{step}", step=step)
     return run
 
 
@@ -122,7 +122,7 @@ def test_load_alone_raises_damaged_checkpoint_without_a_manifest(checkpoint):
     (checkpoint / DATA).write_bytes((checkpoint / DATA).read_bytes()[:100])
     for name in ("tok_embeddings.weight", "absent"):
         with refused("checkpoint.damaged", kind=DamagedCheckpoint, path=checkpoint):
-            load_alone({name: torch.empty(50, 8)}, checkpoint)
+            load_no_dist({name: torch.empty(50, 8)}, checkpoint)
 
 
 def test_a_folder_without_a_manifest_is_not_a_checkpoint(checkpoint):

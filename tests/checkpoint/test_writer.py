@@ -19,8 +19,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from canon_pretrain.checkpoint import writer as writer_module
 from canon_pretrain.checkpoint.manifest import Manifest, files_of, verify
-from canon_pretrain.checkpoint.weights import load_alone
-from canon_pretrain.checkpoint.writer import VerifiedWriter, save_alone
+from canon_pretrain.checkpoint.weights import load_no_dist
+from canon_pretrain.checkpoint.writer import VerifiedWriter, save_no_dist
 from canon_pretrain.core.files import sha256_file
 
 pytestmark = pytest.mark.filterwarnings(
@@ -65,7 +65,7 @@ def test_all_files_are_synced_before_the_rename(tmp_path):
         mock.patch("os.rename", note_rename),
         mock.patch("os.sync", side_effect=AssertionError),
     ):
-        save_alone(STATE, tmp_path / "step-3", step=3)
+        save_no_dist(STATE, tmp_path / "step-3", step=3)
     renamed = order.index(("rename", "step-3"))
     files = Manifest.read(tmp_path / "step-3").files
     for name in ("__0_0.distcp", ".metadata"):  # complete then; .metadata has its temporary name
@@ -162,7 +162,7 @@ def test_two_ranks_save_a_complete_checkpoint(two_ranks, step):
     """Synchronously (1), asynchronously (2), and at a second attempt (4)."""
     check_whole(two_ranks / f"step-{step}", step=step, world_size=2)
     whole = {"w": torch.zeros(3000, 10), "u": torch.zeros(5), "b": torch.zeros(7)}
-    load_alone(whole, two_ranks / f"step-{step}")
+    load_no_dist(whole, two_ranks / f"step-{step}")
     assert torch.equal(whole["w"], torch.arange(30_000.0).reshape(3000, 10))
     assert torch.equal(whole["u"], torch.arange(5.0)) and torch.equal(whole["b"], torch.ones(7))
 

@@ -15,7 +15,7 @@ import torch
 from lm_eval.tasks import TaskManager
 
 from canon_pretrain.checkpoint.weights import strip_to_weights
-from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.checkpoint.writer import save_no_dist
 from canon_pretrain.core.files import write_json
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shard_writer import write_shards
@@ -66,7 +66,7 @@ def write_run(base: Path, vocab_size: int = 300, more: Sequence[str] = ()) -> Pa
     model.init_weights()
     run = base / "run"
     for step in (2, 3):
-        save_alone(dict(model.named_parameters()), run / "checkpoint" / f"step-{step}", step=step)
+        save_no_dist(dict(model.named_parameters()), run / "checkpoint" / f"step-{step}", step=step)
     identity = {f"model.{name}": value for name, value in asdict(args).items()}
     identity["data_fingerprint"] = TokenShards.open(base / "data" / "train").fingerprint
     config = {"data": {"path": str(base / "data")}, "training": {"seq_len": MAX_LENGTH}}
@@ -371,7 +371,7 @@ def test_results_belong_to_what_was_evaluated(copy, evaluate, tmp_path):
     shutil.rmtree(other / "checkpoint/step-3")
     weights = dict(load_model(other / "checkpoint/step-2", torch.device("cpu")).named_parameters())
     weights["tok_embeddings.weight"] = torch.zeros(300, 32)
-    save_alone(weights, other / "checkpoint/step-3", step=3)
+    save_no_dist(weights, other / "checkpoint/step-3", step=3)
     assert is_new(evaluate("zen_of_python", *words, of=other))
     found = [run.evaluations[-1].results for run in read_runs([moved, other])]
     scores = [results.scores["zen_of_python"]["bits_per_byte"].value for results in found]
@@ -407,7 +407,7 @@ def test_submit_and_run_agree_on_stored_results(copy, evaluate, tmp_path, monkey
     weights = dict(load_model(checkpoint, torch.device("cpu")).named_parameters())
     for values, is_known in ((weights, True), ({n: 0 * p for n, p in weights.items()}, False)):
         shutil.rmtree(checkpoint)
-        save_alone(values, checkpoint, step=3)
+        save_no_dist(values, checkpoint, step=3)
         assert known("validation") is is_known
     assert is_new(evaluate("validation", of=copy))
 

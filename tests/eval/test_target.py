@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from canon_pretrain.checkpoint.writer import save_alone
+from canon_pretrain.checkpoint.writer import save_no_dist
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.reading import import_folder
@@ -38,7 +38,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {"data": {"path": str(data), "paths": []}, "training": {"seq_len": 100}}
     identity = identity_of(model.args) | {"data_fingerprint": shards.fingerprint}
     RunFolder(base / "run").write_config(config, identity)
-    save_alone(dict(model.named_parameters()), base / "run" / "checkpoint" / "step-3", step=3)
+    save_no_dist(dict(model.named_parameters()), base / "run" / "checkpoint" / "step-3", step=3)
     export(base / "run" / "checkpoint" / "step-3", base / "out")
     return base
 

@@ -17,7 +17,7 @@ from torchtitan.components.checkpoint import ModelWrapper
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import FileEntry, Manifest, verify
 from canon_pretrain.checkpoint.safe_load import read_metadata
-from canon_pretrain.checkpoint.weights import load_alone
+from canon_pretrain.checkpoint.weights import load_no_dist
 from canon_pretrain.core.files import sha256_file
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
@@ -96,7 +96,7 @@ def assert_holds(model: Transformer, base: Path, step: int | None) -> None:
 @cache
 def saved_weights(model: Transformer, path: Path) -> dict[str, torch.Tensor]:
     weights = {name: torch.empty_like(tensor) for name, tensor in model.state_dict().items()}
-    load_alone(weights, path)
+    load_no_dist(weights, path)
     return weights
 
 
