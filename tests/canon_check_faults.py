@@ -1,8 +1,7 @@
-"""The start-up check of Canon on our Triton kernels with a fault in their source; interpreted.
+"""Run the start-up check of Canon on our Triton kernels with a fault in their source, interpreted.
 
-`python -m tests.canon_check_faults` prints {fault: [problem, seconds]} as JSON. Each fault is in a
-process of its own, forked from one that has imported torch: kernels are imported there, from a copy
-in which one piece of text is replaced.
+`python -m tests.canon_check_faults` prints {fault: [problem, seconds]} as JSON. Each fault runs in
+a forked process, which imports a copy of the kernels with one replacement.
 """
 
 import json
@@ -14,7 +13,7 @@ import time
 from pathlib import Path
 
 import torch
-import torch._dynamo  # custom operators import it at their first call: once, before the forks
+import torch._dynamo  # imported by custom operators: once, before the forks
 import triton.runtime.interpreter  # noqa: F401
 
 from canon_pretrain.kernels import triton as kernels
@@ -24,7 +23,7 @@ from canon_pretrain.model.canon_check import training_problem
 RUN = "place, -first, num_tokens - first"
 RUN_OF_GATE = "low, high, length = window.own_run(num_tokens, run, taps)"
 SMALL = {"dim": 12, "num_heads": 2, "ffn_dim": 14, "vocab_size": 32, "num_layers": 1}
-# fault: file, text, what stands there instead; the options of the model
+# fault: file, text, its replacement; the options of the model
 FAULTS: dict[str, tuple[str, str, str, dict[str, object]]] = {
     "none": ("window.py", "", "", {"canon_set": "ABCD", "document_mask": True}),
     "wrong tap": ("window.py", "(taps - 1 - j)", "j", {"canon_set": "D"}),

@@ -1,9 +1,8 @@
-"""Stand-ins for the packages of FlashAttention 2, 3 and 4, which need a GPU."""
+"""Fakes of the packages of FlashAttention 2, 3 and 4, which need a GPU."""
 
 import importlib.machinery
 import sys
 import types
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -14,39 +13,29 @@ from canon_pretrain.model import attend
 CPU = torch.device("cpu")
 
 
-def flash_attn_func(
-    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-    alibi_slopes=None, deterministic=False, return_attn_probs=False,
-):  # fmt: skip
-    """The package's documented contract, query by query: causality at the bottom right corner."""
-    assert causal and dropout_p == softcap == 0.0 and window_size == (-1, -1)
-    assert alibi_slopes is None or alibi_slopes.dtype == torch.float32
+def flash_attn_func(q, k, v, *, causal=False, alibi_slopes=None):
+    """The package's documented contract: causal, aligned at the bottom right corner."""
+    assert causal and (alibi_slopes is None or alibi_slopes.dtype == torch.float32)
     num_queries, num_heads, num_keys = q.shape[1], q.shape[2], k.shape[1]
-    scale = softmax_scale or q.shape[3] ** -0.5
-    out = torch.zeros_like(q)
-    for head in range(num_heads):
-        kv_head = head * k.shape[2] // num_heads
-        slope = 0.0 if alibi_slopes is None else alibi_slopes[head]
-        for i in range(num_queries):
-            place = i + num_keys - num_queries
-            j = torch.arange(place + 1)
-            scores = (k[:, : place + 1, kv_head] * q[:, i : i + 1, head]).sum(-1) * scale
-            scores = scores - slope * (place - j).abs()
-            weights = scores.softmax(dim=-1)[..., None]
-            out[:, i, head] = (weights * v[:, : place + 1, kv_head]).sum(dim=1)
-    return out
+    k, v = (part.repeat_interleave(num_heads // k.shape[2], dim=2) for part in (k, v))
+    scores = torch.einsum("bthk,bshk->bhts", q, k) * q.shape[3] ** -0.5
+    distance = torch.arange(num_keys)[-num_queries:, None] - torch.arange(num_keys)
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[:, None, None] * distance
+    weights = scores.masked_fill(distance < 0, -torch.inf).softmax(dim=-1)
+    return torch.einsum("bhts,bshk->bthk", weights, v)
 
 
 @contextmanager
-def flash_attn_package(function=flash_attn_func) -> Iterator[None]:
+def flash_attn_package(function=flash_attn_func):
     with pytest.MonkeyPatch.context() as patch:
         _add(patch, "flash_attn", **({"flash_attn_func": function} if function else {}))
         yield
 
 
 @contextmanager
-def flash_impl(backend: str, capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
-    """`fa3` or `fa4` as torch's registry finds it, on what looks like a GPU; then neither again."""
+def flash_impl(backend, capability=(9, 0)):
+    """Add `fa3` or `fa4` to torch's registry, on a fake GPU; remove it at the end."""
     check = attend.flash_problem
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -68,7 +57,7 @@ def flash_impl(backend: str, capability: tuple[int, int] = (9, 0)) -> Iterator[N
         torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
 
 
-def _add(patch: pytest.MonkeyPatch, name: str, **contents: object) -> None:
+def _add(patch, name, **contents):
     module = types.ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
     vars(module).update(contents)

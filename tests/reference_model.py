@@ -1,10 +1,7 @@
-"""A second, slow and plain implementation of the whole model, for the tests of `model/` only.
+"""An independent, slow implementation of the whole model, for tests only.
 
-Shares no code with `canon_pretrain`: loops over documents, heads, tokens and taps, einsum, complex
-numbers. It reads the parameters from a dict by name and the variant from the fields of a config
-object. Sources: paper sections 4 and 5, appendix C; ALiBi: Press et al. 2022, section 3.
-
-Shapes: B batch, T tokens, D hidden, K head dim, C channels.
+It shares no code with `canon_pretrain`: loops over documents, heads, tokens and taps, complex
+numbers. Sources: paper sections 4 and 5, appendix C; ALiBi: Press et al. 2022, section 3.
 """
 
 import math
@@ -15,11 +12,7 @@ from torch import Tensor
 
 
 def reference_logits(cfg: Any, params: dict[str, Tensor], tokens_BT: Tensor) -> Tensor:
-    """Return logits_BTV of the model that `cfg` and `params` describe, in the params' dtype.
-
-    With `cfg.document_mask` every document is a sequence of its own: nothing crosses its borders,
-    and positions count in distances only.
-    """
+    """Return logits_BTV in the params' dtype; documents are separate sequences if masked."""
     if not cfg.document_mask:
         return _sequence_logits(cfg, params, tokens_BT)
     rows = []
@@ -122,10 +115,10 @@ def _attention(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def bias_by_loops(cfg: Any, head: int, num_tokens: int) -> Tensor:
-    """What is added to the scores of a head (counted from 0), [T, T]: -inf where it may not see.
+    """Return the bias of a head's scores (from 0), [T, T]; -inf if masked.
 
-    Heads are numbered h = 1 .. H. ALiBi: 2^(-8h/H) is taken off for every token of distance.
-    H-ALiBi: head h of the first half sees the h nearest tokens, of which it is the first.
+    With h = 1 .. H, ALiBi: -2^(-8h/H) per token of distance. H-ALiBi: head h of the first half
+    attends to the last h tokens.
     """
     h = head + 1
     window = h if cfg.position == "h_alibi" and h <= cfg.num_heads // 2 else num_tokens
@@ -138,7 +131,7 @@ def bias_by_loops(cfg: Any, head: int, num_tokens: int) -> Tensor:
 
 
 def _rotate(cfg: Any, x_BTK: Tensor, head: int, num_heads: int) -> Tensor:
-    """Rotate a head of q, or of k, that is number `head` (from 0) of `num_heads`."""
+    """Rotate head number `head` (from 0) of `num_heads`."""
     head_dim = x_BTK.shape[-1]
     heads, dims = {
         "rope": (num_heads, head_dim),

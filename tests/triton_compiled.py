@@ -1,8 +1,7 @@
-"""Every kernel of `kernels/triton/` compiled for a GPU that is not there, without TRITON_INTERPRET:
-`python -m tests.triton_compiled OUT.json COMPUTE_CAPABILITY`.
+"""Compile every kernel of `kernels/triton/` for a GPU that need not be there:
+`python -m tests.triton_compiled OUT.json COMPUTE_CAPABILITY`, without TRITON_INTERPRET.
 
-The interpreter takes programs that the compiler refuses (types that change in a loop, reads of
-memory of the wrong kind).
+The interpreter accepts programs that the compiler refuses.
 """
 
 import importlib
@@ -12,14 +11,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 FOLDER = "canon_pretrain.kernels.triton"
 SIZES = ("num_tokens", "width", "run", "rope_pairs", "rope_heads", "num_programs")
 FLOATS = ("rstd", "cos", "sin", "sums")
 
 
-def variants() -> list[tuple[str, str, dict[str, Any], int]]:
+def variants():
     common = {"taps": 4, "residual": True, "stages": 3, "num_sums": 4, "want_sums": True}
     plain = {"norm": 0, "rope": False, "head_dim": 1, "dims": 1, "adds": False, "grads": 1}
     heads = {"head_dim": 64, "dims": 64}
@@ -31,7 +29,6 @@ def variants() -> list[tuple[str, str, dict[str, Any], int]]:
         for site, block, warps in (
             ({}, 256, 1),
             ({"norm": 1, "adds": True, "grads": 3}, 2048, 8),
-            # as canon_rows_backward chooses for the widest
             ({"norm": 1, "adds": True, "grads": 1 if activation else 3, "stages": 2}, 4096, 16),
             ({"rope": True} | heads, 256, 1),
             ({"norm": 1, "rope": True} | heads, 2048, 8),
@@ -46,7 +43,7 @@ def variants() -> list[tuple[str, str, dict[str, Any], int]]:
     for module, kernel, constants, warps in list(found):
         if constants["block"] != 4096:
             two_taps = {"taps": 2, "num_sums": constants["num_sums"] - 2}
-            # Triton takes whatever is 1 for a constant
+            # Triton specializes arguments that are 1
             ones = ("rope_pairs", "rope_heads") if constants.get("rope") else ("width",)
             two_taps |= dict.fromkeys(("num_tokens", *ones), 1)
             found.append((module, kernel, constants | two_taps, warps))
@@ -56,28 +53,23 @@ def variants() -> list[tuple[str, str, dict[str, Any], int]]:
     return found
 
 
-def compiled(
-    module: str, kernel: str, constants: dict[str, Any], warps: int, dtype: str, capability: int
-) -> Any:
+def compiled(module, kernel, constants, warps, dtype, capability):
     triton = importlib.import_module("triton")
     backends = importlib.import_module("triton.backends.compiler")
     function = getattr(importlib.import_module(f"{FOLDER}.{module}"), kernel)
     types = dict.fromkeys(SIZES, "i32") | {"eps": "fp32", "segments": "*i32"}
     types |= dict.fromkeys(FLOATS, "*fp32") | dict.fromkeys(constants, "constexpr")
-    signature, attributes = {}, {}
-    for i, name in enumerate(function.arg_names):
-        signature[name] = types.get(name, f"*{dtype}")
-        if name in SIZES[:2] or signature[name].startswith("*"):
-            attributes[(i,)] = [["tt.divisibility", 16]]
+    signature = {name: types.get(name, f"*{dtype}") for name in function.arg_names}
+    aligned = [n for n, kind in signature.items() if n in SIZES[:2] or kind.startswith("*")]
+    attributes = {(function.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned}
     known = {name: constants[name] for name in function.arg_names if name in constants}
-    source = triton.compiler.ASTSource(
-        function, signature=signature, constexprs=known, attrs=attributes
-    )
+    options = {"signature": signature, "constexprs": known, "attrs": attributes}
+    source = triton.compiler.ASTSource(function, **options)
     target = backends.GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options={"num_warps": warps})
 
 
-def resources(cubin: bytes) -> str:
+def resources(cubin):
     tool = Path(importlib.import_module("triton").__file__ or "").parent
     tool = tool / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.exists():
@@ -91,7 +83,7 @@ def resources(cubin: bytes) -> str:
 
 
 def main() -> None:
-    """Write {variant: [its PTX, its resources]} to argv[1]; what does not compile ends it."""
+    """Write {variant: [PTX, resources]} to argv[1]."""
     result = {}
     for i, (module, kernel, constants, warps) in enumerate(variants()):
         dtype = ("bf16", "fp32", "bf16", "fp16")[i % 4]

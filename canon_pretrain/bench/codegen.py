@@ -127,7 +127,7 @@ def cases(models: Iterable[str], sets: Sequence[str] | None) -> Iterator[Case]:
 
 @contextlib.contextmanager
 def fake_gpu() -> Iterator[None]:
-    """Make Inductor generate code for an H100, and traced code take CPU tensors for CUDA ones."""
+    """Make Inductor generate code for an H100, and traced code treat CPU tensors as CUDA's."""
     import triton
     from triton.backends.compiler import GPUTarget
 

@@ -105,7 +105,7 @@ def backend_problem(
         problem: str | None = _module(backend).package_problem(backend)
         return problem
     if dtype not in TRITON_DTYPES:
-        return f"the Triton kernels take float32, bfloat16 and float16, not {dtype}"
+        return f"the Triton kernels support float32, bfloat16 and float16, not {dtype}"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if device_type == "cpu":
@@ -121,7 +121,7 @@ def backend_problem(
 
 
 def triton_kernels(backend: str, x: Tensor) -> Any:
-    """Return the module of the Triton kernels, or None if they can't take `backend` or `x`."""
+    """Return the module of the Triton kernels, or None if they can't compute `x`."""
     if backend != "triton" or x.dtype not in TRITON_DTYPES:
         return None
     runs = x.device.type == "cuda" or (x.device.type == "cpu" and _is_interpreted())

@@ -97,9 +97,9 @@ class CanonMemory:
 
     def select_rows(self, rows_N: Tensor) -> "CanonMemory":
         """Return a new memory of these rows, in this order."""
-        taken = copy.copy(self)
-        taken._sums_PB1C, taken._step = self._sums_PB1C[:, rows_N], None
-        return taken
+        other = copy.copy(self)
+        other._sums_PB1C, other._step = self._sums_PB1C[:, rows_N], None
+        return other
 
     def _read_one_by_one(self, x_BTC: Tensor, segments_BN: Tensor | None) -> Tensor:
         steps = []

@@ -77,8 +77,8 @@ def canon_by_package(
     """Compute `canon_reference` by a package, or by `canon_compiled` if unsupported."""
     fits = x_BTC.device.type in DEVICE_TYPES and weight_C1K.device == x_BTC.device
     fits &= x_BTC.dtype in DTYPES and weight_C1K.dtype in DTYPES and x_BTC.numel() > 0
-    takes = weight_C1K.shape[2] in CONV1D_TAPS and x_BTC.shape[2] % 8 == 0
-    if not fits or not (segments_BN is None if backend == "fla" else takes):
+    supported = weight_C1K.shape[2] in CONV1D_TAPS and x_BTC.shape[2] % 8 == 0
+    if not fits or not (segments_BN is None if backend == "fla" else supported):
         return canon_compiled(x_BTC, weight_C1K, segments_BN=segments_BN, **kind)
     residual, activation = kind["residual"], kind["activation"]
     taps_CK = weight_C1K[:, 0].float()

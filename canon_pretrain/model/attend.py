@@ -46,7 +46,7 @@ FLASH_IMPLS = {
 }
 _PACKAGES = ("flash_attn", *FLASH_IMPLS)
 
-# cuDNN's kernel is the fastest on Hopper; the others take the shapes and dtypes that it refuses
+# cuDNN's kernel is the fastest on Hopper; the others are for shapes and dtypes that it refuses
 _CUDNN, _FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
 _SDPA_KERNELS = [_CUDNN, _FLASH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # by backend, in the order in which SDPA tries them; not in `Attend`: these can't be pickled

@@ -59,7 +59,7 @@ class Canon(nn.Module):
         return memory.read(parts, self.weight, segments_BN, self.backend)
 
     def options(self, segments_BN: Segments) -> dict[str, Any]:
-        """Return what every kernel takes: residual, activation and segments."""
+        """Return the options of every kernel: residual, activation, segments."""
         if segments_BN is not None and self.backend == "compiled" and torch.compiler.is_compiling():
             # Only equality counts. If all sites of a block shared one comparison, torch's
             # partitioner would save each shifted product (float32, one per tap) for backward

@@ -137,9 +137,9 @@ def training_problem(
         return problem
     # the backend would silently fall back to `compiled`
     if backend == "triton" and args.canon_kernel > TRITON_TAPS:
-        return f"it takes at most {TRITON_TAPS} taps, and model.canon_kernel = {args.canon_kernel}"
+        return f"it supports {TRITON_TAPS} taps, but model.canon_kernel = {args.canon_kernel}"
     if backend == "fla" and args.document_mask:
-        return "it knows no document borders, and model.document_mask = true"
+        return "it has no document mask, but model.document_mask = true"
     shape = (max(1, min(shape[0], MAX_TOKENS // shape[1])), shape[1])
     forked = [device] if device.type == "cuda" else []
     for case in training_cases(args):

@@ -19,7 +19,6 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.model import canon as canon_module
 from canon_pretrain.model import canon_check
 from canon_pretrain.model.args import FLAVORS, ModelArgs, flops_per_token
-from canon_pretrain.model.transformer import TransformerBlock
 from canon_pretrain.titan.spec import BareStep, job_of, one_rank
 from tests.support import ROOT, error_codes
 
@@ -48,18 +47,12 @@ def test_memory_counts_what_a_compiled_block_saves(tmp_path):
         assert row["extra_per_channel"] == pytest.approx(row["extra_per_token"] / 672)
 
 
-def on_cpu(monkeypatch, *, exclusive: bool = False) -> None:
-    """`exclusive`: one candidate in memory at a time, as on a GPU."""
-    here = classmethod(lambda cls: cls(torch.device("cpu"), exclusive=exclusive))
-    monkeypatch.setattr(Machine, "here", here)
-
-
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Run a bench in this process, on a machine of known speed and without compilation."""
     file = tmp_path / "result.json"
     monkeypatch.setattr(bench_main, "init_logging", lambda rank: None)  # pytest has its own
-    on_cpu(monkeypatch)
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls: cls(torch.device("cpu"))))
     monkeypatch.setattr(Machine, "copy_bandwidth", 1e10)
     monkeypatch.setattr(Machine, "matmul_flops", lambda self, dtype: 1e11)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
@@ -74,12 +67,10 @@ def run(tmp_path, monkeypatch):
 @pytest.mark.system
 @pytest.mark.filterwarnings(*TORCHTITANS)
 def test_all_writes_every_bench_into_one_file(run, monkeypatch):
-    small = {name: [*SMALL, *QUICK] for name in ("step", "canon", "attention")}
-    small["memory"] = [*SMALL]
-    new = ["--prompt-tokens", "8", "--new-tokens", "4", "--pairs", "1"]
-    small["generate"] = ["--flavor", "debug", *new]
+    small = {name: [*SMALL, *QUICK] for name in BENCHES} | {"memory": [*SMALL]}
+    small["generate"] = "--flavor debug --prompt-tokens 8 --new-tokens 4 --pairs 1".split()
     small["trainer"] = ["--config", DEBUG, "--repeats", "2", "--steps", "1"]
-    monkeypatch.setattr(bench_main, "ALL_OPTIONS", {name: small[name] for name in BENCHES})
+    monkeypatch.setattr(bench_main, "ALL_OPTIONS", small)
     results = run("all")["results"]
     assert tuple(results) == BENCHES
     for name, result in results.items():
@@ -127,14 +118,14 @@ def test_canon_counts_the_bytes_of_each_kernel(run):
     rows = {(row["form"], row["backend"], row["direction"]): row for row in result["rows"]}
     assert len(rows) == 6 * 2 * 2
     values = 2 * 32 * 4
-    for key, count in {
-        ("A, C", "compiled", "forward"): 2 * 64,
-        ("B", "compiled", "backward"): 3 * 192,
-        ("D", "reference", "forward"): 4 * 176,
-        ("D + activation", "compiled", "forward"): 3 * 176,
-        ("D + activation", "compiled", "backward"): 5 * 176,
-    }.items():
-        row = rows[key]
+    for *key, count in (
+        ("A, C", "compiled", "forward", 2 * 64),
+        ("B", "compiled", "backward", 3 * 192),
+        ("D", "reference", "forward", 4 * 176),
+        ("D + activation", "compiled", "forward", 3 * 176),
+        ("D + activation", "compiled", "backward", 5 * 176),
+    ):
+        row = rows[tuple(key)]
         assert row["least_bytes"] == count * values
         assert row["of_copy"] == pytest.approx(row["least_bytes"] / row["other_s"] / 1e10)
     assert all(row["max_error"] < 1e-5 for row in rows.values())
@@ -142,21 +133,18 @@ def test_canon_counts_the_bytes_of_each_kernel(run):
 
 @pytest.mark.system
 def test_a_gpu_holds_one_model_at_a_time(run, monkeypatch):
-    build, built, blocks = step.build, [], weakref.WeakSet()
-    make_block = TransformerBlock.__init__
-
-    def counted(block, *args, **options):
-        make_block(block, *args, **options)
-        blocks.add(block)
+    build, built, models = step.build, [], weakref.WeakSet()
 
     def watched(work, variant, *how, plain):
         gc.collect()
-        assert not len(blocks)
+        assert not len(models)
         built.append((variant.canon_set, plain))
-        return build(work, variant, *how, plain=plain)
+        made = build(work, variant, *how, plain=plain)
+        models.add(made.model)
+        return made
 
-    monkeypatch.setattr(TransformerBlock, "__init__", counted)
-    on_cpu(monkeypatch, exclusive=True)
+    here = classmethod(lambda cls: cls(torch.device("cpu"), exclusive=True))
+    monkeypatch.setattr(Machine, "here", here)
     monkeypatch.setattr(step, "build", watched)
     options = ("--unit", "model", "--backends", "reference", "--sets", "AC")
     result = run("step", *SMALL, *QUICK, *options)
@@ -183,10 +171,7 @@ def test_gradients_of_a_plain_step_equal_those_under_fsdp():
 
 @pytest.mark.parametrize(
     ("bad", "good", "reason"),
-    [
-        ("compiled", "reference", "output 0"),  # wrong values
-        ("causal_conv1d", "compiled", "RuntimeError"),
-    ],
+    [("compiled", "reference", "output 0"), ("causal_conv1d", "compiled", "RuntimeError")],
 )
 def test_a_wrong_or_failing_kernel_leaves_the_others(run, monkeypatch, bad, good, reason):
     def changed(right):

@@ -1,13 +1,10 @@
-"""Canon's memory: any way to cut a sequence, against the formula over the whole of it."""
-
-from typing import Any
+"""Canon's cache: a sequence in chunks against the formula over all of it."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from canon_pretrain.kernels.backends import canon_reference
 from canon_pretrain.kernels.decode_step import CanonMemory, group_steps
@@ -19,16 +16,14 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 WIDTHS = [5, 2, 4]  # of the parts
 
 
-def _inputs(
-    num_tokens: int, width: int = 4, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor]:
+def _inputs(num_tokens, width=4, dtype=torch.float64):
     generator = torch.Generator().manual_seed(num_tokens)
     shapes = (3, num_tokens, sum(WIDTHS)), (sum(WIDTHS), 1, width)
     x, weight = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
     return x.to(dtype), weight.to(dtype)
 
 
-def _segments(num_tokens: int, reach: int, every: int = 4) -> Tensor | None:
+def _segments(num_tokens, reach, every=4):
     if not every:
         return None
     tokens = torch.arange(num_tokens)
@@ -37,29 +32,20 @@ def _segments(num_tokens: int, reach: int, every: int = 4) -> Tensor | None:
     return F.pad(rows, (reach, 0), value=BEFORE_START)
 
 
-def _read(
-    x: Tensor,
-    weight: Tensor,
-    sizes: list[int],
-    segments: Tensor | None = None,
-    memory: CanonMemory | None = None,
-    start: int = 0,
-    **kind: Any,
-) -> Tensor:
-    reach = weight.shape[2] - 1
-    parts = x.split(WIDTHS, dim=-1)
-    memory = memory or CanonMemory(parts[0], weight, **kind)
+def _read(x, weight, sizes, segments=None, memory=None, start=0, **kind):
+    """Return the outputs of chunks of these sizes, from token `start` on."""
+    memory = memory or CanonMemory(x, weight, **kind)
     outputs = []
     for size in sizes:
         stop = start + size
-        near = None if segments is None else segments[:, start : stop + reach]
-        given = tuple(part[:, start:stop] for part in parts)
-        outputs.append(torch.cat(memory.read(given, weight, near), dim=-1))
+        window = None if segments is None else segments[:, start : stop + weight.shape[2] - 1]
+        parts = x[:, start:stop].split(WIDTHS, dim=-1)
+        outputs.append(torch.cat(memory.read(parts, weight, window), dim=-1))
         start = stop
     return torch.cat(outputs, dim=1)
 
 
-def _same(found: Tensor, expected: Tensor) -> None:
+def _assert_close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -72,24 +58,22 @@ def _same(found: Tensor, expected: Tensor) -> None:
     width=st.integers(2, 4),
     every=st.integers(0, 9),
 )
-def test_any_cut_of_any_documents(kind, sizes, width, every):
+def test_any_chunks_of_any_documents(kind, sizes, width, every):
     num_tokens = max(1, sum(sizes))
     x, weight = _inputs(num_tokens, width)
     segments = _segments(num_tokens, width - 1, every)
     expected = canon_reference(x, weight, **kind, segments_BN=segments)[:, : sum(sizes)]
     for enabled in (False, True):
         with torch.set_grad_enabled(enabled):
-            _same(_read(x, weight, sizes, segments, **kind), expected)
+            _assert_close(_read(x, weight, sizes, segments, **kind), expected)
 
 
-def _step(
-    memories: list[CanonMemory], tokens: list[Tensor], weights: list[Tensor], near: Tensor | None
-) -> list[Tensor]:
+def _step(memories, tokens, weights, window):
     steps = memories[0]._step
     (step,) = group_steps(memories, [steps] if steps else [])
-    step.begin(near)
-    given = zip(memories, tokens, weights, strict=True)
-    found = [torch.cat(memory.read(x.split(WIDTHS, -1), w, near), -1) for memory, x, w in given]
+    step.begin(window)
+    sites = zip(memories, tokens, weights, strict=True)
+    found = [torch.cat(memory.read(x.split(WIDTHS, -1), w, window), -1) for memory, x, w in sites]
     step.end()
     return found
 
@@ -97,7 +81,7 @@ def _step(
 @torch.no_grad()
 @every_kind
 @pytest.mark.parametrize(("width", "every"), [(2, 3), (3, 0), (4, 1)])
-def test_sites_that_step_together_are_the_whole_each(width, every, kind):
+def test_sites_that_step_together_equal_one_pass(width, every, kind):
     given = [_inputs(num_tokens, width) for num_tokens in (30, 31, 32)]
     segments = _segments(30, width - 1, every)
     expected = [canon_reference(x[:, :30], w, **kind, segments_BN=segments) for x, w in given]
@@ -105,14 +89,14 @@ def test_sites_that_step_together_are_the_whole_each(width, every, kind):
     weights, t = [w for _, w in given], 0
     for size in (5, *(1,) * 4, 2, -1, *(1,) * 9, 8):  # 1: together; -1: one token, site by site
         stop = t + abs(size)
-        near = None if segments is None else segments[:, t : stop + width - 1]
+        window = None if segments is None else segments[:, t : stop + width - 1]
         if size == 1:
-            found = _step(memories, [x[:, t:stop] for x, _ in given], weights, near)
+            found = _step(memories, [x[:, t:stop] for x, _ in given], weights, window)
         else:
             pairs = zip(memories, given, strict=True)
             found = [_read(x, w, [stop - t], segments, m, t) for m, (x, w) in pairs]
         for one, whole in zip(found, expected, strict=True):
-            _same(one, whole[:, t:stop])
+            _assert_close(one, whole[:, t:stop])
         t = stop
     assert t == 29
 
@@ -135,7 +119,7 @@ def test_sums_are_float32_and_rounded_once(dtype, kind):
 
 @every_kind
 @pytest.mark.parametrize("every", [0, 4])
-def test_gradients_reach_earlier_parts(every, kind):
+def test_gradients_reach_earlier_chunks(every, kind):
     x, weight = (tensor.requires_grad_() for tensor in _inputs(9))
     segments = _segments(9, 3, every)
     dy = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(1))

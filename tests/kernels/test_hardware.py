@@ -58,17 +58,13 @@ def test_an_unusable_gpu_is_refused_unless_hidden(broken_gpu, nvidia_smi, monkey
 
 @pytest.mark.system
 def test_commands_refuse_an_unusable_gpu(broken_gpu, data_folder, tmp_path, capsys):
-    with pytest.raises((RuntimeError, AssertionError)) as raised:
-        torch.cuda.init()
     suite = ["run", "--checkpoint", tmp_path, "--suite", "validation"]
     command = list(map(str, debug_run(data_folder, tmp_path / "run")))
     for main, arguments in ((train.main, command), (eval_main, suite)):
         with pytest.raises(SystemExit) as ended:
             main(list(map(str, arguments)))
         assert ended.value.code == 2
-        message = capsys.readouterr().err
-        assert error_codes(message) == ["gpu.unusable"]
-        assert str(raised.value).splitlines()[0] in message and message.count("\n") == 1
+        assert error_codes(capsys.readouterr().err) == ["gpu.unusable"]
     assert not (tmp_path / "run").exists()
     with refused("gpu.unusable"):
         Machine.here()
@@ -109,7 +105,8 @@ def test_available_memory_is_limited_by_cgroups(tmp_path):
 SMI = """#!/bin/sh
 case "$*" in
     --id=GPU-7*) echo '580.65.06, 1410, 1980, 2619, 693.25, 700.00, 64, 0x0000000000000024' ;;
-    *) echo '535.1, [N/A], 1980, 2619, 80, [N/A], 30, Not Active' ;;
+    --id=GPU-8*) echo '535.1, [N/A], 1980, 2619, 80, [N/A], 30, Not Active' ;;
+    *) echo No devices were found ;;
 esac
 """
 
@@ -117,11 +114,9 @@ esac
 def test_query_gpu(nvidia_smi):
     assert hardware.query_gpu("0") is None
     nvidia_smi.write_text(SMI)
-    numbers = {"sm_mhz": 1410, "max_sm_mhz": 1980, "memory_mhz": 2619, "power_w": 693.25}
-    numbers |= {"power_limit_w": 700, "celsius": 64}
-    reasons = {"throttled_by": ["software power cap", "software thermal slowdown"]}
-    assert hardware.query_gpu("GPU-7") == {"driver": "580.65.06"} | numbers | reasons
+    reasons = ["software power cap", "software thermal slowdown"]
+    expected = ["580.65.06", 1410, 1980, 2619, 693.25, 700, 64, reasons]
+    assert hardware.query_gpu("GPU-7") == dict(zip(hardware.GPU_FACTS, expected, strict=True))
     other = hardware.query_gpu("GPU-8")
-    assert other is not None and other["power_limit_w"] is None and other["throttled_by"] == []
-    nvidia_smi.write_text("#!/bin/sh\necho No devices were found\n")
+    assert other["power_limit_w"] is None and other["throttled_by"] == []
     assert hardware.query_gpu("0") is None

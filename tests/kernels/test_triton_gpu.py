@@ -56,37 +56,34 @@ def _inputs(rows, num_tokens, width):
     return [value.requires_grad_() for value in (x, gain, weight)]
 
 
-def _with_gradients(function, inputs):
-    y = function(*inputs)
+def _with_gradients(inputs, *others):
+    y = norm_canon(*inputs, *others, **PLAIN)
     return y, *torch.autograd.grad(y, inputs, torch.ones_like(y))
 
 
-def test_gradients_repeat_bit_by_bit_on_a_busy_gpu():
+def test_gradients_are_deterministic_on_a_busy_gpu():
     inputs = _inputs(4, 4096, 2048)
     noise, results = torch.randn(4096, 4096, device="cuda"), []
     beside = torch.cuda.Stream()
     for i in range(4):
-        with torch.cuda.stream(beside):  # programs end in another order each time
+        with torch.cuda.stream(beside):  # changes the order in which programs end
             for _ in range(3 * i):
                 noise @ noise
-        results.append(_with_gradients(lambda *given: norm_canon(*given, **PLAIN), inputs))
+        results.append(_with_gradients(inputs))
     torch.cuda.synchronize()
     for other in results[1:]:
         cases.assert_equal(results[0], other)
 
 
 def test_more_than_two_to_the_31_elements():
-    num_tokens, width, tail = 2**20 + 5, 2304, 64
-    x, gain, weight = _inputs(1, num_tokens, width)
+    tail = 64
+    x, *others = _inputs(1, 2**20 + 5, 2304)
     last = x.detach()[:, -tail - 3 :].clone().requires_grad_()
-    ends = []
-    for given in (x, last):
-        y, dx = _with_gradients(lambda h: norm_canon(h, gain, weight, **PLAIN), [given])
-        ends.append((y[:, -tail:], dx[:, -tail:]))
+    ends = [[one[:, -tail:] for one in _with_gradients([given], *others)] for given in (x, last)]
     cases.assert_equal(*ends)
 
 
-def test_inductor_keeps_it_one_graph():
+def test_inductor_keeps_one_graph():
     inputs, site = cases.sites_inputs(), cases.all_sites()
     compiled = torch.compile(site, fullgraph=True)
     both = cases.gradients(compiled, inputs), cases.gradients(site, inputs)

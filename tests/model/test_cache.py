@@ -2,43 +2,41 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from canon_pretrain.model.cache import FIRST_CAPACITY, Cache
-from canon_pretrain.model.transformer import Transformer
 from tests.support import refused
 from tests.variants import BASE, EOS_ID, VARIANTS, build, every_variant, random_tokens, variant
 
+assert_close = torch.testing.assert_close
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
 
 
-def _in_parts(
-    model: Transformer, tokens: Tensor, sizes: list[int], cache: Cache | None = None
-) -> Tensor:
-    cache = cache or Cache(model.args.num_layers)
-    start, parts = cache.length, tokens.split(sizes, dim=1)
-    logits = torch.cat([model(part, cache=cache) for part in parts], dim=1)
-    assert cache.length == start + tokens.shape[1]
-    return logits
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
 
 
-@torch.no_grad()
+def _in_chunks(model, tokens, sizes):
+    cache = Cache(model.args.num_layers)
+    logits = [model(chunk, cache=cache) for chunk in tokens.split(sizes, dim=1)]
+    assert cache.length == tokens.shape[1]
+    return torch.cat(logits, dim=1)
+
+
 @every_variant
 def test_chunks_and_single_tokens_equal_one_pass(args):
-    model = build(args)
-    tokens = random_tokens(args, rows=3, num_tokens=13)
+    model, tokens = build(args), random_tokens(args, rows=3, num_tokens=13)
     expected = model(tokens)
     for sizes in ([13], [1] * 13, [12, 1], [1, 3, 2, 6, 1]):
-        torch.testing.assert_close(_in_parts(model, tokens, sizes), expected, **TOLERANCE)
+        assert_close(_in_chunks(model, tokens, sizes), expected, **TOLERANCE)
     for kept in (1, 3):
-        given = model(tokens, logits_to_keep=kept)
-        torch.testing.assert_close(given, expected[:, -kept:], **TOLERANCE)
+        assert_close(model(tokens, logits_to_keep=kept), expected[:, -kept:], **TOLERANCE)
     places = torch.tensor([0, 32, 7, 7, 21])
-    given = model(tokens, logits_at_M=places)
-    torch.testing.assert_close(given, expected.flatten(0, 1)[places], rtol=1e-5, atol=1e-5)
+    found = model(tokens, logits_at_M=places)
+    assert_close(found, expected.flatten(0, 1)[places], rtol=1e-5, atol=1e-5)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", ["rope ABCD gqa", "alibi BD documents"])
 def test_the_cache_grows_past_its_first_and_second_capacity(name):
     assert FIRST_CAPACITY == 64
@@ -47,16 +45,16 @@ def test_the_cache_grows_past_its_first_and_second_capacity(name):
     expected = model(tokens)
     # past 64 by single tokens, past 128 by four; a first chunk above the capacity
     for sizes in ([60, 1, 1, 1, 1, 1, 1, 57, 4, 1, 1, 11], [129, 1, 10]):
-        torch.testing.assert_close(_in_parts(model, tokens, sizes), expected, **TOLERANCE)
+        assert_close(_in_chunks(model, tokens, sizes), expected, **TOLERANCE)
 
 
-def _prompts(seed: int) -> list[Tensor]:
+def _prompts(seed):
     rows = [random_tokens(BASE, 1, n, seed)[0] for n in (2, 5, 9)]
     rows[1][3] = rows[2][0] = rows[2][6] = EOS_ID
     return rows
 
 
-def _padded(rows: list[Tensor], side: str, pad_id: int) -> tuple[Tensor, Tensor]:
+def _padded(rows, side, pad_id):
     tokens = torch.full((len(rows), max(len(row) for row in rows)), pad_id)
     is_real = torch.zeros_like(tokens, dtype=torch.bool)
     for row, ids in enumerate(rows):
@@ -65,23 +63,20 @@ def _padded(rows: list[Tensor], side: str, pad_id: int) -> tuple[Tensor, Tensor]
     return tokens, is_real
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right"])
 @every_variant
 def test_padded_rows_equal_unpadded_rows(args, side):
     model, rows = build(args), _prompts(seed=0)
-    given = []
+    found = []
     for pad_id in (EOS_ID, 33):
         tokens, is_real = _padded(rows, side, pad_id)
         logits = model(tokens, is_real_BT=is_real)
         assert torch.isfinite(logits).all()
-        given.append(logits[is_real])
-    alone = torch.cat([model(row[None])[0] for row in rows])
-    torch.testing.assert_close(given[0], alone, **TOLERANCE)
-    assert torch.equal(*given)
+        found.append(logits[is_real])
+    assert_close(found[0], torch.cat([model(row[None])[0] for row in rows]), **TOLERANCE)
+    assert torch.equal(*found)
 
 
-@torch.no_grad()
 @every_variant
 def test_left_padded_rows_continue_and_are_selected(args):
     model, rows = build(args), _prompts(seed=1)
@@ -97,11 +92,9 @@ def test_left_padded_rows_continue_and_are_selected(args):
         pasts = [torch.cat((pasts[row], after[i])) for i, row in enumerate(selected)]
         logits = model(after, cache=cache)
         for row, past in enumerate(pasts):
-            expected = model(past[None])[0, -after.shape[1] :]
-            torch.testing.assert_close(logits[row], expected, **TOLERANCE)
+            assert_close(logits[row], model(past[None])[0, -after.shape[1] :], **TOLERANCE)
 
 
-@torch.no_grad()
 @every_variant
 def test_branches_of_one_prompt_are_independent(args):
     model = build(args)
@@ -112,12 +105,11 @@ def test_branches_of_one_prompt_are_independent(args):
     whole = model(torch.cat((prompts[rows], more), dim=1))[:, 9:]
     for part in (slice(0, 3), slice(3, 5)):
         found = model(more[part], cache=trunk.branch(rows[part]))
-        torch.testing.assert_close(found, whole[part], rtol=1e-4, atol=1e-4)
+        assert_close(found, whole[part], rtol=1e-4, atol=1e-4)
     whole = model(torch.cat((prompts, more[:2]), dim=1))[:, 9:]
-    torch.testing.assert_close(model(more[:2], cache=trunk), whole, rtol=1e-4, atol=1e-4)
+    assert_close(model(more[:2], cache=trunk), whole, rtol=1e-4, atol=1e-4)
 
 
-@torch.no_grad()
 def test_past_max_seq_len_is_refused_without_effect():
     model = build(VARIANTS["rope"])
     tokens = random_tokens(model.args, rows=1, num_tokens=160)
@@ -125,18 +117,16 @@ def test_past_max_seq_len_is_refused_without_effect():
     model(tokens[:, :159], cache=cache)
     with refused("model.sequence_too_long"):
         model(tokens[:, :2], cache=cache)
-    last = model(tokens[:, 159:], cache=cache)
-    torch.testing.assert_close(last, model(tokens)[:, -1:], **TOLERANCE)
+    assert_close(model(tokens[:, 159:], cache=cache), model(tokens)[:, -1:], **TOLERANCE)
 
 
-@torch.no_grad()
 def test_a_cache_after_an_interrupted_pass_is_refused():
     """The token is in the Canon state of some layers only."""
     model = build(variant("nope ABCD"))
     tokens, cache = random_tokens(model.args, rows=1, num_tokens=7), Cache(model.args.num_layers)
     model(tokens[:, :5], cache=cache)
 
-    def interrupt(*_: object) -> None:
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     hook = model.layers["1"].register_forward_pre_hook(interrupt)

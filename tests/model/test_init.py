@@ -1,4 +1,4 @@
-"""Initial values: the same bits in any split, under any wrapper; the laws they are drawn from."""
+"""Initial values: equal bits for any sharding and under wrappers; their distributions."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from canon_pretrain.model.args import ModelArgs, flavor
 from canon_pretrain.model.init import InitialValue, initial_value, plain_name
@@ -15,7 +16,7 @@ ARGS = ModelArgs()
 FULL = replace(flavor("debug"), canon_set="ABCD", qk_norm="full")
 
 
-def _whole(args: ModelArgs, name: str, *shape: int) -> torch.Tensor:
+def _whole(args, name, *shape):
     return initial_value(args, name, torch.Size(shape)).rows(0, shape[0])
 
 
@@ -34,7 +35,7 @@ def test_any_split_of_the_rows_gives_the_same_bits(data, kind, shape):
     assert torch.equal(torch.cat(parts), value.rows(0, shape[0]))
 
 
-def test_seed_name_and_block_change_the_values_and_global_state_does_not():
+def test_values_depend_on_seed_name_and_block_only():
     value = initial_value(ARGS, "layers.0.attention.wq.weight", torch.Size((256, 512)))
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -42,9 +43,8 @@ def test_seed_name_and_block_change_the_values_and_global_state_does_not():
     assert torch.equal(state, torch.get_rng_state())
     torch.manual_seed(2)
     assert torch.equal(whole, value.rows(0, 256))
-    assert not torch.equal(whole, replace(value, seed=1).rows(0, 256))
-    other = initial_value(ARGS, "layers.1.attention.wq.weight", torch.Size((256, 512)))
-    assert not torch.equal(whole, other.rows(0, 256))
+    for other in (replace(value, seed=1), replace(value, name="layers.1.attention.wq.weight")):
+        assert not torch.equal(whole, other.rows(0, 256))
     assert value.rows_per_block == 128
     assert not torch.equal(whole[:128], whole[128:])
 
@@ -53,27 +53,24 @@ def test_seed_name_and_block_change_the_values_and_global_state_does_not():
 def test_paper_init_is_normal_with_std_002(name):
     values = _whole(ARGS, name, 2000, 512)
     assert abs(values.mean()) < 1e-4 and abs(values.std() / 0.02 - 1) < 5e-3
-    assert values.abs().max() > 4 * 0.02  # not cut
-    # the share inside one sigma of a normal law
-    assert abs((values.abs() < 0.02).float().mean() - 0.6827) < 3e-3
+    assert values.abs().max() > 4 * 0.02  # not truncated
+    assert abs((values.abs() < 0.02).float().mean() - 0.6827) < 3e-3  # within one sigma
 
 
 @pytest.mark.parametrize(
     ("name", "rows", "fan_in"),
     [("tok_embeddings", 2000, 256), ("attention.wo", 256, 256), ("feed_forward.w2", 256, 768)],
 )
-def test_lingua_init_is_cut_at_three_sigma_of_the_fan_in(name, rows, fan_in):
+def test_lingua_init_is_truncated_at_three_sigma(name, rows, fan_in):
     std = fan_in**-0.5
     values = _whole(replace(ARGS, init="lingua"), f"{name}.weight", rows, fan_in)
     assert 2.9 * std < values.abs().max() <= 3 * std * (1 + 1e-6)
-    # a normal cut at 3 sigma has 0.98658 of its std
-    assert abs(values.std() / std - 0.9866) < 1e-2
+    assert abs(values.std() / std - 0.9866) < 1e-2  # of a normal truncated at 3 sigma
     assert abs(values.mean()) < 5 * std / values.numel() ** 0.5
 
 
-@pytest.mark.parametrize("kernel", [2, 4])
-@pytest.mark.parametrize("init", ["paper", "lingua"])
-def test_canon_gains_and_biases_start_alike_with_either_preset(kernel, init):
+@pytest.mark.parametrize(("init", "kernel"), [("paper", 2), ("lingua", 4)])
+def test_canon_gains_and_biases_do_not_depend_on_the_preset(kernel, init):
     args = replace(ARGS, canon_kernel=kernel, init=init, canon_set="ABCD")
     values = _whole(args, "layers.0.attention.canon_b.weight", 6144, 1, kernel)
     bound = kernel**-0.5  # nn.Conv1d's default
@@ -84,31 +81,27 @@ def test_canon_gains_and_biases_start_alike_with_either_preset(kernel, init):
     assert not _whole(args, "layers.0.attention.wq.bias", 4).any()
 
 
-def _initialised(args: ModelArgs) -> dict[str, torch.Tensor]:
-    with torch.device("meta"):
-        model = Transformer(args)
-    model.to_empty(device="cpu")
+def _initialized(args):
+    model = Transformer(args)
     model.init_weights()
     return model.state_dict()
 
 
-def test_a_model_built_on_meta_is_the_one_built_directly():
-    direct = Transformer(FULL)
-    direct.init_weights()
+def test_a_model_built_on_meta_equals_one_built_directly():
     with torch.device("meta"):
         built = Transformer(FULL)
     assert all(t.is_meta for t in [*built.parameters(), *built.buffers()])
     with pytest.raises(ValueError, match="to_empty"):
         built.init_weights()
     built.to_empty(device="cpu").init_weights()
+    direct = Transformer(FULL)
+    direct.init_weights()
     tokens = torch.arange(24).reshape(2, 12)
     assert torch.equal(direct(tokens), built(tokens))
 
 
-def test_names_and_values_are_the_same_under_compile_and_checkpoint_wrappers():
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    whole = _initialised(FULL)
+def test_wrappers_change_neither_names_nor_values():
+    whole = _initialized(FULL)
     model = Transformer(FULL).to(torch.bfloat16)
     for name, block in model.layers.named_children():
         block = torch.compile(checkpoint_wrapper(block), backend="eager")
@@ -129,11 +122,11 @@ CHANGES = (
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
-def test_what_a_variant_shares_with_others_starts_at_the_same_values(changes):
+def test_variants_share_initial_values(changes):
     args = replace(FULL, init_seed=5)
-    expected, given = _initialised(args), _initialised(replace(args, **changes))
-    assert given.keys() <= expected.keys()
-    for name, value in given.items():
+    expected, found = _initialized(args), _initialized(replace(args, **changes))
+    assert found.keys() <= expected.keys()
+    for name, value in found.items():
         if value.shape == expected[name].shape:
             assert torch.equal(value, expected[name]), name
         else:  # Canon-D without the gate's channels

@@ -5,20 +5,18 @@ import itertools
 import pytest
 import torch
 
-from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.transformer import Transformer
 from tests.reference_model import reference_logits
 from tests.variants import NAMES, build, every_variant, random_tokens, variant
 
 
-def _relative_error(given: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> float:
-    given, expected = given.detach(), expected.detach()
-    return float((given - expected).abs().max() / expected.abs().max().clamp_min(floor))
+def _relative_error(found, expected, floor=0.0):
+    found, expected = found.detach(), expected.detach()
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(floor))
 
 
-def _assert_equals_the_reference(args: ModelArgs, tokens: torch.Tensor) -> None:
-    model = build(args)
-    # the reference in float64: only the model's own rounding counts
+@every_variant
+def test_logits_and_gradients_equal_the_reference(args):
+    model, tokens = build(args), random_tokens(args, rows=2, num_tokens=11)
     params = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
     logits, expected = model(tokens), reference_logits(args, params, tokens)
     assert logits.shape == (*tokens.shape, args.vocab_size)
@@ -26,7 +24,7 @@ def _assert_equals_the_reference(args: ModelArgs, tokens: torch.Tensor) -> None:
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
     (logits * weights).sum().backward()
     (expected * weights).sum().backward()
-    # some gradients are exactly zero (wq at one token): there, rounding is compared with the others
+    # some gradients are exactly zero: compare their rounding with the others
     floor = 1e-2 * max(float(p.grad.abs().max()) for p in params.values())
     for name, parameter in model.named_parameters():
         if "canon" in name and not args.canon_trainable:
@@ -35,13 +33,8 @@ def _assert_equals_the_reference(args: ModelArgs, tokens: torch.Tensor) -> None:
             assert _relative_error(parameter.grad, params[name].grad, floor) < 5e-5, name
 
 
-@every_variant
-def test_logits_and_gradients_equal_the_independent_implementation(args):
-    _assert_equals_the_reference(args, random_tokens(args, rows=2, num_tokens=11))
-
-
-def test_the_original_gpt2_is_transformers_gpt2():
-    """Issue 17, item 6: LayerNorm, gelu and biases, compared without positions on either side."""
+def test_gpt2_equals_that_of_transformers():
+    """LayerNorm, gelu and biases, without positions."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = build(variant("nope gpt2 tied"))
@@ -68,15 +61,15 @@ def test_the_original_gpt2_is_transformers_gpt2():
         torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
-def _influence(model: Transformer, tokens_T: torch.Tensor) -> torch.Tensor:
-    kept: list[torch.Tensor] = []
+def _influence(model, tokens_T):
+    kept = []
 
     def keep(_module, _inputs, output):
         output.retain_grad()
         kept.append(output)
 
     handle = model.tok_embeddings.register_forward_hook(keep)
-    # copy t of the batch asks for logits[t] only: one backward pass gives the whole matrix
+    # row t of the batch uses logits[t] only: one backward pass computes the whole matrix
     logits = model(tokens_T.expand(len(tokens_T), -1))
     handle.remove()
     weights = torch.randn(logits.shape[-1], generator=torch.Generator().manual_seed(0))
@@ -84,13 +77,13 @@ def _influence(model: Transformer, tokens_T: torch.Tensor) -> torch.Tensor:
     return kept[0].grad.abs().amax(dim=-1)
 
 
-# 2 is EOS: it belongs to 7, 5, and the one at the end is a document by itself
+# 2 is EOS, which ends its document
 TOKENS = (7, 5, 2, 9, 11, 4, 2, 2, 6)
 DOCUMENTS = ((0, 1, 2), (3, 4, 5, 6), (7,), (8,))
 
 
 @every_variant
-def test_a_token_sees_itself_and_all_before_it_in_its_document_and_nothing_else(args):
+def test_tokens_depend_on_earlier_ones_of_their_document(args):
     influence = _influence(build(args), torch.tensor(TOKENS))
     everything = tuple(range(len(TOKENS)))
     expected = torch.zeros_like(influence, dtype=torch.bool)
