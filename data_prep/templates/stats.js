@@ -1,5 +1,5 @@
 "use strict";
-// Draws the page's plots from its own JSON; what can be read without it stands in the tables.
+// Draws the page's plots from its JSON; the tables have the same numbers.
 (() => {
   const { color, plain, grouped } = page;
   const splits = page.content.filter((split) => split.documents > 0);
