@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from canon_pretrain.report.decide import ALPHA, holm, two_sided_p
+from canon_pretrain.report.decide import ALPHA, detectable, holm, two_sided_p
 from canon_pretrain.report.noise import (
+    OTHER_GENERATIVE,
     RANGE_OF_8,
     Difference,
     ItemScores,
@@ -97,6 +98,7 @@ class Outcome:
     anywhere: float
     found: dict[float, float]
     found_means: dict[float, float]
+    found_at_detectable: float
     naive: dict[str, float]
 
 
@@ -146,6 +148,7 @@ class Test:
 
     pair: Difference
     suite: int
+    spread: float
     is_mean: bool
     weight: float
 
@@ -187,7 +190,8 @@ def compare_all(scenario: Scenario, shift: float, generator: np.random.Generator
                 )
                 found = paired_difference(*sides, noise)
                 is_mean = len(members) > 1
-                tests.append(Test(found, suite, is_mean, len(tasks) if is_mean else 1.0))
+                spread = math.nan if is_mean else SPREADS[tasks[members[0]]]
+                tests.append(Test(found, suite, spread, is_mean, len(tasks) if is_mean else 1.0))
     return tests
 
 
@@ -215,6 +219,12 @@ def simulate(
         right = _rejected(drawn) & _better(drawn)
         found[shift] = float(right[:, ~is_mean].mean())
         found_means[shift] = float(right[:, is_mean].mean())
+    typical = [test for one in null[:20] for test in one if test.spread == OTHER_GENERATIVE]
+    mean = np.mean([test.pair.noise for test in typical], axis=0)
+    level = ALPHA / sum(test.weight for test in tests if test.suite == typical[0].suite)
+    at_smallest = [compare_all(scenario, detectable(level, *mean), generator) for _ in range(few)]
+    here = np.array([test.spread == OTHER_GENERATIVE for test in tests])
+    shown = (_p(at_smallest) <= level) & _better(at_smallest)
     return Outcome(
         scenario,
         experiments,
@@ -222,6 +232,7 @@ def simulate(
         float(alarms.any(axis=1).mean()),
         found,
         found_means,
+        float(shown[:, here].mean()),
         _naive([[test for test in one if not test.is_mean] for one in null]),
     )
 
@@ -287,7 +298,8 @@ def main(argv: list[str] | None = None) -> None:
 
     def power(x: Outcome) -> dict[str, float]:
         found = {"mean of a suite": x.found_means, "task": x.found}
-        return {f"{kind}, {size:g}": found[kind][size] for kind in found for size in x.found}
+        rates = {f"{kind}, {size:g}": found[kind][size] for kind in found for size in x.found}
+        return rates | {"detectable": x.found_at_detectable}
 
     show(f"{count} experiments", {x.scenario.name: alarms(x) | x.naive for x in outcomes})
     show("planted differences that are found", {x.scenario.name: power(x) for x in outcomes})
