@@ -19,7 +19,7 @@ from pathlib import Path
 
 _asked, _node = os.environ.keys(), os.environ.get("SLURMD_NODENAME", "")
 
-if "RANK" in _asked and "TEST_PACE" in _asked:
+if _asked >= {"RANK", "TEST_PACE"}:
     from canon_pretrain.run.session import Session
 
     _progress = Session.progress
@@ -30,7 +30,7 @@ if "RANK" in _asked and "TEST_PACE" in _asked:
 
     Session.progress = progress
 
-if "RANK" in _asked and "TEST_EVAL_GATE" in _asked:
+if _asked >= {"RANK", "TEST_EVAL_GATE"}:
     from canon_pretrain.run.results import PartialResults
 
     _gate, _add = Path(os.environ["TEST_EVAL_GATE"]), PartialResults.add
