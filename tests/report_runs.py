@@ -82,8 +82,6 @@ def plant_results(
     return folder / "results.json"
 
 
-# -- with a record per item -----------------------------------------------------------------------
-
 EVENTS = [launch("start"), step(10, 7.25), step(20, 6.125)]
 ACC = {"primary": ["acc"], "higher_is_better": {"acc": True}, "chance": 0.5}
 NOT_METRICS = ("doc_id", "filter", "doc_hash", "prompt_hash", "target", "answers", "source")
@@ -179,8 +177,6 @@ def evaluated(
     plant_answers(run, at, "validation", tasks, scores=scores, described=described)
     return folder
 
-
-# -- with a status --------------------------------------------------------------------------------
 
 NOW = datetime(2026, 11, 20, 12, 30, tzinfo=UTC)
 

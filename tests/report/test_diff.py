@@ -63,9 +63,6 @@ def run_command(*arguments: object) -> int:
     return raised.value.code
 
 
-# -- data digests ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changed", "every", "first"),
     [(range(1, 61), 4, 1), (range(11, 61), 4, 11), ([60], 4, 60), ([23], 10, 23), ([], 10, None)],
@@ -88,9 +85,6 @@ def test_of_repeated_steps_the_last_is_compared(pair):
     result = found(*pair(lines(60), interrupted))
     assert result["same"] and result["data_digests"]["common"] == 60
     assert found(*pair(lines(60), [*lines(20), *lost]))["data_digests"]["first_different"] == 21
-
-
-# -- losses ---------------------------------------------------------------------------------------
 
 
 def losses(*values: float) -> Curve | None:
@@ -116,9 +110,6 @@ def test_losses_that_are_not_finite_are_compared():
         result = compare_losses(losses(*values), theirs, 1e-4)
         assert result["first_beyond"] == 10 * (k + 1) and result["largest"] == "Infinity"
     assert compare_losses(losses(*values), None, 1e-4)["common"] == 0
-
-
-# -- records and command --------------------------------------------------------------------------
 
 
 def test_runs_that_differ_in_their_jobs_only_are_the_same(pair, capsys):

@@ -102,9 +102,6 @@ def check_curve(curve: dict[int, dict[str, float]]) -> None:
     assert curve[12] == {name: 0.25, "tokens": 12 * TOKENS_A_STEP}
 
 
-# -- TensorBoard --------------------------------------------------------------------------------
-
-
 def tensorboard_curve(folder: Path) -> dict[int, dict[str, float]]:
     """Read with TensorBoard's own reader: name and value by step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -178,9 +175,6 @@ def test_tensorboard_is_followed_over_launches(tmp_path, monkeypatch):
     curve = tensorboard_curve(tmp_path / "tb")
     losses = {step: values["train/loss"] for step, values in curve.items()}
     assert losses == pytest.approx({step: loss_of(step) for step in range(1, 11)}, nan_ok=True)
-
-
-# -- wandb --------------------------------------------------------------------------------------
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
@@ -281,9 +275,6 @@ def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice, tmp_path):
                 assert SECRET[:12].encode() not in content, f"the secret is in {path}"
 
 
-# -- what both need -----------------------------------------------------------------------------
-
-
 def test_runs_that_differ_in_seeds_only_are_a_group(tmp_path):
     def facts(name: str, **identity: Any) -> RunMetadata:
         return run_metadata(RunRecord(plant_run(tmp_path / name, [], **identity).path), [])
@@ -303,9 +294,6 @@ def test_a_run_in_training_keeps_its_live_copy(killed_twice, capsys):
         export("tensorboard", killed_twice, "--out", killed_twice / "copy")
     finally:
         lock.release()
-
-
-# -- beside the trainer -------------------------------------------------------------------------
 
 
 def test_commands_of_the_live_copies(tmp_path, monkeypatch):

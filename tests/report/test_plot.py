@@ -90,9 +90,6 @@ def test_a_run_with_restarts_is_one_curve(tmp_path):
     assert restarts["meta"]["at"]["wall_hours"][::3] == pytest.approx([2.0, 5.0])
 
 
-# -- downsampling and bands -----------------------------------------------------------------------
-
-
 def test_downsampling_keeps_extremes_gaps_and_ends():
     values = np.random.default_rng(3).normal(3.0, 0.1, 20_000)
     values[[17, 10_000, 19_960]] = 50.0, -20.0, 80.0
@@ -157,9 +154,6 @@ def test_only_runs_that_differ_in_seeds_are_grouped(tmp_path):
     runs = [record(tmp_path / name, LEARNS, **identity) for name, identity in planted.items()]
     entries = {entry.runs: entry.label for entry in group_seeds(runs)}
     assert list(entries) == [(0, 2, 3), (1,), (4,), (5,)] and entries[1,] == "nope_lr"
-
-
-# -- validation and evaluations -------------------------------------------------------------------
 
 
 def test_validation_is_drawn_whole_and_by_source(tmp_path):

@@ -96,9 +96,6 @@ def test_a_real_trace_and_the_command(traced, command):
         command(traced, "--rank", 7)
 
 
-# -- a GPU trace ----------------------------------------------------------------------------------
-
-
 def host(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1, **args: Any) -> dict:
     event = {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 7, "tid": tid}
     return event | {"args": args}
@@ -202,9 +199,6 @@ def test_purposes_by_name():
         "triton_poi_fused_mul_silu_4": None,
     }.items():
         assert purpose_of(name) == purpose
-
-
-# -- files ----------------------------------------------------------------------------------------
 
 
 def test_the_newest_trace_is_taken(tmp_path, command):

@@ -111,9 +111,6 @@ def page(six: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report(six, tmp_path_factory.mktemp("out"))
 
 
-# -- runs -----------------------------------------------------------------------------------------
-
-
 def test_one_run_has_its_numbers_in_all_three_formats(run, capsys):
     page = report([run.path], None)
     assert page == run.path / "report" / "index.html"
@@ -283,9 +280,6 @@ def test_bad_lines_of_a_log_are_reported_once(run, caplog):
         run.log_file.write_bytes(line + b"\n" + run.log_file.read_bytes())
     assert read_runs([run.path])[0].events == before
     assert len(caplog.records) == 1
-
-
-# -- verdicts and scores --------------------------------------------------------------------------
 
 
 def test_the_planted_difference_is_better(page):

@@ -35,9 +35,6 @@ def compared(
     return noise.paired_difference(*sides, seeds)
 
 
-# -- items ----------------------------------------------------------------------------------------
-
-
 def test_variance_equals_a_clustered_regression(rng):
     clusters = np.arange(600) % 40
     weights = np.repeat(rng.uniform(0.5, 4, 15), 40)  # equal per cluster, unequal per item
@@ -104,9 +101,6 @@ def test_interaction_is_part_of_the_spread_of_runs(rng):
     assert found == pytest.approx(answers.mean(axis=1).var(ddof=1), rel=0.3)
 
 
-# -- seeds ----------------------------------------------------------------------------------------
-
-
 def test_range_of_eight_is_2_847_sigma_with_6_3_df(rng):
     ranges = np.ptp(rng.normal(size=(400_000, 8)), axis=1)
     assert ranges.mean() == pytest.approx(noise.RANGE_OF_8, abs=0.005)
@@ -156,9 +150,6 @@ def test_recipes_that_vary_less_are_excluded():
     assert found.variance == pytest.approx(np.var(groups[:2], axis=1, ddof=1).mean())
     # the other way round all are pooled
     assert seed_noise(groups, own_only=True, compared=[not x for x in ours]) == pooled
-
-
-# -- deciding -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("df", [1, 2, 3, 6, 29, 30, 400])
@@ -226,8 +217,6 @@ def test_weighted_holm_steps_down_by_shares(p, seed):
         assert {k for k, x in enumerate(adjusted) if x <= 0.05} == rejected
         assert {k for k, x in enumerate(p) if x <= levels[k]} == rejected
 
-
-# -- pairs ----------------------------------------------------------------------------------------
 
 NOISE = SeedNoise(1e-4, 6.0, "paper", "")
 
@@ -302,9 +291,6 @@ def test_estimated_variance_is_that_of_new_items_and_seeds():
         estimates.append(found.noise.stderr**2)
     # slightly above: the seed variance is at least the interaction
     assert 0.98 < np.mean(estimates) / np.var(differences) < 1.25
-
-
-# -- error rates ----------------------------------------------------------------------------------
 
 
 def check(scenario: simulate.Scenario, experiments: int, seed: int) -> simulate.Outcome:

@@ -35,9 +35,6 @@ def seen_now(*paths: Path) -> list[SimpleNamespace]:
     return [SimpleNamespace(**facts) for facts in summarize_runs([str(path) for path in paths])]
 
 
-# -- states ---------------------------------------------------------------------------------------
-
-
 def test_a_run_that_trains(tmp_path):
     run = training_run(tmp_path, job_id="812", nodes="n[1-2]", restart_count=2, world_size=16)
     make_step(run.path / "checkpoint", 10)
@@ -118,8 +115,6 @@ def test_evaluations_done_and_pending(tmp_path):
     assert summary(run).evaluations == {"done": 3, "pending": 3}
 
 
-# -- damage ---------------------------------------------------------------------------------------
-
 DAMAGE = [
     ("status.json", b'{"state": "runn', "status.json"),
     ("config.json", b"\xff\xfe", "config.json"),
@@ -158,9 +153,6 @@ def test_an_unexpected_error_in_a_run_is_its_problem(tmp_path, monkeypatch):
     (seen,) = seen_now(training_run(tmp_path).path)
     (problem,) = seen.problems
     assert problem.startswith("ZeroDivisionError")
-
-
-# -- the command ----------------------------------------------------------------------------------
 
 
 def test_runs_are_found_by_name_folder_and_pattern(tmp_path, monkeypatch):
