@@ -1,4 +1,4 @@
-"""Runs that suites of text can be asked of, trained in seconds."""
+"""Data and options of small runs on text, trained in seconds, for suites of text."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.planning import train_tokenizer
 from tests.support import ROOT
 
-PIECES = 300
+VOCAB_SIZE = 300
 WORDS = "the a one no river stone light house year born was in of and said went saw".split()
 TRAIN = ROOT / "train_configs" / "debug.toml"
 
@@ -19,10 +19,10 @@ def write_texts(
     folder: Path,
     train: Sequence[str],
     held_out: Sequence[str],
-    vocab_size: int = PIECES,
+    vocab_size: int = VOCAB_SIZE,
     more: Sequence[str] = (),
 ) -> None:
-    """Shards with their tokenizer in `folder`, which learns from those texts and from `more`."""
+    """Write shards to `folder`, with a tokenizer trained on all texts and on `more`."""
     tokenizer = Tokenizer(train_tokenizer([*train, *held_out, *more], vocab_size), "test")
     for name, part in (("train", train), ("validation", held_out)):
         write_shards(
@@ -37,7 +37,7 @@ def write_texts(
 
 
 def write_text_data(folder: Path) -> None:
-    """Shards of five texts, and one held out: train/, validation/, tokenizer.model."""
+    """Write shards of five texts and one held out: train/, validation/, tokenizer.model."""
     texts = [
         " ".join(WORDS[int(pick % np.uint64(len(WORDS)))] for pick in picks)
         for picks in np.random.Philox(key=5).random_raw((6, 1500))
@@ -46,8 +46,8 @@ def write_text_data(folder: Path) -> None:
 
 
 def text_run(data: Path, run: Path) -> list[object]:
-    """The trainer's options beside its config, TRAIN: 12 steps, a checkpoint each 3."""
+    """Options for the config TRAIN: 12 steps, a checkpoint every 3."""
     return [
-        "--data.path", data, "--model.vocab_size", PIECES, "--job.dump_folder", run,
+        "--data.path", data, "--model.vocab_size", VOCAB_SIZE, "--job.dump_folder", run,
         "--training.steps", 12, "--checkpoint.interval", 3, "--run.heartbeat_s", 0.5,
     ]  # fmt: skip

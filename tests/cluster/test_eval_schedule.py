@@ -85,11 +85,9 @@ def submit(*words: object) -> int:
 def watcher(run: Path, *suites: str, expiry_s: float = 600, cap: int = 8, **asked: Any) -> Watcher:
     """A watcher of `suites` at steps 20 and 40, or of SUITES at every tenth step."""
     given = {"suites": [*suites], "every": 20} if suites else {"suites": SUITES, "every": 10}
-    schedules = [Schedule(run, Request(**given | asked), expiry_s=expiry_s)]
-    quiet = Console(file=io.StringIO())
-    return Watcher(
-        schedules, Slurm(), run / "report", max_in_flight=cap, local=False, console=quiet
-    )
+    schedule = Schedule(run, Request(**given | asked), expiry_s=expiry_s)
+    options: Any = {"max_in_flight": cap, "local": False, "console": Console(file=io.StringIO())}
+    return Watcher([schedule], Slurm(), run / "report", **options)
 
 
 def states(watcher: Watcher) -> dict[tuple[int, str], str]:
@@ -152,11 +150,11 @@ def test_concurrent_watchers_submit_each_job_once(slurm, tmp_path):
     environ = slurm.environ | {"PYTHONPATH": str(ROOT)}
 
     def race(cap: int) -> None:
-        started = [
-            subprocess.Popen([*command, str(cap)], env=environ, stdout=subprocess.PIPE, text=True)
-            for _ in range(6)
-        ]
-        assert [(p.wait(120), p.stdout and p.stdout.close())[0] for p in started] == [0] * 6
+        words = [*command, str(cap)]
+        options: Any = {"env": environ, "stdout": subprocess.DEVNULL}
+        assert [p.wait(120) for p in [subprocess.Popen(words, **options) for _ in range(6)]] == [
+            0
+        ] * 6
 
     race(3)
     assert 1 <= len(slurm.jobs()) <= 3
@@ -213,7 +211,7 @@ def test_a_watcher_that_died_before_sbatch_is_replaced(slurm, run):
     assert [lease.job for lease in leases.all()] == [None, "1"]
 
 
-def test_a_watcher_that_slept_through_a_takeover_cancels_its_job(slurm, run, monkeypatch):
+def test_a_job_is_canceled_after_a_takeover(slurm, run, monkeypatch):
     leases, submit = leases_of(run, 20, "jrt"), Slurm.submit
 
     def slow(self: Slurm, *words: Any) -> str:
@@ -274,11 +272,11 @@ def test_waiting_checkpoints_are_not_pruned(slurm, tmp_path):
     watch.poll()
     assert 10 in held_steps(run)
     store(run, 10, "validation")
-    others = run / "evals/holds/step-10.a_person"
-    others.touch()
+    other = run / "evals/holds/step-10.user"
+    other.touch()
     watch.poll()
     assert held_steps(run) == {10, 20, 30, 40}  # the other hold stays
-    others.unlink()
+    other.unlink()
     retention.apply()
     assert folder.steps() == [20, 25] and states(watch)[10, "jrt"] == "done"
 
