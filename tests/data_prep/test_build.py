@@ -141,7 +141,7 @@ def test_the_command_again_and_with_other_options(tmp_path, capsys):
     assert error_codes(capsys.readouterr().err) == ["tokenizer.changed"]
 
 
-def test_a_plan_written_meanwhile_by_another_job_is_no_other_file(tmp_path, monkeypatch):
+def test_a_plan_written_meanwhile_is_not_another_file(tmp_path, monkeypatch):
     listed = Path.iterdir
     write = lambda folder: [(folder / plans.PLAN).write_text("{}"), *listed(folder)][1:]  # noqa: E731
     monkeypatch.setattr(Path, "iterdir", write)
