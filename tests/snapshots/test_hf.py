@@ -1,0 +1,19 @@
+"""What export and import print, and the README of an export."""
+
+from pathlib import Path
+
+import pytest
+
+from canon_pretrain.hf.__main__ import main
+from tests.hf_exports import plant_run
+from tests.variants import VARIANTS, build
+
+
+@pytest.mark.parametrize("name", ["nope ABCD", "rope"])
+def test_output(name, tmp_path, capsys, monkeypatch, snapshot):
+    monkeypatch.chdir(tmp_path)
+    plant_run(Path("run"), build(VARIANTS[name]))
+    main(["export", "run", "out", "--no-tokenizer"])
+    main(["import", "out", "imported"])
+    readme = Path("out", "README.md").read_text()
+    assert capsys.readouterr().out + readme == snapshot
