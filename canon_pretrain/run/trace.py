@@ -51,8 +51,8 @@ def read_trace(path: Path) -> Trace:
     trace = Trace()
     try:
         # names may contain invalid UTF-8
-        with open(path, encoding="utf-8", errors="replace") as text:
-            for event in _events(text, trace):
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for event in _events(file, trace):
                 _keep(event, trace)
     except (OSError, KeyError, ValueError, TypeError) as error:
         text = f"{path} is not a chrome trace: {error!r}"
