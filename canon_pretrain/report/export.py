@@ -365,8 +365,8 @@ def run(arguments: argparse.Namespace) -> int:
     record.folder.read_config()  # raises UserError if it is not a run
     follows, out = arguments.follow, arguments.out or arguments.folder
     if arguments.out is None and not follows and live_holder(record.folder.lock_file):
-        message = "is being trained and may write a live copy: add --out or --follow"
-        raise UserError("export.run_is_live", f"{record.folder.path} {message}")
+        message = f"{record.folder.path} is being trained and may be live: add --out or --follow"
+        raise UserError("export.run_is_live", message)
 
     def open_target(facts: RunMetadata) -> TensorBoardTarget | WandbTarget:
         if arguments.target == "tensorboard":

@@ -244,7 +244,7 @@ def find_runs(patterns: Iterable[str]) -> list[Path]:
         found = [run for path in paths for run in runs_below(Path(path))]
         if not found:
             raise UserError(
-                "run.not_found",
+                "run.not_a_run",
                 f"no run in {given}: expected a run folder (job.dump_folder), a folder of runs, "
                 "or a pattern that matches one",
                 path=given,

@@ -172,7 +172,7 @@ def test_runs_are_found_by_name_folder_and_pattern(tmp_path, monkeypatch):
     assert found("[bold]x[/bold] y") == ["[bold]x[/bold] y"]  # a name, not a pattern
     assert found("deep") == ["deep/er/run"]
     for word in ("notes.txt", "nowhere*"):
-        with refused("run.not_found", path=word):
+        with refused("run.not_a_run", path=word):
             find_runs(["lr2", word])
 
 
