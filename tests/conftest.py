@@ -69,7 +69,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """A Slurm cluster of two nodes; its tests are skipped if it cannot start."""
     if why := missing():
         pytest.skip(f"no Slurm cluster: {why}")
-    with slurm_cluster(tmp_path_factory.mktemp("slurm"), kill_wait=25, grace=60) as cluster:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), kill_wait=60, grace=60) as cluster:
         yield cluster
 
 
