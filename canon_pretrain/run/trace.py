@@ -55,8 +55,8 @@ def read_trace(path: Path) -> Trace:
             for event in _events(file, trace):
                 _keep(event, trace)
     except (OSError, KeyError, ValueError, TypeError) as error:
-        text = f"{path} is not a chrome trace: {error!r}"
-        raise UserError("profile.trace", text, path=path) from None
+        message = f"{path} is not a chrome trace: {error!r}"
+        raise UserError("profile.trace", message, path=path) from None
     return trace
 
 
