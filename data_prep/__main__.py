@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from canon_pretrain.core.cli import command
+from canon_pretrain.core.errors import EPILOG
 
 # Modules data_prep.NAME with add_arguments(parser) and run(arguments), imported only if requested:
 # a build's worker processes import this file too.
@@ -23,9 +24,6 @@ COMMANDS = {
     "show": "print a document or a training window as text, as the model sees it",
     "bench": "compare the speed of tokenizers, build and loader with other libraries",
 }
-EPILOG = (
-    "Errors print a code and exit with 2; the codes are listed in canon_pretrain/error_codes.txt."
-)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

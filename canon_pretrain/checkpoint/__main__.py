@@ -19,8 +19,8 @@ from typing import Any
 from canon_pretrain.checkpoint.folder import CheckpointFolder, tree_bytes
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
 from canon_pretrain.checkpoint.retention import Retention, held_steps
-from canon_pretrain.core.cli import ERRORS, command, positive
-from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.cli import command, positive
+from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.core.terminal import size
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m canon_pretrain.checkpoint",
         description="List, verify and prune the checkpoints of a run.",
-        epilog=ERRORS,
+        epilog=EPILOG,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("list", help="list checkpoints, by manifests and file sizes")

@@ -14,8 +14,6 @@ from canon_pretrain.core.errors import UserError, exit_with
 from canon_pretrain.core.terminal import Rendered, printable
 
 EXIT_INTERRUPTED = 130
-ERRORS = "Errors print a code, listed in canon_pretrain/error_codes.txt, and exit with code 2."
-"""The epilogue of every --help."""
 
 
 class _DroppingFile(io.FileIO):

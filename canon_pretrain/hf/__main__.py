@@ -10,7 +10,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.core.cli import ERRORS, command
+from canon_pretrain.core.cli import command
+from canon_pretrain.core.errors import EPILOG
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -45,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m canon_pretrain.hf",
         description="Export checkpoints to Hugging Face folders, and import them.",
-        epilog=ERRORS,
+        epilog=EPILOG,
     )
     commands = parser.add_subparsers(required=True)
     out = commands.add_parser("export", help="write a checkpoint as a folder for transformers")
