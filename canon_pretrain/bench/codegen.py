@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--models", nargs="+", default=list(MODELS), metavar="M", help=f"of {', '.join(MODELS)}")
     add("--sets", nargs="+", metavar="SET", help="Canon sets (default: more for nope)")
-    about = f"count all, and write {RECORD.name} and {PAGE.name} in {RECORD.parent}"
+    about = f"count all, and write kernels/{RECORD.name} and kernels/{PAGE.name}"
     add("--record", action="store_true", help=about)
 
 
