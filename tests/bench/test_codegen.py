@@ -37,8 +37,7 @@ def _figures(rows):
     for row in rows:
         name = f"{row['model']} {row['canon_set']} {row['backend']}"
         for direction in ("forward", "backward"):
-            counts = {**row[direction], **row[direction]["kib"]}
-            del counts["kib"]
+            counts = dict(row[direction], **row[direction]["kib"], kib=0)
             found |= {f"{name} {direction} {kind}": count for kind, count in counts.items()}
         found[f"{name} saved"] = row["saved_bytes"]
         found[f"{name} extra"] = computed(row, rows)["extra_kib"]
