@@ -177,8 +177,7 @@ def cut(
         centre, position = TOKEN_POSITION, token_position
     else:
         centre, position = NOTHING, len(tokens)
-    # the text before a hit may have more tokens than the whole; `tok_pos` may be another
-    # tokenizer's
+    # the text before a hit may have more tokens than the whole; `tok_pos` of another tokenizer too
     start, end = window(len(tokens), min(position, len(tokens)), limit)
     if start == 0 and end == len(tokens):
         return Cut(text, centre, whole=True)
