@@ -84,6 +84,8 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
             f"({manifest.num_bytes / max(manifest.num_tokens, 1):.3f} bytes/token), "
             f"fingerprint {manifest.fingerprint[:12]}"
         )
+    if plan.options.holdout and not manifests[VALIDATION].num_documents:
+        log("WARNING: no document was held out: use more and smaller ones, or raise --holdout")
     # of whole input groups: their last commit record counts the rows without a document
     whole = [*held_out, *read_commits(out / TRAIN, range(num_groups))]
     for what in ("repaired", "skipped"):

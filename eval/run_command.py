@@ -35,7 +35,7 @@ def add_evaluation_options(parser: argparse._ActionsContainer) -> None:
     add("--batch_tokens", type=int, metavar="N", help=about)
     about = "birth-year: text to hide the statements in (default: the staged WikiText)"
     add("--junk", type=Path, metavar="FILE.txt", help=about)
-    about = "task option, see the README (repeatable)"
+    about = "task option, see eval/README.md (repeatable)"
     add("--option", type=_option, action="append", default=[], metavar="NAME=VALUE", help=about)
 
 

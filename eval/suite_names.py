@@ -22,7 +22,7 @@ ALL = "all"
 MIN_MAX_LENGTHS = {"babilong": 8192, "birth_year": 8192}
 # the suites' folders; the names of their task options begin with these
 FOLDERS = ("discriminative", "jrt", "babilong", "birth_year")
-TASKS = Path(__file__).parent / "tasks"
+TASKS = Path(__file__).resolve().parent / "tasks"
 
 _NAME = re.compile(r"^[ {]*\"?(task|group)\"?:[ \t]+[\"']?([^\s\"',]+)", re.MULTILINE)
 _CLASS = re.compile("^class:", re.MULTILINE)
