@@ -15,7 +15,15 @@ from rich.console import Console
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import FileEntry, Manifest
 from canon_pretrain.checkpoint.retention import Retention, held_steps
-from canon_pretrain.cluster.leases import LOCAL, Leases, NoQueue, Slurm, SlurmTimeout, new_lease
+from canon_pretrain.cluster.leases import (
+    LOCAL,
+    Lease,
+    Leases,
+    NoQueue,
+    Slurm,
+    SlurmTimeout,
+    new_lease,
+)
 from canon_pretrain.core.files import sha256_file
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Results, Score, write_results
@@ -90,6 +98,12 @@ def watcher(run: Path, *suites: str, expiry_s: float = 600, cap: int = 8, **aske
     return Watcher([schedule], Slurm(), run / "report", **options)
 
 
+def current_lease(run: Path, step: int = 20) -> Lease:
+    lease = leases_of(run, step, "jrt").current()
+    assert lease is not None
+    return lease
+
+
 def states(watcher: Watcher) -> dict[tuple[int, str], str]:
     watcher.queue.refresh()
     found = [entry for _, entries in watcher.overview() for entry in entries]
@@ -106,16 +120,12 @@ def test_from_the_first_checkpoint_to_the_report(slurm, run):
     words = slurm.words("1")
     assert f"--output={run}/evals/step-10/jrt/slurm-%j.log" in words
     assert "--partition=short" in words and "--parsable" in words
-    lease = leases_of(run, 10, "jrt").current()
-    assert lease is not None and lease.job == "1" and lease.cluster == "fake"
+    lease = current_lease(run, 10)
+    assert (lease.job, lease.cluster) == ("1", "fake")
     expected = [lease.id, f"{run}/checkpoint/step-10", "jrt", "--max_length", "64"]
     assert words[words.index("--lease") + 1 :] == expected
-    found = states(watch)
-    assert found.pop((10, "validation")) == "done" and found.pop((20, "validation")) == "waiting"
-    assert set(found.values()) == {"queued"}
-
     slurm.set("1", "RUNNING")
-    assert states(watch)[10, "jrt"] == "running"
+    assert [*states(watch).values()] == ["running", "done", "queued", "waiting"]
     store(run, 10, "jrt")
     slurm.set("1", "COMPLETED")
     watch.poll()
@@ -133,9 +143,8 @@ def test_from_the_first_checkpoint_to_the_report(slurm, run):
         assert not watch.is_finished(watch.poll())
         assert slurm.names.count("eval-report-run") == 1
     number = [*slurm.jobs()][-1]
-    words = slurm.words(number)
-    mark, *words = words[words.index("--mark") + 1 :]
-    assert words == [str(run), "--out", f"{run}/report"]
+    *_, option, mark, name, out, report = slurm.words(number)
+    assert (option, name, out, report) == ("--mark", str(run), "--out", f"{run}/report")
     Path(mark).touch()
     slurm.set(number, "FORGOTTEN")
     assert watch.is_finished(watch.poll()) and slurm.names.count("eval-report-run") == 1
@@ -147,19 +156,11 @@ def test_concurrent_watchers_submit_each_job_once(slurm, tmp_path):
     runs = [write_run(tmp_path / f"run-{k}", 20, 40) for k in range(2)]
     command = [sys.executable, "-m", "eval", "submit", *map(str, runs), "--suites"]
     command += ["jrt,babilong,validation", "--every", "20", "--once", "--max_in_flight"]
-    environ = slurm.environ | {"PYTHONPATH": str(ROOT)}
-
-    def race(cap: int) -> None:
-        words = [*command, str(cap)]
-        options: Any = {"env": environ, "stdout": subprocess.DEVNULL}
-        assert [p.wait(120) for p in [subprocess.Popen(words, **options) for _ in range(6)]] == [
-            0
-        ] * 6
-
-    race(3)
-    assert 1 <= len(slurm.jobs()) <= 3
-    for _ in range(2):
-        race(1000)
+    options: Any = {"env": slurm.environ | {"PYTHONPATH": str(ROOT)}, "stdout": subprocess.DEVNULL}
+    for cap, most in ((3, 3), (1000, 12), (1000, 12)):
+        started = [subprocess.Popen([*command, str(cap)], **options) for _ in range(6)]
+        assert [process.wait(120) for process in started] == [0] * 6
+        assert 1 <= len(slurm.jobs()) <= most
     assert len(slurm.names) == len(set(slurm.names)) == 12
     jobs = slurm.jobs()
     for lease in (Leases(path).current() for run in runs for path in run.glob("evals/*/*/leases")):
@@ -201,29 +202,26 @@ def test_in_doubt_nothing_is_submitted(slurm, run):
     assert slurm.jobs() == {}  # this cluster does not know jobs of another one
 
 
-def test_a_watcher_that_died_before_sbatch_is_replaced(slurm, run):
-    leases, patient = leases_of(run, 20, "jrt"), watcher(run, "jrt")
-    assert leases.claim(new_lease(1, name="eval-x-1234"))
-    patient.poll()
-    assert slurm.jobs() == {} and states(patient) == {(20, "jrt"): "claimed"}
-    watcher(run, "jrt", expiry_s=-1).poll()
-    assert len(slurm.jobs()) == 1
-    assert [lease.job for lease in leases.all()] == [None, "1"]
+@pytest.mark.parametrize("died", ["before", "after"])
+def test_a_watcher_that_died_around_sbatch(slurm, run, monkeypatch, died):
+    """A job that was submitted but not recorded is found by its name."""
+    leases, patient, submit = leases_of(run, 20, "jrt"), watcher(run, "jrt"), Slurm.submit
 
+    def silent(self: Slurm, *words: Any) -> str:
+        if died == "after":
+            submit(self, *words)
+        raise SlurmTimeout("test.timeout", "no answer")
 
-def test_a_job_is_canceled_after_a_takeover(slurm, run, monkeypatch):
-    leases, submit = leases_of(run, 20, "jrt"), Slurm.submit
-
-    def slow(self: Slurm, *words: Any) -> str:
-        assert leases.claim(new_lease(2, job="77"))
-        return submit(self, *words)
-
-    monkeypatch.setattr(Slurm, "submit", slow)
-    watcher(run, "jrt").poll()
-    assert slurm.jobs()["1"][0] == "CANCELLED"
-    first, current = leases.all()
-    assert current.job == "77"
-    assert start_job(leases, "1", first.id, 3)[0] == 3
+    with monkeypatch.context() as patch, pytest.raises(SlurmTimeout):
+        patch.setattr(Slurm, "submit", silent)
+        patient.poll()
+    if died == "before":
+        patient.poll()
+        assert slurm.jobs() == {} and states(patient) == {(20, "jrt"): "claimed"}
+    watch = watcher(run, "jrt", expiry_s=-1)
+    watch.poll()
+    assert len(slurm.jobs()) == 1 and states(watch) == {(20, "jrt"): "queued"}
+    assert [lease.job for lease in leases.all()] == ([None, "1"] if died == "before" else ["1"])
 
 
 def test_a_refused_sbatch_is_no_attempt(slurm, run):
@@ -235,21 +233,6 @@ def test_a_refused_sbatch_is_no_attempt(slurm, run):
     slurm.break_down("sbatch", "")
     watch.poll()
     assert states(watch) == {(20, "jrt"): "queued"}
-
-
-def test_an_sbatch_timeout_may_have_submitted_the_job(slurm, run, monkeypatch):
-    """The job is found by its name, as after a watcher died before recording it."""
-    watch, submit = watcher(run, "jrt", expiry_s=-1), Slurm.submit
-
-    def silent(self: Slurm, *words: Any) -> str:
-        submit(self, *words)
-        raise SlurmTimeout("test.timeout", "no answer")
-
-    monkeypatch.setattr(Slurm, "submit", silent)
-    with pytest.raises(SlurmTimeout):
-        watch.poll()
-    watch.poll()
-    assert len(slurm.jobs()) == 1 and states(watch) == {(20, "jrt"): "queued"}
 
 
 # ---- retention
@@ -300,8 +283,7 @@ def test_missing_or_damaged_steps_do_not_block(slurm, run):
 def test_an_abandoned_branch_takes_its_leases_along(slurm, run):
     watch = watcher(run, "jrt", every=10)
     watch.poll()
-    lease = leases_of(run, 20, "jrt").current()
-    assert lease is not None
+    lease = current_lease(run)
     CheckpointFolder(run / "checkpoint").archive_after(15, run, "a test")
     assert start_job(leases_of(run, 20, "jrt"), "2", lease.id, 3)[0] == 3
     save(run, 20)
@@ -360,17 +342,27 @@ def test_one_run_has_one_schedule(run):
 # ---- started jobs
 
 
-def test_a_job_checks_its_lease(run):
-    leases, lease = leases_of(run, 10, "jrt"), new_lease(1)
-    assert leases.claim(lease)
-    words = ["begin", "--job", "5", "--lease", lease.id, "--", f"{run}/checkpoint/step-10", "jrt"]
-    schedule.main(words)
-    current = leases.current()
-    assert current is not None and current.job == "5"
-    assert leases.claim(new_lease(2))
+def test_a_job_that_lost_its_lease_ends(slurm, run, monkeypatch):
+    """A watcher cancels such a job, and its script exits with 3; jobs by hand need no lease."""
+    leases, submit = leases_of(run, 20, "jrt"), Slurm.submit
+
+    def slow(self: Slurm, *words: Any) -> str:
+        assert leases.claim(new_lease(2))
+        return submit(self, *words)
+
+    monkeypatch.setattr(Slurm, "submit", slow)
+    watcher(run, "jrt").poll()
+    assert slurm.jobs()["1"][0] == "CANCELLED"
+    checkpoint = f"{run}/checkpoint/step-20"
+    first, second = (
+        ["begin", "--job", "5", "--lease", lease.id, "--", checkpoint, "jrt"]
+        for lease in leases.all()
+    )
+    schedule.main(second)
+    assert current_lease(run).job == "5"
     with pytest.raises(SystemExit, match="3"):
-        schedule.main(words)
-    schedule.main(["begin", "--job", "6", f"{run}/checkpoint/step-10", "jrt"])  # submitted by hand
+        schedule.main(first)
+    schedule.main(["begin", "--job", "6", checkpoint, "jrt"])
     schedule.main(["begin", "--job", "6", str(run), "jrt,validation"])
     assert (run / "evals/step-20/jrt,validation/leases/restarts.json").is_file()
 

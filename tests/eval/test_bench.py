@@ -11,7 +11,7 @@ from eval.__main__ import main
 from eval.bench import CASES, agreement
 from tests.data_folders import make_data_folder, sentence
 from tests.hf_exports import plant_run
-from tests.support import error_codes, refused
+from tests.support import refused
 from tests.variants import build, variant
 
 SAME = [(-1.0, True), (-2.0, False)]
@@ -37,12 +37,6 @@ def test_what_counts_as_the_same_answer(name, ours, theirs, found):
             agreement(name, ours, theirs, torch.float32)
     else:
         assert agreement(name, ours, theirs, torch.float32) == found
-
-
-def test_an_unknown_case_is_refused(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["bench", "--cases", "jtr"])
-    assert error_codes(capsys.readouterr().err) == ["config.unknown_choice"]
 
 
 @pytest.mark.system

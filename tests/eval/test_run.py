@@ -12,6 +12,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
 from canon_pretrain.checkpoint.weights import strip_to_weights
@@ -30,7 +31,6 @@ from canon_pretrain.run.results import (
     Score,
     TaskResult,
     read_results,
-    read_samples,
 )
 from eval.__main__ import main
 from eval.harness import open_tasks
@@ -145,49 +145,27 @@ def change_config(run: Path, change: Change) -> None:
     (run / "config.json").write_text(json.dumps(record))
 
 
-@pytest.mark.system
-def test_birth_year_from_checkpoint_to_results(run, evaluate):
-    printed = evaluate("birth-year", *SHORT, "--limit", 3)
-    assert "freezing" in printed and "2-hop-4096 (max_length 900)" in printed
-    (path,) = paths_of(run, "birth-year")
-    results = read_results(path)
-    assert {"1-hop-0", "1-hop-random-0", "2-hop-0"} <= set(results.scores)
-    tasks, records = results.asked["tasks"], read_samples(path.parent)
-    for name, scores in results.scores.items():
-        samples = records[name]
-        assert set(scores) == {"exact", "rank"} and results.num_samples[name] == 3
-        for metric, score in scores.items():
-            assert score.value == pytest.approx(np.mean([sample[metric] for sample in samples]))
-        assert tasks[name]["primary"] == ["exact"] and tasks[name]["version"] == 2
-        assert tasks[f"{name}_rank"]["part_of"] == name
-        assert set(samples[0]) >= {"exact", "rank", "answers", "answers_rank", "doc_hash"}
-    # another step has the same probes; the same question is not evaluated again
-    assert "freezing" not in evaluate("birth-year", *SHORT, "--limit", 3, step=2)
-    assert not is_new(evaluate("birth-year", *SHORT, "--limit", 3))
-
-
 def test_without_wikitext_only_sets_without_text(copy, evaluate, tmp_path, monkeypatch):
     """The command that stages the missing text is printed (issue 17, item 2)."""
     monkeypatch.setenv("CANON_EVAL_DATA", str(tmp_path / "none"))
     printed = evaluate("birth-year", *SHORT, "--limit", 1, of=copy)
     assert "1-hop-256" in printed and "--only wikitext" in printed
-    found = result_of(copy, "birth-year").scores
-    assert set(found) == {"1-hop-0", "1-hop-random-0", "2-hop-0"}
+    assert set(result_of(copy, "birth-year").scores) == {"1-hop-0", "1-hop-random-0", "2-hop-0"}
     assert "eval stage" in evaluate("1-hop-256", *SHORT, of=copy, refused="probes.missing")
+    with small_disk(tmp_path / "full", "size=64k"):
+        words = (*SHORT, "--out", tmp_path / "full/out")
+        assert "full/out/probes" in evaluate("birth-year", *words, refused="eval.cannot_write")
 
 
-@pytest.mark.system
 def test_a_junk_file_is_another_question(copy, evaluate, tmp_path):
     """It has its own sets and results (issue 17, item 2)."""
-    words, junk = (*SHORT, "--limit", 1), tmp_path / "junk.txt"
+    words, junk = ("1-hop-256", *SHORT, "--limit", 1), tmp_path / "junk.txt"
     junk.write_text(" ".join(f"Here is a marked line of {word}." for word in WORDS * 5))
     for more in ((), ("--junk", junk)):
-        assert is_new(evaluate("birth-year", *words, *more, of=copy))
-        assert not is_new(evaluate("birth-year", *words, *more, of=copy))
+        assert is_new(evaluate(*words, *more, of=copy))
+        assert not is_new(evaluate(*words, *more, of=copy))
     frozen = [path.read_text() for path in (copy / "evals/probes").glob("1-hop-256-*.jsonl")]
     assert sorted("marked line" in text for text in frozen) == [False, True]
-    assert len(paths_of(copy, "birth-year")) == 2
-    assert "1-hop-256" in evaluate("1-hop-256", *words, "--junk", junk, of=copy)
 
 
 TASK = """
@@ -263,29 +241,26 @@ def load(**_):
 
 
 @pytest.mark.parametrize("source", ["", ", source: page"])
-def test_exact_match_has_a_standard_error(task_file, source):
-    """Over items, or over the sources that a task names (issue 17, item 3)."""
+def test_standard_errors_and_bounds_of_scores(task_file, source):
+    """Over items, or over the sources that a task names; Wilson's interval for 0 and 1 (issue 17,
+    item 3)."""
     task_file.with_name("colours.py").write_text(SHARED)
     task_file.write_text(GENERATE + f"metadata: {{version: 1{source}}}\n")
     task = open_tasks("colours", task_file, {}, None, None)["colours"]
-    parrot = ScriptedLM(lambda request: request.args[0].split()[-1])
-    score = task.run(parrot)["colours"].scores["exact_match"]  # type: ignore[arg-type]
+
+    def score_of(answer: Callable[[Instance], str]) -> Score:
+        return task.run(ScriptedLM(answer))["colours"].scores["exact_match"]  # type: ignore[arg-type]
+
+    score = score_of(lambda request: request.args[0].split()[-1])
     right = np.array([float(str(k % 3 if k < 9 else k) == str(k % 2)) for k in range(12)])
     assert 0 < score.value == right.mean() < 1 and score.bound is None
     means = right.reshape(3, 4).mean(axis=1) if source else right
     assert score.stderr == pytest.approx(np.sqrt(means.var(ddof=1) / len(means)))
-
-
-def test_scores_of_0_and_1_have_wilsons_interval(copy, evaluate, task_file):
-    """Not a standard error of 0 (issue 17, item 3)."""
-    task_file.with_name("colours.py").write_text(LOAD.replace("[1, 0, 2]", "[1, 1, 1]"))
-    task_file.write_text(TASK.replace("[red, green, blue]", "[x, ' grass', y]"))
-    printed = evaluate(str(task_file), of=copy)
-    score = result_of(copy, "colours").scores["colours"]["acc"]
-    end = 1.959964**2 / (3 + 1.959964**2)
-    expected = end if score.value == 0 else 1 - end
-    assert score.value in (0, 1) and score.stderr is None
-    assert score.bound == pytest.approx(expected) and f"{expected:.4f}" in printed
+    end = 1.959964**2 / (len(means) + 1.959964**2)
+    for answer, value, bound in ((None, 0, end), ("answer", 1, 1 - end)):
+        score = score_of(lambda request, answer=answer: request.doc.get(answer, "none"))
+        assert score.value == value and score.stderr is None
+        assert score.bound == pytest.approx(bound)
 
 
 def test_invalid_requests(evaluate, task_file):
@@ -321,12 +296,6 @@ def test_what_does_not_load(copy, evaluate, task_file):
         (copy / "config.json").write_text(whole)
     (copy / "checkpoint" / "step-3" / ".metadata").write_bytes(b"\x80\x04garbage")
     evaluate("validation", of=copy, refused="checkpoint.damaged")
-
-
-def test_a_full_disk_for_the_probes(evaluate, tmp_path):
-    with small_disk(tmp_path / "full", "size=64k"):
-        words = (*SHORT, "--out", tmp_path / "full/out")
-        assert "full/out/probes" in evaluate("birth-year", *words, refused="eval.cannot_write")
 
 
 def test_other_results_are_not_overwritten(evaluate, tmp_path, copy):

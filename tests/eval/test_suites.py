@@ -65,6 +65,11 @@ def test_all_suites_alike_on_one_rank_and_on_two(base, tmp_path, capsys):
         samples = read_samples(tmp_path / "one" / suite)
         assert samples == read_samples(tmp_path / "two" / suite)
         assert set(samples) == ({suite} if suite == "validation" else set(one[suite].scores))
+    samples = read_samples(tmp_path / "one" / "birth-year")
+    for task, scores in one["birth-year"].scores.items():
+        for metric, score in scores.items():
+            values = [sample[metric] for sample in samples[task]]
+            assert len(values) == 2 and score.value == pytest.approx(sum(values) / 2)
     # each score of Figures 17 and 25
     assert [len(one[s].scores) for s in ("discriminative", "jrt", "babilong")] == [9, 12, 20]
     assert one["jrt"].asked["tasks"]["jrt_fda"]["counts"]["kept"] > 0
