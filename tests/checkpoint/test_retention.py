@@ -236,7 +236,7 @@ def test_a_kill_at_any_moment_loses_no_verified_step(run, tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["nothing", "another step", "short"])
-def test_the_output_of_strip_is_checked_before_the_step_is_replaced(run, wrong):
+def test_stripped_weights_are_checked_before_they_replace_a_step(run, wrong):
     def strip(checkpoint: Path, temporary: Path) -> None:
         if wrong == "another step":
             make_step(temporary.parent, 11, "weights", name=temporary.name)
