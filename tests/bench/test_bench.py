@@ -64,19 +64,6 @@ def run(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.system
-@pytest.mark.filterwarnings(*TORCHTITANS)
-def test_all_writes_every_bench_into_one_file(run, monkeypatch):
-    small = {name: [*SMALL, *QUICK] for name in BENCHES} | {"memory": [*SMALL]}
-    small["generate"] = "--flavor debug --prompt-tokens 8 --new-tokens 4 --pairs 1".split()
-    small["trainer"] = ["--config", DEBUG, "--repeats", "2", "--steps", "1"]
-    monkeypatch.setattr(bench_main, "ALL_OPTIONS", small)
-    results = run("all")["results"]
-    assert tuple(results) == BENCHES
-    for name, result in results.items():
-        assert result["bench"] == name and "error" not in result, result
-
-
 def test_all_continues_after_failures(run, monkeypatch, tmp_path):
     faults = {"canon": UserError("bench.failed", "failed"), "generate": RuntimeError("a fault")}
 
@@ -91,6 +78,19 @@ def test_all_continues_after_failures(run, monkeypatch, tmp_path):
     results = json.loads((tmp_path / "result.json").read_text())["results"]
     assert tuple(results) == BENCHES
     assert {name for name, result in results.items() if "error" in result} == faults.keys()
+
+
+@pytest.mark.system
+@pytest.mark.filterwarnings(*TORCHTITANS)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "generate --flavor debug --prompt-tokens 8 --new-tokens 4 --pairs 1",
+        f"trainer --config {DEBUG} --repeats 2 --steps 1",
+    ],
+)
+def test_generate_and_trainer_run(words, run):
+    assert run(*words.split())["bench"] == words.split()[0]
 
 
 def test_attention_compares_the_available_implementations(run):
@@ -193,18 +193,15 @@ def test_a_wrong_or_failing_kernel_leaves_the_others(run, monkeypatch, bad, good
     assert result["unavailable"][f"A, C by {bad}"].startswith(reason)
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
+def test_bad_options_are_refused(run, capsys):
+    for words, code in (
         ("step --flavor 1b4", "model.unknown_flavor"),
         ("step --sets AE", "model.canon_set"),
         ("step --backends tritn", "config.unknown_choice"),
         ("step --backends triton", "bench.unavailable"),
         ("canon --json /nowhere/x", "bench.no_folder"),
-    ],
-)
-def test_bad_options_are_refused(words, code, run, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(words.split())
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and error_codes(error) == [code] and error.count("\n") == 1
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(words.split())
+        error = capsys.readouterr().err
+        assert error_codes(error) == [code] and error.count("\n") == 1

@@ -15,7 +15,7 @@ from canon_pretrain.model.args import flavor
 from tests.support import ROOT
 
 RECORDED = json.loads(RECORD.read_text())
-MODELS = ("nope", "rope", "partial_rope_c", "rope_documents", "rope_standard_gelu", "released_1b")
+MODELS = ("nope", "rope_documents", "rope_standard_gelu", "released_1b")
 
 
 @pytest.fixture(scope="module")

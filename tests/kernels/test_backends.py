@@ -1,8 +1,6 @@
 """The reference against independent formulas, and the choice of a backend."""
 
-import copy
 import itertools
-import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -12,24 +10,16 @@ import torch.nn.functional as F
 from canon_pretrain.kernels import backends
 from canon_pretrain.kernels.backends import canon, canon_gate, canon_reference
 from canon_pretrain.model.transformer import Transformer
+from tests.canon_inputs import PLAIN, randoms
 from tests.reference_model import canon_by_loops
 from tests.support import refused
-from tests.variants import build, random_tokens, variant
-
-PLAIN = {"residual": True, "activation": False}
-
-
-def _inputs(num_tokens: int, num_taps: int, dtype: torch.dtype = torch.float64):
-    generator = torch.Generator().manual_seed(num_tokens * 10 + num_taps)
-    x = torch.randn(2, num_tokens, 5, generator=generator, dtype=dtype)
-    weight = torch.randn(5, 1, num_taps, generator=generator, dtype=dtype)
-    return x, weight
+from tests.variants import variant
 
 
 @pytest.mark.parametrize("num_taps", [2, 3, 4])
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 9])
 def test_the_reference_equals_loops_and_conv1d(num_tokens, num_taps):
-    x, weight = _inputs(num_tokens, num_taps)
+    x, weight = randoms((2, num_tokens, 5), (5, 1, num_taps))
     convolved = F.conv1d(F.pad(x.transpose(1, 2), (num_taps - 1, 0)), weight, groups=5)
     convolved = convolved.transpose(1, 2)
     for residual, activation in itertools.product((True, False), repeat=2):
@@ -42,7 +32,7 @@ def test_the_reference_equals_loops_and_conv1d(num_tokens, num_taps):
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 def test_bfloat16_is_summed_in_float32(weight_dtype):
-    x, weight = _inputs(9, 4, torch.bfloat16)
+    x, weight = randoms((2, 9, 5), (5, 1, 4), dtype=torch.bfloat16)
     y = canon_reference(x, weight.to(weight_dtype), **PLAIN)
     exact = canon_reference(x.float(), weight.float(), **PLAIN)
     # rounded once, at the end
@@ -64,42 +54,27 @@ def test_bad_shapes_and_unavailable_backends_are_refused(monkeypatch):
         Transformer(variant("nope ABCD"), canon_backend="tritan")
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "interpret", "reason"),
-    [
+def test_why_triton_is_unavailable(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device, dtype, interpret, reason in (
         ("cpu", torch.float32, "0", "TRITON_INTERPRET=1"),
         ("cpu", torch.float32, "1", "None"),
         ("cpu", torch.float64, "1", "float64"),
         ("mps", torch.float32, "0", '"mps"'),
         ("cuda", torch.bfloat16, "0", "CUDA"),
-    ],
-)
-def test_why_triton_is_unavailable(monkeypatch, device, dtype, interpret, reason):
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", interpret)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert reason in str(backends.backend_problem("triton", device, dtype))
+    ):
+        monkeypatch.setenv("TRITON_INTERPRET", interpret)
+        assert reason in str(backends.backend_problem("triton", device, dtype))
 
 
 @pytest.mark.parametrize("backend", ["compiled", "causal_conv1d", "fla", "triton"])
 def test_backends_fall_back_to_compiled(monkeypatch, backend):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    generator = torch.Generator().manual_seed(0)
-    gate, up, weight = (
-        torch.randn(shape, generator=generator).double() for shape in [(2, 9, 8)] * 2 + [(16, 1, 4)]
-    )
+    gate, up, weight = randoms((2, 9, 8), (2, 9, 8), (16, 1, 4))
     expected = canon(gate, weight[:8], **PLAIN, backend="reference")
     torch.testing.assert_close(canon(gate, weight[:8], **PLAIN, backend=backend), expected)
     for relu2 in (False, True):
         expected = canon_gate(gate, up, weight, **PLAIN, relu2=relu2, backend="reference")
         given = canon_gate(gate, up, weight, **PLAIN, relu2=relu2, backend=backend)
         torch.testing.assert_close(given, expected)
-
-
-@pytest.mark.parametrize("name", ["nope ABCD documents", "rope BD gqa"])
-def test_a_copied_or_pickled_model_equals_the_reference(name):
-    args = variant(name)
-    expected, model = build(args, canon_backend="reference"), build(args)
-    tokens = random_tokens(args, rows=2, num_tokens=13)
-    torch.testing.assert_close(copy.deepcopy(model)(tokens), expected(tokens))
-    assert torch.equal(pickle.loads(pickle.dumps(model))(tokens), model(tokens))

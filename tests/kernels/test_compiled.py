@@ -9,14 +9,13 @@ import torch.nn.functional as F
 from canon_pretrain.kernels import compiled
 from canon_pretrain.kernels.backends import canon_reference
 from canon_pretrain.kernels.compiled import canon_compiled, canon_gate_compiled
-from canon_pretrain.model.cache import BEFORE_START
+from tests.canon_inputs import KINDS, every_kind, randoms, segments_of
 
 # from inside dynamo
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
-OPTIONS = [{"residual": r, "activation": a} for r in (True, False) for a in (True, False)]
 
 
 @pytest.fixture(params=["eager", "CPU", "GPU"])
@@ -30,17 +29,6 @@ def form(request, monkeypatch):
 every_form = pytest.mark.usefixtures("form")
 
 
-def _random(*shape, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def _segments(num_tokens, num_taps):
-    generator = torch.Generator().manual_seed(0)
-    numbers = torch.randint(0, num_tokens // 3 + 2, (2, num_tokens), generator=generator)
-    return F.pad(numbers.sort(dim=1).values.int(), (num_taps - 1, 0), value=BEFORE_START)
-
-
 def _gate_reference(gate, up, weight, *, relu2, **options):
     both = zip((gate, up), weight.split(gate.shape[2]), strict=True)
     gate, up = (canon_reference(x, w, activation=False, **options) for x, w in both)
@@ -51,7 +39,7 @@ def _assert_same(function, reference, inputs, options):
     """Values, gradients and dtypes are equal; inputs and the output's gradient are not changed."""
     copies = [[x.detach().requires_grad_() for x in inputs] for _ in range(2)]
     found, expected = function(*copies[0], **options), reference(*copies[1], **options)
-    dy = _random(*expected.shape, dtype=expected.dtype, seed=1)
+    (dy,) = randoms(expected.shape, dtype=expected.dtype, seed=1)
     kept = dy.clone()
     ours = [found, *torch.autograd.grad(found, copies[0], dy)]
     torch.testing.assert_close(ours, [expected, *torch.autograd.grad(expected, copies[1], dy)])
@@ -63,11 +51,13 @@ def _assert_same(function, reference, inputs, options):
 @pytest.mark.parametrize("num_taps", [2, 4, 5, 16])
 @pytest.mark.parametrize("num_tokens", [1, 3, 5, 64])
 def test_values_and_gradients_equal_the_reference(num_tokens, num_taps):
-    x, weight = _random(2, num_tokens, 11), _random(11, 1, num_taps)
-    gate = x[..., :7], _random(2, num_tokens, 7, seed=1), _random(14, 1, num_taps)
-    for segments in ({"segments_BN": None}, {"segments_BN": _segments(num_tokens, num_taps)}):
-        for options in OPTIONS:
-            _assert_same(canon_compiled, canon_reference, (x, weight), options | segments)
+    channels = (3, num_tokens, 7)
+    gate = randoms(channels, channels, (14, 1, num_taps))
+    for every in (0, 3):
+        segments = {"segments_BN": segments_of(num_tokens, num_taps - 1, every)}
+        for kind in KINDS:
+            inputs = gate[0], gate[2][:7]
+            _assert_same(canon_compiled, canon_reference, inputs, kind | segments)
         for residual, relu2 in itertools.product((True, False), repeat=2):
             options = {"residual": residual, "relu2": relu2}
             _assert_same(canon_gate_compiled, _gate_reference, gate, options | segments)
@@ -78,26 +68,25 @@ def _transposed(x):
 
 
 @every_form
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_inputs_and_gradients_need_not_be_contiguous(options):
-    x, weight = _random(2, 21, 6).requires_grad_(), _random(6, 1, 4).requires_grad_()
-    for dy in (torch.ones(()).double().expand(x.shape), _transposed(_random(2, 21, 6, seed=2))):
-        expected = torch.autograd.grad(canon_reference(x, weight, **options), (x, weight), dy)
-        y = canon_compiled(_transposed(x), weight, **options)
+@every_kind
+def test_inputs_and_gradients_need_not_be_contiguous(kind):
+    x, weight, other = (v.requires_grad_() for v in randoms((2, 21, 6), (6, 1, 4), (2, 21, 6)))
+    for dy in (torch.ones(()).double().expand(x.shape), _transposed(other.detach())):
+        expected = torch.autograd.grad(canon_reference(x, weight, **kind), (x, weight), dy)
+        y = canon_compiled(_transposed(x), weight, **kind)
         torch.testing.assert_close(torch.autograd.grad(y, (x, weight), dy), expected)
 
 
 @every_form
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_errors_equal_the_references(dtype):
-    inputs = _random(3, 129, 16).to(dtype), 0.5 * _random(16, 1, 4).to(dtype)
-    dy = _random(3, 129, 16, seed=5).to(dtype)
+    *inputs, dy = randoms((3, 129, 16), (16, 1, 4), (3, 129, 16), dtype=dtype)
     runs = (torch.float64, canon_reference), (dtype, canon_compiled), (dtype, canon_reference)
-    for options in OPTIONS:
+    for kind in KINDS:
         found = []
         for each, function in runs:
             leaves = [x.to(each).requires_grad_() for x in inputs]
-            y = function(*leaves, **options)
+            y = function(*leaves, **kind)
             assert y.dtype == each
             found.append([y, *torch.autograd.grad(y, leaves, dy.to(each))])
         for exact, ours, theirs in zip(*found, strict=True):
@@ -105,20 +94,9 @@ def test_low_precision_errors_equal_the_references(dtype):
             assert errors[0] <= 1.02 * errors[1]
 
 
-@every_form
-def test_the_weight_gradient_is_deterministic():
-    x, weight = _random(4, 131, 24, dtype=torch.float32), _random(24, 1, 4, dtype=torch.float32)
-    weight.requires_grad_()
-    grads = []
-    for _ in range(5):
-        y = canon_compiled(x, weight, residual=True, activation=True)
-        grads += torch.autograd.grad(y.square().sum(), weight)
-    assert all(torch.equal(grads[0], other) for other in grads)
-
-
 GATE = canon_gate_compiled, _gate_reference
 TRACED = [
-    *((canon_compiled, canon_reference, OPTIONS[i], 4) for i in (0, 3)),
+    (canon_compiled, canon_reference, {"residual": True, "activation": True}, 4),
     (*GATE, {"residual": True, "relu2": False}, 4),
     (*GATE, {"residual": True, "relu2": True}, 5),
 ]
@@ -130,7 +108,7 @@ def test_the_traced_gpu_form(function, reference, options, taps, monkeypatch):
     """By dynamo, and inductor's decompositions and partitioner."""
     monkeypatch.setattr(compiled, "is_cuda", lambda _: True)
     torch.compiler.reset()
-    inputs = [_random(2, 32, 6, seed=i) for i in range(2 if "relu2" in options else 1)]
-    inputs.append(_random(6 * len(inputs), 1, taps))
+    count = 2 if "relu2" in options else 1
+    inputs = randoms(*[(3, 32, 6)] * count, (6 * count, 1, taps))
     traced = torch.compile(function, backend="aot_eager_decomp_partition", fullgraph=True)
-    _assert_same(traced, reference, inputs, options | {"segments_BN": _segments(32, taps)})
+    _assert_same(traced, reference, inputs, options | {"segments_BN": segments_of(32, taps - 1)})

@@ -71,17 +71,16 @@ def test_commands_refuse_an_unusable_gpu(broken_gpu, data_folder, tmp_path, caps
     train.main([*command, "--dry_run"])
 
 
-@pytest.mark.parametrize(
-    ("node", "cores", "expected"),
-    [("1", "48-50,144\n", {48, 49, 50, 144}), ("-1", "0-3", set()), ("1", "", set())],
-)
-def test_numa_cores_of_a_gpu(node, cores, expected, tmp_path, monkeypatch):
+def test_numa_cores_of_a_gpu(tmp_path, monkeypatch):
     place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {2: place}.get)
     assert hardware.numa_cores(2, tmp_path) == set()
-    write(tmp_path / "sys/bus/pci/devices/0000:dc:01.0/numa_node", f"{node}\n")
-    write(tmp_path / "sys/devices/system/node/node1/cpulist", cores)
-    assert hardware.numa_cores(2, tmp_path) == expected
+    device, node_1 = "sys/bus/pci/devices/0000:dc:01.0", "sys/devices/system/node/node1"
+    cases = ("1", "48-50,144\n", {48, 49, 50, 144}), ("-1", "0-3", set()), ("1", "", set())
+    for node, cores, expected in cases:
+        write(tmp_path / device / "numa_node", f"{node}\n")
+        write(tmp_path / node_1 / "cpulist", cores)
+        assert hardware.numa_cores(2, tmp_path) == expected
 
 
 def test_available_memory_is_limited_by_cgroups(tmp_path):

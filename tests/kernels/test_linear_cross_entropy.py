@@ -59,27 +59,47 @@ def test_derivatives_in_float64(terms, chunk_tokens):
     assert not grads[0][0][[2, -1]].any()
 
 
+def _assert_errors_equal_those_of_whole_logits(given, terms, chunk_tokens, **how):
+    """The factor of a step, which is no power of two, must not add a rounding."""
+    *inputs, labels = given
+    exact = [part.detach().double().requires_grad_() for part in inputs]
+    truth, *computed = (
+        (loss[0], *grads_of(loss[1], *leaves, scale=1 / 48))
+        for loss, leaves in (
+            (whole(*exact, labels, **terms), exact),
+            (linear_cross_entropy(*given, chunk_tokens=chunk_tokens, **terms, **how), inputs),
+            (linear_cross_entropy(*given, chunk_tokens=chunk_tokens, **terms, **how), inputs),
+            (whole(*given, **terms), inputs),
+        )
+    )
+    dtype = inputs[0].dtype
+    tolerance = 2 if dtype == torch.float32 else 1.05 if inputs[0].is_cuda else 1.02
+    for ours, again, plain, true in zip(*computed, truth, strict=True):
+        assert torch.equal(ours, again)
+        assert ours.dtype == (torch.float32 if ours.ndim < 2 else dtype)
+        errors = [(each.double() - true).norm() for each in (ours, plain)]
+        assert errors[0] <= tolerance * errors[1]
+
+
 @every_term
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("chunk_tokens", [4096, 32])
 def test_low_precision_errors_equal_those_of_whole_logits(terms, dtype, chunk_tokens):
-    """The factor of a step, which is no power of two, must not add a rounding."""
-    h, weight, labels = problem(dtype, num_tokens=256, dim=64, vocab=500, spread=0.2)
-    exact = [part.detach().double().requires_grad_() for part in (h, weight)]
-    truth = whole(*exact, labels, **terms)
-    true_grads = grads_of(truth[1], *exact, scale=1 / 48)
-    errors = []
-    for nats, objective in (
-        linear_cross_entropy(h, weight, labels, chunk_tokens=chunk_tokens, **terms),
-        whole(h, weight, labels, **terms),
-    ):
-        grads = grads_of(objective, h, weight, scale=1 / 48)
-        assert nats.dtype == objective.dtype == torch.float32
-        assert [grad.dtype for grad in grads] == [dtype, dtype]
-        pairs = [(nats, truth[0]), *zip(grads, true_grads, strict=True)]
-        errors.append([(a.double() - b).norm().item() for a, b in pairs])
-    for ours, plain in zip(*errors, strict=True):
-        assert ours <= (2 if dtype == torch.float32 else 1.02) * plain
+    given = problem(dtype, num_tokens=256, dim=64, vocab=500, spread=0.2)
+    _assert_errors_equal_those_of_whole_logits(given, terms, chunk_tokens)
+
+
+@pytest.mark.gpu
+@every_term
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("compile_backend", [None, "inductor"])
+def test_sums_of_halves_are_float32_on_a_gpu(terms, dtype, compile_backend):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    own = problem(dtype, num_tokens=4096, dim=256, vocab=8192, spread=0.1)
+    given = [part.detach().cuda().requires_grad_(part.requires_grad) for part in own]
+    how = {"compile_backend": compile_backend}
+    _assert_errors_equal_those_of_whole_logits(given, terms, 1024, **how)
 
 
 def test_a_loss_whose_square_overflows_is_finite():
@@ -112,29 +132,6 @@ def test_it_compiles_by_itself_and_in_a_caller(terms, backend):
         found, expected = compiled(h, weight, labels), plain(h, weight, labels)
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(grads_of(found[1], h, weight), grads_of(expected[1], h, weight))
-
-
-@pytest.mark.gpu
-@every_term
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("compile_backend", [None, "inductor"])
-def test_sums_of_halves_are_float32_on_a_gpu(terms, dtype, compile_backend):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    own = problem(dtype, num_tokens=4096, dim=256, vocab=8192, spread=0.1)
-    h, weight, labels = (part.detach().cuda() for part in own)
-    exact = [part.double().requires_grad_() for part in (h, weight)]
-    true_grads = grads_of(whole(*exact, labels, **terms)[1], *exact, scale=1 / 48)
-    h, weight = h.requires_grad_(), weight.requires_grad_()
-    options = {"chunk_tokens": 1024, "compile_backend": compile_backend, **terms}
-    losses = [linear_cross_entropy(h, weight, labels, **options)[1] for _ in range(2)]
-    runs = [grads_of(loss, h, weight, scale=1 / 48) for loss in losses]
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-    plain = grads_of(whole(h, weight, labels, **terms)[1], h, weight, scale=1 / 48)
-    for ours, other, truth in zip(runs[0], plain, true_grads, strict=True):
-        assert ours.dtype == dtype
-        own_error, error = ((grad.double() - truth).norm() for grad in (ours, other))
-        assert own_error <= (2 if dtype == torch.float32 else 1.05) * error
 
 
 class LargestTensor(TorchDispatchMode):

@@ -9,17 +9,13 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from canon_pretrain.kernels import packages
 from canon_pretrain.kernels.backends import canon_reference
 from canon_pretrain.kernels.packages import DTYPES, PACKAGES, canon_by_package
-from canon_pretrain.model.cache import BEFORE_START, PADDING
+from tests.canon_inputs import PLAIN, every_kind, randoms, segments_of
 
 calls: list[str] = []
-PLAIN = {"residual": True, "activation": False}
-KINDS = [{"residual": r, "activation": a} for r in (True, False) for a in (True, False)]
-every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
 each_package = pytest.mark.parametrize("backend", PACKAGES)
 
 
@@ -132,17 +128,9 @@ with_fakes = pytest.mark.usefixtures("fakes")
 
 
 def _inputs(num_tokens=11, channels=16, width=4, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(num_tokens)
-    shapes = ((2, num_tokens, channels), (channels, 1, width), (2, num_tokens, channels))
-    x, weight, dy = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
+    shapes = (3, num_tokens, channels), (channels, 1, width), (3, num_tokens, channels)
+    x, weight, dy = randoms(*shapes, dtype=dtype)
     return [x.requires_grad_(), weight.requires_grad_(), dy]
-
-
-def _segments(num_tokens: int, reach: int, device: str = "cpu") -> Tensor:
-    numbers = torch.arange(num_tokens, dtype=torch.int32) // 3
-    padded = torch.full((num_tokens,), PADDING, dtype=torch.int32)
-    padded[num_tokens // 2 :] = 0
-    return F.pad(torch.stack((numbers, padded)), (reach, 0), value=BEFORE_START).to(device)
 
 
 def _with_gradients(function, *inputs, **options):
@@ -174,7 +162,7 @@ def _assert_exact(backend, *inputs, **options):
 @pytest.mark.parametrize("num_tokens", [1, 2, 11])
 def test_outputs_and_gradients_equal_the_reference(backend, num_tokens, kind):
     for width in (2, 3, 4):
-        masks = [None, _segments(num_tokens, width - 1)] if backend == "causal_conv1d" else [None]
+        masks = [None, segments_of(num_tokens, width - 1)] if backend == "causal_conv1d" else [None]
         for segments in masks:
             calls.clear()
             _assert_exact(backend, *_inputs(num_tokens, width=width), segments_BN=segments, **kind)
@@ -200,7 +188,7 @@ def test_unsupported_inputs_fall_back_to_compiled():
     changes += [(backend, {"dtype": torch.float64}) for backend in PACKAGES]
     for backend, change in changes:
         _assert_exact(backend, *_inputs(**change), residual=True, activation=True)
-    _assert_exact("fla", *_inputs(), residual=True, activation=True, segments_BN=_segments(11, 3))
+    _assert_exact("fla", *_inputs(), residual=True, activation=True, segments_BN=segments_of(11, 3))
     assert not calls
 
 
@@ -210,7 +198,7 @@ def test_unsupported_inputs_fall_back_to_compiled():
 @each_package
 @pytest.mark.system
 def test_it_compiles_to_one_graph(backend):
-    segments = _segments(11, 3) if backend == "causal_conv1d" else None
+    segments = segments_of(11, 3) if backend == "causal_conv1d" else None
 
     def block(x, weight):
         return F.silu(canon_by_package(backend, x * 2, weight, **PLAIN, segments_BN=segments))
@@ -256,7 +244,8 @@ def test_the_real_kernels(backend, num_tokens, documents, dtype, kind):
         pytest.skip(problem)
     inputs = _inputs(num_tokens, channels=72, dtype=dtype)
     inputs = [part.detach().cuda().requires_grad_() for part in inputs]
-    options = kind | {"segments_BN": _segments(num_tokens, 3, "cuda") if documents else None}
+    segments = segments_of(num_tokens, 3).cuda() if documents else None
+    options = kind | {"segments_BN": segments}
     found = _by_package(backend, *inputs, **options)
     for one, true in zip(found, _exact(*inputs, **options), strict=True):
         assert (one.double() - true).norm() <= 4 * torch.finfo(dtype).eps * true.norm()

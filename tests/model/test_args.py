@@ -14,11 +14,6 @@ GPT2 = {"ffn": "standard", "ffn_dim": 8192, "ffn_activation": "gelu", "norm": "l
 GPT2 |= {"bias": True}
 
 
-def _built_parameters(args: ModelArgs) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in Transformer(args).parameters())
-
-
 @pytest.mark.parametrize(
     ("name", "changes", "expected"),
     [
@@ -33,26 +28,20 @@ def _built_parameters(args: ModelArgs) -> int:
         ("1b3", {"ffn": "standard", "ffn_dim": 8192}, 1_339_131_904),
         # its Canon-D has 4D channels, not 2F: 9 D channels a layer, 4 taps
         ("1b3", {"ffn": "standard", "ffn_dim": 8192, "canon_set": "ABCD"}, 1_340_901_376),
-        ("1b3", {"canon_set": "ABCD", "canon_trainable": False}, 1_345_423_360 + 2_039_808),
-        ("1b3", {"canon_set": "ABCD", "canon_kernel": 2}, 1_345_423_360 + 2_039_808 // 2),
         # the original GPT2: 9 D biases in the matrices of a layer, 2 D and one D in the norms
         ("1b3", GPT2, 1_339_131_904 + 24 * 11 * 2048 + 2048),
-        ("1b3", {"qk_norm": "per_head"}, 1_345_423_360 + 24 * 2 * 64),
-        ("1b3", {"tie_embeddings": True}, 1_345_423_360 - 32000 * 2048),
-        # 8 heads of k and v for 32 of q: two matrices of a quarter of the rows
-        ("1b3", {"num_kv_heads": 8}, 1_345_423_360 - 24 * 2 * 1536 * 2048),
         ("1b3", {"num_kv_heads": 8, "canon_set": "B"}, 1_194_428_416 + 24 * 4 * 3072),
     ],
 )
 def test_parameter_counts_equal_the_specification(name, changes, expected):
-    args = replace(flavor(name), **changes)
-    assert num_parameters(args) == expected
-    assert _built_parameters(args) == expected
+    assert num_parameters(replace(flavor(name), **changes)) == expected
 
 
 @every_variant
 def test_closed_form_equals_the_built_variant(args):
-    assert num_parameters(args) == _built_parameters(args)
+    with torch.device("meta"):
+        model = Transformer(args)
+    assert num_parameters(args) == sum(p.numel() for p in model.parameters())
 
 
 def test_flops_exclude_only_the_token_embedding():

@@ -43,15 +43,22 @@ def _attend(args, parts, segments, backend="sdpa"):
         return attend(*parts, attend.mask(num_tokens, segments, num_tokens, CPU))
 
 
+@pytest.fixture
+def flash_attn():
+    with flash_attn_package():
+        yield
+
+
 @pytest.mark.parametrize("kv_heads", [0, 2])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("position", ["nope", "alibi", "h_alibi"])
-def test_flex_and_chunks_equal_sdpa(position, masked, kv_heads):
+def test_other_backends_and_chunks_equal_sdpa(flash_attn, position, masked, kv_heads):
     args, segments = _args(position, kv_heads), SEGMENTS if masked else None
     q, k, v = _inputs(args)
     expected = _attend(args, [q, k, v], segments)
     torch.testing.assert_close(_attend(args, [q, k, v], segments, "flex"), expected)
-    for backend in ("cudnn", "flex"):
+    can_flash = not masked and position != "h_alibi"
+    for backend in ("cudnn", "flex", *["flash_attn"] * can_flash):
         attend = Attend(args, backend)
         is_block = isinstance(attend.mask(9, segments, 9, CPU), BlockMask)
         assert is_block == (backend == "flex" and (masked or position != "nope"))
@@ -71,13 +78,6 @@ def test_alibi_keeps_distances_in_bfloat16():
 
 # -- the packages of FlashAttention
 
-
-@pytest.fixture
-def flash_attn():
-    with flash_attn_package():
-        yield
-
-
 UNSUPPORTED = [
     ({"position": "alibi"}, "alibi"),
     ({"position": "h_alibi"}, "h_alibi"),
@@ -93,17 +93,6 @@ def test_packages_refuse_unsupported_models(backend):
         with refused("attention.unsupported", backend=backend, **fields):
             attend_module.check_backend_fits(replace(BASE, **changes), backend)
     attend_module.check_backend_fits(BASE, backend)  # without the package
-
-
-@pytest.mark.parametrize("kv_heads", [0, 2])
-@pytest.mark.parametrize("position", ["nope", "alibi"])
-def test_flash_attn_equals_sdpa_also_on_last_queries(flash_attn, position, kv_heads):
-    args = _args(position, kv_heads)
-    q, k, v = _inputs(args)
-    whole, attend = _attend(args, [q, k, v], None), Attend(args, "flash_attn")
-    for last in (NUM_TOKENS, 3, 1):
-        mask = attend.mask(last, None, NUM_TOKENS, CPU)
-        torch.testing.assert_close(attend(q[:, -last:], k, v, mask), whole[:, -last:])
 
 
 def test_a_model_with_flash_attn_refuses_padding(flash_attn):

@@ -1,6 +1,7 @@
 """torch.compile of each block, as in torchtitan: one graph, and the same numbers."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,9 +79,8 @@ def test_activation_checkpointing_keeps_gradients(tmp_path, mode):
 
 @system
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-@pytest.mark.parametrize("name", ["nope ABCD", "alibi AC act standard_relu2 qk_full gqa documents"])
-def test_compiled_blocks_equal_eager_ones(name):
-    args = variant(name)
+def test_compiled_blocks_equal_eager_ones():
+    args = replace(variant("alibi ABCD act qk_full gqa documents"), num_layers=1)
     eager, compiled = build(args), _compile_blocks(build(args), "inductor")
     tokens = random_tokens(args, rows=2, num_tokens=40)  # more than a chunk of compiled.py
     expected, given = eager(tokens), compiled(tokens)

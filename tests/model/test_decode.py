@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from canon_pretrain.model import decode
 from canon_pretrain.model.decode import generate, sample
 from tests.support import refused
 from tests.variants import BASE, build, every_variant, random_tokens, variant
@@ -94,15 +93,6 @@ def test_rows_end_independently_and_keep_their_order(name):
     assert generate(model, [], max_new_tokens=3) == []
 
 
-def test_batches_stay_within_budget_and_are_few():
-    lengths, new, budget = [1 + 37 * i % 71 for i in range(40)], 20, 200
-    found = list(decode.batches([[5] * n for n in lengths], [new] * 40, budget, 160))
-    assert sorted(i for batch in found for i in batch) == list(range(40))
-    for batch in found:
-        assert len(batch) * (max(lengths[i] for i in batch) + new) <= budget
-    assert len(found) <= math.ceil(sum(n + new for n in lengths) / budget * 1.25)
-
-
 def test_generation_does_not_affect_training():
     """Generate between forward and backward, before the step, and under inference_mode."""
 
@@ -180,21 +170,20 @@ def test_tokens_are_sampled_with_their_probabilities(options):
         sample(torch.full((1, 2), math.nan), draws[:1], 1.0, 0, 1.0)
 
 
-REFUSED = [
-    ("generate.empty_prompt", [[1], []], {}),
-    ("generate.token_ids", [[1, 40]], {}),
-    ("model.sequence_too_long", [[1] * 3, [1] * 152], {}),
-    ("generate.max_new_tokens", [[1], [2]], {"max_new_tokens": [1]}),
-    ("generate.max_new_tokens", [[1], [2]], {"max_new_tokens": [1, 0]}),
-    *(("generate.sampling", [[1]], {"temperature": given}) for given in (1.0, -1.0)),
-    *(("generate.sampling", [[1]], given) for given in ({"top_k": 3}, {"top_p": 0.0})),
-]
-
-
 def test_bad_arguments_are_refused_before_any_pass():
     model = build(BASE)
     with recorded(model) as passes:
-        for code, prompts, options in REFUSED:
+        for code, prompts, options in (
+            ("generate.empty_prompt", [[1], []], {}),
+            ("generate.token_ids", [[1, 40]], {}),
+            ("model.sequence_too_long", [[1] * 3, [1] * 152], {}),
+            *(
+                ("generate.max_new_tokens", [[1], [2]], {"max_new_tokens": n})
+                for n in ([1], [1, 0])
+            ),
+            *(("generate.sampling", [[1]], {"temperature": given}) for given in (1.0, -1.0)),
+            *(("generate.sampling", [[1]], given) for given in ({"top_k": 3}, {"top_p": 0.0})),
+        ):
             with refused(code):
                 generate(model, prompts, **{"max_new_tokens": NEW, **options})
     assert not passes

@@ -10,13 +10,10 @@ TABLE = ROOT / "canon_pretrain" / "error_codes.txt"
 
 def _kinds(nodes):
     """Return the names of UserError and its subclasses that have no code of their own."""
-    kinds = {"UserError"}
-    for _ in range(3):  # levels of subclasses
-        for node in nodes:
-            if isinstance(node, ast.ClassDef) and kinds & {
-                getattr(b, "id", "") for b in node.bases
-            }:
-                kinds.add(node.name)
+    kinds, classes = {"UserError"}, [node for node in nodes if isinstance(node, ast.ClassDef)]
+    for node in classes * 3:  # levels of subclasses
+        if kinds & {getattr(base, "id", "") for base in node.bases}:
+            kinds.add(node.name)
     return kinds - {"UnreadableFile"}
 
 
@@ -31,10 +28,6 @@ def _message(node):
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
         return _message(node.args[0])
     return "..."
-
-
-def _letters(message):
-    return sum(map(str.isalpha, message[:120]))
 
 
 def _rows():
@@ -56,7 +49,7 @@ def _rows():
                     if getattr(node.targets[0], "id", "") == message.id
                     and node.lineno < call.lineno
                 ]
-                message = max(before, key=lambda pair: pair[0])[1] if before else message
+                message = max([(0, message), *before], key=lambda pair: pair[0])[1]
             rows.setdefault(call.args[0].value, []).append(" ".join(_message(message).split()))
     for path in sorted((ROOT / "slurm").glob("*.sh")):
         for code, message in re.findall(r'\bdie ([\w.]+) "(.*)"', path.read_text()):
@@ -68,7 +61,8 @@ def test_the_table_of_error_codes_is_current(request):
     rows = _rows()
     wrong = [code for code in rows if not re.fullmatch(r"[a-z_]+\.[a-z0-9_]+", code)]
     assert not wrong
-    longest = {code: max(sorted(each), key=_letters)[:120] for code, each in rows.items()}
+    letters = lambda message: sum(map(str.isalpha, message[:120]))  # noqa: E731
+    longest = {code: max(sorted(each), key=letters)[:120] for code, each in rows.items()}
     text = "".join(f"{code:32} {message}\n" for code, message in sorted(longest.items()))
     if request.config.getoption("--snapshot-update"):
         TABLE.write_text(text)
