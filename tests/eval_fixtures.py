@@ -4,7 +4,7 @@ SQuAD's `context` holds "Question:" since the public task code cuts there. The r
 """
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -104,62 +104,22 @@ def document(seed: object, before: int, fact: str, after: int) -> str:
 SHAPES = ((0, 20), (40, 0), (700, 700), (5, 1500), (1500, 5), (300, 300))
 
 
-def jrt_pairs(name: str, tail: str) -> Rows:
-    """SWDE and FDA: documents with keys and values, two rows per document."""
+def jrt(key: str) -> Rows:
+    """Documents with one fact, in the columns of all six data sets; two rows share a document."""
+    mark = "[DOC] [TLE] A page [PAR] " if key == "jrt_triviaqa" else ""
+    tails = {"jrt_swde": "\nSummary of information above...\nborn in:", "jrt_fda": " born in:"}
     rows: Rows = []
     for at, (before, after) in enumerate(SHAPES):
-        year, director = str(1901 + 7 * at), f"{NAMES[at]} Stone"
-        text = document((name, at), before, f"director: {director}. release date: {year}.", after)
-        where = {"doc_id": f"{name}-{at}", "file_name": f"{name}-{at}.txt"}
-        for key, value in (("director", director), ("release date", year)):
-            rows.append({**where, "key": key, "value": value, "text": text + tail.format(key=key)})
-    # an answer of one character, which is dropped, and one that does not occur
-    rows.append(rows[0] | {"key": "rating", "value": "7"})
-    rows.append(rows[2] | {"key": "runtime", "value": "ninety minutes"})
-    return rows
-
-
-def jrt_squad() -> Rows:
-    rows: Rows = []
-    for at, (before, after) in enumerate(SHAPES):
-        thing, question = THINGS[at], f"Where is the {THINGS[at]}?"
-        text = document(("squad", at), before, f"The {thing} is in Oslo{at}.", after)
-        row = {"context": f"{text}\nQuestion: {question}", "question": question}
-        for part, value in ((f"The {thing} is in", f"Oslo{at}"), ("In Oslo there is", "a")):
-            rows.append({**row, "text": f" {text} {part} ", "value": value})
-    return rows
-
-
-def jrt_questions(name: str, form: str, mark: str = "") -> Rows:
-    """TriviaQA, NQ and DROP: a context, a question as a beginning, and a list of answers."""
-    rows: Rows = []
-    for at, (before, after) in enumerate(SHAPES):
-        place = f"New {THINGS[at].capitalize()}"
-        context = document((name, at), before, f"{NAMES[at]} was born in {place}.", after)
-        question = form.format(name=NAMES[at])
-        row: dict[str, Any] = {"context": f"{mark}{context}{f' {question}' if at % 2 else ''}"}
-        row |= {"question": question}
-        row |= {"orig_question": f"Where was {NAMES[at]} born?{':' if at % 2 else ''}"}
-        rows.append(row | {"answers": [place, place.upper(), NAMES[-1 - at]]})
-    # no occurrence of the first answer
-    rows.append(rows[2] | {"answers": ["nowhere to be seen"]})
-    return rows
-
-
-def jrt_nq() -> Rows:
-    rows = jrt_questions("nq", "The birth place of {name} is")
-    return [row | {"alt_answers": [row["answers"][-1]], "tok_pos": 40} for row in rows]
-
-
-MARK = "[DOC] [TLE] A page [PAR] "
-JRT: dict[str, Callable[[], Rows]] = {
-    "jrt_swde": lambda: jrt_pairs("swde", "\nSummary of information above...\n{key}:"),
-    "jrt_fda": lambda: jrt_pairs("fda", " {key}:"),
-    "jrt_squad": jrt_squad,
-    "jrt_triviaqa": lambda: jrt_questions("triviaqa", "{name} was born in", MARK),
-    "jrt_nq": jrt_nq,
-    "jrt_drop": lambda: jrt_questions("drop", "Answer: {name} was born in"),
-}
+        place, question = f"New {THINGS[at].capitalize()}", f"{NAMES[at]} was born in"
+        text = document((key, at), before, f"{question} {place}.", after)
+        answers = [place, place.upper(), NAMES[-1 - at]]
+        asked = f"\nQuestion: {question}" if key == "jrt_squad" else f" {question}" * (at % 2)
+        row = {"text": text + tails.get(key, f" {question} "), "context": mark + text + asked}
+        row |= {"key": "born in", "question": question, "doc_id": f"{key}-{at}"}
+        row |= {"orig_question": f"Where was {NAMES[at]} born?{':' * (at % 2)}", "tok_pos": 40}
+        rows.append({**row, "value": place, "answers": answers, "alt_answers": answers[2:]})
+    # an answer of one character, which some drop, and one that does not occur
+    return rows + [rows[2] | {"value": text, "answers": [text]} for text in ("7", "nowhere")]
 
 
 # of qa1 to qa5: facts | question | target
@@ -187,15 +147,14 @@ def babilong(task: str, length: str, at: int) -> dict[str, Any]:
 
 
 _TEXTS = Sequence(TEXT)
-_CHOICES, _ANSWERS = {"choices": {"text": _TEXTS, "label": _TEXTS}}, {"answers": _TEXTS}
+_CHOICES = {"choices": {"text": _TEXTS, "label": _TEXTS}}
 # the types of columns that are no strings
 _TYPES: dict[str, dict[str, Any]] = {
     "piqa": {"label": Value("int64")},
     "hellaswag": {"endings": _TEXTS},
     **{"arc_easy": _CHOICES, "arc_challenge": _CHOICES},
     "boolq": {"label": ClassLabel(names=["False", "True"])},
-    **{"jrt_triviaqa": _ANSWERS, "jrt_drop": _ANSWERS},
-    "jrt_nq": {**_ANSWERS, "alt_answers": _TEXTS, "tok_pos": Value("int64")},
+    "jrt": {"answers": _TEXTS, "alt_answers": _TEXTS, "tok_pos": Value("int64")},
 }
 
 
@@ -206,14 +165,14 @@ def rows_of(key: str) -> Rows:
     if suite == "arc":
         return arc("soft" if key == "arc_easy" else "hard")
     if suite == "jrt":
-        return JRT[key]()
+        return jrt(key)
     found = [item(key, at, *pair) for at, pair in enumerate(zip(NAMES, THINGS, strict=True))]
     return found[:4] if key == "wikitext" else found
 
 
 def fixture(key: str) -> datasets.Dataset:
     """The rows with the column types of the real data set."""
-    rows, types = rows_of(key), _TYPES.get(key, {})
+    rows, types = rows_of(key), _TYPES.get("jrt" if key.startswith("jrt") else key, {})
     features = Features({name: types.get(name, TEXT) for name in rows[0]})
     return datasets.Dataset.from_list(rows, features=features)
 

@@ -217,7 +217,11 @@ def test_the_suite_complete(staged):
     assert set(wrong.values()) == {0.0}
 
 
-def test_prompts_that_would_be_cut_are_refused(staged, tmp_path):
+def test_cut_prompts_and_rows_of_other_data_are_refused(staged, tmp_path):
+    row = {"input": "Mary went to the cellar.", "question": "Where is Mary? ", "target": "cellar"}
+    write_staged(tmp_path, "babilong_qa1_0k", [row], revision="f" * 40)
+    with refused("babilong.target", row=0):
+        load(qa="qa1", context="0k", staged=str(tmp_path))
     tokenizer = data_folders.tokenizer()
     (tmp_path / tokenizer.file_name).write_bytes(tokenizer.model)
     asked = {"qa": "qa2", "context": "1k", "staged": str(staged)}
@@ -227,10 +231,3 @@ def test_prompts_that_would_be_cut_are_refused(staged, tmp_path):
     assert len(load(**known, max_length=longest + 20)["test"]) == len(documents)
     with refused("eval.prompt_too_long", expected=longest + 20):
         load(**known, max_length=longest + 19)
-
-
-def test_rows_of_other_data_are_refused(tmp_path):
-    row = {"input": "Mary went to the cellar.", "question": "Where is Mary? ", "target": "cellar"}
-    write_staged(tmp_path, "babilong_qa1_0k", [row], revision="f" * 40)
-    with refused("babilong.target", row=0):
-        load(qa="qa1", context="0k", staged=str(tmp_path))

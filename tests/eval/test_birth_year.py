@@ -3,8 +3,8 @@
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 
@@ -185,9 +185,8 @@ def test_the_suite_is_complete(tmp_path):
     assert list(tasks) == [name for probe in NAMES for name in (probe, f"{probe}_rank")]
     for name, task in tasks.items():
         about, whole = task.config.metadata, name.removesuffix("_rank")
-        assert task.VERSION == birth_year.VERSION and task.config.dataset_kwargs == {
-            "probe_set": whole
-        }
+        assert task.VERSION == birth_year.VERSION
+        assert task.config.dataset_kwargs == {"probe_set": whole}
         assert about["primary"] == ("exact" if name == whole else "rank")
         assert about.get("part_of", name) == whole
         if name != whole:
@@ -276,15 +275,11 @@ def test_texts_and_tokenizers_share_a_folder(tmp_path):
 
 def test_concurrent_writers_make_each_set_once(tmp_path):
     made: list[str] = []
-    freeze = lambda: few(tmp_path).sets(700, made.append)  # noqa: E731
-    threads = [threading.Thread(target=freeze) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(made) == sorted(NAMES[:9])
+    with ThreadPoolExecutor(4) as pool:
+        first, *others = pool.map(lambda _: few(tmp_path).sets(700, made.append), range(4))
+    assert sorted(made) == sorted(NAMES[:9]) and others == [first] * 3
     # sets of WikiText are read without it, those of a file are not
-    assert few(tmp_path, corpus="no text").sets(700, made.append) == freeze()
+    assert few(tmp_path, corpus="no text").sets(700, made.append) == first
     few(tmp_path / "file", corpus=Corpus("file 2", CORPUS.text)).sets(700, made.append)
     assert few(tmp_path / "file", corpus="no text").get("1-hop-256") == "no text"
 

@@ -42,8 +42,9 @@ NAMES = (
     "nope ABCD k2 no_res act standard documents",
     "rope AC k3 gqa documents",
 )
-others = [pytest.param(name, marks=pytest.mark.system) for name in NAMES[1:]]
-every_model = pytest.mark.parametrize("name", [NAMES[0], *others])
+OTHERS = [*((name, False) for name in NAMES[1:]), (NAMES[0], True), (NAMES[5], True)]
+others = [pytest.param(*case, marks=pytest.mark.system) for case in OTHERS]
+every_model = pytest.mark.parametrize(("name", "add_bos"), [(NAMES[0], False), *others])
 
 
 @dataclass
@@ -93,7 +94,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., M
     make_data(folder / "data")
 
     @functools.cache
-    def make(name: str, add_bos: bool = False) -> Models:
+    def make(name: str, add_bos: bool) -> Models:
         base, ours = folder / f"{name}-{add_bos}", list[CanonLM]()
         checkpoint = plant_run(base / "run", text_model(name), data=folder / "data")
         out = base / "out"
@@ -133,8 +134,10 @@ def pairs() -> list[tuple[str, str]]:
 
 
 @every_model
-def test_loglikelihoods(models, name):
-    each = models(name)
+def test_loglikelihoods(models, name, add_bos):
+    """BOS is before every text except an empty context, and is cut first."""
+    each = models(name, add_bos)
+    assert each.ours.tok_encode("the") == each.theirs.tok_encode("the") != []
     contexts = [(sentence(seed, 4), {"until": [], "max_gen_toks": 1}) for seed in range(9)]
     requests = [Instance("generate_until", {}, given, 0) for given in contexts]
     likeliest = each.ours.generate_until(requests)
@@ -163,28 +166,12 @@ def prompts() -> list[tuple[str, dict[str, Any]]]:
 
 
 @every_model
-def test_generations(models, name):
+def test_generations(models, name, add_bos):
     """lm_eval decodes answers alone: SentencePiece drops their first space."""
-    found, expected = models(name).answers("generate_until", prompts())
+    each, empty = models(name, add_bos), ("", {"until": [], "max_gen_toks": 9})
+    found, expected = each.answers("generate_until", [*prompts(), *[empty] * add_bos])
     assert [answer.removeprefix(" ") for answer in found] == expected
-    assert len({len(models(name).ours.tok_encode(text)) for text in found}) > 2
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("name", [NAMES[0], NAMES[5]])
-def test_with_bos(models, name):
-    """BOS is before every text except an empty context, and is cut first."""
-    each = models(name, add_bos=True)
-    assert each.ours.tok_encode("the") == each.theirs.tok_encode("the") != []
-    for kind, inputs in (
-        ("loglikelihood", pairs()),
-        ("loglikelihood_rolling", [(sentence(n, n),) for n in (1, 12, 90)]),
-        ("generate_until", [*prompts()[:9], ("", {"until": [], "max_gen_toks": 9})]),
-    ):
-        found, expected = each.answers(kind, inputs)
-        if kind == "generate_until":
-            found = [text.removeprefix(" ") for text in found]
-        assert not differences(found, expected), kind
+    assert len({len(each.ours.tok_encode(text)) for text in found}) > 2
 
 
 SUITES = ("discriminative", "jrt_squad", "babilong_qa1_0k", "1-hop-0")
@@ -201,14 +188,21 @@ def test_the_commands(tmp_path):
     environment = hub_environment(tmp_path) | {"CANON_EVAL_DATA": str(staged)}
     environment["PYTHONPATH"] = str(ROOT)
     options = f"pretrained={out},trust_remote_code=True,dtype=float32,add_bos_token=False"
+
+    def run(*words: object) -> None:
+        given: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        given |= {"cwd": tmp_path, "env": environment, "timeout": 600}
+        done = subprocess.run([sys.executable, "-m", *map(str, words)], **given)
+        assert done.returncode == 0 and "y/N" not in done.stdout + done.stderr, done
+
     for suite in SUITES:
-        words = ["eval", "run", "--checkpoint", out, "--suite", suite, "--out", tmp_path / suite]
-        run(environment, tmp_path, [*words, "--max_length", 2048, *LIMIT])
+        words = ("eval", "run", "--checkpoint", out, "--suite", suite, "--out", tmp_path / suite)
+        run(*words, "--max_length", 2048, *LIMIT)
     theirs = ["lm_eval", "--model", "hf", "--model_args", options, "--device", "cpu"]
     theirs += ["--include_path", ROOT / "eval" / "tasks", "--tasks", ",".join(SUITES)]
     theirs += ["--metadata", json.dumps({"probes": str(tmp_path / "1-hop-0" / "probes")})]
     theirs += ["--batch_size", "3", "--log_samples", "--output_path", tmp_path / "theirs", *LIMIT]
-    run(environment, tmp_path, theirs)
+    run(*theirs)
 
     samples = {t: rows for suite in SUITES for t, rows in read_samples(tmp_path / suite).items()}
     assert samples.keys() > {"piqa", "hellaswag", "boolq", "lambada_openai", "wikitext"}
@@ -217,25 +211,15 @@ def test_the_commands(tmp_path):
         other = {r["doc_id"]: r for r in map(json.loads, path.read_text().splitlines())}
         assert len(rows) == len(other) > 0
         for row in rows:
-            check_sample(row, other[row["doc_id"]])
-
-
-def run(environment: dict[str, str], folder: Path, words: list[Any]) -> None:
-    command = [sys.executable, "-m", *map(str, words)]
-    options: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-    done = subprocess.run(command, cwd=folder, env=environment, timeout=600, **options)
-    assert done.returncode == 0 and "y/N" not in done.stdout + done.stderr, done
-
-
-def check_sample(row: dict[str, Any], other: dict[str, Any]) -> None:
-    assert (row["doc_hash"], row["prompt_hash"]) == (other["doc_hash"], other["prompt_hash"])
-    for answer, given in zip(row["answers"], other["filtered_resps"], strict=True):
-        if isinstance(answer, str):
-            assert answer.removeprefix(" ") == given
-        elif isinstance(answer, list):
-            assert answer[0] == pytest.approx(float(given[0]), abs=2e-4, rel=1e-6)
-            assert str(answer[1]) == given[1]
-        else:
-            assert answer == pytest.approx(float(given), rel=1e-4)
-    for metric in other["metrics"]:
-        assert row[metric] == pytest.approx(other[metric], rel=1e-4), metric
+            sample = other[row["doc_id"]]
+            assert [row[key] == sample[key] for key in ("doc_hash", "prompt_hash")] == [True] * 2
+            for answer, given in zip(row["answers"], sample["filtered_resps"], strict=True):
+                if isinstance(answer, str):
+                    assert answer.removeprefix(" ") == given
+                elif isinstance(answer, list):
+                    assert answer[0] == pytest.approx(float(given[0]), abs=2e-4, rel=1e-6)
+                    assert str(answer[1]) == given[1]
+                else:
+                    assert answer == pytest.approx(float(given), rel=1e-4)
+            for metric in sample["metrics"]:
+                assert row[metric] == pytest.approx(sample[metric], rel=1e-4), metric

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import string
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,19 +53,22 @@ TASKS = [f"{key}{more}" for key in KEYS for more in ("", "_twice")]
 COUNTS = ("rows", "dropped", "kept", "cut", "answer", "nothing")
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a tokenizer, for metadata."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    (folder / "tokenizer.model").write_bytes(tokenizer().model)
-    return str(folder)
+@pytest.fixture
+def metadata(tmp_path: Path) -> dict[str, str]:
+    """A folder for staged data, and a tokenizer."""
+    (tmp_path / "tokenizer.model").write_bytes(tokenizer().model)
+    return {"staged": str(tmp_path), "tokenizer": str(tmp_path)}
 
 
-def loader(folder: Path, trained: str, key: str, rows: list[dict[str, Any]]) -> Callable[..., Any]:
-    """`load` of these rows, with options."""
-    write_staged(folder, key, rows, revision="f" * 40)
-    given = {"dataset": key, "staged": str(folder), "tokenizer": trained}
-    return lambda **options: load(**given | options)["validation"]
+@pytest.fixture
+def loader(tmp_path: Path, metadata: dict[str, str]) -> Callable[..., Callable[..., Any]]:
+    """Stage rows; return their `load`, which takes options."""
+
+    def stage(key: str, rows: list[dict[str, Any]]) -> Callable[..., Any]:
+        write_staged(tmp_path, key, rows, revision="f" * 40)
+        return lambda **options: load(**{"dataset": key, **metadata, **options})["validation"]
+
+    return stage
 
 
 def counts_of(found: Any, *names: str) -> list[int]:
@@ -72,17 +76,17 @@ def counts_of(found: Any, *names: str) -> list[int]:
     return [counts[name] for name in names]
 
 
-def test_prompts(tmp_path, trained):
-    for key, (row, prompts) in PROMPTS.items():
-        load_rows = loader(tmp_path, trained, key, [row])
-        for twice, prompt in enumerate(prompts):
-            (item,) = load_rows(twice=bool(twice))
-            assert item["prompt"] == prompt
-            assert item["labels"] == (row["answers"] if "answers" in row else [row["value"]])
-            assert item["target"] == item["labels"][0]
+@pytest.mark.parametrize("key", KEYS)
+def test_prompts(loader, key):
+    row, prompts = PROMPTS[key]
+    load_rows = loader(key, [row])
+    items = [item for twice in (False, True) for item in load_rows(twice=twice)]
+    assert [item["prompt"] for item in items] == [*prompts]
+    labels = row["answers"] if "answers" in row else [row["value"]]
+    assert all(item["labels"] == labels and item["target"] == labels[0] for item in items)
 
 
-def test_dropped_rows_are_counted(tmp_path, trained):
+def test_dropped_rows_are_counted(loader):
     rows = [
         PAGE,
         PAGE | {"value": "7"},
@@ -91,7 +95,7 @@ def test_dropped_rows_are_counted(tmp_path, trained):
         PAGE | {"value": "nowhere", "key": "neither"},
         PAGE | {"value": "nowhere"},  # the text has its key
     ]
-    load_rows = loader(tmp_path, trained, "jrt_fda", rows)
+    load_rows = loader("jrt_fda", rows)
     found = load_rows()
     assert found["row"] == [0, 4, 5] and found["centre"] == ["answer", "nothing", "answer"]
     assert counts_of(found, *COUNTS) == [6, 3, 3, 0, 2, 1]
@@ -100,19 +104,20 @@ def test_dropped_rows_are_counted(tmp_path, trained):
     assert found["row"] == [0, 2, 4, 5] and counts_of(found, *COUNTS) == [6, 2, 4, 4, 2, 2]
 
 
-def test_lists_of_answers(tmp_path, trained):
+def test_lists_of_answers(loader):
     letters = " ".join(string.ascii_lowercase)
     around = "aa " + letters + " Bb " + letters + " cc"
     row = {"question": "Which?", "orig_question": "Which?", "context": around}
-    rows = [
-        # the first answer counts, not the first that occurs
-        row | {"answers": ["BB", "aa"], "alt_answers": ["cc"], "tok_pos": 0},
-        row | {"answers": ["xx", "aa"], "alt_answers": ["yy", "cc", "aa"], "tok_pos": 0},
-        row | {"answers": ["xx", "aa"], "alt_answers": ["yy"], "tok_pos": 0},
-        row | {"answers": ["xx", "aa"], "alt_answers": [], "tok_pos": None},
-        row | {"answers": [], "alt_answers": ["aa"], "tok_pos": 0},
+    lists: list[tuple[list[str], list[str], int | None]] = [
+        (["BB", "aa"], ["cc"], 0),  # the first answer counts, not the first that occurs
+        (["xx", "aa"], ["yy", "cc", "aa"], 0),
+        (["xx", "aa"], ["yy"], 0),
+        (["xx", "aa"], [], None),
+        ([], ["aa"], 0),
     ]
-    found = loader(tmp_path, trained, "jrt_nq", rows)(jrt_tokens=8)
+    names = ("answers", "alt_answers", "tok_pos")
+    rows = [row | dict(zip(names, values, strict=True)) for values in lists]
+    found = loader("jrt_nq", rows)(jrt_tokens=8)
     assert found["centre"] == ["answer", "alt_answers", "tok_pos", "nothing"]
     prompts = found["prompt"]
     assert "Bb" in prompts[0] and "cc" in prompts[1] and prompts[2].startswith("aa a")
@@ -120,12 +125,12 @@ def test_lists_of_answers(tmp_path, trained):
 
 
 @pytest.mark.parametrize("key", ["jrt_drop", "jrt_triviaqa"])
-def test_drop_and_triviaqa_keep_the_first_tokens(tmp_path, trained, key):
+def test_drop_and_triviaqa_keep_the_first_tokens(loader, key):
     """Keep the first 950 tokens whatever the answers, and all rows (issue 17, item 3)."""
     context = " ".join(f"word{i}" for i in range(900)) + " Oslo"
     lists: list[list[str]] = [["Oslo"], ["7"], [], ["nowhere to be seen", "word1"]]
     row = {"question": "Which?", "orig_question": "Which?", "context": context}
-    load_rows = loader(tmp_path, trained, key, [{**row, "answers": answers} for answers in lists])
+    load_rows = loader(key, [{**row, "answers": answers} for answers in lists])
     found = load_rows()
     kept = tokenizer().decode(tokenizer().encode(context)[:950]).strip()
     assert found["prompt"] == [f"{kept}. Which?"] * 4 and found["labels"] == lists
@@ -135,9 +140,9 @@ def test_drop_and_triviaqa_keep_the_first_tokens(tmp_path, trained, key):
     assert found["row"] == [0, 3] and "Oslo. Which?" in found["prompt"][0]
 
 
-def test_prompts_that_do_not_fit_are_counted(tmp_path, trained, caplog, monkeypatch):
+def test_prompts_that_do_not_fit_are_counted(loader, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("lm_eval"), "propagate", True)
-    load_rows = loader(tmp_path, trained, "jrt_fda", [PAGE, PAGE | {"text": PAGE["text"] * 2}])
+    load_rows = loader("jrt_fda", [PAGE, PAGE | {"text": PAGE["text"] * 2}])
     first, second = (len(tokenizer().encode(item["prompt"])) + 48 for item in load_rows())
     assert first < second
     for max_length, count in ((second, 0), (second - 1, 1), (first - 1, 2)):
@@ -145,9 +150,9 @@ def test_prompts_that_do_not_fit_are_counted(tmp_path, trained, caplog, monkeypa
     assert [record.args for record in caplog.records] == [("jrt_fda", 1), ("jrt_fda", 2)]
 
 
-def test_unknown_options_and_missing_fields(tmp_path, trained):
+def test_unknown_options_and_missing_fields(loader):
     row = {key: ASKED[key] for key in ("context", "question", "answers")}
-    load_rows = loader(tmp_path, trained, "jrt_nq", [row])
+    load_rows = loader("jrt_nq", [row])
     for options, code, fields in (
         ({"twice": True}, "jrt.field", {"field": "orig_question"}),
         ({"jrt_nq_context": "text"}, "jrt.field", {"field": "text"}),
@@ -159,26 +164,21 @@ def test_unknown_options_and_missing_fields(tmp_path, trained):
             load_rows(**options)
 
 
-def test_rows_of_one_document_share_a_source(tmp_path, trained):
+def test_rows_of_one_document_share_a_source(loader):
     """By file in SWDE; by the passage without its final question in TriviaQA."""
     named = (("a", "T"), ("a", "U"), ("b", "T"))
     pages = [TOLD | {"text": TOLD["text"] + text, "file_name": name} for name, text in named]
-    questions = [
-        ASKED | {"context": text, "question": question}
-        for text, question in (("A b.", "Who?"), ("A [PAR]c. What?", "What?"), ("A b. W?", "W?"))
-    ]
-    for key, rows, groups in (
-        ("jrt_swde", pages, [0, 0, 1]),
-        ("jrt_triviaqa", questions, [0, 1, 0]),
-    ):
-        found = loader(tmp_path, trained, key, rows)()["source"]
-        assert [a == b for a in found for b in found] == [a == b for a in groups for b in groups]
+    asked = (("A b.", "Who?"), ("A b. W?", "W?"), ("A [PAR]c. What?", "What?"))
+    questions = [ASKED | {"context": text, "question": question} for text, question in asked]
+    for key, rows in (("jrt_swde", pages), ("jrt_triviaqa", questions)):
+        first, second, third = loader(key, rows)()["source"]
+        assert first == second != third
 
 
 @pytest.mark.system
-def test_the_suite_complete(tmp_path, trained):
+def test_the_suite_complete(tmp_path, metadata):
     """Requests and scores of the task files, for a model that knows the answers."""
-    metadata = {"staged": str(stage_fixtures(tmp_path, KEYS)), "tokenizer": trained}
+    stage_fixtures(tmp_path, KEYS)
     tasks = {"include_path": str(ROOT / "eval" / "tasks"), "include_defaults": False}
     model = ScriptedLM(lambda request: f" I think {request.doc['labels'][0].swapcase()}!\nAnd?")
     manager = TaskManager(**tasks, metadata=metadata)
@@ -191,7 +191,7 @@ def test_the_suite_complete(tmp_path, trained):
         assert found["results"][task]["contains,none"] == 1.0
         assert found["versions"][task] == (2.0 if first else 1.0)
         rows = {row for name, row in requests if name == task}
-        golds = [row.get("value") or row["answers"][0] for row in rows_of(key)]
+        golds = [row["value"] for row in rows_of(key)]
         assert rows == {n for n, gold in enumerate(golds) if first or len(gold) > 1} != set()
         for row in rows:
             prompt, options = requests[task, row]
@@ -213,14 +213,9 @@ class Words:
         self.known: list[str] = []
 
     def encode(self, text: str) -> list[int]:
-        pieces, word = [], ""
-        for letter in text:
-            if letter == " " and word:
-                pieces.append(word)
-                word = ""
-            word += letter
-        self.known += [piece for piece in [*pieces, word] if piece and piece not in self.known]
-        return [self.known.index(piece) for piece in [*pieces, word] if piece]
+        found = re.findall(r" [^ ]*|[^ ]+", text)
+        self.known += [word for word in dict.fromkeys(found) if word not in self.known]
+        return [self.known.index(word) for word in found]
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(self.known[i] for i in ids)

@@ -129,16 +129,12 @@ def test_the_context_of_choices_is_read_once():
         before = draw.choices(range(3, 40), k=60)
         pairs += [Pair(before + draw.choices(range(3, 40), k=8), 8) for _ in range(4)]
     counts: list[tuple[int, int]] = []
-    handle = model.register_forward_hook(
-        lambda _, given, logits: counts.append((given[0].numel(), logits.shape[0]))
-    )
-    answered(model, pairs, Planner(100_000, 100_000))
-    handle.remove()
+    count = lambda _, given, logits: counts.append((given[0].numel(), logits.shape[0]))  # noqa: E731
+    with model.register_forward_hook(count):
+        answered(model, pairs, Planner(100_000, 100_000))
     # the context's last logits score the first token of each choice
-    assert [sum(column) for column in zip(*counts, strict=True)] == [
-        6 * (60 + 4 * 7),
-        6 * (1 + 4 * 7),
-    ]
+    num_inputs, num_logits = map(sum, zip(*counts, strict=True))
+    assert (num_inputs, num_logits) == (6 * (60 + 4 * 7), 6 * (1 + 4 * 7))
 
 
 def test_nonfinite_logits_are_an_error():

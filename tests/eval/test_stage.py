@@ -26,22 +26,16 @@ def codes(out: str) -> list[str]:
     return re.findall(r"error\[([\w.]+)\]", out)
 
 
-def repositories() -> dict[str, dict[str, Any]]:
+@pytest.fixture(scope="module")
+def module_hub() -> Iterator[FakeHub]:
     """The catalogue's repositories with the fixtures at the pinned commit, or OLD."""
     splits: dict[str, dict[Any, Any]] = {}
     for key, data in CATALOGUE.items():
         splits.setdefault(data.path, {})[data.config or "default", data.split] = fixture(key)
-    return {
-        path: {REVISIONS.get(path, OLD): dataset_files(found)} for path, found in splits.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def module_hub() -> Iterator[FakeHub]:
-    hub = FakeHub(repositories())
-    yield hub
-    hub.shutdown()
-    hub.server_close()
+    repos = {p: {REVISIONS.get(p, OLD): dataset_files(found)} for p, found in splits.items()}
+    with FakeHub(repos) as hub:
+        yield hub
+        hub.shutdown()
 
 
 @pytest.fixture
@@ -97,7 +91,7 @@ def test_commits_are_kept_and_chosen(hub, client, tmp_path):
     assert load_staged("jrt_fda", there).to_list() == rows_of("jrt_fda")
     out = client.run(*words, there, "--pin", f"jrt_fda={NEW}", counts=COUNTS)
     assert codes(out) == ["stage.documents", "stage.incomplete"]
-    assert len(load_staged("jrt_fda", there)) == 14
+    assert len(load_staged("jrt_fda", there)) == COUNTS["jrt_fda"]
     assert not codes(client.run(*words, there, "--allow_count", counts=COUNTS))
     assert len(load_staged("jrt_fda", there)) == 5
     # a folder without its pins keeps its commits

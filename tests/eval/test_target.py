@@ -1,8 +1,10 @@
 """The model to evaluate: a run's checkpoint or an export, its data, dtype and fast layers."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,35 +82,29 @@ def test_an_export_needs_data_for_validation(base):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_incomplete_exports(base, copy, tmp_path):
+def test_missing_data_and_other_tokenizers_are_refused(base, copy, tmp_path):
+    """An import's config.json names no data (issue 17, item 9)."""
+    imported = import_folder(copy, tmp_path / "imported").checkpoint
     (copy / "tokenizer.json").unlink()
     (copy / "canon_pretrain.json").unlink()  # not our export
     foreign = EvalTarget.open(copy)  # validation needs neither
     assert foreign.step is None and foreign.identity["tokenizer_sha256"] is None
-    with refused("eval.no_tokenizer"):
-        foreign.tokenizer  # noqa: B018
-    write_data(tmp_path)  # shards without a tokenizer
-    with refused("eval.mismatch", what="tokenizer"):
-        EvalTarget.open(base / "out", tmp_path)
-
-
-def test_an_import_is_evaluated_by_its_export(copy, tmp_path):
-    """An import's config.json names no data (issue 17, item 9)."""
-    found = import_folder(copy, tmp_path / "imported")
-    for path in (found.checkpoint, found.checkpoint.parent):
-        with refused("eval.no_data"):
-            EvalTarget.open(path, None)
-
-
-def test_text_of_another_tokenizer_is_refused(base, tmp_path):
-    step = base / "run" / "checkpoint" / "step-3"
-    write_data(tmp_path / "text")
-    with refused("eval.mismatch", what="tokenizer"):
-        EvalTarget.open(step, held_out=tmp_path / "text").check_held_out()
+    text, step = tmp_path / "text", base / "run" / "checkpoint" / "step-3"
+    write_data(text)  # shards without a tokenizer
     data = Path(shutil.copytree(base / "data", tmp_path / "data"))
     (data / "tokenizer.model").write_bytes(train_tokenizer([sentence(1, 999)], 290))
-    with refused("eval.mismatch", what="tokenizer"):
-        EvalTarget.open(step, data).tokenizer  # noqa: B018
+    calls: tuple[tuple[str, Callable[[], Any]], ...] = (
+        ("eval.no_tokenizer", lambda: foreign.tokenizer),
+        ("eval.no_data", lambda: EvalTarget.open(imported, None)),
+        ("eval.no_data", lambda: EvalTarget.open(imported.parent, None)),
+        ("eval.mismatch", lambda: EvalTarget.open(base / "out", text)),
+        ("eval.mismatch", lambda: EvalTarget.open(step, held_out=text).check_held_out()),
+        ("eval.mismatch", lambda: EvalTarget.open(step, data).tokenizer),
+    )
+    for code, call in calls:
+        with refused(code) as caught:
+            call()
+        assert caught.value.fields.get("what", "tokenizer") == "tokenizer"
 
 
 def test_bfloat16_keeps_the_rotary_tables(tmp_path):

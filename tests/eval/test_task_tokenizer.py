@@ -42,22 +42,17 @@ def pair(folder: Path) -> tuple[TaskTokenizer, TaskTokenizer]:
     return ours, task_tokenizer({"pretrained": str(folder / "export"), "dtype": "float32"})
 
 
-@given(texts)
-@settings(max_examples=200, deadline=None)
-def test_ids_are_those_of_training(pair, text):
+@given(texts, st.integers(2, 30), st.integers(0, 40), st.integers(1, 9))
+@example("aaaß\ufffd", 2, 4, 1)  # half of its last character decodes to U+FFFD
+@example("\ufffdß", 3, 1, 1)
+@settings(max_examples=300, deadline=None)
+def test_ids_and_cuts_are_those_of_training(pair, text, limit, start, length):
     training = data_folders.tokenizer()
     expected = training.encode(text).tolist()
     assert training.eos_id not in expected and training.bos_id not in expected
     for found in pair:
         assert found.encode(text) == expected
         assert found.decode(expected) == text
-
-
-@given(texts, st.integers(2, 30), st.integers(0, 40), st.integers(1, 9))
-@example("aaaß\ufffd", 2, 4, 1)  # half of its last character decodes to U+FFFD
-@example("\ufffdß", 3, 1, 1)
-@settings(max_examples=300, deadline=None)
-def test_both_cut_alike(pair, text, limit, start, length):
     answer = text[start : start + length]
     ours, theirs = (cut(text, [answer], found, limit=limit) for found in pair)
     assert ours == theirs
