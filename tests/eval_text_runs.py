@@ -1,17 +1,24 @@
 """Data and options of small runs on text, trained in seconds, for suites of text."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
+from canon_pretrain.checkpoint.writer import save_no_dist
 from canon_pretrain.data.shard_writer import write_shards
+from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.run.folder import RunFolder
 from data_prep.planning import train_tokenizer
 from tests.support import ROOT
 
 VOCAB_SIZE = 300
 WORDS = "the a one no river stone light house year born was in of and said went saw".split()
+MAX_LENGTH = 900  # three lengths of probes fit, with a vocabulary of 300
 TRAIN = ROOT / "train_configs" / "debug.toml"
 
 
@@ -51,3 +58,29 @@ def text_run(data: Path, run: Path) -> list[object]:
         "--data.path", data, "--model.vocab_size", VOCAB_SIZE, "--job.dump_folder", run,
         "--training.steps", 12, "--checkpoint.interval", 3, "--run.heartbeat_s", 0.5,
     ]  # fmt: skip
+
+
+def document(seed: int) -> str:
+    picks = np.random.Philox(key=seed).random_raw(400) % np.uint64(len(WORDS))
+    words = [WORDS[int(pick)] for pick in picks]
+    return "\n".join(" ".join(words[i : i + 8]).capitalize() + "." for i in range(0, 400, 8))
+
+
+def write_run(base: Path, vocab_size: int = VOCAB_SIZE, more: Sequence[str] = ()) -> Path:
+    """Write shards of text to base/data, and untrained checkpoints 2 and 3 to base/run."""
+    texts = [document(seed) for seed in range(6)]
+    write_texts(base / "data", texts[:3], texts[3:], vocab_size, more)
+    args = ModelArgs(
+        vocab_size=vocab_size, num_layers=1, dim=32, num_heads=2, ffn_dim=48, max_seq_len=1000,
+        canon_set="ABCD", position="nope",
+    )  # fmt: skip
+    model = Transformer(args)
+    model.init_weights()
+    run = base / "run"
+    for step in (2, 3):
+        save_no_dist(dict(model.named_parameters()), run / "checkpoint" / f"step-{step}", step=step)
+    identity = {f"model.{name}": value for name, value in asdict(args).items()}
+    identity["data_fingerprint"] = TokenShards.open(base / "data" / "train").fingerprint
+    config = {"data": {"path": str(base / "data")}, "training": {"seq_len": MAX_LENGTH}}
+    RunFolder(run).write_config(config, identity)
+    return run

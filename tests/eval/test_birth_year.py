@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,7 +164,7 @@ def few(folder: Path, corpus: Corpus | str = CORPUS, tokenizer: Encoder = WORDS)
     return FrozenSets(folder, tokenizer, lambda: corpus, num_items=7)
 
 
-def freeze(base: Path, *names: str) -> dict[str, str]:
+def freeze(base: Path, *names: str) -> dict[str, Any]:
     """Write whole sets with the tests' tokenizer; return the metadata for them."""
     known = data_folders.tokenizer()
     (base / known.file_name).write_bytes(known.model)
@@ -173,15 +174,13 @@ def freeze(base: Path, *names: str) -> dict[str, str]:
     return {"tokenizer": str(base), "probes": str(base / "probes")}
 
 
-def load_tasks(names: list[str], **metadata: object) -> dict[str, Task]:
-    with quiet_harness():
-        where = {"include_path": str(ROOT / "eval" / "tasks"), "include_defaults": False}
-        return dict(TaskManager(**where, metadata=metadata).load(names)["tasks"])
-
-
 @pytest.mark.system
-def test_the_suite_is_complete(tmp_path):
-    tasks = load_tasks(["birth-year"], **freeze(tmp_path, *NAMES), max_length=8192)
+def test_the_suite_is_complete_and_who_can_answer(tmp_path):
+    """An oracle is right; copying the first year is right on 1-hop, and chance on its control."""
+    options = {"include_path": str(ROOT / "eval" / "tasks"), "include_defaults": False}
+    metadata = freeze(tmp_path, *NAMES) | {"max_length": 8192}
+    with quiet_harness():
+        tasks = TaskManager(**options, metadata=metadata).load(["birth-year"])["tasks"]
     assert list(tasks) == [name for probe in NAMES for name in (probe, f"{probe}_rank")]
     for name, task in tasks.items():
         about, whole = task.config.metadata, name.removesuffix("_rank")
@@ -191,23 +190,18 @@ def test_the_suite_is_complete(tmp_path):
         assert about.get("part_of", name) == whole
         if name != whole:
             assert about["chance"] == pytest.approx(chance_of(name), abs=1e-4)
-
-
-@pytest.mark.system
-def test_who_can_answer(tmp_path):
-    """An oracle is right; copying the first year is right on 1-hop, and chance on its control."""
-    sets = [f"{kind.name}-512" for kind in KINDS]
-    names = [f"{name}{part}" for name in sets for part in ("", "_rank")]
-    tasks = load_tasks(names, **freeze(tmp_path, *sets))
+    asked = {name: task for name, task in tasks.items() if "-512" in name}
     oracle = answering(lambda request: request.doc["answer"])
-    assert score(oracle, tasks) == dict.fromkeys(names, 1.0)
-    for name, found in score(answering(first_year), tasks).items():
+    assert score(oracle, asked) == dict.fromkeys(asked, 1.0) and len(asked) == 6
+    for name, found in score(answering(first_year), asked).items():
         chance = 1.0 if name.startswith("1-hop-512") else chance_of(name)
         assert abs(found - chance) <= 4 * (chance * (1 - chance) / NUM_ITEMS) ** 0.5
 
 
 def test_prompts_begin_as_training_texts():
-    """SentencePiece with split digits, as Llama's: the space is its own token."""
+    """SentencePiece with split digits, as Llama's: the space is its own token; not so for tokens
+    of whole years."""
+    assert not ends_with_space(Words(pattern=r" ?\w+| "))
     texts = [" ".join(SENTENCES), "Ann was born in the year of 1987. " * 9]
     tokenizer = Tokenizer(train_tokenizer(texts, 320), "test")
     assert ends_with_space(tokenizer)
@@ -219,8 +213,7 @@ def test_prompts_begin_as_training_texts():
         assert tokenizer.decode(whole[len(ids) - 1 : -1]) == probe["answer"]
 
 
-def test_whole_year_tokens_get_no_trailing_space():
-    assert not ends_with_space(Words(pattern=r" ?\w+| "))
+def test_an_exact_answer_begins_with_the_year():
     for text, right in {" 1987, and": 1, "19871": 1, "198": 0, "the 1987": 0}.items():
         assert exact({"answer": "1987"}, [text]) == {"exact": right}
 
@@ -228,7 +221,7 @@ def test_whole_year_tokens_get_no_trailing_space():
 # ---- sets on disk
 
 
-def test_sets_are_made_once_and_alike(tmp_path):
+def test_sets_are_made_once_per_text_and_tokenizer(tmp_path):
     made: list[str] = []
     sets, missing = few(tmp_path / "a").sets(700, made.append)
     assert [s.name for s in sets] == made == NAMES[:9]
@@ -240,6 +233,16 @@ def test_sets_are_made_once_and_alike(tmp_path):
         assert one.entry.sha256 == hashlib.sha256(one.path.read_bytes()).hexdigest()
         longest = max(len(p["prompt"].split()) for p in one.read())
         assert one.entry.max_tokens == longest and len(one.read()) == 7
+    # another text is another question; sets with L = 0 do not depend on it (issue 17, item 2)
+    made.clear()
+    text = Corpus("file 2", " ".join(SENTENCES[::-1]))
+    again, _ = few(tmp_path / "a", corpus=text).sets(700, made.append)
+    assert again[:3] == sets[:3] and made == NAMES[3:9]
+    for ours, theirs in zip(sets[3:], again[3:], strict=True):
+        assert ours.path != theirs.path and ours.read() != theirs.read()
+    foreign, _ = few(tmp_path / "a", tokenizer=Words("u")).sets(700, made.append)
+    assert not {s.path for s in foreign} & {s.path for s in sets}
+    assert few(tmp_path / "a").sets(700, made.append)[0] == sets and len(made) == 15
 
 
 def test_a_changed_or_interrupted_set(tmp_path):
@@ -257,20 +260,6 @@ def test_a_changed_or_interrupted_set(tmp_path):
     (tmp_path / "sets.json").write_text(json.dumps({"version": 1}))
     with refused("probes.damaged", path=tmp_path / "sets.json"):
         few(tmp_path).sets(200, made.append)
-
-
-def test_texts_and_tokenizers_share_a_folder(tmp_path):
-    """Another text is another question; sets with L = 0 do not depend on it (issue 17, item 2)."""
-    made: list[str] = []
-    first, _ = few(tmp_path).sets(700, made.append)
-    other = Corpus("file 2", " ".join(SENTENCES[::-1]))
-    again, _ = few(tmp_path, corpus=other).sets(700, made.append)
-    assert again[:3] == first[:3] and made == [*(s.name for s in first), *NAMES[3:9]]
-    for ours, theirs in zip(first[3:], again[3:], strict=True):
-        assert ours.path != theirs.path and ours.read() != theirs.read()
-    foreign, _ = few(tmp_path, tokenizer=Words("u")).sets(700, made.append)
-    assert not {s.path for s in foreign} & {s.path for s in first}
-    assert few(tmp_path).sets(700, made.append)[0] == first and len(made) == 24
 
 
 def test_concurrent_writers_make_each_set_once(tmp_path):

@@ -22,22 +22,13 @@ NAMES = [data.key for data in CATALOGUE.values() if data.suite == DISCRIMINATIVE
 HARNESS = [harness_tasks() / folder for folder in HARNESS_FOLDERS]
 
 
-@pytest.fixture(scope="module")
-def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stage_fixtures(tmp_path_factory.mktemp("staged"), NAMES)
-
-
-def load(folder: Path, *wanted: str, ours: bool = True) -> dict[str, Task]:
-    manager = TaskManager(
-        include_path=[*HARNESS, *([TASKS] if ours else [])],
-        include_defaults=False,
-        metadata={"staged": str(folder)},
-    )
-    return manager.load(list(wanted))["tasks"]
+def load(wanted: list[str], folders: list[Path], **metadata: str) -> dict[str, Task]:
+    options = {"include_path": folders, "include_defaults": False, "metadata": metadata}
+    return TaskManager(**options).load(wanted)["tasks"]
 
 
 @pytest.fixture(scope="module")
-def tasks(staged: Path) -> dict[str, Task]:
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Task]:
     """The members of the group, without network."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
@@ -46,7 +37,8 @@ def tasks(staged: Path) -> dict[str, Task]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", refuse)
         patch.setattr(lm_eval.api.task.datasets, "load_dataset", refuse)
-        return load(staged, "discriminative")
+        staged = stage_fixtures(tmp_path_factory.mktemp("staged"), NAMES)
+        return load(["discriminative"], [*HARNESS, TASKS], staged=str(staged))
 
 
 def test_the_group_has_the_suites_tasks(tasks):
@@ -66,7 +58,7 @@ def test_the_group_has_the_suites_tasks(tasks):
 
 
 @pytest.mark.system
-def test_tasks_equal_those_of_lm_eval(staged, tasks, monkeypatch):
+def test_tasks_equal_those_of_lm_eval(tasks, monkeypatch):
     """Configuration, version and requests are equal for the same rows from the "hub"."""
     requested: list[tuple[str, str | None]] = []
 
@@ -76,7 +68,7 @@ def test_tasks_equal_those_of_lm_eval(staged, tasks, monkeypatch):
         return dict.fromkeys(("train", "validation", "test"), fixture(key))
 
     monkeypatch.setattr(lm_eval.api.task.datasets, "load_dataset", from_hub)
-    own = load(staged, *NAMES, ours=False)
+    own = load(NAMES, HARNESS)
     assert requested == [(CATALOGUE[key].path, CATALOGUE[key].config) for key in NAMES]
     replaced = {"custom_dataset", "dataset_kwargs", "num_fewshot", "metadata"}
     replaced |= {"training_split", "validation_split", "fewshot_split"}

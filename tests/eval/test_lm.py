@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from eval.model.budget import FILE, MAX_TOKENS, find_largest, load_or_find
-from eval.model.lm import CanonLM, request_cost
-from eval.model.score import Answer, Batch, Pair, Planner, score_batch
+from eval.model.lm import PASS_TOKENS, CanonLM, request_cost
+from eval.model.score import Answer, Pair
 from tests.scripted_lm import Bytes, Letters, LimitedMemory, requests
 from tests.support import refused
 from tests.variants import VARIANTS, build
@@ -46,69 +46,42 @@ def naive(model: Transformer, tokens: list[int], count: int) -> Answer:
     return total, greedy
 
 
-def answered(
-    model: Transformer, pairs: list[Pair], planner: Planner
-) -> tuple[list[Answer], list[Batch]]:
-    plan = planner.plan(pairs)
-    found: dict[int, Answer] = {}
-    for batch in plan:
-        answers = score_batch(model, planner, pairs, batch)
-        assert sorted(answers) == sorted(batch.pairs) and not answers.keys() & found.keys()
-        found |= answers
-    return [found[index] for index in range(len(pairs))], plan
-
-
 def assert_equal(found: list[Answer], expected: list[Answer]) -> None:
     assert [score for score, _ in found] == pytest.approx([s for s, _ in expected], abs=1e-4)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
 
 
-# few distinct tokens: prefixes and equal sequences are frequent
-tokens = st.lists(st.integers(1, 4), min_size=0, max_size=12)
-items = st.lists(
-    st.tuples(tokens, st.lists(tokens.filter(bool), min_size=1, max_size=4)), min_size=1, max_size=6
-)
+def words(max_size: int, min_size: int = 0) -> st.SearchStrategy[str]:
+    """Texts of few letters: common prefixes and equal texts are frequent."""
+    return st.text(alphabet="abc", min_size=min_size, max_size=max_size)
+
+
+# a context may have several continuations
+choices = st.lists(words(LENGTH // 2, 1) | words(LENGTH, 1), min_size=1, max_size=4)
 
 
 @given(
     name=st.sampled_from(FEW),
-    items=items,
+    items=st.lists(st.tuples(words(12) | words(LENGTH + 6), choices), min_size=1, max_size=6),
+    texts=st.lists(words(3 * LENGTH), max_size=3),
     batch_tokens=st.sampled_from([1, 13, 60, 1000]),
     read_tokens=st.sampled_from([1, 9, 50, 1000]),
     pass_tokens=st.sampled_from([0, 3, 1000]),
 )
 @settings(max_examples=25, deadline=None)
-def test_scores_equal_one_row_at_a_time(name, items, batch_tokens, read_tokens, pass_tokens):
-    model = model_of(name)
-    asked = [(context, choice) for context, choices in items for choice in choices]
-    pairs = [Pair([5, *context, *choice], len(choice)) for context, choice in asked]
-    found, _ = answered(model, pairs, Planner(batch_tokens, read_tokens, pass_tokens))
-    assert_equal(found, [naive(model, pair.tokens, pair.count) for pair in pairs])
-
-
-words = st.text(alphabet="abcd", max_size=LENGTH + 6)
-
-
-@given(
-    name=st.sampled_from(FEW),
-    asked=st.lists(
-        st.tuples(words, st.text(alphabet="abcd", min_size=1, max_size=LENGTH)),
-        min_size=1,
-        max_size=8,
-    ),
-    texts=st.lists(st.text(alphabet="abcd", max_size=3 * LENGTH), max_size=3),
-    batch_tokens=st.sampled_from([5, 40, 1000]),
-)
-@settings(max_examples=25, deadline=None)
-def test_requests_equal_explicit_loops(name, asked, texts, batch_tokens):
+def test_requests_equal_explicit_loops(name, items, texts, batch_tokens, read_tokens, pass_tokens):
     """Around max_length: contexts keep their end, an empty one is EOS, texts have windows."""
     model, letters, costs = model_of(name), Letters(), list[int]()
+    asked = [(context, choice) for context, choices in items for choice in choices]
     given = {"max_length": LENGTH, "batch_tokens": batch_tokens, "on_done": costs.append}
     lm, expected = CanonLM(model, letters, **given), []
+    lm.read_tokens = read_tokens
     for context, continuation in asked:
         row = (letters.encode(context) or [letters.eos_id]) + letters.encode(continuation)
         expected.append(naive(model, row[-LENGTH - 1 :], len(continuation)))
-    assert_equal(lm.loglikelihood(requests("loglikelihood", asked)), expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PASS_TOKENS, "cpu", pass_tokens)
+        assert_equal(lm.loglikelihood(requests("loglikelihood", asked)), expected)
     rolled = []
     for text in texts:
         row, total = [letters.eos_id, *letters.encode(text)], 0.0
@@ -131,7 +104,7 @@ def test_the_context_of_choices_is_read_once():
     counts: list[tuple[int, int]] = []
     count = lambda _, given, logits: counts.append((given[0].numel(), logits.shape[0]))  # noqa: E731
     with model.register_forward_hook(count):
-        answered(model, pairs, Planner(100_000, 100_000))
+        CanonLM(model, None, max_length=80).score_pairs(pairs, [1] * len(pairs))
     # the context's last logits score the first token of each choice
     num_inputs, num_logits = map(sum, zip(*counts, strict=True))
     assert (num_inputs, num_logits) == (6 * (60 + 4 * 7), 6 * (1 + 4 * 7))
@@ -141,11 +114,10 @@ def test_nonfinite_logits_are_an_error():
     model = build(VARIANTS["rope"]).eval()
     with torch.no_grad():
         model.tok_embeddings.weight[7] = math.nan
-    planner = Planner(1000, 1000)
-    pairs = [Pair([5, 6, 8], 1), Pair([5, 7, 8], 1)]
-    assert answered(model, pairs[:1], planner)
+    lm, pairs = CanonLM(model, None, max_length=9), [Pair([5, 6, 8], 1), Pair([5, 7, 8], 1)]
+    assert lm.score_pairs(pairs[:1], [1])
     with refused("eval.not_finite"):
-        answered(model, pairs, planner)
+        lm.score_pairs(pairs, [1, 1])
 
 
 # ---- requests and memory

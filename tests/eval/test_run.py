@@ -4,7 +4,6 @@ import argparse
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from canon_pretrain.core.files import write_json
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
-from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import (
@@ -40,38 +37,11 @@ from eval.schedule import Request, Schedule, to_argv
 from eval.suite_names import harness_names
 from tests.checkpoint_folders import small_disk
 from tests.eval_fixtures import stage_fixtures
-from tests.eval_text_runs import WORDS, write_texts
+from tests.eval_text_runs import MAX_LENGTH, WORDS, write_run
 from tests.scripted_lm import ScriptedLM
 from tests.support import error_codes
 
-MAX_LENGTH = 900  # three lengths of probes fit, with a vocabulary of 300
 SHORT = ("--max_length", MAX_LENGTH)  # instead of 8,192 for the probes
-
-
-def document(seed: int) -> str:
-    picks = np.random.Philox(key=seed).random_raw(400) % np.uint64(len(WORDS))
-    words = [WORDS[int(pick)] for pick in picks]
-    return "\n".join(" ".join(words[i : i + 8]).capitalize() + "." for i in range(0, 400, 8))
-
-
-def write_run(base: Path, vocab_size: int = 300, more: Sequence[str] = ()) -> Path:
-    """Write shards of text to base/data, and untrained checkpoints 2 and 3 to base/run."""
-    texts = [document(seed) for seed in range(6)]
-    write_texts(base / "data", texts[:3], texts[3:], vocab_size, more)
-    args = ModelArgs(
-        vocab_size=vocab_size, num_layers=1, dim=32, num_heads=2, ffn_dim=48, max_seq_len=1000,
-        canon_set="ABCD", position="nope",
-    )  # fmt: skip
-    model = Transformer(args)
-    model.init_weights()
-    run = base / "run"
-    for step in (2, 3):
-        save_no_dist(dict(model.named_parameters()), run / "checkpoint" / f"step-{step}", step=step)
-    identity = {f"model.{name}": value for name, value in asdict(args).items()}
-    identity["data_fingerprint"] = TokenShards.open(base / "data" / "train").fingerprint
-    config = {"data": {"path": str(base / "data")}, "training": {"seq_len": MAX_LENGTH}}
-    RunFolder(run).write_config(config, identity)
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +127,7 @@ def test_without_wikitext_only_sets_without_text(copy, evaluate, tmp_path, monke
         assert "full/out/probes" in evaluate("birth-year", *words, refused="eval.cannot_write")
 
 
+@pytest.mark.system
 def test_a_junk_file_is_another_question(copy, evaluate, tmp_path):
     """It has its own sets and results (issue 17, item 2)."""
     words, junk = ("1-hop-256", *SHORT, "--limit", 1), tmp_path / "junk.txt"

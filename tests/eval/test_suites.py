@@ -16,8 +16,8 @@ from canon_pretrain.run.results import RESULTS, Results, read_results, read_samp
 from eval.__main__ import main
 from eval.suite_names import SUITES
 from tests.checkpoint_folders import small_disk
-from tests.eval.test_run import write_run
 from tests.eval_fixtures import rows_of, stage_fixtures
+from tests.eval_text_runs import write_run
 from tests.support import ROOT, error_codes
 
 pytestmark = pytest.mark.system

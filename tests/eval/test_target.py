@@ -2,27 +2,24 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from canon_pretrain.checkpoint.writer import save_no_dist
-from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.reading import import_folder
 from canon_pretrain.model.attention import rope_tables
 from canon_pretrain.model.cache import Cache
-from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import question_of
 from data_prep.planning import train_tokenizer
 from eval.model.lm import CanonLM
 from eval.model.target import EvalTarget, FastLinear, load_model, use_fast_linear
 from eval.validation import model_loss
-from tests.data_folders import make_data_folder, sentence
-from tests.hf_exports import identity_of, plant_run
+from tests.data_folders import sentence
+from tests.eval_text_runs import MAX_LENGTH, write_run
+from tests.hf_exports import plant_run
 from tests.support import refused, write_data
 from tests.variants import VARIANTS, build, every_variant, random_tokens
 
@@ -33,14 +30,7 @@ CPU = torch.device("cpu")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data folder, a run on it with a checkpoint, and the checkpoint's export."""
     base = tmp_path_factory.mktemp("target")
-    data = base / "data"
-    make_data_folder(data, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
-    shards = TokenShards.open(data / "train")
-    model = build(replace(VARIANTS["nope ABCD"], vocab_size=shards.vocab_size))
-    config = {"data": {"path": str(data), "paths": []}, "training": {"seq_len": 100}}
-    identity = identity_of(model.args) | {"data_fingerprint": shards.fingerprint}
-    RunFolder(base / "run").write_config(config, identity)
-    save_no_dist(dict(model.named_parameters()), base / "run" / "checkpoint" / "step-3", step=3)
+    write_run(base)
     export(base / "run" / "checkpoint" / "step-3", base / "out")
     return base
 
@@ -53,8 +43,8 @@ def copy(base: Path, tmp_path: Path) -> Path:
 def test_a_checkpoint_and_its_export_are_one_question(base, copy):
     of_run = EvalTarget.open(base / "run" / "checkpoint" / "step-3")
     exported, other = EvalTarget.open(base / "out"), EvalTarget.open(copy)
-    assert (of_run.step, of_run.seq_len, exported.step) == (3, 100, 3)
-    assert exported.seq_len == VARIANTS["nope ABCD"].max_seq_len
+    assert (of_run.step, of_run.seq_len) == (3, MAX_LENGTH)
+    assert (exported.step, exported.seq_len) == (3, 1000)
     assert of_run.evals == base / "run" / "evals" and exported.evals is None
     text = sentence(3, 20)
     ids = of_run.tokenizer.encode(text).tolist()

@@ -1,6 +1,5 @@
 """Tokenizers in tasks: ours and an export's give the same ids, texts and cuts."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -9,14 +8,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from canon_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from canon_pretrain.hf.export import export
 from eval.task_tokenizer import TaskTokenizer, task_tokenizer
 from eval.tasks.jrt.documents import cut
-from tests import data_folders
-from tests.data_folders import make_data_folder, sentence
-from tests.hf_exports import plant_run
+from tests.eval_text_runs import write_run
 from tests.support import refused
-from tests.variants import VARIANTS, build
 
 # characters of one to four bytes, tokens of the vocabulary, and names of special tokens
 WORDS = [*"aß€🙂", "the", "of", "which", "</s>", "<s>", "\n", " ", "  ", "\t", "Ada", "\ufffd", "é"]
@@ -30,24 +27,25 @@ texts = st.one_of(
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data folder data/, and the export of a model on it, export/."""
     base = tmp_path_factory.mktemp("tokenizers")
-    make_data_folder(base / "data", [[sentence(seed, 40) for seed in range(3)]], [sentence(9, 40)])
-    model = build(dataclasses.replace(VARIANTS["nope ABCD"], vocab_size=300))
-    export(plant_run(base / "run", model, data=base / "data"), base / "export")
+    write_run(base)
+    export(base / "run/checkpoint/step-3", base / "export")
     return base
 
 
 @pytest.fixture(scope="module")
-def pair(folder: Path) -> tuple[TaskTokenizer, TaskTokenizer]:
+def tokenizers(folder: Path) -> tuple[Tokenizer, TaskTokenizer, TaskTokenizer]:
+    """That of training, and those of tasks on the data and on the export."""
     ours = task_tokenizer({"tokenizer": str(folder / "data"), "pretrained": "of no matter"})
-    return ours, task_tokenizer({"pretrained": str(folder / "export"), "dtype": "float32"})
+    theirs = task_tokenizer({"pretrained": str(folder / "export"), "dtype": "float32"})
+    return load_tokenizer(folder / "data"), ours, theirs
 
 
 @given(texts, st.integers(2, 30), st.integers(0, 40), st.integers(1, 9))
 @example("aaaß\ufffd", 2, 4, 1)  # half of its last character decodes to U+FFFD
 @example("\ufffdß", 3, 1, 1)
 @settings(max_examples=300, deadline=None)
-def test_ids_and_cuts_are_those_of_training(pair, text, limit, start, length):
-    training = data_folders.tokenizer()
+def test_ids_and_cuts_are_those_of_training(tokenizers, text, limit, start, length):
+    training, *pair = tokenizers
     expected = training.encode(text).tolist()
     assert training.eos_id not in expected and training.bos_id not in expected
     for found in pair:
