@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from canon_pretrain.core.files import write_json
+from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import begin_launch
 from canon_pretrain.run.results import Results, Score, results_folder, write_results
@@ -26,6 +28,13 @@ IDENTITY = {
     **{"data_fingerprint": FINGERPRINT, "data.data_seed": 3},
     **{"training.seq_len": 256, "training.global_batch_size": 8, "training.steps": 500},
 }
+
+
+def run_command(*words: object) -> int:
+    """Run `python -m canon_pretrain.run` in this process; return its exit code."""
+    with pytest.raises(SystemExit) as left:
+        main([*map(str, words)])
+    return int(left.value.code or 0)
 
 
 def launch(event: str, world_size: int = 2, **fields: Any) -> dict[str, Any]:
@@ -103,12 +112,12 @@ def records(
 ) -> list[dict[str, Any]]:
     """Return item records with `values` by metric; items with equal `names` are the same."""
     found: list[dict[str, Any]] = []
-    for k in range(len(next(iter(values.values())))):
+    for k, scores in enumerate(zip(*values.values(), strict=True)):
         name = names[k] if names else f"document {k}"
-        found.append({"doc_id": k, "filter": "none", "target": "x", "answers": ["x"]})
-        found[-1] |= {"doc_hash": f"doc {name}", "prompt_hash": f"prompt {name}"}
-        found[-1] |= {"source": sources[k]} if sources else {}
-        found[-1] |= {metric: each[k] for metric, each in values.items()}
+        one = {"doc_id": k, "filter": "none", "target": "x", "answers": ["x"]}
+        one |= {"doc_hash": f"doc {name}", "prompt_hash": f"prompt {name}"}
+        source = {"source": sources[k]} if sources else {}
+        found.append(one | source | dict(zip(values, scores, strict=True)))
     return found
 
 
@@ -132,13 +141,9 @@ def plant_answers(
         metrics = [metric for metric in (items[0] if items else ()) if metric not in NOT_METRICS]
         found[name] = {x: _score(x, [item[x] for item in items]) for x in metrics}
         found[name] |= {x: Score(value) for x, value in (scores or {}).get(name, {}).items()}
-    question = {
-        "max_length": 256,
-        "tasks": {name: {"version": 1.0, **(described or {}).get(name, {})} for name in tasks},
-        **asked,
-    }
-    count = max(map(len, tasks.values()))
-    return plant_results(run, at, suite, found, items=count, samples=tasks, **question)
+    about = {name: {"version": 1.0, **(described or {}).get(name, {})} for name in tasks}
+    more = {"items": max(map(len, tasks.values())), "samples": tasks, "max_length": 256} | asked
+    return plant_results(run, at, suite, found, tasks=about, **more)
 
 
 def _score(metric: str, values: Sequence[Any]) -> Score:

@@ -2,28 +2,23 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
 
 from canon_pretrain.report.diff import RTOL, compare, compare_digests, compare_losses
 from canon_pretrain.report.record import Curve, RunRecord
-from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.folder import RunFolder
-from tests.report_runs import FINGERPRINT, launch, plant_run, step
+from tests.report_runs import FINGERPRINT, launch, plant_run, run_command, step
 from tests.support import error_codes
 
 
-def lines(last: int, every: int = 10, changed: Mapping[int, str] | None = None) -> list[dict]:
-    """Return step events to `last` with data digests; `changed` alters some."""
-    salt = changed or {}
-    digests = {k: f"{k:012x}{salt.get(k, ''):0<4}" for k in range(1, last + 1)}
-    return [
-        step(at, 5 - at / 1000)
-        | {"data_digests": [digests[k] for k in range(max(at - every, 0) + 1, at + 1)]}
-        for at in range(every, last + 1, every)
-    ]
+def lines(last: int, every: int = 10, changed: Collection[int] = ()) -> list[dict]:
+    """Return step events to `last` with data digests, others at the steps `changed`."""
+    digests = [f"{k:015x}{int(k in changed)}" for k in range(1, last + 1)]
+    steps = range(every, last + 1, every)
+    return [step(k, 5 - k / 1000) | {"data_digests": digests[k - every : k]} for k in steps]
 
 
 def plant_launch(run: RunFolder, number: int = 1, **changes: Any) -> None:
@@ -56,31 +51,21 @@ def pair(tmp_path):
     return plant
 
 
-def run_command(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as raised:
-        main(["diff", *map(str, arguments)])
-    assert isinstance(raised.value.code, int)
-    return raised.value.code
-
-
 @pytest.mark.parametrize(
     ("changed", "every", "first"),
     [(range(1, 61), 4, 1), (range(11, 61), 4, 11), ([60], 4, 60), ([23], 10, 23), ([], 10, None)],
 )
 def test_first_step_with_other_data(changed, every, first):
-    result = compare_digests(lines(60), lines(60, every, dict.fromkeys(changed, "f")))
+    result = compare_digests(lines(60), lines(60, every, changed))
     counts = {"logged": [60, 60], "common": 60, "last_common": 60}
     assert result == {**counts, "different": len(changed), "first_different": first}
-
-
-def test_only_common_steps_are_compared():
+    # steps that one run did not log are not compared
     result = compare_digests(lines(60), lines(30) + lines(90)[6:])
-    counts = {"logged": [60, 60], "common": 30, "last_common": 30}
-    assert result == {**counts, "different": 0, "first_different": None}
+    assert (result["common"], result["last_common"], result["different"]) == (30, 30, 0)
 
 
 def test_of_repeated_steps_the_last_is_compared(pair):
-    lost = lines(40, changed=dict.fromkeys(range(21, 41), "f"))[2:]
+    lost = lines(40, changed=range(21, 41))[2:]
     interrupted = [*lines(20), *lost, launch("resume", from_step=20), *lines(60)[2:]]
     result = found(*pair(lines(60), interrupted))
     assert result["same"] and result["data_digests"]["common"] == 60
@@ -88,18 +73,16 @@ def test_of_repeated_steps_the_last_is_compared(pair):
 
 
 def losses(*values: float) -> Curve | None:
-    return Curve.of((10 * (k + 1), value) for k, value in enumerate(values))
+    return Curve.of(enumerate(values, 1))
 
 
 def test_first_step_with_losses_beyond_the_tolerance():
     ours = losses(4.0, 3.0, 2.0, 1.0, 1.0)
     theirs = losses(4.0, 3.0 * (1 + 1e-7), 2.0 * (1 + 2e-4), 1.5, 1.0)
-    result = compare_losses(ours, theirs, 1e-4)
-    assert (result["first_unequal"], result["first_beyond"]) == (20, 30)
-    assert result["there"] == [2.0, 2.0 * (1 + 2e-4)]
-    assert result["largest"] == pytest.approx(0.5 / 1.5) and result["largest_step"] == 40
-    assert compare_losses(ours, theirs, 1e-3)["first_beyond"] == 40
-    assert compare_losses(ours, theirs, 0.5)["first_beyond"] is None
+    for rtol, first in ((1e-4, 3), (1e-3, 4), (0.5, None)):
+        result = compare_losses(ours, theirs, rtol)
+        assert (result["first_unequal"], result["first_beyond"]) == (2, first)
+        assert result["largest"] == pytest.approx(0.5 / 1.5) and result["largest_step"] == 4
 
 
 def test_losses_that_are_not_finite_are_compared():
@@ -108,7 +91,7 @@ def test_losses_that_are_not_finite_are_compared():
     for k, value in enumerate((1.0, -math.inf, math.nan, math.nan)):
         theirs = losses(*values[:k], value, *values[k + 1 :])
         result = compare_losses(losses(*values), theirs, 1e-4)
-        assert result["first_beyond"] == 10 * (k + 1) and result["largest"] == "Infinity"
+        assert result["first_beyond"] == k + 1 and result["largest"] == "Infinity"
     assert compare_losses(losses(*values), None, 1e-4)["common"] == 0
 
 
@@ -117,19 +100,18 @@ def test_runs_that_differ_in_their_jobs_only_are_the_same(pair, capsys):
     plant_launch(a, patch="+ an older line")
     for run, number in ((a, 2), (a, 10), (b, 1)):
         plant_launch(run, number)
-    assert run_command(a.path, b.path) == 0  # the newest launch is compared
+    assert run_command("diff", a.path, b.path) == 0  # the newest launch is compared
     assert "SLURM_JOB_ID" not in capsys.readouterr().out
-    assert run_command(a.path, b.path, "--all") == 0
+    assert run_command("diff", a.path, b.path, "--all") == 0
     assert "SLURM_JOB_ID" in capsys.readouterr().out
 
 
 def test_each_difference_is_in_its_section(pair):
     changes = {"optimizer.lr": 0.002, "data_fingerprint": "f" * 64, "guards.outlier_sigma": 6.0}
     a, b = pair(lines(20), lines(20), **changes)
-    config = json.loads(b.config_file.read_text())
-    config["config"]["training"] = {"compile": True}
-    config["config"]["job"]["dump_folder"] = str(b.path)
-    b.config_file.write_text(json.dumps(config))
+    stored = b.read_config()
+    jobs = {"job": stored["config"]["job"] | {"dump_folder": str(b.path)}}
+    b.write_config(stored["config"] | jobs | {"training": {"compile": True}}, stored["identity"])
     plant_launch(a, patch="+ one line")
     plant_launch(
         b,
@@ -158,23 +140,20 @@ def test_each_difference_is_in_its_section(pair):
 
 
 def test_exit_codes_and_json(pair, tmp_path, capsys):
-    a, b = pair(lines(60), lines(60, changed={23: "f"}))
-    assert run_command(a.path, b.path, "--json") == 1
+    a, b = pair(lines(60), lines(60, changed=[23]))
+    assert run_command("diff", a.path, b.path, "--json") == 1
     document = json.loads(capsys.readouterr().out)
     assert document["data_digests"]["first_different"] == 23 and document["same"] is False
     b.log_file.unlink()
     for words in ([tmp_path / "nothing"], [b.path], [a.path, "--rtol", "-1"]):
-        assert run_command(a.path, *words) == 2
+        assert run_command("diff", a.path, *words) == 2
         assert len(error_codes(capsys.readouterr().err)) == 1
 
 
 @pytest.mark.system
-def test_real_runs_at_other_world_sizes_saw_the_same_data(runs, capsys):
-    code = run_command(runs.straight, runs.elastic, "--json", "--rtol", "1e-3")
+def test_a_real_run_and_a_resumed_one_are_the_same(runs, capsys):
+    assert run_command("diff", runs.straight, runs.resumed, "--json", "--rtol", "0") == 0
     document = json.loads(capsys.readouterr().out)
-    assert code == (0 if document["same"] else 1)
-    assert document["data_digests"]["first_different"] is None
     assert document["data_digests"]["common"] == 12
-    assert document["losses"]["first_beyond"] is None
-    assert document["sections"]["launch"]["own"]["world_sizes"] == [[2], [3, 1]]
-    assert document["sections"]["identity"]["differences"] == {}
+    assert document["losses"]["first_unequal"] is None
+    assert document["sections"]["launch"]["own"]["world_sizes"] == [[2], [2, 2]]

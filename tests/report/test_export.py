@@ -8,25 +8,25 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from canon_pretrain.core.lock import LinkLock
-from canon_pretrain.report.export import RunMetadata, TensorBoardTarget, copy, run_metadata
+from canon_pretrain.report.export import TensorBoardTarget, copy
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run import background
-from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.background import LiveExports
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunLog, number
 from canon_pretrain.run.results import Score
 from tests.ranks import events, launch
-from tests.report_runs import TOKENS_A_STEP, plant_results, plant_run
+from tests.report_runs import TOKENS_A_STEP, plant_results, plant_run, run_command
 from tests.support import ROOT, debug_run, error_codes
 
 WRONG = 99.0
@@ -78,10 +78,7 @@ def killed_twice(tmp_path: Path) -> Path:
     return run.path
 
 
-def export(*words: object) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["export", *map(str, words)])
-    assert left.value.code == 0
+export = partial(run_command, "export")
 
 
 def check_curve(curve: dict[int, dict[str, float]]) -> None:
@@ -93,10 +90,10 @@ def check_curve(curve: dict[int, dict[str, float]]) -> None:
         assert values["tokens"] == step * TOKENS_A_STEP
         assert values["train/grad_norm"] == (math.inf if step == 9 else 1.0)
         assert values["data/tokens/a_b_c"] == 7 * step
-    for step in (5, 10):
-        assert curve[step]["validation/loss"] == pytest.approx(loss_of(step))
-        assert curve[step]["validation/a_b_c/bits_per_byte"] == pytest.approx(loss_of(step) / 2)
-    assert [step for step in curve if "validation/loss" in curve[step]] == [5, 10]
+        if step in (5, 10):
+            assert values["validation/loss"] == pytest.approx(loss_of(step))
+            assert values["validation/a_b_c/bits_per_byte"] == pytest.approx(loss_of(step) / 2)
+    assert [step for step in sorted(curve) if "validation/loss" in curve[step]] == [5, 10]
     assert curve[4]["eval/validation/all/bits_per_byte"] == 1.5
     name = "eval/birth-year-first100/1-hop_0/exact"
     assert curve[12] == {name: 0.25, "tokens": 12 * TOKENS_A_STEP}
@@ -125,56 +122,46 @@ def test_tensorboard_shows_one_clean_curve(killed_twice, capsys):
     stranger = killed_twice / "tb" / "events.out.tfevents.123.other"
     stranger.parent.mkdir()
     stranger.write_bytes(b"")
-    export("tensorboard", killed_twice)
+    assert export("tensorboard", killed_twice) == 0
     assert str(killed_twice / "tb") in capsys.readouterr().out
     first = files_of(killed_twice / "tb")
     check_curve(tensorboard_curve(killed_twice / "tb"))
-    export("tensorboard", killed_twice)
+    assert export("tensorboard", killed_twice) == 0
     assert files_of(killed_twice / "tb") == first  # the same bytes again
     assert len(first) == 2 and stranger.name in first
-    export("tensorboard", killed_twice, "--out", killed_twice / "elsewhere")
+    assert export("tensorboard", killed_twice, "--out", killed_twice / "elsewhere") == 0
     (name,) = set(first) - {stranger.name}
     assert files_of(killed_twice / "elsewhere" / "tb") == {name: first[name]}
-
-
-def script(*actions: Callable[[], object]) -> Callable[[float], bool]:
-    """Return an `ended` for `copy` that runs the next action at each call."""
-    left = iter(actions)
-
-    def ended(wait_s: float) -> bool:
-        if action := next(left, None):
-            action()
-        return action is None
-
-    return ended
 
 
 def test_tensorboard_is_followed_over_launches(tmp_path, monkeypatch):
     run = plant_run(tmp_path / "run", [])
     run.log_file.unlink()
-    seen = []
+    live = partial(TensorBoardTarget, tmp_path / "tb", live=True)
 
-    def look() -> None:
+    def losses() -> dict[int, float]:
         curve = tensorboard_curve(tmp_path / "tb")
-        seen.append({step: values["train/loss"] for step, values in curve.items()})
+        return {step: values["train/loss"] for step, values in curve.items()}
 
-    def live(facts: RunMetadata) -> TensorBoardTarget:
-        return TensorBoardTarget(tmp_path / "tb", facts, live=True)
+    def follow() -> Iterator[bool]:
+        """Yield, at each call of `ended`, whether it has; the log does not exist at first."""
+        for launched, last, good in ((0, 6, 4), (1, 8, 6)):
+            yield False
+            write_launch(run.path, launched)
+            yield False
+            yield False
+            expected = {k: loss_of(k) if k <= good else WRONG for k in range(1, last + 1)}
+            assert losses() == pytest.approx(expected)
+        yield True
 
-    began, resumed = (partial(write_launch, run.path, k) for k in (0, 1))
-    # the log does not exist at first
-    ended = script(bool, began, bool, look, resumed, look, look)
-    assert str(tmp_path / "tb") in copy(RunRecord(run.path), live, ended)
-    assert seen[0] == pytest.approx({k: loss_of(k) if k <= 4 else WRONG for k in range(1, 7)})
-    assert seen[2] == pytest.approx({k: loss_of(k) if k <= 6 else WRONG for k in range(1, 9)})
+    calls = follow()
+    assert str(tmp_path / "tb") in copy(RunRecord(run.path), live, lambda wait_s: next(calls))
     # a later follower replaces the file of the first, and ends when the run is done
     write_launch(run.path, 2)
     monkeypatch.setattr("time.time", lambda: 4e9)  # file names have seconds
     copy(RunRecord(run.path), live, lambda wait_s: not wait_s)
     assert len(list((tmp_path / "tb").iterdir())) == 1
-    curve = tensorboard_curve(tmp_path / "tb")
-    losses = {step: values["train/loss"] for step, values in curve.items()}
-    assert losses == pytest.approx({step: loss_of(step) for step in range(1, 11)}, nan_ok=True)
+    assert losses() == pytest.approx({step: loss_of(step) for step in range(1, 11)}, nan_ok=True)
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
@@ -185,21 +172,17 @@ def wandb_records(path: Path) -> Iterator[Any]:
     """
     from wandb.proto import wandb_internal_pb2
 
-    content, position, data = path.read_bytes(), 7, b""
-    assert content[:4] == b":W&B"
-    while position < len(content):
-        left = 32768 - position % 32768
-        if left < 7:
-            position += left
-            continue
-        _, length, kind = struct.unpack("<IHB", content[position : position + 7])
-        data += content[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            yield record
-            data = b""
+    content, data = path.read_bytes(), b""
+    for begin in range(0, len(content), 32768):
+        block = content[begin : begin + 32768]
+        position = 0 if begin else 7
+        while len(block) - position >= 7:
+            _, length, kind = struct.unpack("<IHB", block[position : position + 7])
+            position += 7 + length
+            data += block[position - length : position]
+            if kind in (1, 4):
+                yield wandb_internal_pb2.Record.FromString(data)
+                data = b""
 
 
 def wandb_run(folder: Path) -> tuple[Any, dict[int, dict[str, float]]]:
@@ -207,24 +190,14 @@ def wandb_run(folder: Path) -> tuple[Any, dict[int, dict[str, float]]]:
     (file,) = folder.glob("offline-run-*/*.wandb")
     run, curve = None, {}
     for record in wandb_records(file):
-        if record.WhichOneof("record_type") == "run":
-            run = record.run
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            values = {(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in items}
-            values = {name: number(value) for name, value in values.items()}
+        run = record.run if record.HasField("run") else run
+        if items := record.history.item:
+            read = {x.key or "/".join(x.nested_key): json.loads(x.value_json) for x in items}
+            values = {name: number(value) for name, value in read.items()}
             step = int(values.pop("_step"))
             assert step == values.pop("step") and step not in curve
             curve[step] = {k: v for k, v in values.items() if k[0] != "_" and k != "time"}
     return run, curve
-
-
-def start(*words: object, env: dict[str, str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "canon_pretrain.run", "export", *map(str, words)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, env=env, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
-    )
 
 
 @pytest.mark.system
@@ -240,8 +213,10 @@ def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice, tmp_path):
     log.write_bytes(whole[: whole.index(b'"from_step": 6')])  # before the third launch
     # wandb would send every SLURM_ variable
     planted = {"SLURM_JOB_COMMENT": SECRET, "SLURM_SPANK_OPTION": "my-token", "SLURM_JOB_ID": "77"}
+    start = partial(subprocess.Popen, stdin=PIPE, stdout=PIPE, stderr=STDOUT, text=True)
+    command = [sys.executable, "-m", "canon_pretrain.run", "export", "wandb", str(killed_twice)]
     words = ("--follow", "--beside_trainer", "--tags", "live")
-    live = start("wandb", killed_twice, *words, env=env | planted)
+    live = start([*command, *words], env=env | planted)
     deadline = time.monotonic() + 60
     while not list((killed_twice / "wandb").glob("offline-run-*/*.wandb")):
         assert live.poll() is None and time.monotonic() < deadline
@@ -250,14 +225,15 @@ def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice, tmp_path):
     output, _ = live.communicate(timeout=60)  # closes the pipe, as at the end of the trainer
     assert live.returncode == 0, output
     run, curve = wandb_run(killed_twice / "wandb")
-    (content,) = [p.read_bytes() for p in (killed_twice / "wandb").glob("offline-run-*/*.wandb")]
+    (file,) = (killed_twice / "wandb").glob("offline-run-*/*.wandb")
+    content = file.read_bytes()
     assert SECRET.encode() not in content and b"my-token" not in content and b"77" in content
     # wandb keeps the first of repeated steps, until a whole copy is made
     assert sorted(curve) == list(range(1, 11))
     assert curve[10]["train/loss"] == pytest.approx(9.0)
     names = [path.name for path in (killed_twice / "wandb").iterdir()]
     env |= {"WANDB_NAME": "mine", "WANDB_PROJECT": "theirs"}
-    output, _ = (done := start("wandb", killed_twice, "--tags", "a", "b c", env=env)).communicate()
+    output, _ = (done := start([*command, "--tags", "a", "b c"], env=env)).communicate()
     assert done.returncode == 0, output
     run, curve = wandb_run(killed_twice / "wandb")
     check_curve(curve)
@@ -268,30 +244,17 @@ def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice, tmp_path):
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert config["identity"]["model.init_seed"] == 7
     assert config["launch"]["world_size"] == 1 and config["launches"] == 3
-    for folder in (killed_twice / "wandb", home):
-        for path in folder.rglob("*"):
-            if path.is_file():
-                content = path.read_bytes()
-                assert SECRET[:12].encode() not in content, f"the secret is in {path}"
-
-
-def test_runs_that_differ_in_seeds_only_are_a_group(tmp_path):
-    def facts(name: str, **identity: Any) -> RunMetadata:
-        return run_metadata(RunRecord(plant_run(tmp_path / name, [], **identity).path), [])
-
-    one, other = facts("a"), facts("b", model__init_seed=8, data__data_seed=9)
-    assert (one.group, one.name, other.name) == (other.group, "a", "b")
-    assert facts("c", optimizer__lr=0.1).group != one.group
+    for path in (*(killed_twice / "wandb").rglob("*"), *home.rglob("*")):
+        assert path.is_dir() or SECRET[:12].encode() not in path.read_bytes(), path
 
 
 def test_a_run_in_training_keeps_its_live_copy(killed_twice, capsys):
     lock = LinkLock.acquire(RunFolder(killed_twice).lock_file, heartbeat_s=60.0, log=print)
     try:
-        with pytest.raises(SystemExit):
-            main(["export", "tensorboard", str(killed_twice)])
+        assert export("tensorboard", killed_twice) == 2
         assert error_codes(capsys.readouterr().err) == ["export.run_is_live"]
         assert not (killed_twice / "tb").exists()
-        export("tensorboard", killed_twice, "--out", killed_twice / "copy")
+        assert export("tensorboard", killed_twice, "--out", killed_twice / "copy") == 0
     finally:
         lock.release()
 
@@ -320,15 +283,15 @@ def test_a_live_copy_that_fails_or_hangs_is_ended(tmp_path, monkeypatch, caplog)
     monkeypatch.setattr(background, "follow_commands", lambda *_: wanted.items())
     monkeypatch.chdir(tmp_path)
     exports = LiveExports()
-    with caplog.at_level(logging.WARNING):
-        exports.start(None, tmp_path)
-        deadline = time.monotonic() + 30
-        while len(caplog.records) < 2 or not (tmp_path / "child").exists():
-            exports.check()
-            assert time.monotonic() < deadline
-        begin = time.monotonic()
-        exports.finish(wait_s=0.2)
-        assert time.monotonic() - begin < 5
+    caplog.set_level(logging.WARNING)
+    exports.start(None, tmp_path)
+    deadline = time.monotonic() + 30
+    while len(caplog.records) < 2 or not (tmp_path / "child").exists():
+        exports.check()
+        assert time.monotonic() < deadline
+    begin = time.monotonic()
+    exports.finish(wait_s=0.2)
+    assert time.monotonic() - begin < 5
     for text, target in zip(caplog.messages, ("other", "wandb", "tensorboard"), strict=True):
         assert target in text
     child = int((tmp_path / "child").read_text())

@@ -10,8 +10,8 @@ import pytest
 
 from canon_pretrain.run.results import Score
 from tests.browser import DESKTOP, EVIL, PHONE, Browser
-from tests.report.test_plot import Json, at, run_command, step, validation
-from tests.report_runs import TOKENS_A_STEP, plant_results, plant_run
+from tests.report.test_plot import Json, at, step, validation
+from tests.report_runs import TOKENS_A_STEP, plant_results, plant_run, run_command
 
 pytestmark = pytest.mark.system
 NAMES = (*(f"nope_canon_abcd_1b3_seed{seed}" for seed in range(3)), EVIL)
@@ -53,7 +53,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         plant_results(run, 400, "discriminative", scores, limit=100 if k == 3 else None)
         plant_results(run, 800, "discriminative", scores)
         paths.append(run.path)
-    assert run_command(*paths, "--out", folder / "curves.html") == 0
+    assert run_command("plot", *paths, "--out", folder / "curves.html") == 0
     return folder / "curves.html"
 
 
@@ -121,17 +121,13 @@ def test_smoothing_is_a_bias_corrected_average(browser, page):
     browser.open(page, *DESKTOP)
     choose(browser, ("#seeds", "lines"), ("#smoothing", 4))
     losses, expected = losses_of(0), []
-    for k, value in enumerate(losses):
-        if math.isnan(value):
-            continue
+    finite = [k for k, value in enumerate(losses) if math.isfinite(value)]
+    for k, last in enumerate(finite):
+        past = np.array(finite[: k + 1])
         # each finite value is weighted by its age and by the steps since the previous finite one
-        past = [j for j in range(k + 1) if not math.isnan(losses[j])]
-        widths = [10 if j == 0 or not math.isnan(losses[j - 1]) else 20 for j in past]
-        weights = [
-            (1 - math.exp(-width / 30)) * math.exp(-10 * (k - j) / 30)
-            for j, width in zip(past, widths, strict=True)
-        ]
-        expected.append(float(np.average([losses[j] for j in past], weights=weights)))
+        widths = 10 * np.diff(past, prepend=-1)
+        weights = (1 - np.exp(-widths / 30)) * np.exp(-10 * (last - past) / 30)
+        expected.append(float(np.average(np.array(losses)[past], weights=weights)))
     raw, smooth = traces(browser, "loss")[:2]
     for line, wanted in ((smooth, expected), (raw, losses)):
         shown = [math.nan if y is None else y for y in line["y"]]

@@ -29,8 +29,7 @@ TASKS = ("piqa", "boolq", "task_2", "task_10", EVIL)
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three architectures at two steps, with a restart, a NaN norm and a large difference."""
-    folder, rng = tmp_path_factory.mktemp("report"), np.random.default_rng(3)
-    paths = []
+    folder, rng, paths = tmp_path_factory.mktemp("report"), np.random.default_rng(3), []
     for k, (name, position) in enumerate(((LONG, "rope"), (EVIL, "nope"), ("short", "alibi"))):
         loss = [8 + k / 4 - math.log(n) / 2 for n in range(1, 502)]
         events = [launch("start"), *(step(n, loss[n], 1 / n) for n in range(1, 251, 3))]
@@ -39,13 +38,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         events[24]["grad_norm"] = "NaN"
         run = plant_run(folder / name, events, model__position=position, done=True)
         for at in (250, 500):
-            items, texts = {}, {}
-            for task in TASKS:
-                share = 0.4 + 0.5 * (task == "piqa" and k == 1)
-                items[task] = records({"acc": right_or_wrong(300, share, rng)})
-            for n, mean in enumerate((-2.0, -7.5, -4.0)):
-                nats = rng.normal(mean, 0.1, 300).tolist()
-                texts[f"text_{n}"] = records({"word_perplexity": nats})
+            right = [right_or_wrong(300, 0.9 if (x, k) == ("piqa", 1) else 0.4, rng) for x in TASKS]
+            items = {task: records({"acc": x}) for task, x in zip(TASKS, right, strict=True)}
+            nats = [rng.normal(mean, 0.1, 300).tolist() for mean in (-2.0, -7.5, -4.0)]
+            texts = {f"text_{n}": records({"word_perplexity": x}) for n, x in enumerate(nats)}
             plant_answers(run, at, "discriminative", items)
             plant_answers(run, at, "texts", texts)
             names = [f"{kind}-{length}" for kind in ("1-hop", "2-hop") for length in (0, 256, 1024)]
@@ -135,14 +131,9 @@ def test_tables_sort_filter_and_show_more(browser, page):
         browser.run("document.querySelector('input.more').click()")
 
 
-@pytest.mark.parametrize(("size", "dark"), [(DESKTOP, True), (PHONE, False)])
-def test_the_page_fits_its_window(browser, page, size, dark):
-    browser.open(page, *size, dark=dark)
-    draw_all(browser)
-    browser.assert_fits(page, size[0])
-
-
-def test_a_run_without_steps_draws_empty_plots(browser, tmp_path):
-    browser.open(report([plant_run(tmp_path / "bare", [launch("start")]).path], None), *PHONE)
-    draw_all(browser)
-    assert browser.console() == []
+def test_pages_fit_their_windows(browser, page, tmp_path):
+    bare = report([plant_run(tmp_path / "bare", [launch("start")]).path], None)  # empty plots
+    for each, size in ((page, DESKTOP), (page, PHONE), (bare, PHONE)):
+        browser.open(each, *size, dark=size == DESKTOP)
+        draw_all(browser)
+        browser.assert_fits(each, size[0])

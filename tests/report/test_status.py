@@ -7,24 +7,18 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from subprocess import PIPE
 from types import SimpleNamespace
 
 import pytest
 
 from canon_pretrain.checkpoint.retention import hold_step
 from canon_pretrain.report.status import JSON_KEYS, find_runs, summarize_run, summarize_runs
-from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Score
 from tests.checkpoint_folders import make_step
-from tests.report_runs import NOW, launch, plant_results, plant_run, step, training_run
+from tests.report_runs import NOW, launch, plant_results, plant_run, run_command, step, training_run
 from tests.support import ROOT, refused
-
-
-def status_command(*words: str) -> int:
-    with pytest.raises(SystemExit) as left:
-        main(["status", *words])
-    return int(left.value.code or 0)
 
 
 def summary(run: RunFolder) -> SimpleNamespace:
@@ -84,18 +78,18 @@ def test_states(tmp_path, values, state, reason):
 
 def test_a_killed_process_is_dead_at_once(tmp_path):
     """A real Session, whose process is killed: its lock and its last status remain."""
-    script = (
-        "import os, sys; from pathlib import Path\n"
-        "from canon_pretrain.run.folder import RunFolder\n"
-        "from canon_pretrain.run.session import Session\n"
-        "held = Session(RunFolder(Path(sys.argv[1])), rank=0, world_size=1, steps=9)\n"
-        "held.__enter__(); held.progress(3, 'training', 1.0); held.status.write()\n"
-        "print(flush=True); sys.stdin.read()"
-    )
-    words, pipe = [sys.executable, "-c", script, str(tmp_path)], subprocess.PIPE
-    with subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+    script = f"""from pathlib import Path
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.session import Session
+with Session(RunFolder(Path({str(tmp_path)!r})), rank=0, world_size=1, steps=9) as held:
+    held.progress(3, "training", 1.0)
+    held.status.write()
+    print(flush=True)
+    input()
+"""
+    words = [sys.executable, "-c", script]
+    with subprocess.Popen(words, cwd=ROOT, stdin=PIPE, stdout=PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
         (living,) = seen_now(tmp_path)
         process.kill()
         process.wait()
@@ -129,7 +123,7 @@ DAMAGE = [
 ]
 
 
-def test_damaged_files_are_named_and_hide_no_run(tmp_path, capsys):
+def test_damaged_files_are_named_and_hide_no_run(tmp_path, monkeypatch, capsys):
     for k, (name, content, _) in enumerate(DAMAGE):
         run = training_run(tmp_path / f"run-{k}")
         make_step(run.path / "checkpoint", 20)
@@ -144,15 +138,16 @@ def test_damaged_files_are_named_and_hide_no_run(tmp_path, capsys):
         assert all(culprit in x and str(tmp_path) not in x for x in seen.problems)
     assert (done.state, done.step) == ("done", 1)
     assert (old.state, old.step, len(old.problems)) == ("unknown", 1, 1)
-    assert status_command(str(tmp_path)) == 0
+    assert run_command("status", tmp_path) == 0
     assert "run-done " in capsys.readouterr().out
-
-
-def test_an_unexpected_error_in_a_run_is_its_problem(tmp_path, monkeypatch):
+    assert run_command("status", run.path, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert list(document) == ["time", "runs"] and list(document["runs"][0]) == list(JSON_KEYS)
+    for words in (["gone"], [tmp_path, "--json", "--watch"], ["--watch", tmp_path]):
+        assert run_command("status", *words) == 2
     monkeypatch.setattr("canon_pretrain.report.status.read_tail", lambda path: 1 // 0)
-    (seen,) = seen_now(training_run(tmp_path).path)
-    (problem,) = seen.problems
-    assert problem.startswith("ZeroDivisionError")
+    (problem,) = seen_now(run.path)[0].problems
+    assert problem.startswith("ZeroDivisionError")  # an unexpected error hides no run either
 
 
 def test_runs_are_found_by_name_folder_and_pattern(tmp_path, monkeypatch):
@@ -176,13 +171,6 @@ def test_runs_are_found_by_name_folder_and_pattern(tmp_path, monkeypatch):
             find_runs(["lr2", word])
 
 
-@pytest.mark.parametrize("words", [["gone"], [".", "--json", "--watch"], ["--watch", "."]])
-def test_bad_input_is_exit_code_2(tmp_path, monkeypatch, words):
-    monkeypatch.chdir(tmp_path)
-    training_run(tmp_path / "run")
-    assert status_command(*words) == 2
-
-
 def test_piped_output_is_plain_and_reads_the_end_of_a_log(tmp_path, capsys):
     training_run(tmp_path / "[red]a b[/red]", job_id="812", nodes="n[1-2]", age_s=-1e9)
     run = training_run(tmp_path / ("n" * 150), age_s=-1e9)
@@ -192,7 +180,7 @@ def test_piped_output_is_plain_and_reads_the_end_of_a_log(tmp_path, capsys):
         log.truncate(10**10)  # a hole that takes too long to read
         log.seek(0, os.SEEK_END)
         log.write(b"\n" + lines)
-    assert status_command(str(tmp_path)) == 0
+    assert run_command("status", str(tmp_path)) == 0
     out = capsys.readouterr().out
     _, _, *shown = out.splitlines()
     assert "\x1b" not in out and len(shown) == 2
@@ -200,21 +188,11 @@ def test_piped_output_is_plain_and_reads_the_end_of_a_log(tmp_path, capsys):
     assert shown[1].startswith(f"{run.path}  training  20/500  4.0 %  4.0000     9,000")
 
 
-def test_json_has_all_keys(tmp_path, capsys):
-    run = training_run(tmp_path / "run")
-    make_step(run.path / "checkpoint", 10)
-    assert status_command(str(run.path), "--json") == 0
-    document = json.loads(capsys.readouterr().out)
-    (record,) = document["runs"]
-    assert list(document) == ["time", "runs"] and list(record) == list(JSON_KEYS)
-    assert record["checkpoint"]["step"] == 10
-
-
 def test_watch_follows_the_run_and_restores_the_terminal(tmp_path):
     run = training_run(tmp_path / "run")
     words = [sys.executable, "-m", "canon_pretrain.run", "status", ".", "--watch", "0.1"]
     env = os.environ | {"FORCE_COLOR": "1", "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(words, cwd=tmp_path, env=env, stdout=PIPE) as process:
         assert process.stdout is not None
         for found, added in ((b"4.0000", step(21, 3.1415)), (b"3.1415", None)):
             seen = b""

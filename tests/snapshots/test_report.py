@@ -9,7 +9,6 @@ import pytest
 
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.report.status import overview, summarize_run
-from canon_pretrain.run.__main__ import main as run_main
 from eval.__main__ import main as eval_main
 from tests.checkpoint_folders import make_step
 from tests.report_runs import (
@@ -22,6 +21,7 @@ from tests.report_runs import (
     planted_run,
     records,
     right_or_wrong,
+    run_command,
     step,
     training_run,
 )
@@ -50,9 +50,7 @@ def test_run_diff(tmp_path, capsys, snapshot):
         events = [launch("start"), step(1, 7.0) | {"data_digests": ["0" * 16]}]
         events += [step(2, 6.0 + rate) | {"data_digests": [digests[name]]}]
         plant_run(tmp_path / name, events, optimizer__lr=rate, description=name)
-    with pytest.raises(SystemExit) as left:
-        run_main(["diff", str(tmp_path / "a"), str(tmp_path / "b")])
-    assert left.value.code == 1
+    assert run_command("diff", tmp_path / "a", tmp_path / "b") == 1
     assert capsys.readouterr().out.replace(str(tmp_path), "RUNS") == snapshot
 
 
