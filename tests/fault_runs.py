@@ -127,6 +127,9 @@ def a_folder(path: Path) -> None:
     path.mkdir()
 
 
+FAULTS = [flip, truncate, empty, grow, zero_4k, missing, a_folder]
+
+
 def start_torchrun(
     *arguments: object, output: IO[str], environment: dict[str, str] | None = None, ranks: int = 2
 ) -> subprocess.Popen[bytes]:
@@ -144,9 +147,20 @@ def start_torchrun(
 
 
 def wait_for(
-    condition: Callable[[], bool], process: subprocess.Popen[bytes], timeout_s: float = 120
+    condition: Callable[[], bool],
+    process: subprocess.Popen[bytes] | None = None,
+    timeout_s: float = 120,
 ) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+        assert time.monotonic() < deadline and (process is None or process.poll() is None)
+        time.sleep(0.02)
+
+
+def current_step() -> list[int]:
+    """Return a list that holds this rank's step from now on."""
+    from canon_pretrain.titan.trainer import CanonTrainer
+
+    reached = [0]
+    wrap(CanonTrainer, "train_step", before=lambda trainer, _: reached.__setitem__(0, trainer.step))
+    return reached

@@ -149,13 +149,15 @@ def status(run: Path) -> Status:
     return found
 
 
+def step_fields(run: Path) -> list[list[Any]]:
+    """Return what must be equal in two runs' logs, by step."""
+    names = ("step", "loss", "max_loss", "grad_norm", "lr", "tokens", "data_digests")
+    return [[event[name] for name in names] for event in events(run, "step")]
+
+
 def assert_same_run(run: Path, other: Path, *, step: int) -> None:
     """Check that both ran to `step` with bitwise equal losses, norms, data and state."""
-    names = ("step", "loss", "max_loss", "grad_norm", "lr", "tokens", "data_digests")
-    mine, theirs = (
-        [[event[name] for name in names] for event in events(folder, "step")]
-        for folder in (run, other)
-    )
+    mine, theirs = step_fields(run), step_fields(other)
     assert [fields[0] for fields in mine] == list(range(1, step + 1))
     assert mine == theirs[:step]
     one, two = (whole_state(folder / "checkpoint" / f"step-{step}") for folder in (run, other))

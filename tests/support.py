@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,17 +51,19 @@ def token_documents(seed: int, count: int, length: int) -> list[np.ndarray]:
     return documents
 
 
+def write_split(
+    folder: Path, seed: int, count: int, length: int = 200, bytes_per_token: int = 3, **more: Any
+) -> None:
+    """Write the shards of `count` documents of vocab_size 512, as data_prep does."""
+    num_bytes = [bytes_per_token * length] * count
+    options = {"vocab_size": VOCAB_SIZE, "eos_id": EOS_ID, "num_bytes": num_bytes} | more
+    write_shards(folder, token_documents(seed, count, length), **options)
+
+
 def write_data(folder: Path) -> None:
-    """Write shards as data_prep does: `folder`/train and `folder`/validation, vocab_size 512."""
-    for name, seed, count in (("train", 1, 100), ("validation", 2, 8)):
-        documents = token_documents(seed, count, length=200)
-        write_shards(
-            folder / name,
-            documents,
-            vocab_size=VOCAB_SIZE,
-            eos_id=EOS_ID,
-            num_bytes=[3 * len(ids) for ids in documents],
-        )
+    """Write `folder`/train and `folder`/validation."""
+    write_split(folder / "train", 1, 100)
+    write_split(folder / "validation", 2, 8)
 
 
 def debug_run(data: Path, folder: Path) -> list[object]:

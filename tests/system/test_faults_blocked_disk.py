@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -16,22 +17,17 @@ from canon_pretrain.core.lock import LinkLock
 from canon_pretrain.run import log as log_module
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunLog, read_log
-from canon_pretrain.run.session import STOP_FILE
-from tests.fault_runs import start_torchrun, wait_for
-from tests.ranks import events, logged_step, status
+from tests.fault_runs import Trial, start_torchrun, wait_for
+from tests.ranks import assert_same_run, events, logged_step, status
 from tests.support import ROOT, debug_run, error_codes, refused
 
 MAX_PAUSE_S = 5.0
 """Between two steps on a busy machine; the disk blocks for much longer."""
-FIELDS = ("step", "loss", "max_loss", "grad_norm", "lr", "tokens", "data_digests")
 
 
 def test_a_disk_that_blocks_stalls_and_ends_no_step(data_folder, tmp_path):
-    train_on_a_blocked_disk(data_folder, tmp_path, block_s=25, timeout_s=10)
-
-
-def train_on_a_blocked_disk(data: Path, base: Path, *, block_s: float, timeout_s: int) -> None:
     """Two ranks under torchrun; for `block_s` all calls on the run folder wait."""
+    block_s, base, command = 25.0, tmp_path, debug_run(data_folder, tmp_path / "run")
     if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
         pytest.skip("no C compiler for tests/blocked_disk.c")
     library, flag, run = base / "blocked_disk.so", base / "blocked", base / "run"
@@ -42,18 +38,18 @@ def train_on_a_blocked_disk(data: Path, base: Path, *, block_s: float, timeout_s
     options = [
         *("--training.global_batch_size", 24, "--training.local_batch_size", 12),
         *("--training.steps", 100_000, "--checkpoint.interval", 100_000),
-        *("--run.heartbeat_s", 0.5, "--comm.train_timeout_seconds", timeout_s),
+        *("--run.heartbeat_s", 0.5, "--comm.train_timeout_seconds", 10),
     ]
     shim = {"LD_PRELOAD": str(library), "BLOCKED_FOLDER": str(run), "BLOCKED_FLAG": str(flag)}
     with open(run / "stdout.txt", "w") as output:
-        trainer = start_torchrun(*debug_run(data, run), *options, output=output, environment=shim)
+        trainer = start_torchrun(*command, *options, output=output, environment=shim)
     try:
         wait_for(lambda: logged_step(run) >= 3, trainer)
         began = datetime.now(UTC)
         flag.touch()
         time.sleep(block_s / 2)
         with open(base / "second.txt", "w") as output:  # a launch that meets the blocked disk
-            second = start_torchrun(*debug_run(data, run), output=output, environment=shim, ranks=1)
+            second = start_torchrun(*command, output=output, environment=shim, ranks=1)
         time.sleep(block_s / 2)
         flag.unlink()
         ended = datetime.now(UTC)
@@ -61,8 +57,11 @@ def train_on_a_blocked_disk(data: Path, base: Path, *, block_s: float, timeout_s
         assert error_codes((base / "second.txt").read_text()) == ["lock.held"]
         here = logged_step(run)
         wait_for(lambda: logged_step(run) > here, trainer)
-        RunFolder(run).stop_file.touch()
+        workers = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children").read_text().split()
+        (other,) = {*map(int, workers)} - {status(run).pid}
+        os.kill(other, signal.SIGTERM)  # a signal to one worker stops all, with exit code 0
         assert trainer.wait(60) == 0, (run / "stdout.txt").read_text()
+        assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
     finally:
         flag.unlink(missing_ok=True)
         trainer.terminate()  # torchrun then ends its workers
@@ -84,18 +83,13 @@ def train_on_a_blocked_disk(data: Path, base: Path, *, block_s: float, timeout_s
     pauses = [(b - a).total_seconds() for a, b in zip(times, times[1:], strict=False)]
     assert max(pauses) < MAX_PAUSE_S, max(pauses)
     found, stopped = status(run), read_log(RunFolder(run).log_file)[-1]
-    assert (found.state, found.reason, found.step) == ("stopped", STOP_FILE, last)
-    assert (stopped["event"], stopped["reason"], stopped["step"]) == ("stop", STOP_FILE, last)
+    assert (found.state, found.reason, found.step) == ("stopped", "SIGTERM", last)
+    assert (stopped["event"], stopped["reason"], stopped["step"]) == ("stop", "SIGTERM", last)
     assert [e["step"] for e in events(run, "checkpoint")] == [last]
 
-    undisturbed = base / "undisturbed"
-    with open(base / "undisturbed.txt", "w") as output:
-        more = (*options, "--run.stop_at", last)
-        assert start_torchrun(*debug_run(data, undisturbed), *more, output=output).wait(600) == 0
-    theirs = events(undisturbed, "step")
-    assert [[e[name] for name in FIELDS] for e in steps] == [
-        [e[name] for name in FIELDS] for e in theirs
-    ]
+    undisturbed = Trial(data_folder, base / "undisturbed")
+    assert undisturbed.start(*options, "--run.stop_at", last).wait(600).succeeded
+    assert_same_run(run, undisturbed.run, step=last)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import verify
+from canon_pretrain.checkpoint.retention import hold_step
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import read_run
 from canon_pretrain.run.session import Session
@@ -29,7 +30,16 @@ from tests.fault_runs import (
     truncate,
     wrap,
 )
-from tests.ranks import Launch, assert_refused, assert_same_run, events, launch, status
+from tests.ranks import (
+    Launch,
+    assert_refused,
+    assert_same_run,
+    differences,
+    events,
+    launch,
+    status,
+    whole_state,
+)
 from tests.support import debug_run, refused
 
 
@@ -64,20 +74,24 @@ def break_later(rank: int, run: Path, damaged: int, at: int) -> None:
 
 
 def test_retention_counts_only_undamaged_checkpoints(base, trial):
-    """keep_latest_k = 2, with 12 and 10 damaged before the launch and 8 during it."""
+    """keep_latest_k = 2, with 12 and 10 damaged before the launch, 8 during it, and 2 held."""
     run = copy(base, trial.run)
+    hold_step(run, 2, "validation")
     for step in (10, 12):
         flip(checkpoint(run, step) / "__1_0.distcp")
     backup = Path(shutil.copytree(checkpoint(base, 8), run / "checkpoint" / "step-100.backup"))
     command = (*EVERY_2, "--checkpoint.keep_latest_k", 2, "--run.stop_at", 9)  # saves step 9
     ended = trial.launch(*command, before=(break_later, run, 8, 9))
     assert resumed_from(run) == [8]
-    assert steps(run) == [6, 9]
+    assert steps(run) == [2, 6, 9]
     assert sorted(quarantine(run)) == ["step-10.1", "step-12.1", "step-8.1"]
-    for step in (6, 9):
-        verify(checkpoint(run, step))
+    assert [verify(checkpoint(run, k)).kind for k in (2, 6, 9)] == ["weights", "full", "full"]
+    weights, whole = whole_state(checkpoint(run, 2)), whole_state(checkpoint(base, 2))
+    assert weights and not any(name.startswith("optimizer.") for name in weights)
+    assert differences(weights, {name: whole[name] for name in weights}) == []
     assert events(run, "quarantine")[-1]["checkpoint"] == "step-8"
-    assert events(run, "retention")[-1]["deleted"] == [2, 4]
+    assert [step for event in events(run, "retention") for step in event["deleted"]] == [4]
+    assert events(run, "retention")[-1]["weights_only"] == status(run).weights_only == [2]
     assert contents(backup) == contents(checkpoint(base, 8))
     assert ended.output.count(backup.name) == 1
 

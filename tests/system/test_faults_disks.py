@@ -11,15 +11,23 @@ from typing import Any
 import pytest
 
 from canon_pretrain.checkpoint.manifest import verify
-from canon_pretrain.checkpoint.retention import hold_step
 from canon_pretrain.core.files import free_bytes
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.titan import trainer as trainer_module
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager, Staging
 from canon_pretrain.titan.trainer import CanonTrainer
 from tests.checkpoint_folders import small_disk
-from tests.fault_runs import EVERY_2, STEPS, checkpoint, copy, resumed_from, steps, wrap
-from tests.ranks import assert_refused, assert_same_run, differences, events, status, whole_state
+from tests.fault_runs import (
+    EVERY_2,
+    STEPS,
+    checkpoint,
+    current_step,
+    resumed_from,
+    steps,
+    wait_for,
+    wrap,
+)
+from tests.ranks import assert_refused, assert_same_run, events, status
 from tests.support import error_codes
 
 NEEDED = 3 << 20
@@ -87,14 +95,11 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(base, trial):
 
 def full_in_the_background(rank: int, disk: Path) -> None:
     """Take the room of the async save of step 4; it has failed before step 5 is over."""
-    reached = [0]
+    reached = current_step()
 
     def at_stage(staging: Staging, state: object) -> None:
         if rank == 0 and reached == [4]:
             fill_up(disk, leave=NEEDED // 3)
-
-    def at_step(trainer: CanonTrainer, data: object) -> None:
-        reached[0] = trainer.step
 
     def after_step(trainer: CanonTrainer, data: object) -> None:
         if trainer.step == 5:
@@ -104,7 +109,7 @@ def full_in_the_background(rank: int, disk: Path) -> None:
             (disk / "ballast").unlink(missing_ok=True)
 
     wrap(Staging, "copy", before=at_stage)
-    wrap(CanonTrainer, "train_step", before=at_step, after=after_step)
+    wrap(CanonTrainer, "train_step", after=after_step)
 
 
 def test_no_room_before_training_and_a_failed_async_save(base, trial):
@@ -184,44 +189,35 @@ def test_a_disk_too_full_for_config_or_done(base, trial):
         assert_same_run(run, base, step=STEPS)
 
 
-def test_an_unusable_checkpoint_folder_is_refused_early(trial):
-    """RUN/checkpoint is a dangling link; no step is taken on any rank."""
-    run = trial.run
-    run.mkdir()
-    (run / "checkpoint").symlink_to(trial.folder / "nowhere" / "else")
-    ended = trial.launch(*EVERY_2, check=False)
-    assert 2 in ended.codes and len(error_codes(ended.output)) == 1
-    assert not RunFolder(run).log_file.exists()
-
-
 def no_large_files(rank: int) -> None:
     """Limit the size of files on rank 1."""
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1))
 
 
-def test_each_rank_tries_to_write_a_file_of_its_size(trial):
+def test_an_unusable_checkpoint_folder_is_refused_early(trial):
+    """RUN/checkpoint is a dangling link; rank 1 cannot write a file of its size."""
+    run = trial.run
+    run.mkdir()
+    (run / "checkpoint").symlink_to(trial.folder / "nowhere" / "else")
+    ended = trial.launch(*EVERY_2, check=False)
+    assert 2 in ended.codes and len(error_codes(ended.output)) == 1
+    assert not RunFolder(run).log_file.exists()
+    (run / "checkpoint").unlink()
     ended = trial.launch(*EVERY_2, check=False, before=no_large_files)
     assert_refused(ended, "checkpoint.not_writable")
-    assert events(trial.run, "step") == []
-    assert list((trial.run / "checkpoint").iterdir()) == []
+    assert events(run, "step") == [] == list((run / "checkpoint").iterdir())
 
 
 def slow_write(rank: int, step: int, until: int) -> None:
     """Delay the write of `step` until step `until`."""
-    reached = [0]
+    reached = current_step()
 
     def slowly(manager: CanonCheckpointManager, staged: Any, writer: Any, copied: Any) -> None:
-        deadline = time.monotonic() + 60
-        while writer.step == step and reached[0] < until:
-            assert time.monotonic() < deadline  # else training waits for the disk
-            time.sleep(0.01)
-
-    def at_step(trainer: CanonTrainer, data: object) -> None:
-        reached[0] = trainer.step
+        # it is not met if training waits for the disk
+        wait_for(lambda: writer.step != step or reached[0] >= until)
 
     wrap(CanonCheckpointManager, "_write", before=slowly)
-    wrap(CanonTrainer, "train_step", before=at_step)
 
 
 def test_a_disk_slower_than_the_interval_delays_no_step(base, trial):
@@ -235,14 +231,3 @@ def test_a_disk_slower_than_the_interval_delays_no_step(base, trial):
     (first, *_) = events(run, "checkpoint")
     assert first["step"] == 2 and first["stall_seconds"] < first["seconds"]
     assert_same_run(run, base, step=STEPS)
-
-
-def test_a_held_step_keeps_its_weights_alone(base, trial):
-    hold_step(run := copy(base, trial.run, last=8), 2, "validation")
-    trial.launch(*EVERY_2, "--checkpoint.keep_latest_k", 2, "--run.stop_at", 9, ranks=1)
-    assert steps(run) == [2, 8, 9]
-    assert [verify(checkpoint(run, k)).kind for k in (2, 8, 9)] == ["weights", "full", "full"]
-    weights, whole = whole_state(checkpoint(run, 2)), whole_state(checkpoint(base, 2))
-    assert weights and not any(name.startswith("optimizer.") for name in weights)
-    assert differences(weights, {name: whole[name] for name in weights}) == []
-    assert events(run, "retention")[-1]["weights_only"] == status(run).weights_only == [2]

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,18 @@ import pytest
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest, verify
 from canon_pretrain.checkpoint.writer import VerifiedWriter, _HashedFile
-from canon_pretrain.titan.trainer import CanonTrainer
-from tests.fault_runs import EVERY_2, STEPS, checkpoint, copy, quarantine, resumed_from, steps, wrap
+from tests.fault_runs import (
+    EVERY_2,
+    STEPS,
+    checkpoint,
+    copy,
+    current_step,
+    quarantine,
+    resumed_from,
+    steps,
+    wait_for,
+    wrap,
+)
 from tests.ranks import Ended, assert_same_run, events, logged_step, status
 
 ALL = (0, 1)
@@ -120,22 +129,13 @@ def assert_dead_or_failed(run: Path, ended: Ended) -> None:
 
 def die_in_the_background(rank: int, step: int, steps_later: int, pids: Path) -> None:
     """Block the background write of `step` for `steps_later` steps, then kill both ranks."""
-    reached = [0]
-
-    def at_step(trainer: CanonTrainer, data: object) -> None:
-        reached[0] = trainer.step
+    reached, run = current_step(), pids.parent / "run"
 
     def wait(file: _HashedFile, data: object) -> None:
-        deadline = time.monotonic() + 60
         if rank == 0 and f".saving-step-{step}" in str(file._file.name):
-            run = next(
-                one.parent for one in Path(file._file.name).parents if one.name == "checkpoint"
-            )
-            while reached[0] < step + steps_later or logged_step(run) <= step:
-                assert time.monotonic() < deadline  # else the trainer waits for the write
-                time.sleep(0.01)
+            # it is not met if the trainer waits for the write
+            wait_for(lambda: reached[0] >= step + steps_later and logged_step(run) > step)
 
-    wrap(CanonTrainer, "train_step", before=at_step)
     wrap(_HashedFile, "write", before=wait)
     die_while_saving(rank, "a file is half written", step, ALL, pids)
 

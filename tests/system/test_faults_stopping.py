@@ -17,7 +17,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.status import health
 from canon_pretrain.titan.checkpoint import CLOSE_TIMEOUT_S
 from canon_pretrain.titan.trainer import CanonTrainer
-from tests.fault_runs import EVERY_2, Trial, start_torchrun, steps, wait_for, wrap
+from tests.fault_runs import EVERY_2, Trial, steps, wrap
 from tests.ranks import Launch, assert_refused, assert_same_run, events, logged_step, status
 
 LONG = ("--training.steps", 400, "--checkpoint.interval", 1000, "--run.heartbeat_s", 0.2)
@@ -104,28 +104,6 @@ def test_a_stop_file_an_old_one_and_a_second_ctrl_c(trial):
     found = status(run)
     assert (found.state, found.reason.partition(":")[0]) == ("failed", "KeyboardInterrupt")
     assert steps(run) == [step]
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def test_a_signal_to_a_worker_of_torchrun_exits_with_0(trial):
-    with open(trial.folder / "output.txt", "w") as output:
-        agent = start_torchrun(*trial.command(*LONG), output=output)
-    workers: list[int] = []
-    try:
-        wait_for(lambda: logged_step(trial.run) >= 2, agent)
-        workers = children_of(agent.pid)
-        (other,) = {*workers} - {status(trial.run).pid}
-        os.kill(other, signal.SIGTERM)
-        assert agent.wait(60) == 0, (trial.folder / "output.txt").read_text()
-    finally:
-        for pid in [*workers, agent.pid] if agent.poll() is None else []:
-            os.kill(pid, signal.SIGKILL)
-        agent.wait()
-    check_stopped(trial.run, "SIGTERM", [])
-    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
 def test_a_second_launch_is_refused_until_kill_9(trial):
@@ -218,23 +196,6 @@ def test_a_launch_that_lost_its_lock_writes_nothing(trial):
     launches = {s: Manifest.read(checkpoints / f"step-{s}").launch for s in steps(run)}
     assert launches == {2: 1, 4: 1, 5: 2, 6: 3, 8: 3, 10: 3, 12: 3}
     assert [e["step"] for e in events(run, "step")] == list(range(1, 13))
-
-
-def test_a_finished_run_started_again_changes_nothing(trial):
-    run, command = trial.run, ("--training.steps", 3, "--lr_scheduler.warmup_steps", 1)
-    trial.launch(*command, ranks=1)
-    assert [e["event"] for e in events(run)][-3:] == ["checkpoint", "validation", "done"]
-
-    def files() -> dict[Path, bytes]:
-        paths = (path for path in run.rglob("*") if path.is_file())
-        return {path: path.read_bytes() for path in paths if path.name != "status.json"}
-
-    before = files()
-    assert before[RunFolder(run).done_file] == b"3\n"
-    trial.launch(*command, ranks=1)
-    assert files() == before
-    found = status(run)
-    assert (found.state, found.step, found.launches) == ("done", 3, 2)
 
 
 TIMEOUT_S = 3

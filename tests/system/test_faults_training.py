@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,27 +11,19 @@ import pytest
 import torch
 
 from canon_pretrain.run.folder import RunFolder
-from tests.fault_runs import checkpoint, copy, steps, wrap
+from canon_pretrain.titan.trainer import CanonTrainer
+from tests.fault_runs import EVERY_2, checkpoint, copy, steps, wrap
 from tests.ranks import (
     assert_refused,
     assert_same_run,
     differences,
     events,
-    launch,
     logged_step,
     status,
     whole_state,
 )
-from tests.support import debug_run
 
-STEPS = 40
-KEEP_ALL = ("--checkpoint.keep_latest_k", 0, "--checkpoint.async_mode", "disabled")
-RUN = ("--training.steps", STEPS, *KEEP_ALL)
 TOKENS_PER_STEP = 12 * 64
-
-
-def job(data: Path, folder: Path, *more: object) -> list[object]:
-    return [*debug_run(data, folder), *RUN, *more]
 
 
 def state_at(run: Path, step: int) -> dict[str, Any]:
@@ -46,26 +37,16 @@ def is_trained(name: str) -> bool:
     return not name.startswith(("lr_scheduler", "dataloader", "train_state", "guards"))
 
 
-@pytest.fixture(scope="module")
-def straight(data_folder, tmp_path_factory):
-    """A run of 40 steps on 2 ranks without faults, with a checkpoint every 4 steps."""
-    base = tmp_path_factory.mktemp("straight")
-    launch(*job(data_folder, base / "run", "--checkpoint.interval", 4), output=base)
-    return base / "run"
-
-
 @pytest.fixture
-def half(straight, tmp_path):
-    """A copy of the straight run up to step 8."""
-    run = copy(straight, tmp_path / "run", last=8)
+def half(base, trial):
+    """A copy of the unharmed run up to step 8."""
+    run = copy(base, trial.run, last=8)
     RunFolder(run).done_file.unlink()
     return run
 
 
 def break_steps(rank: int, faults: dict[int, tuple[str, int]]) -> None:
     """Break steps by number -> (kind, rank): `nan` in a gradient, or `inf_loss`."""
-    from canon_pretrain.titan.trainer import CanonTrainer
-
     original = CanonTrainer.forward_backward_step
 
     def forward_backward_step(self: Any, **arguments: Any) -> torch.Tensor:
@@ -84,7 +65,6 @@ def break_steps(rank: int, faults: dict[int, tuple[str, int]]) -> None:
 
 def die_at(rank: int, step: int) -> None:
     """kill -9 by itself, in the middle of `step`."""
-    from canon_pretrain.titan.trainer import CanonTrainer
 
     def die(trainer: Any, data: Any) -> None:
         if trainer.step == step:
@@ -93,14 +73,11 @@ def die_at(rank: int, step: int) -> None:
     wrap(CanonTrainer, "train_step", before=die)
 
 
-def test_a_bad_step_changes_no_weight_on_any_rank(data_folder, tmp_path):
+def test_a_bad_step_changes_no_weight_on_any_rank(trial):
     """A NaN in one gradient of rank 1 at step 2, an infinite loss of rank 0 at step 4."""
-    run = tmp_path / "run"
-    faults = {2: ("nan", 1), 4: ("inf_loss", 0)}
+    run, faults = trial.run, {2: ("nan", 1), 4: ("inf_loss", 0)}
     more = ("--training.steps", 5, "--checkpoint.interval", 1)
-    argv = [*job(data_folder, run), *more]
-    launch(*argv, output=tmp_path, before=(break_steps, faults))
-
+    trial.launch(*EVERY_2, *more, before=(break_steps, faults))
     states = {step: state_at(run, step) for step in range(1, 6)}
     for step in (2, 4):
         before, after = states[step - 1], states[step]
@@ -127,15 +104,11 @@ def test_a_bad_step_changes_no_weight_on_any_rank(data_folder, tmp_path):
     assert [line["step"] for line in lines if not math.isfinite(float(line["loss"]))] == [4]
 
 
-HALT_AT_3 = ("--guards.max_bad_steps", 3, "--checkpoint.interval", 3)
-
-
-def test_consecutive_bad_steps_end_the_run_on_a_good_state(straight, data_folder, tmp_path):
+def test_consecutive_bad_steps_end_the_run_on_a_good_state(base, trial):
     """Steps 5 to 7: step 4 is bitwise that of a run that stopped there, step 6 is archived."""
-    run = tmp_path / "run"
-    faults = {step: ("nan", step % 2) for step in (5, 6, 7)}
-    argv = job(data_folder, run, *HALT_AT_3)
-    ended = launch(*argv, output=tmp_path, check=False, before=(break_steps, faults))
+    run, faults = trial.run, {step: ("nan", step % 2) for step in (5, 6, 7)}
+    command = (*EVERY_2, "--guards.max_bad_steps", 3, "--checkpoint.interval", 3)
+    ended = trial.launch(*command, check=False, before=(break_steps, faults))
     assert_refused(ended, "train.not_finite")
     assert status(run).state == "failed"
     assert steps(run) == [3, 4]
@@ -144,17 +117,14 @@ def test_consecutive_bad_steps_end_the_run_on_a_good_state(straight, data_folder
     (halt,) = events(run, "halt")
     assert (halt["step"], halt["good_step"], halt["skipped_steps"]) == (7, 4, 0)
     assert [e["in_a_row"] for e in events(run, "skip")] == [1, 2, 3]
-    assert differences(state_at(run, 4), state_at(straight, 4)) == []
-
-    launch(*argv, "--run.stop_at", 8, output=tmp_path)
-    assert_same_run(run, straight, step=8)
+    assert differences(state_at(run, 4), state_at(base, 4)) == []
+    trial.launch(*command, "--run.stop_at", 8)
+    assert_same_run(run, base, step=8)
 
 
 def count_waits(rank: int, report: Path) -> None:
     """Count the host's reads of tensor values per step."""
     from torch.utils._python_dispatch import TorchDispatchMode
-
-    from canon_pretrain.titan.trainer import CanonTrainer
 
     found, counts = list[str](), dict[int, int]()
     original, aten = CanonTrainer.train_step, torch.ops.aten
@@ -178,28 +148,26 @@ def count_waits(rank: int, report: Path) -> None:
     CanonTrainer.train_step = train_step  # type: ignore[method-assign]
 
 
-def test_only_logged_steps_read_values_from_the_device(data_folder, tmp_path):
+def test_only_logged_steps_read_values_from_the_device(trial):
     """On a GPU each such read would wait for the step; on a CPU they can be counted."""
-    report = tmp_path / "report.json"
-    argv = [*job(data_folder, tmp_path / "run"), "--training.steps", 12, "--metrics.log_freq", 10]
-    argv += ["--checkpoint.interval", 100]
-    launch(*argv, output=tmp_path, ranks=1, before=(count_waits, report))
+    report = trial.folder / "report.json"
+    command = (*EVERY_2, "--metrics.log_freq", 10, "--checkpoint.interval", 100)
+    trial.launch(*command, ranks=1, before=(count_waits, report))
     counts = json.loads(report.read_text())
     # torch's one-time reads are over by step 3; reads of logged steps show that the watch works
     assert [counts[str(step)] for step in (4, 5, 6, 7, 8, 9, 11)] == [0] * 7
     assert counts["10"] > 0 and counts["12"] > 0
 
 
-def test_a_change_takes_effect_once_it_is_allowed(half, straight, data_folder):
+def test_a_change_takes_effect_once_it_is_allowed(half, base, trial):
     """The checkpoint does not override the new rate, weight decay and batch size."""
-    output = half.parent
     new = ("--optimizer.lr", 1e-3, "--training.global_batch_size", 8, "--metrics.log_freq", 2)
     names = ("optimizer.lr", "optimizer.weight_decay", "training.global_batch_size")
-    argv = job(data_folder, half, *new, "--optimizer.weight_decay", 0.5)
+    command = (*EVERY_2, *new, "--optimizer.weight_decay", 0.5)
     before = {path: path.stat().st_mtime_ns for path in (half / "checkpoint").rglob("*")}
-    assert_refused(launch(*argv, output=output, ranks=1, check=False), "run.changed")
+    assert_refused(trial.launch(*command, ranks=1, check=False), "run.changed")
     assert {path: path.stat().st_mtime_ns for path in (half / "checkpoint").rglob("*")} == before
-    launch(*argv, "--run.allow_changes", *names, "--run.stop_at", 10, output=output)
+    trial.launch(*command, "--run.allow_changes", *names, "--run.stop_at", 10)
     (event,) = events(half, "changed")
     changes = dict(zip(names, ([3e-3, 1e-3], [0.03, 0.5], [12, 8]), strict=True))
     assert (event["step"], event["run"]) == (8, changes)
@@ -209,9 +177,9 @@ def test_a_change_takes_effect_once_it_is_allowed(half, straight, data_folder):
     assert record["config"]["training"]["global_batch_size"] == 8
 
     # it is part of the run now: no need to allow it again
-    launch(*argv, "--run.stop_at", 12, output=output, ranks=4)
+    trial.launch(*command, ranks=4)
     assert len(events(half, "changed")) == 1
-    old_rates = {event["step"]: event["lr"] for event in events(straight, "step")}
+    old_rates = {event["step"]: event["lr"] for event in events(base, "step")}
     lines = events(half, "step")
     assert [line["step"] for line in lines] == [*range(1, 9), 10, 12]
     for line in lines[8:]:
@@ -225,25 +193,32 @@ def test_a_change_takes_effect_once_it_is_allowed(half, straight, data_folder):
     assert state["dataloader.next_sample"] == 8 * 12 + 4 * 8
 
 
-def test_a_finished_run_is_prolonged(straight, data_folder, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(straight, run)
-    argv = [*job(data_folder, run), "--training.steps", 42]
-    launch(*argv, "--run.allow_changes", "training.steps", output=tmp_path, ranks=1)
-    assert RunFolder(run).done_file.read_text() == "42\n"
-    assert status(run).state == "done"
+def test_a_finished_run_changes_nothing_until_it_is_prolonged(base, trial):
+    run = copy(base, trial.run)
+
+    def files() -> dict[Path, bytes]:
+        paths = (path for path in run.rglob("*") if path.is_file())
+        return {path: path.read_bytes() for path in paths if path.name != "status.json"}
+
+    before = files()
+    assert before[RunFolder(run).done_file] == b"12\n"
+    trial.launch(*EVERY_2, ranks=1)
+    assert files() == before
+    found = status(run)
+    assert (found.state, found.step, found.launches) == ("done", 12, 2)
+    longer = ("--training.steps", 14, "--run.allow_changes", "training.steps")
+    trial.launch(*EVERY_2, *longer, ranks=1)
+    assert RunFolder(run).done_file.read_text() == "14\n" and status(run).state == "done"
     lines = events(run, "step")
-    assert [line["step"] for line in lines] == list(range(1, 43))
-    factors = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * k / 38)) for k in (36, 37)]
-    assert [line["lr"] for line in lines[40:]] == pytest.approx([3e-3 * f for f in factors])
+    assert [line["step"] for line in lines] == list(range(1, 15))
+    factors = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * k / 10)) for k in (8, 9)]
+    assert [line["lr"] for line in lines[12:]] == pytest.approx([3e-3 * f for f in factors])
 
 
-def test_a_change_survives_a_kill_before_the_first_save(half, data_folder):
+def test_a_change_survives_a_kill_before_the_first_save(half, trial):
     """config.json has the new seed, the newest checkpoint still the old one."""
-    argv = job(data_folder, half, "--data.data_seed", 5, "--checkpoint.interval", 20)
-    allowed = ("--run.allow_changes", "data.data_seed")
-    killed = launch(*argv, *allowed, output=half.parent, ranks=1, check=False, before=(die_at, 10))
-    assert killed.codes == [-9]
-    again = launch(*argv, *allowed, "--run.stop_at", 9, output=half.parent, ranks=1, check=False)
-    assert again.codes == [0], again.output
+    command = ("--data.data_seed", 5, "--checkpoint.interval", 20)
+    command += ("--run.allow_changes", "data.data_seed")
+    assert trial.launch(*command, ranks=1, check=False, before=(die_at, 10)).codes == [-9]
+    trial.launch(*command, "--run.stop_at", 9, ranks=1)
     assert logged_step(half) == 9

@@ -17,6 +17,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.loader import BatchLoader
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.run.config import Data
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import (
@@ -29,7 +30,7 @@ from canon_pretrain.titan.data import (
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.launch import check_identity, run_identity
 from tests.ranks import assert_refused, events, launch
-from tests.support import EOS_ID, ROOT, VOCAB_SIZE, debug_run, refused, token_documents, write_data
+from tests.support import EOS_ID, ROOT, debug_run, refused, token_documents, write_data, write_split
 
 BATCH, SEQ_LEN = 12, 64
 WEIGHTS = [0.75, 0.25]
@@ -39,8 +40,7 @@ WEIGHTS = [0.75, 0.25]
 def folders(tmp_path_factory):
     base = tmp_path_factory.mktemp("sources")
     for k, name in enumerate(("web", "books")):
-        documents = token_documents(7 + k, 40, length=200)
-        write_shards(base / name / "train", documents, vocab_size=VOCAB_SIZE, eos_id=EOS_ID)
+        write_split(base / name / "train", 7 + k, 40)
     return [base / "web", base / "books"]
 
 
@@ -115,22 +115,13 @@ def test_a_mixture_resumes_at_another_world_size(folders, tmp_path):
 def data(tmp_path):
     """Shards of more than one 64-KiB block."""
     folder = tmp_path / "data" / "train"
-    write_shards(folder, token_documents(3, 200, length=400), vocab_size=VOCAB_SIZE, eos_id=EOS_ID)
+    write_split(folder, 3, 200, length=400)
     return folder
 
 
-def batches_of(folder: Path, size: int = 2) -> BatchLoader:
-    return BatchLoader(
-        TokenShards.open(folder),
-        data_seed=1,
-        seq_len=SEQ_LEN,
-        global_batch_size=6,
-        local_batch_size=size,
-    )
-
-
 def loader(folder: Path, read_ahead: int) -> CanonDataLoader:
-    return CanonDataLoader(batches_of(folder), read_ahead)
+    sizes = {"seq_len": SEQ_LEN, "global_batch_size": 6, "local_batch_size": 2}
+    return CanonDataLoader(BatchLoader(TokenShards.open(folder), data_seed=1, **sizes), read_ahead)
 
 
 def take(iterator: Iterator[Any]) -> torch.Tensor:
@@ -189,14 +180,28 @@ def on_own_node(rank: int, folder: Path) -> None:
     os.chdir(folder / str(rank))
 
 
+def test_documents_must_end_with_the_models_eos_id(tmp_path):
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for seed, folder in enumerate(folders):
+        documents = [np.where(ids == EOS_ID, 5, ids) for ids in token_documents(seed, 3, 200)]
+        write_shards(folder / "train", documents, vocab_size=512, eos_id=5)
+    job = parse_job(experiment(tmp_path))
+    for data in (Data(path=str(folders[0])), Data(paths=list(map(str, folders)), weights=[1, 1])):
+        job.data = data
+        job.model.document_mask, job.model.eos_id = True, None
+        with refused("data.eos_id", folder=str(folders[0]), expected=5):
+            open_shards(job)
+        for mask, eos_id in ((True, 5), (False, None)):
+            job.model.document_mask, job.model.eos_id = mask, eos_id
+            open_shards(job).close()
+
+
 @pytest.mark.system
 def test_a_node_with_other_data_is_named(tmp_path):
     write_data(tmp_path / "0" / "data")
     shutil.copytree(tmp_path / "0" / "data", tmp_path / "1" / "data")
     shutil.rmtree(tmp_path / "1" / "data" / "validation")
-    documents = token_documents(3, 8, length=200)
-    options: dict[str, Any] = {"vocab_size": 512, "eos_id": 2, "num_bytes": [600] * 8}
-    write_shards(tmp_path / "1" / "data" / "validation", documents, **options)
+    write_split(tmp_path / "1" / "data" / "validation", 3, 8)
     words = debug_run(Path("data"), tmp_path / "run")
     before = (on_own_node, tmp_path)
     ended = launch(*words, output=tmp_path / "out", check=False, before=before)

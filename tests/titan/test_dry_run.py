@@ -31,7 +31,7 @@ from tests.support import ROOT, debug_run, error_codes, refused
 CONFIGS = ROOT / "train_configs"
 
 
-def plan_of(job: CanonJobConfig, gpu: str, world_size: int, mfu: float) -> Plan:
+def plan_of(job: CanonJobConfig, gpu: str, world_size: int, mfu: float = 0.4) -> Plan:
     return Plan(job, reference(gpu, mfu), world_size)
 
 
@@ -101,7 +101,7 @@ def test_memory_equals_what_a_real_tiny_model_holds(words):
 def test_parts_of_the_plan_by_hand():
     """Full checkpointing: the blocks' inputs and one block; cst-Canon: weights; FSDP2's share."""
     words = ("--activation_checkpoint.mode", "full"), ("--model.canon_trainable", "False")
-    plain, full, fixed = (plan_of(job_of("nope_canon", *w), "h100", 1, 0.4) for w in ((), *words))
+    plain, full, fixed = (plan_of(job_of("nope_canon", *w), "h100", 1) for w in ((), *words))
     inputs = 24 * plain.micro_batch * 4096 * 2048 * 2
     activations = inputs + plain.memory["activations"] // 24
     assert full.memory == plain.memory | {"activations": activations}
@@ -114,22 +114,22 @@ def test_parts_of_the_plan_by_hand():
     sizes = {name: p.numel() for name, p in Transformer(job.model_args).named_parameters()}
     block = sum(n for name, n in sizes.items() if name.startswith("layers.1."))
     ends = sizes["tok_embeddings.weight"] + sizes["norm.weight"] + sizes["output.weight"]
-    plan = plan_of(job, "h100", 4, 0.4)
+    plan = plan_of(job, "h100", 4)
     assert plan.memory["gathered by FSDP2"] == 2 * (2 * block + ends) + 4 * block
     assert plan.checkpoints_kept == 2, "every 6 of 12 steps; up to 10 would be kept"
     job.parallelism.fsdp_reshard_after_forward = "never"
-    kept = plan_of(job, "h100", 4, 0.4).memory["gathered by FSDP2"]
+    kept = plan_of(job, "h100", 4).memory["gathered by FSDP2"]
     assert kept == 2 * sum(sizes.values()) + 4 * block
 
 
 def test_existing_data_are_measured_or_refused(data_folder):
-    plan = plan_of(job_of("debug", "--data.path", str(data_folder)), "h200", 2, 0.4)
+    plan = plan_of(job_of("debug", "--data.path", str(data_folder)), "h200", 2)
     with TokenShards.open(data_folder / "train") as shards:
         assert plan.data_fingerprint == shards.fingerprint
         assert plan.data_bytes == 2 * shards.num_tokens
     job = job_of("debug", "--data.path", str(data_folder), "--model.vocab_size", "500")
     with refused("data.vocab_size", given=500, expected=512):
-        plan_of(job, "h200", 2, 0.4)
+        plan_of(job, "h200", 2)
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, name: str, count: int, gib: float) -> None:
@@ -160,20 +160,6 @@ def test_this_machine_is_planned_beside_the_reference(monkeypatch):
     assert (asked["reference"].device.name, asked["reference"].world_size) == ("H200", 16)
     with_gpus(monkeypatch, "NVIDIA L4", 1, 22.0)
     assert "an A100" in make_plans(big, None, None, None, ranks=1)["this machine"].device.assumed
-
-
-@pytest.mark.parametrize(
-    ("code", "gpu", "world", "mfu"),
-    [
-        ("config.unknown_choice", "h10", 8, 0.4),
-        ("config.world_size", "h100", 5, 0.4),
-        ("option.invalid", "h100", 0, 0.4),
-        ("option.invalid", "h100", 8, 1.5),
-    ],
-)
-def test_what_cannot_be_planned(code, gpu, world, mfu):
-    with refused(code):
-        make_plans(job_of("nope_canon"), gpu, world, mfu, ranks=1)
 
 
 def test_one_rank_prints_the_plan_and_nothing_is_written(tmp_path, capsys, monkeypatch):
@@ -226,8 +212,8 @@ def test_force_starts_it_all_the_same(data_folder, tmp_path, monkeypatch, capsys
 
 def test_replicas_hold_all_states_each_and_share_the_batch():
     replicas = ("--parallelism.data_parallel_replicate_degree", "2")
-    hsdp = plan_of(job_of("nope_canon", *replicas), "h100", 16, 0.4)
-    node, two = (plan_of(job_of("nope_canon"), "h100", world, 0.4) for world in (8, 16))
+    hsdp = plan_of(job_of("nope_canon", *replicas), "h100", 16)
+    node, two = (plan_of(job_of("nope_canon"), "h100", world) for world in (8, 16))
     for part in ("weights", "gradients", "optimizer (two moments)"):
         assert hsdp.memory[part] == node.memory[part] == pytest.approx(2 * two.memory[part])
     assert (hsdp.micro_batch, hsdp.seconds) == (two.micro_batch, two.seconds)
@@ -238,7 +224,12 @@ def test_replicas_hold_all_states_each_and_share_the_batch():
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [("option.conflict", "--gpu h100"), ("option.invalid", "--dry_run --world many")],
+    [
+        *(("option.conflict", "--gpu h100"), ("option.invalid", "--dry_run --world many")),
+        ("config.unknown_choice", "--dry_run --gpu h10"),
+        *(("config.world_size", "--dry_run --world 5"), ("option.invalid", "--dry_run --world 0")),
+        ("option.invalid", "--dry_run --mfu 1.5"),
+    ],
 )
 def test_wrong_options_exit_with_2(code, words, capsys):
     with pytest.raises(SystemExit) as left:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,9 @@ from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.parallelize import CanonChoice, choose_canon, shard
 from tests.flash_packages import flash_attn_package, flash_impl
 from tests.ranks import events, launch
-from tests.sharded import Steps, assert_equal_steps, on_ranks, sharded_steps, whole_steps
+from tests.sharded import assert_equal_steps, on_ranks, sharded_steps, whole_steps
 from tests.support import ROOT, debug_run, refused
-from tests.variants import variant
+from tests.variants import VARIANTS, variant
 
 CPU = torch.device("cpu")
 CODE = {"kernels/triton/rows.py": "1", "model/canon.py": "2", "titan/trainer.py": "3"}
@@ -142,29 +143,24 @@ def test_a_pass_is_kept_until_what_it_depends_on_changes(alone, checks, data_fol
     assert choose() == "triton" and checks == []
 
 
-def test_a_failure_is_not_kept(alone, checks, data_folder):
+def test_a_failure_is_not_kept(alone, checks, data_folder, monkeypatch):
+    """A named backend that fails is refused; after a lost device, the next launch compiles."""
     checks += [None, "a planted fault"]
     choice = choose_canon(gpu_job(data_folder), CPU, CODE)
     assert (choice.backend, choice.refused) == ("compiled", "a planted fault")
     assert choose_canon(gpu_job(data_folder), CPU, CODE).backend == "triton"
-
-
-def test_after_a_lost_device_the_next_launch_takes_compiled(
-    alone, checks, data_folder, monkeypatch
-):
+    for name in ("triton", "fla"):
+        checks += ["a planted fault"]
+        named = gpu_job(data_folder, "--model.canon_backend", name, "--training.seq_len", "32")
+        with refused("canon.backend_failed", backend=name, problem="a planted fault"):
+            choose_canon(named, CPU, CODE)
     monkeypatch.setattr(canon_choice, "_is_lost", lambda device: True)
+    lost = gpu_job(data_folder, "--training.seq_len", "32")
     checks += ["an illegal memory access"]
     with refused("canon.backend_failed", problem="an illegal memory access"):
-        choose_canon(gpu_job(data_folder), CPU, CODE)
-    choice = choose_canon(gpu_job(data_folder), CPU, CODE)
+        choose_canon(lost, CPU, CODE)
+    choice = choose_canon(lost, CPU, CODE)
     assert choice.backend == "compiled" and choice.refused.startswith("an illegal")
-
-
-@pytest.mark.parametrize("name", ["triton", "fla"])
-def test_a_named_backend_that_fails_is_refused(alone, checks, data_folder, name):
-    checks += ["a planted fault"]
-    with refused("canon.backend_failed", backend=name, problem="a planted fault"):
-        choose_canon(gpu_job(data_folder, "--model.canon_backend", name), CPU, CODE)
 
 
 def on_a_gpu(rank: int, notes: Path) -> None:
@@ -224,31 +220,38 @@ TIED = replace(
     UNEVEN, init="lingua", tie_embeddings=True, document_mask=True, num_kv_heads=2, position="alibi"
 )
 Z_LOSS = Loss(z_loss=0.01, chunk_tokens=20)
-SELECTIVE: dict[str, object] = {"mode": "selective", "selective_ac_option": "op"}
-PLANS: dict[str, dict[str, dict[str, object]]] = {
-    "plain": {},
-    "never": {"parallelism": {"fsdp_reshard_after_forward": "never"}},
-    "always": {"parallelism": {"fsdp_reshard_after_forward": "always"}},
-    "full": {"activation_checkpoint": {"mode": "full"}},
-    "selective": {"activation_checkpoint": SELECTIVE},
+SELECTIVE = {
+    "activation_checkpoint.mode": "selective",
+    "activation_checkpoint.selective_ac_option": "op",
 }
-COMPILED: dict[str, object] = {"enable": True, "backend": "aot_eager"}
-PLANS["compiled, selective"] = PLANS["selective"] | {"compile": COMPILED}
+PLANS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "never": {"parallelism.fsdp_reshard_after_forward": "never"},
+    "always": {"parallelism.fsdp_reshard_after_forward": "always"},
+    "full": {"activation_checkpoint.mode": "full"},
+    "selective": SELECTIVE,
+    "compiled": SELECTIVE | {"compile.enable": True, "compile.backend": "aot_eager"},
+}
+# one chunk, several, and whole logits; each variant takes one in turn
+LOSSES = [Loss(), Z_LOSS, Loss(squared_loss=0.01, chunk_tokens=16), Loss(chunk_tokens=0)]
 PLANNED = variant("h_alibi ABCD tied cst documents")
-TRAINED = replace(PLANNED, canon_trainable=True)
+
+
+def loss_of(variant_name: str) -> Loss:
+    return LOSSES[list(VARIANTS).index(variant_name) % len(LOSSES)]
 
 
 def _planned(plan: str) -> ModelArgs:
     """Return the model that a plan trains: with torch.compile, Canon's weights are trained too."""
-    return TRAINED if "compile" in PLANS[plan] else PLANNED
+    return replace(PLANNED, canon_trainable=plan == "compiled")
 
 
-def _job(sections: dict[str, dict[str, object]]) -> CanonJobConfig:
+def _job(keys: dict[str, Any]) -> CanonJobConfig:
     job = CanonJobConfig()
     job.training.mixed_precision_param = "float32"
-    for section, keys in sections.items():
-        for key, value in keys.items():
-            setattr(getattr(job, section), key, value)
+    for key, value in keys.items():
+        section, name = key.split(".")
+        setattr(getattr(job, section), name, value)
     return job
 
 
@@ -296,14 +299,21 @@ def _on_rank(rank: int, folder: Path) -> None:
     if rank < 2:
         mesh = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("fsdp",))
         found = {}
-        for name, sections in PLANS.items():
+        for name, keys in PLANS.items():
             dims = ParallelDims(1, 2, 1, 1, 1, 1, 1, world_size=2)
             dims._meshes = {"fsdp": mesh}  # of two ranks in a world of four
             model = fresh(_planned(name))
-            parallelize(model, dims, _job(sections))
+            parallelize(model, dims, _job(keys))
             fill(model)
             found[name] = sharded_steps(model, _planned(name), Loss(), rank, 2, rounds=1)
         torch.save(found, folder / f"plans-{rank}.pt")
+        found = {}
+        for name, args in VARIANTS.items():
+            model = fresh(args)
+            shard(model, mesh)
+            fill(model)
+            found[name] = sharded_steps(model, args, loss_of(name), rank, 2, rounds=1)
+        torch.save(found, folder / f"variants-{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -333,9 +343,8 @@ def test_initial_weights_are_the_same_at_every_world_size(results, n, k):
 @pytest.mark.system
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_a_tied_embedding_gets_both_of_its_gradients(results, n):
-    parts = [torch.load(results / f"tied-{n}-{rank}.pt", weights_only=False) for rank in range(n)]
     whole = whole_steps(TIED, Z_LOSS)
-    assert_equal_steps(parts, whole)
+    assert_equal_steps(parts_of(results, f"tied-{n}", n), whole)
     # neither the gradient as an input nor that as an output would be enough
     untied = whole_steps(replace(TIED, tie_embeddings=False), Z_LOSS)
     tied = whole.first_gradients["tok_embeddings.weight"]
@@ -347,7 +356,7 @@ def test_a_tied_embedding_gets_both_of_its_gradients(results, n):
 @pytest.mark.parametrize(("replicas", "shards"), LAYOUTS)
 def test_replicas_take_the_steps_of_one_process(results, replicas, shards):
     """Rank r holds shard r % shards of its replica."""
-    parts = [torch.load(results / f"hsdp-{replicas}-{r}.pt", weights_only=False) for r in range(4)]
+    parts = parts_of(results, f"hsdp-{replicas}", 4)
     alone, whole = Transformer(TIED), whole_steps(TIED, Z_LOSS)
     alone.init_weights()
     for name, value in alone.named_parameters():
@@ -371,13 +380,24 @@ def test_replicas_take_the_steps_of_one_process(results, replicas, shards):
     assert_equal_steps(one, whole)
 
 
+def parts_of(results: Path, name: str, count: int) -> list[Any]:
+    """Return what `count` ranks saved as `name`-RANK.pt."""
+    return [torch.load(results / f"{name}-{r}.pt", weights_only=False) for r in range(count)]
+
+
 @pytest.mark.system
 @pytest.mark.parametrize("plan", PLANS)
 def test_plans_to_save_memory_change_no_number(results, plan):
-    parts: list[Steps] = [
-        torch.load(results / f"plans-{rank}.pt", weights_only=False)[plan] for rank in range(2)
-    ]
+    parts = [part[plan] for part in parts_of(results, "plans", 2)]
     assert_equal_steps(parts, whole_steps(_planned(plan), Loss()))
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_sharded_variant_takes_the_unsharded_steps(results, name):
+    whole = whole_steps(VARIANTS[name], loss_of(name))
+    assert_equal_steps([part[name] for part in parts_of(results, "variants", 2)], whole)
+    assert whole.losses[0] != whole.losses[1]
 
 
 def test_an_attention_without_a_training_step_is_refused():

@@ -26,6 +26,14 @@ def curve(folder: Path, name: str) -> list[Any]:
     return [event[name] for event in found]
 
 
+def assert_same_curves(run: Path, other: Path) -> None:
+    """Check for equal data and schedules, and for losses equal up to float32's rounding."""
+    for name in ("lr", "tokens", "data_digests"):
+        assert curve(run, name) == curve(other, name), name
+    for name in ("loss", "grad_norm"):
+        assert curve(run, name) == pytest.approx(curve(other, name), rel=1e-5), name
+
+
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(runs):
     assert_same_run(runs.resumed, runs.straight, step=STEPS)
 
@@ -33,14 +41,8 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(runs):
 @pytest.mark.system
 def test_a_run_resumes_at_another_world_size(runs):
     """Stopped on 3 ranks, finished on 1: the same samples, token counts, schedule and losses."""
-    for name in ("lr", "tokens"):
-        assert curve(runs.elastic, name) == curve(runs.straight, name), name
-    for name in ("loss", "grad_norm"):
-        expected = pytest.approx(curve(runs.straight, name), rel=1e-5)
-        assert curve(runs.elastic, name) == expected, name
-    worlds = [e["world_size"] for e in events(runs.elastic) if "torch" in e]
-    assert worlds == [3, 1]
-    assert curve(runs.elastic, "data_digests") == curve(runs.straight, "data_digests")
+    assert_same_curves(runs.elastic, runs.straight)
+    assert [e["world_size"] for e in events(runs.elastic) if "torch" in e] == [3, 1]
 
 
 @pytest.mark.system
@@ -52,10 +54,7 @@ def test_replicas_resume_a_sharded_run(runs, data_folder, tmp_path):
     words = (*debug_run(data_folder, run), "--parallelism.data_parallel_replicate_degree", 2)
     launch(*words, output=tmp_path / "out")
     assert [e["from_step"] for e in events(run, "resume")] == [6]
-    for name in ("lr", "tokens", "data_digests"):
-        assert curve(run, name) == curve(runs.straight, name), name
-    for name in ("loss", "grad_norm"):
-        assert curve(run, name) == pytest.approx(curve(runs.straight, name), rel=1e-5), name
+    assert_same_curves(run, runs.straight)
 
 
 def test_every_step_saw_the_same_token_ids_in_every_run(runs, data_folder):
@@ -162,13 +161,16 @@ def test_a_byte_flipped_in_a_shard_stops_the_run(data_folder, tmp_path, ranks):
 
 
 def test_a_launch_that_does_not_fit_exits_with_2(data_folder, tmp_path, capsys, monkeypatch):
+    def set_world_size(size: str) -> None:
+        monkeypatch.setenv("WORLD_SIZE", size)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", size)
+
     monkeypatch.setenv("RANK", "0")
     argv = debug_run(data_folder, tmp_path / "run")
     assert code_of(argv, capsys) == "launch.environment"
     for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NUMA_BINDING"):
         monkeypatch.setenv(name, "0")
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "5")
+    set_world_size("5")
     monkeypatch.setattr("canon_pretrain.titan.dry_run.has_accelerator", lambda: False)
     monkeypatch.setattr("canon_pretrain.titan.device.has_accelerator", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
@@ -178,7 +180,30 @@ def test_a_launch_that_does_not_fit_exits_with_2(data_folder, tmp_path, capsys, 
     monkeypatch.setattr("torch.cuda.set_device", devices.append)
     assert code_of(argv, capsys) == "config.world_size"
     assert devices == [0]  # set before all else
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")
+    set_world_size("1")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "abc")
     code_of(argv, capsys)
+
+
+@pytest.mark.system
+def test_a_stable_rate_is_prolonged_or_decayed_from(data_folder, tmp_path):
+    """WSD: branch off, or prolong, from a checkpoint before the decay."""
+    run, branch, long = (tmp_path / name for name in ("run", "branch", "long"))
+
+    def trained(folder: Path, steps: int, *words: object) -> list[dict[str, Any]]:
+        schedule = ("--lr_scheduler.warmup_steps", 1, "--lr_scheduler.decay_ratio", 0.5)
+        argv = (*debug_run(data_folder, folder), "--training.steps", steps, *schedule)
+        launch(*argv, "--checkpoint.interval", 2, *words, output=tmp_path / "out")
+        return events(folder, "step")
+
+    trained(run, 6)  # the decay is its last 3 steps
+    origin = ("--checkpoint.initial_load_path", run / "checkpoint" / "step-2")
+    found = trained(branch, 4, *origin, "--checkpoint.no_initial_load_model_only")
+    assert [event["step"] for event in found] == [3, 4]
+    assert [event["lr"] for event in found] == pytest.approx([3e-3, 3e-3 * 0.55])
+    allowed = ("--run.allow_changes", "training.steps", "--run.stop_at", 4)
+    assert trained(run, 10, "--checkpoint.load_step", 2, *allowed)[3]["lr"] == 3e-3
+    trained(long, 10, "--run.stop_at", 4)
+    assert_same_run(run, long, step=4)
+    for name in ("loss", "grad_norm", "data_digests"):
+        assert found[0][name] == events(long, "step")[2][name]

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.held_out import divide_windows, windows
 from canon_pretrain.data.mixture import exact_weight
-from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.config import Data
@@ -29,7 +28,7 @@ from eval.model.target import load_model
 from eval.validation import model_loss
 from tests.fault_runs import flip
 from tests.ranks import assert_refused, assert_same_run, events, launch
-from tests.support import EOS_ID, ROOT, VOCAB_SIZE, debug_run, refused, token_documents
+from tests.support import ROOT, debug_run, refused, write_split
 
 
 def debug_job(**data: Any) -> CanonJobConfig:
@@ -61,14 +60,12 @@ def eval_loss(run: Path, data: Path, *, step: int, limit: int | None) -> tuple[f
 def test_the_default_follows_freq_and_the_batch_alone():
     job = debug_job()
     job.training.global_batch_size, job.training.seq_len = 48, 4096
-    job.training.steps, job.validation.freq = 510_000, 1000
-    assert num_windows(job) == 480
-    job.validation.freq = 100_000
-    assert num_windows(job) == 480  # 2**21 tokens
-    job.validation.freq = 199
-    assert num_windows(job) == 48
-    job.training.steps = 50  # one validation, of half a batch
-    assert num_windows(job) == 24
+    for steps, freq, expected in (
+        *((510_000, 1000, 480), (510_000, 100_000, 480)),  # 2**21 tokens at most
+        *((510_000, 199, 48), (50, 199, 24)),  # the last is one validation, of half a batch
+    ):
+        job.training.steps, job.validation.freq = steps, freq
+        assert num_windows(job) == expected
     job.validation.windows = -1
     assert num_windows(job) is None
 
@@ -107,10 +104,7 @@ def test_a_mixture_by_source_against_float64(data_folder, tmp_path, monkeypatch)
     """Two ranks' sums added here; the loss per source, and the total by tokens and bytes."""
     other = tmp_path / "other"
     for name, seed in (("train", 5), ("validation", 6)):
-        documents = token_documents(seed, 4, length=90)
-        write_shards(
-            other / name, documents, vocab_size=VOCAB_SIZE, eos_id=EOS_ID, num_bytes=[450] * 4
-        )
+        write_split(other / name, seed, 4, length=90, bytes_per_token=5)
     job = debug_job(paths=[str(data_folder), str(other)], weights=[3.0, 1.0])
     job.validation.windows, job.training.local_batch_size = 8, 3
     opened = open_data(job)
@@ -176,21 +170,9 @@ def test_validation_does_not_change_training(data_folder, runs, tmp_path):
     assert at_the_end["step"] == 12
 
 
-def write_more(folder: Path, *, seed: int = 9, count: int = 8, tokenizer_sha256: str = "") -> None:
-    documents = token_documents(seed, count, length=200)
-    write_shards(
-        folder,
-        documents,
-        vocab_size=VOCAB_SIZE,
-        eos_id=EOS_ID,
-        num_bytes=[3 * len(ids) for ids in documents],
-        tokenizer_sha256=tokenizer_sha256,
-    )
-
-
 def test_data_without_a_held_out_split(data_folder, tmp_path):
     bare = tmp_path / "bare"
-    write_more(bare / "train", seed=1, count=20)
+    write_split(bare / "train", 1, 20)
     opened = open_data(debug_job(path=str(bare)))
     assert len(opened.notices) == 1 and opened.identity == {"held_out_fingerprint": None}
     job = debug_job(path=str(bare))
@@ -224,8 +206,8 @@ def test_a_damaged_held_out_split_is_refused(data_folder, tmp_path):
 def test_validation_path_scores_another_folders_text(data_folder, tmp_path):
     """Data built with --holdout 0, validated on another build's text."""
     bare, apart = tmp_path / "bare", tmp_path / "apart"
-    write_more(bare / "train", seed=1, count=20)
-    write_more(apart / "train")
+    write_split(bare / "train", 1, 20)
+    write_split(apart / "train", 9, 8)
     for folder, split in ((data_folder, "validation"), (apart, "train")):
         job = debug_job(path=str(bare))
         job.validation = dataclasses.replace(job.validation, path=str(folder))
@@ -234,7 +216,7 @@ def test_validation_path_scores_another_folders_text(data_folder, tmp_path):
             assert opened.notices == [] and job.validation.enable is True
             assert opened.identity == {"held_out_fingerprint": text.fingerprint}
             assert validator_of(job).names == [folder.name]
-    write_more(tmp_path / "foreign" / "train", tokenizer_sha256="f" * 64)
+    write_split(tmp_path / "foreign" / "train", 9, 8, tokenizer_sha256="f" * 64)
     for code, folder in (("data.overlap", bare), ("data.tokenizers_differ", tmp_path / "foreign")):
         job.validation.path = str(folder)
         with refused(code):
@@ -256,7 +238,7 @@ def test_another_held_out_text_is_another_run(data_folder, tmp_path):
     before = recorded()
     assert [event["held_out_fingerprint"] for event in events(run, "start")] == [before]
     shutil.rmtree(data / "validation")
-    write_more(data / "validation")
+    write_split(data / "validation", 9, 8)
     assert_refused(launch(*words, check=False, **options), "run.changed")
     # with validation off, the recorded fingerprint is kept
     launch(*words, "--validation.enable", False, "--run.stop_at", 5, **options)
