@@ -55,23 +55,14 @@ def test_the_1b3_figures_of_the_specification():
 
 
 VARIANTS = [
-    *("nope ABCD canon_trainable=False", "rope AC ffn=standard ffn_activation=relu2"),
-    "rope D num_kv_heads=2 tie_embeddings=True qk_norm=full",
+    *("canon_trainable=False", "position=rope canon_set=AC ffn=standard ffn_activation=relu2"),
+    "position=rope canon_set=D num_kv_heads=2 tie_embeddings=True qk_norm=full",
 ]
-
-
-def variant_of(words: str) -> CanonJobConfig:
-    """Return the debug job with a position, perhaps a Canon set, and model keys."""
-    position, *rest = words.split()
-    canon_set = rest.pop(0) if rest and "=" not in rest[0] else ""
-    pairs = [word.split("=") for word in rest]
-    more = [part for name, value in pairs for part in (f"--model.{name}", value)]
-    return job_of("debug", "--model.position", position, "--model.canon_set", canon_set, *more)
 
 
 @pytest.mark.parametrize("words", VARIANTS)
 def test_memory_equals_what_a_real_tiny_model_holds(words):
-    job, batch = variant_of(words), 3
+    job, batch = job_of("debug", *(f"--model.{word}" for word in words.split())), 3
     job.training.global_batch_size = job.training.local_batch_size = batch
     args = job.model_args
     model = Transformer(args)

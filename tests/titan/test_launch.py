@@ -79,6 +79,7 @@ def test_the_code_that_is_hashed_is_what_the_trainer_imports():
 
 CHANGES = [
     ("data.data_seed", 0, 1),
+    ("data.order", "random", "permute"),
     ("lr_scheduler.decay_type", "cosine", "linear"),
     ("lr_scheduler.warmup_steps", 4, 2),
     ("model.canon_set", "ABCD", "A"),

@@ -183,27 +183,3 @@ def test_a_launch_that_does_not_fit_exits_with_2(data_folder, tmp_path, capsys, 
     set_world_size("1")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "abc")
     code_of(argv, capsys)
-
-
-@pytest.mark.system
-def test_a_stable_rate_is_prolonged_or_decayed_from(data_folder, tmp_path):
-    """WSD: branch off, or prolong, from a checkpoint before the decay."""
-    run, branch, long = (tmp_path / name for name in ("run", "branch", "long"))
-
-    def trained(folder: Path, steps: int, *words: object) -> list[dict[str, Any]]:
-        schedule = ("--lr_scheduler.warmup_steps", 1, "--lr_scheduler.decay_ratio", 0.5)
-        argv = (*debug_run(data_folder, folder), "--training.steps", steps, *schedule)
-        launch(*argv, "--checkpoint.interval", 2, *words, output=tmp_path / "out")
-        return events(folder, "step")
-
-    trained(run, 6)  # the decay is its last 3 steps
-    origin = ("--checkpoint.initial_load_path", run / "checkpoint" / "step-2")
-    found = trained(branch, 4, *origin, "--checkpoint.no_initial_load_model_only")
-    assert [event["step"] for event in found] == [3, 4]
-    assert [event["lr"] for event in found] == pytest.approx([3e-3, 3e-3 * 0.55])
-    allowed = ("--run.allow_changes", "training.steps", "--run.stop_at", 4)
-    assert trained(run, 10, "--checkpoint.load_step", 2, *allowed)[3]["lr"] == 3e-3
-    trained(long, 10, "--run.stop_at", 4)
-    assert_same_run(run, long, step=4)
-    for name in ("loss", "grad_norm", "data_digests"):
-        assert found[0][name] == events(long, "step")[2][name]

@@ -30,6 +30,8 @@ from tests.fault_runs import flip
 from tests.ranks import assert_refused, assert_same_run, events, launch
 from tests.support import ROOT, debug_run, refused, write_split
 
+CPU = torch.device("cpu")
+
 
 def debug_job(**data: Any) -> CanonJobConfig:
     job = parse_job(["--config", str(ROOT / "train_configs" / "debug.toml")])
@@ -46,15 +48,6 @@ def forget_validation(run: Path) -> None:
     log = RunFolder(run).log_file
     lines = [line for line in log.read_text().splitlines() if '"validation"' not in line]
     log.write_text("\n".join(lines) + "\n")
-
-
-def eval_loss(run: Path, data: Path, *, step: int, limit: int | None) -> tuple[float, float, int]:
-    """Return what `python -m eval run --suite validation` computes for a checkpoint."""
-    model = load_model(run / "checkpoint" / f"step-{step}", torch.device("cpu"))
-    lm = CanonLM(model, None, max_length=64)
-    with TokenShards.open(data / "validation") as shards:
-        loss, _ = model_loss(lm, shards, seq_len=64, limit=limit)
-    return loss.nats_per_token, loss.bits_per_byte, loss.num_tokens
 
 
 def test_the_default_follows_freq_and_the_batch_alone():
@@ -94,7 +87,11 @@ def test_equal_at_any_world_size_and_to_eval(data_folder, runs, tmp_path, limit)
         found.append((event["loss"], event["bits_per_byte"], event["tokens_scored"]))
         (source,) = event["sources"].values()
         assert (source["loss"], source["bits_per_byte"], source["tokens"]) == found[-1]
-    expected = eval_loss(runs.straight, data_folder, step=12, limit=limit)
+    # what `python -m eval run --suite validation` computes for the checkpoint
+    lm = CanonLM(load_model(runs.straight / "checkpoint/step-12", CPU), None, max_length=64)
+    with TokenShards.open(data_folder / "validation") as shards:
+        loss, _ = model_loss(lm, shards, seq_len=64, limit=limit)
+    expected = (loss.nats_per_token, loss.bits_per_byte, loss.num_tokens)
     for values in found:
         assert values == pytest.approx(expected, rel=1e-6)
     assert all(values == pytest.approx(found[0], rel=1e-9) for values in found)
