@@ -56,8 +56,8 @@ def write_split(
 ) -> None:
     """Write the shards of `count` documents of vocab_size 512, as data_prep does."""
     num_bytes = [bytes_per_token * length] * count
-    options = {"vocab_size": VOCAB_SIZE, "eos_id": EOS_ID, "num_bytes": num_bytes} | more
-    write_shards(folder, token_documents(seed, count, length), **options)
+    options: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "eos_id": EOS_ID, "num_bytes": num_bytes}
+    write_shards(folder, token_documents(seed, count, length), **options | more)
 
 
 def write_data(folder: Path) -> None:

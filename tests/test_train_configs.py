@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from canon_pretrain.model.args import CHOICES, POSITIONS, ROTARY, num_parameters
+from canon_pretrain.model.args import CHOICES, POSITIONS, ROTARY, ModelArgs, num_parameters
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.config import Loss, build, merge, read_experiment
 from canon_pretrain.titan.command_line import parse_job
@@ -122,7 +122,7 @@ def test_the_readmes_table_is_true():
     """Each row has the stated size on top of 1.3B Llama(RoPE); every choice has a row."""
     text = (ROOT / "canon_pretrain" / "README.md").read_text()
     table = text.partition("| the paper's row |")[2].partition("\n\n")[0]
-    base, seen = read_experiment(FOLDER / "rope.toml"), []
+    base, seen = read_experiment(FOLDER / "rope.toml"), list[ModelArgs]()
     for line in table.splitlines()[2:]:
         name, _, toml, count = (cell.strip() for cell in line.strip("|").split("|"))
         model = tomllib.loads("\n".join(re.findall("`([^`]+)`", toml)))

@@ -220,10 +220,8 @@ TIED = replace(
     UNEVEN, init="lingua", tie_embeddings=True, document_mask=True, num_kv_heads=2, position="alibi"
 )
 Z_LOSS = Loss(z_loss=0.01, chunk_tokens=20)
-SELECTIVE = {
-    "activation_checkpoint.mode": "selective",
-    "activation_checkpoint.selective_ac_option": "op",
-}
+SELECTIVE: dict[str, Any] = {"activation_checkpoint.mode": "selective"}
+SELECTIVE["activation_checkpoint.selective_ac_option"] = "op"
 PLANS: dict[str, dict[str, Any]] = {
     "plain": {},
     "never": {"parallelism.fsdp_reshard_after_forward": "never"},
