@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -87,7 +87,7 @@ def killed_everywhere(
     """
     for survived in itertools.count():
         folder = build()
-        code = run_forked(lambda: (_kill_at(survived), action(folder)))  # noqa: B023
+        code = run_forked(lambda: (kill_at(survived), action(folder)))  # noqa: B023
         if code == 0:
             return
         assert code == -signal.SIGKILL
@@ -110,8 +110,8 @@ def run_forked(action: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _kill_at(survived: int) -> None:
-    """Kill this process before its operation number `survived` of OPERATIONS."""
+def kill_at(survived: int, operations: Sequence[str] = OPERATIONS) -> None:
+    """Let this process be killed before its call number `survived` of `operations`."""
     left = itertools.count(survived, -1)
 
     def call(operation: Callable[..., object], *arguments: object, **options: object) -> object:
@@ -119,7 +119,7 @@ def _kill_at(survived: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return operation(*arguments, **options)
 
-    for name in OPERATIONS:
+    for name in operations:
         setattr(os, name, partial(call, getattr(os, name)))
 
 

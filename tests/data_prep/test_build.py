@@ -4,8 +4,6 @@ import hashlib
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,41 +17,15 @@ from data_prep import plan as plans
 from data_prep import planning, sources
 from data_prep.__main__ import main
 from data_prep.build import JobSlice, _check_folder, build
-from data_prep.plan import (
-    Input,
-    Options,
-    Plan,
-    TokenizerRecord,
-    is_held_out,
-    make_input_groups,
-)
+from data_prep.plan import Input, Options, is_held_out, make_input_groups
 from data_prep.planning import train_tokenizer
+from tests.checkpoint_folders import kill_at, run_forked
 from tests.corpora import snapshot, stored_texts, write_corpus, write_tokenizer
 from tests.data_folders import tokenizer
-from tests.support import ROOT, error_codes, refused
+from tests.support import error_codes, refused
 
 OPTIONS = Options(holdout=0.3, unit_bytes=600, max_part_tokens=700)
 TOKENIZER = "train:400"
-
-# argv: library, out, number of the rename at which it is killed
-RUN = """
-import os, signal, sys
-from pathlib import Path
-from data_prep import sources
-from data_prep.build import build
-from data_prep.plan import Options
-
-def rename(source, target, real=os.rename, left=[int(sys.argv[3])]):
-    left[0] -= 1
-    if left[0] == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    real(source, target)
-
-os.rename = rename
-sources.source_root = lambda source: Path(sys.argv[1])
-options = Options(holdout=0.3, unit_bytes=600, max_part_tokens=700)
-build(Path(sys.argv[2]), "stdlib", "train:400", options, 1)
-"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,22 +71,19 @@ def test_all_documents_are_stored_in_order(library, reference):
     assert stored_texts(reference, "validation") == held_out
 
 
-# 1: before plan.json; 2: before the tokenizer; then within and between input groups; at a manifest
-@pytest.mark.parametrize(
-    "rename", [24, *(pytest.param(rename, marks=pytest.mark.system) for rename in (1, 2, 6, -1))]
-)
-def test_killed_and_resumed_gives_the_same_bytes(tmp_path, library, reference, capsys, rename):
+# 0: before plan.json; 1: before the tokenizer; then within and between input groups; at a manifest
+@pytest.mark.parametrize("survived", [0, 1, 5, 23, -2])
+def test_killed_and_resumed_gives_the_same_bytes(tmp_path, reference, capsys, survived):
     out = tmp_path / "data"
     # one rename per file, except for the lock
-    rename = rename if rename > 0 else len(snapshot(reference)) - 1
-    command = [sys.executable, "-c", RUN, str(library), str(out), str(rename)]
-    killed = subprocess.run(command, cwd=ROOT, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    survived %= len(snapshot(reference))
+    killed = run_forked(lambda: (kill_at(survived, ["rename"]), build_library(out)))
+    assert killed == -signal.SIGKILL
     assert not (out / "validation/manifest.json").exists()
     kept = {path: path.stat().st_ino for path in out.glob("train/part-00000-0.bin")}
     build_library(out)
     assert snapshot(out) == snapshot(reference)
-    if rename == 24:  # finished input groups and the tokenizer are kept
+    if survived == 23:  # finished input groups and the tokenizer are kept
         printed = capsys.readouterr().out
         assert "resuming: 2 of" in printed and "trained" not in printed
         assert kept and all(path.stat().st_ino == inode for path, inode in kept.items())
@@ -252,23 +221,13 @@ def test_a_tokenizer_is_trained_on_all_of_a_large_source(tmp_path, monkeypatch):
 # ---- plans
 
 INPUTS = tuple(Input(f"f{i}.py", 10 * i, f"{i:064x}") for i in range(12))
-PLAN = Plan(
-    source="stdlib",
-    source_version="python 3",
-    text_field="text",
-    group_field=None,
-    options=Options(holdout=0.1),
-    tokenizer=TokenizerRecord("train:300", "ab", 300, 1, 2, {"x": [5]}),
-    units=make_input_groups(INPUTS, Options(holdout=0.1, unit_bytes=100)),
-    inputs=INPUTS,
-)
 
 
 def test_input_groups_cover_the_inputs_in_order():
     def groups(inputs: tuple[Input, ...], **rule: int) -> tuple[tuple[int, int], ...]:
         return make_input_groups(inputs, Options(holdout=0.1, **rule))
 
-    assert PLAN.units == ((0, 5), (5, 7), (7, 9), (9, 11), (11, 12))
+    assert groups(INPUTS, unit_bytes=100) == ((0, 5), (5, 7), (7, 9), (9, 11), (11, 12))
     assert groups(INPUTS, unit_bytes=10**9) == ((0, 12),)
     assert groups(INPUTS[5:], unit_bytes=1) == tuple((i, i + 1) for i in range(7))
     assert groups((), unit_bytes=1) == groups((), unit_files=1) == ()
@@ -286,13 +245,13 @@ def test_held_out_by_hash():
     assert is_held_out(texts[0], share + 1e-9) and not is_held_out(texts[0], share - 1e-9)
 
 
-def test_a_damaged_plan_is_refused(tmp_path):
+def test_a_damaged_plan_is_refused(tmp_path, reference):
     with refused("plan.missing"):
         plans.load_plan(tmp_path)
-    plans.save_plan(tmp_path, PLAN)
-    assert plans.load_plan(tmp_path) == PLAN
-    path = tmp_path / "plan.json"
+    plan, path = plans.load_plan(reference), tmp_path / "plan.json"
+    plans.save_plan(tmp_path, plan)
     good = path.read_text()
+    assert plans.load_plan(tmp_path) == plan and good == (reference / "plan.json").read_text()
     changes = {"version": 7, "source": "x", "options": {"holdout": 3}, "units": [[1]]}
     changed = [json.dumps({**json.loads(good), name: value}) for name, value in changes.items()]
     for bad in [good[:-20], "[]", *changed]:

@@ -10,12 +10,12 @@ import pytest
 import sentencepiece
 import tokenizers
 from hypothesis import given, settings
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import normalizers
 from transformers import AutoTokenizer
 
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
-from tests.data.test_tokenizer import FRAGMENTS, LINES, LLAMA, MODELS, texts
+from tests.data.test_tokenizer import FRAGMENTS, LINES, LLAMA, MODELS, limited, texts
 from tests.support import refused
 
 # characters of the names of special tokens
@@ -40,7 +40,9 @@ EXACT = sorted(KINDS.keys() - REFUSED) + ["byte-level", "llama as json"]
 @cache
 def training_tokenizer(name: str) -> Tokenizer:
     if name == "byte-level":
-        return Tokenizer(byte_level(), name)
+        made = limited()
+        made.normalizer = normalizers.NFC()
+        return Tokenizer(made.to_str().encode(), name)
     if name == "llama as json":
         content = tokenizer_files(training_tokenizer("default"), 64)["tokenizer.json"]
         return Tokenizer(json.dumps(content).encode(), name)
@@ -49,22 +51,6 @@ def training_tokenizer(name: str) -> Tokenizer:
         sentence_iterator=iter(LINES * 4), model_writer=model, minloglevel=2, **LLAMA | KINDS[name]
     )
     return Tokenizer(model.getvalue(), name)
-
-
-def byte_level() -> bytes:
-    made = tokenizers.Tokenizer(models.BPE())
-    made.normalizer = normalizers.NFC()
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    options = {"initial_alphabet": made.pre_tokenizer.alphabet(), "show_progress": False}
-    options["special_tokens"] = ["<|begin_of_text|>", "<|end_of_text|>", "<|user|>"]
-    made.train_from_iterator(LINES, trainers.BpeTrainer(vocab_size=400, **options))
-    special = [("<|begin_of_text|>", 0)]
-    begin = processors.TemplateProcessing(single="<|begin_of_text|> $A", special_tokens=special)
-    made.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])
-    made.enable_truncation(7)
-    made.enable_padding(length=9)
-    return made.to_str().encode()
 
 
 @cache
