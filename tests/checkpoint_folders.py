@@ -58,6 +58,16 @@ def set_manifest(checkpoint: Path, **fields: object) -> None:
     write_json(path, json.loads(path.read_bytes()) | fields)
 
 
+class Plant:
+    """Pickles to a call of the function `call[0]`."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
+        return self.call[0], self.call[1:]
+
+
 def fake_strip(checkpoint: Path, temporary: Path) -> None:
     """Do what `strip_to_weights` does, for checkpoints of `make_step`."""
     step = int(checkpoint.name.removeprefix("step-"))

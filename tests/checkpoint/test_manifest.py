@@ -1,6 +1,7 @@
 """The manifest of a checkpoint, and every way in which a folder can differ from it."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,44 +13,54 @@ from tests.support import refused
 FILE = "__0_0.distcp"
 
 
-def make(folder: Path) -> Path:
-    """Two files of 5,000 bytes and their manifest."""
-    return make_step(folder, 7, num_bytes=5000)
+def of_file(name: str) -> Callable[[Path], object]:
+    return lambda step: set_manifest(step, files={name: {"bytes": 1, "sha256": "0"}})
 
 
-@pytest.mark.parametrize(
-    ("harm", "name", "seen_by_size"),
-    [
-        (lambda p: flip_byte(p / FILE), "__0_0.distcp", False),
-        (lambda p: os.truncate(p / FILE, 4999), "__0_0.distcp", True),
-        (lambda p: (p / FILE).unlink(), "__0_0.distcp", True),
-        (lambda p: (p / "__2_0.distcp").touch(), "__2_0.distcp", True),
-        (lambda p: p.rename(p.with_name("step-8")), "step", True),
-    ],
-)
-def test_every_difference_is_named(tmp_path, harm, name, seen_by_size):
-    path = make(tmp_path)
-    harm(path)
+def make_fifo(step: Path) -> None:
+    (step / "manifest.json").unlink()
+    os.mkfifo(step / "manifest.json")
+
+
+FOLDER_HARMS: dict[str, Callable[[Path], object]] = {
+    FILE: lambda step: os.truncate(step / FILE, 4999),
+    "__1_0.distcp": lambda step: (step / "more" / "__1_0.distcp").unlink(),
+    "__2_0.distcp": lambda step: (step / "__2_0.distcp").touch(),
+    "step": lambda step: step.rename(step.with_name("step-8")),
+}
+MANIFEST_HARMS: dict[str, Callable[[Path], object]] = {
+    "version": lambda step: set_manifest(step, version=99),
+    "infinity": lambda step: set_manifest(step, step=float("inf")),
+    "nul": of_file("a\0b"),
+    "long name": of_file("x" * 300),
+    "absolute": of_file("/etc/passwd"),
+    "outside": of_file("a/../../b"),
+    "deep": lambda step: (step / "manifest.json").write_bytes(b"[" * 100_000),
+    "fifo": make_fifo,
+}
+
+
+@pytest.mark.parametrize("name", FOLDER_HARMS)
+def test_every_difference_is_named(tmp_path, name):
+    FOLDER_HARMS[name](make_step(tmp_path, 7, num_bytes=5000))
     path = next(tmp_path.iterdir())
     for hashes in (True, False):
-        if not hashes and not seen_by_size:
-            verify(path, hashes=False)
-            continue
         with refused("checkpoint.damaged", kind=DamagedCheckpoint, path=path) as caught:
             verify(path, hashes=hashes)
         (fault,) = caught.value.fields["faults"]
         assert name in fault
 
 
-def of_file(name: str) -> dict[str, object]:
-    return {"files": {name: {"bytes": 1, "sha256": "0"}}}
+def test_only_hashes_find_a_flipped_byte(tmp_path):
+    flip_byte((path := make_step(tmp_path, 7)) / FILE)
+    verify(path, hashes=False)
+    with refused("checkpoint.damaged", kind=DamagedCheckpoint, path=path) as caught:
+        verify(path)
+    assert [FILE in fault for fault in caught.value.fields["faults"]] == [True]
 
 
-@pytest.mark.parametrize(
-    "change", [{"version": 99}, of_file("/etc/passwd"), of_file("a/../../b")], ids=str
-)
-def test_another_version_or_a_file_outside_is_refused(tmp_path, change):
-    path = make(tmp_path)
-    set_manifest(path, **change)
+@pytest.mark.parametrize("name", MANIFEST_HARMS)
+def test_a_damaged_manifest_is_refused(tmp_path, name):
+    MANIFEST_HARMS[name](path := make_step(tmp_path, 7))
     with refused("checkpoint.damaged", kind=DamagedCheckpoint, path=path):
         Manifest.read(path)

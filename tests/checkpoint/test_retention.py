@@ -4,7 +4,6 @@ import errno
 import itertools
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +16,7 @@ from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest, verify
 from canon_pretrain.checkpoint.retention import Retention, held_steps, hold_step, release_step
 from tests import checkpoint_folders
-from tests.checkpoint_folders import contents, fake_strip, flip_byte, make_step, set_manifest
+from tests.checkpoint_folders import contents, fake_strip, flip_byte, make_step
 
 STEPS = [10, 20, 30, 40, 50]
 
@@ -64,30 +63,10 @@ def test_the_newest_steps_unknown_files_and_links_stay(run, tmp_path):
     assert retention(run, 2).apply().deleted == []
 
 
-def files_named(name: str) -> Callable[[Path], object]:
-    return lambda step: set_manifest(step, files={name: {"bytes": 1, "sha256": "0"}})
-
-
-def make_fifo(step: Path) -> None:
-    (step / "manifest.json").unlink()
-    os.mkfifo(step / "manifest.json")
-
-
-HARMS: dict[str, Callable[[Path], object]] = {
-    "data": lambda step: flip_byte(step / "__0_0.distcp"),
-    "manifest": lambda step: flip_byte(step / "manifest.json"),
-    "infinity": lambda step: set_manifest(step, step=float("inf")),
-    "nul": files_named("a\0b"),
-    "long name": files_named("x" * 300),
-    "deep": lambda step: (step / "manifest.json").write_bytes(b"[" * 100_000),
-    "fifo": make_fifo,
-}
-
-
 @pytest.mark.parametrize("keep", [1, 4])
-@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
-def test_a_damaged_newest_step_does_not_count(run, keep, harm):
-    harm(folder_of(run).step_path(50))
+@pytest.mark.parametrize("file", ["__0_0.distcp", "manifest.json"])
+def test_a_damaged_newest_step_does_not_count(run, keep, file):
+    flip_byte(folder_of(run).step_path(50) / file)
     before = contents(folder_of(run).step_path(50))
     outcome = retention(run, keep).apply()
     assert (outcome.kept, outcome.deleted) == (STEPS[:4][-keep:], STEPS[:4][:-keep])

@@ -17,23 +17,13 @@ from canon_pretrain.checkpoint import safe_load
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, verify
 from canon_pretrain.checkpoint.safe_load import METADATA, SafeReader, check_safe, read_metadata
 from canon_pretrain.checkpoint.writer import save_no_dist
-from tests.checkpoint_folders import write_manifest
+from tests.checkpoint_folders import Plant, write_manifest
 from tests.support import refused
 
 pytestmark = pytest.mark.filterwarnings(
     # torch.distributed.checkpoint on itself, when it saves or loads without ranks
     "ignore:torch.distributed is disabled:UserWarning"
 )
-
-
-class Plant:
-    """Pickles to a call of the function `call[0]`."""
-
-    def __init__(self, *call: Any) -> None:
-        self.call = call
-
-    def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
-        return self.call[0], self.call[1:]
 
 
 def new_state(k: int = 1) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -126,8 +125,6 @@ def _on_two_ranks(rank: int, base: Path) -> None:
             outcomes[str(step)] = bool(writer.manifest)
         except CheckpointException as error:
             outcomes[str(step)] = {r: repr(e) for r, (e, _) in error.failures.items()}
-        except BaseException:
-            outcomes[str(step)] = traceback.format_exc()
         dist.barrier()
 
     attempt(1, state, dcp.save)

@@ -143,7 +143,7 @@ def test_the_last_commit_record_completes_an_input_group(tmp_path):
 
 
 @pytest.mark.parametrize("crc32", [blocks.crc32, zlib.crc32])  # with and without isal
-def test_a_flipped_byte_is_found_where_it_is_read(split, monkeypatch, crc32):
+def test_damage_is_found_where_it_is_read(split, monkeypatch, crc32):
     monkeypatch.setattr(blocks, "crc32", crc32)
     flip(split / "part-00000-0.bin", 70_000)
     with TokenShards.open(split) as shards:
@@ -151,9 +151,10 @@ def test_a_flipped_byte_is_found_where_it_is_read(split, monkeypatch, crc32):
         with refused("shard.damaged", path=split / "part-00000-0.bin", block=1):
             shards.read(32_768, 1)
         shards.read(65_536, 100)
-
-
-def test_flipped_bytes_of_the_small_files_are_found(split):
+        os.truncate(split / "part-00000-0.bin", 100_001)  # while it is open
+        shards.read(0, 10)
+        with refused("shard.damaged", end=100_001):
+            shards.read(60_000, 10)
     flip(split / "part-00000-0.crc", 2)
     flip(split / "part-00000-0.docs", 2)
     with TokenShards.open(split) as shards:
@@ -161,15 +162,6 @@ def test_flipped_bytes_of_the_small_files_are_found(split):
             shards.read(0, 1)
         with refused("shard.damaged", path=split / "part-00000-0.docs"):
             shards.document_ends()
-
-
-def test_a_file_truncated_while_open_is_an_error(split):
-    with TokenShards.open(split) as shards:
-        shards.read(0, 10)
-        os.truncate(split / "part-00000-0.bin", 100_001)
-        shards.read(0, 10)
-        with refused("shard.damaged", end=100_001):
-            shards.read(60_000, 10)
 
 
 MANIFEST = ("shard.manifest", "manifest.json")

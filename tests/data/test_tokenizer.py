@@ -97,17 +97,6 @@ def test_any_text_has_the_ids_of_sentencepiece(name, text):
     assert all(encoder.encode(text).tolist() == reference.encode(text) for encoder in own)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "  two", "tab\tand\r\nline\n\n", "a\x00b", "h\u00e9llo \U0001f642 \u6f22\u5b57",
-             "\ufeffmark", "<0x0A> 123", "a</s><s><unk></s>", *LINES[:2]],
-)  # fmt: skip
-def test_round_trip_and_control_tokens_are_text(text):
-    tokenizer = Tokenizer(sentencepiece_model(), "test")
-    ids = tokenizer.encode(text)
-    assert not {0, tokenizer.bos_id, tokenizer.eos_id} & set(ids.tolist())
-    assert tokenizer.decode(np.append(ids, tokenizer.eos_id)) == text
-
-
 # ---- tokenizer.json
 
 
@@ -194,14 +183,20 @@ def test_a_file_that_changes_text_first_is_encoded_whole():
         assert Tokenizer(changed(**changes), "x").method == f"tokenizers, {WHOLE}"
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "llama-2"])
-def test_special_tokens_in_a_text_are_text(name):
-    text = "a</s><s><unk> </s>"
-    ids = ours(name).encode(text).tolist()
-    assert not {ours(name).eos_id, ours(name).bos_id} & set(ids)
-    assert ours(name).decode(ids) == text
-    plain = tokenizers.Tokenizer.from_str(content(name)).encode(text, add_special_tokens=False).ids
-    assert ours(name).eos_id in plain  # the package's default
+TEXTS = ["", "  two", "tab\tand\r\nline\n\n", "a\x00b", "h\u00e9llo \U0001f642 \u6f22\u5b57"]
+TEXTS += ["\ufeffmark", "<0x0A> 123", "a</s><s><unk> </s>", *LINES[:2]]
+
+
+@pytest.mark.parametrize("name", ["sentencepiece", "gpt-2", "llama-2"])
+def test_round_trip_and_special_tokens_are_text(name):
+    is_model = name == "sentencepiece"
+    tokenizer = Tokenizer(sentencepiece_model(), name) if is_model else ours(name)
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids.tolist())
+        assert tokenizer.decode(np.append(ids, tokenizer.eos_id)) == text
+    if not is_model:  # the package's default
+        assert tokenizer.eos_id in tokenizers.Tokenizer.from_str(content(name)).encode("</s>").ids
 
 
 def limited() -> tokenizers.Tokenizer:

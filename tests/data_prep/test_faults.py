@@ -20,13 +20,7 @@ from data_prep import build as build_module
 from data_prep.__main__ import main
 from data_prep.plan import Options, load_plan
 from tests.checkpoint_folders import fill, small_disk
-from tests.corpora import (
-    build_corpus,
-    corpus_folder,
-    snapshot,
-    write_corpus,
-    write_tokenizer,
-)
+from tests.corpora import build_corpus, corpus_folder, snapshot, write_corpus, write_tokenizer
 from tests.data_folders import tokenizer
 from tests.support import ROOT, error_codes, refused
 
@@ -41,24 +35,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 BUILD = """
 import sys
 from pathlib import Path
-from canon_pretrain.core.errors import UserError, exit_with
+from canon_pretrain.core.cli import command
 from tests.corpora import build_corpus
 
-if __name__ == "__main__":
-    base, out, workers = sys.argv[1:]
-    try:
-        build_corpus(Path(out), Path(base) / "corpus", workers=int(workers))
-    except UserError as error:
-        exit_with(error)
+base, out, workers = sys.argv[1:]
+with command():
+    build_corpus(Path(out), Path(base) / "corpus", workers=int(workers))
 """
 
 
 def start(base: Path, out: Path, workers: int = 1) -> subprocess.Popen[str]:
-    script, pipe = base / "build.py", subprocess.PIPE
-    script.write_text(BUILD)
-    arguments = [sys.executable, str(script), str(base), str(out), str(workers)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(arguments, env=environment, stdout=pipe, stderr=pipe, text=True)
+    words, pipe = [sys.executable, "-c", BUILD, str(base), str(out), str(workers)], subprocess.PIPE
+    return subprocess.Popen(words, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
 
 
 def wait_for_shards(run: subprocess.Popen[str], out: Path, count: int) -> None:

@@ -1,6 +1,8 @@
 """LlamaCanonForCausalLM: decoding, training, replaced modules, unsupported options."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -192,30 +194,25 @@ FORWARD: dict[str, Any] = {
 
 def test_unsupported_options_raise():
     model, _ = wrapped_model("nope ABCD")
-    for name, value in FORWARD.items():
-        with pytest.raises(ValueError, match=name):
-            model(**({"input_ids": torch.tensor([[1, 2, 3, 4]])} | {name: value}))
-    with pytest.raises(ValueError, match="max_position_embeddings = 160"):
-        model(torch.zeros(1, 161, dtype=torch.long))
-    ids = torch.tensor([PROMPTS[1]])
-    for options, match in (
-        ({"prompt_lookup_num_tokens": 2}, "assisted generation"),
-        ({"cache_implementation": "static"}, "cache_implementation"),
-        ({"max_new_tokens": 200}, "max_position_embeddings"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            model.generate(ids, **({"max_new_tokens": 3} | PLAIN | options))
-    past = model(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
-    with pytest.raises(NotImplementedError, match="cropped"):
-        past.crop(-1)
-    with pytest.raises(NotImplementedError, match="cache"):
-        past.update(torch.zeros(1), torch.zeros(1), 0)
-    with pytest.raises(ValueError, match="1 rows"):
-        model(torch.tensor([[1], [2]]), past_key_values=past)
+    ids, short = torch.tensor([PROMPTS[1]]), torch.tensor([[1, 2, 3, 4]])
     fields = to_fields(VARIANTS["rope"]) | {"rope_version": "huggingface"}
-    with pytest.raises(ValueError, match="canon_pretrain.hf import"):
-        LlamaCanonForCausalLM(LlamaCanonConfig(**fields))
+    past = model(short, use_cache=True).past_key_values
+    generate = partial(model.generate, ids, **PLAIN, max_new_tokens=3)
+    replica, _ = wrapped_model("nope ABCD")
+    replica._is_replica = True  # as nn.parallel.replicate marks them
+    calls: list[tuple[str, Callable[[], object]]] = [
+        *((name, partial(model, **{"input_ids": short, name: x})) for name, x in FORWARD.items()),
+        ("max_position_embeddings = 160", lambda: model(torch.zeros(1, 161, dtype=torch.long))),
+        ("assisted generation", lambda: generate(prompt_lookup_num_tokens=2)),
+        ("cache_implementation", lambda: generate(cache_implementation="static")),
+        ("max_position_embeddings", lambda: generate(max_new_tokens=200)),
+        ("cropped", lambda: past.crop(-1)),
+        ("cache", lambda: past.update(torch.zeros(1), torch.zeros(1), 0)),
+        ("1 rows", lambda: model(torch.tensor([[1], [2]]), past_key_values=past)),
+        ("canon_pretrain.hf import", lambda: LlamaCanonForCausalLM(LlamaCanonConfig(**fields))),
+        ("DataParallel", lambda: replica(short)),
+    ]
+    for match, call in calls:
+        with pytest.raises((ValueError, NotImplementedError), match=match):
+            call()
     assert not model._supports_attention_backend  # vLLM would mix neighboring requests
-    model._is_replica = True  # as nn.parallel.replicate marks them
-    with pytest.raises(ValueError, match="DataParallel"):
-        model(torch.tensor([[1, 2, 3]]))

@@ -18,7 +18,7 @@ from torch import Tensor
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.hf import reading
 from canon_pretrain.hf.reading import import_folder
-from tests.checkpoint_folders import run_forked
+from tests.checkpoint_folders import Plant, run_forked
 from tests.hf_exports import BASE, check, check_refused, small_folder
 from tests.hf_exports import quick as quick
 from tests.llama_canon import NO_POSITIONS, random_state, write_folder
@@ -152,14 +152,6 @@ def test_damaged_files(tmp_path):
     check_refused(several, "hf.unreadable_weights", path=several / other)
 
 
-class _Marker:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
-
-
 def test_nothing_of_the_folder_is_run(tmp_path):
     marker = tmp_path / "it-ran"
     auto_map = {"AutoConfig": "modeling_x.C", "AutoModelForCausalLM": "modeling_x.M"}
@@ -167,7 +159,7 @@ def test_nothing_of_the_folder_is_run(tmp_path):
     for name in ("modeling_x.py", "__init__.py", "torch.py"):
         (folder / name).write_text(f"import os\nos.mkdir({str(marker)!r})\n")
     for name in ("pytorch_model.bin", "optimizer.pt"):
-        (folder / name).write_bytes(pickle.dumps(_Marker(marker)))
+        (folder / name).write_bytes(pickle.dumps(Plant(os.mkdir, str(marker))))
     import_folder(folder, tmp_path / "out")
     (folder / "model.safetensors").unlink()
     check_refused(folder, "hf.pickled_weights")
