@@ -62,5 +62,6 @@ def test_only_hashes_find_a_flipped_byte(tmp_path):
 @pytest.mark.parametrize("name", MANIFEST_HARMS)
 def test_a_damaged_manifest_is_refused(tmp_path, name):
     MANIFEST_HARMS[name](path := make_step(tmp_path, 7))
+    read = Manifest.read if name in ("version", "absolute", "outside") else verify
     with refused("checkpoint.damaged", kind=DamagedCheckpoint, path=path):
-        Manifest.read(path)
+        read(path)
