@@ -132,11 +132,9 @@ def test_prune_keeps_the_newest_verified_checkpoints(run, command):
 
 def test_prune_is_refused_during_a_launch(run, command):
     lock = LinkLock.acquire(RunFolder(run).lock_file)
-    try:
-        before = sorted((run / "checkpoint").rglob("*"))
-        _, error = command("prune", run, "--keep", 1, "--quarantine", code=2)
-        assert error_codes(error) == ["lock.held"]
-        command("prune", run, "--keep", 1, "--dry_run")
-        assert sorted((run / "checkpoint").rglob("*")) == before
-    finally:
-        lock.release()
+    before = sorted((run / "checkpoint").rglob("*"))
+    _, error = command("prune", run, "--keep", 1, "--quarantine", code=2)
+    assert error_codes(error) == ["lock.held"]
+    command("prune", run, "--keep", 1, "--dry_run")
+    assert sorted((run / "checkpoint").rglob("*")) == before
+    lock.release()

@@ -116,13 +116,11 @@ def test_damage_is_found_and_the_file_is_named(checkpoint, name, harm):
             read()
         assert name in str(caught.value.fields["faults"])
     assert not checkpoint.with_name("new").exists()  # damage must not get a valid manifest
-
-
-def test_load_alone_raises_damaged_checkpoint_without_a_manifest(checkpoint):
-    (checkpoint / DATA).write_bytes((checkpoint / DATA).read_bytes()[:100])
-    for name in ("tok_embeddings.weight", "absent"):
+    if name == DATA:  # without the manifest
+        (checkpoint / DATA).write_bytes((checkpoint / DATA).read_bytes()[:100])
+    for tensor in ("tok_embeddings.weight", "absent"):
         with refused("checkpoint.damaged", kind=DamagedCheckpoint, path=checkpoint):
-            load_no_dist({name: torch.empty(50, 8)}, checkpoint)
+            load_no_dist({tensor: torch.empty(50, 8)}, checkpoint)
 
 
 def test_a_folder_without_a_manifest_is_not_a_checkpoint(checkpoint):

@@ -145,6 +145,14 @@ def test_the_last_commit_record_completes_an_input_group(tmp_path):
 @pytest.mark.parametrize("crc32", [blocks.crc32, zlib.crc32])  # with and without isal
 def test_damage_is_found_where_it_is_read(split, monkeypatch, crc32):
     monkeypatch.setattr(blocks, "crc32", crc32)
+    flip(split / "part-00000-0.crc", 2)
+    flip(split / "part-00000-0.docs", 2)
+    with TokenShards.open(split) as shards:
+        with refused("shard.damaged", path=split / "part-00000-0.crc"):
+            shards.read(0, 1)
+        with refused("shard.damaged", path=split / "part-00000-0.docs"):
+            shards.document_ends()
+    flip(split / "part-00000-0.crc", 2)
     flip(split / "part-00000-0.bin", 70_000)
     with TokenShards.open(split) as shards:
         assert shards.read(0, 32_768)[-3:].tolist() == [765, 766, 767]
@@ -155,13 +163,6 @@ def test_damage_is_found_where_it_is_read(split, monkeypatch, crc32):
         shards.read(0, 10)
         with refused("shard.damaged", end=100_001):
             shards.read(60_000, 10)
-    flip(split / "part-00000-0.crc", 2)
-    flip(split / "part-00000-0.docs", 2)
-    with TokenShards.open(split) as shards:
-        with refused("shard.damaged", path=split / "part-00000-0.crc"):
-            shards.read(0, 1)
-        with refused("shard.damaged", path=split / "part-00000-0.docs"):
-            shards.document_ends()
 
 
 MANIFEST = ("shard.manifest", "manifest.json")

@@ -67,12 +67,14 @@ texts = st.one_of(
 )
 
 
-@cache
-def model(name: str) -> bytes:
+def trained(**changes: Any) -> bytes:
     content = io.BytesIO()
     options = {"sentence_iterator": iter(LINES * 4), "model_writer": content, "minloglevel": 2}
-    sentencepiece.SentencePieceTrainer.train(**options, **LLAMA | MODELS[name][0])
+    sentencepiece.SentencePieceTrainer.train(**options, **LLAMA | changes)
     return content.getvalue()
+
+
+model = cache(lambda name: trained(**MODELS[name][0]))
 
 
 @cache

@@ -1,13 +1,11 @@
 """The tokenizer of an export has the ids of the training tokenizer, for any text."""
 
-import io
 import json
 import random
 from functools import cache
 from typing import Any
 
 import pytest
-import sentencepiece
 import tokenizers
 from hypothesis import given, settings
 from tokenizers import normalizers
@@ -15,7 +13,7 @@ from transformers import AutoTokenizer
 
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
-from tests.data.test_tokenizer import FRAGMENTS, LINES, LLAMA, MODELS, limited, texts
+from tests.data.test_tokenizer import FRAGMENTS, LLAMA, MODELS, limited, texts, trained
 from tests.support import refused
 
 # characters of the names of special tokens
@@ -46,11 +44,7 @@ def training_tokenizer(name: str) -> Tokenizer:
     if name == "llama as json":
         content = tokenizer_files(training_tokenizer("default"), 64)["tokenizer.json"]
         return Tokenizer(json.dumps(content).encode(), name)
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(LINES * 4), model_writer=model, minloglevel=2, **LLAMA | KINDS[name]
-    )
-    return Tokenizer(model.getvalue(), name)
+    return Tokenizer(trained(**KINDS[name]), name)
 
 
 @cache
