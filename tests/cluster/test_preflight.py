@@ -9,8 +9,8 @@ import signal
 import socket
 import time
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,10 +27,6 @@ from tests.ranks import whole_state
 from tests.support import ROOT, debug_run, refused
 
 Usage = namedtuple("Usage", "total used free")
-
-
-def good(**other: Any) -> Report:
-    return Report(**{"versions": {"torch": "2.13"}} | other)
 
 
 @given(st.integers(1, 500), st.integers(-1, 40), st.integers(-1, 20))
@@ -83,32 +79,50 @@ def at(seconds: float) -> Report:
     return Report(clock_s=1e9 + seconds)
 
 
-FULL, LOST = good(disk=["full"]), Report(left_alone="timeout")
-FOUND: list[tuple[list[Report | None], set[str], int, int]] = [
-    ([good(), None, good()], {"n2"}, 0, 0),
-    ([good(), FULL, good()], {"n2"}, 0, 0),
-    ([good(), good(versions={"torch": "2.11"}), good()], {"n2"}, 0, 0),
-    ([good(), good(versions={}), good()], {"n2"}, 0, 0),
+def measured(*matmul: float, device: str = "cuda", network: float = 2e11) -> Report:
+    """Return a node's report: the FLOP/s of its devices, and bandwidth between two nodes."""
+    speeds = {f"{device}:{i}": {MATMUL: rate, TWO_NODES: network} for i, rate in enumerate(matmul)}
+    return Report(speeds=speeds)
+
+
+GOOD, OTHER = Report(versions={"torch": "2.13"}), Report(versions={"torch": "2.11"})
+FULL, LOST = replace(GOOD, disk=["full"]), Report(left_alone="timeout")
+USUAL = measured(600e12, 610e12)
+REPORTS: list[tuple[list[Report | None], dict[str, str], int, dict[str, str]]] = [
+    ([GOOD, None, GOOD], {"n2": ""}, 0, {}),
+    ([GOOD, FULL, GOOD], {"n2": ""}, 0, {}),
+    ([GOOD, OTHER, GOOD], {"n2": ""}, 0, {}),
+    ([GOOD, Report(), GOOD], {"n2": ""}, 0, {}),
     # full on all nodes: the fault of none
-    ([FULL, FULL, FULL], set(), 1, 0),
-    ([FULL], set(), 1, 0),
-    ([None], {"n1"}, 0, 0),
+    ([FULL, FULL, FULL], {}, 1, {}),
+    ([FULL], {}, 1, {}),
+    ([None], {"n1": ""}, 0, {}),
     # clocks are compared with the median
-    ([at(0), at(1), at(-1)], set(), 0, 0),
-    ([at(0), at(-5), at(1)], set(), 0, 1),
-    ([at(0), at(40), at(1)], {"n2"}, 0, 0),
+    ([at(0), at(1), at(-1)], {}, 0, {}),
+    ([at(0), at(-5), at(1)], {}, 0, {"n2": ""}),
+    ([at(0), at(40), at(1)], {"n2": ""}, 0, {}),
     # a failed collective counts only if no node has a fault
-    ([LOST, Report(["other sums"])], {"n2"}, 0, 0),
-    ([LOST, None], {"n2"}, 0, 0),
-    ([LOST, LOST], set(), 2, 0),
+    ([LOST, Report(["other sums"])], {"n2": ""}, 0, {}),
+    ([LOST, None], {"n2": ""}, 0, {}),
+    ([LOST, LOST], {}, 2, {}),
+    # slow devices are warnings, very slow ones faults
+    ([USUAL, measured(590e12, 430e12), USUAL], {}, 0, {"n2": "cuda:1"}),
+    ([USUAL, USUAL, measured(100e12, 600e12)], {"n3": "cuda:0"}, 0, {}),
+    ([measured(300e12, 300e12), USUAL], {"n1": "slow"}, 0, {}),  # of two nodes, the slower one
+    ([measured(600e12, 100e12, 600e12)], {"n1": "cuda:1"}, 0, {}),  # of one node, the slowest GPU
+    ([USUAL, measured(500e12, 490e12)], {}, 0, {}),
+    ([measured(5e10, device="cpu"), measured(1e10, device="cpu")], {}, 0, {"n2": "cpu:0"}),
+    ([measured(6e14), measured(6e14, network=3e10), measured(6e14)], {"n2": "30 GB/s"}, 0, {}),
 ]
 
 
-@pytest.mark.parametrize(("reports", "nodes", "common", "warnings"), FOUND)
-def test_the_node_at_fault_is_found(reports, nodes, common, warnings):
+@pytest.mark.parametrize(("reports", "faults", "common", "warnings"), REPORTS)
+def test_the_node_at_fault_is_found(reports, faults, common, warnings):
     verdict = judge({f"n{i}": report for i, report in enumerate(reports, 1)})
-    assert (verdict.nodes.keys(), len(verdict.common)) == (nodes, common)
-    assert len(verdict.warnings) == warnings
+    assert (verdict.nodes.keys(), len(verdict.common)) == (faults.keys(), common)
+    assert all(text in verdict.nodes[node][0] for node, text in faults.items())
+    for (node, text), warning in zip(warnings.items(), verdict.warnings, strict=True):
+        assert warning.startswith(f"{node}: {text}")
 
 
 def test_the_verdict_prints_nodes_to_exclude(tmp_path, capsys, monkeypatch):
@@ -126,33 +140,6 @@ def test_the_verdict_prints_nodes_to_exclude(tmp_path, capsys, monkeypatch):
     assert (code, out) == (preflight.EXIT_BROKEN_NODES, "n2\n")
     assert "n2" in error
     assert verdict("--ranks")[:2] == (1, "")
-
-
-def measured(*matmul: float, device: str = "cuda", network: float = 2e11) -> Report:
-    """Return a node's report: the FLOP/s of its devices, and bandwidth between two nodes."""
-    speeds = {f"{device}:{i}": {MATMUL: rate, TWO_NODES: network} for i, rate in enumerate(matmul)}
-    return Report(speeds=speeds)
-
-
-USUAL = measured(600e12, 610e12)
-SPEEDS: list[tuple[list[Report], dict[str, str], dict[str, str]]] = [
-    ([USUAL, measured(590e12, 430e12), USUAL], {}, {"n2": "cuda:1"}),
-    ([USUAL, USUAL, measured(100e12, 600e12)], {"n3": "cuda:0"}, {}),
-    ([measured(300e12, 300e12), USUAL], {"n1": "slow"}, {}),  # of two nodes, the slower one
-    ([measured(600e12, 100e12, 600e12)], {"n1": "cuda:1"}, {}),  # of one node, the slowest GPU
-    ([USUAL, measured(500e12, 490e12)], {}, {}),
-    ([measured(5e10, device="cpu"), measured(1e10, device="cpu")], {}, {"n2": "cpu:0"}),
-    ([measured(6e14), measured(6e14, network=3e10), measured(6e14)], {"n2": "30 GB/s"}, {}),
-]
-
-
-@pytest.mark.parametrize(("reports", "faults", "warnings"), SPEEDS)
-def test_slow_devices_are_warnings_and_very_slow_ones_faults(reports, faults, warnings):
-    verdict = judge({f"n{i}": report for i, report in enumerate(reports, 1)})
-    assert verdict.nodes.keys() == faults.keys() and not verdict.common
-    assert all(text in verdict.nodes[node][0] for node, text in faults.items())
-    for (node, text), warning in zip(warnings.items(), verdict.warnings, strict=True):
-        assert warning.startswith(f"{node}: {text}")
 
 
 def test_groups_are_nodes_neighbors_and_all_ranks():

@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import shutil
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,7 @@ def torchrun(run: str, attempt: int) -> dict[str, str]:
         (slurm("7"), slurm("8"), False),  # submitted anew
         (torchrun("a", 0), torchrun("a", 1), True),  # torchrun restarted its workers
         (torchrun("a", 0), torchrun("a", 0), False),
-        (
-            torchrun("none", 0),
-            torchrun("none", 1),
-            True,
-        ),  # no run id: the agent, our parent, is the same
+        (torchrun("none", 0), torchrun("none", 1), True),  # no run id, the same parent
         (slurm("7") | torchrun("a", 0), slurm("8") | torchrun("a", 1), False),
         (slurm("7") | torchrun("7-0", 2), slurm("7", "1") | torchrun("7-1", 0), True),
     ],
@@ -83,13 +79,11 @@ def test_launches_are_counted_without_run_json(tmp_path):
     first, problem = launches.begin_launch(run)
     assert first.launches == 1 and problem is None
     second = launches.begin_launch(run)[0]
-    assert second == RunFacts(first.run_id, first.created, 2)
+    assert second == replace(first, launches=2)
     write_record(run, second)
     run.run_file.write_text("{")
     assert read_run(run) is None
-    assert launches.begin_launch(run)[0] == RunFacts(first.run_id, first.created, 3), (
-        "from the records"
-    )
+    assert launches.begin_launch(run)[0] == replace(first, launches=3), "from the records"
 
 
 def test_a_users_own_readme_is_kept(tmp_path):
@@ -139,41 +133,27 @@ def test_the_resume_command(environ, nodes):
 SECRETS = {"HF_TOKEN": "planted-token-1", "DB_PASS": "planted-pass-2", "SLURM_JWT": "planted-jwt-3"}
 
 
-@dataclass(frozen=True)
-class Launched:
-    """Copies of a run folder after a launch, a refused one, a resumed one, one with nothing to do,
-    and a fresh start."""
-
-    first: RunFolder
-    refused: RunFolder
-    second: RunFolder
-    idle: RunFolder
-    fresh: RunFolder
-    codes: list[int]
-    data: Path
+STARTS: dict[str, tuple[object, ...]] = {
+    "first": ("--run.stop_at", 2),
+    "refused": ("--optimizer.lr", 1),
+    "second": ("--run.stop_at=3",),
+    "idle": ("--run.stop_at=3",),
+    "fresh": ("--checkpoint.fresh", "--run.stop_at", 1),
+}
 
 
 @pytest.fixture(scope="module")
-def launched(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    base = tmp_path_factory.mktemp("launched")
+def launched(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
+    """Copies of one run's folder, after each of STARTS."""
+    base, runs = tmp_path_factory.mktemp("launched"), {}
     command = [*debug_run(data_folder, base / "run"), "--job.description", "tried by me"]
     environment = SECRETS | {"SLURM_JOB_ID": "812", "SLURM_JOB_NODELIST": "n[1-2]"}
     options: dict[str, Any] = {"ranks": 1, "environment": environment, "output": base / "output"}
-    codes = []
-
-    def start(name: str, *more: object) -> RunFolder:
-        codes.extend(launch(*command, *more, check=False, **options).codes)
-        return RunFolder(Path(shutil.copytree(base / "run", base / name)))
-
-    return Launched(
-        start("first", "--run.stop_at", 2),
-        start("refused", "--optimizer.lr", 1),
-        start("second", "--run.stop_at=3"),
-        start("idle", "--run.stop_at=3"),
-        start("fresh", "--checkpoint.fresh", "--run.stop_at", 1),
-        codes,
-        data_folder,
-    )
+    for name, words in STARTS.items():
+        codes = launch(*command, *words, check=False, **options).codes
+        assert codes == [2 if name == "refused" else 0]
+        runs[name] = RunFolder(Path(shutil.copytree(base / "run", base / name)))
+    return runs
 
 
 def json_of(path: Path) -> Any:
@@ -183,23 +163,23 @@ def json_of(path: Path) -> Any:
 @pytest.mark.system
 def test_secrets_of_the_environment_are_not_recorded(launched):
     """Issue 17, item 20: the environment is an allow-list, and records have mode 0600."""
-    paths = (path for path in launched.fresh.path.rglob("*") if path.is_file())
+    paths = (path for path in launched["fresh"].path.rglob("*") if path.is_file())
     found = b"".join(path.read_bytes() for path in paths)
     assert b"tried by me" in found
     assert not [secret for secret in SECRETS.values() if secret.encode() in found]
-    folder = launched.fresh.launch_path(1)
+    folder = launched["fresh"].launch_path(1)
     assert json_of(folder / "environment.json")["SLURM_JOB_ID"] == "812"
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
 
 @pytest.mark.system
-def test_the_record_of_a_launch(launched):
-    run = launched.first
+def test_the_record_of_a_launch(launched, data_folder):
+    run = launched["first"]
     found, facts = json_of(run.launch_path(1) / "launch.json"), read_run(run)
     assert facts is not None and facts.launches == 1 and len(f"{int(facts.run_id, 16):08x}") == 8
     assert (found["run_id"], found["launch"], found["from_step"]) == (facts.run_id, 1, 0)
     assert found["job"] == {"id": "812", "restart_count": 0, "nodes": "n[1-2]"}
-    assert found["data"]["folders"] == [str(launched.data)]
+    assert found["data"]["folders"] == [str(data_folder)]
     assert found["data"]["fingerprint"] == run.read_config()["identity"]["data_fingerprint"]
     assert found["command"]["arguments"][-2:] == ["--run.stop_at", "2"]
     assert "--run.stop_at" not in found["command"]["again"]
@@ -212,9 +192,9 @@ def test_the_record_of_a_launch(launched):
 
 @pytest.mark.system
 def test_log_lines_have_run_id_and_segment(launched):
-    found = launches.newest_launch(launched.second)
+    found = launches.newest_launch(launched["second"])
     assert found is not None
-    lines = [json.loads(line) for line in launched.second.log_file.read_text().splitlines()]
+    lines = [json.loads(line) for line in launched["second"].log_file.read_text().splitlines()]
     assert {line["run_id"] for line in lines} == {found["run_id"]}
     heads = [line for line in lines if line["event"] in ("start", "resume")]
     assert [(head["event"], head["segment"]) for head in heads] == [("start", 1), ("resume", 2)]
@@ -229,26 +209,25 @@ def test_log_lines_have_run_id_and_segment(launched):
 
 @pytest.mark.system
 def test_only_launches_that_train_are_counted(launched):
-    assert launched.codes == [0, 2, 0, 0, 0]
-    first, refused, second = launched.first, launched.refused, launched.second
+    first, refused, second, idle, fresh = launched.values()
     for name in ("run.json", "config.json", "log.jsonl", "README.md"):
         assert (first.path / name).read_bytes() == (refused.path / name).read_bytes(), name
-    before, facts, new = read_run(first), read_run(second), read_run(launched.fresh)
+    before, facts, new = read_run(first), read_run(second), read_run(fresh)
     assert before is not None and new is not None
-    assert facts == RunFacts(before.run_id, before.created, 2) == read_run(launched.idle)
+    assert facts == RunFacts(before.run_id, before.created, 2) == read_run(idle)
     assert [event["step"] for event in events(second.path, "step")] == [1, 2, 3]
     # a fresh start is another run
-    archive = RunFolder(launched.fresh.path / "archive" / "1-before-a-fresh-start")
+    archive = RunFolder(fresh.path / "archive" / "1-before-a-fresh-start")
     assert new.run_id != before.run_id and new.launches == 1 and read_run(archive) == facts
-    folders = (refused, second, launched.idle, launched.fresh, archive)
+    folders = (refused, second, idle, fresh, archive)
     assert [launches.launch_numbers(run) for run in folders] == [[1], [1, 2], [1, 2], [1], [1, 2]]
 
 
 @pytest.mark.system
-def test_the_readme_lists_files_and_commands(launched):
-    text = launched.second.readme_file.read_text()
-    names = {path.name for path in launched.second.path.iterdir()} - {"README.md"}
+def test_the_readme_lists_files_and_commands(launched, data_folder):
+    text = launched["second"].readme_file.read_text()
+    names = {path.name for path in launched["second"].path.iterdir()} - {"README.md"}
     assert [name for name in names if name not in text] == []
     again = next(line for line in text.splitlines() if "canon_pretrain.train" in line)
-    assert f"--data.path {launched.data}" in again and "stop_at" not in again
+    assert f"--data.path {data_folder}" in again and "stop_at" not in again
     assert f"cd {os.getcwd()}\n" in text and "launch 2" in text.lower()

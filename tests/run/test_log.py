@@ -24,6 +24,13 @@ def steps(path: Path) -> list[int]:
     return [event["step"] for event in read_log(path) if event["event"] == "step"]
 
 
+def write_steps(path: Path, *numbers: int, **values: object) -> None:
+    log = RunLog(path)
+    for step in numbers:
+        log.write("step", step=step, **values)
+    log.close()
+
+
 def test_lines_of_a_replaced_launch_are_dropped(tmp_path):
     """Issue 17, item 13: launch 1 goes on after launch 2, with other losses, has begun and ended; a
     restored run.json gives a number again, and that launch has a head of its own."""
@@ -33,43 +40,36 @@ def test_lines_of_a_replaced_launch_are_dropped(tmp_path):
         run_file.write_text(json.dumps({"run_id": "a", "created": "t", "launches": number}))
         return RunLog(path)
 
+    def write(log: RunLog, head: str | None, *numbers: int, loss: float, **values: object) -> None:
+        if head is not None:
+            log.write(head, **values)
+        for step in numbers:
+            log.write("step", step=step, loss=loss)
+        log.flush()
+
     first = launch(1)
-    first.write("start")
-    for step in (1, 2, 3):
-        first.write("step", step=step, loss=1.0)
-    first.flush()
+    write(first, "start", 1, 2, 3, loss=1.0)
     second = launch(2)
     second.write("quarantine", checkpoint="step-9")
-    second.write("resume", from_step=2)
-    second.write("step", step=3, loss=2.0)
-    second.flush()
-    first.write("step", step=4, loss=1.0)
-    first.write("checkpoint", step=4)
-    first.flush()
+    write(second, "resume", 3, loss=2.0, from_step=2)
+    write(first, None, 4, loss=1.0)
+    write(first, "checkpoint", loss=1.0, step=4)
     losses = [(e["step"], e["loss"]) for e in read_log(path) if e["event"] == "step"]
     assert losses == [(1, 1.0), (2, 1.0), (3, 2.0)]
     assert read_tail(path)[-1]["segment"] == 2
-    again = launch(1)
-    again.write("resume", from_step=3)
-    again.write("step", step=4, loss=3.0)
-    again.flush()
+    write(launch(1), "resume", 4, loss=3.0, from_step=3)
     assert steps(path) == [1, 2, 3, 4] and read_log(path)[-1]["loss"] == 3.0
 
 
 @pytest.mark.parametrize("cut", [1, 20])
 def test_only_a_truncated_last_line_is_lost(tmp_path, cut):
     path = tmp_path / "log.jsonl"
-    log = RunLog(path)
-    log.write("step", step=1)
-    log.write("step", step=2)
-    log.close()
+    write_steps(path, 1, 2)
     os.truncate(path, path.stat().st_size - cut)
     # without its newline a line is complete
     survivors = [1, 2] if cut == 1 else [1]
     assert steps(path) == survivors
-    log = RunLog(path)
-    log.write("step", step=3)
-    log.close()
+    write_steps(path, 3)
     with path.open("ab") as file:  # not events
         file.write(b'3\n[]\n{"event": "step"}\n\0\0\n{"event": "step", "step": 4, "loss": "x"}\n')
     assert steps(path) == [*survivors, 3]
@@ -88,18 +88,13 @@ def test_non_finite_numbers_survive_as_strings(tmp_path):
             number(value)
 
 
-def _write_many(path: Path, writer: int) -> None:
-    log = RunLog(path)
-    for step in range(300):
-        log.write("step", step=step, writer=writer, filler="x" * 200)
-    log.close()
-
-
 def test_lines_of_two_writers_never_mix(tmp_path):
     path = tmp_path / "log.jsonl"
-    writers = [FORK.Process(target=_write_many, args=(path, n)) for n in range(2)]
-    for process in writers:
-        process.start()
+    writers = []
+    for writer in range(2):
+        values = {"writer": writer, "filler": "x" * 200}
+        writers.append(FORK.Process(target=write_steps, args=(path, *range(300)), kwargs=values))
+        writers[-1].start()
     for process in writers:
         process.join()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -127,8 +122,7 @@ def test_concurrent_readers_see_whole_lines_in_order(tmp_path):
     path.touch()
     writer = FORK.Process(target=_write_in_pieces, args=(path, count))
     writer.start()
-    followed: list[int] = []
-    looks = 0
+    followed, looks = list[int](), 0
     while writer.is_alive():
         followed += [event["step"] for event in follower.poll()]
         seen = steps(path)
@@ -150,12 +144,11 @@ def test_concurrent_readers_see_whole_lines_in_order(tmp_path):
 def _superseded_by_hand(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rule as specified, event by event."""
     kept: list[dict[str, Any]] = []
+    dropped = ("step", "validation")
     for event in events:
         if event["event"] in ("start", "resume"):
             last = event.get("from_step", 0)
-            kept = [
-                e for e in kept if e["event"] not in ("step", "validation") or e["step"] <= last
-            ]
+            kept = [e for e in kept if e["event"] not in dropped or e["step"] <= last]
         kept.append(event)
     return kept
 
