@@ -2,8 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,23 +25,23 @@ def run(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
-def launch(run: RunFolder, state: str, step: int, reason: str = "", saved: int = 0) -> None:
-    """Write what a launch leaves: status.json, and a checkpoint of step `saved`."""
+def launch(run: RunFolder, state: str, step: int, reason: str = "", **saved: int) -> None:
+    """Write what a launch leaves: status.json, and a checkpoint per folder and step in `saved`."""
     before = read_status(run.status_file)
     status = Status("running", step, 100, TIME, TIME, reason=reason, phase="training")
     number = 1 if before is None else before.launches + 1
     run.path.mkdir(exist_ok=True)
     write_json(run.status_file, asdict(replace(status, launches=number)) | {"state": state})
-    if saved:
-        (run.path / "checkpoint" / f"step-{saved}").mkdir(parents=True, exist_ok=True)
+    for folder, at in saved.items():
+        (run.path / folder / f"step-{at}").mkdir(parents=True, exist_ok=True)
 
 
 def attempt(
-    run: RunFolder, *left: Any, saved: int = 0, asked: StopCause = "none", restarts: int = 2
+    run: RunFolder, *left: Any, asked: StopCause = "none", restarts: int = 2, **saved: int
 ) -> str:
-    """Return the action after a launch that leaves (state, step, reason)."""
+    """Return the action after a launch that leaves (state, step, reason) and `saved`."""
     assert begin(run, "7", restarts=restarts) is None
-    launch(run, *left, saved=saved)
+    launch(run, *left, **saved)
     return end(run, "7", asked, restarts=restarts).next
 
 
@@ -83,25 +82,26 @@ def test_the_status_of_an_earlier_launch_is_ignored(run, asked):
 
 @pytest.mark.parametrize("limit", [1, 3])
 def test_restarts_without_a_new_checkpoint_are_limited(run, limit):
-    found = [attempt(run, "running", 7, saved=6, restarts=limit) for _ in range(limit + 1)]
+    found = [attempt(run, "running", 7, checkpoint=6, restarts=limit) for _ in range(limit + 1)]
     assert found == ["requeue"] * limit + ["failed"]
     assert recorded(run, "futile") == limit
     status = read_status(run.status_file)
     assert status is not None and (status.state, status.step) == ("failed", 7) and status.reason
 
 
-def test_a_new_checkpoint_resets_the_count_of_restarts(run):
+@pytest.mark.parametrize("folder", ["checkpoint", "saves"])
+def test_a_new_checkpoint_resets_the_count_of_restarts(run, folder):
+    run.write_config({"checkpoint": {"folder": folder}}, {})
     for step in (0, 0, 6, 6, 12, 12):
-        assert attempt(run, "running", 13, saved=step) == "requeue", step
+        assert attempt(run, "running", 13, **{folder: step}) == "requeue", step
     # preempted before it could save something new: neither counted nor reset
     assert attempt(run, "stopped", 13, "SIGTERM", asked="preempted") == "requeue"
     assert attempt(run, "running", 13) == "failed"
 
 
-@pytest.mark.parametrize("asked", ["limit", "none"])
-def test_time_limits_without_a_new_step_end_the_chain(run, asked):
-    reason = "the file STOP" if asked == "limit" else "SIGUSR1"
-    found = [attempt(run, "stopped", 6, reason, saved=6, asked=asked) for _ in range(3)]
+@pytest.mark.parametrize(("asked", "reason"), [("limit", "the file STOP"), ("none", "SIGUSR1")])
+def test_time_limits_without_a_new_step_end_the_chain(run, asked, reason):
+    found = [attempt(run, "stopped", 6, reason, checkpoint=6, asked=asked) for _ in range(3)]
     assert found == ["requeue", "requeue", "failed"], "step 6 was new once"
 
 
@@ -124,14 +124,12 @@ def test_damaged_files_are_ignored_but_end_needs_begin(run):
     assert end(run, "7", "none").next == "requeue"
 
 
-@contextmanager
-def held(run: RunFolder, heartbeat_s: float = 0.1, **who: str) -> Iterator[LinkLock]:
-    holder = replace(Holder.of_this_process(), job_id="7", **who)  # type: ignore[arg-type]
+def held(run: RunFolder, heartbeat_s: float = 0.1, **who: str) -> ExitStack:
+    """Hold the lock of `run` as job 7; closing releases it."""
+    holder, stack = replace(Holder.of_this_process(), job_id="7", **who), ExitStack()  # type: ignore[arg-type]
     lock = LinkLock.acquire(run.lock_file, heartbeat_s=heartbeat_s, holder=holder)
-    try:
-        yield lock
-    finally:
-        lock.release()
+    stack.callback(lock.release)
+    return stack
 
 
 def test_a_second_job_waits_for_the_first(run):
@@ -143,7 +141,7 @@ def test_a_second_job_waits_for_the_first(run):
         assert decision is not None and decision.next == "failed" and "job 7" in decision.why
         assert restarts_file(run).read_bytes() == before
         assert begin(run, "7") is None, "the trainer waits for the job's own earlier launch"
-        timer = threading.Timer(0.5, first.release)
+        timer = threading.Timer(0.5, first.close)
         timer.start()
         assert begin(run, "8", wait_s=20) is None
         timer.join()
@@ -166,12 +164,3 @@ def test_of_two_jobs_at_once_the_one_with_the_lock_continues(run):
     assert json.loads(run.status_file.read_text()) == status, "the status of job 7"
     write_json(run.status_file, status | {"state": "stopped", "reason": "the file STOP"})
     assert end(run, "7", "limit").next == "requeue"
-
-
-def test_a_checkpoint_folder_of_another_name_is_found(run):
-    run.write_config({"checkpoint": {"folder": "saves"}}, {})
-    for step in (0, 5):
-        begin(run, "7", restarts=1)
-        launch(run, "running", 9)
-        (run.path / "saves" / f"step-{step}").mkdir(parents=True)
-        assert end(run, "7", "none", restarts=1).next == "requeue"
