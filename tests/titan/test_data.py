@@ -1,6 +1,5 @@
 """A job's data: opened once per node, in either order, prefetched, refused if they do not fit."""
 
-import json
 import os
 import shutil
 import threading
@@ -43,12 +42,12 @@ def folders(tmp_path_factory):
 
 
 def experiment(tmp_path: Path, **data: Any) -> list[str]:
-    """Return the command line of debug.toml with this [data] section, into tmp_path/run."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in data.items()]
-    config = tmp_path / "experiment.toml"
-    base = f"extends = {json.dumps(str(ROOT / 'train_configs' / 'debug.toml'))}"
-    config.write_text("\n".join([base, "[data]", *lines]) + "\n")
-    return ["--config", str(config), "--job.dump_folder", str(tmp_path / "run")]
+    """Return the command line of debug.toml with these [data] keys, into tmp_path/run."""
+    words = ["--config", str(ROOT / "train_configs/debug.toml")]
+    words += ["--job.dump_folder", str(tmp_path / "run")]
+    for key, value in data.items():
+        words += [f"--data.{key}", *map(str, value if isinstance(value, list) else [value])]
+    return words
 
 
 def loader_of(job: CanonJobConfig, **options: Any) -> CanonDataLoader:
