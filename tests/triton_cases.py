@@ -217,9 +217,7 @@ def _check_stream(width, num_tokens, *, activation):
         h = h + h.sin()
         return total(h, [canon_reference(rms_norm(h, gain), weight, **options)] * 3)
 
-    doubles = [x.detach().double().requires_grad_() for x in inputs]
-    for ours, true in zip(gradients(run, inputs), gradients(exact, doubles), strict=True):
-        torch.testing.assert_close(ours.double(), true, rtol=1e-5, atol=1e-5)
+    assert_exact(run, exact, inputs)
     halves = [x.detach().bfloat16().requires_grad_() for x in inputs]
     # the interpreter truncates bfloat16
     for given in (inputs,) if DEVICE == "cpu" else (inputs, halves):

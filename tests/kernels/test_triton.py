@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ROOT
 from tests.triton_cases import CASES
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def _run(module: str, out: Path, *arguments: str, **environment: str) -> dict[str, list]:

@@ -62,7 +62,7 @@ def test_other_backends_and_chunks_equal_sdpa(flash_attn, position, masked, kv_h
         attend = Attend(args, backend)
         is_block = isinstance(attend.mask(9, segments, 9, CPU), BlockMask)
         assert is_block == (backend == "flex" and (masked or position != "nope"))
-        for last in (1, 2, 8):  # only the last queries
+        for last in (1, 2, 8, NUM_TOKENS):  # only the last queries
             found = attend(q[:, -last:], k, v, attend.mask(last, segments, NUM_TOKENS, CPU))
             torch.testing.assert_close(found, expected[:, -last:])
 
@@ -78,18 +78,14 @@ def test_alibi_keeps_distances_in_bfloat16():
 
 # -- the packages of FlashAttention
 
-UNSUPPORTED = [
-    ({"position": "alibi"}, "alibi"),
-    ({"position": "h_alibi"}, "h_alibi"),
-    ({"document_mask": True}, "document_mask"),
-    ({"dim": 1056}, None),  # a head dim of 264
-]
-
 
 @pytest.mark.parametrize("backend", ["flash_attn", *FLASH_IMPLS])
 def test_packages_refuse_unsupported_models(backend):
-    for changes, feature in UNSUPPORTED[backend == "flash_attn" :]:
-        fields = {"feature": feature} if feature else {}
+    for changes, fields in (
+        *(({"position": p}, {"feature": p}) for p in ("alibi", "h_alibi")),
+        ({"document_mask": True}, {"feature": "document_mask"}),
+        ({"dim": 1056}, {}),  # a head dim of 264
+    )[backend == "flash_attn" :]:
         with refused("attention.unsupported", backend=backend, **fields):
             attend_module.check_backend_fits(replace(BASE, **changes), backend)
     attend_module.check_backend_fits(BASE, backend)  # without the package
