@@ -1,7 +1,6 @@
 """torch.compile of each block, as in torchtitan: one graph, and the same numbers."""
 
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -80,7 +79,7 @@ def test_activation_checkpointing_keeps_gradients(tmp_path, mode):
 @system
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_compiled_blocks_equal_eager_ones():
-    args = replace(variant("alibi ABCD act qk_full gqa documents"), num_layers=1)
+    args = variant("nope ABCD")
     eager, compiled = build(args), _compile_blocks(build(args), "inductor")
     tokens = random_tokens(args, rows=2, num_tokens=40)  # more than a chunk of compiled.py
     expected, given = eager(tokens), compiled(tokens)
