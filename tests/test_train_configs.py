@@ -1,4 +1,4 @@
-"""Every experiment parses, builds, and states only what it changes."""
+"""Every experiment parses, builds, states only what it changes, and marks what is assumed."""
 
 import re
 import tomllib
@@ -156,6 +156,32 @@ def test_it_builds_with_the_norms_eps_and_rope_theta_written(path):
     is_papers = not name.startswith(("tiny/", "custom", "released"))
     assert args.norm_eps == (LlamaConfig().rms_norm_eps if is_papers else 1e-5)
     assert args.rope_theta == 10000
+
+
+STATED = {
+    "base/1b3": "flavor vocab_size seq_len global_batch_size steps name lr beta1 beta2 eps",
+    "released_1b": "flavor position qk_norm norm_eps init global_batch_size local_batch_size steps "
+    "lr beta2 eps weight_decay warmup_steps min_lr_factor squared_loss",
+    "synthetic_12l768d": "flavor position canon_set seq_len global_batch_size steps lr beta1 beta2 "
+    "eps weight_decay warmup_steps decay_type min_lr_factor mixed_precision_param",
+    "slimpajama_300b": "flavor global_batch_size steps",
+    "custom_canon_162m": "flavor vocab_size position canon_set qk_norm",
+    "tiny/llama": "flavor vocab_size position canon_set path seq_len global_batch_size lr "
+    "warmup_steps decay_steps decay_type min_lr_factor",
+}
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_what_the_sources_leave_open_is_marked(name):
+    """Each value is stated by its source (STATED), or marked as assumed or ours."""
+    section = ""
+    for line in (FOLDER / f"{name}.toml").read_text().splitlines():
+        section = line if line.startswith("[") else section
+        key, equals, rest = line.partition(" = ")
+        if not equals or line.startswith("#") or section == "[job]" or key == "extends":
+            continue
+        if key not in STATED[name].split():
+            assert "assumed" in rest or "# ours" in rest, line
 
 
 def test_the_nine_runs_of_seed_000():
