@@ -170,8 +170,14 @@ def test_concurrent_watchers_submit_each_job_once(slurm, tmp_path):
 
 @pytest.mark.parametrize("state", ["FAILED", "COMPLETED", "FORGOTTEN"])
 def test_a_job_that_is_gone_is_submitted_again(slurm, run, state):
-    """Also after COMPLETED without results; FORGOTTEN: unknown to Slurm."""
+    """Also after COMPLETED without results; FORGOTTEN: unknown to Slurm. A refused sbatch is no
+    attempt."""
     watch = watcher(run, "jrt", retries=1)
+    slurm.break_down("sbatch", "error: QOSMaxSubmitJobPerUserLimit")
+    for _ in range(3):
+        with refused("slurm.refused"):
+            watch.poll()
+    slurm.break_down("sbatch", "")
     for number in ("1", "2"):
         watch.poll()
         slurm.set(number, state)
@@ -222,17 +228,6 @@ def test_a_watcher_that_died_around_sbatch(slurm, run, monkeypatch, died):
     watch.poll()
     assert len(slurm.jobs()) == 1 and states(watch) == {(20, "jrt"): "queued"}
     assert [lease.job for lease in leases.all()] == ([None, "1"] if died == "before" else ["1"])
-
-
-def test_a_refused_sbatch_is_no_attempt(slurm, run):
-    watch = watcher(run, "jrt", retries=0)
-    slurm.break_down("sbatch", "error: QOSMaxSubmitJobPerUserLimit")
-    for _ in range(3):
-        with refused("slurm.refused"):
-            watch.poll()
-    slurm.break_down("sbatch", "")
-    watch.poll()
-    assert states(watch) == {(20, "jrt"): "queued"}
 
 
 # ---- retention
@@ -302,8 +297,6 @@ def test_which_results_count(run, tmp_path):
     (run / "evals/step-10/jrt/torn").mkdir()
     (run / "evals/step-10/jrt/torn/results.json").write_text('{"version"')
     assert not known()
-    store(run, 10, "jrt", options={"jrt_tokens": "100"})
-    assert not known() and known("--option", "jrt_tokens=100")
     store(run, 10, "jrt")
     assert known() and known("--max_length", "64") and known("--batch_tokens", "512")
     assert not known("--max_length", "65") and not known("--add_bos")

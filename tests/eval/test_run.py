@@ -270,6 +270,16 @@ def test_what_does_not_load(copy, evaluate, task_file):
 
 
 def test_other_results_are_not_overwritten(evaluate, tmp_path, copy):
+    """By trials, by other lengths and with --out; damaged ones are replaced."""
+    evaluate("validation", of=copy)
+    (whole,) = paths_of(copy, "validation")
+    content = whole.read_bytes()
+    evaluate("validation", "--limit", 2, of=copy)
+    evaluate("validation", "--max_length", 100, of=copy)
+    assert whole.read_bytes() == content and len(paths_of(copy, "validation")) == 3
+    whole.write_text("{")
+    assert is_new(evaluate("validation", of=copy)) and read_results(whole).asked["limit"] is None
+
     out = tmp_path / "out"
     evaluate("zen_of_python", "--out", out)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
@@ -277,18 +287,6 @@ def test_other_results_are_not_overwritten(evaluate, tmp_path, copy):
     evaluate("zen_of_python", "--out", out, step=2, refused="eval.other_results")
     evaluate("zen_of_python", "--limit", 1, "--out", out, refused="eval.other_results")
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-
-
-def test_trials_and_other_lengths_have_own_results(copy, evaluate):
-    evaluate("validation", of=copy)
-    (whole,) = paths_of(copy, "validation")
-    before = whole.read_bytes()
-    evaluate("validation", "--limit", 2, of=copy)
-    evaluate("validation", "--max_length", 100, of=copy)
-    assert whole.read_bytes() == before and len(paths_of(copy, "validation")) == 3
-    whole.write_text("{")  # damaged: evaluated again
-    assert is_new(evaluate("validation", of=copy))
-    assert read_results(whole).asked["limit"] is None
 
 
 def test_results_belong_to_what_was_evaluated(copy, evaluate, tmp_path):
