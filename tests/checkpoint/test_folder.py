@@ -1,4 +1,4 @@
-"""Names, quarantine, recovery and archives, killed before each of their file operations."""
+"""Checkpoint folders: names, recovery and archives, killed at any operation; manifests."""
 
 import errno
 import itertools
@@ -10,11 +10,18 @@ from unittest import mock
 
 import pytest
 
-from canon_pretrain.checkpoint.architecture import find_checkpoint
+from canon_pretrain.checkpoint.architecture import find_checkpoint, run_of_checkpoint
 from canon_pretrain.checkpoint.folder import INTERRUPTED, CheckpointFolder
-from canon_pretrain.checkpoint.manifest import Manifest, verify
+from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
 from canon_pretrain.run.folder import RunFolder
-from tests.checkpoint_folders import contents, flip_byte, killed_everywhere, make_step, small_disk
+from tests.checkpoint_folders import (
+    contents,
+    flip_byte,
+    killed_everywhere,
+    make_step,
+    set_manifest,
+    small_disk,
+)
 from tests.support import refused
 
 STEPS = (10, 20, 30, 40)
@@ -232,3 +239,64 @@ def test_a_run_folder_names_its_newest_undamaged_checkpoint(tmp_path, caplog):
     assert find_checkpoint(run.path / "checkpoint" / "latest") == find_checkpoint(run.path)
     named = run.path / "checkpoint" / "step-7"
     assert find_checkpoint(named) == (run, named)  # checked later
+
+    folder = CheckpointFolder(run.path / "checkpoint")
+    make_step(folder.path, 4)
+    branch = folder.archive_after(4, run.path, "a test")  # has no config.json
+    assert branch is not None and run_of_checkpoint(branch / "checkpoint" / "step-5") == run
+    whole = folder.archive_all(run.path, "a test")  # includes config.json
+    assert whole is not None and not run.config_file.exists()
+    assert run_of_checkpoint(whole / "checkpoint" / "step-4") == RunFolder(whole)
+
+
+FILE, FLIPPED = "__0_0.distcp", "more/__1_0.distcp"
+
+
+def of_file(name: str) -> Callable[[Path], object]:
+    return lambda step: set_manifest(step, files={name: {"bytes": 1, "sha256": "0"}})
+
+
+def make_fifo(step: Path) -> None:
+    (step / "manifest.json").unlink()
+    os.mkfifo(step / "manifest.json")
+
+
+FOLDER_HARMS: dict[str, Callable[[Path], object]] = {
+    FILE: lambda step: os.truncate(step / FILE, 4999),
+    "__1_0.distcp": lambda step: (step / "more" / "__1_0.distcp").unlink(),
+    "__2_0.distcp": lambda step: (step / "__2_0.distcp").touch(),
+    "step": lambda step: step.rename(step.with_name("step-8")),
+    FLIPPED: lambda step: flip_byte(step / FLIPPED),
+}
+MANIFEST_HARMS: dict[str, Callable[[Path], object]] = {
+    "version": lambda step: set_manifest(step, version=99),
+    "infinity": lambda step: set_manifest(step, step=float("inf")),
+    "nul": of_file("a\0b"),
+    "long name": of_file("x" * 300),
+    "absolute": of_file("/etc/passwd"),
+    "outside": of_file("a/../../b"),
+    "deep": lambda step: (step / "manifest.json").write_bytes(b"[" * 100_000),
+    "fifo": make_fifo,
+}
+
+
+@pytest.mark.parametrize("name", FOLDER_HARMS)
+def test_every_difference_is_named(tmp_path, name):
+    FOLDER_HARMS[name](make_step(tmp_path, 7, num_bytes=5000))
+    path = next(tmp_path.iterdir())
+    for hashes in (True, False):
+        if name == FLIPPED and not hashes:
+            verify(path, hashes=False)  # only hashes find it
+            continue
+        with refused("checkpoint.damaged", kind=DamagedCheckpoint, path=path) as caught:
+            verify(path, hashes=hashes)
+        (fault,) = caught.value.fields["faults"]
+        assert name in fault
+
+
+@pytest.mark.parametrize("name", MANIFEST_HARMS)
+def test_a_damaged_manifest_is_refused(tmp_path, name):
+    MANIFEST_HARMS[name](path := make_step(tmp_path, 7))
+    read = Manifest.read if name in ("version", "absolute", "outside") else verify
+    with refused("checkpoint.damaged", kind=DamagedCheckpoint, path=path):
+        read(path)
