@@ -74,7 +74,12 @@ class SlurmCluster:
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        _name_nodes()
+        try:
+            for node in NODES:
+                socket.getaddrinfo(node, None)
+        except socket.gaierror:
+            with open("/etc/hosts", "a") as hosts:
+                hosts.write(f"127.0.0.1 {' '.join(NODES)}\n")
         host, port = socket.gethostname().split(".")[0], _free_ports()
         self.state.chmod(0o755)
         for name in ("ctld", *NODES):
@@ -90,17 +95,6 @@ class SlurmCluster:
         (self.state / "slurm.conf").write_text(conf)
         devices = f"{self.state}/fakegpu[0-{GPUS - 1}]"
         (self.state / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={devices}\n")
-        self._munge()
-        self._daemon("slurmctld", "-D", "-f", str(self.state / "slurm.conf"))
-        self.until(lambda: self.run("scontrol", "ping", check=False).returncode == 0, "slurmctld")
-        for node in NODES:
-            self._daemon("slurmd", "-D", "-N", node, "-f", str(self.state / "slurm.conf"))
-        self.until(
-            lambda: self.run("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D").stdout == "2\n",
-            "two idle nodes",
-        )
-
-    def _munge(self) -> None:
         key = self.state / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
@@ -111,6 +105,14 @@ class SlurmCluster:
             f"--seed-file={self.state}/munged.seed",
         )  # fmt: skip
         self.until(socket_path.exists, "munged")
+        self._daemon("slurmctld", "-D", "-f", str(self.state / "slurm.conf"))
+        self.until(lambda: self.run("scontrol", "ping", check=False).returncode == 0, "slurmctld")
+        for node in NODES:
+            self._daemon("slurmd", "-D", "-N", node, "-f", str(self.state / "slurm.conf"))
+        self.until(
+            lambda: self.run("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D").stdout == "2\n",
+            "two idle nodes",
+        )
 
     def _daemon(self, name: str, *arguments: str) -> None:
         command = [str(shutil.which(name, path=PATH)), *arguments]
@@ -151,16 +153,6 @@ class SlurmCluster:
                 daemon.wait(10)
             daemon.kill()
             daemon.wait()
-
-
-def _name_nodes() -> None:
-    """Make the nodes' names resolve to this machine."""
-    try:
-        for node in NODES:
-            socket.getaddrinfo(node, None)
-    except socket.gaierror:
-        with open("/etc/hosts", "a") as hosts:
-            hosts.write(f"127.0.0.1 {' '.join(NODES)}\n")
 
 
 def _free_ports() -> int:

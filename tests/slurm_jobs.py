@@ -56,21 +56,17 @@ class Job:
         while not happened():
             if time.monotonic() > end:
                 pytest.fail(f"waited {TIMEOUT_S} s for {what}: {self.state}\n{self.text()}")
-            self._hurry()
+            # let a requeued job start in a few seconds; Slurm revokes its old credential first
+            state, restarts = self.fields("JobState", "Restarts")
+            if state == "PENDING" and int(restarts) > self._hurried:
+                # refused if no node is left for it
+                command = ("scontrol", "update", f"JobId={self.id}", "StartTime=now+4")
+                if self.cluster.run(*command, check=False).returncode == 0:
+                    self._hurried = int(restarts)
             time.sleep(0.2)
-
-    def _hurry(self) -> None:
-        """Let a requeued job start in a few seconds; Slurm revokes its old credential first."""
-        state, restarts = self.fields("JobState", "Restarts")
-        if state == "PENDING" and int(restarts) > self._hurried:
-            # refused if no node is left for it
-            command = ("scontrol", "update", f"JobId={self.id}", "StartTime=now+4")
-            if self.cluster.run(*command, check=False).returncode == 0:
-                self._hurried = int(restarts)
 
     def until_step(self, run: Path, step: int) -> None:
         """Wait until the run has logged `step`; fail if the job ends before."""
-
         self.until(lambda: self.state in ENDED or logged_step(run) >= step, f"step {step}")
         if logged_step(run) < step:
             pytest.fail(f"it ended before step {step}: {self.text()}\n{log_of(run)}")

@@ -2,7 +2,7 @@
 
 A document's `sh` blocks are one script, which the system tier runs in a copy of the
 repository (QUICK shortens README.md's own config). After `<!-- dry: gpu -->` (or network, slurm,
-minutes, hours) options go through the real parsers, training through --dry_run, jobs bash -n.
+minutes, hours) options go through the real parsers, training through its plan, jobs bash -n.
 """
 
 import argparse
@@ -14,12 +14,15 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pydoc_data.topics import topics
 
 import pytest
 
 from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.dry_run import make_plans
 from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.train import _split_options
 from tests.support import ROOT
 
 FOLDERS = ("canon_pretrain", "data_prep", "eval", "slurm", "train_configs", "tests")
@@ -76,22 +79,27 @@ def test_links_resolve(name):
 
 
 @each
-def test_paths_and_modules_exist(name):
+def test_paths_modules_options_and_config_keys_exist(name):
     for path in re.findall(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./*-]*", code(name)):
         # but for a placeholder such as NAME, a user's own file, a name that goes on with braces
         if not re.search(r"\b[A-Z]+\b(?!\.md)|cluster\.env$|[-_]$", path):
             assert (ROOT / path).is_dir() if path[-1] == "/" else any(ROOT.glob(path)), path
     for module in re.findall(r"-m ([a-z_]\w+(?:\.\w+)*)", code(name)):
         assert module in ("system", "gpu", "slurm") or importlib.util.find_spec(module), module
-
-
-@each
-def test_options_and_config_keys_exist(name):
     for option in re.findall(r"(?<![\w-])--[a-z][\w.-]*[\w]", code(name)):
         key = option[2:].replace("-", "_").replace(".no_", ".")
         assert option.replace("_", "-") in OPTIONS or key in KEYS or option in OTHER_TOOLS, option
     for key in re.findall(rf"(?<![\w./-])(?:{SECTIONS})\.[a-z_]+\b(?![./(])", code(name)):
         assert key in KEYS or key.endswith((".json", ".py", ".toml", ".id", "_")), key
+
+
+def test_the_quickstarts_recipe_and_its_toml_agree():
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    values = dict(line.split(" := ", 1) for line in lines if " := " in line)
+    job = tomllib.loads((ROOT / "train_configs" / "quickstart.toml").read_text())
+    assert 0 < int(values["STOP_AT"]) < int(values["STEPS"]) == job["training"]["steps"]
+    assert job["job"]["dump_folder"] == f"{values['RUN']}/run"
+    assert job["data"]["path"] == f"{values['RUN']}/data"
 
 
 @pytest.mark.system
@@ -113,21 +121,13 @@ def test_dry_commands_parse(monkeypatch):
             parse_job(["--config", str(ROOT / config), *given])
         elif scripts and "--" in rest:
             module, given = "data_prep", ["build", *rest[rest.index("--") + 1 :]]
-        if module.partition(".")[0] in FOLDERS[:3] and not module.endswith((".train", ".bench")):
+        if module == "canon_pretrain.train":
+            options, given = _split_options([*given, "--dry_run"])
+            make_plans(parse_job(given), options.gpu, options.world, options.mfu, 1)
+        elif module.partition(".")[0] in FOLDERS[:3] and not module.endswith(".bench"):
             package = importlib.util.find_spec(module).submodule_search_locations
             with pytest.raises(EOFError):
                 importlib.import_module(f"{module}.__main__" if package else module).main(given)
-
-
-def run(script, folder):
-    for name in FOLDERS[:5]:
-        shutil.copytree(ROOT / name, folder / name)
-    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-    own = {"HF_HOME": f"{folder}/hf", "PATH": path, "PYTHONPATH": str(folder)}
-    own |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    kept = {"capture_output": True, "text": True, "cwd": folder, "env": os.environ | own}
-    done = subprocess.run(["bash", "-euxo", "pipefail", "-c", script], **kept)
-    assert not done.returncode, f"{done.stdout}\n{done.stderr}"
 
 
 @pytest.mark.system
@@ -140,11 +140,11 @@ def test_commands_run(name, tmp_path):
     for long, short in QUICK.items():
         assert name != "README.md" or long in script
         script = script.replace(long, short)
-    run(script, tmp_path)
-
-
-@pytest.mark.system
-def test_dry_training(tmp_path):
-    trained = [words for words in dry_commands() if "canon_pretrain.train" in words]
-    given = {shlex.join(words[words.index("-m") :]) for words in trained}
-    run("\n".join(f"python {words} --dry_run" for words in sorted(given)), tmp_path)
+    for folder in FOLDERS[:5]:
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    own = {"HF_HOME": f"{tmp_path}/hf", "PATH": path, "PYTHONPATH": str(tmp_path)}
+    own |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    kept = {"capture_output": True, "text": True, "cwd": tmp_path, "env": os.environ | own}
+    done = subprocess.run(["bash", "-euxo", "pipefail", "-c", script], **kept)
+    assert not done.returncode, f"{done.stdout}\n{done.stderr}"

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from canon_pretrain import preflight
 from canon_pretrain.core.errors import UserError
@@ -29,21 +27,15 @@ from tests.support import ROOT, debug_run, refused
 Usage = namedtuple("Usage", "total used free")
 
 
-@given(st.integers(1, 500), st.integers(-1, 40), st.integers(-1, 20))
-def test_node_counts_that_divide_the_batch_are_valid(batch, nodes, ranks):
-    if nodes > 0 < ranks and batch % (nodes * ranks) == 0:
-        preflight.check_nodes(batch, nodes, ranks)
-    else:
-        with refused("config.world_size" if nodes > 0 < ranks else "slurm.value"):
-            preflight.check_nodes(batch, nodes, ranks)
-
-
 def test_the_number_of_nodes_must_divide_the_batch():
     config = ["--config", str(ROOT / "train_configs" / "nope_canon.toml")]
     with refused("config.world_size", valid=[1, 2, 3, 6]):
         preflight.plan_job(config, 5, 8)
     with refused("config.world_size", valid=[]):
         preflight.plan_job(config, 1, 7)
+    for nodes, ranks in ((0, 8), (1, 0), (-1, -1)):
+        with refused("slurm.value"):
+            preflight.plan_job(config, nodes, ranks)
     replicas = [*config, "--parallelism.data_parallel_replicate_degree", "2"]
     preflight.plan_job(replicas, 2, 8)
     with pytest.raises(UserError):

@@ -1,4 +1,4 @@
-"""Signals at the start and the end of a session, unwritable folders, traces of a hang."""
+"""Signals at the start and the end of a session, unwritable folders."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.session import SIGNALS, Session, StopRequests, archive_traces
+from canon_pretrain.run.session import SIGNALS, Session, StopRequests
 from canon_pretrain.run.status import StatusWriter
 from tests.support import refused
 
@@ -46,17 +46,6 @@ def test_an_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "run").write_text("a file")
     with refused("run.unwritable", path=tmp_path / "run"):
         session(tmp_path / "run").__enter__()
-
-
-def test_traces_of_each_launch_are_archived(tmp_path):
-    assert archive_traces(tmp_path / "none") is None
-    (tmp_path / "launch-2").mkdir()
-    for number in (1, 3):
-        (tmp_path / "rank_0").write_text(f"launch {number}")
-        (tmp_path / "rank_1").touch()
-        assert archive_traces(tmp_path) == tmp_path / f"launch-{number}"
-        assert (tmp_path / f"launch-{number}" / "rank_0").read_text() == f"launch {number}"
-        assert archive_traces(tmp_path) is None
 
 
 def test_restore_gives_an_ignored_signal_its_default(previous):

@@ -33,18 +33,6 @@ def run(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
-@pytest.fixture
-def changed_program(tmp_path: Path) -> Path:
-    """A copy of the package, in which the loss is another: the program as a git pull leaves it."""
-    package, without = tmp_path / "pulled" / "canon_pretrain", shutil.ignore_patterns("__pycache__")
-    shutil.copytree(Path(canon_pretrain.__file__).parent, package, ignore=without)
-    (tmp_path / "pulled" / "slurm").mkdir()
-    shutil.copy(ROOT / "slurm" / "lib.sh", tmp_path / "pulled" / "slurm")
-    with open(package / LOSS, "a") as file:
-        file.write("\nSCALE = 1.7\n")
-    return package
-
-
 def test_a_snapshot_is_a_program_of_its_own(run):
     """Python runs it from anywhere, also from a folder with another canon_pretrain in it."""
     snapshot = take_snapshot(run)
@@ -101,9 +89,16 @@ def test_a_damaged_snapshot_is_refused_and_replaced(taken, run, harm, monkeypatc
     check_snapshot(run.code / "002")
 
 
-def test_a_chain_stays_with_its_code(run, changed_program, tmp_path, monkeypatch):
+def test_a_chain_stays_with_its_code(run, tmp_path, monkeypatch):
     """From the run's first checkpoint on; restarts of a job from its start, with any options."""
     first, second = run.code / "001", run.code / "002"
+    # a copy with another loss, as a git pull leaves the program
+    package, without = tmp_path / "pulled" / "canon_pretrain", shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(canon_pretrain.__file__).parent, package, ignore=without)
+    (tmp_path / "pulled" / "slurm").mkdir()
+    shutil.copy(ROOT / "slurm" / "lib.sh", tmp_path / "pulled" / "slurm")
+    with open(package / LOSS, "a") as file:
+        file.write("\nSCALE = 1.7\n")
     own = tmp_path / "own.toml"
     own.write_text(f'[job]\ndump_folder = "{run.path}"\n[run]\nallow_changes = ["code"]\n')
 
@@ -114,7 +109,7 @@ def test_a_chain_stays_with_its_code(run, changed_program, tmp_path, monkeypatch
     allow = ("--run.allow_changes", "optimizer.lr", "code")
     assert launch_code("1") is None, "a new run"
     assert chain.begin(run, "1", take_code=True) is None and newest_snapshot(run) == first
-    monkeypatch.setattr(canon_pretrain, "__file__", str(changed_program / "__init__.py"))
+    monkeypatch.setattr(canon_pretrain, "__file__", str(package / "__init__.py"))
     assert differences(first) == [f"canon_pretrain/{LOSS}"]
     assert launch_code("1") == first, "a restart before the first checkpoint"
     assert launch_code("2") is None, "another job would begin at step 1"

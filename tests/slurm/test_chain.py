@@ -8,7 +8,6 @@ import contextlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ from canon_pretrain.run.results import read_results
 from eval.schedule import leases_of
 from tests.eval_text_runs import TRAIN, text_run, write_text_data
 from tests.slurm_cluster import SlurmCluster
-from tests.slurm_jobs import CPUS, ENDED, SITE, Jobs, processes_of
+from tests.slurm_jobs import CPUS, ENDED, SITE, processes_of
 from tests.support import ROOT
 
 pytestmark = pytest.mark.slurm
@@ -65,31 +64,34 @@ def test_a_run_is_trained_watched_and_reported(slurm, jobs, tmp_path):
         slurm.until((run / "evals/holds/step-6.submit").exists, "a hold", 240)
         assert not (run / "checkpoint/step-9").exists()
         pace.write_text("{}")
-        _kill_one(jobs, run)
+        work = f"eval run --checkpoint {run}/checkpoint/step-6 --suite validation"
+        slurm.until(lambda: processes_of(work), "ranks at work", 240)
+        killed = next(lease.job for lease in leases_of(run, 6, "validation").all() if lease.job)
+        slurm.run("scancel", "--signal=KILL", "--full", killed)
         codes = [watcher.wait(400) for watcher in watchers]
     said = [(tmp_path / f"watcher-{k}.txt").read_text() for k in range(2)]
     assert codes == [0, 0], said
     assert training.until_ended() == "COMPLETED" and (run / "DONE").exists()
 
-    def ours() -> dict[str, tuple[str, str]]:
-        return {job: row for job, row in all_jobs(slurm).items() if job not in before}
+    def ours() -> list[tuple[str, str]]:
+        return [row for job, row in all_jobs(slurm).items() if job not in before]
 
-    training.until(lambda: all(state in ENDED for _, state in ours().values()), "the watch's end")
+    training.until(lambda: all(state in ENDED for _, state in ours()), "the watch's end")
     log = (run / "evals/watch.log").read_text()
 
     # each evaluation was done once, by one job; the killed one was submitted again
-    done = [name for name, state in ours().values() if state == "COMPLETED"]
-    submitted = [name for name, _ in ours().values() if "step-" in name]
+    done = [name for name, state in ours() if state == "COMPLETED"]
+    submitted = [name for name, _ in ours() if "step-" in name]
     for step in STEPS:
         for suite in SUITES:
             name = f"step-{step}-{suite}-"
-            killed = (step, suite) == (6, "validation")
             assert sum(name in other for other in done) == 1, (done, log, said)
-            assert sum(name in other for other in submitted) == 1 + killed, (submitted, log, said)
+            count = sum(name in other for other in submitted)
+            assert count == 1 + ((step, suite) == (6, "validation")), (submitted, log, said)
             (path,) = (run / "evals" / f"step-{step}" / suite).glob("*/results.json")
             assert read_results(path).asked["step"] == step
     assert len(leases_of(run, 6, "validation").all()) >= 2
-    assert sum("eval-report" in name for name, _ in ours().values()) == 1
+    assert sum("eval-report" in name for name, _ in ours()) == 1
     assert (run / "report/index.html").exists()
     reported = json.loads((run / "report/report.json").read_text())
     assert {suite["suite"] for suite in reported["suites"]} == set(SUITES)
@@ -104,13 +106,3 @@ def test_a_run_is_trained_watched_and_reported(slurm, jobs, tmp_path):
     )  # fmt: skip
     shown = json.loads(status.stdout)
     assert shown["finished"] and shown["report"] == "done"
-
-
-def _kill_one(jobs: Jobs, run: Path) -> None:
-    """Kill the job of step 6's validation, script and ranks, once its ranks run."""
-    leases = leases_of(run, 6, "validation")
-    work = f"eval run --checkpoint {run}/checkpoint/step-6 --suite validation"
-    jobs.cluster.until(lambda: processes_of(work), "ranks at work", 240)
-    lease = next(each for each in leases.all() if each.job is not None)
-    assert lease.job is not None
-    jobs.cluster.run("scancel", "--signal=KILL", "--full", lease.job)

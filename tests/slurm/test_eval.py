@@ -12,7 +12,7 @@ from canon_pretrain.run.results import PartialResults, read_results
 from eval.schedule import leases_of
 from tests.eval_text_runs import TRAIN, text_run, write_text_data
 from tests.ranks import launch
-from tests.slurm_jobs import CPUS, SITE, Job, Jobs, processes_of
+from tests.slurm_jobs import CPUS, SITE, Job, processes_of
 from tests.support import ROOT, error_codes
 
 pytestmark = pytest.mark.slurm
@@ -35,22 +35,6 @@ def run(trained: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def submit(jobs: Jobs, run: Path, *more: object, **variables: object) -> None:
-    environ = jobs.environ({"PYTHONPATH": f"{SITE}:{ROOT}", **variables})
-    command = [sys.executable, "-m", "eval", "submit", run, f"--sbatch={CPUS}", *more]
-    done = subprocess.run(
-        [*map(str, command)], cwd=jobs.folder, env=environ, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def only_job(jobs: Jobs, run: Path, step: int, suite: str) -> Job:
-    lease = leases_of(run, step, suite).current()
-    assert lease is not None and lease.number == 1 and lease.job is not None
-    log = run / "evals" / f"step-{step}" / suite / f"slurm-{lease.job}.log"
-    return Job(jobs.cluster, lease.job, log)
-
-
 def write_pair(folder: Path) -> Path:
     zen = ROOT / "eval" / "tasks" / "zen_of_python"
     shutil.copy(zen / "utils.py", folder)
@@ -67,10 +51,14 @@ def test_a_time_limit_costs_at_most_one_task(jobs, run, tmp_path):
     tasks, gate = tmp_path / "my tasks", tmp_path / "gate"
     tasks.mkdir()
     gate.touch()
-    trusted = ("--suites", write_pair(tasks), "--trust_task_files")
-    submit(jobs, run, *trusted, "--every", 12, "--once", TEST_EVAL_GATE=gate)
-    job = only_job(jobs, run, 12, "pair")
+    environ = jobs.environ({"PYTHONPATH": f"{SITE}:{ROOT}", "TEST_EVAL_GATE": gate})
+    command = [sys.executable, "-m", "eval", "submit", str(run), f"--sbatch={CPUS}", "--once"]
+    command += ["--suites", str(write_pair(tasks)), "--trust_task_files", "--every", "12"]
+    subprocess.run(command, cwd=tmp_path, env=environ, check=True)
+    lease = leases_of(run, 12, "pair").current()
+    assert lease is not None and lease.number == 1 and lease.job is not None
     suite = run / "evals/step-12/pair"
+    job = Job(jobs.cluster, lease.job, suite / f"slurm-{lease.job}.log")
 
     def finished() -> list[Path]:
         return [*suite.glob("*/unfinished/*.task.json")]

@@ -82,14 +82,6 @@ def test_a_watch_ends_when_all_is_finished(programs, tmp_path, once, finished, e
     assert calls(programs, "scancel") == (["scancel 12"] if ends else [])
 
 
-def test_a_sweep_is_not_submitted_if_squeue_fails(programs, tmp_path):
-    stub(programs, "squeue", "exit 1")
-    stub(programs, "sbatch")
-    done = bash(programs, ROOT / "slurm/sweep.sh", "submit", tmp_path)
-    assert (done.returncode, error_codes(done.stderr)) == (2, ["slurm.queue"])
-    assert not calls(programs, "sbatch")
-
-
 def test_an_evaluation_that_another_job_does_is_skipped(programs):
     """`eval.schedule begin` exits with 3 if another job has the lease."""
     stub(programs, "python", 'case $* in *" begin "*) exit 3 ;; *) exit 1 ;; esac')
@@ -99,18 +91,20 @@ def test_an_evaluation_that_another_job_does_is_skipped(programs):
 
 
 @pytest.mark.parametrize(
-    ("words", "codes"),
+    ("words", "squeue", "codes"),
     [
-        (("--shards", 2, "--", "--source", "local", "--out", "x"), []),  # of argparse
-        (("--shards", 0, "--", "--out", "x"), ["slurm.value"]),
-        (("--", "--out", "x"), ["slurm.usage"]),
+        ("sweep.sh submit .", "exit 1", ["slurm.queue"]),
+        ("data_prep.sh submit --shards 2 -- --source local --out x", "", []),  # of argparse
+        ("data_prep.sh submit --shards 0 -- --out x", "", ["slurm.value"]),
+        ("data_prep.sh submit -- --out x", "", ["slurm.usage"]),
     ],
 )
-def test_a_wrong_build_is_not_submitted(programs, words, codes):
-    stub(programs, "squeue")
+def test_what_is_refused_is_not_submitted(programs, words, squeue, codes):
+    stub(programs, "squeue", squeue)
     stub(programs, "sbatch")
     path = f"{Path(sys.executable).parent}:{programs}:{os.environ['PATH']}"
-    done = bash(programs, ROOT / "slurm/data_prep.sh", "submit", *words, PATH=path)
+    script, *rest = words.split()
+    done = bash(programs, ROOT / "slurm" / script, *rest, PATH=path)
     assert done.returncode == 2 and error_codes(done.stderr) == codes, done
     assert not calls(programs, "sbatch") and not (programs / "x.logs").exists()
 

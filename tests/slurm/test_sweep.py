@@ -1,7 +1,6 @@
 """slurm/sweep.sh: a sweep as an array job, with failures of its tasks, and without Slurm."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -97,31 +96,6 @@ def test_failures_of_tasks_do_not_change_a_sweep(slurm, jobs, data_folder, tmp_p
         assert Job(slurm, f"{own.id}_{number}", tmp_path).until_ended() == "COMPLETED"
     assert [status(run).launches for run in runs] == [2, 1, 1, 2]
     assert not [*tmp_path.rglob("HIT")] and not (ROOT / "HIT").exists()
-
-
-@pytest.mark.slurm
-def test_runs_of_one_gpu_share_a_node(slurm, jobs, data_folder, tmp_path):
-    """Two tasks train at once on n1, each with its own GPU."""
-    sweep, pace = tmp_path / "sweep", tmp_path / "pace"
-    pace.write_text(PACED)
-    plan(sweep, data_folder, rates=("3e-3",))
-    jobs.set(SHARED_NODES=1, CPUS_PER_GPU=2, GPUS_PER_NODE=1)
-    flags = ("--gpus-per-node=1", "--nodelist=n1")  # with CANON_CPU no GPU is requested
-    elements = jobs.array(jobs.script("sweep.sh", "submit", sweep, *flags, TEST_PACE=pace), 1, 2)
-    runs = [sweep / name for name in RUNS[:2]]
-    for element, run in zip(elements, runs, strict=True):
-        element.until_step(run, 2)
-    assert [element.state for element in elements] == ["RUNNING"] * 2
-    gpus = set()
-    for element in elements:
-        assert element.field("NodeList") == "n1" and element.field("OverSubscribe") == "OK"
-        assert element.field("NumCPUs") == "2"
-        shown = slurm.run("scontrol", "show", "job", "-d", "-o", element.id).stdout
-        gpus |= {*re.findall(r"GRES=gpu(?::\w+)?:1\(IDX:(\d)\)", shown)}
-    assert len(gpus) == 2
-    pace.write_text("{}")
-    assert [element.until_ended() for element in elements] == ["COMPLETED"] * 2
-    assert states(sweep) == ["done"] * 2
 
 
 def local(folder: Path, **variables: object) -> dict[str, str]:
