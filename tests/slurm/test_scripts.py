@@ -90,21 +90,23 @@ def test_an_evaluation_that_another_job_does_is_skipped(programs):
     assert done.returncode == 0 and len(calls(programs, "python")) == 1, done
 
 
+BUILD = ("data_prep.sh", "submit")
+
+
 @pytest.mark.parametrize(
     ("words", "squeue", "codes"),
     [
-        ("sweep.sh submit .", "exit 1", ["slurm.queue"]),
-        ("data_prep.sh submit --shards 2 -- --source local --out x", "", []),  # of argparse
-        ("data_prep.sh submit --shards 0 -- --out x", "", ["slurm.value"]),
-        ("data_prep.sh submit -- --out x", "", ["slurm.usage"]),
+        (("sweep.sh", "submit", "."), "exit 1", ["slurm.queue"]),
+        ((*BUILD, "--shards", 2, "--", "--source", "local", "--out", "x"), "", []),  # of argparse
+        ((*BUILD, "--shards", 0, "--", "--out", "x"), "", ["slurm.value"]),
+        ((*BUILD, "--", "--out", "x"), "", ["slurm.usage"]),
     ],
 )
 def test_what_is_refused_is_not_submitted(programs, words, squeue, codes):
     stub(programs, "squeue", squeue)
     stub(programs, "sbatch")
     path = f"{Path(sys.executable).parent}:{programs}:{os.environ['PATH']}"
-    script, *rest = words.split()
-    done = bash(programs, ROOT / "slurm" / script, *rest, PATH=path)
+    done = bash(programs, ROOT / "slurm" / words[0], *words[1:], PATH=path)
     assert done.returncode == 2 and error_codes(done.stderr) == codes, done
     assert not calls(programs, "sbatch") and not (programs / "x.logs").exists()
 
