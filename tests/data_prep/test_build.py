@@ -1,6 +1,7 @@
 """Plans, and builds of a small library: the same bytes however they ran, nothing overwritten."""
 
 import hashlib
+import importlib.util
 import json
 import shutil
 import signal
@@ -13,8 +14,9 @@ import sentencepiece
 import zstandard
 
 from canon_pretrain.core.lock import locked
+from canon_pretrain.data.tokenizer import Tokenizer
+from data_prep import bench, planning, sources
 from data_prep import plan as plans
-from data_prep import planning, sources
 from data_prep.__main__ import main
 from data_prep.build import JobSlice, _check_folder, build
 from data_prep.plan import Input, Options, is_held_out, make_input_groups
@@ -216,6 +218,31 @@ def test_a_tokenizer_is_trained_on_all_of_a_large_source(tmp_path, monkeypatch):
     assert {text.partition(".")[0] for text in chosen} == {"0", "5", "10", "15", "20", "25"}
     assert set(chosen) < set(rest)
     assert 20_000 <= sum(len(text.encode()) for text in chosen) < 26_000
+
+
+# ---- the benchmark
+
+
+@pytest.mark.system
+def test_every_row_is_of_the_same_tokens(tmp_path, monkeypatch):
+    texts = [*TEXTS, *(f"def f{k}(x): return x[{k}:]\n" for k in range(300))]
+    model = Tokenizer(train_tokenizer(texts, 330), "test")
+    counted, count = [], bench.count_tokens
+    monkeypatch.setattr(bench, "count_tokens", lambda out: counted.append(count(out)) or counted[0])
+    rows = [
+        *bench.measure_encoding(model, texts, 2),
+        *bench.measure_builds(model, texts, tmp_path / "builds", 1),
+        *bench.measure_reading(tmp_path / "reading", 1, tokens=1 << 17, batches=20),
+        *bench.measure_start(tmp_path / "start", 1, shards=3, tokens=3_000_000),
+    ]
+    assert len(counted) >= 2
+    assert set(counted) == {sum(len(model.encode(text)) + 1 for text in texts)}  # an EOS each
+    values = {row["what"]: row["value"] for row in rows}
+    assert len(values) == len(rows) and set(bench.TARGETS) < set(values)
+    missing = {name for name, value in values.items() if value is None}
+    has_datatrove = importlib.util.find_spec("datatrove") is not None
+    assert len(missing) == 1 - has_datatrove and all("datatrove" in name for name in missing)
+    assert all(value > 0 for name, value in values.items() if name not in missing)
 
 
 # ---- plans

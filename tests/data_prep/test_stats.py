@@ -18,23 +18,26 @@ from tests.support import refused
 
 EVIL = "</script><img src=x onerror=alert(1)>[red]%{y}\x1b]0;gone\x07"
 COPIED = sentence(7, 30)
+CONTROL = "red \x1b[31mtext\x1b[0m, bell \x07, CR\rLF\r\n, C1 \x9b31m, \u202eesrever\u202c\u200b\t"
+LINES = "first line\n\n== end of the document\nlast line\n"
 
 
 def texts() -> list[list[str]]:
     """Return two input groups; one document occurs four times, another twice."""
     first = [sentence(k, 1 + k * 20) for k in range(30)]
     second = [sentence(1000 + k, 50) for k in range(20)]
-    return [[*first, COPIED, COPIED, sentence(3, 61)], [*second, COPIED, "", COPIED, EVIL]]
+    first += [COPIED, COPIED, sentence(3, 61), CONTROL, LINES]
+    return [first, [*second, COPIED, "", COPIED, EVIL]]
 
 
 VALIDATION = [sentence(5000, 40), COPIED, sentence(5001, 5)]
 
 
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    groups = ("RedPajamaBook", EVIL, "arXiv")
-    make_data_folder(tmp_path / "data", texts(), VALIDATION, groups=groups, max_part_tokens=3000)
-    return tmp_path / "data"
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, groups = tmp_path_factory.mktemp("stats") / "data", ("RedPajamaBook", EVIL, "arXiv")
+    make_data_folder(folder, texts(), VALIDATION, groups=groups, max_part_tokens=3000)
+    return folder
 
 
 def tokens_of(text: str) -> list[int]:
@@ -113,17 +116,6 @@ def test_the_page_draws_its_plots_and_requests_nothing(browser, data, tmp_path, 
 
 # ---- show
 
-CONTROL = "red \x1b[31mtext\x1b[0m, bell \x07, CR\rLF\r\n, C1 \x9b31m, \u202eesrever\u202c\u200b\t"
-LINES = "first line\n\n== end of the document\nlast line\n"
-GROUPS = [[sentence(1, 30), CONTROL, LINES, ""], [sentence(k, 40) for k in range(2, 12)]]
-
-
-@pytest.fixture(scope="module")
-def shown_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("show") / "data"
-    make_data_folder(folder, GROUPS, [sentence(50, 10)], max_part_tokens=200)
-    return folder
-
 
 def text_of(shown: str) -> str:
     lines = [line.removeprefix("│ ") for line in shown.splitlines() if line.startswith("│ ")]
@@ -135,28 +127,28 @@ def ids_of(shown: str) -> list[int]:
     return [int(word) for line in lines for word in line.removeprefix("ids:").split()]
 
 
-def test_documents_are_shown_as_written(shown_data):
-    documents = [text for group in GROUPS for text in group]
+def test_documents_are_shown_as_written(data):
+    documents = [text for group in texts() for text in group]
     for number, text in enumerate(documents):
-        shown = show_document(shown_data, number, ids=True)
+        shown = show_document(data, number, ids=True)
         assert text_of(shown) == printable(text, keep="\n\t")
         assert ids_of(shown) == [*tokenizer().encode(text).tolist(), tokenizer().eos_id]
         assert f" {number}: {len(ids_of(shown)):,} tokens" in shown and "-- EOS (2)" in shown
-    shown = show_document(shown_data, 0, split="validation")
-    assert text_of(shown) == sentence(50, 10)
+    shown = show_document(data, 0, split="validation")
+    assert text_of(shown) == VALIDATION[0]
     with refused("option.invalid", option="--document"):
-        show_document(shown_data, len(documents))
+        show_document(data, len(documents))
 
 
 @pytest.mark.parametrize("order", ["random", "permute"])
-def test_windows_are_those_of_the_loader(shown_data, order):
+def test_windows_are_those_of_the_loader(data, order):
     sizes = {"seq_len": 60, "global_batch_size": 1, "local_batch_size": 1}
-    with TokenShards.open(shown_data / "train") as shards:
+    with TokenShards.open(data / "train") as shards:
         loader = BatchLoader(shards, data_seed=7, order=order, **sizes)
         ends = shards.document_ends()
         for sample in range(30):
             (expected,) = loader.next_batch()
-            shown = show_window(shown_data, sample, 7, seq_len=60, order=order, ids=True)
+            shown = show_window(data, sample, 7, seq_len=60, order=order, ids=True)
             assert ids_of(shown) == expected.tolist()
             match = re.search(r"tokens ([\d,]+) to ([\d,]+) ", shown)
             assert match
