@@ -78,9 +78,11 @@ class Launch:
         return [process.pid or 0 for process in self.processes]
 
     def send(self, number: signal.Signals, ranks: list[int] | None = None) -> None:
-        """Send a signal to these ranks (default: all)."""
-        for rank in range(len(self.processes)) if ranks is None else ranks:
-            os.kill(self.pids[rank], number)
+        """Send a signal to those of these ranks (default: all) that have not ended."""
+        for rank, process in enumerate(self.processes):
+            if process.is_alive() and (ranks is None or rank in ranks):
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(self.pids[rank], number)
 
     def kill(self, ranks: list[int] | None = None) -> None:
         """kill -9."""
@@ -92,7 +94,7 @@ class Launch:
         while not condition():
             alive = all(process.is_alive() for process in self.processes)
             if not alive or time.monotonic() > deadline:
-                self.kill([r for r, p in enumerate(self.processes) if p.is_alive()])
+                self.kill()
                 pytest.fail(f"the condition was not met:\n{self.text()}")
             time.sleep(0.01)
 
@@ -104,19 +106,13 @@ class Launch:
             now = time.monotonic()
             if failed_at is None and any(process.exitcode for process in self.processes):
                 failed_at = now
-                self._end(signal.SIGTERM)
+                self.send(signal.SIGTERM)
             if now > deadline or failed_at is not None and now > failed_at + 5:
-                self._end(signal.SIGKILL)
+                self.kill()
             time.sleep(0.01)
         for process in self.processes:
             process.join()
         return Ended([process.exitcode or 0 for process in self.processes], self.text())
-
-    def _end(self, number: signal.Signals) -> None:
-        for process in self.processes:
-            if process.is_alive() and process.pid:
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
-                    os.kill(process.pid, number)
 
     def text(self) -> str:
         return "".join(path.read_text(errors="replace") for path in self._outputs if path.exists())
@@ -149,15 +145,10 @@ def status(run: Path) -> Status:
     return found
 
 
-def step_fields(run: Path) -> list[list[Any]]:
-    """Return what must be equal in two runs' logs, by step."""
-    names = ("step", "loss", "max_loss", "grad_norm", "lr", "tokens", "data_digests")
-    return [[event[name] for name in names] for event in events(run, "step")]
-
-
 def assert_same_run(run: Path, other: Path, *, step: int) -> None:
     """Check that both ran to `step` with bitwise equal losses, norms, data and state."""
-    mine, theirs = step_fields(run), step_fields(other)
+    names = ("step", "loss", "max_loss", "grad_norm", "lr", "tokens", "data_digests")
+    mine, theirs = ([[e[n] for n in names] for e in events(r, "step")] for r in (run, other))
     assert [fields[0] for fields in mine] == list(range(1, step + 1))
     assert mine == theirs[:step]
     one, two = (whole_state(folder / "checkpoint" / f"step-{step}") for folder in (run, other))

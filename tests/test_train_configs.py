@@ -88,7 +88,9 @@ def test_the_1b3_runs_differ_in_the_architecture_alone(name, position, canon_set
     training, optimizer = job.training, job.optimizer
     assert (training.global_batch_size, training.seq_len, training.steps) == (48, 4096, 510_000)
     assert (optimizer.lr, optimizer.beta1, optimizer.beta2) == (1e-3, 0.9, 0.98)
-    assert (optimizer.eps, optimizer.weight_decay) == (1e-6, 0.03)
+    assert (optimizer.name, optimizer.eps, optimizer.weight_decay) == ("AdamW", 1e-6, 0.03)
+    schedule = (job.lr_scheduler.warmup_steps, job.lr_scheduler.min_lr_factor)
+    assert (*schedule, job.lr_scheduler.decay_type) == (1000, 0.1, "cosine")
     assert job.data.path == "data/fineweb_edu"
     if (FOLDER / f"slimpajama_{name}.toml").exists():
         other = job_of(f"slimpajama_{name}")
@@ -192,5 +194,6 @@ def test_the_nine_runs_of_seed_000():
     for job in jobs:
         schedule, training = job.lr_scheduler, job.training
         assert (schedule.warmup_steps, schedule.decay_steps) == (500, 50_000)
-        assert job.optimizer.lr * schedule.min_lr_factor == pytest.approx(1e-4)
+        assert (schedule.decay_type, schedule.decay_ratio) == ("cosine", None)
+        assert (job.optimizer.lr, schedule.min_lr_factor) == (1e-3, pytest.approx(0.1))
         assert (training.global_batch_size, training.seq_len) == (32, 512)

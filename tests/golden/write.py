@@ -7,8 +7,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.log import read_log
+from tests.ranks import events
 from tests.support import ROOT, debug_run, train, write_data
 
 
@@ -17,8 +16,8 @@ def main() -> None:
         data, run = Path(folder, "data"), Path(folder, "run")
         write_data(data)
         train(*debug_run(data, run), ranks=2)
-        events = [e for e in read_log(RunFolder(run).log_file) if e["event"] == "step"]
-    golden = {name: [event[name] for event in events] for name in ("loss", "grad_norm")}
+        steps = events(run, "step")
+    golden = {name: [step[name] for step in steps] for name in ("loss", "grad_norm")}
     path = ROOT / "tests" / "golden" / "debug_losses.json"
     path.write_text(json.dumps(golden, indent=1) + "\n")
 

@@ -52,22 +52,6 @@ SCRIPT = textwrap.dedent(
 )
 
 
-def in_a_terminal(end: str) -> tuple[int, str]:
-    """Show a view in a script that then runs `end`; return its exit code and output."""
-    parent, child = pty.openpty()
-    script = SCRIPT.format(root=str(ROOT), fields=FIELDS, end=end)
-    ends: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), child)
-    environment = os.environ | {"TERM": "xterm-256color"}
-    process = subprocess.Popen([sys.executable, "-c", script], env=environment, **ends)
-    os.close(child)
-    output = b""
-    with contextlib.suppress(OSError):  # Linux's end of a pseudo-terminal
-        while True:
-            output += os.read(parent, 65536)
-    os.close(parent)
-    return process.wait(), output.decode()
-
-
 ENDS = [
     (0, "console.end(); assert sys.stdout is not stdout; console.end(); print('after')"),
     (-9, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"),
@@ -77,8 +61,19 @@ ENDS = [
 @pytest.mark.system
 @pytest.mark.parametrize(("code", "end"), ENDS)
 def test_a_terminal_is_left_as_it_was(code, end):
-    exit_code, output = in_a_terminal(end)
-    assert exit_code == code, output
+    parent, child = pty.openpty()
+    script = SCRIPT.format(root=str(ROOT), fields=FIELDS, end=end)
+    ends: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), child)
+    environment = os.environ | {"TERM": "xterm-256color"}
+    process = subprocess.Popen([sys.executable, "-c", script], env=environment, **ends)
+    os.close(child)
+    content = b""
+    with contextlib.suppress(OSError):  # Linux's end of a pseudo-terminal
+        while True:
+            content += os.read(parent, 65536)
+    os.close(parent)
+    output = content.decode()
+    assert process.wait() == code, output
     # no hidden cursor, alternate screen or mode, which a killed process could not restore
     assert re.findall(r"\x1b\[\?[\d;]*[hl]", output) == []
     plain = re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", output).replace("\r", "")

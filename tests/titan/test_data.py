@@ -18,14 +18,7 @@ from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.config import Data
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.data import (
-    IDENTITY_FIELDS,
-    LOADER_CLOSE_TIMEOUT_S,
-    CanonDataLoader,
-    build_dataloader,
-    open_shards,
-)
-from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.data import LOADER_CLOSE_TIMEOUT_S, CanonDataLoader, open_shards
 from tests.ranks import assert_refused, events, launch
 from tests.support import EOS_ID, ROOT, debug_run, refused, token_documents, write_data, write_split
 
@@ -48,22 +41,6 @@ def experiment(tmp_path: Path, **data: Any) -> list[str]:
     for key, value in data.items():
         words += [f"--data.{key}", *map(str, value if isinstance(value, list) else [value])]
     return words
-
-
-def loader_of(job: CanonJobConfig, **options: Any) -> CanonDataLoader:
-    return build_dataloader(1, 0, None, job, data=open_shards(job), **options)
-
-
-def test_another_order_cannot_resume_unless_allowed(folders, tmp_path):
-    permuted = parse_job(experiment(tmp_path, path=str(folders[1]), order="permute"))
-    drawn = parse_job(experiment(tmp_path, path=str(folders[1])))
-    first = loader_of(permuted)
-    next(iter(first))
-    with pytest.raises(UserError, match="mode"):
-        loader_of(drawn).load_state_dict(first.state_dict())
-    other = loader_of(drawn, may_change=IDENTITY_FIELDS)
-    other.load_state_dict(first.state_dict())
-    assert other.source_tokens == {"books": permuted.training.local_batch_size * SEQ_LEN}
 
 
 def test_a_source_too_short_or_of_another_vocabulary_is_named(folders, tmp_path):

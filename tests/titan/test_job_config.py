@@ -26,13 +26,9 @@ def test_the_command_line_wins_over_the_file():
 
 
 def test_defaults_are_the_papers_and_not_torchtitans():
-    """spec/model.md, "Training settings"."""
-    job = CanonJobConfig()
-    optimizer, schedule = job.optimizer, job.lr_scheduler
-    assert (optimizer.name, optimizer.beta1, optimizer.beta2) == ("AdamW", 0.9, 0.98)
-    assert (optimizer.eps, optimizer.weight_decay) == (1e-6, 0.03)
-    assert (schedule.warmup_steps, schedule.decay_type) == (1000, "cosine")
-    assert schedule.min_lr_factor == 0.1
+    """Those of rope.toml, which tests/test_train_configs.py compares with the paper."""
+    job, paper = CanonJobConfig(), parse_job(["--config", str(ROOT / "train_configs/rope.toml")])
+    assert (job.optimizer, job.lr_scheduler) == (paper.optimizer, paper.lr_scheduler)
     assert job.checkpoint.enable and not job.checkpoint.last_save_model_only
     assert job.activation_checkpoint.mode == "none"
 

@@ -1,34 +1,47 @@
 """Canon's backend; initial weights and gradients on any number of ranks."""
 
+import functools
 import importlib
 import json
 import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
 
 from canon_pretrain.model import canon_check
 from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.init import plain_name
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.config import Loss
 from canon_pretrain.titan import parallelize as canon_choice
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig
-from canon_pretrain.titan.parallelize import CanonChoice, choose_canon, shard
+from canon_pretrain.titan.parallelize import (
+    CanonChoice,
+    check_attention,
+    choose_canon,
+    clip_gradients,
+    fsdp_mesh,
+    parallelize,
+    shard,
+    write_shard,
+)
+from canon_pretrain.titan.spec import head_loss
 from tests.flash_packages import flash_attn_package, flash_impl
 from tests.ranks import events, launch
-from tests.sharded import assert_equal_steps, on_ranks, sharded_steps, whole_steps
 from tests.support import ROOT, debug_run, refused
-from tests.variants import VARIANTS, variant
+from tests.variants import VARIANTS, random_tokens, variant
 
 CPU = torch.device("cpu")
 CODE = {"kernels/triton/rows.py": "1", "model/canon.py": "2", "titan/trainer.py": "3"}
@@ -205,6 +218,111 @@ def test_all_ranks_use_rank_0s_choice_and_the_log_has_it(data_folder, tmp_path):
     assert config["model"]["canon_backend"] == "auto"
 
 
+ROWS, NUM_TOKENS, STEPS = 6, 24, 2
+ADAMW: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.98), "weight_decay": 0.1}
+# eps as large as the gradients, so that rounding of tiny ones does not change whole steps
+ADAMW["eps"] = 1e-2
+MAX_NORM = 0.5
+
+
+@dataclass
+class Steps:
+    """Losses, norms, first gradients and weights of steps; of a rank: its rows of them."""
+
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    first_gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def batches(args: ModelArgs) -> list[Tensor]:
+    """Return the global batches, [ROWS, NUM_TOKENS + 1], with several documents per row."""
+    return [random_tokens(args, ROWS, NUM_TOKENS + 1, seed=step) for step in range(STEPS)]
+
+
+def sharded_steps(
+    model: Transformer, args: ModelArgs, loss: Loss, rank: int, world_size: int, rounds: int
+) -> Steps:
+    """Take the steps on this rank's rows, in `rounds` micro-batches, as the trainer does."""
+    out, function = Steps(), head_loss(loss)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **ADAMW, fused=True)
+    for batch in batches(args):
+        optimizer.zero_grad()
+        own = batch.tensor_split(world_size)[rank]
+        sums = torch.zeros(2)
+        for micro_batch in own.chunk(rounds):
+            nats, objective = model(
+                micro_batch[:, :-1], labels_BT=micro_batch[:, 1:], loss=function
+            )
+            both = torch.stack([nats.sum(), objective]) / (ROWS * NUM_TOKENS)
+            both[1].backward()
+            sums += both.detach()
+        norm = clip_gradients(list(model.parameters()), MAX_NORM)
+        if not out.first_gradients:
+            out.first_gradients = {
+                plain_name(name): p.grad.to_local().clone()
+                for name, p in model.named_parameters()
+                if p.grad is not None
+            }
+        optimizer.step()
+        out.losses.append((sums[0].item(), sums[1].item()))
+        out.norms.append(norm.item())
+    out.weights = {
+        plain_name(name): p.detach().to_local().clone() for name, p in model.named_parameters()
+    }
+    return out
+
+
+@functools.cache
+def whole_steps(args: ModelArgs, loss: Loss) -> Steps:
+    """Take the same steps in one process, without FSDP2, micro-batches and our loss."""
+    model, out = Transformer(args), Steps()
+    model.init_weights()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **ADAMW)
+    for batch in batches(args):
+        optimizer.zero_grad()
+        logits = model(batch[:, :-1])
+        z = logits.exp().sum(dim=-1).log()
+        each = z - logits.gather(2, batch[:, 1:, None])[..., 0]
+        objective = (each + loss.z_loss * z**2 + loss.squared_loss * each**2).mean()
+        objective.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, MAX_NORM)
+        if not out.first_gradients:
+            named = model.named_parameters()
+            out.first_gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
+        optimizer.step()
+        out.losses.append((each.mean().item(), objective.item()))
+        out.norms.append(norm.item())
+    out.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return out
+
+
+def assert_equal_steps(parts: list[Steps], whole: Steps, shards: int | None = None) -> None:
+    """Check that the ranks' joined parts equal the unsharded steps, to float32's rounding.
+
+    Replicas of `shards` ranks (default: one) see parts of the batch, and hold all of its gradient.
+    """
+    for step, expected in enumerate(whole.losses):
+        for k in range(2):
+            total = sum(part.losses[step][k] for part in parts)
+            assert abs(total - expected[k]) < 2e-5 * abs(expected[k]), (step, k)
+        for part in parts:
+            assert abs(part.norms[step] - whole.norms[step]) < 1e-4 * whole.norms[step], step
+    for found, expected in (
+        ([part.first_gradients for part in parts[:shards]], whole.first_gradients),
+        ([part.weights for part in parts[:shards]], whole.weights),
+    ):
+        assert found[0].keys() == expected.keys()
+        for name, value in expected.items():
+            joined = torch.cat([part[name] for part in found])
+            assert joined.shape == value.shape, name
+            # a hundred-thousandth of the largest entry: float32 sums in another order
+            worst = (joined - value).abs().max().item()
+            assert worst <= 2e-5 * value.abs().max().item(), (name, worst)
+
+
 WORLD_SIZES = (1, 2, 3, 4)
 LAYOUTS = ((2, 2), (4, 1))
 """Replicas and ranks per replica, of 4 ranks."""
@@ -254,8 +372,11 @@ def _job(keys: dict[str, Any]) -> CanonJobConfig:
 
 
 def _on_rank(rank: int, folder: Path) -> None:
-    """Initialize and train over the first n of 4 ranks; each rank saves its part."""
-    from canon_pretrain.titan.parallelize import clip_gradients, fsdp_mesh, parallelize, write_shard
+    """Initialize and train over the first n of 4 gloo ranks; each rank saves its part."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use the CPU on machines with GPUs too
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=4)
 
     def fresh(args: ModelArgs) -> Transformer:
         with torch.device("meta"):
@@ -312,12 +433,13 @@ def _on_rank(rank: int, folder: Path) -> None:
             fill(model)
             found[name] = sharded_steps(model, args, loss_of(name), rank, 2, rounds=1)
         torch.save(found, folder / f"variants-{rank}.pt")
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    on_ranks(_on_rank, 4, folder)
+    mp.start_processes(_on_rank, (folder,), nprocs=4, start_method="forkserver")
     return folder
 
 
@@ -367,15 +489,7 @@ def test_replicas_take_the_steps_of_one_process(results, replicas, shards):
         for name, value in steps.weights.items():
             assert torch.equal(initial[name], first_initial[name]), (rank, name)
             assert torch.equal(value, first.weights[name]), (rank, name)
-    # a replica has seen a part of the batch, and holds the gradient of all of it
-    for step, losses in enumerate(whole.losses):
-        for k, loss in enumerate(losses):
-            total = sum(steps.losses[step][k] for _, steps, _ in parts)
-            assert abs(total - loss) < 2e-5 * abs(loss)
-    one = [replace(steps, losses=whole.losses) for _, steps, _ in parts[:shards]]
-    for steps in one[1:]:
-        steps.losses = [(0.0, 0.0)] * len(whole.losses)
-    assert_equal_steps(one, whole)
+    assert_equal_steps([steps for _, steps, _ in parts], whole, shards)
 
 
 def parts_of(results: Path, name: str, count: int) -> list[Any]:
@@ -399,8 +513,6 @@ def test_a_sharded_variant_takes_the_unsharded_steps(results, name):
 
 
 def test_an_attention_without_a_training_step_is_refused():
-    from canon_pretrain.titan.parallelize import check_attention
-
     def check(words: str, name: str, device: str, dtype: str = "bfloat16") -> None:
         job = CanonJobConfig()
         job.model.attention_backend, job.training.mixed_precision_param = name, dtype  # type: ignore

@@ -13,6 +13,7 @@ from canon_pretrain.data.sampler import window_offset
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.train import main
+from tests.fault_runs import flip
 from tests.ranks import assert_same_run, events, launch
 from tests.support import ROOT, debug_run, error_codes, train
 
@@ -147,10 +148,7 @@ def test_data_that_do_not_fit_leave_no_run_folder(data_folder, tmp_path, capsys)
 def test_a_byte_flipped_in_a_shard_stops_the_run(data_folder, tmp_path, ranks):
     """The CRC is checked at the read itself: no step is trained on damaged data."""
     shutil.copytree(data_folder, tmp_path / "data")
-    path = tmp_path / "data" / "train" / "part-00000-0.bin"
-    content = bytearray(path.read_bytes())
-    content[1000] ^= 1
-    path.write_bytes(content)
+    flip(path := tmp_path / "data" / "train" / "part-00000-0.bin")
     done = train(*debug_run(tmp_path / "data", tmp_path / "run"), ranks=ranks, check=False)
     assert done.returncode == (2 if ranks is None else 1)
     (code,) = {*error_codes(done.stderr)}
