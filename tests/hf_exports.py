@@ -15,7 +15,6 @@ from canon_pretrain.checkpoint.weights import TRAINING_STATE
 from canon_pretrain.checkpoint.writer import save_no_dist
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.reading import Imported, import_folder
-from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from tests import llama_canon
@@ -41,14 +40,11 @@ def plant_run(
     folder: Path, model: Transformer, *, data: Path | None = None, kind: Kind = "full"
 ) -> Path:
     section = {"path": str(data) if data else "", "paths": []}
-    RunFolder(folder).write_config({"data": section}, identity_of(model.args))
+    identity = {f"model.{name}": value for name, value in asdict(model.args).items()}
+    RunFolder(folder).write_config({"data": section}, identity)
     checkpoint = folder / "checkpoint" / "step-3"
     save_no_dist(dict(model.named_parameters()), checkpoint, step=3, kind=kind)
     return checkpoint
-
-
-def identity_of(args: ModelArgs) -> dict[str, Any]:
-    return {f"model.{name}": value for name, value in asdict(args).items()}
 
 
 def export_model(folder: Path, model: Transformer, **options: Any) -> Path:
