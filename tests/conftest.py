@@ -1,17 +1,15 @@
 """Fixtures of the whole suite: small shards, and the debug experiment run in several ways."""
 
 import os
-from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
 
 import pytest
 import torch
 
 from canon_pretrain.titan.device import prepare_device
-from tests.browser import Browser, chromium
+from tests.browser import chromium
 from tests.ranks import launch
-from tests.slurm_cluster import SlurmCluster, missing, slurm_cluster
+from tests.slurm_cluster import missing, slurm_cluster
 from tests.slurm_jobs import Jobs
 from tests.support import debug_run, train, write_data
 
@@ -23,7 +21,7 @@ prepare_device()  # before test files import torchtitan, which looks for a devic
 
 
 @pytest.fixture(scope="session")
-def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data_folder(tmp_path_factory):
     """Shards as data_prep writes them, vocab_size 512: train/ and validation/."""
     folder = tmp_path_factory.mktemp("data")
     write_data(folder)
@@ -33,26 +31,26 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Runs:
     """The debug experiment, 12 steps, in several ways; each is launched at its first use."""
 
-    def __init__(self, data: Path, base: Path) -> None:
+    def __init__(self, data, base):
         self._data, self._base = data, base
 
     @cached_property
-    def straight(self) -> Path:
+    def straight(self):
         """Two ranks under torchrun, without a stop."""
         train(*debug_run(self._data, self._base / "straight"), ranks=2)
         return self._base / "straight"
 
     @cached_property
-    def resumed(self) -> Path:
+    def resumed(self):
         """Two ranks, stopped after step 5 and resumed."""
         return self._stopped("resumed", 2, 2)
 
     @cached_property
-    def elastic(self) -> Path:
+    def elastic(self):
         """Stopped after step 5 on three ranks and resumed on one."""
         return self._stopped("elastic", 3, 1)
 
-    def _stopped(self, name: str, first: int, second: int) -> Path:
+    def _stopped(self, name, first, second):
         command, output = debug_run(self._data, self._base / name), self._base / "output"
         launch(*command, "--run.stop_at", 5, ranks=first, output=output)
         launch(*command, ranks=second, output=output)
@@ -60,12 +58,12 @@ class Runs:
 
 
 @pytest.fixture(scope="session")
-def runs(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(data_folder, tmp_path_factory):
     return Runs(data_folder, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="session")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+def slurm(tmp_path_factory):
     """A Slurm cluster of two nodes; its tests are skipped if it cannot start."""
     if why := missing():
         pytest.skip(f"no Slurm cluster: {why}")
@@ -74,13 +72,13 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 
 @pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser(tmp_path_factory):
     with chromium(tmp_path_factory.mktemp("chromium")) as started:
         yield started
 
 
 @pytest.fixture
-def jobs(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Jobs]:
+def jobs(slurm, tmp_path):
     jobs = Jobs(slurm, tmp_path)
     yield jobs
     jobs.clear()

@@ -2,7 +2,6 @@
 
 import re
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,11 +21,11 @@ EXPERIMENTS = sorted(p for p in FOLDER.rglob("*.toml") if p.parent.name != "base
 ALL = sorted(FOLDER.rglob("*.toml"))
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     return str(path.relative_to(FOLDER).with_suffix(""))
 
 
-def job_of(name: str) -> CanonJobConfig:
+def job_of(name):
     return parse_job(["--config", str(FOLDER / f"{name}.toml")])
 
 

@@ -56,7 +56,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(Machine, "matmul_flops", lambda self, dtype: 1e11)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
-    def run(*arguments: object):
+    def run(*arguments):
         main([*map(str, arguments), "--json", str(file)])
         return json.loads(file.read_text())
 

@@ -79,7 +79,7 @@ def test_the_computed_step_is_the_sum_of_its_parts():
     infinite |= {"launch_gap_s": 0.0, "exposed_network": 0.0}
     job = {"num_tokens": 1000, "seq_len": 4096, "world_size": 8}
 
-    def seconds(**rates: float) -> float:
+    def seconds(**rates):
         rated = Rates(**{name: (0, rate, 0) for name, rate in (infinite | rates).items()})
         return step_seconds(args, 1, rated, layer_bytes=1e5, layer_launches=50, **job)
 

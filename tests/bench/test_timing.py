@@ -24,7 +24,7 @@ def test_the_ratio_is_the_median_of_pairs_with_percentiles():
 def test_blocks_alternate_and_change_their_order():
     calls: list[str] = []
 
-    def block(name: str, **seconds: float) -> timing.Block:
+    def block(name, **seconds):
         return lambda: calls.append(name) or seconds
 
     found = timing.time_pairs(block("a", read=1, write=2), block("b", read=3, write=1), 4)
@@ -32,7 +32,7 @@ def test_blocks_alternate_and_change_their_order():
     assert {part: each["ratio"] for part, each in found.items()} == {"read": 3.0, "write": 0.5}
 
 
-def too_large() -> timing.Candidate:
+def too_large():
     raise timing.NotMeasured("bench.out_of_memory", "too large")
 
 
@@ -47,8 +47,8 @@ def too_large() -> timing.Candidate:
 def test_the_order_of_candidates(exclusive, order):
     log: list[str] = []
 
-    def factory(name: str, seconds: float) -> timing.CandidateFactory:
-        def build() -> timing.Candidate:
+    def factory(name, seconds):
+        def build():
             log.append(name.upper())
             facts = lambda: {"name": name, "blocks": log.count(name)}  # noqa: E731
             return timing.Candidate(lambda: log.append(name) or {"step": seconds}, facts)

@@ -28,16 +28,16 @@ STEPS = (10, 20, 30, 40)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> CheckpointFolder:
+def folder(tmp_path):
     return CheckpointFolder(tmp_path / "run" / "checkpoint")
 
 
 @pytest.fixture
-def builder(tmp_path: Path) -> Callable[[], Path]:
+def builder(tmp_path):
     """Create a new run folder at each call, with four steps and a run's other files."""
     runs = (tmp_path / f"run-{number}" for number in itertools.count())
 
-    def build() -> Path:
+    def build():
         run = next(runs)
         for step in STEPS:
             make_step(run / "checkpoint", step)
@@ -52,7 +52,7 @@ def builder(tmp_path: Path) -> Callable[[], Path]:
     return build
 
 
-def steps_are_whole(folder: CheckpointFolder) -> list[int]:
+def steps_are_whole(folder):
     """Verify and return the steps: no incomplete folder may have a step's name."""
     for step in folder.steps():
         verify(folder.step_path(step))
@@ -111,7 +111,7 @@ def test_links_are_moved_or_deleted_but_not_their_targets(folder, tmp_path):
 def test_recover_finishes_a_recover_killed_at_any_moment(tmp_path):
     numbers = itertools.count()
 
-    def build() -> Path:
+    def build():
         """All states that a kill can leave, at once."""
         folder = CheckpointFolder(tmp_path / f"{next(numbers)}")
         for step in STEPS:
@@ -167,7 +167,7 @@ def test_an_interrupted_save_is_deleted_if_the_disk_is_full(tmp_path, monkeypatc
 @pytest.mark.system
 @pytest.mark.parametrize("is_fresh", [False, True])
 def test_archiving_killed_at_any_moment_can_be_repeated(builder, is_fresh):
-    def archive_run(run: Path) -> None:
+    def archive_run(run):
         folder = CheckpointFolder(run / "checkpoint")
         if is_fresh:
             folder.archive_all(run, "why")
@@ -252,11 +252,11 @@ def test_a_run_folder_names_its_newest_undamaged_checkpoint(tmp_path, caplog):
 FILE, FLIPPED = "__0_0.distcp", "more/__1_0.distcp"
 
 
-def of_file(name: str) -> Callable[[Path], object]:
+def of_file(name):
     return lambda step: set_manifest(step, files={name: {"bytes": 1, "sha256": "0"}})
 
 
-def make_fifo(step: Path) -> None:
+def make_fifo(step):
     (step / "manifest.json").unlink()
     os.mkfifo(step / "manifest.json")
 

@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,17 +24,17 @@ Command = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     for step in (10, 20, 30, 40):
         make_step(tmp_path / "run" / "checkpoint", step, num_bytes=2000)
     return tmp_path / "run"
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
+def command(capsys):
     """Run the command, expecting exit `code`; return its stdout and stderr."""
 
-    def run_command(*arguments: object, code: int | None = None) -> tuple[str, str]:
+    def run_command(*arguments, code=None):
         found = None
         try:
             main([str(argument) for argument in arguments])
@@ -49,7 +47,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
     return run_command
 
 
-def listed(command: Command, path: Path) -> dict[str, Any]:
+def listed(command, path):
     return json.loads(command("list", path, "--json")[0])
 
 

@@ -4,8 +4,6 @@ import errno
 import itertools
 import os
 import shutil
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,26 +20,26 @@ STEPS = [10, 20, 30, 40, 50]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     for step in STEPS:
         make_step(tmp_path / "run" / "checkpoint", step, num_bytes=500)
     return tmp_path / "run"
 
 
-def folder_of(run: Path) -> CheckpointFolder:
+def folder_of(run):
     return CheckpointFolder(run / "checkpoint")
 
 
-def retention(run: Path, keep: int, **options: Any) -> Retention:
+def retention(run, keep, **options):
     options = {"holds": lambda: held_steps(run), "strip": fake_strip} | options
     return Retention(folder_of(run), keep, **options)
 
 
-def damage(run: Path, step: int) -> None:
+def damage(run, step):
     flip_byte(folder_of(run).step_path(step) / "__0_0.distcp")
 
 
-def kinds(run: Path) -> dict[int, str]:
+def kinds(run):
     """Verify all steps; return their kinds."""
     folder = folder_of(run)
     return {step: verify(folder.step_path(step)).kind for step in folder.steps()}
@@ -143,7 +141,7 @@ def test_changes_during_hashing_are_respected(run, monkeypatch):
     assert list(kinds(run)) == STEPS
     sha256_file = manifest_module.sha256_file
 
-    def meanwhile(path: Path) -> str:
+    def meanwhile(path):
         if not folder_of(run).step_path(60).exists():
             make_step(folder_of(run).path, 60)
         return sha256_file(path)
@@ -167,7 +165,7 @@ def test_a_full_disk_does_not_stop_the_other_actions(tmp_path):
         for step in (10, 20):
             hold_step(disk, step, "test")
 
-        def strip(checkpoint: Path, temporary: Path) -> None:
+        def strip(checkpoint, temporary):
             if checkpoint.name == "step-10":
                 temporary.mkdir()
                 checkpoint_folders.fill(temporary)  # as another process may
@@ -216,7 +214,7 @@ def test_a_kill_at_any_moment_loses_no_verified_step(run, tmp_path):
 
 @pytest.mark.parametrize("wrong", ["nothing", "another step", "short"])
 def test_stripped_weights_are_checked_before_they_replace_a_step(run, wrong):
-    def strip(checkpoint: Path, temporary: Path) -> None:
+    def strip(checkpoint, temporary):
         if wrong == "another step":
             make_step(temporary.parent, 11, "weights", name=temporary.name)
         elif wrong == "short":

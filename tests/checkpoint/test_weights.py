@@ -2,11 +2,9 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from canon_pretrain.checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest
 from canon_pretrain.checkpoint.safe_load import METADATA
@@ -26,7 +24,7 @@ from tests.support import refused
 DATA = "__0_0.distcp"
 
 
-def new_weights() -> dict[str, Tensor]:
+def new_weights():
     generator = torch.Generator().manual_seed(3)
     return {
         "tok_embeddings.weight": torch.randn(50, 8, generator=generator),
@@ -35,7 +33,7 @@ def new_weights() -> dict[str, Tensor]:
     }
 
 
-def new_state() -> dict[str, Any]:
+def new_state():
     weights = new_weights()
     moments = {
         name: {"step": torch.tensor(3.0), "exp_avg": torch.ones_like(w), "exp_avg_sq": w.float()}
@@ -51,7 +49,7 @@ def new_state() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     for step in (1, 3):
         save_no_dist(new_state(), run / "checkpoint" / f"step-{step}", step=step)
@@ -59,18 +57,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def checkpoint(saved: Path, tmp_path: Path) -> Path:
+def checkpoint(saved, tmp_path):
     """A copy of RUN/checkpoint/step-3, beside step-1."""
     shutil.copytree(saved, tmp_path / "run")
     return tmp_path / "run" / "checkpoint" / "step-3"
 
 
-def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def check_equal(found, expected):
     assert {name: t.dtype for name, t in found.items()} == {n: t.dtype for n, t in expected.items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def on_meta() -> dict[str, Tensor]:
+def on_meta():
     return {name: tensor.to("meta") for name, tensor in new_weights().items()}
 
 

@@ -4,8 +4,7 @@ import json
 import os
 import pickle
 import warnings
-from collections.abc import Callable
-from pathlib import Path, PosixPath
+from pathlib import PosixPath
 from typing import Any
 from unittest import mock
 
@@ -36,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings(
 STATE = {"w": torch.arange(12.0), "train_state": {"step": 3}}
 
 
-def check_whole(checkpoint: Path, *, step: int, world_size: int) -> Manifest:
+def check_whole(checkpoint, *, step, world_size):
     """Compare the manifest with the files, independently of `verify`; return it."""
     manifest = Manifest.read(checkpoint)
     hashes = {name: sha256_file(checkpoint / name) for name in files_of(checkpoint)}
@@ -55,13 +54,13 @@ def test_all_files_are_synced_before_the_rename(tmp_path):
     order: list[tuple[str, str]] = []
     fsync, rename = os.fsync, os.rename
 
-    def note_fsync(descriptor: int) -> None:
+    def note_fsync(descriptor):
         fsync(descriptor)
         path = os.readlink(f"/proc/self/fd/{descriptor}")
         size = os.fstat(descriptor).st_size if os.path.isfile(path) else 0
         order.append((f"sync {size}" if size else "sync", os.path.basename(path)))
 
-    def note_rename(old: Path, new: Path) -> None:
+    def note_rename(old, new):
         rename(old, new)
         order.append(("rename", new.name))
 
@@ -84,7 +83,7 @@ def test_all_files_are_synced_before_the_rename(tmp_path):
 
 def test_a_folder_that_is_not_shared_by_the_ranks_is_found(tmp_path):
     class Elsewhere(VerifiedWriter):
-        def write_data(self, plan: Any, planner: Any) -> Any:
+        def write_data(self, plan, planner):
             results = super().write_data(plan, planner)
             (self.temporary / "__0_0.distcp").rename(tmp_path / "elsewhere")
             return results
@@ -97,10 +96,10 @@ def test_a_folder_that_is_not_shared_by_the_ranks_is_found(tmp_path):
     assert not (tmp_path / "step-3").exists() and writer.manifest is None
 
 
-def full_disk_for(name: str) -> Any:
+def full_disk_for(name):
     """Make this process write the file `name` to /dev/full, for a real ENOSPC."""
 
-    def opened(path: Any, mode: str) -> Any:
+    def opened(path, mode):
         if os.path.basename(path) == name:
             return open("/dev/full", "wb")
         return open(path, mode)
@@ -108,7 +107,7 @@ def full_disk_for(name: str) -> Any:
     return mock.patch.object(writer_module, "open", opened, create=True)
 
 
-def _on_two_ranks(rank: int, base: Path) -> None:
+def _on_two_ranks(rank, base):
     dist.init_process_group("gloo", init_method=f"file://{base}/store", rank=rank, world_size=2)
     warnings.filterwarnings("error", message="Detected an existing checkpoint")
     mesh = dist.init_device_mesh("cpu", (2,))
@@ -117,7 +116,7 @@ def _on_two_ranks(rank: int, base: Path) -> None:
     state = {"w": sharded, "u": uneven, "b": torch.ones(7), "train_state": {"step": 1}}
     outcomes: dict[str, Any] = {}
 
-    def attempt(step: int, state: dict[str, Any], save: Callable[..., Any]) -> None:
+    def attempt(step, state, save):
         temporary = base / f".saving-step-{step}"
         writer = VerifiedWriter(base / f"step-{step}", temporary, step=step, world_size=2)
         try:
@@ -152,7 +151,7 @@ def _on_two_ranks(rank: int, base: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_ranks(tmp_path_factory):
     base = tmp_path_factory.mktemp("two")
     with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}):
         mp.spawn(_on_two_ranks, args=(base,), nprocs=2)
@@ -187,7 +186,7 @@ def test_all_ranks_receive_the_outcome_of_a_save(two_ranks):
     assert not any((two_ranks / f"step-{step}").exists() for step in (5, 6))
 
 
-def new_state(k: int = 1) -> dict[str, Any]:
+def new_state(k=1):
     return {
         "w": k * torch.arange(6.0).reshape(2, 3),
         "groups": [{"lr": 0.1 * k, "betas": (0.9 * k, 0.95), "fused": k > 0}],
@@ -196,7 +195,7 @@ def new_state(k: int = 1) -> dict[str, Any]:
     }
 
 
-def load(checkpoint: Path) -> dict[str, Any]:
+def load(checkpoint):
     state = new_state(0)
     dcp.load(
         state, storage_reader=SafeReader(checkpoint), planner=safe_load.SafePlanner(), no_dist=True
@@ -205,19 +204,19 @@ def load(checkpoint: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def checkpoint(tmp_path):
     save_no_dist(new_state(), tmp_path / "step-3", step=3)
     return tmp_path / "step-3"
 
 
-def replace_file(checkpoint: Path, name: str, content: bytes) -> None:
+def replace_file(checkpoint, name, content):
     """Put `content` into a checkpoint, with a matching manifest."""
     (checkpoint / name).write_bytes(content)
     write_manifest(checkpoint, 3, "full")
     verify(checkpoint)
 
 
-def edit_metadata(checkpoint: Path, edit: Callable[[Metadata], Any]) -> None:
+def edit_metadata(checkpoint, edit):
     metadata = read_metadata(checkpoint)
     edit(metadata)
     replace_file(checkpoint, METADATA, pickle.dumps(metadata))
@@ -241,7 +240,7 @@ def test_checkpoints_of_torchs_writer_and_of_every_dtype(tmp_path):
 def test_the_enum_as_python_3_11_2_pickles_it(checkpoint):
     """Debian 12's Python calls getattr, which is replaced by a lookup in that enum."""
 
-    def reduce_old(self: Any, protocol: int) -> tuple[Any, ...]:
+    def reduce_old(self, protocol):
         return getattr, (self.__class__, self._name_)
 
     with mock.patch.object(_MEM_FORMAT_ENCODING, "__reduce_ex__", reduce_old):
@@ -294,7 +293,7 @@ def test_the_metadata_of_a_rank_is_not_read_instead(checkpoint, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def dotted(module: str, name: str) -> bytes:
+def dotted(module, name):
     """Return a pickle of protocol 4 that names a global whose name may have dots."""
     texts = b"".join(b"\x8c" + bytes([len(t)]) + t.encode() for t in (module, name))
     return b"\x80\x04" + texts + b"\x93."
@@ -357,7 +356,7 @@ STEP, W = MetadataIndex("train_state.step"), MetadataIndex("w", (0, 0))
     ],
 )
 def test_an_entry_at_a_wrong_place_is_damage(checkpoint, index, fields):
-    def move(metadata: Metadata) -> None:
+    def move(metadata):
         info = metadata.storage_data.pop(index)
         if fields is not None:
             vars(info).update(fields)

@@ -4,12 +4,10 @@ import json
 import threading
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from canon_pretrain.chain import StopCause, begin, end, restarts_file
+from canon_pretrain.chain import begin, end, restarts_file
 from canon_pretrain.core.files import write_json
 from canon_pretrain.core.holder import Holder
 from canon_pretrain.core.lock import LinkLock
@@ -21,11 +19,11 @@ TIME = "2026-01-01T00:00:00+00:00"
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
+def run(tmp_path):
     return RunFolder(tmp_path / "run")
 
 
-def launch(run: RunFolder, state: str, step: int, reason: str = "", **saved: int) -> None:
+def launch(run, state, step, reason="", **saved):
     """Write what a launch leaves: status.json, and a checkpoint per folder and step in `saved`."""
     before = read_status(run.status_file)
     status = Status("running", step, 100, TIME, TIME, reason=reason, phase="training")
@@ -36,16 +34,14 @@ def launch(run: RunFolder, state: str, step: int, reason: str = "", **saved: int
         (run.path / folder / f"step-{at}").mkdir(parents=True, exist_ok=True)
 
 
-def attempt(
-    run: RunFolder, *left: Any, asked: StopCause = "none", restarts: int = 2, **saved: int
-) -> str:
+def attempt(run, *left, asked="none", restarts=2, **saved):
     """Return the action after a launch that leaves (state, step, reason) and `saved`."""
     assert begin(run, "7", restarts=restarts) is None
     launch(run, *left, **saved)
     return end(run, "7", asked, restarts=restarts).next
 
 
-def recorded(run: RunFolder, key: str) -> object:
+def recorded(run, key):
     return json.loads(restarts_file(run).read_text())[key]
 
 
@@ -124,7 +120,7 @@ def test_damaged_files_are_ignored_but_end_needs_begin(run):
     assert end(run, "7", "none").next == "requeue"
 
 
-def held(run: RunFolder, heartbeat_s: float = 0.1, **who: str) -> ExitStack:
+def held(run, heartbeat_s=0.1, **who):
     """Hold the lock of `run` as job 7; closing releases it."""
     holder, stack = replace(Holder.of_this_process(), job_id="7", **who), ExitStack()  # type: ignore[arg-type]
     lock = LinkLock.acquire(run.lock_file, heartbeat_s=heartbeat_s, holder=holder)

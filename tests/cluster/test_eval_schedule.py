@@ -17,7 +17,6 @@ from canon_pretrain.checkpoint.manifest import FileEntry, Manifest
 from canon_pretrain.checkpoint.retention import Retention, held_steps
 from canon_pretrain.cluster.leases import (
     LOCAL,
-    Lease,
     Leases,
     NoQueue,
     Slurm,
@@ -39,7 +38,7 @@ from tests.support import ROOT, error_codes, refused, write_data
 SUITES = ["jrt", "validation"]
 
 
-def save(run: Path, *steps: int, kind: Any = "full", into: Path | None = None) -> None:
+def save(run, *steps, kind="full", into=None):
     """Write checkpoints that are valid but hold no model."""
     for step in steps:
         folder = into or run / "checkpoint" / f"step-{step}"
@@ -49,7 +48,7 @@ def save(run: Path, *steps: int, kind: Any = "full", into: Path | None = None) -
         Manifest(step, kind, 1, "2", {"data": entry}, "2026-01-01T00:00:00+00:00").write(folder)
 
 
-def write_run(run: Path, *steps: int, last: int = 40, keep: int = 0) -> Path:
+def write_run(run, *steps, last=40, keep=0):
     saved = {"interval": 5, "keep_latest_k": keep, "max_held": 4, "folder": "checkpoint"}
     config = {"training": {"steps": last, "seq_len": 64}, "checkpoint": saved}
     RunFolder(run).write_config(config, {})
@@ -57,7 +56,7 @@ def write_run(run: Path, *steps: int, last: int = 40, keep: int = 0) -> Path:
     return run
 
 
-def store(run: Path, step: int, suite: str, **asked: Any) -> None:
+def store(run, step, suite, **asked):
     """Write results as `eval run` does."""
     settings = {
         "checkpoint": "", "step": step, "suite": suite, "limit": None, "train_fingerprint": "",
@@ -69,19 +68,19 @@ def store(run: Path, step: int, suite: str, **asked: Any) -> None:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+def slurm(tmp_path, monkeypatch):
     fake = FakeSlurm(tmp_path / "fake")
     monkeypatch.setenv("PATH", fake.environ["PATH"])
     return fake
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     """Steps 10 and 20 of 40 are saved, and 15, which is not evaluated."""
     return write_run(tmp_path / "run", 10, 15, 20)
 
 
-def submit(*words: object) -> int:
+def submit(*words):
     """Return the exit code of `eval submit`."""
     try:
         main(["submit", *map(str, words)])
@@ -90,7 +89,7 @@ def submit(*words: object) -> int:
     return 0
 
 
-def watcher(run: Path, *suites: str, expiry_s: float = 600, cap: int = 8, **asked: Any) -> Watcher:
+def watcher(run, *suites, expiry_s=600, cap=8, **asked):
     """A watcher of `suites` at steps 20 and 40, or of SUITES at every tenth step."""
     given = {"suites": [*suites], "every": 20} if suites else {"suites": SUITES, "every": 10}
     schedule = Schedule(run, Request(**given | asked), expiry_s=expiry_s)
@@ -98,13 +97,13 @@ def watcher(run: Path, *suites: str, expiry_s: float = 600, cap: int = 8, **aske
     return Watcher([schedule], Slurm(), run / "report", **options)
 
 
-def current_lease(run: Path, step: int = 20) -> Lease:
+def current_lease(run, step=20):
     lease = leases_of(run, step, "jrt").current()
     assert lease is not None
     return lease
 
 
-def states(watcher: Watcher) -> dict[tuple[int, str], str]:
+def states(watcher):
     watcher.queue.refresh()
     found = [entry for _, entries in watcher.overview() for entry in entries]
     return {(e.step, e.suite): e.state for e in found if e.state != "to come"}
@@ -213,7 +212,7 @@ def test_a_watcher_that_died_around_sbatch(slurm, run, monkeypatch, died):
     """A job that was submitted but not recorded is found by its name."""
     leases, patient, submit = leases_of(run, 20, "jrt"), watcher(run, "jrt"), Slurm.submit
 
-    def silent(self: Slurm, *words: Any) -> str:
+    def silent(self, *words):
         if died == "after":
             submit(self, *words)
         raise SlurmTimeout("test.timeout", "no answer")
@@ -237,7 +236,7 @@ def test_waiting_checkpoints_are_not_pruned(slurm, tmp_path):
     run = write_run(tmp_path / "run", 10, 15, 20, 25, keep=1)
     folder, watch = CheckpointFolder(run / "checkpoint"), watcher(run)
 
-    def strip(full: Path, temporary: Path) -> None:
+    def strip(full, temporary):
         save(run, int(full.name.partition("-")[2]), kind="weights", into=temporary)
 
     retention = Retention(folder, 1, holds=lambda: held_steps(run), strip=strip)
@@ -290,7 +289,7 @@ def test_an_abandoned_branch_takes_its_leases_along(slurm, run):
 
 
 def test_which_results_count(run, tmp_path):
-    def known(*how: str, suite: str = "jrt") -> bool:
+    def known(*how, suite="jrt"):
         return Schedule(run, Request(SUITES, 10, how=[*how])).has_results(10, suite)
 
     store(run, 10, "jrt", limit=5)
@@ -339,7 +338,7 @@ def test_a_job_that_lost_its_lease_ends(slurm, run, monkeypatch):
     """A watcher cancels such a job, and its script exits with 3; jobs by hand need no lease."""
     leases, submit = leases_of(run, 20, "jrt"), Slurm.submit
 
-    def slow(self: Slurm, *words: Any) -> str:
+    def slow(self, *words):
         assert leases.claim(new_lease(2))
         return submit(self, *words)
 
@@ -364,7 +363,7 @@ def test_a_job_without_progress_ends(run):
     """After three restarts without a further task; a task resets the count."""
     leases = leases_of(run, 10, "jrt")
 
-    def codes(count: int, job: str = "5") -> list[int]:
+    def codes(count, job="5"):
         return [start_job(leases, job, None, 3)[0] for _ in range(count)]
 
     assert codes(5) == [0] * 4 + [1]
@@ -418,7 +417,7 @@ def test_a_dead_local_process_is_replaced(run):
     code += "assert Leases(Path(sys.argv[1])).claim(new_lease(1, job=LOCAL))"
     subprocess.run([sys.executable, "-c", code, leases.folder], cwd=ROOT, check=True)
 
-    def state() -> str:
+    def state():
         return Schedule(run, Request(["jrt"], 20)).entries(NoQueue())[0].state
 
     assert state() == "waiting"
@@ -457,7 +456,7 @@ def test_a_users_task_file_must_be_trusted(slurm, run, capsys, monkeypatch):
     mine = run.parent / "mine.yaml"
     mine.write_text("task: mine\n")
 
-    def code(*words: str, answer: str | None = None) -> int:
+    def code(*words, answer=None):
         monkeypatch.setattr("builtins.input", lambda prompt: answer)
         monkeypatch.setattr("sys.stdin.isatty", lambda: answer is not None)
         return submit(run, "--every", 20, "--once", *words)

@@ -67,11 +67,11 @@ def test_a_nodes_report(tmp_path, monkeypatch):
     assert len(preflight.report_node(tmp_path, 0, 8).faults) == 1
 
 
-def at(seconds: float) -> Report:
+def at(seconds):
     return Report(clock_s=1e9 + seconds)
 
 
-def measured(*matmul: float, device: str = "cuda", network: float = 2e11) -> Report:
+def measured(*matmul, device="cuda", network=2e11):
     """Return a node's report: the FLOP/s of its devices, and bandwidth between two nodes."""
     speeds = {f"{device}:{i}": {MATMUL: rate, TWO_NODES: network} for i, rate in enumerate(matmul)}
     return Report(speeds=speeds)
@@ -118,7 +118,7 @@ def test_the_node_at_fault_is_found(reports, faults, common, warnings):
 
 
 def test_the_verdict_prints_nodes_to_exclude(tmp_path, capsys, monkeypatch):
-    def verdict(*more: str) -> tuple[object, str, str]:
+    def verdict(*more):
         with pytest.raises(SystemExit) as ended:
             main(["verdict", "--report", str(tmp_path), "--nodes", "n1,n2", *more])
         return ended.value.code, *capsys.readouterr()
@@ -143,7 +143,7 @@ def test_groups_are_nodes_neighbors_and_all_ranks():
     assert preflight.rank_groups(["n1", "n1"]) == [(preflight.IN_NODE, [0, 1])]
 
 
-def preflight_rank(rank: int, port: int, folder: Path, fault: str) -> None:
+def preflight_rank(rank, port, folder, fault):
     os.environ.update(LOCAL_RANK="0", RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT=str(port), SLURMD_NODENAME=f"n{rank}")
     if rank == 1 and fault == "no room":

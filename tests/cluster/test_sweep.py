@@ -15,7 +15,7 @@ from canon_pretrain.core.files import write_json
 from canon_pretrain.run.folder import PLAN, RunFolder
 from canon_pretrain.run.results import Score
 from canon_pretrain.run.status import Status
-from canon_pretrain.sweep import Row, main, read_sweep, sweep_rows
+from canon_pretrain.sweep import main, read_sweep, sweep_rows
 from canon_pretrain.titan.command_line import parse_job
 from tests.ranks import status
 from tests.report_runs import launch as launch_event
@@ -27,17 +27,17 @@ DEBUG = str(ROOT / "train_configs" / "debug.toml")
 GRID = ("--configs", DEBUG, "--lr", "3e-3", "0.00025", "--seeds", "0", "7")
 
 
-def plan(folder: Path, *words: object) -> None:
+def plan(folder, *words):
     main(["plan", str(folder), *map(str, words)])
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+def printed(capsys, *words):
     capsys.readouterr()
     main([*map(str, words)])
     return capsys.readouterr().out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+def refused(capsys, *words):
     """Return the code of the error that ends the command."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as left:
@@ -47,13 +47,13 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return code
 
 
-def config(path: Path, text: str = "") -> str:
+def config(path, text=""):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'extends = "{DEBUG}"\n{text}')
     return str(path)
 
 
-def launch_of(folder: Path, number: int, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def launch_of(folder, number, capsys):
     return printed(capsys, "run", folder, number, "--print0").split("\0")[:-1]
 
 
@@ -207,7 +207,7 @@ def test_the_table_compares_held_out_losses(tmp_path, capsys):
         events += [{"event": "validation", "step": at, "loss": loss + 40 - at} for at in (20, 40)]
         plant_run(tmp_path / run.name, events[: 3 if run.seed == 2 else 4])
 
-    def rows_of(source: str, at: int) -> list[Row]:
+    def rows_of(source, at):
         rows = sweep_rows(sweep, tmp_path, NOW)
         assert {(row.held_out_step, row.held_out_source) for row in rows} == {(at, source)}
         first = printed(capsys, "table", tmp_path).splitlines()[0]

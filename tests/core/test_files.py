@@ -45,7 +45,7 @@ def test_a_rename_whose_reply_is_lost_counts_as_done(tmp_path, monkeypatch, numb
     """A file server renames, and its client reports an error."""
     real = os.rename
 
-    def lose_reply(source: Path, target: Path) -> None:
+    def lose_reply(source, target):
         real(source, target)
         raise OSError(number, os.strerror(number), str(source))
 

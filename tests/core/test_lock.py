@@ -9,10 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -80,31 +78,31 @@ for line in sys.stdin:
 class Launch:
     """A process that runs LAUNCH."""
 
-    def __init__(self, **environ: str) -> None:
+    def __init__(self, **environ):
         variables = os.environ | {"PYTHONPATH": str(ROOT)} | environ
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen([sys.executable, "-c", LAUNCH], env=variables, **pipes)
         self.pid = self.process.pid
 
-    def send(self, *words: object) -> None:
+    def send(self, *words):
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(words) + "\n")
         self.process.stdin.flush()
 
-    def answer(self) -> Any:
+    def answer(self):
         assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
-    def ask(self, *words: object) -> Any:
+    def ask(self, *words):
         self.send(*words)
         return self.answer()
 
-    def acquire(self, path: Path, boot: str | None = None, **options: object) -> dict[str, Any]:
+    def acquire(self, path, boot=None, **options):
         return self.ask("acquire", str(path), 0, False, boot, FAST | options)
 
 
 @pytest.fixture
-def launch() -> Iterator[Callable[..., Launch]]:
+def launch():
     """Start launches, and kill them at the end of the test."""
     launches: list[Launch] = []
     yield lambda **environ: launches.append(Launch(**environ)) or launches[-1]
@@ -114,18 +112,18 @@ def launch() -> Iterator[Callable[..., Launch]]:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "run" / "lock.json"
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(condition, seconds=10.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "timeout"
         time.sleep(0.01)
 
 
-def stale(path: Path, age_s: float = 0.0, **changes: Any) -> Holder:
+def stale(path, age_s=0.0, **changes):
     """Write the lock of a dead launch on another machine."""
     holder = replace(Holder.of_this_process(), host="n9", pid=77, boot=ELSEWHERE)
     holder = replace(holder, **changes)
@@ -330,7 +328,7 @@ NO_FLOCK = ("ENOLCK", "EOPNOTSUPP", "ENOSYS")
 
 
 @pytest.fixture(params=["flock", *NO_FLOCK])
-def file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def file_system(request, monkeypatch):
     """Run the test with flock, and with each error of a file system without it."""
     if request.param != "flock":
         error = OSError(getattr(errno, request.param), "injected")
@@ -369,14 +367,14 @@ def test_exclusion_while_the_folder_is_removed_repeatedly(tmp_path):
     folder, done = tmp_path / "locks", threading.Event()
     inside, most = list[int](), list[int]()
 
-    def take(_: int) -> None:
+    def take(_):
         for _ in range(30):
             with locked(folder / "one", "x", patience_s=60):
                 inside.append(1)
                 most.append(len(inside))
                 inside.pop()
 
-    def remove() -> None:
+    def remove():
         while not done.is_set():
             remove_locks(folder)
 

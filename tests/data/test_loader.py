@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ KINDS = ("random", "permute", "mixture")
 Open = Callable[[], Mixture]
 
 
-def philox(seed: int, sample: int, words: int) -> list[int]:
+def philox(seed, sample, words):
     """Return the first words of NumPy's stream, which increments the counter before each block."""
     return np.random.Philox(key=seed, counter=(sample - 1) % 2**256).random_raw(words).tolist()
 
@@ -69,14 +68,14 @@ def test_permute_visits_each_window_once_per_epoch(seed, epoch, num_tokens, seq_
 # ---- mixtures
 
 
-def write(folder: Path, k: int, **changed: Any) -> Path:
+def write(folder, k, **changed):
     options: dict[str, Any] = {"vocab_size": 500, "eos_id": 2, "tokenizer_sha256": "t", **changed}
     write_shards(folder / "train", [np.arange(100 + k)], **options)
     return folder
 
 
 @pytest.fixture
-def mixed(tmp_path: Path) -> list[Path]:
+def mixed(tmp_path):
     return [write(tmp_path / name, k) for k, name in enumerate(("web", "books", "code"))]
 
 
@@ -136,7 +135,7 @@ def test_folders_of_other_tokenizers_or_equal_data_are_refused(mixed, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def folders(tmp_path_factory):
     """Return three data folders with tokens 0 to 99, 100 to 199 and 200 to 299."""
     base = tmp_path_factory.mktemp("mixed")
     found = []
@@ -149,7 +148,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture
-def opened(folders: list[Path], request: pytest.FixtureRequest) -> tuple[Open, str]:
+def opened(folders, request):
     if request.param == "mixture":
         return lambda: Mixture.open(folders, WEIGHTS), "random"
     return lambda: Mixture.open(folders[:1]), request.param
@@ -158,13 +157,13 @@ def opened(folders: list[Path], request: pytest.FixtureRequest) -> tuple[Open, s
 all_kinds = pytest.mark.parametrize("opened", KINDS, indirect=True)
 
 
-def loaders(data: Open, world: int, local_batch: int = 1, **changed: Any) -> list[BatchLoader]:
+def loaders(data, world, local_batch=1, **changed):
     sizes = {"data_seed": SEED, "seq_len": SEQ_LEN, "global_batch_size": GLOBAL_BATCH}
     sizes |= {"local_batch_size": local_batch, "dp_world_size": world, **changed}
     return [BatchLoader(data(), dp_rank=rank, **sizes) for rank in range(world)]
 
 
-def step(ranks: list[BatchLoader]) -> np.ndarray:
+def step(ranks):
     """Return a global batch in sample order, [GLOBAL_BATCH, SEQ_LEN + 1]."""
     goal = ranks[0].next_sample + GLOBAL_BATCH
     rows = []
@@ -174,7 +173,7 @@ def step(ranks: list[BatchLoader]) -> np.ndarray:
     return np.concatenate(rows)
 
 
-def expected(mixture: Mixture, order: str) -> tuple[np.ndarray, list[int]]:
+def expected(mixture, order):
     streams = [source.read(0, source.num_tokens) for source in mixture.sources]
     rows, sources = [], []
     for i in range(STEPS * GLOBAL_BATCH):

@@ -4,7 +4,6 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ VOCAB = 1000
 
 
 @pytest.fixture
-def split(tmp_path: Path) -> Path:
+def split(tmp_path):
     """Two shards: one of several 64-KiB blocks, and a small one."""
     folder = tmp_path / "train"
     documents = [np.arange(100_000) % VOCAB, np.arange(5)]
@@ -117,7 +116,7 @@ def test_bad_documents_are_refused(tmp_path, ids, more, code, given):
 
 
 def test_the_last_commit_record_completes_an_input_group(tmp_path):
-    def write(finish: bool) -> None:
+    def write(finish):
         with ShardWriter(tmp_path, 3, vocab_size=VOCAB, eos_id=2, max_shard_tokens=4) as writer:
             for row in range(3):
                 writer.add(np.arange(3), num_bytes=1, row=row)
@@ -168,8 +167,8 @@ def test_damage_is_found_where_it_is_read(split, monkeypatch, crc32):
 MANIFEST = ("shard.manifest", "manifest.json")
 
 
-def edited(drop: str = "", **changes: Any) -> Callable[[Path], object]:
-    def edit(folder: Path) -> None:
+def edited(drop="", **changes):
+    def edit(folder):
         path = folder / "manifest.json"
         manifest = json.loads(path.read_text()) | changes
         path.write_text(json.dumps({key: manifest[key] for key in manifest if key != drop}))
@@ -177,7 +176,7 @@ def edited(drop: str = "", **changes: Any) -> Callable[[Path], object]:
     return edit
 
 
-def changed(change: Callable[[Path], object], file: str) -> tuple[Any, ...]:
+def changed(change, file):
     return lambda folder: change(folder / file), "shard.damaged", file
 
 

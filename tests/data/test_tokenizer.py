@@ -67,7 +67,7 @@ texts = st.one_of(
 )
 
 
-def trained(**changes: Any) -> bytes:
+def trained(**changes):
     content = io.BytesIO()
     options = {"sentence_iterator": iter(LINES * 4), "model_writer": content, "minloglevel": 2}
     sentencepiece.SentencePieceTrainer.train(**options, **LLAMA | changes)
@@ -78,7 +78,7 @@ model = cache(lambda name: trained(**MODELS[name][0]))
 
 
 @cache
-def encoders(name: str) -> list[Any]:
+def encoders(name):
     """Return the reference, ours, and ours with tiny slices and cache, to reach every branch."""
     reference = sentencepiece.SentencePieceProcessor(model_proto=model(name))
     found = [reference, Tokenizer(model(name), name)]
@@ -102,7 +102,7 @@ def test_any_text_has_the_ids_of_sentencepiece(name, text):
 # ---- tokenizer.json
 
 
-def byte_level(splitter: pre_tokenizers.PreTokenizer) -> dict[str, Any]:
+def byte_level(splitter):
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = splitter
     tokenizer.decoder = decoders.ByteLevel()
@@ -112,7 +112,7 @@ def byte_level(splitter: pre_tokenizers.PreTokenizer) -> dict[str, Any]:
     return json.loads(tokenizer.to_str())
 
 
-def split_by(pattern: str) -> pre_tokenizers.PreTokenizer:
+def split_by(pattern):
     split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([split, byte_level])
@@ -121,7 +121,7 @@ def split_by(pattern: str) -> pre_tokenizers.PreTokenizer:
 sentencepiece_model = cache(lambda: train_tokenizer(LINES * 3, 430))
 
 
-def llama_2() -> dict[str, Any]:
+def llama_2():
     processor = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
     vocab = {processor.id_to_piece(i): i for i in range(processor.vocab_size())}
     merges = []
@@ -154,13 +154,13 @@ ours = cache(lambda name: Tokenizer(content(name).encode(), name))
 
 
 @cache
-def package(name: str) -> Callable[[str], list[int]]:
+def package(name):
     tokenizer = tokenizers.Tokenizer.from_str(content(name))
     tokenizer.encode_special_tokens = True
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def changed(name: str = "gpt-2", **changes: Any) -> bytes:
+def changed(name="gpt-2", **changes):
     return json.dumps({**json.loads(content(name)), **changes}).encode()
 
 
@@ -201,7 +201,7 @@ def test_round_trip_and_special_tokens_are_text(name):
         assert tokenizer.eos_id in tokenizers.Tokenizer.from_str(content(name)).encode("</s>").ids
 
 
-def limited() -> tokenizers.Tokenizer:
+def limited():
     tokenizer = tokenizers.Tokenizer.from_str(content("gpt-2"))
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=50)
@@ -217,7 +217,7 @@ def test_truncation_padding_and_templates_are_ignored():
     assert ids == ours("gpt-2").encode(LINES[0]).tolist()
 
 
-def token(number: int, text: str, *, special: bool = False) -> dict[str, Any]:
+def token(number, text, *, special=False):
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": text, "special": special, **flags}
 

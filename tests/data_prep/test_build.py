@@ -5,7 +5,6 @@ import importlib.util
 import json
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ TOKENIZER = "train:400"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def library(tmp_path_factory):
     root = tmp_path_factory.mktemp("library")
     (root / "pydoc_data").mkdir()
     topics = {f"t{i}": f"Topic {i}: the quick brown fox, </s> and <s> too.\n" * 3 for i in range(9)}
@@ -48,12 +47,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield root
 
 
-def build_library(out: Path) -> None:
+def build_library(out):
     build(out, "stdlib", TOKENIZER, OPTIONS, workers=1)
 
 
 @pytest.fixture(scope="module")
-def reference(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(library, tmp_path_factory):
     build_library(out := tmp_path_factory.mktemp("reference") / "data")
     return out
 
@@ -251,7 +250,7 @@ INPUTS = tuple(Input(f"f{i}.py", 10 * i, f"{i:064x}") for i in range(12))
 
 
 def test_input_groups_cover_the_inputs_in_order():
-    def groups(inputs: tuple[Input, ...], **rule: int) -> tuple[tuple[int, int], ...]:
+    def groups(inputs, **rule):
         return make_input_groups(inputs, Options(holdout=0.1, **rule))
 
     assert groups(INPUTS, unit_bytes=100) == ((0, 5), (5, 7), (7, 9), (9, 11), (11, 12))

@@ -7,9 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +24,7 @@ from tests.support import ROOT, error_codes, refused
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """Return a corpus of 11 input groups, its tokenizer, and `data`."""
     return corpus_folder(tmp_path_factory.mktemp("faults"), files=22)
 
@@ -44,18 +42,18 @@ with command():
 """
 
 
-def start(base: Path, out: Path, workers: int = 1) -> subprocess.Popen[str]:
+def start(base, out, workers=1):
     words, pipe = [sys.executable, "-c", BUILD, str(base), str(out), str(workers)], subprocess.PIPE
     return subprocess.Popen(words, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
 
 
-def wait_for_shards(run: subprocess.Popen[str], out: Path, count: int) -> None:
+def wait_for_shards(run, out, count):
     deadline = time.monotonic() + 60
     while committed(out) < count and run.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
 
 
-def committed(out: Path) -> int:
+def committed(out):
     return len(list(out.glob("*/part-*.json")))
 
 
@@ -90,7 +88,7 @@ def test_two_builds_at_once(base, tmp_path):
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path):
     with small_disk(tmp_path / "disk", "size=4m") as folder:
         yield folder
 
@@ -129,7 +127,7 @@ def test_a_disk_that_fills_up(tmp_path, disk, workers):
 
 
 @pytest.fixture
-def corpus(base: Path, tmp_path: Path) -> Path:
+def corpus(base, tmp_path):
     write_tokenizer(tmp_path / "tokenizer.model")
     return Path(shutil.copytree(base / "corpus", tmp_path / "corpus"))
 
@@ -158,7 +156,7 @@ def test_an_input_changed_between_runs(base, corpus, tmp_path):
 def test_an_input_that_changes_while_it_is_built(corpus, tmp_path, monkeypatch):
     out, changed, run_jobs = tmp_path / "data", corpus / "part7.jsonl", build_module.run_jobs
 
-    def change_first(*arguments: Any) -> Any:
+    def change_first(*arguments):
         changed.write_bytes(changed.read_bytes().replace(b"the", b"thx", 1))
         return run_jobs(*arguments)
 

@@ -2,7 +2,6 @@
 
 import json
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 
@@ -21,12 +20,12 @@ GROUPS = 5
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """Return a corpus, its tokenizer, and `data`, which each test finishes with its own limits."""
     return corpus_folder(tmp_path_factory.mktemp("finish"), files=9)
 
 
-def documents(base: Path, held_out: bool) -> list[list[tuple[str, int]]]:
+def documents(base, held_out):
     """Return (text, tokens with EOS) of a split's documents by input group, from the corpus."""
     groups: list[list[tuple[str, int]]] = [[] for _ in range(GROUPS)]
     for file in range(9):
@@ -37,7 +36,7 @@ def documents(base: Path, held_out: bool) -> list[list[tuple[str, int]]]:
     return groups
 
 
-def check_limited(base: Path, data: Path, limits: Limits) -> None:
+def check_limited(base, data, limits):
     groups = documents(base, held_out=False)
     flat = [(group, *document) for group, content in enumerate(groups) for document in content]
     totals = accumulate(count for *_, count in flat)
@@ -122,7 +121,7 @@ def test_a_kill_between_the_manifests_leaves_no_mixed_pair(base, monkeypatch):
     finish(base / "data", Limits())
     real = finish_module.write_json
 
-    def killed(path: Path, value: object) -> None:
+    def killed(path, value):
         if path.parent.name == "validation":
             raise KeyboardInterrupt
         real(path, value)

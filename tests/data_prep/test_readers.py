@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -27,37 +26,35 @@ DOCUMENTS = [Document(text, text.encode()) for text in TEXTS]
 FORMATS = [".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet"]
 
 
-def reader(
-    path: Path, *, sha256: str = "", text_field: str = "text", group_field: str | None = None
-) -> InputReader:
+def reader(path, *, sha256="", text_field="text", group_field=None):
     known = Input(path.name, path.stat().st_size, sha256)
     return InputReader(path.parent, known, text_field, group_field)
 
 
-def rows(path: Path, **options: str) -> list[Document | Skipped]:
+def rows(path, **options):
     return list(reader(path, **options).rows())
 
 
-def jsonl(values: list[str] = TEXTS, **more: object) -> bytes:
+def jsonl(values=TEXTS, **more):
     return b"".join(json.dumps({"text": text, **more}).encode() + b"\n" for text in values)
 
 
-def zst(content: bytes, *, checksum: bool = True) -> bytes:
+def zst(content, *, checksum=True):
     return zstandard.ZstdCompressor(write_checksum=checksum).compress(content)
 
 
-def write(path: Path, content: bytes) -> Path:
+def write(path, content):
     path.write_bytes(content)
     return path
 
 
-def write_parquet(path: Path, texts: list[str | None] | pyarrow.Array, **options: object) -> Path:
+def write_parquet(path, texts, **options):
     column = texts if isinstance(texts, pyarrow.Array) else pyarrow.array(texts, pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, **options)
     return path
 
 
-def any_file(folder: Path, suffix: str) -> Path:
+def any_file(folder, suffix):
     """Write TEXTS in the format of the suffix, in several frames, members or row groups."""
     path = folder / f"x{suffix}"
     if suffix == ".parquet":

@@ -7,7 +7,6 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,21 @@ import pytest
 
 from data_prep import sources
 from data_prep.readers import TOPICS
-from data_prep.sources import HUB_SOURCES, Selection, select
-from tests.fake_hub import FakeHub, Files
+from data_prep.sources import HUB_SOURCES, select
+from tests.fake_hub import FakeHub
 from tests.support import ROOT, refused
 
 PATH = "sample/100BT/{:03d}_{:05d}.parquet"
 
 
-def make(root: Path, *paths: str) -> Path:
+def make(root, *paths):
     for path in paths:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text("1")
     return root
 
 
-def paths(selection: Selection) -> list[str]:
+def paths(selection):
     assert all((selection.root / known.path).stat().st_size == 1 for known in selection.inputs)
     return [known.path for known in selection.inputs]
 
@@ -89,7 +88,7 @@ def test_a_copy_is_the_same_from_any_of_its_folders(tmp_path):
 COMMIT, OTHER = "1" * 40, "2" * 40
 
 
-def cache_with(root: Path, commit: str, **blobs: str) -> Path:
+def cache_with(root, commit, **blobs):
     dataset = root / "datasets--HuggingFaceFW--fineweb-edu"
     for number, blob in blobs.items():
         path = dataset / "snapshots" / commit / PATH.format(0, int(number[1:]))
@@ -111,7 +110,7 @@ def test_commits_and_hashes_from_the_hubs_metadata(tmp_path):
     local = make(tmp_path / "local", PATH.format(0, 0), PATH.format(0, 1))
     assert select("fineweb-edu", [local], revision=OTHER).version == OTHER
 
-    def left(number: int, commit: str) -> None:
+    def left(number, commit):
         name = f".cache/huggingface/download/{PATH.format(0, number)}.metadata"
         path = make(local, name) / name
         path.write_text(f"{commit}\n{str(number) * 64}\n1718000000.5\n")
@@ -159,13 +158,13 @@ NAMES = [f"{FOLDER}/{stem}.parquet" for stem in ("002_00000", "002_00001", "010_
 
 
 @pytest.fixture
-def files() -> Files:
+def files():
     files = {name: f"content of {name} ".encode() * 4000 for name in reversed(NAMES)}
     return files | {f"{FOLDER}/README.md": b"not of the pattern", "x.parquet": b"elsewhere"}
 
 
 @pytest.fixture
-def hub(files: Files) -> Iterator[FakeHub]:
+def hub(files):
     with FakeHub({FINEWEB.repo: {FINEWEB.commit: files, MOVED: files}}) as server:
         server.page_files = 3
         yield server
@@ -188,7 +187,7 @@ FETCH = "fetch(s.source, s.version, s.root, s.inputs[{}])"
 READ = "list(InputReader(s.root, s.inputs[0], s.text_field, s.group_field).rows())"
 
 
-def run(home: Path, endpoint: str, *steps: str, **more: str) -> list[str]:
+def run(home, endpoint, *steps, **more):
     known = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
     known |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
     known["HF_HUB_DISABLE_TELEMETRY"] = "1"

@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ CONTROL = "red \x1b[31mtext\x1b[0m, bell \x07, CR\rLF\r\n, C1 \x9b31m, \u202eesr
 LINES = "first line\n\n== end of the document\nlast line\n"
 
 
-def texts() -> list[list[str]]:
+def texts():
     """Return two input groups; one document occurs four times, another twice."""
     first = [sentence(k, 1 + k * 20) for k in range(30)]
     second = [sentence(1000 + k, 50) for k in range(20)]
@@ -34,13 +33,13 @@ VALIDATION = [sentence(5000, 40), COPIED, sentence(5001, 5)]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     folder, groups = tmp_path_factory.mktemp("stats") / "data", ("RedPajamaBook", EVIL, "arXiv")
     make_data_folder(folder, texts(), VALIDATION, groups=groups, max_part_tokens=3000)
     return folder
 
 
-def tokens_of(text: str) -> list[int]:
+def tokens_of(text):
     return [*tokenizer().encode(text).tolist(), tokenizer().eos_id]
 
 
@@ -117,12 +116,12 @@ def test_the_page_draws_its_plots_and_requests_nothing(browser, data, tmp_path, 
 # ---- show
 
 
-def text_of(shown: str) -> str:
+def text_of(shown):
     lines = [line.removeprefix("│ ") for line in shown.splitlines() if line.startswith("│ ")]
     return "\n".join(lines)
 
 
-def ids_of(shown: str) -> list[int]:
+def ids_of(shown):
     lines = [line for line in shown.splitlines() if re.match(r"(ids:|    ) \d", line)]
     return [int(word) for line in lines for word in line.removeprefix("ids:").split()]
 

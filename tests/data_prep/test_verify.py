@@ -3,7 +3,6 @@
 import errno
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,38 +25,38 @@ from tests.support import error_codes, refused
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     return corpora.corpus_folder(tmp_path_factory.mktemp("verify"), files=9)
 
 
 @pytest.fixture
-def data(base: Path, tmp_path: Path) -> Path:
+def data(base, tmp_path):
     return Path(shutil.copytree(base / "data", tmp_path / "data"))
 
 
-def snapshot(folder: Path) -> dict[str, bytes]:
+def snapshot(folder):
     return {name: data for name, data in corpora.snapshot(folder).items() if ".lock" not in name}
 
 
-def names_of(split: Path) -> list[str]:
+def names_of(split):
     return [entry["name"] for entry in json.loads((split / "manifest.json").read_bytes())["parts"]]
 
 
-def faults_of(folder: Path, *level: str, **more: Any) -> list[str]:
+def faults_of(folder, *level, **more):
     with refused("data.damaged") as caught:
         verify(folder, *level, **more)
     return caught.value.fields["faults"]
 
 
-def files_of(faults: list[str]) -> list[str]:
+def files_of(faults):
     paths = [Path(fault.partition(": ")[0]) for fault in faults]
     return [f"{path.parent.name}/{path.name}" for path in paths]
 
 
-def patch_writer(patch: pytest.MonkeyPatch, change: Callable[[np.ndarray], np.ndarray]) -> None:
+def patch_writer(patch, change):
     real = shard_writer.ShardWriter.add
 
-    def add(self: shard_writer.ShardWriter, ids: np.ndarray, **known: Any) -> None:
+    def add(self, ids, **known):
         real(self, change(ids), **known)
 
     patch.setattr(shard_writer.ShardWriter, "add", add)
@@ -211,7 +210,7 @@ def test_a_failed_repair_changes_nothing(data, monkeypatch, capsys):
     with locked(data / verify_module.LOCK, "x"), refused("lock.held"):
         verify(data, repair=True)
 
-    def full(ids: np.ndarray) -> np.ndarray:
+    def full(ids):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     # other ids, as with another version of a library; then a full disk

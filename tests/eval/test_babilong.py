@@ -2,13 +2,10 @@
 
 import re
 import tomllib
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -30,7 +27,7 @@ NAMES = [f"babilong_qa{qa}_{length}" for qa in range(1, 6) for length in ("0k", 
 # ---- the score
 
 
-def reference_is_right(labels: list[str], question: str, target: str, answer: str) -> bool:
+def reference_is_right(labels, question, target, answer):
     """The rule of spec/eval.md section 3, letter by letter."""
     kept = ""
     for letter in answer.lower():
@@ -46,7 +43,7 @@ def reference_is_right(labels: list[str], question: str, target: str, answer: st
     return remaining == [target]
 
 
-def texts(labels: list[str]) -> st.SearchStrategy[str]:
+def texts(labels):
     """Answers and questions of labels in any case, parts of them, and end marks."""
     words = [*labels, *(label[:3] for label in labels), "room", "billion", "went to the"]
     marks = [".", "<context>", "<Context>", "<EXAMPLE>", "<conte", " ", "\n", "?", "É"]
@@ -73,7 +70,7 @@ def test_the_score_equals_a_reference(data):
 # ---- the prompts
 
 
-def filled(instruction: str, examples: list[tuple[str, str, str]]) -> str:
+def filled(instruction, examples):
     """The prompt of context C and question "Q ", with its trailing space."""
     text = f"{instruction}\n\n"
     for context, question, answer in examples:
@@ -167,11 +164,11 @@ def test_prompts_are_checked(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def staged(tmp_path_factory):
     return stage_fixtures(tmp_path_factory.mktemp("staged"), NAMES)
 
 
-def load_tasks(**metadata: object) -> dict[str, Task]:
+def load_tasks(**metadata):
     """Load the group, of which lm_eval has one of the same name."""
     with quiet_harness():
         folders = [str(harness_tasks() / "babilong"), str(ROOT / "eval" / "tasks")]
@@ -180,7 +177,7 @@ def load_tasks(**metadata: object) -> dict[str, Task]:
         return dict(manager.load(["babilong"])["tasks"])
 
 
-def scores(tasks: dict[str, Task], answer: Callable[[dict[str, str]], str]) -> dict[str, float]:
+def scores(tasks, answer):
     """The scores of a model that answers from the prompts' rows."""
     rows = {
         read_prompts(name.split("_")[1]).of(row["input"], row["question"]): row

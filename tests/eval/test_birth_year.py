@@ -3,18 +3,13 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lm_eval.api.instance import Instance
-from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
@@ -26,7 +21,6 @@ from eval.tasks.birth_year import probes as birth_year
 from eval.tasks.birth_year.probes import (
     KINDS,
     NUM_ITEMS,
-    Encoder,
     ends_with_space,
     make_probe,
     split_sentences,
@@ -44,10 +38,10 @@ CORPUS = Corpus("wikitext of a test", "\n".join(SENTENCES))
 class Words:
     """A tokenizer of words, with another space for a test of whole years."""
 
-    def __init__(self, sha256: str = "t", pattern: str = r"\S+") -> None:
+    def __init__(self, sha256="t", pattern=r"\S+"):
         self.sha256, self.pattern = sha256, pattern
 
-    def encode(self, text: str) -> list[str]:
+    def encode(self, text):
         return re.findall(self.pattern, text)
 
 
@@ -55,16 +49,16 @@ WORDS = Words()
 JUNK = birth_year.Junk(SENTENCES, WORDS)
 
 
-def reference_probe(kind_index: int, length: int, item: int) -> tuple[str, list[str], str]:
+def reference_probe(kind_index, length, item):
     """An independent generator from spec/eval.md: prompt, years, answer."""
     people, hops, anyone = [(5, 1, False), (5, 1, True), (3, 2, False)][kind_index]
     key = hashlib.sha256(f"0/{people}/{hops}/{length}/{item}".encode()).digest()[:16]
     words = iter(np.random.Philox(key=int.from_bytes(key, "little")).random_raw(1000).tolist())
 
-    def below(bound: int) -> int:
+    def below(bound):
         return int(Fraction(next(words), 2**64) * bound)
 
-    def shuffled(bound: int, count: int) -> list[int]:
+    def shuffled(bound, count):
         moved: dict[int, int] = {}
         drawn = []
         for i in range(count):
@@ -122,16 +116,16 @@ def test_probes_equal_an_independent_generator(kind, length, item):
     assert len(set(years)) == len(years) == (3 if kind == 2 else 5)
 
 
-def first_year(request: Instance) -> str:
+def first_year(request):
     match = re.search(r"year of (\d{4})", request.args[0])
     assert match
     return match[1]
 
 
-def answering(answer: Callable[[Instance], str]) -> ScriptedLM:
+def answering(answer):
     """A model that generates `answer` of a request and finds it the likeliest."""
 
-    def likelihood(request: Instance) -> float:
+    def likelihood(request):
         year = request.args[1]
         assert year[0] == " " and year[1:].isdigit()
         return -1.0 * (year.strip() != answer(request))
@@ -139,7 +133,7 @@ def answering(answer: Callable[[Instance], str]) -> ScriptedLM:
     return ScriptedLM(lambda request: answer(request) + ".", likelihood)
 
 
-def score(lm: ScriptedLM, tasks: dict[str, Task]) -> dict[str, float]:
+def score(lm, tasks):
     """The mean of each task's metric over all its items, by lm_eval's evaluator."""
     with quiet_harness():
         found = evaluate(lm, {"tasks": dict(tasks)}, bootstrap_iters=0)
@@ -155,16 +149,16 @@ def score(lm: ScriptedLM, tasks: dict[str, Task]) -> dict[str, float]:
     return scores
 
 
-def chance_of(name: str) -> float:
+def chance_of(name):
     return 1 / 3 if name.startswith("2-hop") else 1 / 5
 
 
-def few(folder: Path, corpus: Corpus | str = CORPUS, tokenizer: Encoder = WORDS) -> FrozenSets:
+def few(folder, corpus=CORPUS, tokenizer=WORDS):
     """Sets of 7 probes, counted in words."""
     return FrozenSets(folder, tokenizer, lambda: corpus, num_items=7)
 
 
-def freeze(base: Path, *names: str) -> dict[str, Any]:
+def freeze(base, *names):
     """Write whole sets with the tests' tokenizer; return the metadata for them."""
     known = data_folders.tokenizer()
     (base / known.file_name).write_bytes(known.model)

@@ -1,14 +1,10 @@
 """The suite `discriminative`: lm_eval's own tasks, on staged rows."""
 
 import socket
-from pathlib import Path
-from typing import Any, NoReturn
 
-import datasets
 import lm_eval.api.task
 import lm_eval.tasks
 import pytest
-from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from eval.harness import HARNESS_FOLDERS
@@ -22,16 +18,16 @@ NAMES = [data.key for data in CATALOGUE.values() if data.suite == DISCRIMINATIVE
 HARNESS = [harness_tasks() / folder for folder in HARNESS_FOLDERS]
 
 
-def load(wanted: list[str], folders: list[Path], **metadata: str) -> dict[str, Task]:
+def load(wanted, folders, **metadata):
     options = {"include_path": folders, "include_defaults": False, "metadata": metadata}
     return TaskManager(**options).load(wanted)["tasks"]
 
 
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Task]:
+def tasks(tmp_path_factory):
     """The members of the group, without network."""
 
-    def refuse(*_: Any, **__: Any) -> NoReturn:
+    def refuse(*_, **__):
         raise AssertionError("the network was used")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +58,7 @@ def test_tasks_equal_those_of_lm_eval(tasks, monkeypatch):
     """Configuration, version and requests are equal for the same rows from the "hub"."""
     requested: list[tuple[str, str | None]] = []
 
-    def from_hub(path: str, name: str | None = None, **_: Any) -> dict[str, datasets.Dataset]:
+    def from_hub(path, name=None, **_):
         requested.append((path, name))
         (key,) = [k for k in NAMES if (CATALOGUE[k].path, CATALOGUE[k].config) == (path, name)]
         return dict.fromkeys(("train", "validation", "test"), fixture(key))

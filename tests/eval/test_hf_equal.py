@@ -8,9 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +19,6 @@ from lm_eval.models.huggingface import HFLM
 
 from canon_pretrain.data.tokenizer import load_tokenizer
 from canon_pretrain.hf.export import export
-from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.results import read_samples
 from eval.model.lm import CanonLM
 from eval.model.target import load_model
@@ -55,7 +52,7 @@ class Models:
     exported: CanonLM
     theirs: HFLM
 
-    def answers(self, kind: str, inputs: list[tuple[Any, ...]]) -> tuple[list[Any], list[Any]]:
+    def answers(self, kind, inputs):
         """Our answers, equal for checkpoint and export, and lm_eval's."""
         requests = [Instance(kind, {}, given, index) for index, given in enumerate(inputs)]
         ours, exported, theirs = (
@@ -66,7 +63,7 @@ class Models:
         return ours, theirs
 
 
-def differences(found: list[Any], expected: list[Any]) -> list[tuple[int, Any, Any]]:
+def differences(found, expected):
     """Answers that differ by more than 1e-4 (sums: and 1e-4 of it), or are not equal."""
     differing = []
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
@@ -80,7 +77,7 @@ def differences(found: list[Any], expected: list[Any]) -> list[tuple[int, Any, A
     return differing
 
 
-def text_model(name: str, **changes: Any) -> Transformer:
+def text_model(name, **changes):
     """A model whose likeliest tokens are text: tokenizers decode partial bytes differently."""
     model = build(replace(variant(name), vocab_size=300, **changes))
     with torch.no_grad():
@@ -89,12 +86,12 @@ def text_model(name: str, **changes: Any) -> Transformer:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Models]]:
+def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("equal")
     make_data(folder / "data")
 
     @functools.cache
-    def make(name: str, add_bos: bool) -> Models:
+    def make(name, add_bos):
         base, ours = folder / f"{name}-{add_bos}", list[CanonLM]()
         checkpoint = plant_run(base / "run", text_model(name), data=folder / "data")
         out = base / "out"
@@ -115,11 +112,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., M
         yield make
 
 
-def make_data(folder: Path) -> None:
+def make_data(folder):
     make_data_folder(folder, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
 
 
-def pairs() -> list[tuple[str, str]]:
+def pairs():
     """Contexts and continuations of every form."""
     text, found = sentence(3, 400), []
     for seed in range(4):  # multiple choice: one context, choices of different lengths
@@ -155,7 +152,7 @@ def test_loglikelihoods(models, name, add_bos):
     assert not differences(*each.answers("loglikelihood_rolling", [(text,) for text in texts]))
 
 
-def prompts() -> list[tuple[str, dict[str, Any]]]:
+def prompts():
     """Prompts of different lengths, hence left-padded, with and without stop strings."""
     contexts = [sentence(seed, words) for seed, words in enumerate((1, 2, 9, 17, 30, 200))]
     contexts += [UNICODE, "the of ", "to be </s>\n\nAnswer me:"]
@@ -190,7 +187,7 @@ def test_the_commands(tmp_path):
     environment["PYTHONPATH"] = str(ROOT)
     options = f"pretrained={out},trust_remote_code=True,dtype=float32,add_bos_token=False"
 
-    def run(*words: object) -> None:
+    def run(*words):
         given: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
         given |= {"cwd": tmp_path, "env": environment, "timeout": 600}
         done = subprocess.run([sys.executable, "-m", *map(str, words)], **given)

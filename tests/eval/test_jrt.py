@@ -4,8 +4,6 @@ import json
 import logging
 import re
 import string
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,24 +52,24 @@ COUNTS = ("rows", "dropped", "kept", "cut", "answer", "nothing")
 
 
 @pytest.fixture
-def metadata(tmp_path: Path) -> dict[str, str]:
+def metadata(tmp_path):
     """A folder for staged data, and a tokenizer."""
     (tmp_path / "tokenizer.model").write_bytes(tokenizer().model)
     return {"staged": str(tmp_path), "tokenizer": str(tmp_path)}
 
 
 @pytest.fixture
-def loader(tmp_path: Path, metadata: dict[str, str]) -> Callable[..., Callable[..., Any]]:
+def loader(tmp_path, metadata):
     """Stage rows; return their `load`, which takes options."""
 
-    def stage(key: str, rows: list[dict[str, Any]]) -> Callable[..., Any]:
+    def stage(key, rows):
         write_staged(tmp_path, key, rows, revision="f" * 40)
         return lambda **options: load(**{"dataset": key, **metadata, **options})["validation"]
 
     return stage
 
 
-def counts_of(found: Any, *names: str) -> list[int]:
+def counts_of(found, *names):
     counts = json.loads(found.info.description)
     return [counts[name] for name in names]
 
@@ -209,19 +207,19 @@ def test_the_suite_complete(tmp_path, metadata):
 class Words:
     """One token per word with the space before it; half a word is a token as well."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.known: list[str] = []
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         found = re.findall(r" [^ ]*|[^ ]+", text)
         self.known += [word for word in dict.fromkeys(found) if word not in self.known]
         return [self.known.index(word) for word in found]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids):
         return "".join(self.known[i] for i in ids)
 
 
-def alike(one: str, other: str) -> bool:
+def alike(one, other):
     """Whether two letters are the same, case ignored."""
     forms = [
         {letter, letter.casefold(), letter.upper(), letter.lower()[0], letter.lower()[0].upper()}
@@ -230,7 +228,7 @@ def alike(one: str, other: str) -> bool:
     return bool(forms[0] & forms[1])
 
 
-def occurrence(text: str, answer: str) -> int:
+def occurrence(text, answer):
     """Where `answer` begins in `text` first; -1 if nowhere."""
     for begin in range(len(text) - len(answer) + 1 if answer else 0):
         if all(alike(text[begin + k], letter) for k, letter in enumerate(answer)):
@@ -238,9 +236,7 @@ def occurrence(text: str, answer: str) -> int:
     return -1
 
 
-def spec_cut(
-    text: str, answers: list[str], codec: Any, limit: int, alternatives: list[str], at: int | None
-) -> tuple[list[int], int, str]:
+def spec_cut(text, answers, codec, limit, alternatives, at):
     """The kept tokens' indices, the number of all, and the centre."""
     count, centre = len(codec.encode(text)), "answer"
     earliest = -1

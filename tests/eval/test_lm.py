@@ -14,7 +14,7 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from eval.model.budget import FILE, MAX_TOKENS, find_largest, load_or_find
 from eval.model.lm import PASS_TOKENS, CanonLM, request_cost
-from eval.model.score import Answer, Pair
+from eval.model.score import Pair
 from tests.scripted_lm import Bytes, Letters, LimitedMemory, requests
 from tests.support import refused
 from tests.variants import VARIANTS, build
@@ -31,11 +31,11 @@ LENGTH = 24
 
 
 @functools.cache
-def model_of(name: str) -> Transformer:
+def model_of(name):
     return build(VARIANTS[name]).eval()
 
 
-def naive(model: Transformer, tokens: list[int], count: int) -> Answer:
+def naive(model, tokens, count):
     """One row, one pass, one token after another, in float64."""
     with torch.no_grad():
         logits_TV = model(torch.tensor([tokens[:-1]]))[0].double()
@@ -46,12 +46,12 @@ def naive(model: Transformer, tokens: list[int], count: int) -> Answer:
     return total, greedy
 
 
-def assert_equal(found: list[Answer], expected: list[Answer]) -> None:
+def assert_equal(found, expected):
     assert [score for score, _ in found] == pytest.approx([s for s, _ in expected], abs=1e-4)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
 
 
-def words(max_size: int, min_size: int = 0) -> st.SearchStrategy[str]:
+def words(max_size, min_size=0):
     """Texts of few letters: common prefixes and equal texts are frequent."""
     return st.text(alphabet="abc", min_size=min_size, max_size=max_size)
 
@@ -130,7 +130,7 @@ TEXT = "Now is better than never; though never is often better than *right* now,
 
 
 @pytest.fixture(scope="module")
-def model() -> Transformer:
+def model():
     """A model with distinct logits, so that rounding changes no greedy answer; it writes text."""
     model = Transformer(ARGS)
     model.init_weights()
@@ -142,11 +142,11 @@ def model() -> Transformer:
     return model.eval()
 
 
-def scored(lm: CanonLM, given: list[tuple[str, str]]) -> list[float]:
+def scored(lm, given):
     return [score for score, _ in lm.loglikelihood(requests("loglikelihood", given))]
 
 
-def generated(lm: CanonLM, given: list[tuple[str, dict]]) -> list[str]:
+def generated(lm, given):
     return lm.generate_until(requests("generate_until", given))
 
 
@@ -205,7 +205,7 @@ def test_out_of_memory_halves_the_budget(model):
 def test_the_budget_is_found_once_per_model(tmp_path):
     lines: list[str] = []
 
-    def found(key: str, tokens: int) -> int:
+    def found(key, tokens):
         lines.clear()
         return load_or_find(tmp_path / FILE, key, lambda: tokens, lines.append)
 

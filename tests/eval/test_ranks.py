@@ -17,7 +17,7 @@ NOTICED_S = 20.0  # far below torch's timeouts
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+def ended(tmp_path_factory):
     """How each rank ended, by scenario and world size; see eval_rank_processes.py."""
     out = tmp_path_factory.mktemp("ranks") / "ended.json"
     command = [sys.executable, "-m", "tests.eval_rank_processes", str(out)]
@@ -26,7 +26,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     return json.loads(out.read_text())
 
 
-def results(found: Ended) -> list[Any]:
+def results(found):
     assert [rank["code"] for rank in found] == [0] * len(found), found
     return [rank["result"] for rank in found]
 

@@ -3,15 +3,13 @@
 import argparse
 import json
 import shutil
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
 from canon_pretrain.checkpoint.weights import strip_to_weights
@@ -24,7 +22,6 @@ from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import (
     PartialResults,
-    Results,
     Score,
     TaskResult,
     read_results,
@@ -45,23 +42,23 @@ SHORT = ("--max_length", MAX_LENGTH)  # instead of 8,192 for the probes
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
-def wikitext(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wikitext(tmp_path_factory):
     """A folder of staged data with WikiText only."""
     return stage_fixtures(tmp_path_factory.mktemp("staged"), ["wikitext"])
 
 
 @pytest.fixture(autouse=True)
-def staged(wikitext: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def staged(wikitext, monkeypatch):
     monkeypatch.setenv("CANON_EVAL_DATA", str(wikitext))
 
 
 @pytest.fixture
-def copy(run: Path, tmp_path: Path) -> Path:
+def copy(run, tmp_path):
     """A copy of the run and its data."""
     ignore = shutil.ignore_patterns("evals")
     shutil.copytree(run.parent, tmp_path / "copy", ignore=ignore)
@@ -72,12 +69,10 @@ Evaluate = Callable[..., str]
 
 
 @pytest.fixture
-def evaluate(run: Path, capsys: pytest.CaptureFixture[str]) -> Evaluate:
+def evaluate(run, capsys):
     """Evaluate a suite and return what was printed; `refused`: the expected error's code."""
 
-    def evaluating(
-        suite: str, *words: object, of: Path = run, step: int = 3, refused: str = ""
-    ) -> str:
+    def evaluating(suite, *words, of=run, step=3, refused=""):
         argv = ["run", "--checkpoint", of / "checkpoint" / f"step-{step}", "--suite", suite]
         if not refused:
             main([*map(str, argv), *map(str, words)])
@@ -91,17 +86,17 @@ def evaluate(run: Path, capsys: pytest.CaptureFixture[str]) -> Evaluate:
     return evaluating
 
 
-def is_new(printed: str) -> bool:
+def is_new(printed):
     """Whether a suite was evaluated, and not read from its results."""
     assert ("written to" in printed) != ("read from" in printed)
     return "written to" in printed
 
 
-def paths_of(run: Path, suite: str) -> list[Path]:
+def paths_of(run, suite):
     return [*(run / "evals/step-3" / suite).glob("*/results.json")]
 
 
-def result_of(run: Path, suite: str) -> Results:
+def result_of(run, suite):
     (path,) = paths_of(run, suite)
     return read_results(path)
 
@@ -109,7 +104,7 @@ def result_of(run: Path, suite: str) -> Results:
 Change = Callable[[dict[str, Any]], Any]
 
 
-def change_config(run: Path, change: Change) -> None:
+def change_config(run, change):
     record = json.loads((run / "config.json").read_text())
     change(record)
     (run / "config.json").write_text(json.dumps(record))
@@ -167,7 +162,7 @@ def load(**_):
 
 
 @pytest.fixture
-def task_file(tmp_path: Path) -> Path:
+def task_file(tmp_path):
     (tmp_path / "colours.py").write_text(LOAD)
     (tmp_path / "colours.yaml").write_text(TASK)
     return tmp_path / "colours.yaml"
@@ -219,7 +214,7 @@ def test_standard_errors_and_bounds_of_scores(task_file, source):
     task_file.write_text(GENERATE + f"metadata: {{version: 1{source}}}\n")
     task = open_tasks("colours", task_file, {}, None, None)["colours"]
 
-    def score_of(answer: Callable[[Instance], str]) -> Score:
+    def score_of(answer):
         return task.run(ScriptedLM(answer))["colours"].scores["exact_match"]  # type: ignore[arg-type]
 
     score = score_of(lambda request: request.args[0].split()[-1])
@@ -323,7 +318,7 @@ def test_submit_and_run_agree_on_stored_results(copy, evaluate, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     words = ["--option", "jrt_tokens=500", "--option", "prompts=a.toml"]
 
-    def known(suite: str, words: Sequence[str] = words) -> bool:
+    def known(suite, words=words):
         parser = argparse.ArgumentParser()
         add_evaluation_options(parser)
         how = to_argv(vars(parser.parse_args([*words])))
@@ -402,8 +397,8 @@ def test_validation_is_of_the_runs_own_text(copy, evaluate, tmp_path):
         own, names = shards.fingerprint, ("vocab_size", "eos_id", "tokenizer_sha256")
         header = {name: getattr(shards, name) for name in names}
 
-    def change(path: str) -> None:
-        def record(found: dict[str, Any]) -> None:
+    def change(path):
+        def record(found):
             found["config"] |= {"data": {"path": str(part.parent)}, "validation": {"path": path}}
             found["identity"]["held_out_fingerprint"] = f"none+{own}"  # a mixture's
 

@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -22,12 +21,12 @@ OLD, NEW = "a" * 40, "b" * 40
 COUNTS = {key: len(rows_of(key)) for key in CATALOGUE}
 
 
-def codes(out: str) -> list[str]:
+def codes(out):
     return re.findall(r"error\[([\w.]+)\]", out)
 
 
 @pytest.fixture(scope="module")
-def module_hub() -> Iterator[FakeHub]:
+def module_hub():
     """The catalogue's repositories with the fixtures at the pinned commit, or OLD."""
     splits: dict[str, dict[Any, Any]] = {}
     for key, data in CATALOGUE.items():
@@ -39,7 +38,7 @@ def module_hub() -> Iterator[FakeHub]:
 
 
 @pytest.fixture
-def hub(module_hub: FakeHub) -> Iterator[FakeHub]:
+def hub(module_hub):
     """The hub in its first state; the clients' cache may have files of it."""
     module_hub.take_asked()
     repos = {path: dict(commits) for path, commits in module_hub.repos.items()}
@@ -51,7 +50,7 @@ def hub(module_hub: FakeHub) -> Iterator[FakeHub]:
 
 
 @pytest.fixture(scope="module")
-def client(module_hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+def client(module_hub, tmp_path_factory):
     with closing(Client(module_hub.url, tmp_path_factory.mktemp("home"))) as client:
         yield client
 

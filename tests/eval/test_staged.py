@@ -1,10 +1,7 @@
 """Staged data sets: they come back as written, and damaged ones are refused."""
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +17,7 @@ PARQUET = f"{SPLIT}.parquet"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return stage_fixtures(tmp_path, ["boolq"])
 
 
@@ -82,8 +79,8 @@ def test_a_kill_at_any_step_leaves_old_new_or_missing(folder, monkeypatch):
     old, new = rows_of("boolq"), rows_of("boolq")[:5]
     seen, steps = set(), 0
 
-    def counted(real: Callable[..., Any], fatal: int) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
+    def counted(real, fatal):
+        def call(*arguments, **options):
             nonlocal steps
             steps += 1
             if steps == fatal:

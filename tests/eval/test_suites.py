@@ -7,12 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from canon_pretrain.run.results import RESULTS, Results, read_results, read_samples
+from canon_pretrain.run.results import RESULTS, read_results, read_samples
 from eval.__main__ import main
 from eval.suite_names import SUITES
 from tests.checkpoint_folders import small_disk
@@ -24,7 +22,7 @@ pytestmark = pytest.mark.system
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """run/ and data/ of an untrained model, and staged/: a small data set of every schema."""
     base = tmp_path_factory.mktemp("suites")
     texts = [row["input"] for row in rows_of("babilong_qa1_4k") + rows_of("babilong_qa3_1k")]
@@ -33,19 +31,19 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-def command(base: Path, suite: str, out: Path, *words: object) -> list[str]:
+def command(base, suite, out, *words):
     argv = ["run", "--checkpoint", base / "run/checkpoint/step-3", "--suite", suite, "--out", out]
     argv += ["--staged", base / "staged", "--batch_tokens", 4096, *words]
     return [*map(str, argv)]
 
 
-def start(words: list[str], *, ranks: int = 0, **options: Any) -> subprocess.Popen:
+def start(words, *, ranks=0, **options):
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     argv = [sys.executable, "-u", "-m", *(torchrun if ranks else []), "eval", *words]
     return subprocess.Popen(argv, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, **options)
 
 
-def results_in(out: Path) -> dict[str, Results]:
+def results_in(out):
     return {path.parent.name: read_results(path) for path in sorted(out.glob(f"*/{RESULTS}"))}
 
 

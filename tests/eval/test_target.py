@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """A data folder, a run on it with a checkpoint, and the checkpoint's export."""
     base = tmp_path_factory.mktemp("target")
     write_run(base)
@@ -36,7 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copy(base: Path, tmp_path: Path) -> Path:
+def copy(base, tmp_path):
     return Path(shutil.copytree(base / "out", tmp_path / "out"))
 
 

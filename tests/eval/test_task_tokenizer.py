@@ -2,15 +2,14 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from canon_pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from canon_pretrain.data.tokenizer import load_tokenizer
 from canon_pretrain.hf.export import export
-from eval.task_tokenizer import TaskTokenizer, task_tokenizer
+from eval.task_tokenizer import task_tokenizer
 from eval.tasks.jrt.documents import cut
 from tests.eval_text_runs import write_run
 from tests.support import refused
@@ -24,7 +23,7 @@ texts = st.one_of(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A data folder data/, and the export of a model on it, export/."""
     base = tmp_path_factory.mktemp("tokenizers")
     write_run(base)
@@ -33,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tokenizers(folder: Path) -> tuple[Tokenizer, TaskTokenizer, TaskTokenizer]:
+def tokenizers(folder):
     """That of training, and those of tasks on the data and on the export."""
     ours = task_tokenizer({"tokenizer": str(folder / "data"), "pretrained": "of no matter"})
     theirs = task_tokenizer({"pretrained": str(folder / "export"), "dtype": "float32"})

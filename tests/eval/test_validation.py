@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from tests.support import error_codes
 CPU = torch.device("cpu")
 
 
-def held_out(data_folder: Path) -> TokenShards:
+def held_out(data_folder):
     return TokenShards.open(data_folder / "validation")
 
 
@@ -70,7 +69,7 @@ def test_count_models_equal_a_count_by_hand():
     followers = Counter(a for a, _ in pairs)
     unigram = {v: (counts[v] + 1) / (300 + 10) for v in range(10)}
 
-    def bigram(a: int, b: int) -> float:
+    def bigram(a, b):
         if not context[a]:
             return unigram[b]
         direct = max(pairs[a, b] - 0.75, 0) / context[a]

@@ -6,13 +6,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from canon_pretrain.checkpoint.architecture import model_args_of, run_of_checkpoint
@@ -39,23 +37,23 @@ STEP = 10
 
 
 @pytest.fixture(scope="module")
-def run(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(data_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     options = ("--checkpoint.interval", STEP, "--model.position", "partial_rope_c")
     launch(*debug_run(data_folder, folder / "run"), *options, output=folder)
     return folder / "run"
 
 
-def exported(folder: Path) -> dict[str, Tensor]:
+def exported(folder):
     files = sorted(folder.glob("*.safetensors"))
     return {to_ours(name): t for file in files for name, t in load_file(file).items()}
 
 
-def read(path: Path) -> Any:
+def read(path):
     return json.loads(path.read_text())
 
 
-def check_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+def check_equal(one, other):
     assert one.keys() == other.keys() and len(one) > 10
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
@@ -131,7 +129,7 @@ def test_bad_weights_are_refused(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def of_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def of_texts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("of_texts")
     train = [[sentence(seed, 60) for seed in range(9)]]
     make_data_folder(folder / "data", train, [sentence(9, 60)])
@@ -272,7 +270,7 @@ def test_a_kill_leaves_a_complete_export_or_none_that_loads(of_texts, tmp_path):
     new = {name: tensor.to(torch.bfloat16) for name, tensor in old.items()}
     copies = iter(range(1000))
 
-    def replace_it(folder: Path) -> None:
+    def replace_it(folder):
         export(of_texts, folder / "out", dtype="bfloat16", force=True)
 
     found = []

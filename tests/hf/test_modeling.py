@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache
 
 from canon_pretrain.hf.config import (
@@ -27,7 +27,6 @@ from canon_pretrain.hf.config import (
 )
 from canon_pretrain.hf.modeling_canon import LlamaCanonConfig, LlamaCanonForCausalLM
 from canon_pretrain.model.args import flavor
-from canon_pretrain.model.transformer import Transformer
 from tests.hf_exports import export_model, hub_environment
 from tests.variants import VARIANTS, build, random_tokens
 
@@ -38,7 +37,7 @@ TRAINED = "rope AC no_res act standard_relu2 qk_full gqa tied documents"
 decoded = pytest.mark.parametrize("name", DECODED)
 
 
-def wrapped_model(name: str, **fields: Any) -> tuple[LlamaCanonForCausalLM, Transformer]:
+def wrapped_model(name, **fields):
     ours = build(VARIANTS[name]).eval()
     model = LlamaCanonForCausalLM(LlamaCanonConfig(**(to_fields(ours.args) | fields))).eval()
     state = {to_hf(n): tensor for n, tensor in ours.state_dict().items()}
@@ -49,13 +48,13 @@ def wrapped_model(name: str, **fields: Any) -> tuple[LlamaCanonForCausalLM, Tran
 
 
 @torch.no_grad()
-def greedy(model: Transformer, tokens: list[int], count: int) -> list[int]:
+def greedy(model, tokens, count):
     for _ in range(count):
         tokens = [*tokens, int(model(torch.tensor([tokens]))[0, -1].argmax())]
     return tokens
 
 
-def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+def padded(rows):
     longest = max(map(len, rows))
     ids = torch.tensor([[2] * (longest - len(row)) + row for row in rows])
     return ids, torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
@@ -138,11 +137,11 @@ def test_loss_and_gradients(mode, name):
 class Wrapped(nn.Module):
     """A module that wraps another, like an adapter."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner, self.calls = inner, 0
 
-    def forward(self, *given: Any) -> Any:
+    def forward(self, *given):
         self.calls += 1
         return self.inner(*given)
 
@@ -310,7 +309,7 @@ Path("answer.json").write_text(json.dumps(answers))
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def answers(tmp_path_factory):
     base = tmp_path_factory.mktemp("exports")
     folders = {}
     with pytest.MonkeyPatch.context() as patch:

@@ -170,13 +170,13 @@ FIELDS = ("step", "loss", "max_loss", "grad_norm", "lr", "tokens", "data_digests
 
 
 @pytest.fixture(scope="module")
-def straight(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight(data_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("straight")
     launch(*debug_run(data_folder, folder / "run"), *MODEL, output=folder, ranks=1)
     return folder / "run"
 
 
-def steps_of(run: Path) -> list[list[Any]]:
+def steps_of(run):
     return [[event[name] for name in FIELDS] for event in events(run, "step")]
 
 

@@ -36,7 +36,7 @@ EXACT = sorted(KINDS.keys() - REFUSED) + ["byte-level", "llama as json"]
 
 
 @cache
-def training_tokenizer(name: str) -> Tokenizer:
+def training_tokenizer(name):
     if name == "byte-level":
         made = limited()
         made.normalizer = normalizers.NFC()
@@ -48,7 +48,7 @@ def training_tokenizer(name: str) -> Tokenizer:
 
 
 @cache
-def exported(name: str) -> tokenizers.Tokenizer:
+def exported(name):
     content = tokenizer_files(training_tokenizer(name), 64)["tokenizer.json"]
     made = tokenizers.Tokenizer.from_str(json.dumps(content))
     made.encode_special_tokens = True  # what split_special_tokens does in transformers

@@ -1,7 +1,6 @@
 """An unusable GPU is an error; NUMA cores, available memory, nvidia-smi."""
 
 import contextlib
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,7 @@ from tests.support import debug_run, error_codes, refused
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
-def write(path: Path, text: str) -> Path:
+def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path

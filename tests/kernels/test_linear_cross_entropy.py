@@ -18,7 +18,7 @@ TERMS = [{}, {"z_loss": 0.03}, {"squared_loss": 0.05}]
 every_term = pytest.mark.parametrize("terms", TERMS, ids=str)
 
 
-def problem(dtype, num_tokens=12, dim=7, vocab=19, spread=1.0) -> tuple[Tensor, Tensor, Tensor]:
+def problem(dtype, num_tokens=12, dim=7, vocab=19, spread=1.0):
     """Return h_ND, weight_VD and labels_N, two of them ignored."""
     generator = torch.Generator().manual_seed(3)
     h = torch.randn(num_tokens, dim, generator=generator).to(dtype).requires_grad_()
@@ -28,7 +28,7 @@ def problem(dtype, num_tokens=12, dim=7, vocab=19, spread=1.0) -> tuple[Tensor, 
     return h, weight, labels
 
 
-def whole(h, weight, labels, *, z_loss=0.0, squared_loss=0.0) -> tuple[Tensor, Tensor]:
+def whole(h, weight, labels, *, z_loss=0.0, squared_loss=0.0):
     logits = h @ weight.T
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     each = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
@@ -39,7 +39,7 @@ def whole(h, weight, labels, *, z_loss=0.0, squared_loss=0.0) -> tuple[Tensor, T
     return each.detach(), (each + added).sum()
 
 
-def grads_of(objective: Tensor, *leaves: Tensor, scale: float = 1.0) -> tuple[Tensor, ...]:
+def grads_of(objective, *leaves, scale=1.0):
     return torch.autograd.grad(objective * scale, leaves)
 
 

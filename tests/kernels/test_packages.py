@@ -108,7 +108,7 @@ FAKES = {"causal_conv1d": ("1.7.0", *CONV1D), "fla": ("0.6.0", *FLA)}
 
 
 @pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+def fakes(monkeypatch):
     modules = {}
     for name, (version, *functions) in FAKES.items():
         needed = dict(zip(PACKAGES[name].needed, functions, strict=True))
@@ -214,7 +214,7 @@ def test_it_compiles_to_one_graph(backend):
 def test_why_a_package_is_unavailable(fakes, monkeypatch, backend):
     package = PACKAGES[backend]
 
-    def problem() -> str:
+    def problem():
         return str(packages.package_problem(backend))
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

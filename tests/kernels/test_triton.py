@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from tests.support import ROOT
 from tests.triton_cases import CASES
 
 
-def _run(module: str, out: Path, *arguments: str, **environment: str) -> dict[str, list]:
+def _run(module, out, *arguments, **environment):
     """Run a module in its own process: TRITON_INTERPRET is read when triton is imported."""
     pytest.importorskip("triton")
     command = [sys.executable, "-m", module, str(out), *arguments]

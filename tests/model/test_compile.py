@@ -9,7 +9,6 @@ from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
 
-from canon_pretrain.model.transformer import Transformer
 from tests.variants import VARIANTS, build, random_tokens, variant
 
 # from inside torch
@@ -30,7 +29,7 @@ def _fresh_compiler():
     torch.compiler.reset()
 
 
-def _compile_blocks(model: Transformer, backend) -> Transformer:
+def _compile_blocks(model, backend):
     for name, block in model.layers.named_children():
         model.layers.register_module(name, torch.compile(block, backend=backend, fullgraph=True))
     return model

@@ -2,14 +2,13 @@
 
 import math
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from canon_pretrain.run.results import Score
-from tests.browser import DESKTOP, EVIL, PHONE, Browser
+from tests.browser import DESKTOP, EVIL, PHONE
 from tests.report import test_plot
 from tests.report_pages import content, report
 from tests.report_runs import (
@@ -31,7 +30,7 @@ TASKS = ("piqa", "boolq", "task_2", "task_10", EVIL)
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(tmp_path_factory):
     """Three architectures at two steps, with a restart, a NaN norm and a large difference."""
     folder, rng, paths = tmp_path_factory.mktemp("report"), np.random.default_rng(3), []
     for k, (name, position) in enumerate(((LONG, "rope"), (EVIL, "nope"), ("short", "alibi"))):
@@ -55,7 +54,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report(paths, folder / "out")
 
 
-def draw_all(browser: Browser) -> None:
+def draw_all(browser):
     """Draw every plot, as for printing."""
     browser.run("dispatchEvent(new Event('beforeprint'))")
     browser.wait_for(
@@ -63,7 +62,7 @@ def draw_all(browser: Browser) -> None:
     )
 
 
-def column(browser: Browser, table: str, at: int) -> list[str]:
+def column(browser, table, at):
     """Return the texts of the visible cells of a column."""
     return browser.run(
         """return [...document.getElementById(arguments[0]).tBodies[0].rows]
@@ -148,7 +147,7 @@ def test_pages_fit_their_windows(browser, page, tmp_path):
 NAMES = (*(f"nope_canon_abcd_1b3_seed{seed}" for seed in range(3)), EVIL)
 
 
-def learning(seed: int, steps: int, reason: str = "loss is not finite") -> list[dict[str, Any]]:
+def learning(seed, steps, reason="loss is not finite"):
     """Return an event every 10 steps, a restart at 400, and a skipped step without loss at 200."""
     rng = random.Random(seed)
     events = [test_plot.at(0, "start", world_size=8)]
@@ -169,12 +168,12 @@ def learning(seed: int, steps: int, reason: str = "loss is not finite") -> list[
     return events
 
 
-def losses_of(seed: int) -> list[float]:
+def losses_of(seed):
     return [float(e["loss"]) for e in learning(seed, 1000) if e["event"] == "step"]
 
 
 @pytest.fixture(scope="module")
-def plot_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plot_page(tmp_path_factory):
     """Three seeds, one of which still trains, and a run with an evil name."""
     folder = tmp_path_factory.mktemp("plot")
     paths = []
@@ -190,7 +189,7 @@ def plot_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "curves.html"
 
 
-def choose(browser: Browser, *chosen: tuple[str, Any]) -> None:
+def choose(browser, *chosen):
     """Set controls of the page as a user would, and wait for the drawing."""
     browser.run(
         """for (const [name, value] of arguments[0]) {
@@ -204,7 +203,7 @@ def choose(browser: Browser, *chosen: tuple[str, Any]) -> None:
     browser.wait_for("return document.documentElement.dataset.drawn")
 
 
-def traces(browser: Browser, chart: str, *roles: str) -> list[dict[str, Any]]:
+def traces(browser, chart, *roles):
     """Return the drawn traces of a chart with one of `roles`; without, its lines."""
     drawn: list[dict[str, Any]] = browser.run(
         """return document.getElementById(`curve-${arguments[0]}`).data.map((trace) => ({

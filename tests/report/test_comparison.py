@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from lm_eval.api import metrics
 from scipy import stats
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.report.architectures import Architecture, Choice, architectures, choose
+from canon_pretrain.report.architectures import architectures, choose
 from canon_pretrain.report.comparison import add_arguments, comparison_content, execute
 from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.report.figures import score_curves
@@ -39,23 +38,21 @@ SUITE = "discriminative"
 RNG = np.random.default_rng
 
 
-def content(*folders: Path, baseline: str | None = None, **options: Any) -> dict[str, Any]:
+def content(*folders, baseline=None, **options):
     return comparison_content(read_runs(folders), baseline, Options(**options))
 
 
-def only_pair(*folders: Path, **options: Any) -> dict[str, Any]:
+def only_pair(*folders, **options):
     (row,) = content(*folders, **options)["pairs"]
     return row
 
 
-def right(share: float, count: int = 1000, rng: np.random.Generator | None = None) -> Any:
+def right(share, count=1000, rng=None):
     """Return item records with that share of right answers."""
     return records({"acc": right_or_wrong(count, share, rng or RNG(7))})
 
 
-def plant(
-    folder: Path, tasks: Any, canon: str = "", seed: int = 0, at: int = 20, **more: Any
-) -> Path:
+def plant(folder, tasks, canon="", seed=0, at=20, **more):
     """Plant a run with item records by task, or of boolq."""
     run = planted_run(folder, seed, model__canon_set=canon)
     by_task = tasks if isinstance(tasks, dict) else {"boolq": tasks}
@@ -64,7 +61,7 @@ def plant(
     return folder
 
 
-def versus(folder: Path, *runs: Any, **more: Any) -> list[Path]:
+def versus(folder, *runs, **more):
     """Plant runs a, b, c without Canon, with A, with AB."""
     pairs = zip("abc", ("", "A", "AB"), runs, strict=False)
     return [plant(folder / name, tasks, canon, **more) for name, canon, tasks in pairs]
@@ -92,16 +89,16 @@ def test_runs_are_grouped_by_architecture(tmp_path):
     assert found[3].label.split(", ") == ["rope", "dim 96", "decay_type cosine"]
 
 
-def rated(folder: Path, rate: float, losses: dict[int, Any], **identity: Any) -> Path:
+def rated(folder, rate, losses, **identity):
     return plant_run(folder, validations(losses), optimizer__lr=rate, **identity).path
 
 
-def scored(run: Path, at: int, loss: float, **asked: Any) -> None:
+def scored(run, at, loss, **asked):
     scores = {"validation": {"nats_per_token": Score(loss)}}
     plant_results(RunFolder(run), at, "validation", scores, **asked)
 
 
-def chosen(*paths: Path) -> tuple[Architecture, Choice]:
+def chosen(*paths):
     (one,) = architectures(read_runs(paths))
     return one, choose(one)
 
@@ -358,7 +355,7 @@ def test_simulated_verdicts_equal_those_of_a_report(tmp_path, monkeypatch):
     drawn: dict[str, np.ndarray] = {}
     answers, tasks = simulate.answers, ("lambada_openai", "boolq", "piqa")
 
-    def kept(*given: Any) -> np.ndarray:
+    def kept(*given):
         return drawn.setdefault(tasks[len(drawn)], answers(*given))
 
     monkeypatch.setattr(simulate, "answers", kept)
@@ -479,7 +476,7 @@ def test_scores_are_lm_evals_aggregates_of_items(metric):
 
 @pytest.fixture
 def compare(tmp_path_factory):
-    def run(*words: object) -> dict[str, Any]:
+    def run(*words):
         """Run the command and return its --json."""
         parser, out = argparse.ArgumentParser(), tmp_path_factory.mktemp("pair") / "pair.json"
         add_arguments(parser)

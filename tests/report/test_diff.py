@@ -2,26 +2,23 @@
 
 import json
 import math
-from collections.abc import Collection, Sequence
-from typing import Any
 
 import pytest
 
 from canon_pretrain.report.diff import RTOL, compare, compare_digests, compare_losses
 from canon_pretrain.report.record import Curve, RunRecord
-from canon_pretrain.run.folder import RunFolder
 from tests.report_runs import FINGERPRINT, launch, plant_run, run_command, step
 from tests.support import error_codes
 
 
-def lines(last: int, every: int = 10, changed: Collection[int] = ()) -> list[dict]:
+def lines(last, every=10, changed=()):
     """Return step events to `last` with data digests, others at the steps `changed`."""
     digests = [f"{k:015x}{int(k in changed)}" for k in range(1, last + 1)]
     steps = range(every, last + 1, every)
     return [step(k, 5 - k / 1000) | {"data_digests": digests[k - every : k]} for k in steps]
 
 
-def plant_launch(run: RunFolder, number: int = 1, **changes: Any) -> None:
+def plant_launch(run, number=1, **changes):
     """Write RUN/launches/NNN; a key of `changes` updates the fields of a file."""
     folder = run.path / "launches" / f"{number:03}"
     folder.mkdir(parents=True)
@@ -37,13 +34,13 @@ def plant_launch(run: RunFolder, number: int = 1, **changes: Any) -> None:
         (folder / "source.patch").write_text(patch)
 
 
-def found(a: RunFolder, b: RunFolder) -> dict[str, Any]:
+def found(a, b):
     return compare(RunRecord(a.path), RunRecord(b.path), rtol=RTOL)
 
 
 @pytest.fixture
 def pair(tmp_path):
-    def plant(a: Sequence[dict], b: Sequence[dict], **identity: Any) -> list[RunFolder]:
+    def plant(a, b, **identity):
         """Plant two runs that differ in their logs, and in `identity`."""
         given = (("a", a, {}), ("b", b, identity))
         return [plant_run(tmp_path / x, [launch("start"), *log], **more) for x, log, more in given]
@@ -72,7 +69,7 @@ def test_of_repeated_steps_the_last_is_compared(pair):
     assert found(*pair(lines(60), [*lines(20), *lost]))["data_digests"]["first_different"] == 21
 
 
-def losses(*values: float) -> Curve | None:
+def losses(*values):
     return Curve.of(enumerate(values, 1))
 
 

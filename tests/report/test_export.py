@@ -8,12 +8,10 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from subprocess import PIPE, STDOUT
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -39,11 +37,11 @@ LAUNCHES = (
 )
 
 
-def loss_of(step: int) -> float:
+def loss_of(step):
     return math.nan if step == 9 else 10 - 0.1 * step
 
 
-def write_launch(folder: Path, number_: int) -> None:
+def write_launch(folder, number_):
     """Write one launch of a run that is killed twice; lost steps have the loss WRONG."""
     first, steps, good = LAUNCHES[number_]
     run_file = {"run_id": "0a1b2c3d", "created": "t", "launches": number_ + 1}
@@ -69,7 +67,7 @@ def write_launch(folder: Path, number_: int) -> None:
 
 
 @pytest.fixture
-def killed_twice(tmp_path: Path) -> Path:
+def killed_twice(tmp_path):
     run = plant_run(tmp_path / "seed0", [])
     for number_ in range(3):
         write_launch(run.path, number_)
@@ -81,7 +79,7 @@ def killed_twice(tmp_path: Path) -> Path:
 export = partial(run_command, "export")
 
 
-def check_curve(curve: dict[int, dict[str, float]]) -> None:
+def check_curve(curve):
     """Each step is there once, from its last launch; evaluations are at their checkpoints."""
     assert sorted(curve) == [*range(1, 11), 12]
     for step in range(1, 11):
@@ -99,7 +97,7 @@ def check_curve(curve: dict[int, dict[str, float]]) -> None:
     assert curve[12] == {name: 0.25, "tokens": 12 * TOKENS_A_STEP}
 
 
-def tensorboard_curve(folder: Path) -> dict[int, dict[str, float]]:
+def tensorboard_curve(folder):
     """Read with TensorBoard's own reader: name and value by step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -114,7 +112,7 @@ def tensorboard_curve(folder: Path) -> dict[int, dict[str, float]]:
     return curve
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
+def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -139,11 +137,11 @@ def test_tensorboard_is_followed_over_launches(tmp_path, monkeypatch):
     run.log_file.unlink()
     live = partial(TensorBoardTarget, tmp_path / "tb", live=True)
 
-    def losses() -> dict[int, float]:
+    def losses():
         curve = tensorboard_curve(tmp_path / "tb")
         return {step: values["train/loss"] for step, values in curve.items()}
 
-    def follow() -> Iterator[bool]:
+    def follow():
         """Yield, at each call of `ended`, whether it has; the log does not exist at first."""
         for launched, last, good in ((0, 6, 4), (1, 8, 6)):
             yield False
@@ -164,7 +162,7 @@ def test_tensorboard_is_followed_over_launches(tmp_path, monkeypatch):
     assert losses() == pytest.approx({step: loss_of(step) for step in range(1, 11)}, nan_ok=True)
 
 
-def wandb_records(path: Path) -> Iterator[Any]:
+def wandb_records(path):
     """Yield the records of a .wandb file: protobuf messages in LevelDB's log format.
 
     After a header of 7 bytes: blocks of 32 KiB with chunks of (CRC, length, type) and data; a
@@ -185,7 +183,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
                 data = b""
 
 
-def wandb_run(folder: Path) -> tuple[Any, dict[int, dict[str, float]]]:
+def wandb_run(folder):
     """Return the run message and the history by step of the only offline run in `folder`."""
     (file,) = folder.glob("offline-run-*/*.wandb")
     run, curve = None, {}
@@ -264,7 +262,7 @@ def test_commands_of_the_live_copies(tmp_path, monkeypatch):
     job = {"enable_tensorboard": False, "enable_wandb": False, "save_tb_folder": "x"}
     job |= {f"wandb_{name}": "" for name in ("mode", "project", "entity", "name")}
 
-    def commands(**settings: Any) -> list[list[str]]:
+    def commands(**settings):
         metrics = SimpleNamespace(**{**job, "wandb_tags": [], **settings})
         return [words[4:] for _, words in background.follow_commands(metrics, tmp_path)]
 

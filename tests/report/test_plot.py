@@ -2,7 +2,6 @@
 
 import math
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,24 +19,24 @@ START = datetime(2026, 11, 1, 8, tzinfo=UTC)
 Json = dict[str, Any]
 
 
-def at(hours: float, event: str, **fields: Any) -> Json:
+def at(hours, event, **fields):
     return {"event": event, "time": (START + timedelta(hours=hours)).isoformat(), **fields}
 
 
-def step(hours: float, number: int, loss: Any, **fields: Any) -> Json:
+def step(hours, number, loss, **fields):
     return at(hours, "step", step=number, tokens=TOKENS_A_STEP * number, loss=loss, **fields)
 
 
-def validation(number: int, bits: Any, **sources: float) -> Json:
+def validation(number, bits, **sources):
     parts = {name: {"bits_per_byte": value} for name, value in sources.items()}
     return at(number / 100, "validation", step=number, bits_per_byte=bits, sources=parts)
 
 
-def record(path: Path, events: list[Json], **identity: Any) -> RunRecord:
+def record(path, events, **identity):
     return RunRecord(plant_run(path, events, **identity).path)
 
 
-def drawn(content: Json, chart: str, role: str) -> Json:
+def drawn(content, chart, role):
     """Return the first trace of that role in a chart."""
     charts = {each["id"]: each for part in content["sections"] for each in part["charts"]}
     traces: list[Json] = charts[chart]["variants"][0]["traces"]

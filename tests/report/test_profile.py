@@ -3,9 +3,6 @@
 import json
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +16,8 @@ from tests.support import debug_run, error_codes
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    def run(*words: object, code: int = 0) -> str:
+def command(capsys):
+    def run(*words, code=0):
         """Run the command; return its output, or the codes of its errors."""
         assert run_command("profile", *words) == code
         printed = capsys.readouterr()
@@ -30,7 +27,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 @pytest.fixture(scope="session")
-def traced(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def traced(data_folder, tmp_path_factory):
     """A debug run on 2 ranks whose fourth step is traced."""
     base = tmp_path_factory.mktemp("traced")
     ended = launch(
@@ -89,23 +86,23 @@ def test_a_real_trace_and_the_command(traced, command):
     assert command(traced, "--rank", 7, code=2) == "profile.no_trace"
 
 
-def host(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1, **args: Any) -> dict:
+def host(name, ts, dur, cat="cpu_op", tid=1, **args):
     event = {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 7, "tid": tid}
     return event | {"args": args}
 
 
-def launched(number: int, ts: float, tid: int = 1) -> dict:
+def launched(number, ts, tid=1):
     return host("cudaLaunchKernel", ts, 1, "cuda_runtime", tid, correlation=number)
 
 
-def kernel(name: str, ts: float, dur: float, number: int, cat: str = "kernel", stream: int = 7):
+def kernel(name, ts, dur, number, cat="kernel", stream=7):
     return host(name, ts, dur, cat, stream, correlation=number, device=0, stream=stream)
 
 
 ENGINE = "autograd::engine::evaluate_function"
 
 
-def gpu_events() -> list[dict]:
+def gpu_events():
     """Return a step of 1000 us; the GPU is idle for 300 us (0-100, 700-900)."""
     note, mul = "user_annotation", "void at::native::elementwise_kernel<MulFunctor>"
     first, second, third = ({"Sequence number": k} for k in (1, 2, 3))
@@ -136,14 +133,14 @@ def gpu_events() -> list[dict]:
     ]  # fmt: skip
 
 
-def written(path: Path, events: list[dict], indent: int | None = None) -> Path:
+def written(path, events, indent=None):
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "NVIDIA H200"}]}
     path.write_text(json.dumps(head | {"traceEvents": events, "traceName": "x"}, indent=indent))
     return path
 
 
-def assert_gpu_answers(summary: dict[str, Any]) -> None:
+def assert_gpu_answers(summary):
     assert summary["is_device"] and summary["steps"] == [42] and summary["window_us"] == 1000
     # Canon: forward, backward, and a compiled kernel with its padding
     shares = {"matmul": 0.1, "attention": 0.1, "canon": 0.15, "optimizer": 0.1, "sharding": 0.05}

@@ -3,8 +3,6 @@
 import math
 import re
 import shutil
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from canon_pretrain.report.comparison import published_scores
 from canon_pretrain.report.eval_report import escape_markdown
 from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.report.figures import MEAN
-from canon_pretrain.run.folder import RunFolder, unique_labels
+from canon_pretrain.run.folder import unique_labels
 from canon_pretrain.run.results import Score
 from canon_pretrain.run.status import StatusWriter
 from eval.__main__ import main
@@ -55,13 +53,13 @@ TASKS = {
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
+def run(tmp_path):
     planted = plant_run(tmp_path / "canon", EVENTS, done=True)
     plant_results(planted, 30, "paper", SCORES)
     return planted
 
 
-def answers(piqa: float, rng: np.random.Generator) -> dict[str, list[dict[str, Any]]]:
+def answers(piqa, rng):
     """Return item records of three tasks with a share `piqa` of right answers, 0.5 and 0.4."""
     first, both, boolq, lambada = (right_or_wrong(400, x, rng) for x in (piqa, piqa, 0.5, 0.4))
     likelihoods = rng.normal(-2.5, 1.0, 400).tolist()
@@ -71,7 +69,7 @@ def answers(piqa: float, rng: np.random.Generator) -> dict[str, list[dict[str, A
 
 
 @pytest.fixture(scope="module")
-def six(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def six(tmp_path_factory):
     """Rope and nope at two learning rates, two seeds of the better one; nope is better on piqa."""
     folder, rng, paths = tmp_path_factory.mktemp("six"), np.random.default_rng(1), []
     log = [launch("start"), *(step(k, 7 - k / 10) for k in (10, 20, 30))]
@@ -90,7 +88,7 @@ def six(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def page(six: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(six, tmp_path_factory):
     return report(six, tmp_path_factory.mktemp("out"))
 
 
@@ -233,7 +231,7 @@ def test_labels_of_runs_are_unique(tmp_path):
 
 
 def test_missing_and_damaged_files_are_errors(run, tmp_path, capsys):
-    def fails(culprit: Path | str, *arguments: Path | str) -> bool:
+    def fails(culprit, *arguments):
         with pytest.raises(SystemExit, match="2"):
             main(["report", *map(str, arguments or [run.path])])
         return str(culprit) in capsys.readouterr().err

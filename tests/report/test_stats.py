@@ -14,20 +14,18 @@ from statsmodels.regression.linear_model import WLS
 from statsmodels.stats.multitest import multipletests
 
 from canon_pretrain.report import decide, noise
-from canon_pretrain.report.noise import Clusters, Difference, ItemScores, SeedNoise, seed_noise
+from canon_pretrain.report.noise import Clusters, ItemScores, SeedNoise, seed_noise
 from tests import simulate_statistics as simulate
 
 Rng = np.random.Generator
 
 
 @pytest.fixture
-def rng() -> Rng:
+def rng():
     return np.random.default_rng(1)
 
 
-def compared(
-    a: np.ndarray, b: np.ndarray, weights: np.ndarray, clusters: np.ndarray, seeds: SeedNoise
-) -> Difference:
+def compared(a, b, weights, clusters, seeds):
     sides = ([ItemScores(values, weights, clusters)] for values in (a, b))
     return noise.paired_difference(*sides, seeds)
 
@@ -231,7 +229,7 @@ def test_mean_of_tasks_leaves_a_source_out_of_all_tasks(rng):
         for side in (a, b):
             side.append(ItemScores(rng.normal(size=(1, size)), weights, codes))
 
-    def mean(left_out: int | None) -> float:
+    def mean(left_out):
         each = []
         for x, y in zip(a, b, strict=True):
             kept = x.clusters_N != left_out
@@ -271,7 +269,7 @@ def test_estimated_variance_is_that_of_new_items_and_seeds():
     assert 0.98 < np.mean(estimates) / np.var(differences) < 1.25
 
 
-def check(scenario: simulate.Scenario, experiments: int, seed: int) -> simulate.Outcome:
+def check(scenario, experiments, seed):
     """Simulate; the rate of false alarms must be consistent with at most 5 %, p > 0.001."""
     outcome = simulate.simulate(scenario, experiments, np.random.default_rng(seed))
     alarms = round(outcome.false_alarms * experiments)

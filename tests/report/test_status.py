@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from datetime import timedelta
-from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
 
@@ -14,18 +13,17 @@ import pytest
 
 from canon_pretrain.checkpoint.retention import hold_step
 from canon_pretrain.report.status import JSON_KEYS, find_runs, summarize_run, summarize_runs
-from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Score
 from tests.checkpoint_folders import make_step
 from tests.report_runs import NOW, launch, plant_results, plant_run, run_command, step, training_run
 from tests.support import ROOT, refused
 
 
-def summary(run: RunFolder) -> SimpleNamespace:
+def summary(run):
     return SimpleNamespace(**summarize_run(run.path, NOW))
 
 
-def seen_now(*paths: Path) -> list[SimpleNamespace]:
+def seen_now(*paths):
     return [SimpleNamespace(**facts) for facts in summarize_runs([str(path) for path in paths])]
 
 
@@ -43,7 +41,7 @@ def test_a_run_that_trains(tmp_path):
     assert (seen.job_id, seen.nodes, seen.restart_count) == ("812", "n[1-2]", 2)
 
 
-def ago(**since: float) -> str:
+def ago(**since):
     return (NOW - timedelta(**since)).isoformat()
 
 
@@ -158,7 +156,7 @@ def test_runs_are_found_by_name_folder_and_pattern(tmp_path, monkeypatch):
     (tmp_path / "notes.txt").touch()
     monkeypatch.chdir(tmp_path)
 
-    def found(*words: str) -> list[str]:
+    def found(*words):
         return [str(path) for path in find_runs(words)]
 
     assert found(".") == ["[bold]x[/bold] y", "archive/old", "deep/er/run", "lr2", "lr10"]

@@ -21,11 +21,11 @@ from tests.support import debug_run
 OPTION = "checkpoint.load_step=4"
 
 
-def slurm(job: str, restart: str | None = None) -> dict[str, str]:
+def slurm(job, restart=None):
     return {"SLURM_JOB_ID": job} | ({} if restart is None else {"SLURM_RESTART_COUNT": restart})
 
 
-def torchrun(run: str, attempt: int) -> dict[str, str]:
+def torchrun(run, attempt):
     return {"TORCHELASTIC_RUN_ID": run, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
 
 
@@ -61,12 +61,12 @@ def test_another_torchrun_agent_is_not_a_restart(tmp_path, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def few_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_packages(monkeypatch):
     """Reading the metadata of all packages is slow; whole launches do it."""
     monkeypatch.setattr(launches, "packages", lambda: ["numpy==1"])
 
 
-def write_record(run: RunFolder, facts: RunFacts) -> list[str]:
+def write_record(run, facts):
     """Write a record of `facts` with an empty configuration; return the problems."""
     if not run.config_file.exists():
         run.write_config({"job": {}}, {})
@@ -143,7 +143,7 @@ STARTS: dict[str, tuple[object, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def launched(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
+def launched(data_folder, tmp_path_factory):
     """Copies of one run's folder, after each of STARTS."""
     base, runs = tmp_path_factory.mktemp("launched"), {}
     command = [*debug_run(data_folder, base / "run"), "--job.description", "tried by me"]
@@ -156,7 +156,7 @@ def launched(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     return runs
 
 
-def json_of(path: Path) -> Any:
+def json_of(path):
     return json.loads(path.read_text())
 
 

@@ -20,11 +20,11 @@ from tests.support import refused
 FORK = multiprocessing.get_context("fork")
 
 
-def steps(path: Path) -> list[int]:
+def steps(path):
     return [event["step"] for event in read_log(path) if event["event"] == "step"]
 
 
-def write_steps(path: Path, *numbers: int, **values: object) -> None:
+def write_steps(path, *numbers, **values):
     log = RunLog(path)
     for step in numbers:
         log.write("step", step=step, **values)
@@ -36,11 +36,11 @@ def test_lines_of_a_replaced_launch_are_dropped(tmp_path):
     restored run.json gives a number again, and that launch has a head of its own."""
     path, run_file = tmp_path / "log.jsonl", tmp_path / "run.json"
 
-    def launch(number: int) -> RunLog:
+    def launch(number):
         run_file.write_text(json.dumps({"run_id": "a", "created": "t", "launches": number}))
         return RunLog(path)
 
-    def write(log: RunLog, head: str | None, *numbers: int, loss: float, **values: object) -> None:
+    def write(log, head, *numbers, loss, **values):
         if head is not None:
             log.write(head, **values)
         for step in numbers:
@@ -102,7 +102,7 @@ def test_lines_of_two_writers_never_mix(tmp_path):
     assert found == list(itertools.product(range(2), range(300)))
 
 
-def _write_in_pieces(path: Path, count: int) -> None:
+def _write_in_pieces(path, count):
     """Write steps 1 to `count`, some lines in two writes."""
     pieces = random.Random(0)
     with open(path, "ab", buffering=0) as file:
@@ -141,7 +141,7 @@ def test_concurrent_readers_see_whole_lines_in_order(tmp_path):
     assert [event["step"] for event in follower.poll()] == [7] * 20, "from its beginning"
 
 
-def _superseded_by_hand(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _superseded_by_hand(events):
     """The rule as specified, event by event."""
     kept: list[dict[str, Any]] = []
     dropped = ("step", "validation")
@@ -194,7 +194,7 @@ def test_a_removed_or_replaced_log_is_continued(tmp_path, caplog):
     archived with its run.json, as a fresh start does, is not written again."""
     log, run_file = RunLog(tmp_path / "log.jsonl"), tmp_path / "run.json"
 
-    def write(step: int) -> None:
+    def write(step):
         log.write("step", step=step)
         assert log.flush()
 

@@ -2,9 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,12 +11,12 @@ from canon_pretrain.run.status import StatusWriter
 from tests.support import refused
 
 
-def session(folder: Path) -> Session:
+def session(folder):
     return Session(RunFolder(folder), rank=0, world_size=2, steps=9, heartbeat_s=0.05)
 
 
 @pytest.fixture
-def previous() -> Iterator[list[int]]:
+def previous():
     """Signals that reach the previous handlers."""
     caught: list[int] = []
     old = {n: signal.signal(n, lambda number, _: caught.append(number)) for n in SIGNALS[:3]}
@@ -32,7 +29,7 @@ def test_a_signal_at_the_end_does_not_interrupt_it(tmp_path, monkeypatch, previo
     """torchrun sends SIGTERM to the other ranks once one has failed."""
     original = StatusWriter.end
 
-    def end(*arguments: Any) -> bool:
+    def end(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments)
 

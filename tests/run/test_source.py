@@ -29,7 +29,7 @@ FILE, LOSS = "canon_pretrain/core/files.py", "titan/spec.py"
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
+def run(tmp_path):
     return RunFolder(tmp_path / "run")
 
 
@@ -56,7 +56,7 @@ def test_a_snapshot_is_a_program_of_its_own(run):
     check_snapshot(snapshot)  # Python's compiled files are no damage
 
 
-def link(path: Path, there: Path) -> None:
+def link(path, there):
     path.symlink_to(path.rename(there))
 
 
@@ -71,7 +71,7 @@ HARMS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.fixture(scope="module")
-def taken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def taken(tmp_path_factory):
     return take_snapshot(RunFolder(tmp_path_factory.mktemp("taken")))
 
 
@@ -102,7 +102,7 @@ def test_a_chain_stays_with_its_code(run, tmp_path, monkeypatch):
     own = tmp_path / "own.toml"
     own.write_text(f'[job]\ndump_folder = "{run.path}"\n[run]\nallow_changes = ["code"]\n')
 
-    def launch_code(job: str, *more: str, config: Path = CONFIG) -> Path | None:
+    def launch_code(job, *more, config=CONFIG):
         given = ["--config", str(config), "--job.dump-folder", str(run.path), *more]
         return chain.launch_code(job, given)[0]
 
@@ -155,7 +155,7 @@ def test_a_chain_stays_with_its_config(run, tmp_path):
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
+def repository(tmp_path):
     """A repository with one commit: package/__init__.py, package/code.py, a .env; data/ ignored."""
     root = tmp_path / "source tree"
     (root / "package").mkdir(parents=True)
@@ -169,12 +169,12 @@ def repository(tmp_path: Path) -> Path:
     return root
 
 
-def plant(root: Path, name: str) -> None:
+def plant(root, name):
     (root / name).parent.mkdir(exist_ok=True)
     (root / name).write_text("planted = 1\n")
 
 
-def git(root: Path, *arguments: str) -> str:
+def git(root, *arguments):
     command = ["git", "-C", str(root), "-c", "user.name=t", "-c", "user.email=t@localhost"]
     return subprocess.check_output([*command, *arguments], text=True).strip()
 

@@ -2,7 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
@@ -12,11 +11,11 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "status.json"
 
 
-def writer_of(path: Path, **environ: str) -> StatusWriter:
+def writer_of(path, **environ):
     return StatusWriter(path, steps=100, world_size=4, environ=environ)
 
 
@@ -25,7 +24,7 @@ def test_readers_never_see_a_partial_status(path):
     writer, seen = writer_of(path), set[int]()
     writer.write()
 
-    def train(step: int) -> None:
+    def train(step):
         writer.set(step=step, reason=f"{step}" * (step % 50))
         assert writer.write()
 
@@ -56,7 +55,7 @@ def test_launches_are_counted_and_their_ends_written(path):
     assert writer_of(path).status.launches == 1, "a damaged status is replaced"
 
 
-def status_of(written_s: float, heartbeat_s: float, **values: object) -> Status:
+def status_of(written_s, heartbeat_s, **values):
     """Return a status written so many seconds before NOW."""
     fields: dict[str, object] = {"state": "running", "step": 1, "steps": 9, "phase": "training"}
     fields["written"] = (NOW - timedelta(seconds=written_s)).isoformat()

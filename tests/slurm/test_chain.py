@@ -16,7 +16,6 @@ from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.run.results import read_results
 from eval.schedule import leases_of
 from tests.eval_text_runs import TRAIN, text_run, write_text_data
-from tests.slurm_cluster import SlurmCluster
 from tests.slurm_jobs import CPUS, ENDED, SITE, processes_of
 from tests.support import ROOT
 
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.slurm
 STEPS, SUITES = (6, 12), ("validation", "zen_of_python")
 
 
-def all_jobs(cluster: SlurmCluster) -> dict[str, tuple[str, str]]:
+def all_jobs(cluster):
     shown = cluster.run("squeue", "--noheader", "--states=all", "--format=%i|%j|%T").stdout
     rows = [line.split("|") for line in shown.splitlines()]
     return {number: (name, state) for number, name, state in rows}
@@ -73,7 +72,7 @@ def test_a_run_is_trained_watched_and_reported(slurm, jobs, tmp_path):
     assert codes == [0, 0], said
     assert training.until_ended() == "COMPLETED" and (run / "DONE").exists()
 
-    def ours() -> list[tuple[str, str]]:
+    def ours():
         return [row for job, row in all_jobs(slurm).items() if job not in before]
 
     training.until(lambda: all(state in ENDED for _, state in ours()), "the watch's end")

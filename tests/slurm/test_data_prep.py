@@ -18,17 +18,17 @@ SHARDS = 3
 FILES = 9
 
 
-def corpus_in(folder: Path) -> tuple[Path, Path]:
+def corpus_in(folder):
     write_corpus(folder / f"text {ODD}", files=FILES)
     return folder / f"text {ODD}", write_tokenizer(folder / "tokenizer.model")
 
 
-def options(corpus: Path, tokenizer: Path, out: object) -> list[object]:
+def options(corpus, tokenizer, out):
     return ["--source", "local", "--files", corpus, "--tokenizer", tokenizer, "--out", out,
             "--holdout", 0.1, "--workers", 1]  # fmt: skip
 
 
-def submitted(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+def submitted(done):
     assert done.returncode == 0, done
     return {what: number for number, what in re.findall(r"^job (\d+): (\w+)", done.stdout, re.M)}
 
@@ -46,7 +46,7 @@ def test_failures_of_jobs_do_not_change_a_sharded_build(slurm, jobs, tmp_path):
     words = ("submit", f"--shards={SHARDS}", "--cpus-per-task=1", "--mem=100", "--", *options(
         corpus, tokenizer, ODD))  # fmt: skip
 
-    def submit() -> subprocess.CompletedProcess[str]:
+    def submit():
         return script("data_prep.sh", *words, environ=environ, cwd=tmp_path)
 
     first = submitted(submit())
@@ -55,10 +55,10 @@ def test_failures_of_jobs_do_not_change_a_sharded_build(slurm, jobs, tmp_path):
     shards = [Job(slurm, f"{array}_{i}", tmp_path) for i in range(1, SHARDS + 1)]
     logs = Path(f"{out}.logs")
 
-    def log(number: int) -> str:
+    def log(number):
         return (logs / f"{array}_{number}.log").read_text()
 
-    def built() -> set[int]:
+    def built():
         return {int(path.name[5:10]) for path in (out / "train").glob("part-*.json")}
 
     shards[2].until(lambda: built() == {0, 1, 2}, "the first input group of each")

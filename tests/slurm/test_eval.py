@@ -4,7 +4,6 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ SCRIPT = "slurm/eval.sh"
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     base = tmp_path_factory.mktemp("trained")
     write_text_data(base / "data")
     launch("--config", TRAIN, *text_run(base / "data", base / "run"), output=base / "out")
@@ -28,14 +27,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
+def run(trained, tmp_path):
     """A copy, in a folder with shell metacharacters in its name."""
     folder = tmp_path / 'it\'s "a run"; $(touch HIT) %j'
     shutil.copytree(trained, folder)
     return folder
 
 
-def write_pair(folder: Path) -> Path:
+def write_pair(folder):
     zen = ROOT / "eval" / "tasks" / "zen_of_python"
     shutil.copy(zen / "utils.py", folder)
     for name in ("zen_one", "zen_two"):
@@ -60,7 +59,7 @@ def test_a_time_limit_costs_at_most_one_task(jobs, run, tmp_path):
     suite = run / "evals/step-12/pair"
     job = Job(jobs.cluster, lease.job, suite / f"slurm-{lease.job}.log")
 
-    def finished() -> list[Path]:
+    def finished():
         return [*suite.glob("*/unfinished/*.task.json")]
 
     job.until(finished, "the first task's result")

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -30,24 +29,24 @@ SLOW = {"training": 1.0}
 
 
 @pytest.fixture(scope="module")
-def reference(data_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(data_folder, tmp_path_factory):
     """The run of STEPS steps without events: two ranks on one machine, without Slurm."""
     folder = tmp_path_factory.mktemp("reference")
     launch(*debug_run(data_folder, folder / "run"), *LONG, output=folder / "out")
     return folder / "run"
 
 
-def train(data: Path, run: Path, *more: object) -> list[object]:
+def train(data, run, *more):
     return [*debug_run(data, run)[1:], *more]
 
 
-def set_pace(file: Path, **seconds: float) -> None:
+def set_pace(file, **seconds):
     temporary = file.with_suffix(".tmp")
     temporary.write_text(json.dumps(seconds))
     os.replace(temporary, file)
 
 
-def assert_stopped_and_requeued(job: Job, run: Path, *, restarts: int, reason: str) -> int:
+def assert_stopped_and_requeued(job, run, *, restarts, reason):
     """Assert that the launch has saved and the job is requeued; return the saved step."""
     job.until_requeued(restarts)
     found = status(run)

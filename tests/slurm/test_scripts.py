@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,29 +13,29 @@ LIBRARY = 'set -euo pipefail; CANON_REPO=$1; shift; source "$CANON_REPO/slurm/li
 
 
 @pytest.fixture
-def programs(tmp_path: Path) -> Path:
+def programs(tmp_path):
     """A folder that is first on PATH; its `calls` has a line per call of a stub."""
     folder = tmp_path / "programs"
     folder.mkdir()
     return folder
 
 
-def stub(folder: Path, name: str, body: str = "") -> None:
+def stub(folder, name, body=""):
     path = folder / name
     path.write_text(f'#!/bin/bash\necho "{name} $*" >>"{folder}/calls"\n{body}\n')
     path.chmod(0o755)
 
 
-def calls(folder: Path, start: str) -> list[str]:
+def calls(folder, start):
     lines = (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
     return [line for line in lines if line.startswith(start)]
 
 
-def library(programs: Path, body: str, *words: object, **variables: object) -> Any:
+def library(programs, body, *words, **variables):
     return bash(programs, "-c", f"{LIBRARY} {body}", "bash", ROOT, *words, **variables)
 
 
-def bash(programs: Path, *words: object, **variables: object) -> subprocess.CompletedProcess[str]:
+def bash(programs, *words, **variables):
     (programs / "cluster.env").touch()  # not the user's own
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
     environ = kept | {

@@ -5,9 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 
@@ -24,9 +22,7 @@ STEPS = 12
 RUNS = ["debug-lr3e-3-seed0", "debug-lr3e-3-seed1", "debug-lr1e-3-seed0", "debug-lr1e-3-seed1"]
 
 
-def plan(
-    sweep: Path, data: Path, *words: object, rates: tuple[str, ...] = ("3e-3", "1e-3")
-) -> None:
+def plan(sweep, data, *words, rates=("3e-3", "1e-3")):
     main([
         "plan", str(sweep), "--configs", str(CONFIG), "--lr", *rates, "--seeds", "0", "1",
         "--data.path", str(data), "--checkpoint.interval", "1000", "--run.heartbeat_s", "0.5",
@@ -34,11 +30,11 @@ def plan(
     ])  # fmt: skip
 
 
-def states(sweep: Path) -> list[str]:
+def states(sweep):
     return [row.state for row in sweep_rows(read_sweep(sweep), sweep, datetime.now(UTC))]
 
 
-def alone(data: Path, folder: Path, rate: str, seed: int) -> Path:
+def alone(data, folder, rate, seed):
     launch(
         *debug_run(data, folder / "run"), "--optimizer.lr", rate, "--model.init_seed", seed,
         "--data.data_seed", seed, "--checkpoint.interval", 1000, ranks=1, output=folder / "out",
@@ -98,7 +94,7 @@ def test_failures_of_tasks_do_not_change_a_sweep(slurm, jobs, data_folder, tmp_p
     assert not [*tmp_path.rglob("HIT")] and not (ROOT / "HIT").exists()
 
 
-def local(folder: Path, **variables: object) -> dict[str, str]:
+def local(folder, **variables):
     settings = {"VENV": sys.prefix, "CANON_CPU": 1, "RANKS_PER_NODE": 1} | variables
     lines = [f"export {name}='{value}'\n" for name, value in settings.items()]
     (folder / "cluster.env").write_text("".join(lines))
@@ -122,7 +118,7 @@ def test_a_local_sweep_restarts_and_stops(data_folder, tmp_path):
         process = subprocess.Popen(command, start_new_session=True, **options)
     signal.signal(signal.SIGINT, before)
 
-    def wait_for(happened: Callable[[], object]) -> None:
+    def wait_for(happened):
         end = time.monotonic() + 240
         while not happened():
             assert process.poll() is None and time.monotonic() < end, (tmp_path / "out").read_text()

@@ -21,7 +21,7 @@ FIELDS |= {"tokens_per_second": 5047.4, "seconds_per_step": 15.0, "data_wait": 0
 FIELDS |= {"memory_gib": 54.2, "tokens": 512_000, "skipped_steps": 2, "restarts": 1}
 
 
-def show_events(console: Console) -> None:
+def show_events(console):
     for k in range(600):
         console.event("step", FIELDS | {"loss": 10.0 - k / 100})
     console.event("step", FIELDS | {"step": 250, "mfu": 0.451})

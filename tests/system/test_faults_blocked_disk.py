@@ -98,10 +98,10 @@ def disk(monkeypatch):
     is_back = threading.Event()
     is_back.set()
 
-    def block(owner: object, name: str) -> None:
+    def block(owner, name):
         original = getattr(owner, name)
 
-        def call(*arguments: object, **options: object) -> object:
+        def call(*arguments, **options):
             assert is_back.wait(60)
             return original(*arguments, **options)
 
@@ -140,7 +140,7 @@ def test_time_on_a_blocked_disk_does_not_expire_a_lock(disk, tmp_path):
     path, holder = tmp_path / "lock.json", Holder.of_this_process()
     path.write_bytes(content_of(holder))
 
-    def block_disk(text: str) -> None:
+    def block_disk(text):
         """Block the disk for longer than the expiry, then renew the lock."""
         disk.clear()
         threading.Timer(1.2, disk.set).start()

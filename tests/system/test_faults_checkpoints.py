@@ -63,10 +63,10 @@ def test_a_run_never_restarts_at_step_1_by_itself(base, trial):
     assert_same_run(run, base, step=STEPS)
 
 
-def break_later(rank: int, run: Path, damaged: int, at: int) -> None:
+def break_later(rank, run, damaged, at):
     """Flip a byte of an older checkpoint before step `at`."""
 
-    def damage(trainer: CanonTrainer, data: object) -> None:
+    def damage(trainer, data):
         if rank == 0 and trainer.step == at:
             flip(checkpoint(run, damaged) / "__0_0.distcp")
 
@@ -185,7 +185,7 @@ def test_two_runs_cannot_share_a_checkpoint_folder(data_folder, tmp_path):
     assert contents(tmp_path / "shared") == saved and not b.run_file.exists()
 
 
-def prepare(run: Path, *command: object) -> None:
+def prepare(run, *command):
     """Prepare the folder as rank 0 does, then end the launch as if it were refused."""
     job = parse_job([str(word) for word in command])
     with Session(RunFolder(run), rank=0, world_size=1, steps=STEPS) as session:
@@ -193,7 +193,7 @@ def prepare(run: Path, *command: object) -> None:
         record.release_if_unused(session.folder)
 
 
-def files_of_run(run: Path) -> set[Path]:
+def files_of_run(run):
     return {path for path in run.rglob("*") if path.is_file() and path.name != "status.json"}
 
 
@@ -223,7 +223,7 @@ def test_a_fresh_start_moves_nothing_before_it_can_begin(base, trial):
     assert len(list((run / "archive").iterdir())) == 1
 
 
-def other_code(rank: int) -> None:
+def other_code(rank):
     """Change the hash of the loss's source file."""
     original = launch_module.code_hashes
     launch_module.code_hashes = lambda: original() | {"titan/spec.py": "0"}

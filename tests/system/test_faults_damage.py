@@ -4,9 +4,7 @@ import io
 import os
 import pickle
 import shutil
-from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,7 +54,7 @@ def resume(model, tmp_path_factory):
     store = tmp_path_factory.mktemp("store") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
 
-    def run_resume(run: Path, asked: int = -1) -> tuple[int | None, list[dict[str, Any]]]:
+    def run_resume(run, asked=-1):
         logged: list[dict[str, Any]] = []
         search = Resume(
             CheckpointFolder(run / "checkpoint"),
@@ -75,20 +73,20 @@ def resume(model, tmp_path_factory):
     dist.destroy_process_group()
 
 
-def assert_holds(model: Transformer, base: Path, step: int | None) -> None:
+def assert_holds(model, base, step):
     """Check that the model has the weights of the unharmed run at `step`."""
     assert step is not None
     assert differences(model.state_dict(), saved_weights(model, checkpoint(base, step))) == []
 
 
 @cache
-def saved_weights(model: Transformer, path: Path) -> dict[str, torch.Tensor]:
+def saved_weights(model, path):
     weights = {name: torch.empty_like(tensor) for name, tensor in model.state_dict().items()}
     load_no_dist(weights, path)
     return weights
 
 
-def two_steps(base: Path, target: Path) -> Path:
+def two_steps(base, target):
     """Create a run with two checkpoints, steps 10 and 12."""
     for step in (10, NEWEST):
         shutil.copytree(checkpoint(base, step), checkpoint(target, step))
@@ -145,14 +143,14 @@ def test_any_flipped_bit_of_a_manifest_loads_whole_steps(base, resume, model, tm
 class Plant:
     """Pickles to a call that creates a folder, the proof that it was executed."""
 
-    def __init__(self, proof: Path) -> None:
+    def __init__(self, proof):
         self.proof = proof
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+    def __reduce__(self):
         return os.mkdir, (str(self.proof),)
 
 
-def plant_in_an_entry(newest: Path, proof: Path) -> None:
+def plant_in_an_entry(newest, proof):
     """Replace the training state by an entry at the end of a file."""
     metadata = read_metadata(newest)
     index = next(i for i in metadata.storage_data if i.fqn.startswith("train_state"))
@@ -166,7 +164,7 @@ def plant_in_an_entry(newest: Path, proof: Path) -> None:
     vouch(newest)
 
 
-def vouch(newest: Path) -> None:
+def vouch(newest):
     """Update the manifest to the files."""
     manifest = Manifest.read(newest)
     for name in manifest.files:

@@ -4,9 +4,7 @@ import errno
 import os
 import resource
 import time
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -36,27 +34,27 @@ EVERY_STEP = ("--checkpoint.interval", 1, "--checkpoint.async_mode", "disabled")
 KEEP_ALL = ("--checkpoint.keep_latest_k", 0)
 
 
-def fill_up(folder: Path, *, leave: int, name: str = "ballast") -> None:
+def fill_up(folder, *, leave, name="ballast"):
     """Create a file `name` in `folder` that leaves about `leave` bytes free."""
     (folder / name).parent.mkdir(exist_ok=True)
     with open(folder / name, "wb", buffering=0) as file:
         os.posix_fallocate(file.fileno(), 0, free_bytes(folder) - leave)
 
 
-def full_at_steps(rank: int, disk: Path) -> None:
+def full_at_steps(rank, disk):
     """No room before the saves of steps 2 to 4 and 12; taken in the middle of the save of 6."""
     no_pause = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
     trainer_module.time = no_pause  # type: ignore[assignment]
     saving = [0]
 
-    def at_save(manager: CanonCheckpointManager, step: int, *last_step: bool) -> None:
+    def at_save(manager, step, *last_step):
         saving[0] = step
         if rank == 0:
             (disk / "ballast").unlink(missing_ok=True)
         if rank == 0 and step in (2, 3, 4, 12):
             fill_up(disk, leave=NEEDED // 3)
 
-    def at_stage(staging: Staging, state: object) -> None:
+    def at_stage(staging, state):
         """After the preflight, before the first byte is written."""
         if rank == 0 and saving == [6]:
             fill_up(disk, leave=NEEDED // 3)
@@ -93,15 +91,15 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(base, trial):
         assert_same_run(run, base, step=STEPS)
 
 
-def full_in_the_background(rank: int, disk: Path) -> None:
+def full_in_the_background(rank, disk):
     """Take the room of the async save of step 4; it has failed before step 5 is over."""
     reached = current_step()
 
-    def at_stage(staging: Staging, state: object) -> None:
+    def at_stage(staging, state):
         if rank == 0 and reached == [4]:
             fill_up(disk, leave=NEEDED // 3)
 
-    def after_step(trainer: CanonTrainer, data: object) -> None:
+    def after_step(trainer, data):
         if trainer.step == 5:
             assert trainer.checkpointer._save is not None  # nobody waited for the failure
             trainer.checkpointer._save.future.exception(timeout=60)
@@ -132,10 +130,10 @@ def test_no_room_before_training_and_a_failed_async_save(base, trial):
         assert_same_run(run, base, step=STEPS)
 
 
-def nothing_left(rank: int, disk: Path) -> None:
+def nothing_left(rank, disk):
     """No byte is free from step 4 to step 8, for a checkpoint or for the log."""
 
-    def at_step(trainer: CanonTrainer, data: object) -> None:
+    def at_step(trainer, data):
         if rank == 0 and trainer.step == 4:
             fill_up(disk, leave=0)
             with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
@@ -156,11 +154,11 @@ def test_a_disk_too_full_for_the_log_does_not_end_the_run(base, trial):
         assert_same_run(run, base, step=STEPS)
 
 
-def full_for(rank: int, disk: Path, method: str) -> None:
+def full_for(rank, disk, method):
     """No byte is free while `method` of RunFolder writes."""
     original = getattr(RunFolder, method)
 
-    def write(self: RunFolder, *words: Any) -> None:
+    def write(self, *words):
         fill_up(disk, leave=0)
         try:
             original(self, *words)
@@ -175,7 +173,7 @@ def test_a_disk_too_full_for_config_or_done(base, trial):
     with small_disk(trial.run, "size=24m") as disk:
         run = trial.run
 
-        def with_no_room_for(method: str | None, **options: Any) -> Any:
+        def with_no_room_for(method, **options):
             before = {"before": (full_for, disk, method)} if method else {}
             return trial.launch("--checkpoint.interval", 12, **before, **options)
 
@@ -189,7 +187,7 @@ def test_a_disk_too_full_for_config_or_done(base, trial):
         assert_same_run(run, base, step=STEPS)
 
 
-def no_large_files(rank: int) -> None:
+def no_large_files(rank):
     """Limit the size of files on rank 1."""
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1))
@@ -209,11 +207,11 @@ def test_an_unusable_checkpoint_folder_is_refused_early(trial):
     assert events(run, "step") == [] == list((run / "checkpoint").iterdir())
 
 
-def slow_write(rank: int, step: int, until: int) -> None:
+def slow_write(rank, step, until):
     """Delay the write of `step` until step `until`."""
     reached = current_step()
 
-    def slowly(manager: CanonCheckpointManager, staged: Any, writer: Any, copied: Any) -> None:
+    def slowly(manager, staged, writer, copied):
         # it is not met if training waits for the disk
         wait_for(lambda: writer.step != step or reached[0] >= until)
 

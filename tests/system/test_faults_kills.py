@@ -2,9 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,31 +21,29 @@ from tests.fault_runs import (
     wait_for,
     wrap,
 )
-from tests.ranks import Ended, assert_same_run, events, logged_step, status
+from tests.ranks import assert_same_run, events, logged_step, status
 
 ALL = (0, 1)
 
 
-def die_while_saving(
-    rank: int, moment: str, step: int, victims: tuple[int, ...], pids: Path
-) -> None:
+def die_while_saving(rank, moment, step, victims, pids):
     """kill -9 of the ranks `victims` at one moment of the save of `step`."""
     pids.mkdir(exist_ok=True)
     (pids / str(rank)).write_text(str(os.getpid()))
     saving, final = f".saving-step-{step}", f"step-{step}"
 
-    def die() -> None:
+    def die():
         for victim in sorted(victims, key=lambda victim: victim == rank):  # this one last
             os.kill(int((pids / str(victim)).read_text()), signal.SIGKILL)
 
-    def kill(owner: Any, name: str, when: Callable[..., bool], *, after: bool = False) -> None:
-        def die_if_so(*arguments: Any) -> None:
+    def kill(owner, name, when, *, after=False):
+        def die_if_so(*arguments):
             if when(*arguments):
                 die()
 
         wrap(owner, name, **{"after" if after else "before": die_if_so})
 
-    def half_written(file: Any, data: object) -> bool:
+    def half_written(file, data):
         if saving not in str(file._file.name) or file.tell() < 300_000:
             return False
         file.flush()
@@ -116,7 +112,7 @@ def test_a_launch_killed_at_any_moment_of_a_save_is_resumed(base, trial, kills):
     assert len(quarantine(run)) <= 1  # else interrupted saves would fill the disk
 
 
-def assert_dead_or_failed(run: Path, ended: Ended) -> None:
+def assert_dead_or_failed(run, ended):
     """Check status.json: rank 0 records its reason, unless it was killed."""
     found = status(run)
     if ended.codes[0] == -signal.SIGKILL:
@@ -127,11 +123,11 @@ def assert_dead_or_failed(run: Path, ended: Ended) -> None:
         assert found.state == "failed" and found.reason, found
 
 
-def die_in_the_background(rank: int, step: int, steps_later: int, pids: Path) -> None:
+def die_in_the_background(rank, step, steps_later, pids):
     """Block the background write of `step` for `steps_later` steps, then kill both ranks."""
     reached, run = current_step(), pids.parent / "run"
 
-    def wait(file: _HashedFile, data: object) -> None:
+    def wait(file, data):
         if rank == 0 and f".saving-step-{step}" in str(file._file.name):
             # it is not met if the trainer waits for the write
             wait_for(lambda: reached[0] >= step + steps_later and logged_step(run) > step)

@@ -4,10 +4,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
@@ -18,13 +16,13 @@ from canon_pretrain.run.status import health
 from canon_pretrain.titan.checkpoint import CLOSE_TIMEOUT_S
 from canon_pretrain.titan.trainer import CanonTrainer
 from tests.fault_runs import EVERY_2, Trial, steps, wrap
-from tests.ranks import Launch, assert_refused, assert_same_run, events, logged_step, status
+from tests.ranks import assert_refused, assert_same_run, events, logged_step, status
 
 LONG = ("--training.steps", 400, "--checkpoint.interval", 1000, "--run.heartbeat_s", 0.2)
 """More steps than any launch here takes; the only checkpoint is the last one."""
 
 
-def check_stopped(folder: Path, reason: str, before: list[int]) -> int:
+def check_stopped(folder, reason, before):
     """Check that the last launch stopped by `reason`; return the step of its one checkpoint."""
     (step,) = set(steps(folder)) - set(before)
     found, run = status(folder), RunFolder(folder)
@@ -36,10 +34,10 @@ def check_stopped(folder: Path, reason: str, before: list[int]) -> int:
     return step
 
 
-def slow_steps(rank: int, seconds: float, marker: Path | None = None) -> None:
+def slow_steps(rank, seconds, marker=None):
     """Make every step `seconds` longer; `marker` exists once one has begun."""
 
-    def dawdle(*arguments: object) -> None:
+    def dawdle(*arguments):
         if marker is not None and rank == 0:
             marker.touch()
         time.sleep(seconds)
@@ -47,7 +45,7 @@ def slow_steps(rank: int, seconds: float, marker: Path | None = None) -> None:
     wrap(CanonTrainer, "train_step", before=dawdle)
 
 
-def slow_write(rank: int) -> None:
+def slow_write(rank):
     """Delay the write of each rank's files by a second."""
     wrap(VerifiedWriter, "write_data", before=lambda *arguments: time.sleep(1))
 
@@ -108,7 +106,7 @@ def test_a_second_launch_is_refused_until_kill_9(trial):
     first.wait_for(lambda: bool(steps(run)))
     holder = json.loads(RunFolder(run).lock_file.read_text())
 
-    def files() -> set[Path]:
+    def files():
         """Return all files but temporary ones of the live launch."""
         made = {path for path in run.rglob("*") if path.suffix != ".tmp"}
         return {path for path in made if "step-" not in str(path) and path.name[0] != "."}
@@ -151,10 +149,10 @@ def test_a_restart_of_the_slurm_job_takes_over_the_run(trial):
     assert [e["world_size"] for e in events(run, "resume")] == [1]
 
 
-def commit_after_sleep(rank: int, step: int) -> None:
+def commit_after_sleep(rank, step):
     """Stop the process between the last check of the lock and the commit of `step`."""
 
-    def sleep(source: Any, target: Any) -> None:
+    def sleep(source, target):
         if Path(target).name == f"step-{step}":
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(0.2)  # another thread may take the signal
@@ -162,7 +160,7 @@ def commit_after_sleep(rank: int, step: int) -> None:
     wrap(os, "rename", before=sleep)
 
 
-def stopped(pid: int) -> bool:
+def stopped(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
@@ -197,7 +195,7 @@ def test_a_launch_that_lost_its_lock_writes_nothing(trial):
 TIMEOUT_S = 3
 
 
-def hang(started: Launch, folder: Path, ready: Callable[[], bool]) -> tuple[float, bool]:
+def hang(started, folder, ready):
     """Stop rank 1 in a step; return the seconds until rank 0 ends and if status showed a hang."""
     started.wait_for(ready)
     started.send(signal.SIGSTOP, [1])

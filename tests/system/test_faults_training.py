@@ -4,8 +4,6 @@ import json
 import math
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,11 +24,11 @@ from tests.ranks import (
 TOKENS_PER_STEP = 12 * 64
 
 
-def state_at(run: Path, step: int) -> dict[str, Any]:
+def state_at(run, step):
     return whole_state(checkpoint(run, step))
 
 
-def is_trained(name: str) -> bool:
+def is_trained(name):
     """Return whether the optimizer changes it: weights, moments, their step counts."""
     if name.startswith("optimizer."):
         return name.startswith("optimizer.state.")
@@ -45,11 +43,11 @@ def half(base, trial):
     return run
 
 
-def break_steps(rank: int, faults: dict[int, tuple[str, int]]) -> None:
+def break_steps(rank, faults):
     """Break steps by number -> (kind, rank): `nan` in a gradient, or `inf_loss`."""
     original = CanonTrainer.forward_backward_step
 
-    def forward_backward_step(self: Any, **arguments: Any) -> torch.Tensor:
+    def forward_backward_step(self, **arguments):
         loss = original(self, **arguments)
         kind, where = faults.get(self.step, ("", 0))
         if kind and where == rank:
@@ -63,10 +61,10 @@ def break_steps(rank: int, faults: dict[int, tuple[str, int]]) -> None:
     CanonTrainer.forward_backward_step = forward_backward_step  # type: ignore[method-assign]
 
 
-def die_at(rank: int, step: int) -> None:
+def die_at(rank, step):
     """kill -9 by itself, in the middle of `step`."""
 
-    def die(trainer: Any, data: Any) -> None:
+    def die(trainer, data):
         if trainer.step == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -122,7 +120,7 @@ def test_consecutive_bad_steps_end_the_run_on_a_good_state(base, trial):
     assert_same_run(run, base, step=8)
 
 
-def count_waits(rank: int, report: Path) -> None:
+def count_waits(rank, report):
     """Count the host's reads of tensor values per step."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -131,12 +129,12 @@ def count_waits(rank: int, report: Path) -> None:
     reads = (aten._local_scalar_dense, aten.is_nonzero, aten.nonzero, aten.equal)
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func.overloadpacket in reads:
                 found.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    def train_step(self: Any, data: Any) -> None:
+    def train_step(self, data):
         found.clear()
         with Watch():
             original(self, data)
@@ -196,7 +194,7 @@ def test_a_change_takes_effect_once_it_is_allowed(half, base, trial):
 def test_a_finished_run_changes_nothing_until_it_is_prolonged(base, trial):
     run = copy(base, trial.run)
 
-    def files() -> dict[Path, bytes]:
+    def files():
         paths = (path for path in run.rglob("*") if path.is_file())
         return {path: path.read_bytes() for path in paths if path.name != "status.json"}
 

@@ -4,9 +4,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +32,7 @@ def folders(tmp_path_factory):
     return [base / "web", base / "books"]
 
 
-def experiment(tmp_path: Path, **data: Any) -> list[str]:
+def experiment(tmp_path, **data):
     """Return the command line of debug.toml with these [data] keys, into tmp_path/run."""
     words = ["--config", str(ROOT / "train_configs/debug.toml")]
     words += ["--job.dump_folder", str(tmp_path / "run")]
@@ -87,12 +85,12 @@ def data(tmp_path):
     return folder
 
 
-def loader(folder: Path, read_ahead: int) -> CanonDataLoader:
+def loader(folder, read_ahead):
     sizes = {"seq_len": SEQ_LEN, "global_batch_size": 6, "local_batch_size": 2}
     return CanonDataLoader(BatchLoader(TokenShards.open(folder), data_seed=1, **sizes), read_ahead)
 
 
-def take(iterator: Iterator[Any]) -> torch.Tensor:
+def take(iterator):
     """Return the next micro-batch as one tensor."""
     inputs, labels = next(iterator)
     return torch.cat([inputs["input"], labels], dim=1)
@@ -120,7 +118,7 @@ def test_a_hanging_read_delays_neither_steps_nor_the_end(data, monkeypatch, capl
     free, read = threading.Event(), batches.loader.next_batch
     calls = iter(range(100))
 
-    def hang_at_the_third() -> Any:
+    def hang_at_the_third():
         if next(calls) == 2:
             free.wait()
         return read()
@@ -142,7 +140,7 @@ def test_a_hanging_read_delays_neither_steps_nor_the_end(data, monkeypatch, capl
     assert batches.loader.state_dict() == state
 
 
-def on_own_node(rank: int, folder: Path) -> None:
+def on_own_node(rank, folder):
     """Make rank K the only one of its node, in `folder`/K."""
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.chdir(folder / str(rank))

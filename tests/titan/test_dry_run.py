@@ -23,7 +23,6 @@ from canon_pretrain.titan.dry_run import (
     saved_bytes,
     world_sizes,
 )
-from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.spec import head_loss
 from canon_pretrain.train import main
 from tests.support import ROOT, debug_run, error_codes, refused
@@ -31,11 +30,11 @@ from tests.support import ROOT, debug_run, error_codes, refused
 CONFIGS = ROOT / "train_configs"
 
 
-def plan_of(job: CanonJobConfig, gpu: str, world_size: int, mfu: float = 0.4) -> Plan:
+def plan_of(job, gpu, world_size, mfu=0.4):
     return Plan(job, reference(gpu, mfu), world_size)
 
 
-def job_of(name: str, *words: str) -> CanonJobConfig:
+def job_of(name, *words):
     return parse_job(["--config", str(CONFIGS / f"{name}.toml"), *words])
 
 
@@ -70,7 +69,7 @@ def test_memory_equals_what_a_real_tiny_model_holds(words):
     planned = count_memory(job, model, 1)
     tokens = torch.arange(batch * args.max_seq_len).reshape(batch, -1) % args.vocab_size
 
-    def forward() -> torch.Tensor:
+    def forward():
         return model(tokens, labels_BT=tokens, loss=head_loss(Loss()))[1]
 
     saved = count_saved(forward, model)
@@ -120,7 +119,7 @@ def test_existing_data_are_measured(data_folder):
         assert plan.data_bytes == 2 * shards.num_tokens
 
 
-def with_gpus(monkeypatch: pytest.MonkeyPatch, name: str, count: int, gib: float) -> None:
+def with_gpus(monkeypatch, name, count, gib):
     """Fake a machine with `count` GPUs of that name and memory."""
     monkeypatch.setattr(dry_run, "has_accelerator", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -184,7 +183,7 @@ def test_force_starts_it_all_the_same(data_folder, tmp_path, monkeypatch, capsys
     class Begun(Exception):
         pass
 
-    def begin(rank: int) -> None:
+    def begin(rank):
         raise Begun
 
     monkeypatch.setattr(dry_run, "available_memory", lambda: 2**20)

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
 
 
-def judge(guards: StepGuards, loss: float, norm: float) -> float:
+def judge(guards, loss, norm):
     verdict = guards.judge(torch.tensor(loss), torch.tensor(norm))
     assert verdict.dtype == torch.float32
     assert verdict.shape == ()

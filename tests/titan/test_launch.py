@@ -14,18 +14,17 @@ from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.source import code_hashes
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.launch import check_identity, code_changes, config_changes, run_identity
 from tests.support import ROOT, refused
 
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
 
 
-def job(*more: object, config: str = DEBUG) -> CanonJobConfig:
+def job(*more, config=DEBUG):
     return parse_job(["--config", config, *map(str, more)])
 
 
-def recorded(folder: Path, *more: object, config: str = DEBUG) -> RunFolder:
+def recorded(folder, *more, config=DEBUG):
     """Return a run folder with the config.json of a first launch."""
     first = job(*more, config=config)
     run = RunFolder(folder)

@@ -116,7 +116,7 @@ def checks(monkeypatch):
     return found
 
 
-def gpu_job(data_folder: Path, *words: str):
+def gpu_job(data_folder, *words):
     return parse_job([*map(str, debug_run(data_folder, Path("run"))), *words])
 
 
@@ -129,7 +129,7 @@ def test_without_a_gpu_nothing_is_checked(data_folder, checks):
 
 
 def test_a_pass_is_kept_until_what_it_depends_on_changes(alone, checks, data_folder, monkeypatch):
-    def choose(*words: str, code: dict[str, str] = CODE) -> str:
+    def choose(*words, code=CODE):
         choice = choose_canon(gpu_job(data_folder, *words), CPU, code)
         assert choice is not None and choice.refused is None
         return choice.backend
@@ -176,10 +176,10 @@ def test_a_failure_is_not_kept(alone, checks, data_folder, monkeypatch):
     assert choice.backend == "compiled" and choice.refused.startswith("an illegal")
 
 
-def on_a_gpu(rank: int, notes: Path) -> None:
+def on_a_gpu(rank, notes):
     """Decide as on a GPU, where rank 0's check fails; before a rank runs."""
 
-    def check(*what: object) -> str:
+    def check(*what):
         assert rank == 0  # the other ranks check nothing
         return "a planted fault"
 
@@ -235,14 +235,12 @@ class Steps:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def batches(args: ModelArgs) -> list[Tensor]:
+def batches(args):
     """Return the global batches, [ROWS, NUM_TOKENS + 1], with several documents per row."""
     return [random_tokens(args, ROWS, NUM_TOKENS + 1, seed=step) for step in range(STEPS)]
 
 
-def sharded_steps(
-    model: Transformer, args: ModelArgs, loss: Loss, rank: int, world_size: int, rounds: int
-) -> Steps:
+def sharded_steps(model, args, loss, rank, world_size, rounds):
     """Take the steps on this rank's rows, in `rounds` micro-batches, as the trainer does."""
     out, function = Steps(), head_loss(loss)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -275,7 +273,7 @@ def sharded_steps(
 
 
 @functools.cache
-def whole_steps(args: ModelArgs, loss: Loss) -> Steps:
+def whole_steps(args, loss):
     """Take the same steps in one process, without FSDP2, micro-batches and our loss."""
     model, out = Transformer(args), Steps()
     model.init_weights()
@@ -299,7 +297,7 @@ def whole_steps(args: ModelArgs, loss: Loss) -> Steps:
     return out
 
 
-def assert_equal_steps(parts: list[Steps], whole: Steps, shards: int | None = None) -> None:
+def assert_equal_steps(parts, whole, shards=None):
     """Check that the ranks' joined parts equal the unsharded steps, to float32's rounding.
 
     Replicas of `shards` ranks (default: one) see parts of the batch, and hold all of its gradient.
@@ -353,16 +351,16 @@ LOSSES = [Loss(), Z_LOSS, Loss(squared_loss=0.01, chunk_tokens=16), Loss(chunk_t
 PLANNED = variant("h_alibi ABCD tied cst documents")
 
 
-def loss_of(variant_name: str) -> Loss:
+def loss_of(variant_name):
     return LOSSES[list(VARIANTS).index(variant_name) % len(LOSSES)]
 
 
-def _planned(plan: str) -> ModelArgs:
+def _planned(plan):
     """Return the model that a plan trains: with torch.compile, Canon's weights are trained too."""
     return replace(PLANNED, canon_trainable=plan == "compiled")
 
 
-def _job(keys: dict[str, Any]) -> CanonJobConfig:
+def _job(keys):
     job = CanonJobConfig()
     job.training.mixed_precision_param = "float32"
     for key, value in keys.items():
@@ -371,18 +369,18 @@ def _job(keys: dict[str, Any]) -> CanonJobConfig:
     return job
 
 
-def _on_rank(rank: int, folder: Path) -> None:
+def _on_rank(rank, folder):
     """Initialize and train over the first n of 4 gloo ranks; each rank saves its part."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use the CPU on machines with GPUs too
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=4)
 
-    def fresh(args: ModelArgs) -> Transformer:
+    def fresh(args):
         with torch.device("meta"):
             return Transformer(args)
 
-    def fill(model: Transformer) -> None:
+    def fill(model):
         model.to_empty(device="cpu")
         model.init_weights(write=write_shard)
 
@@ -492,7 +490,7 @@ def test_replicas_take_the_steps_of_one_process(results, replicas, shards):
     assert_equal_steps([steps for _, steps, _ in parts], whole, shards)
 
 
-def parts_of(results: Path, name: str, count: int) -> list[Any]:
+def parts_of(results, name, count):
     """Return what `count` ranks saved as `name`-RANK.pt."""
     return [torch.load(results / f"{name}-{r}.pt", weights_only=False) for r in range(count)]
 
@@ -513,7 +511,7 @@ def test_a_sharded_variant_takes_the_unsharded_steps(results, name):
 
 
 def test_an_attention_without_a_training_step_is_refused():
-    def check(words: str, name: str, device: str, dtype: str = "bfloat16") -> None:
+    def check(words, name, device, dtype="bfloat16"):
         job = CanonJobConfig()
         job.model.attention_backend, job.training.mixed_precision_param = name, dtype  # type: ignore
         with torch.device("meta"):

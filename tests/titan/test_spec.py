@@ -14,7 +14,7 @@ from canon_pretrain.titan.spec import build_schedule
 STEPS, WARMUP, FLOOR = 20, 3, 0.1
 
 
-def job_of(**schedule: object) -> CanonJobConfig:
+def job_of(**schedule):
     """Return a checked job of 20 steps at lr 1 with this [lr_scheduler]."""
     values = {
         "training": {"steps": STEPS, "global_batch_size": 1},
@@ -26,7 +26,7 @@ def job_of(**schedule: object) -> CanonJobConfig:
     return job
 
 
-def rates(job: CanonJobConfig, count: int = STEPS) -> list[float]:
+def rates(job, count=STEPS):
     """Return the rate of each of the first `count` steps."""
     model = torch.nn.Linear(2, 2)
     optimizers = OptimizersContainer([model], torch.optim.AdamW, {"lr": job.optimizer.lr})
@@ -46,9 +46,7 @@ SHAPES: dict[str, Callable[[float], float]] = {
 }
 
 
-def expected(
-    begin: int, length: int, shape: Callable[[float], float], floor: float = FLOOR
-) -> list[float]:
+def expected(begin, length, shape, floor=FLOOR):
     """Return warmup over 3 steps, 1 up to step `begin` (from 0), then decay over `length` steps."""
     out = []
     for step in range(STEPS):

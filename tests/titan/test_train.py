@@ -3,8 +3,6 @@
 import hashlib
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,13 +19,13 @@ GOLDEN = ROOT / "tests" / "golden" / "debug_losses.json"
 STEPS = 12
 
 
-def curve(folder: Path, name: str) -> list[Any]:
+def curve(folder, name):
     found = events(folder, "step")
     assert [event["step"] for event in found] == list(range(1, STEPS + 1))
     return [event[name] for event in found]
 
 
-def assert_same_curves(run: Path, other: Path) -> None:
+def assert_same_curves(run, other):
     """Check for equal data and schedules, and for losses equal up to float32's rounding."""
     for name in ("lr", "tokens", "data_digests"):
         assert curve(run, name) == curve(other, name), name
@@ -118,7 +116,7 @@ def test_bfloat16_trains_alike_on_one_rank_and_two(data_folder, tmp_path):
     assert curves[1][-1] < curves[1][0] - 0.05
 
 
-def code_of(argv: list[object], capsys: pytest.CaptureFixture[str]) -> str:
+def code_of(argv, capsys):
     """Run the trainer in this process; return its one error's code; it must exit with 2."""
     with pytest.raises(SystemExit) as left:
         main([str(word) for word in argv])
@@ -159,7 +157,7 @@ def test_a_byte_flipped_in_a_shard_stops_the_run(data_folder, tmp_path, ranks):
 
 
 def test_a_launch_that_does_not_fit_exits_with_2(data_folder, tmp_path, capsys, monkeypatch):
-    def set_world_size(size: str) -> None:
+    def set_world_size(size):
         monkeypatch.setenv("WORLD_SIZE", size)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", size)
 

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunLog
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import open_data
-from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.validation import CanonValidator, is_validation_logged, num_windows
 from eval.model.lm import CanonLM
 from eval.model.target import load_model
@@ -33,17 +31,17 @@ from tests.support import ROOT, debug_run, refused, write_split
 CPU = torch.device("cpu")
 
 
-def debug_job(**data: Any) -> CanonJobConfig:
+def debug_job(**data):
     job = parse_job(["--config", str(ROOT / "train_configs" / "debug.toml")])
     job.data = Data(**data)
     return job
 
 
-def validator_of(job: CanonJobConfig, rank: int = 0, world_size: int = 1) -> CanonValidator:
+def validator_of(job, rank=0, world_size=1):
     return CanonValidator(job, open_data(job).held_out, rank, world_size)
 
 
-def forget_validation(run: Path) -> None:
+def forget_validation(run):
     """Remove the validations from a run's log."""
     log = RunFolder(run).log_file
     lines = [line for line in log.read_text().splitlines() if '"validation"' not in line]
@@ -228,7 +226,7 @@ def test_another_held_out_text_is_another_run(data_folder, tmp_path):
     words = [*debug_run(data, run), "--validation.freq", 4]
     options: dict[str, Any] = {"ranks": 1, "output": tmp_path / "out"}
 
-    def recorded() -> str:
+    def recorded():
         return RunFolder(run).read_config()["identity"]["held_out_fingerprint"]
 
     launch(*words, "--run.stop_at", 4, **options)
