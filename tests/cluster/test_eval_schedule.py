@@ -15,14 +15,7 @@ from rich.console import Console
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import FileEntry, Manifest
 from canon_pretrain.checkpoint.retention import Retention, held_steps
-from canon_pretrain.cluster.leases import (
-    LOCAL,
-    Leases,
-    NoQueue,
-    Slurm,
-    SlurmTimeout,
-    new_lease,
-)
+from canon_pretrain.cluster.leases import LOCAL, Leases, NoQueue, Slurm, SlurmTimeout, new_lease
 from canon_pretrain.core.files import sha256_file
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Results, Score, write_results
@@ -97,12 +90,6 @@ def watcher(run, *suites, expiry_s=600, cap=8, **asked):
     return Watcher([schedule], Slurm(), run / "report", **options)
 
 
-def current_lease(run, step=20):
-    lease = leases_of(run, step, "jrt").current()
-    assert lease is not None
-    return lease
-
-
 def states(watcher):
     watcher.queue.refresh()
     found = [entry for _, entries in watcher.overview() for entry in entries]
@@ -119,7 +106,7 @@ def test_from_the_first_checkpoint_to_the_report(slurm, run):
     words = slurm.words("1")
     assert f"--output={run}/evals/step-10/jrt/slurm-%j.log" in words
     assert "--partition=short" in words and "--parsable" in words
-    lease = current_lease(run, 10)
+    lease = leases_of(run, 10, "jrt").current()
     assert (lease.job, lease.cluster) == ("1", "fake")
     expected = [lease.id, f"{run}/checkpoint/step-10", "jrt", "--max_length", "64"]
     assert words[words.index("--lease") + 1 :] == expected
@@ -229,9 +216,6 @@ def test_a_watcher_that_died_around_sbatch(slurm, run, monkeypatch, died):
     assert [lease.job for lease in leases.all()] == ([None, "1"] if died == "before" else ["1"])
 
 
-# ---- retention
-
-
 def test_waiting_checkpoints_are_not_pruned(slurm, tmp_path):
     run = write_run(tmp_path / "run", 10, 15, 20, 25, keep=1)
     folder, watch = CheckpointFolder(run / "checkpoint"), watcher(run)
@@ -277,15 +261,12 @@ def test_missing_or_damaged_steps_do_not_block(slurm, run):
 def test_an_abandoned_branch_takes_its_leases_along(slurm, run):
     watch = watcher(run, "jrt", every=10)
     watch.poll()
-    lease = current_lease(run)
+    lease = leases_of(run, 20, "jrt").current()
     CheckpointFolder(run / "checkpoint").archive_after(15, run, "a test")
     assert start_job(leases_of(run, 20, "jrt"), "2", lease.id, 3)[0] == 3
     save(run, 20)
     watch.poll()
     assert slurm.names.count("eval-run-step-20-jrt") == 2 and held_steps(run) == {10, 20, 30, 40}
-
-
-# ---- stored results and the schedule
 
 
 def test_which_results_count(run, tmp_path):
@@ -319,19 +300,13 @@ def test_one_run_has_one_schedule(run):
     (run / "evals/schedule.json").write_text("{")
     with refused("schedule.damaged"):
         update_request(run, {})
-    assert (
-        update_request(run, {"every": 20}, change=True)
-        == update_request(run, {})
-        == Request([*ALL], every=20)
-    )
+    changed = update_request(run, {"every": 20}, change=True)
+    assert changed == update_request(run, {}) == Request([*ALL], every=20)
     with refused("schedule.every", given=7, expected=5):
         Schedule(run, Request(SUITES, 7))
     write_run(run, last=37)
     for every, steps in ((15, [15, 30, 37]), (None, [*range(5, 36, 5), 37]), (50, [37])):
         assert Schedule(run, Request(SUITES, every)).steps == steps
-
-
-# ---- started jobs
 
 
 def test_a_job_that_lost_its_lease_ends(slurm, run, monkeypatch):
@@ -351,7 +326,7 @@ def test_a_job_that_lost_its_lease_ends(slurm, run, monkeypatch):
         for lease in leases.all()
     )
     schedule.main(second)
-    assert current_lease(run).job == "5"
+    assert leases.current().job == "5"
     with pytest.raises(SystemExit, match="3"):
         schedule.main(first)
     schedule.main(["begin", "--job", "6", checkpoint, "jrt"])
@@ -376,9 +351,6 @@ def test_a_job_without_progress_ends(run):
     done.with_name("two.task.json").touch()
     assert start_job(both, "7", None, 0)[0] == 0  # a task of any suite counts
     assert codes(1, job="6") == [0]
-
-
-# ---- without Slurm
 
 
 def test_local_evaluations_without_slurm(slurm, run, capsys, monkeypatch):

@@ -18,13 +18,7 @@ from data_prep.planning import train_tokenizer
 from eval.harness import quiet_harness
 from eval.staged import write_staged
 from eval.tasks.birth_year import probes as birth_year
-from eval.tasks.birth_year.probes import (
-    KINDS,
-    NUM_ITEMS,
-    ends_with_space,
-    make_probe,
-    split_sentences,
-)
+from eval.tasks.birth_year.probes import KINDS, NUM_ITEMS, ends_with_space, make_probe
 from eval.tasks.birth_year.task import Corpus, FrozenSets, exact, find_corpus, load
 from tests import data_folders
 from tests.scripted_lm import ScriptedLM
@@ -279,7 +273,7 @@ def test_the_text_is_wikipedias_prose(tmp_path):
     assert isinstance(found, Corpus) and found.origin.startswith("wikitext ")
     # sentences of three words at least
     sentences = ["A well-known lamp, of 1,000 m.", "The end of it!"]
-    assert split_sentences(found.text) == sentences
+    assert birth_year.split_sentences(found.text) == sentences
 
 
 def test_a_task_freezes_and_reads_its_set(tmp_path, monkeypatch):
@@ -303,4 +297,4 @@ def test_a_task_freezes_and_reads_its_set(tmp_path, monkeypatch):
         ({"junk": str(short), "probe_set": "1-hop-4096"}, "probes.missing", {}),
     ):
         with refused(code, **fields):
-            load(**{"probe_set": "1-hop-256", **probes, **changes})  # type: ignore[arg-type]
+            load(**{"probe_set": "1-hop-256", **probes, **changes})

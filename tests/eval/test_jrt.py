@@ -239,15 +239,11 @@ def occurrence(text, answer):
 def spec_cut(text, answers, codec, limit, alternatives, at):
     """The kept tokens' indices, the number of all, and the centre."""
     count, centre = len(codec.encode(text)), "answer"
-    earliest = -1
-    for place in (occurrence(text, answer) for answer in answers):
-        if place >= 0 and (earliest < 0 or place < earliest):
-            earliest = place
+    places = [occurrence(text, answer) for answer in answers]
+    earliest = min((place for place in places if place >= 0), default=-1)
     if earliest < 0:
-        centre = "alt_answers"
-        for answer in alternatives:
-            if earliest < 0:
-                earliest = occurrence(text, answer)
+        centre, places = "alt_answers", [occurrence(text, answer) for answer in alternatives]
+        earliest = next((place for place in places if place >= 0), -1)
     if earliest >= 0:
         position = len(codec.encode(text[:earliest]))
     elif at is not None and at >= 0:
@@ -276,11 +272,9 @@ positions = st.one_of(st.none(), st.integers(-1, 60))
 @example("b" * 9 + "AA" + "b" * 9, ["aa"], 4, [], 0)
 @settings(max_examples=200, deadline=None)
 def test_the_cut_equals_the_rule(text, looked_for, limit, alternatives, at):
-    bare = text.strip()
+    bare, more = text.strip(), {"alternatives": alternatives, "token_position": at}
     for codec in (Bytes(), Words()):
-        found = cut(
-            text, looked_for, codec, limit=limit, alternatives=alternatives, token_position=at
-        )
+        found = cut(text, looked_for, codec, limit=limit, **more)
         kept, count, centre = spec_cut(bare, looked_for, codec, limit, alternatives, at)
         assert found.centre == centre
         assert found.whole == (len(kept) == count)

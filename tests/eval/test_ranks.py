@@ -5,14 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 from eval.model.ranks import Ranks
 from tests.support import ROOT, refused
 
-Ended = list[dict[str, Any]]
 NOTICED_S = 20.0  # far below torch's timeouts
 
 

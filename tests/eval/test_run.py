@@ -3,8 +3,6 @@
 import argparse
 import json
 import shutil
-from collections.abc import Callable
-from typing import Any
 
 import datasets
 import numpy as np
@@ -20,12 +18,7 @@ from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.results import (
-    PartialResults,
-    Score,
-    TaskResult,
-    read_results,
-)
+from canon_pretrain.run.results import PartialResults, Score, TaskResult, read_results
 from eval.__main__ import main
 from eval.harness import open_tasks
 from eval.model.target import load_model
@@ -46,15 +39,13 @@ def run(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("text"))
 
 
-@pytest.fixture(scope="module")
-def wikitext(tmp_path_factory):
-    """A folder of staged data with WikiText only."""
-    return stage_fixtures(tmp_path_factory.mktemp("staged"), ["wikitext"])
-
-
-@pytest.fixture(autouse=True)
-def staged(wikitext, monkeypatch):
-    monkeypatch.setenv("CANON_EVAL_DATA", str(wikitext))
+@pytest.fixture(scope="module", autouse=True)
+def staged(tmp_path_factory):
+    """WikiText is the only staged data set."""
+    folder = stage_fixtures(tmp_path_factory.mktemp("staged"), ["wikitext"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CANON_EVAL_DATA", str(folder))
+        yield
 
 
 @pytest.fixture
@@ -63,9 +54,6 @@ def copy(run, tmp_path):
     ignore = shutil.ignore_patterns("evals")
     shutil.copytree(run.parent, tmp_path / "copy", ignore=ignore)
     return tmp_path / "copy" / "run"
-
-
-Evaluate = Callable[..., str]
 
 
 @pytest.fixture
@@ -99,9 +87,6 @@ def paths_of(run, suite):
 def result_of(run, suite):
     (path,) = paths_of(run, suite)
     return read_results(path)
-
-
-Change = Callable[[dict[str, Any]], Any]
 
 
 def change_config(run, change):
@@ -215,7 +200,7 @@ def test_standard_errors_and_bounds_of_scores(task_file, source):
     task = open_tasks("colours", task_file, {}, None, None)["colours"]
 
     def score_of(answer):
-        return task.run(ScriptedLM(answer))["colours"].scores["exact_match"]  # type: ignore[arg-type]
+        return task.run(ScriptedLM(answer))["colours"].scores["exact_match"]
 
     score = score_of(lambda request: request.args[0].split()[-1])
     right = np.array([float(str(k % 3 if k < 9 else k) == str(k % 2)) for k in range(12)])
@@ -247,16 +232,15 @@ def test_invalid_requests(evaluate, task_file):
 def test_what_does_not_load(copy, evaluate, task_file):
     task_file.write_text(TASK.replace("colours.load", "colours.lead"))
     assert str(task_file) in evaluate(str(task_file), refused="eval.task_file")
-    (copy.parent / "data" / "tokenizer.model").unlink()
-    words = ("--data", copy.parent / "data")
-    evaluate("birth-year", *SHORT, *words, of=copy, refused="eval.no_tokenizer")
+    data = copy.parent / "data"
+    (data / "tokenizer.model").unlink()
+    evaluate("birth-year", *SHORT, "--data", data, of=copy, refused="eval.no_tokenizer")
     whole = (copy / "config.json").read_text()
-    changes: tuple[tuple[Change, str], ...] = (
+    for change, code in (
         (lambda r: r["identity"].update({"model.num_layers": 2}), "checkpoint.other_model"),
         (lambda r: r["config"]["data"].update(path="/nowhere"), "eval.data_moved"),
         (lambda r: r["config"].update(data={}), "eval.run_damaged"),
-    )
-    for change, code in changes:
+    ):
         change_config(copy, change)
         evaluate("validation", of=copy, refused=code)
         (copy / "config.json").write_text(whole)

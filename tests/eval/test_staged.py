@@ -12,16 +12,12 @@ from tests.checkpoint_folders import small_disk
 from tests.eval_fixtures import rows_of, stage_fixtures
 from tests.support import refused
 
-SPLIT = CATALOGUE["boolq"].split
-PARQUET = f"{SPLIT}.parquet"
+PARQUET, MANIFEST = f"{CATALOGUE['boolq'].split}.parquet", "manifest.json"
 
 
 @pytest.fixture
 def folder(tmp_path):
     return stage_fixtures(tmp_path, ["boolq"])
-
-
-MANIFEST = "manifest.json"
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
-"""The model to evaluate: a run's checkpoint or an export, its data, dtype and fast layers."""
+"""The model to evaluate, a checkpoint or an export: data, tokenizers, dtype, fast layers."""
 
+import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
+from canon_pretrain.data.tokenizer import load_tokenizer
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.reading import import_folder
 from canon_pretrain.model.attention import rope_tables
@@ -16,6 +18,8 @@ from canon_pretrain.run.results import question_of
 from data_prep.planning import train_tokenizer
 from eval.model.lm import CanonLM
 from eval.model.target import EvalTarget, FastLinear, load_model, use_fast_linear
+from eval.task_tokenizer import task_tokenizer
+from eval.tasks.jrt.documents import cut
 from eval.validation import model_loss
 from tests.data_folders import sentence
 from tests.eval_text_runs import MAX_LENGTH, write_run
@@ -83,15 +87,14 @@ def test_missing_data_and_other_tokenizers_are_refused(base, copy, tmp_path):
     write_data(text)  # shards without a tokenizer
     data = Path(shutil.copytree(base / "data", tmp_path / "data"))
     (data / "tokenizer.model").write_bytes(train_tokenizer([sentence(1, 999)], 290))
-    calls: tuple[tuple[str, Callable[[], Any]], ...] = (
+    for code, call in (
         ("eval.no_tokenizer", lambda: foreign.tokenizer),
         ("eval.no_data", lambda: EvalTarget.open(imported, None)),
         ("eval.no_data", lambda: EvalTarget.open(imported.parent, None)),
         ("eval.mismatch", lambda: EvalTarget.open(base / "out", text)),
         ("eval.mismatch", lambda: EvalTarget.open(step, held_out=text).check_held_out()),
         ("eval.mismatch", lambda: EvalTarget.open(step, data).tokenizer),
-    )
-    for code, call in calls:
+    ):
         with refused(code) as caught:
             call()
         assert caught.value.fields.get("what", "tokenizer") == "tokenizer"
@@ -121,3 +124,58 @@ def test_fast_linear_gives_the_same_numbers(args):
         torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
     count = sum(isinstance(module, FastLinear) for module in model.modules())
     assert count == args.num_layers * (7 if args.ffn == "gated" else 6) + 1
+
+
+# ---- tokenizers in tasks: the ids, texts and cuts of training
+
+# characters of one to four bytes, tokens of the vocabulary, and names of special tokens
+WORDS = [*"aß€🙂", "the", "of", "which", "</s>", "<s>", "\n", " ", "  ", "\t", "Ada", "\ufffd", "é"]
+texts = st.one_of(
+    st.lists(st.sampled_from(WORDS), max_size=60).map("".join),
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=60),
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(base):
+    """That of training, and those of tasks on the data and on the export."""
+    ours = task_tokenizer({"tokenizer": str(base / "data"), "pretrained": "of no matter"})
+    theirs = task_tokenizer({"pretrained": str(base / "out"), "dtype": "float32"})
+    return load_tokenizer(base / "data"), ours, theirs
+
+
+@given(texts, st.integers(2, 30), st.integers(0, 40), st.integers(1, 9))
+@example("aaaß\ufffd", 2, 4, 1)  # half of its last character decodes to U+FFFD
+@example("\ufffdß", 3, 1, 1)
+@settings(max_examples=300, deadline=None)
+def test_ids_and_cuts_are_those_of_training(tokenizers, text, limit, start, length):
+    training, *pair = tokenizers
+    expected = training.encode(text).tolist()
+    assert training.eos_id not in expected and training.bos_id not in expected
+    for found in pair:
+        assert found.encode(text) == expected
+        assert found.decode(expected) == text
+    answer = text[start : start + length]
+    ours, theirs = (cut(text, [answer], found, limit=limit) for found in pair)
+    assert ours == theirs
+    assert ours.text in text  # no partial character, no added space
+
+
+def test_no_prompt_to_run_the_models_code(copy, monkeypatch):
+    """An export's config.json names the model's code, which its tokenizer does not need."""
+    assert "auto_map" in json.loads((copy / "config.json").read_text())
+    options = json.loads((copy / "tokenizer_config.json").read_text())
+    del options["tokenizer_class"]  # as in older versions; transformers then reads config.json
+    (copy / "tokenizer_config.json").write_text(json.dumps(options))
+    asked = []  # transformers catches a prompt that fails
+    monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "n")
+    found = task_tokenizer({"tokenizer": str(copy)})
+    assert found.decode(found.encode("the of")) == "the of"
+    assert not asked
+
+
+def test_missing_tokenizers_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for metadata in ({}, {"tokenizer": str(tmp_path)}, {"pretrained": "nobody/nothing"}):
+        with refused("eval.task_tokenizer"):
+            task_tokenizer(metadata)
