@@ -82,7 +82,7 @@ def test_restarts_without_a_new_checkpoint_are_limited(run, limit):
     assert found == ["requeue"] * limit + ["failed"]
     assert recorded(run, "futile") == limit
     status = read_status(run.status_file)
-    assert status is not None and (status.state, status.step) == ("failed", 7) and status.reason
+    assert (status.state, status.step) == ("failed", 7) and status.reason
 
 
 @pytest.mark.parametrize("folder", ["checkpoint", "saves"])
@@ -106,7 +106,7 @@ def test_starts_that_died_with_their_scripts_are_counted(run):
         assert begin(run, "7", restarts=2) is None
         launch(run, "running", 3)
     decision = begin(run, "7", restarts=2)
-    assert decision is not None and decision.next == "failed" and recorded(run, "futile") == 2
+    assert decision.next == "failed" and recorded(run, "futile") == 2
     assert begin(run, "8", restarts=2) is None, "another job starts from zero"
 
 
@@ -122,7 +122,7 @@ def test_damaged_files_are_ignored_but_end_needs_begin(run):
 
 def held(run, heartbeat_s=0.1, **who):
     """Hold the lock of `run` as job 7; closing releases it."""
-    holder, stack = replace(Holder.of_this_process(), job_id="7", **who), ExitStack()  # type: ignore[arg-type]
+    holder, stack = replace(Holder.of_this_process(), job_id="7", **who), ExitStack()
     lock = LinkLock.acquire(run.lock_file, heartbeat_s=heartbeat_s, holder=holder)
     stack.callback(lock.release)
     return stack
@@ -134,7 +134,7 @@ def test_a_second_job_waits_for_the_first(run):
     before = restarts_file(run).read_bytes()
     with held(run) as first:
         decision = begin(run, "8", wait_s=0.3)
-        assert decision is not None and decision.next == "failed" and "job 7" in decision.why
+        assert decision.next == "failed" and "job 7" in decision.why
         assert restarts_file(run).read_bytes() == before
         assert begin(run, "7") is None, "the trainer waits for the job's own earlier launch"
         timer = threading.Timer(0.5, first.close)
@@ -154,7 +154,7 @@ def test_of_two_jobs_at_once_the_one_with_the_lock_continues(run):
     begin(run, "8")  # neither has the lock yet; then 7 gets it
     with held(run):
         launch(run, "running", 3)
-        status: dict[str, object] = json.loads(run.status_file.read_text()) | {"job_id": "7"}
+        status = json.loads(run.status_file.read_text()) | {"job_id": "7"}
         write_json(run.status_file, status)
         assert end(run, "8", "none").next == "failed"
     assert json.loads(run.status_file.read_text()) == status, "the status of job 7"

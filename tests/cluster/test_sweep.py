@@ -57,9 +57,6 @@ def launch_of(folder, number, capsys):
     return printed(capsys, "run", folder, number, "--print0").split("\0")[:-1]
 
 
-# -- the runs of a plan
-
-
 @pytest.mark.parametrize(
     ("seed_of", "init", "data"), [("init", 7, 5), ("data", 3, 7), ("both", 7, 7)]
 )
@@ -115,9 +112,6 @@ def test_configs_with_different_data_give_a_note(text, words, keys, tmp_path, ca
     assert [line.split(":")[1].split()[-1] for line in notes] == keys
 
 
-# -- changes to a plan
-
-
 def test_only_extend_changes_a_plan(tmp_path, capsys):
     plan(tmp_path, *GRID)
     before, written = read_sweep(tmp_path), (tmp_path / PLAN).read_bytes()
@@ -167,9 +161,6 @@ def test_missing_and_damaged_plans_are_refused(tmp_path, capsys):
         assert refused(capsys, "table", tmp_path) == "sweep.damaged"
 
 
-# -- the table and training
-
-
 def test_the_table_has_the_state_of_each_run(tmp_path, capsys):
     plan(tmp_path, *GRID)
     sweep = read_sweep(tmp_path)
@@ -200,7 +191,6 @@ def test_the_table_compares_held_out_losses(tmp_path, capsys):
     sweep = read_sweep(tmp_path)
     losses = {}
     for run in sweep.runs:
-        assert run.seed is not None and run.learning_rate is not None
         loss = 5.0 + 0.01 * run.seed + 100 * run.learning_rate - 0.2 * (run.config == other)
         losses[run.name] = loss
         events = [launch_event("start"), step(40, 1.0)]

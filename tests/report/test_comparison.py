@@ -3,14 +3,12 @@
 import argparse
 import json
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 from lm_eval.api import metrics
 from scipy import stats
 
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.report.architectures import architectures, choose
 from canon_pretrain.report.comparison import add_arguments, comparison_content, execute
 from canon_pretrain.report.evaluations import read_runs
@@ -67,11 +65,8 @@ def versus(folder, *runs, **more):
     return [plant(folder / name, tasks, canon, **more) for name, canon, tasks in pairs]
 
 
-# -- architectures and learning rates --------------------------------------------------------------
-
-
 def test_runs_are_grouped_by_architecture(tmp_path):
-    changes: list[dict[str, Any]] = [
+    changes = [
         {},
         {},
         {"optimizer__lr": 0.002},
@@ -172,9 +167,6 @@ def test_verdicts_use_the_chosen_rate_and_best_uses_all(tmp_path):
     assert cells["Canon-ABCD"]["best"]["bias"] == 0 and mean["value"] == pytest.approx(0.52)
     assert [x["chosen"] for x in found["architectures"][1]["recipes"]] == [True, False]
     assert len(found["notes"]) == 1 and not content(*paths[:2])["notes"]  # of unequal tuning
-
-
-# -- verdicts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -352,8 +344,7 @@ def test_perplexities_are_compared_in_nats(tmp_path):
 
 
 def test_simulated_verdicts_equal_those_of_a_report(tmp_path, monkeypatch):
-    drawn: dict[str, np.ndarray] = {}
-    answers, tasks = simulate.answers, ("lambada_openai", "boolq", "piqa")
+    drawn, answers, tasks = {}, simulate.answers, ("lambada_openai", "boolq", "piqa")
 
     def kept(*given):
         return drawn.setdefault(tasks[len(drawn)], answers(*given))
@@ -415,8 +406,6 @@ def test_tables_show_the_step_of_the_verdict(tmp_path):
     assert not any("step 40" in row for row in marked)
 
 
-# -- pairing ---------------------------------------------------------------------------------------
-
 FINE = records({"acc": [1.0, 0.0]})
 
 
@@ -459,7 +448,7 @@ def test_different_options_are_listed_and_losses_refused(tmp_path):
 
 @pytest.mark.parametrize("metric", ["word_perplexity", "bits_per_byte", "perplexity", "acc"])
 def test_scores_are_lm_evals_aggregates_of_items(metric):
-    values: list[Any] = RNG(7).uniform(-3, -1, 30).tolist()
+    values = RNG(7).uniform(-3, -1, 30).tolist()
     if metric in ("word_perplexity", "bits_per_byte"):
         values = [(float(-x), int(10 * x)) for x in RNG(7).uniform(5, 90, 30)]
     names = {"word_perplexity": "weighted_perplexity", "acc": "mean"}
@@ -469,9 +458,6 @@ def test_scores_are_lm_evals_aggregates_of_items(metric):
     mean = float(np.average(ours[:, 0] * scale.factor, weights=ours[:, 1]))
     assert scale.score(mean) == pytest.approx(aggregation(values), rel=1e-12)
     assert scale.mean(scale.score(mean)) == pytest.approx(mean)
-
-
-# -- eval compare ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -533,8 +519,8 @@ def test_sides_that_cannot_be_compared_are_errors(tmp_path, compare):
         fields = caught.value.fields
         assert [len(x) for x in fields["found"].values()] == [1, has]
         assert [x["task"] for x in fields["refused"]] == [task]
-    for other in (tmp_path / "nowhere", a):
-        with pytest.raises(UserError):
+    for other, code in ((tmp_path / "nowhere", "run.not_a_run"), (a, "run.given_twice")):
+        with refused(code):
             compare(a, other)
     for words in ([], [a, b, trial], ["--a", a], [a, b, "--a", bare]):
         with refused("compare.sides"):

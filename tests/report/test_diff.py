@@ -69,20 +69,18 @@ def test_of_repeated_steps_the_last_is_compared(pair):
     assert found(*pair(lines(60), [*lines(20), *lost]))["data_digests"]["first_different"] == 21
 
 
-def losses(*values):
-    return Curve.of(enumerate(values, 1))
-
-
 def test_first_step_with_losses_beyond_the_tolerance():
+    """Also where losses are not finite."""
+
+    def losses(*values):
+        return Curve.of(enumerate(values, 1))
+
     ours = losses(4.0, 3.0, 2.0, 1.0, 1.0)
     theirs = losses(4.0, 3.0 * (1 + 1e-7), 2.0 * (1 + 2e-4), 1.5, 1.0)
     for rtol, first in ((1e-4, 3), (1e-3, 4), (0.5, None)):
         result = compare_losses(ours, theirs, rtol)
         assert (result["first_unequal"], result["first_beyond"]) == (2, first)
         assert result["largest"] == pytest.approx(0.5 / 1.5) and result["largest_step"] == 4
-
-
-def test_losses_that_are_not_finite_are_compared():
     values = [math.nan, math.inf, 0.0, 1.0]
     assert compare_losses(losses(*values), losses(*values), 1e-4)["first_unequal"] is None
     for k, value in enumerate((1.0, -math.inf, math.nan, math.nan)):

@@ -2,7 +2,6 @@
 
 import math
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +14,6 @@ from tests.report_runs import TOKENS_A_STEP, plant_results, plant_run, run_comma
 from tests.support import error_codes, refused
 
 START = datetime(2026, 11, 1, 8, tzinfo=UTC)
-
-Json = dict[str, Any]
 
 
 def at(hours, event, **fields):
@@ -39,7 +36,7 @@ def record(path, events, **identity):
 def drawn(content, chart, role):
     """Return the first trace of that role in a chart."""
     charts = {each["id"]: each for part in content["sections"] for each in part["charts"]}
-    traces: list[Json] = charts[chart]["variants"][0]["traces"]
+    traces = charts[chart]["variants"][0]["traces"]
     return next(trace for trace in traces if trace["meta"]["role"] == role)
 
 
@@ -65,7 +62,7 @@ def test_a_run_with_restarts_is_one_curve(tmp_path):
         ],
     )
     loss = run.curve("loss")
-    assert loss is not None and loss.steps.tolist() == [10, 20, 30, 40, 50, 60]
+    assert loss.steps.tolist() == [10, 20, 30, 40, 50, 60]
     np.testing.assert_array_equal(loss.values, [9.0, 8.0, 7.0, math.nan, math.inf, 5.0])
     assert run.clock.tokens.tolist() == [TOKENS_A_STEP * k for k in range(0, 70, 10)]
     # without gaps and lost work (0.3 to 0.4 h)
@@ -107,7 +104,7 @@ def test_a_band_is_minimum_and_maximum_at_common_steps():
     slices = (slice(None), slice(30), slice(None, None, 2))
     logged = [Curve(steps[s], own[s]) for s, own in zip(slices, values, strict=True)]
     made, common = Band.of(logged, 2000), values[:, :30:2]
-    assert made is not None and made.steps.tolist() == list(range(0, 300, 20))
+    assert made.steps.tolist() == list(range(0, 300, 20))
     np.testing.assert_allclose(made.low, common.min(axis=0))
     np.testing.assert_allclose(made.high, common.max(axis=0))
     np.testing.assert_allclose(made.mean, common.mean(axis=0))
@@ -115,22 +112,20 @@ def test_a_band_is_minimum_and_maximum_at_common_steps():
     # a value that is not finite in one run is a gap in the band
     logged[0].values[4] = math.inf
     again = Band.of(logged, 2000)
-    assert again is not None and np.isnan([again.low[2], again.mean[2]]).all()
-    assert again.high[1] == made.high[1]
+    assert np.isnan([again.low[2], again.mean[2]]).all() and again.high[1] == made.high[1]
     for other in (None, Curve(np.array([5]), np.array([1.0]))):
         assert Band.of([logged[0], other], 2000) is None
     # downsampled, it covers whole segments
     values = np.random.default_rng(6).normal(3, 1, (3, 9000))
     made = Band.of([Curve(np.arange(9000), x) for x in values], 100)
     cut = values.reshape(3, 100, 90)
-    assert made is not None
     np.testing.assert_allclose(made.high, cut.max(axis=(0, 2)))
     np.testing.assert_allclose(made.low, cut.min(axis=(0, 2)))
     np.testing.assert_allclose(made.members, cut.mean(axis=2))
 
 
 def test_only_runs_that_differ_in_seeds_are_grouped(tmp_path):
-    planted: list[Json] = [{"model__init_seed": 0}, {"optimizer__lr": 0.1}, {"model__init_seed": 1}]
+    planted = [{"model__init_seed": 0}, {"optimizer__lr": 0.1}, {"model__init_seed": 1}]
     planted += [{"model__init_seed": 0, "data__data_seed": 9}]
     planted += [{"training__steps": 7}] * 2  # the same seeds twice are not a sample
     runs = [record(tmp_path / "abcdef"[k], LEARNS, **x) for k, x in enumerate(planted)]

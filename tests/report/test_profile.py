@@ -99,12 +99,10 @@ def kernel(name, ts, dur, number, cat="kernel", stream=7):
     return host(name, ts, dur, cat, stream, correlation=number, device=0, stream=stream)
 
 
-ENGINE = "autograd::engine::evaluate_function"
-
-
 def gpu_events():
     """Return a step of 1000 us; the GPU is idle for 300 us (0-100, 700-900)."""
     note, mul = "user_annotation", "void at::native::elementwise_kernel<MulFunctor>"
+    engine = "autograd::engine::evaluate_function"
     first, second, third = ({"Sequence number": k} for k in (1, 2, 3))
     return [
         {"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "python"}},
@@ -116,8 +114,8 @@ def gpu_events():
         host("FSDP::all_gather (layers.1)", 122, 9, note), launched(4, 123),
         host("c10d::_allgather_base_", 125, 5), launched(5, 126),
         # backward, on autograd's thread: the multiplication's is Canon's
-        host(f"{ENGINE}: MulBackward0", 140, 9, tid=2, **second), launched(6, 141, tid=2),
-        host(f"{ENGINE}: CompiledFunctionBackward", 150, 9, tid=2, **second),
+        host(f"{engine}: MulBackward0", 140, 9, tid=2, **second), launched(6, 141, tid=2),
+        host(f"{engine}: CompiledFunctionBackward", 150, 9, tid=2, **second),
         launched(7, 151, tid=2), launched(8, 152, tid=2),
         host("Optimizer.step#AdamW.step", 200, 50, note), launched(9, 210),
         # the device

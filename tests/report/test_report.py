@@ -36,6 +36,7 @@ from tests.report_runs import (
     step,
 )
 
+EVIL = "</script><script>alert(1)</script>"
 EVENTS = [
     launch("start"),
     step(10, 7.25, 2.5, 1000.0),
@@ -194,9 +195,6 @@ def test_values_that_are_not_finite_are_gaps_and_counted(tmp_path):
     assert norm["lines"][0]["values"] == [1.0, None, 1.0, 1.0]
     for text in (Page(page).text, markdown(page)):
         assert "2 of 4" in text and "(Infinity)" in text
-
-
-EVIL = "</script><script>alert(1)</script>"
 
 
 def test_text_from_files_is_never_markup(tmp_path):

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from canon_pretrain.report import decide, noise
 from canon_pretrain.report.noise import Clusters, ItemScores, SeedNoise, seed_noise
 from tests import simulate_statistics as simulate
 
-Rng = np.random.Generator
+NOISE = SeedNoise(1e-4, 6.0, "paper", "")
 
 
 @pytest.fixture
@@ -111,7 +110,7 @@ def test_sources_of_seed_noise():
     two = [[0.50, 0.51]]
     many = [[0.50, 0.51, 0.52], [0.4, 0.41, 0.42], [0.3, 0.31, 0.32]]
     paper = (0.03 / 2.847) ** 2
-    known: list[tuple[Any, dict[str, Any], tuple[str, float, float]]] = [
+    known = [
         ([[0.5], [0.6]], {"spread": 0.03}, ("paper", 6.0, paper)),
         (two, {"spread": 0.03}, ("own and paper", 7.0, (6 * paper + 0.005**2 * 2) / 7)),
         ([[0.5, 0.6]], {"spread": 0.03}, ("own and paper", 7.0, 0.1**2 / 2)),
@@ -121,8 +120,7 @@ def test_sources_of_seed_noise():
     ]
     for groups, options, (source, df, variance) in known:
         found = seed_noise(groups, **options)
-        assert found is not None and (found.source, found.df) == (source, df)
-        assert found.variance == pytest.approx(variance)
+        assert (found.source, found.df, found.variance) == (source, df, pytest.approx(variance))
     assert seed_noise([[0.5], [0.6]]) is None
     assert noise.published_spread("jrt_fda", "jrt") == 0.09
     assert noise.published_spread("piqa", "discriminative") == 0.03
@@ -135,7 +133,7 @@ def test_recipes_that_vary_less_are_excluded():
     ours = [True, True, False, False, False]
     pooled = seed_noise(groups, own_only=True)
     found = seed_noise(groups, own_only=True, compared=ours)
-    assert pooled and found and (pooled.df, found.df) == (10.0, 4.0)
+    assert (pooled.df, found.df) == (10.0, 4.0)
     assert found.variance == pytest.approx(np.var(groups[:2], axis=1, ddof=1).mean())
     # the other way round all are pooled
     assert seed_noise(groups, own_only=True, compared=[not x for x in ours]) == pooled
@@ -192,9 +190,6 @@ def test_weighted_holm_steps_down_by_shares(p, seed):
     if not any(math.isclose(x, 0.05, rel_tol=1e-9) for x in adjusted):
         assert {k for k, x in enumerate(adjusted) if x <= 0.05} == rejected
         assert {k for k, x in enumerate(p) if x <= levels[k]} == rejected
-
-
-NOISE = SeedNoise(1e-4, 6.0, "paper", "")
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -41,18 +41,14 @@ def test_a_run_that_trains(tmp_path):
     assert (seen.job_id, seen.nodes, seen.restart_count) == ("812", "n[1-2]", 2)
 
 
-def ago(**since):
-    return (NOW - timedelta(**since)).isoformat()
-
-
 @pytest.mark.parametrize(
     ("values", "state", "reason"),
     [
         ({"phase": "saving"}, "saving", ""),
         ({"phase": "starting", "seconds_per_step": None}, "starting", ""),
         ({"age_s": 61}, "dead", "61 s"),
-        ({"heartbeat": ago(minutes=2)}, "hung", "2 min"),
-        ({"heartbeat": ago(seconds=20)}, "slow", "20 s"),
+        ({"heartbeat": (NOW - timedelta(minutes=2)).isoformat()}, "hung", "2 min"),
+        ({"heartbeat": (NOW - timedelta(seconds=20)).isoformat()}, "slow", "20 s"),
         ({"state": "stopped", "reason": "SIGTERM", "age_s": 9e5}, "stopped", "SIGTERM"),
         ({"state": "failed", "reason": "OutOfMemoryError: x"}, "failed", "OutOfMemoryError: x"),
     ],
@@ -87,7 +83,7 @@ with Session(RunFolder(Path({str(tmp_path)!r})), rank=0, world_size=1, steps=9) 
 """
     words = [sys.executable, "-c", script]
     with subprocess.Popen(words, cwd=ROOT, stdin=PIPE, stdout=PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline()
+        assert process.stdout.readline()
         (living,) = seen_now(tmp_path)
         process.kill()
         process.wait()
@@ -191,7 +187,6 @@ def test_watch_follows_the_run_and_restores_the_terminal(tmp_path):
     words = [sys.executable, "-m", "canon_pretrain.run", "status", ".", "--watch", "0.1"]
     env = os.environ | {"FORCE_COLOR": "1", "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(words, cwd=tmp_path, env=env, stdout=PIPE) as process:
-        assert process.stdout is not None
         for found, added in ((b"4.0000", step(21, 3.1415)), (b"3.1415", None)):
             seen = b""
             while found not in seen:

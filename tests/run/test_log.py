@@ -9,7 +9,6 @@ import os
 import random
 import time
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -32,8 +31,7 @@ def write_steps(path, *numbers, **values):
 
 
 def test_lines_of_a_replaced_launch_are_dropped(tmp_path):
-    """Issue 17, item 13: launch 1 goes on after launch 2, with other losses, has begun and ended; a
-    restored run.json gives a number again, and that launch has a head of its own."""
+    """Launch 1 goes on after launch 2, with other losses; a restored run.json repeats a number."""
     path, run_file = tmp_path / "log.jsonl", tmp_path / "run.json"
 
     def launch(number):
@@ -90,11 +88,10 @@ def test_non_finite_numbers_survive_as_strings(tmp_path):
 
 def test_lines_of_two_writers_never_mix(tmp_path):
     path = tmp_path / "log.jsonl"
-    writers = []
-    for writer in range(2):
-        values = {"writer": writer, "filler": "x" * 200}
-        writers.append(FORK.Process(target=write_steps, args=(path, *range(300)), kwargs=values))
-        writers[-1].start()
+    both = [{"writer": writer, "filler": "x" * 200} for writer in range(2)]
+    writers = [FORK.Process(target=write_steps, args=(path, *range(300)), kwargs=x) for x in both]
+    for process in writers:
+        process.start()
     for process in writers:
         process.join()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -122,7 +119,7 @@ def test_concurrent_readers_see_whole_lines_in_order(tmp_path):
     path.touch()
     writer = FORK.Process(target=_write_in_pieces, args=(path, count))
     writer.start()
-    followed, looks = list[int](), 0
+    followed, looks = [], 0
     while writer.is_alive():
         followed += [event["step"] for event in follower.poll()]
         seen = steps(path)
@@ -143,8 +140,7 @@ def test_concurrent_readers_see_whole_lines_in_order(tmp_path):
 
 def _superseded_by_hand(events):
     """The rule as specified, event by event."""
-    kept: list[dict[str, Any]] = []
-    dropped = ("step", "validation")
+    kept, dropped = [], ("step", "validation")
     for event in events:
         if event["event"] in ("start", "resume"):
             last = event.get("from_step", 0)
@@ -190,8 +186,7 @@ def test_lines_that_cannot_be_written_are_written_later(number, tmp_path, caplog
 
 
 def test_a_removed_or_replaced_log_is_continued(tmp_path, caplog):
-    """Issue 17, item 21: `rm log.jsonl` or `sed -i` during training. A log that another launch
-    archived with its run.json, as a fresh start does, is not written again."""
+    """`rm log.jsonl` or `sed -i` in training. A log that a fresh start archived is left alone."""
     log, run_file = RunLog(tmp_path / "log.jsonl"), tmp_path / "run.json"
 
     def write(step):

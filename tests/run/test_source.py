@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,7 +59,7 @@ def link(path, there):
     path.symlink_to(path.rename(there))
 
 
-HARMS: dict[str, Callable[[Path], object]] = {
+HARMS = {
     "flip": lambda snapshot: (snapshot / "canon_pretrain" / LOSS).write_bytes(b"retur\xcf"),
     "lose": lambda snapshot: (snapshot / FILE).unlink(),
     "a module that hides torch": lambda snapshot: (snapshot / "torch.py").touch(),
@@ -149,9 +148,6 @@ def test_a_chain_stays_with_its_config(run, tmp_path):
     assert chain.launch_code("2", ["--config", str(own)]) == (snapshot, None)
     chain.begin(run, "2", config=own)
     assert read_experiment(config) == edited
-
-
-# -- git
 
 
 @pytest.fixture

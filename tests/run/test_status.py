@@ -1,27 +1,28 @@
-"""status.json: atomic writes, counts of launches, and which runs are hung or dead."""
+"""A session and its status.json: signals, atomic writes, counts of launches, health."""
 
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.session import SIGNALS, Session, StopRequests
 from canon_pretrain.run.status import Status, StatusWriter, health, read_status
+from tests.support import refused
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "status.json"
 
 
 def writer_of(path, **environ):
     return StatusWriter(path, steps=100, world_size=4, environ=environ)
 
 
-def test_readers_never_see_a_partial_status(path):
+def test_readers_never_see_a_partial_status(tmp_path):
     """Several threads write; step and reason always match."""
-    writer, seen = writer_of(path), set[int]()
+    path = tmp_path / "status.json"
+    writer, seen = writer_of(path), set()
     writer.write()
 
     def train(step):
@@ -32,35 +33,35 @@ def test_readers_never_see_a_partial_status(path):
         trained = [pool.submit(train, step) for step in range(1, 500)]
         while not trained[-1].done():
             status = read_status(path)
-            assert status is not None and status.reason == f"{status.step}" * (status.step % 50)
+            assert status.reason == f"{status.step}" * (status.step % 50)
             seen.add(status.step)
     assert [each.result() for each in trained] == [None] * 499 and len(seen) > 10
     assert [each.name for each in path.parent.iterdir()] == ["status.json"]
 
 
-def test_launches_are_counted_and_their_ends_written(path):
+def test_launches_are_counted_and_their_ends_written(tmp_path):
+    path = tmp_path / "status.json"
     for launch in (1, 2, 3):
         writer = writer_of(path)
         assert (writer.status.state, writer.status.step) == ("running", 0)
         assert writer.end("stopped", "SIGTERM", 5)
         status = read_status(path)
-        assert status is not None and status.launches == launch
-        found = (status.state, status.reason, status.step, status.phase)
-        assert found == ("stopped", "SIGTERM", 5, "ended")
+        found = (status.launches, status.state, status.reason, status.step, status.phase)
+        assert found == (launch, "stopped", "SIGTERM", 5, "ended")
     writer.end("failed", "OutOfMemoryError: 1 GiB", 6)
     writer.end("stopped", "SIGTERM", 7)
     status = read_status(path)
-    assert status is not None and (status.state, status.step) == ("failed", 6), "a failure is kept"
+    assert (status.state, status.step) == ("failed", 6), "a failure is kept"
     path.write_text("{")
     assert writer_of(path).status.launches == 1, "a damaged status is replaced"
 
 
 def status_of(written_s, heartbeat_s, **values):
     """Return a status written so many seconds before NOW."""
-    fields: dict[str, object] = {"state": "running", "step": 1, "steps": 9, "phase": "training"}
+    fields = {"state": "running", "step": 1, "steps": 9, "phase": "training"}
     fields["written"] = (NOW - timedelta(seconds=written_s)).isoformat()
     fields["heartbeat"] = (NOW - timedelta(seconds=heartbeat_s)).isoformat()
-    return Status(**(fields | values))  # type: ignore[arg-type]
+    return Status(**(fields | values))
 
 
 @pytest.mark.parametrize(
@@ -69,21 +70,62 @@ def status_of(written_s, heartbeat_s, **values):
         (1, 2, {"seconds_per_step": 1.0}, "running"),
         (1, 5, {"seconds_per_step": 1.0}, "slow"),
         (1, 62, {"seconds_per_step": 1.0}, "hung"),
-        # a step of 20 s counts as hung after 200 s
-        (1, 150, {"seconds_per_step": 20.0}, "slow"),
+        (1, 150, {"seconds_per_step": 20.0}, "slow"),  # a step of 20 s counts as hung after 200 s
         (1, 202, {"seconds_per_step": 20.0}, "hung"),
-        # steps after the file was written are not in it
-        (9, 9.1, {"seconds_per_step": 0.1}, "running"),
+        (9, 9.1, {"seconds_per_step": 0.1}, "running"),  # later steps are not in the file
         (61, 61, {"seconds_per_step": 0.1}, "dead"),
-        # no step yet: compilation may take long
-        (1, 900, {}, "running"),
+        (1, 900, {}, "running"),  # no step yet: compilation may take long
         (1, 1802, {}, "hung"),
         (1, 900, {"phase": "saving", "seconds_per_step": 1.0}, "running"),
         (1, 1802, {"phase": "saving", "seconds_per_step": 1.0}, "hung"),
-        # the reader's clock is behind
-        (-30, -30, {"seconds_per_step": 1.0}, "running"),
+        (-30, -30, {"seconds_per_step": 1.0}, "running"),  # the reader's clock is behind
         (9000, 9000, {"state": "stopped", "phase": "ended"}, "stopped"),
     ],
 )
 def test_health(written_s, heartbeat_s, values, expected):
     assert health(status_of(written_s, heartbeat_s, **values), NOW.astimezone()) == expected
+
+
+def session(folder):
+    return Session(RunFolder(folder), rank=0, world_size=2, steps=9, heartbeat_s=0.05)
+
+
+@pytest.fixture
+def previous():
+    """Signals that reach the previous handlers."""
+    caught = []
+    old = {n: signal.signal(n, lambda number, _: caught.append(number)) for n in SIGNALS[:3]}
+    yield caught
+    for number, handler in old.items():
+        signal.signal(number, handler)
+
+
+def test_a_signal_at_the_end_does_not_interrupt_it(tmp_path, monkeypatch, previous):
+    """torchrun sends SIGTERM to the other ranks once one has failed."""
+    original = StatusWriter.end
+
+    def end(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments)
+
+    monkeypatch.setattr(StatusWriter, "end", end)
+    with pytest.raises(RuntimeError), session(tmp_path):
+        raise RuntimeError
+    assert previous == [], "by default it would have killed the process"
+
+
+def test_an_unwritable_folder_is_refused(tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with refused("run.unwritable", path=tmp_path / "run"):
+        session(tmp_path / "run").__enter__()
+
+
+def test_restore_gives_an_ignored_signal_its_default(previous):
+    """slurm/lib.sh ignores SIGTERM for torchrun's agent, and its children inherit that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with StopRequests() as requests:
+        requests.restore([signal.SIGTERM])
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        requests.catch([signal.SIGTERM])
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert requests.poll()[0]
