@@ -40,7 +40,6 @@ def damage(run, step):
 
 
 def kinds(run):
-    """Verify all steps; return their kinds."""
     folder = folder_of(run)
     return {step: verify(folder.step_path(step)).kind for step in folder.steps()}
 

@@ -91,11 +91,7 @@ def test_read_weights_returns_what_was_saved(checkpoint):
 
 @pytest.mark.parametrize(
     ("name", "like"),
-    [
-        ("output.scale", torch.empty(2)),
-        ("more", torch.empty(1)),
-        ("tok_embeddings.weight", None),
-    ],
+    [("output.scale", torch.empty(2)), ("more", torch.empty(1)), ("tok_embeddings.weight", None)],
 )
 def test_another_model_is_refused(checkpoint, name, like):
     wanted = {key: t for key, t in (on_meta() | {name: like}).items() if t is not None}

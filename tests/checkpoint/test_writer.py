@@ -196,10 +196,8 @@ def new_state(k=1):
 
 
 def load(checkpoint):
-    state = new_state(0)
-    dcp.load(
-        state, storage_reader=SafeReader(checkpoint), planner=safe_load.SafePlanner(), no_dist=True
-    )
+    state, planner = new_state(0), safe_load.SafePlanner()
+    dcp.load(state, storage_reader=SafeReader(checkpoint), planner=planner, no_dist=True)
     return state
 
 
@@ -342,15 +340,13 @@ def test_nothing_on_the_allow_list_has_side_effects():
 
 
 STEP, W = MetadataIndex("train_state.step"), MetadataIndex("w", (0, 0))
+PLACES = ((-5, 100), (10**9, 100), (0, 10), (0, -3))
 
 
 @pytest.mark.parametrize(
     ("index", "fields"),
     [
-        *(
-            (STEP, {"offset": k, "length": n})
-            for k, n in ((-5, 100), (10**9, 100), (0, 10), (0, -3))
-        ),
+        *((STEP, {"offset": k, "length": n}) for k, n in PLACES),
         (STEP, None),
         *((W, {"relative_path": path}) for path in ("/etc/passwd", "a/../../b")),
     ],

@@ -53,8 +53,7 @@ def test_output_streams(redirection, words, code, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words",
-    ["canon_pretrain.train --config debug.toml --job.dump_folder", "data_prep show"],
+    "words", ["canon_pretrain.train --config debug.toml --job.dump_folder", "data_prep show"]
 )
 def test_a_locale_that_is_not_utf8_is_refused(words, tmp_path):
     path = str(tmp_path / "caf\u00e9")

@@ -390,7 +390,6 @@ def test_nothing_of_the_folder_is_run(tmp_path):
 def test_an_import_is_atomic(tmp_path, monkeypatch):
     """On a full disk, and killed: the next one removes its files."""
     folder, out = small_folder(tmp_path), tmp_path / "out"
-
     with monkeypatch.context() as patch:
         patch.setattr(reading, "write_atomic", mock.Mock(side_effect=OSError(28, "full")))
         with pytest.raises(OSError, match="full"):

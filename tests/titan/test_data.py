@@ -91,7 +91,6 @@ def loader(folder, read_ahead):
 
 
 def take(iterator):
-    """Return the next micro-batch as one tensor."""
     inputs, labels = next(iterator)
     return torch.cat([inputs["input"], labels], dim=1)
 

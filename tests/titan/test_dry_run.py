@@ -38,7 +38,7 @@ def job_of(name, *words):
     return parse_job(["--config", str(CONFIGS / f"{name}.toml"), *words])
 
 
-def test_the_1b3_figures_of_the_specification():
+def test_the_1b3_figures_of_the_specification(data_folder):
     plan = plan_of(job_of("nope_canon"), "h100", 8, 0.5)
     assert plan.parameters == 1_347_463_168
     assert plan.tokens == pytest.approx(100.2e9, rel=1e-3)
@@ -51,6 +51,10 @@ def test_the_1b3_figures_of_the_specification():
     assert plan.checkpoint_bytes == 12 * plan.parameters
     assert plan.data_fingerprint == ""
     assert plan.data_bytes == 2 * plan.tokens
+    plan = plan_of(job_of("debug", "--data.path", str(data_folder)), "h200", 2)
+    with TokenShards.open(data_folder / "train") as shards:  # existing data are measured
+        assert plan.data_fingerprint == shards.fingerprint
+        assert plan.data_bytes == 2 * shards.num_tokens
 
 
 VARIANTS = [
@@ -112,15 +116,7 @@ def test_parts_of_the_plan_by_hand():
     assert kept == 2 * sum(sizes.values()) + 4 * block
 
 
-def test_existing_data_are_measured(data_folder):
-    plan = plan_of(job_of("debug", "--data.path", str(data_folder)), "h200", 2)
-    with TokenShards.open(data_folder / "train") as shards:
-        assert plan.data_fingerprint == shards.fingerprint
-        assert plan.data_bytes == 2 * shards.num_tokens
-
-
 def with_gpus(monkeypatch, name, count, gib):
-    """Fake a machine with `count` GPUs of that name and memory."""
     monkeypatch.setattr(dry_run, "has_accelerator", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)

@@ -18,8 +18,7 @@ NAN, INF = math.nan, math.inf
 
 def judge(guards, loss, norm):
     verdict = guards.judge(torch.tensor(loss), torch.tensor(norm))
-    assert verdict.dtype == torch.float32
-    assert verdict.shape == ()
+    assert (verdict.dtype, verdict.shape) == (torch.float32, ())
     return verdict.item()
 
 

@@ -1,14 +1,19 @@
-"""The job: the file and the command line merged, its checks, and --help."""
+"""The job: the file and the command line merged, its checks, --help, and the learning rate."""
 
 import ast
 import dataclasses
+import math
 import re
+from collections.abc import Callable
 
 import pytest
+import torch
+from torchtitan.components.optimizer import OptimizersContainer
 
 from canon_pretrain.model.args import FLAVORS
 from canon_pretrain.titan.command_line import SHORT_HELP, parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree, value_of
+from canon_pretrain.titan.spec import build_schedule
 from tests.support import ROOT, refused
 
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
@@ -83,6 +88,16 @@ REFUSED = {
         *("validation.dataset x", "validation.steps 5", "model.converters float8"),
         *("training.dataset c4", "checkpoint.last_save_model_only", "model.name llama3"),
     ],
+    "config.invalid_value": [
+        *("optimizer.lr=nan", "optimizer.beta1=-0.1", "optimizer.beta2=1", "training.steps=0"),
+        *("comm.init_timeout_seconds=0", "comm.train_timeout_seconds=1000000000000000"),
+        *("training.gc_freq=0", "training.global_batch_size=1000000000000000000"),
+        *("lr_scheduler.warmup_steps=-3", "lr_scheduler.decay_ratio=1.01", "loss.z_loss=-1"),
+        *("loss.chunk_tokens=-1", "parallelism.data_parallel_replicate_degree=0"),
+        *("data.data_seed=-1", "data.read_ahead=-1", "validation.freq=0", "run.heartbeat_s=inf"),
+        *("guards.outlier_sigma=0", "activation_checkpoint.memory_budget=2"),
+        *("validation.windows=0", "checkpoint.keep_latest_k=1", "checkpoint.max_held=-3"),
+    ],
     "config.schedule": [
         *("lr_scheduler.warmup_steps 13", "lr_scheduler.decay_ratio .9"),
         "lr_scheduler.decay_steps 5 --lr_scheduler.decay_ratio .1",
@@ -103,27 +118,9 @@ REFUSED = {
     ("code", "words"), [(code, words) for code, each in REFUSED.items() for words in each]
 )
 def test_what_makes_no_sense_is_refused(code, words):
-    with refused(code):
+    key = {"key": words.partition("=")[0]} if code == "config.invalid_value" else {}
+    with refused(code, **key):
         parse_job(["--config", DEBUG, *f"--{words}".split(" ")])
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("optimizer.lr nan", "optimizer.beta1 -0.1", "optimizer.beta2 1", "training.steps 0"),
-        *("comm.init_timeout_seconds 0", "comm.train_timeout_seconds 1000000000000000"),
-        *("training.gc_freq 0", "training.global_batch_size 1000000000000000000"),
-        *("lr_scheduler.warmup_steps -3", "lr_scheduler.decay_ratio 1.01", "loss.z_loss -1"),
-        *("loss.chunk_tokens -1", "parallelism.data_parallel_replicate_degree 0"),
-        *("data.data_seed -1", "data.read_ahead -1", "validation.freq 0", "run.heartbeat_s inf"),
-        *("guards.outlier_sigma 0", "activation_checkpoint.memory_budget 2"),
-        *("validation.windows 0", "checkpoint.keep_latest_k 1", "checkpoint.max_held -3"),
-    ],
-)
-def test_a_value_outside_its_range_is_named(words):
-    name, _, value = words.partition(" ")
-    with refused("config.invalid_value", key=name):
-        parse_job(["--config", DEBUG, f"--{name}={value}"])
 
 
 @pytest.mark.parametrize(
@@ -160,3 +157,64 @@ def test_help_shows_the_files_values(capsys):
     assert re.search(r"--training\.steps N .* \[12\]\n", printed["-h", False])
     assert printed["-h", True] == ""
     assert "--comm.trace-buf-size" in printed["--help-all", False]
+
+
+STEPS, WARMUP, FLOOR = 20, 3, 0.1
+
+
+def job_of(**schedule):
+    values = {"min_lr_factor": FLOOR, "warmup_steps": WARMUP} | schedule
+    words = [f"--lr_scheduler.{name}={value}" for name, value in values.items()]
+    return parse_job(["--config", DEBUG, f"--training.steps={STEPS}", "--optimizer.lr=1", *words])
+
+
+def rates(job, count=STEPS):
+    model = torch.nn.Linear(2, 2)
+    optimizers = OptimizersContainer([model], torch.optim.AdamW, {"lr": job.optimizer.lr})
+    schedule = build_schedule(optimizers, job.lr_scheduler, job.training.steps)
+    out = []
+    for _ in range(count):
+        out.append(schedule.schedulers[0].get_last_lr()[0])
+        optimizers.step()
+        schedule.step()
+    return out
+
+
+SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+    "sqrt": lambda progress: 1 - progress**0.5,
+}
+
+
+def expected(begin, length, shape, floor=FLOOR):
+    """Return warmup over 3 steps, 1 up to step `begin` (from 0), then decay over `length` steps."""
+    out = []
+    for step in range(STEPS):
+        progress = min(max(0, step - begin) / length, 1)
+        rate = floor + (1 - floor) * shape(progress)
+        out.append((step + 1) / WARMUP if step < WARMUP else rate)
+    return out
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("more", "begin", "length"),
+    [
+        ({}, WARMUP, STEPS - WARMUP),
+        ({"decay_ratio": 0.85}, WARMUP, STEPS - WARMUP),  # the longest that fits
+        ({"decay_ratio": 0.2}, STEPS - 4, 4),  # WSD
+        ({"decay_steps": 8}, WARMUP, 8),  # then it stays at its floor
+    ],
+)
+def test_the_rate_of_each_step(name, more, begin, length):
+    found = rates(job_of(decay_type=name, **more))
+    assert found == pytest.approx(expected(begin, length, SHAPES[name]))
+
+
+def test_a_run_prolonged_at_a_stable_rate_is_the_longer_run():
+    """WSD and InfiniteLR do not depend on the run's length there; a cosine does."""
+    for schedule in ({"decay_ratio": 0.25}, {"decay_steps": 8}, {}):
+        long = job_of(**schedule)
+        long.training.steps = 40
+        assert (rates(long, 15) == rates(job_of(**schedule), 15)) is bool(schedule)

@@ -25,7 +25,6 @@ def job(*more, config=DEBUG):
 
 
 def recorded(folder, *more, config=DEBUG):
-    """Return a run folder with the config.json of a first launch."""
     first = job(*more, config=config)
     run = RunFolder(folder)
     run.write_config(first.to_dict(), run_identity(first, "shards"))
@@ -47,8 +46,7 @@ def test_code_is_compared_by_its_files(tmp_path):
     shutil.copytree(package, copied, ignore=shutil.ignore_patterns("__pycache__"))
     code = code_hashes()
     assert code_hashes(copied) == code
-    run, first = RunFolder(tmp_path / "run"), job()
-    run.write_config(first.to_dict(), run_identity(first, "shards"))
+    run, first = recorded(tmp_path / "run"), job()
     assert code_changes(run, code, refuse=True) == {}  # a run without a record
     run.write_config(first.to_dict(), run_identity(first, "shards"), code)
     assert code_changes(run, code, refuse=True) == {}

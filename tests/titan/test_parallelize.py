@@ -46,7 +46,6 @@ from tests.variants import VARIANTS, random_tokens, variant
 CPU = torch.device("cpu")
 CODE = {"kernels/triton/rows.py": "1", "model/canon.py": "2", "titan/trainer.py": "3"}
 
-
 FOUND = {
     "none": None,
     "wrong tap": "D + activation",
@@ -129,31 +128,24 @@ def test_without_a_gpu_nothing_is_checked(data_folder, checks):
 
 
 def test_a_pass_is_kept_until_what_it_depends_on_changes(alone, checks, data_folder, monkeypatch):
-    def choose(*words, code=CODE):
+    def is_checked(*words, code=CODE):
+        checks[:] = [None]
         choice = choose_canon(gpu_job(data_folder, *words), CPU, code)
-        assert choice is not None and choice.refused is None
-        return choice.backend
+        assert choice is not None and (choice.backend, choice.refused) == ("triton", None)
+        return not checks
 
-    checks += [None]
-    assert choose() == "triton"
-    assert choose() == "triton" and choose(code=CODE | {"titan/trainer.py": "4"}) == "triton"
-    assert checks == []
+    assert is_checked()
+    assert not is_checked() and not is_checked(code=CODE | {"titan/trainer.py": "4"})
     (kept,) = alone.rglob("*.json")
     kept.write_bytes(b'{"problem": 3}')
-    checks += [None]
-    assert choose() == "triton" and checks == []
-    for words, code in (
-        (("--training.local_batch_size", "2"), CODE),
-        (("--training.seq_len", "32"), CODE),
-        (("--training.mixed_precision_param", "bfloat16"), CODE),
-        (("--model.canon_set", "AC"), CODE),
-        ((), CODE | {"kernels/triton/rows.py": "4"}),
+    assert is_checked() and is_checked(code=CODE | {"kernels/triton/rows.py": "4"})
+    for key, value in (
+        *(("training.local_batch_size", "2"), ("training.seq_len", "32")),
+        *(("training.mixed_precision_param", "bfloat16"), ("model.canon_set", "AC")),
     ):
-        checks += [None]
-        assert choose(*words, code=code) == "triton" and checks == []
+        assert is_checked(f"--{key}", value)
     monkeypatch.setattr(torch, "__version__", "9.9")
-    checks += [None]
-    assert choose() == "triton" and checks == []
+    assert is_checked()
 
 
 def test_a_failure_is_not_kept(alone, checks, data_folder, monkeypatch):
