@@ -1,5 +1,6 @@
-"""The bench commands: what they measure, report and refuse."""
+"""The bench commands: what they measure, report and refuse; their statistics and bounds."""
 
+import dataclasses
 import gc
 import json
 import os
@@ -12,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from canon_pretrain.bench import __main__ as bench_main
-from canon_pretrain.bench import kernels, step
+from canon_pretrain.bench import kernels, limits, step, tables, timing
 from canon_pretrain.bench.__main__ import main
 from canon_pretrain.bench.limits import Machine
 from canon_pretrain.core.errors import UserError
@@ -24,7 +25,6 @@ from tests.support import ROOT, error_codes
 
 SMALL = ("--flavor", "debug", "--tokens", "32")
 QUICK = ("--pairs", "2", "--block-seconds", "0")
-BENCHES = ("step", "canon", "generate", "memory", "attention", "trainer")
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
 # torchtitan's, in this process: stderr has no file, autocast is off
 TORCHTITANS = ("ignore:Unable to enable fault handler", "ignore:In CPU autocast")
@@ -75,7 +75,7 @@ def test_all_continues_after_failures(run, monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="1"):
         run("all")
     results = json.loads((tmp_path / "result.json").read_text())["results"]
-    assert tuple(results) == BENCHES
+    assert list(results) == ["step", "canon", "generate", "memory", "attention", "trainer"]
     assert {name for name, result in results.items() if "error" in result} == faults.keys()
 
 
@@ -200,3 +200,64 @@ def test_bad_options_are_refused(run, capsys):
             main(words.split())
         error = capsys.readouterr().err
         assert error_codes(error) == [code] and error.count("\n") == 1
+
+
+# ---- statistics of paired times, the order of candidates, lower bounds
+
+
+def test_the_ratio_is_the_median_of_pairs_with_percentiles():
+    # the machine slows down: only pairs are comparable
+    base = [1.0, 2.0, 4.0, 8.0, 16.0]
+    found = timing.summarize(base, [1.1 * s for s in base])
+    assert found["ratio"] == pytest.approx(1.1)
+    assert (found["base_s"], found["pairs"]) == (4.0, 5)
+    found = timing.summarize([1.0] * 20, [1.0 + n / 100 for n in reversed(range(20))])
+    assert (found["ratio_low"], found["ratio_high"]) == (1.02, 1.17)
+    assert tables.spread(found) == "+2.0% to +17.0%"
+    one = timing.summarize([2.0], [3.0])
+    assert one["ratio"] == one["ratio_low"] == one["ratio_high"] == 1.5
+
+
+def too_large():
+    raise timing.NotMeasured("bench.out_of_memory", "too large")
+
+
+@pytest.mark.parametrize(
+    ("exclusive", "order"), [(False, ".A.Babbaab."), (True, ".Aaaa.Bbbb..Aaaa")]
+)
+def test_the_order_of_candidates(exclusive, order):
+    """In `order`, "." frees memory, "A" builds a, "a" runs a block of it."""
+    log: list[str] = []
+
+    def factory(name, seconds):
+        def build():
+            log.append(name.upper())
+            facts = lambda: {"name": name, "blocks": log.count(name)}  # noqa: E731
+            return timing.Candidate(lambda: log.append(name) or seconds, facts)
+
+        return build
+
+    def compare(base):
+        free = {"exclusive": exclusive, "free_memory": lambda: log.append(".")}
+        return timing.compare_candidates(base, others, pairs=3, **free)
+
+    others = {"b": factory("b", {"read": 3, "write": 1}), "c": too_large}
+    parts, facts, failed = compare(factory("a", {"read": 1, "write": 2}))
+    assert "".join(log) == order
+    assert {part: found["ratio"] for part, found in parts["b"].items()} == {"read": 3, "write": 0.5}
+    assert list(parts) == ["b"] and list(failed) == ["c"]
+    assert facts["b"] == {"name": "b", "blocks": 3} and facts[timing.BASE]["name"] == "a"
+    with pytest.raises(timing.NotMeasured):
+        compare(too_large)
+
+
+def test_lower_bounds_equal_counts_by_hand():
+    """Without rotation all of B is extra; blocks and ends make the FLOPs of the whole."""
+    nope = dataclasses.replace(FLAVORS["1b3"], canon_set="ABCD", position="nope")
+    assert limits.min_canon_bytes(nope, 2) == 5 * 6144 * 2
+    assert limits.min_canon_bytes(dataclasses.replace(nope, canon_set="ACD"), 2) == 0
+    rope = dataclasses.replace(nope, position="rope")
+    assert limits.min_canon_bytes(rope, 2) == 2 * (2 + 3) * 2048 + 2 * 4096
+    block = limits.block_flops_per_token(nope, 4096)
+    head_and_norm = 6 * (nope.vocab_size * nope.dim + nope.dim)
+    assert nope.num_layers * block + head_and_norm == flops_per_token(nope, 4096)

@@ -1,8 +1,6 @@
 """The order of samples, mixtures, and the loader at any world size and through resumes."""
 
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +18,6 @@ from tests.support import refused
 LARGEST = 2**64 - 1
 SEED, SEQ_LEN, GLOBAL_BATCH, STEPS = 7, 16, 12, 10
 WEIGHTS = (0.2, 0.7, 0.1)
-KINDS = ("random", "permute", "mixture")
-Open = Callable[[], Mixture]
 
 
 def philox(seed, sample, words):
@@ -68,15 +64,23 @@ def test_permute_visits_each_window_once_per_epoch(seed, epoch, num_tokens, seq_
 # ---- mixtures
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return three data folders with tokens 0 to 99, 100 to 199 and 200 to 299."""
+    base = tmp_path_factory.mktemp("mixed")
+    found = []
+    for k, length in enumerate((900, 2000, 400)):
+        found.append(base / f"source{k}")
+        tokens = 100 * k + np.random.default_rng(k).integers(0, 100, length)
+        documents = np.split(tokens, 10)
+        write_shards(found[-1] / "train", documents, vocab_size=500, eos_id=2, max_shard_tokens=300)
+    return found
+
+
 def write(folder, k, **changed):
-    options: dict[str, Any] = {"vocab_size": 500, "eos_id": 2, "tokenizer_sha256": "t", **changed}
+    options = {"vocab_size": 500, "eos_id": 2, **changed}
     write_shards(folder / "train", [np.arange(100 + k)], **options)
     return folder
-
-
-@pytest.fixture
-def mixed(tmp_path):
-    return [write(tmp_path / name, k) for k, name in enumerate(("web", "books", "code"))]
 
 
 @settings(derandomize=True, deadline=None)
@@ -93,18 +97,18 @@ def test_words_select_sources_by_exact_intervals(weights, words):
         assert source == next(k for k, end in enumerate(ends) if word < (end << 64) // total)
 
 
-def test_fingerprint_depends_on_data_shares_and_order(mixed, tmp_path):
+def test_fingerprint_depends_on_data_shares_and_order(folders, tmp_path):
     # a weight is the decimal number that was written
     weights = {0.7: Fraction(7, 10), 7: 7, 1e-05: Fraction(1, 100_000)}
     assert [exact_weight(weight) for weight in weights] == list(weights.values())
-    web, books, code = mixed
-    other = write(tmp_path / "x" / "code", 9)
-    first = Mixture.open(mixed, [0.5, 0.3, 0.2]).fingerprint
+    web, books, _ = folders
+    other = write(tmp_path / "source2", 9)
+    first = Mixture.open(folders, [0.5, 0.3, 0.2]).fingerprint
     # the same order of the same samples
-    assert Mixture.open(mixed, [5, 3, 2]).fingerprint == first
+    assert Mixture.open(folders, [5, 3, 2]).fingerprint == first
     others = [
-        Mixture.open(mixed, [0.5, 0.2, 0.3]),
-        Mixture.open([books, web, code], [0.3, 0.5, 0.2]),
+        Mixture.open(folders, [0.5, 0.2, 0.3]),
+        Mixture.open([books, web, folders[2]], [0.3, 0.5, 0.2]),
         Mixture.open([web, books], [0.5, 0.5]),
         Mixture.open([web, books, other], [0.5, 0.3, 0.2]),
     ]
@@ -113,38 +117,19 @@ def test_fingerprint_depends_on_data_shares_and_order(mixed, tmp_path):
     assert Mixture.open([web], [0.7]).fingerprint == alone
 
 
-@pytest.mark.parametrize(
-    "weights",
-    [[0.5, 0.5], [0.5, 0.5, 0.0], [0.5, -0.5, 1], [1, 1, float("nan")], [1, 1, float("inf")],
-     [1, 1e-30, 1]],
-)  # fmt: skip
-def test_bad_weights_are_refused(mixed, weights):
-    with refused("data.weights"):
-        Mixture.open(mixed, weights)
-
-
-def test_folders_of_other_tokenizers_or_equal_data_are_refused(mixed, tmp_path):
+def test_bad_weights_and_folders_are_refused(folders, tmp_path):
+    nan, inf = float("nan"), float("inf")
+    for weights in ([1, 1], [1, 1, 0], [1, -1, 2], [1, 1, nan], [1, 1, inf], [1, 1e-30, 1]):
+        with refused("data.weights"):
+            Mixture.open(folders, weights)
     for field, value in {"tokenizer_sha256": "u", "vocab_size": 501, "eos_id": 3}.items():
         with refused("data.tokenizers_differ", field=field):
-            Mixture.open([mixed[0], write(tmp_path / field, 7, **{field: value})], [1, 1])
+            Mixture.open([folders[0], write(tmp_path / field, 7, **{field: value})], [1, 1])
     with refused("data.same_twice"):
-        Mixture.open([mixed[0], write(tmp_path / "odd", 0)], [1, 1])
+        Mixture.open([write(tmp_path / name, 0) for name in "ab"], [1, 1])
 
 
 # ---- the loader
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Return three data folders with tokens 0 to 99, 100 to 199 and 200 to 299."""
-    base = tmp_path_factory.mktemp("mixed")
-    found = []
-    for k, length in enumerate((900, 2000, 400)):
-        found.append(base / f"source{k}")
-        tokens = 100 * k + np.random.default_rng(k).integers(0, 100, length)
-        documents = np.split(tokens, 10)
-        write_shards(found[-1] / "train", documents, vocab_size=500, eos_id=2, max_shard_tokens=300)
-    return found
 
 
 @pytest.fixture
@@ -154,7 +139,7 @@ def opened(folders, request):
     return lambda: Mixture.open(folders[:1]), request.param
 
 
-all_kinds = pytest.mark.parametrize("opened", KINDS, indirect=True)
+all_kinds = pytest.mark.parametrize("opened", ["random", "permute", "mixture"], indirect=True)
 
 
 def loaders(data, world, local_batch=1, **changed):

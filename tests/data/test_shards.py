@@ -195,9 +195,8 @@ DAMAGES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_opening_a_damaged_split_is_refused(split, name):
-    damage, code, file = DAMAGES[name]
+@pytest.mark.parametrize(("damage", "code", "file"), DAMAGES.values(), ids=DAMAGES)
+def test_opening_a_damaged_split_is_refused(split, damage, code, file):
     damage(split)
     with refused(code, kind=ShardError, path=split / file):
         TokenShards.open(split)

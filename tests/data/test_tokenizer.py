@@ -253,9 +253,6 @@ def test_tokenizers_that_lose_text_or_find_eos_are_refused():
         file = changed(model=model, pre_tokenizer=None, added_tokens=eos)
         with refused(code):
             Tokenizer(file, "x")
-
-
-def test_other_files_are_refused():
     no_model = b'{"added_tokens": [{"id": 1, "content": "</s>"}]}'
     for file in (b"", b"\x0a\xff", b"{", b'{"model": 1}', no_model):
         with refused("tokenizer.unreadable"):

@@ -246,19 +246,19 @@ def test_every_row_is_of_the_same_tokens(tmp_path, monkeypatch):
 
 # ---- plans
 
-INPUTS = tuple(Input(f"f{i}.py", 10 * i, f"{i:064x}") for i in range(12))
-
 
 def test_input_groups_cover_the_inputs_in_order():
-    def groups(inputs, **rule):
-        return make_input_groups(inputs, Options(holdout=0.1, **rule))
+    inputs = tuple(Input(f"f{i}.py", 10 * i, f"{i:064x}") for i in range(12))
 
-    assert groups(INPUTS, unit_bytes=100) == ((0, 5), (5, 7), (7, 9), (9, 11), (11, 12))
-    assert groups(INPUTS, unit_bytes=10**9) == ((0, 12),)
-    assert groups(INPUTS[5:], unit_bytes=1) == tuple((i, i + 1) for i in range(7))
+    def groups(given, **rule):
+        return make_input_groups(given, Options(holdout=0.1, **rule))
+
+    assert groups(inputs, unit_bytes=100) == ((0, 5), (5, 7), (7, 9), (9, 11), (11, 12))
+    assert groups(inputs, unit_bytes=10**9) == ((0, 12),)
+    assert groups(inputs[5:], unit_bytes=1) == tuple((i, i + 1) for i in range(7))
     assert groups((), unit_bytes=1) == groups((), unit_files=1) == ()
-    assert groups(INPUTS, unit_files=5) == ((0, 5), (5, 10), (10, 12))
-    assert groups(INPUTS, unit_files=5, unit_bytes=1) == groups(INPUTS, unit_files=5)
+    assert groups(inputs, unit_files=5) == ((0, 5), (5, 10), (10, 12))
+    assert groups(inputs, unit_files=5, unit_bytes=1) == groups(inputs, unit_files=5)
 
 
 def test_held_out_by_hash():

@@ -16,8 +16,6 @@ from tests.corpora import OPTIONS, build_corpus, corpus_folder, flip, snapshot, 
 from tests.data_folders import tokenizer
 from tests.support import refused
 
-GROUPS = 5
-
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
@@ -27,7 +25,7 @@ def base(tmp_path_factory):
 
 def documents(base, held_out):
     """Return (text, tokens with EOS) of a split's documents by input group, from the corpus."""
-    groups: list[list[tuple[str, int]]] = [[] for _ in range(GROUPS)]
+    groups: list[list[tuple[str, int]]] = [[] for _ in range(5)]
     for file in range(9):
         for line in (base / f"corpus/part{file + 1}.jsonl").read_text().splitlines():
             text = json.loads(line)["text"]

@@ -23,7 +23,6 @@ from tests.support import refused
 
 TEXTS = [f"Document {i}: " + "déjà vu 😀 " * (i % 7 + 1) for i in range(40)]
 DOCUMENTS = [Document(text, text.encode()) for text in TEXTS]
-FORMATS = [".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet"]
 
 
 def reader(path, *, sha256="", text_field="text", group_field=None):
@@ -64,7 +63,7 @@ def any_file(folder, suffix):
     return write(path, b"".join(map(pack.get(suffix, bytes), halves)))
 
 
-@pytest.mark.parametrize("suffix", [*FORMATS, ".txt"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet", ".txt"])
 def test_rows_and_hash(suffix, tmp_path):
     path = any_file(tmp_path, suffix)
     right = hashlib.sha256(path.read_bytes()).hexdigest()

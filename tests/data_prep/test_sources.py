@@ -7,7 +7,6 @@ import hashlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,18 +87,14 @@ def test_a_copy_is_the_same_from_any_of_its_folders(tmp_path):
 COMMIT, OTHER = "1" * 40, "2" * 40
 
 
-def cache_with(root, commit, **blobs):
-    dataset = root / "datasets--HuggingFaceFW--fineweb-edu"
-    for number, blob in blobs.items():
-        path = dataset / "snapshots" / commit / PATH.format(0, int(number[1:]))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        make(dataset, f"blobs/{blob}")
-        path.symlink_to(Path(os.path.relpath(dataset / "blobs" / blob, path.parent)))
-    return dataset / "snapshots" / commit
-
-
 def test_commits_and_hashes_from_the_hubs_metadata(tmp_path):
-    snapshot = cache_with(tmp_path, COMMIT, f0="a" * 64, f1="b" * 40)
+    dataset = tmp_path / "datasets--HuggingFaceFW--fineweb-edu"
+    snapshot = dataset / "snapshots" / COMMIT
+    for number, blob in enumerate(("a" * 64, "b" * 40)):
+        make(dataset, f"blobs/{blob}")
+        path = snapshot / PATH.format(0, number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(os.path.relpath(dataset / "blobs" / blob, path.parent))
     selection = select("fineweb-edu", [snapshot])
     assert (selection.version, selection.root) == (COMMIT, snapshot)
     assert [known.sha256 for known in selection.inputs] == ["a" * 64, ""]

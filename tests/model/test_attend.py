@@ -1,4 +1,4 @@
-"""Attention implementations against SDPA (test_variants.py has the reference), and refusals."""
+"""Attention implementations against SDPA (test_transformer.py has the reference), and refusals."""
 
 import sys
 from dataclasses import replace
