@@ -24,6 +24,7 @@ PRODUCT = ("canon_pretrain", "data_prep", "eval")
 LIMITS = {
     "README.md bytes": 14_336,
     "bytes of all .md": 97_280,
+    "test lines": 24_000,
     "tests that compare prose": 60,
     "test names over 60 characters": 0,
     "worn words": 20,
@@ -117,6 +118,7 @@ def words() -> dict[str, int]:
     return {
         "README.md bytes": (ROOT / "README.md").stat().st_size,
         "bytes of all .md": sum(path.stat().st_size for path in pages),
+        "test lines": sum(path.read_text().count("\n") for path in tests),
         "tests that compare prose": sum(len(prose_of(tree)) for tree in tests.values()),
         "test names over 60 characters": sum(len(name) > 60 for name in names),
         "worn words": sum(len(re.findall(WORN, text)) for text in written),
@@ -128,7 +130,7 @@ def weigh() -> dict[str, object]:
     known = modules()
     sources = {name: path.read_text() for name, path in known.items()}
     trees = {name: ast.parse(source) for name, source in sources.items()}
-    tests = list((ROOT / "tests").rglob("*.py"))
+    list((ROOT / "tests").rglob("*.py"))
     functions = [
         node
         for tree in trees.values()
@@ -142,7 +144,6 @@ def weigh() -> dict[str, object]:
     return {
         "product lines": sum(source.count("\n") for source in sources.values()),
         "product files": len(sources),
-        "test lines": sum(path.read_text().count("\n") for path in tests),
         "functions: median, p90, max": (
             statistics.median(lengths),
             lengths[len(lengths) * 9 // 10],
