@@ -225,13 +225,14 @@ export PET_LOCAL_ADDR=$SLURMD_NODENAME
 exec "$@"'
 
 # start_ranks NUMBER MODULE [arguments]: torchrun on all nodes, as STEP; NUMBER is 0 or 1, so that
-# two launches of one job have rendezvous of their own
+# two launches of one job have rendezvous of their own. --immediate: after a node failure Slurm may
+# count the nodes as busy for good, and srun would wait for them until the job's time limit
 start_ranks() {
     local number=$1 restart=${SLURM_RESTART_COUNT:-0}
     local port=$((15000 + (SLURM_JOB_ID * 14 + restart * 2 + number) % 15000))
     shift
     srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 --cpu-bind=none \
-        --kill-on-bad-exit=1 "${SRUN_FLAGS[@]}" \
+        --kill-on-bad-exit=1 --immediate=120 "${SRUN_FLAGS[@]}" \
         bash -c "$ON_NODE" bash "${CONTAINER[@]}" \
         python -m torch.distributed.run --nnodes="$NODES" --nproc-per-node="$RANKS" \
         --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID-$restart-$number" \
