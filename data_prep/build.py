@@ -171,14 +171,14 @@ def _check_folder(out: Path) -> None:
     """Refuse a folder that holds other things: nothing of anyone's is ever written over."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: is a file, expected a folder; give a new one")
-    if out.is_dir() and not (out / PLAN).exists():
-        names = sorted(path.name for path in out.iterdir())
-        others = [name for name in names if not name.startswith((folders.LOCK, f"{PLAN}."))]
-        if others:
-            raise UserError(
-                f"--out {out}: holds other files ({others[0]}) and no {PLAN}; give a new or empty "
-                f"folder"
-            )
+    names = sorted(path.name for path in out.iterdir()) if out.exists() else []
+    others = [name for name in names if not name.startswith((folders.LOCK, f"{PLAN}."))]
+    # after the listing: another build writes its plan before anything else
+    if others and not (out / PLAN).exists():
+        raise UserError(
+            f"--out {out}: holds other files ({others[0]}) and no {PLAN}; give a new or empty "
+            "folder"
+        )
 
 
 class TrainingStream:

@@ -177,7 +177,11 @@ class LinkLock:
                     f"{self.path.parent} is held by another process ({sight.holder}); waiting for "
                     f"a sign of life, {self._expiry_s:.1f} s at most"
                 )
-            elif sight != before and not sight.holder.id.startswith(files.LEAVING):
+            elif sight != before and not any(
+                # a look that overlaps a release may find the holder again after LEAVING
+                one.holder.id.startswith(files.LEAVING)
+                for one in (sight, before)
+            ):
                 self._watched_s, self.rival = 0.0, sight
             if self._watched_s < self._expiry_s:
                 return False

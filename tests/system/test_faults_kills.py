@@ -14,7 +14,7 @@ from canon_pretrain.checkpoint.manifest import Manifest, verify
 from canon_pretrain.checkpoint.writer import VerifiedWriter, _HashedFile
 from canon_pretrain.titan.trainer import CanonTrainer
 from tests.fault_runs import EVERY_2, STEPS, checkpoint, copy, quarantine, resumed_from, steps, wrap
-from tests.ranks import Ended, assert_same_run, events, status
+from tests.ranks import Ended, assert_same_run, events, logged_step, status
 
 ALL = (0, 1)
 
@@ -132,7 +132,9 @@ def die_in_the_background(rank: int, step: int, steps_later: int, pids: Path) ->
     def wait(file: _HashedFile, data: object) -> None:
         deadline = time.monotonic() + 60
         if rank == 0 and f".saving-step-{step}" in str(file._file.name):
-            while reached[0] < step + steps_later:
+            folders = Path(file._file.name).parents
+            run = next(one.parent for one in folders if one.name == "checkpoint")
+            while reached[0] < step + steps_later or logged_step(run) <= step:
                 assert time.monotonic() < deadline, "the trainer waits for the background write"
                 time.sleep(0.01)
 
