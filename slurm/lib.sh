@@ -26,8 +26,9 @@ OURS=0       # 1 once the launch has begun: before that, RUN may belong to anoth
 JOB=${SLURM_JOB_ID:-}
 if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then JOB=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
 
-# on stderr: a trap may run while stdout is captured
-say() { printf '%s slurm: %s\n' "$(date -u +%FT%TZ)" "$*" >&2; }
+# On stderr, since a trap may run while stdout is captured; without a command substitution, in which
+# bash 5.2 cannot parse the trap of another signal and exits
+say() { TZ=UTC0 printf '%(%FT%TZ)T slurm: %s\n' -1 "$*" >&2; }
 # die CODE MESSAGE: as canon_pretrain/core/errors.py
 die() { printf 'error[%s]: %s\n' "$1" "${*:2}" >&2; exit 2; }
 

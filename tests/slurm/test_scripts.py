@@ -47,6 +47,13 @@ def bash(programs, *words, **variables):
     return subprocess.run(command, env=environ, cwd=programs, capture_output=True, text=True)
 
 
+def test_signal_handlers_contain_no_command_substitution(programs):
+    """Bash 5.2 fails to parse the trap of a second signal in one, and exits."""
+    handlers = "on_term on_limit ask_to_stop say"
+    done = library(programs, f"declare -f {handlers}")
+    assert done.stdout.count("\n}") == len(handlers.split()) and "$(" not in done.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "tries", "code"), [("Unable to contact", 3, 0), ("presently disabled", 1, 1)]
 )
