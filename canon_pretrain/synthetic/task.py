@@ -1,0 +1,220 @@
+"""The contract of a synthetic task (paper, section 2 and appendix A): exact data without storage.
+
+An instance is a pure function of (task, seed, index), a window of (task, seed, window index):
+window w holds the instances from index w * 2**20 on, one after another from its left end. So the
+first instance is never truncated, the last may be, and any rank at any world size computes the
+windows that it needs. Everything is vectorized over instances. No torch.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
+
+import numpy as np
+
+from canon_pretrain.core.errors import UserError
+
+TRAINING, EVALUATION = 0, 1
+"""Domains of random numbers: no window for evaluation is one of training, at any seed."""
+PROBLEM, MARK, ANSWER = 0, 1, 2
+"""Kinds of tokens. MARK: precedes or ends an answer; with `loss_on = "answers"` the loss counts
+MARK and ANSWER. A question asks for a run of ANSWER, given all tokens before it."""
+STRIDE = 1 << 20
+VERSION = 1
+"""Part of the fingerprint; to be raised whenever any task's data change."""
+
+
+class Instances(NamedTuple):
+    """Instances one after another: `ids` int64, `kinds` uint8 [tokens], `ends` int64 [count]."""
+
+    ids: np.ndarray
+    kinds: np.ndarray
+    ends: np.ndarray
+
+
+class Windows(NamedTuple):
+    """`ids` int64 and `kinds` uint8, both [count, seq_len]."""
+
+    ids: np.ndarray
+    kinds: np.ndarray
+
+
+class Question(NamedTuple):
+    """The ids before an answer, one right answer, and the number of its window."""
+
+    prompt: list[int]
+    answer: list[int]
+    window: int
+
+
+class Judgement(NamedTuple):
+    """`verdict`: right, wrong, malformed, too_long or empty; `values`: a number per metric."""
+
+    verdict: str
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(ABC):
+    """A task and its settings, which are the fields. Raises UserError for settings out of range."""
+
+    name: ClassVar[str]
+    seq_len: int = 1024
+    loss_on: Literal["answers", "all"] = "answers"
+
+    def __post_init__(self) -> None:
+        if self.loss_on not in ("answers", "all"):
+            self.refuse("loss_on", self.loss_on, '"answers" or "all"')
+        self.check()
+        if self.longest is not None and self.longest > self.seq_len:
+            text = f"{self.name}: an instance may have {self.longest} tokens, more than seq_len = "
+            text += f"{self.seq_len}: lower the task's size, or raise seq_len"
+            raise UserError("task.too_long", text, longest=self.longest, seq_len=self.seq_len)
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise UserError for settings out of range, by `refuse`."""
+
+    @property
+    @abstractmethod
+    def longest(self) -> int | None:
+        """The most tokens of an instance; None: the first instance of a window may be cut."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """One more than the largest id; 0 is unused."""
+
+    @abstractmethod
+    def word(self, token: int) -> str:
+        """Return the readable form of an id, as in "<ans>"."""
+
+    @property
+    @abstractmethod
+    def random_words(self) -> int:
+        """Random 64-bit words per instance."""
+
+    @abstractmethod
+    def build(self, words: np.ndarray, seed: int) -> Instances:
+        """Return one instance per row of `words`, uint64 [count, random_words], uniform."""
+
+    @property
+    @abstractmethod
+    def answer_limit(self) -> int:
+        """The most tokens of a right answer."""
+
+    @abstractmethod
+    def is_complete(self, answer: Sequence[int]) -> bool:
+        """Return whether generation of an answer ends after these tokens."""
+
+    @abstractmethod
+    def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> Judgement:
+        """Score an answer to the last question of `prompt`. Raises UserError for a bad prompt."""
+
+    @property
+    @abstractmethod
+    def metrics(self) -> list[str]:
+        """The names that `judge` may return, the main one first; higher is better."""
+
+    def verdict(self, answer: Sequence[int], is_right: bool, is_malformed: bool = False) -> str:
+        """Return the kind of an answer; a wrong one may be empty, too long or malformed."""
+        if is_right:
+            return "right"
+        if not answer:
+            return "empty"
+        if len(answer) > self.answer_limit:
+            return "too_long"
+        return "malformed" if is_malformed or not self.is_complete(answer) else "wrong"
+
+    def evaluations(self) -> "list[Task]":
+        """Return the tasks to evaluate on, the hardest setting first."""
+        return [self]
+
+    def refuse(self, key: str, given: object, expected: str) -> NoReturn:
+        text = f"task {self.name}: {key} = {given}, expected {expected}"
+        raise UserError("task.setting", text, task=self.name, key=key, given=given)
+
+    def check_least(self, **least: int) -> None:
+        """Raise UserError unless these settings have at least these values."""
+        for key, bound in least.items():
+            if getattr(self, key) < bound:
+                self.refuse(key, getattr(self, key), f"at least {bound}")
+
+    def bad_prompt(self, expected: str) -> NoReturn:
+        text = f"task {self.name}: the prompt is not {expected}"
+        raise UserError("task.prompt", text, task=self.name)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @property
+    def fingerprint(self) -> str:
+        """The SHA-256 of all that determines the windows, given a seed."""
+        content = json.dumps([VERSION, self.name, self.settings], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def instances(self, seed: int, first: int, count: int, domain: int = TRAINING) -> Instances:
+        """Return the instances `first` ... `first + count - 1`."""
+        return self.build(self._words(seed, first, count, domain), seed)
+
+    def _words(self, seed: int, first: int, count: int, domain: int) -> np.ndarray:
+        blocks = -(-self.random_words // 4)
+        # NumPy increments its 256-bit counter before each block of four words
+        counter = (first * blocks - 1) % (1 << 256)
+        key = np.array([seed, domain], dtype=np.uint64)
+        words = np.random.Philox(key=key, counter=counter).random_raw(4 * blocks * count)
+        return words.reshape(count, 4 * blocks)[:, : self.random_words]
+
+    @functools.cached_property
+    def _per_window(self) -> int:
+        """The number of instances that usually fill a window."""
+        ends = self.build(self._words(0, 0, 256, EVALUATION), 0).ends
+        lengths = np.diff(ends, prepend=0)
+        number = self.seq_len / lengths.mean()
+        return int(np.ceil(number + 2 * lengths.std() / lengths.mean() * np.sqrt(number)))
+
+    def windows(self, seed: int, first: int, count: int, domain: int = TRAINING) -> Windows:
+        """Return the windows `first` ... `first + count - 1`."""
+        return self._fill(seed, np.arange(first, first + count), domain, self._per_window)
+
+    def _fill(self, seed: int, numbers: np.ndarray, domain: int, each: int) -> Windows:
+        """Return the windows `numbers`, made from `each` instances or, where short, from more."""
+        words = [self._words(seed, int(number) * STRIDE, each, domain) for number in numbers]
+        made = self.build(np.concatenate(words), seed)
+        ends = made.ends[each - 1 :: each]
+        starts = np.concatenate([[0], ends[:-1]])
+        is_full = ends - starts >= self.seq_len
+        places = np.minimum(starts[:, None] + np.arange(self.seq_len), len(made.ids) - 1)
+        windows = Windows(made.ids[places], made.kinds[places])
+        if not is_full.all():
+            more = self._fill(seed, numbers[~is_full], domain, 2 * each)
+            windows.ids[~is_full], windows.kinds[~is_full] = more
+        return windows
+
+    def is_counted(self, kinds: np.ndarray) -> np.ndarray:
+        """Return which tokens the loss counts as labels, bool."""
+        return np.ones_like(kinds, dtype=bool) if self.loss_on == "all" else kinds != PROBLEM
+
+    def questions(
+        self, seed: int, first: int, count: int, domain: int = EVALUATION
+    ) -> Iterator[Question]:
+        """Yield the questions of `count` windows; an answer that is cut off is none."""
+        windows = self.windows(seed, first, count, domain)
+        for number, (ids, kinds) in enumerate(zip(*windows, strict=True), first):
+            edges = np.flatnonzero(np.diff(kinds == ANSWER, prepend=False, append=False))
+            for start, end in edges.reshape(-1, 2).tolist():
+                if end < self.seq_len or self.is_complete(ids[start:end].tolist()):
+                    yield Question(ids[:start].tolist(), ids[start:end].tolist(), number)
+
+
+def below(words: np.ndarray, bound: Any) -> np.ndarray:
+    """Map uint64 words to [0, bound) for bounds up to 2**31, int64; the bias is below 2**-32."""
+    return (((words >> np.uint64(32)) * np.asarray(bound, np.uint64)) >> np.uint64(32)).astype(
+        np.int64
+    )

@@ -1,0 +1,33 @@
+"""The tasks by name."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from canon_pretrain.core.errors import UserError, check_choice, suggestion
+from canon_pretrain.synthetic.copying import Copy
+from canon_pretrain.synthetic.task import Task
+
+TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType({"copy": Copy})
+
+
+def build_task(name: str, settings: Mapping[str, Any]) -> Task:
+    """Return the task `name`; settings that are not given have its defaults. Raises UserError."""
+    check_choice("data.task.name", name, TASKS)
+    default = TASKS[name]()
+    known = {field.name: field.type for field in dataclasses.fields(default)}
+    for key in settings:
+        if key not in known:
+            text = f"task {name} has no setting {key}; it has {', '.join(known)}."
+            text += suggestion(key, known)
+            raise UserError("task.unknown_setting", text, task=name, key=key)
+    try:
+        return TypeAdapter(type(default)).validate_python(vars(default) | dict(settings))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        text = f"task {name}: {key} = {first['input']!r}: {first['msg']}"
+        raise UserError("task.setting", text, task=name, key=key) from None
