@@ -9,9 +9,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from canon_pretrain.core.errors import UserError, check_choice, suggestion
 from canon_pretrain.synthetic.copying import Copy
+from canon_pretrain.synthetic.mano import Mano
 from canon_pretrain.synthetic.task import Task
 
-TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType({"copy": Copy})
+TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType({"copy": Copy, "mano": Mano})
 
 
 def build_task(name: str, settings: Mapping[str, Any]) -> Task:
