@@ -1,0 +1,123 @@
+"""Distinct names of one or more tokens (paper, footnote 25): all but the last token of a name from
+[1, V], the last from [V + 1, 2V].
+
+A symbol is a number for a name or a special token: 0 is padding, 1 ... `count` are the names, then
+come the special tokens, whose ids are 2V + 1, 2V + 2, ....
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from canon_pretrain.synthetic.task import Instances, Task, below
+
+MOST = 1 << 20
+
+
+class Names:
+    """The names of `vocab` tokens that have `name_tokens` tokens, of which an instance of `task`
+    takes up to `n`. Raises UserError if there are fewer, or more than `MOST`."""
+
+    def __init__(
+        self, task: Task, n: int, vocab: int, name_tokens: tuple[int, int] | int, specials: int
+    ) -> None:
+        low, high = name_tokens if isinstance(name_tokens, tuple) else (name_tokens, name_tokens)
+        if vocab < 1:
+            task.refuse("vocab", vocab, "at least 1")
+        if not 1 <= low <= high:
+            task.refuse("name_tokens", [low, high], "1 <= shortest <= longest")
+        # A length above 20 is enough for MOST names, and one token alone may have any length
+        sizes = [vocab ** min(length, 64) for length in range(low, high + 1)]
+        self.n, self.vocab, self.low, self.high = n, vocab, low, high
+        self.count = sum(sizes)
+        if self.count > MOST:
+            task.refuse("vocab", vocab, f"at most {MOST:,} names, not {self.count:,}")
+        if n > self.count:
+            task.refuse("n", n, f"at most {self.count}: there are no more names; raise vocab")
+        self._sizes = np.array(sizes, np.uint64)
+        self._first = 1 + np.cumsum([0, *sizes[:-1]])
+        self._candidates = self._count_candidates()
+        self._tokens = np.zeros((1 + self.count + specials, high), np.int32)
+        for length, first, size in zip(range(low, high + 1), self._first, sizes, strict=True):
+            digits = np.arange(size)[:, None] // vocab ** np.arange(length)[::-1] % vocab
+            self._tokens[first : first + size, :length] = digits + 1
+            self._tokens[first : first + size, length - 1] += vocab
+        self._tokens[1 + self.count :, 0] = 2 * vocab + 1 + np.arange(specials)
+        self._lengths = (self._tokens != 0).sum(axis=1)
+
+    def _count_candidates(self) -> int:
+        """Return how many names to draw for `n` distinct ones to be 5 standard deviations off."""
+        draws = np.arange(self.n, 16 * self.n + 64)[:, None]
+        missed = np.exp(draws * np.log1p(-1 / (len(self._sizes) * self._sizes + 1e-9)))
+        distinct = (self._sizes * (1 - missed)).sum(axis=1)
+        variance = (self._sizes * missed * (1 - missed)).sum(axis=1)
+        enough = distinct - 5 * np.sqrt(variance) >= self.n
+        return int(draws[np.argmax(enough) if enough.any() else -1, 0])
+
+    @property
+    def random_words(self) -> int:
+        """The words per instance that `draw` needs."""
+        return self._candidates + self.n
+
+    def draw(self, words: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Return the symbols of `sizes[i]` distinct names for row i, in random order, then zeros,
+        int64 [count, n]: a name's length is uniform, then its tokens are; a name that the row has
+        already is drawn again. `words` is uniform uint64 [count, random_words]."""
+        chosen = self._choose(words[:, : self._candidates], sizes)
+        order = words[:, self._candidates :] >> np.uint64(22) << np.uint64(21)
+        order |= (chosen == 0).astype(np.uint64) << np.uint64(63)
+        keys = np.sort(order | chosen.astype(np.uint64), axis=1)
+        return (keys & np.uint64((1 << 21) - 1)).astype(np.int64)
+
+    def _choose(self, words: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Return the symbols of the first `sizes[i]` distinct names that the words of row i name,
+        then zeros; where these are not enough, hashes of the words continue the row."""
+        width = words.shape[1]
+        lengths = below(words << np.uint64(32), len(self._sizes))
+        symbols = self._first[lengths] + below(words, self._sizes[lengths])
+        keys = np.sort(symbols << 32 | np.arange(width), axis=1)
+        is_again = np.zeros(keys.shape, np.int64)
+        is_again[:, 1:] = keys[:, 1:] >> 32 == keys[:, :-1] >> 32
+        # Sort by place, the repeated ones last
+        keys = (keys & 0xFFFFFFFF) << 21 | keys >> 32 | is_again << 62
+        keys = np.sort(keys, axis=1)[:, : self.n]
+        chosen = np.where(np.arange(self.n) < sizes[:, None], keys & ((1 << 21) - 1), 0)
+        is_short = width - is_again.sum(axis=1) < sizes
+        if is_short.any():
+            short = words[is_short]
+            more = np.concatenate([short, _mix(short + np.uint64(width))], axis=1)
+            chosen[is_short] = self._choose(more, sizes[is_short])
+        return chosen
+
+    def symbol(self, token: int) -> int:
+        """Return the symbol of a special token."""
+        return token - 2 * self.vocab + self.count
+
+    def write(self, symbols: np.ndarray, kinds: np.ndarray) -> Instances:
+        """Return the rows of `symbols` [count, width] as tokens, of `kinds` [width]."""
+        tokens = self._tokens[symbols]
+        is_token = tokens != 0
+        kinds = np.broadcast_to(kinds[..., None], tokens.shape)[is_token]
+        ends = self._lengths[symbols].sum(axis=1).cumsum()
+        return Instances(tokens[is_token].astype(np.int64), kinds, ends)
+
+    def parse(self, ids: Sequence[int]) -> list[tuple[int, ...]] | None:
+        """Return the names that `ids` consist of; None if they are no sequence of names."""
+        names: list[tuple[int, ...]] = []
+        start = 0
+        for end, token in enumerate(ids, 1):
+            if not 1 <= token <= 2 * self.vocab:
+                return None
+            if token > self.vocab:
+                names.append(tuple(ids[start:end]))
+                start = end
+        is_whole = start == len(ids) and all(self.low <= len(name) <= self.high for name in names)
+        return names if is_whole else None
+
+
+def _mix(words: np.ndarray) -> np.ndarray:
+    """Return a hash of each word (splitmix64)."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
