@@ -57,12 +57,12 @@ class Mano(Task):
 
     @property
     def random_words(self) -> int:
-        return 2 * self.l + 2
+        return 2 * self.l + 4  # per token but the last: 32 bits for its value, one for its synonym
 
     def build(self, words: np.ndarray, seed: int) -> Instances:
         count, each = len(words), np.arange(len(words))
-        first, words = words[:, 0], np.ascontiguousarray(words[:, 1:].T)
-        length = np.full(count, self.l) if self.exact_l else 1 + below(first, self.l)
+        length = np.full(count, self.l) if self.exact_l else 1 + below(words[:, 0], self.l)
+        bits, words = words & np.uint64(1), np.ascontiguousarray(words[:, 2:-1].T)
         # The subexpression at position p has sizes[p] operations and 2 * sizes[p] + 1 tokens.
         sizes = np.zeros((2 * self.l + 1, count), np.int64)
         sizes[0] = length
@@ -90,11 +90,7 @@ class Mano(Task):
         end = 2 * length + 3
         ids[each, end], kinds[each, end] = self.modulus + 5, MARK
         if self.synonyms:
-            bits = np.empty(ids.shape, np.int64)
-            bits[:, 2:-2] = (words & np.uint64(1)).T
-            for bit, place in enumerate((0, 1, end)):
-                bits[each, place] = first >> np.uint64(bit) & np.uint64(1)
-            ids += bits * (ids > self.modulus) * self._num_marks
+            ids[:, :-1] += bits.astype(np.int64) * (ids[:, :-1] > self.modulus) * self._num_marks
         ids[each, end + 1], kinds[each, end + 1] = 1 + values[0], ANSWER
         is_used = np.arange(self.longest) <= end[:, None] + 1
         return Instances(ids[is_used], kinds[is_used], np.cumsum(end + 2))
