@@ -26,7 +26,7 @@ def build_task(name: str, settings: Mapping[str, Any]) -> Task:
             text += suggestion(key, known)
             raise UserError("task.unknown_setting", text, task=name, key=key)
     try:
-        return TypeAdapter(type(default)).validate_python(vars(default) | dict(settings))
+        return TypeAdapter(type(default)).validate_python(default.settings | dict(settings))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
