@@ -1,0 +1,189 @@
+"""Show, score, describe and time the synthetic tasks."""
+
+import argparse
+import json
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from canon_pretrain.core.cli import command, positive
+from canon_pretrain.core.errors import EPILOG, UserError, check_choice
+from canon_pretrain.synthetic.task import ANSWER, Task
+from canon_pretrain.synthetic.tasks import TASKS, build_task
+
+WIDTH = 100
+WORDS_SHOWN = 40
+BENCH_WINDOWS, BENCH_S = 64, 1.0
+QUANTILES = {"least": 0.0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "most": 1.0}
+
+
+@dataclass
+class ScoredLine:
+    """A line for `score`: the ids of a prompt and of the answer to its last question."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def show(arguments: argparse.Namespace) -> None:
+    """Print a window: one instance after another, with answers in brackets, or as JSON."""
+    task = arguments.task
+    windows = task.windows(arguments.seed, arguments.index, 1)
+    ids, kinds = windows.ids[0].tolist(), windows.kinds[0]
+    if arguments.json:
+        mask = task.is_counted(kinds).astype(int).tolist()
+        print(json.dumps({"ids": ids, "loss_mask": mask}))
+        return
+    words = [task.word(token) for token in ids]
+    edges = np.diff((kinds == ANSWER).astype(int), prepend=0, append=0).tolist()
+    starts = [i for i, word in enumerate(words) if i and word.startswith("<bos>")]
+    for i, word in enumerate(words):
+        words[i] = "[" * (edges[i] > 0) + word + "]" * (edges[i + 1] < 0)
+    for start, end in zip([0, *starts], [*starts, len(words)], strict=True):
+        line = " ".join(words[start:end])
+        print(*textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False), sep="\n")
+
+
+def score(arguments: argparse.Namespace) -> None:
+    """Print the numbers of right and wrong answers; those of the verdicts go to stderr."""
+    verdicts = Counter(_verdicts(arguments.task, arguments.file))
+    right = verdicts.pop("right", 0)
+    print(json.dumps({"right": right, "wrong": verdicts.total()}))
+    if verdicts:
+        text = ", ".join(f"{number:,} {verdict}" for verdict, number in verdicts.most_common())
+        print(f"not right: {text}", file=sys.stderr)
+
+
+def _verdicts(task: Task, path: Path) -> Iterator[str]:
+    line = TypeAdapter(ScoredLine)
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                given = line.validate_json(raw, strict=True)
+                yield task.judge(given.prompt, given.answer).verdict
+            except ValidationError as error:
+                text = f'{path}, line {number}: {error.errors()[0]["msg"]}; expected {{"prompt": '
+                text += '[id, ...], "answer": [id, ...]}'
+                raise UserError("task.line", text, path=path, line=number) from None
+            except UserError as error:
+                text = f"{path}, line {number}: {error}"
+                raise UserError("task.prompt", text, path=path, line=number) from None
+
+
+def stats(arguments: argparse.Namespace) -> None:
+    """Print the ids of words, lengths, and shares, over some windows and instances."""
+    task, seed, count = arguments.task, arguments.seed, arguments.windows
+    lengths = np.diff(task.instances(seed, 0, 10 * count).ends, prepend=0)
+    windows = task.windows(seed, 0, count)
+    questions = list(task.questions(seed, 0, count))
+    numbers = np.bincount(windows.ids.ravel(), minlength=task.vocab_size)
+    frequent = np.argsort(-numbers, kind="stable")[:10].tolist()
+    words = {token: task.word(token) for token in range(1, task.vocab_size)}
+    marks = [f"{word} {token}" for token, word in words.items() if not word.isdigit()]
+    rows = {
+        "settings": " ".join(f"{key}={json.dumps(value)}" for key, value in task.settings.items()),
+        "vocab_size": f"{task.vocab_size:,}, of which {np.count_nonzero(numbers):,} ids occur",
+        "ids": ", ".join(marks[:WORDS_SHOWN]) + " ..." * (len(marks) > WORDS_SHOWN),
+        "tokens per instance": _quantiles(lengths),
+        "instances per window": f"mean {task.seq_len / lengths.mean():.1f}",
+        "counted labels": f"{task.is_counted(windows.kinds[:, 1:]).mean():.1%}",
+        "questions per window": f"mean {len(questions) / count:.1f}",
+        "tokens per answer": _quantiles([len(question.answer) for question in questions]),
+        "frequent": ", ".join(f"{words[i]} {numbers[i] / numbers.sum():.1%}" for i in frequent),
+    }
+    print(f"{task.name}: {count:,} windows and {10 * count:,} instances of seed {seed}")
+    for name, text in rows.items():
+        print(f"  {name:20} {text}")
+
+
+def _quantiles(lengths: Sequence[int] | np.ndarray) -> str:
+    if not len(lengths):
+        return "none"
+    values = np.quantile(lengths, list(QUANTILES.values()))
+    parts = (f"{name} {value:,.0f}" for name, value in zip(QUANTILES, values, strict=True))
+    return f"mean {np.mean(lengths):,.1f}; {', '.join(parts)}"
+
+
+def bench(arguments: argparse.Namespace) -> None:
+    """Print the tokens per second of CPU time, in windows as the trainer reads them ahead."""
+    for name in arguments.tasks:
+        check_choice("TASK", name, TASKS)
+    for name in arguments.tasks or TASKS:
+        task = build_task(name, {})
+        task.windows(0, 0, BENCH_WINDOWS)
+        rounds, start = 0, time.process_time()
+        while time.process_time() - start < BENCH_S:
+            rounds += 1
+            task.windows(0, rounds * BENCH_WINDOWS, BENCH_WINDOWS)
+        tokens = rounds * BENCH_WINDOWS * task.seq_len
+        rate = tokens / (time.process_time() - start)
+        print(f"{name:8} {rate / 1e6:5.1f}M tokens/s per core", flush=True)
+
+
+def natural(text: str) -> int:
+    """Parse an integer from 0 to 2**63 - 1, for argparse."""
+    if not 0 <= (number := int(text)) < 1 << 63:
+        raise argparse.ArgumentTypeError(f"{number}, expected 0 to 2**63 - 1")
+    return number
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """Parse KEY=VALUE, for argparse; a value that is not JSON is a string."""
+    key, is_setting, value = text.partition("=")
+    if not is_setting:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `python -m canon_pretrain.synthetic` and exit."""
+    parser = argparse.ArgumentParser(
+        prog="python -m canon_pretrain.synthetic", description=__doc__, epilog=EPILOG
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for run in (show, score, stats):
+        sub = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
+        sub.set_defaults(run=run)
+        sub.add_argument("task", metavar="TASK", help=f"one of {', '.join(TASKS)}")
+        text = "settings of the task, as n=8 or name_tokens=[1,2]"
+        sub.add_argument("--set", metavar="KEY=VALUE", type=setting, action="append", help=text)
+        if run is score:
+            text = 'lines {"prompt": [id, ...], "answer": [id, ...]}'
+            sub.add_argument("file", metavar="FILE.jsonl", type=Path, help=text)
+        else:
+            sub.add_argument("--seed", type=natural, default=0, help="default 0")
+        if run is show:
+            sub.add_argument("--index", type=natural, default=0, help="of the window; default 0")
+            sub.add_argument("--json", action="store_true", help="ids and loss_mask")
+        if run is stats:
+            sub.add_argument("--windows", type=positive, default=100, help="default 100")
+    sub = commands.add_parser("bench", help=bench.__doc__, description=bench.__doc__)
+    sub.set_defaults(run=bench)
+    sub.add_argument("tasks", metavar="TASK", nargs="*", help="default: all")
+    given = list[str]()
+    for word in sys.argv[1:] if argv is None else argv:
+        # several settings may follow one --set, and a file may follow them
+        if given[-2:-1] == ["--set"] and "=" in word and not word.startswith("-"):
+            given.append("--set")
+        given.append(word)
+    with command(prints=True):
+        arguments = parser.parse_args(given)
+        if arguments.run is not bench:
+            arguments.task = build_task(arguments.task, dict(arguments.set or ()))
+        arguments.run(arguments)
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    main()
