@@ -10,20 +10,14 @@ numbers, equal on all ranks. `origin` is 0 until a run changes its batch size.
 """
 
 import hashlib
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.data.mixture import Mixture, check_order
-from canon_pretrain.data.sampler import (
-    Order,
-    check_length,
-    offset_of_word,
-    permuted_offset,
-    philox_blocks,
-)
+from canon_pretrain.data.mixture import Mixture
+from canon_pretrain.data.sampler import Order
 from canon_pretrain.data.shards import TokenShards
 
 STATE_VERSION = 2
@@ -40,8 +34,32 @@ def samples_digest(windows: np.ndarray) -> int:
     return total % (1 << 64)
 
 
+class Windows(Protocol):
+    """Windows by number: those of a mixture, or generated."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the sources."""
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether labels are ignored: a token that is none is stored as its complement, ~id."""
+
+    def check(self, order: str, seq_len: int) -> None:
+        """Raise UserError if there are no such windows."""
+
+    def read(
+        self, seed: int, samples: range, own: slice, order: Order, seq_len: int
+    ) -> tuple[np.ndarray, list[int]]:
+        """Return the windows `samples[own]`, int64 [n, seq_len + 1], and how many of `samples`
+        each source has."""
+
+
 class BatchLoader:
-    """Endless micro-batches of one rank, from one split or a weighted mixture.
+    """Endless micro-batches of one rank, from one split, a weighted mixture, or a task.
 
     `next_sample` is the first sample of the next micro-batch over all ranks; `source_tokens` counts
     the tokens per source on all ranks, since the data last changed. Raises UserError.
@@ -49,7 +67,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        data: TokenShards | Mixture,
+        data: TokenShards | Windows,
         *,
         data_seed: int,
         seq_len: int,
@@ -73,16 +91,14 @@ class BatchLoader:
             product = f"dp_world_size {dp_world_size} * local_batch_size {local_batch_size}"
             message = f"global_batch_size {global_batch_size} is not a multiple of {product}"
             raise UserError("data.batch_size", message)
-        mixture = data if isinstance(data, Mixture) else Mixture([data])
-        check_order(order, len(mixture.sources))
-        for source in mixture.sources:
-            check_length(source.num_tokens, seq_len, str(source.folder))
-        self._mixture, self._order = mixture, order
+        self._data = Mixture([data]) if isinstance(data, TokenShards) else data
+        self._data.check(order, seq_len)
+        self._order, self.is_masked = order, self._data.is_masked
         self._seed, self._seq_len, self._rank = data_seed, seq_len, dp_rank
         self._global_batch, self._local_batch = global_batch_size, local_batch_size
         self.next_sample = self._origin = 0
-        self.source_tokens = [0] * len(mixture.sources)
-        self.source_names = mixture.names
+        self.source_names = self._data.names
+        self.source_tokens = [0] * len(self.source_names)
 
     @property
     def at_step_start(self) -> bool:
@@ -91,32 +107,14 @@ class BatchLoader:
 
     def next_batch(self) -> np.ndarray:
         """Return the next micro-batch, int64 [local_batch_size, seq_len + 1]. Raises ShardError."""
-        batch = np.empty((self._local_batch, self._seq_len + 1), dtype=np.int64)
-        offsets, counts = self._draw()
-        for window, (source, offset) in zip(batch, offsets, strict=True):
-            source.read_into(window, offset)
+        samples = range(self.next_sample, self.next_sample + self._round)
+        begin = self._rank * self._local_batch
+        own = slice(begin, begin + self._local_batch)
+        batch, counts = self._data.read(self._seed, samples, own, self._order, self._seq_len)
         self.next_sample += self._round
         for index, windows in enumerate(counts):
             self.source_tokens[index] += windows * self._seq_len
         return batch
-
-    def _draw(self) -> tuple[list[tuple[TokenShards, int]], list[int]]:
-        """Return this rank's (source, offset)s, and the windows per source on all ranks."""
-        sources, seed, seq_len = self._mixture.sources, self._seed, self._seq_len
-        begin = self._rank * self._local_batch
-        own = slice(begin, begin + self._local_batch)
-        if self._order == "permute":
-            samples = range(self.next_sample, self.next_sample + self._round)[own]
-            length = sources[0].num_tokens
-            offsets = [permuted_offset(seed, i, length, seq_len) for i in samples]
-            return [(sources[0], offset) for offset in offsets], [self._round]
-        blocks = philox_blocks(seed, self.next_sample, self._round)
-        indices = self._mixture.draw(blocks[:, 1])
-        chosen = [sources[index] for index in indices[own]]
-        return [
-            (source, offset_of_word(word, source.num_tokens, seq_len))
-            for source, word in zip(chosen, blocks[own, 0].tolist(), strict=True)
-        ], np.bincount(indices, minlength=len(sources)).tolist()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the data order: equal on all ranks and at any world size."""
@@ -124,7 +122,7 @@ class BatchLoader:
             "version": STATE_VERSION,
             "next_sample": self.next_sample,
             "origin": self._origin,
-            "fingerprint": self._mixture.fingerprint,
+            "fingerprint": self._data.fingerprint,
             "seed": self._seed,
             "mode": self._order,
             "seq_len": self._seq_len,

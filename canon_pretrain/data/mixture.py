@@ -19,7 +19,13 @@ from typing import Self
 import numpy as np
 
 from canon_pretrain.core.errors import UserError, check_choice
-from canon_pretrain.data.sampler import Order
+from canon_pretrain.data.sampler import (
+    Order,
+    check_length,
+    offset_of_word,
+    permuted_offset,
+    philox_blocks,
+)
 from canon_pretrain.data.shards import TokenShards
 
 
@@ -50,6 +56,8 @@ def check_order(order: str, num_sources: int) -> None:
 
 class Mixture(AbstractContextManager["Mixture"]):
     """Training splits and their shares; a single one keeps its fingerprint. Raises UserError."""
+
+    is_masked = False
 
     def __init__(
         self,
@@ -86,6 +94,38 @@ class Mixture(AbstractContextManager["Mixture"]):
     def draw(self, words: np.ndarray) -> np.ndarray:
         """Return the source index of each of `words`, uint64 [n]; int64 [n]."""
         return np.searchsorted(self._thresholds, words, side="right")
+
+    def check(self, order: str, seq_len: int) -> None:
+        check_order(order, len(self.sources))
+        for source in self.sources:
+            check_length(source.num_tokens, seq_len, str(source.folder))
+
+    def read(
+        self, seed: int, samples: range, own: slice, order: Order, seq_len: int
+    ) -> tuple[np.ndarray, list[int]]:
+        """Return the windows `samples[own]`, and the windows of `samples` per source."""
+        places, counts = self._draw(seed, samples, own, order, seq_len)
+        batch = np.empty((len(places), seq_len + 1), dtype=np.int64)
+        for window, (source, offset) in zip(batch, places, strict=True):
+            source.read_into(window, offset)
+        return batch, counts
+
+    def _draw(
+        self, seed: int, samples: range, own: slice, order: Order, seq_len: int
+    ) -> tuple[list[tuple[TokenShards, int]], list[int]]:
+        """Return the (source, offset)s of `samples[own]`, and the windows per source."""
+        sources = self.sources
+        if order == "permute":
+            length = sources[0].num_tokens
+            offsets = [permuted_offset(seed, i, length, seq_len) for i in samples[own]]
+            return [(sources[0], offset) for offset in offsets], [len(samples)]
+        blocks = philox_blocks(seed, samples.start, len(samples))
+        indices = self.draw(blocks[:, 1])
+        chosen = [sources[index] for index in indices[own]]
+        return [
+            (source, offset_of_word(word, source.num_tokens, seq_len))
+            for source, word in zip(chosen, blocks[own, 0].tolist(), strict=True)
+        ], np.bincount(indices, minlength=len(sources)).tolist()
 
     def close(self) -> None:
         """Close the files; reading opens them again."""

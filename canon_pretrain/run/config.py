@@ -19,8 +19,56 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Task:
+    """The `[data.task]` section: a synthetic task instead of shards. Unset: the task's value."""
+
+    name: str = ""
+    """Generate the data: depo1, depo2, brevo1, brevo2, capo, mano, lano or copy."""
+    n: int | None = None
+    """Depo, Brevo: the most vertices; Copy: the tokens to copy."""
+    k: int | None = None
+    """Depo: the most hops of a query."""
+    vocab: int | None = None
+    """Depo, Brevo: names have tokens 1 to vocab, the last one vocab + 1 to 2 vocab."""
+    name_tokens: list[int] | None = None
+    """Depo, Brevo: the fewest and the most tokens of a name."""
+    n_weight: str | None = None
+    """Depo, Brevo: sizes n are drawn with weight 1 / this: "n+sqrt(N)" or "sqrt(N+n)"."""
+    exact_n: bool | None = None
+    """Depo, Brevo: n vertices in each instance."""
+    exact_k: bool | None = None
+    """Depo: k hops in each query."""
+    last_query: bool | None = None
+    """Brevo: query the last vertex, as the released generator."""
+    l: int | None = None  # noqa: E741
+    """Mano: the most operators of an expression."""
+    modulus: int | None = None
+    """Mano: the modulus of the arithmetic."""
+    synonyms: bool | None = None
+    """Mano: two ids for each mark, as the released generator."""
+    exact_l: bool | None = None
+    """Mano: l operators in each expression."""
+    grammar: str | None = None
+    """Lano: cfg3f, cfg3j or cfg3k."""
+    root: int | None = None
+    """Lano: the symbol that sentences derive from; 0: the grammar's."""
+    people: int | None = None
+    """Capo: the number of biographies."""
+    exposures: int | None = None
+    """Capo: how often each person is seen, each time in other words."""
+    loss_on: Literal["answers", "all"] | None = None
+    """Labels that the loss counts."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that are set."""
+        own = ((key, value) for key, value in vars(self).items() if key != "name")
+        return {key: value for key, value in own if value is not None}
+
+
+@dataclass(frozen=True)
 class Data:
-    """The `[data]` section: which shards, in which order."""
+    """The `[data]` section: which shards, in which order; or which task."""
 
     path: str = ""
     """Folder written by `python -m data_prep build`; holds train/ and validation/."""
@@ -35,6 +83,7 @@ class Data:
     """Seed of the sample order: window i of a run is a function of (data_seed, i)."""
     read_ahead: int = 8
     """Micro-batches that each rank reads ahead in a thread; 0: read when needed."""
+    task: Task = field(default_factory=Task)
 
     @property
     def folders(self) -> list[str]:

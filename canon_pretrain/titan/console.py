@@ -165,6 +165,8 @@ def _format_fields(fields: Mapping[str, Any], formats: str) -> str:
 
 
 def _format_validation(fields: Mapping[str, Any]) -> str:
+    if math.isnan(fields["bits_per_byte"]):  # a task's, which is no text
+        return f"loss {fields['loss']:.4f}"
     return f"loss {fields['loss']:.4f} ({fields['bits_per_byte']:.4f} bits/byte)"
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
 
@@ -21,8 +22,10 @@ from canon_pretrain.data.held_out import joined_fingerprint, open_held_out, open
 from canon_pretrain.data.loader import BatchLoader, samples_digest
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import ShardError, TokenShards
+from canon_pretrain.synthetic.task import Task
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.tasks import TaskWindows
 
 T = TypeVar("T")
 HELD_OUT = "held_out_fingerprint"
@@ -38,11 +41,11 @@ LOADER_CLOSE_TIMEOUT_S, ITERATOR_CLOSE_TIMEOUT_S = 10.0, 0.5
 class OpenedData:
     """Training data and the held-out split of each folder, with verified commit records."""
 
-    training: Mixture
+    training: Mixture | TaskWindows
     held_out: list[TokenShards | None]
     notices: list[str]
     identity: dict[str, Any]
-    """HELD_OUT and its value; empty if validation is turned off."""
+    """HELD_OUT and its value, unless validation is turned off; a task's name and settings."""
 
     @property
     def fingerprints(self) -> list[str]:
@@ -51,6 +54,16 @@ class OpenedData:
 
 def open_data(job: CanonJobConfig) -> OpenedData:
     """Open all data of `job`; set its `model.vocab_size` and `validation.enable`."""
+    if job.task is not None:
+        windows = open_task(job, job.task)
+        identity = {f"data.task.{key}": value for key, value in windows.task.settings.items()}
+        identity["data.task.name"] = windows.task.name
+        del identity["data.task.seq_len"]  # training.seq_len
+        if job.validation.enable is None:
+            job.validation.enable = True
+        if job.validation.enable:
+            identity[HELD_OUT] = windows.fingerprint
+        return OpenedData(windows, [], [], identity)
     with open_shards(job) as training:
         if job.validation.enable is False:
             return OpenedData(training, [], [], {})
@@ -73,6 +86,17 @@ def open_data(job: CanonJobConfig) -> OpenedData:
                 raise UserError("data.overlap", text)
         notices = _resolve_validation(job, parts)
         return OpenedData(training, parts, notices, {HELD_OUT: joined_fingerprint(parts)})
+
+
+def open_task(job: CanonJobConfig, task: Task) -> TaskWindows:
+    """Return the windows of the job's task. Raises UserError if its ids do not fit the model."""
+    if job.model.vocab_size is None:
+        job.model.vocab_size = task.vocab_size
+    if (given := job.model_args.vocab_size) < task.vocab_size:
+        text = f"model.vocab_size = {given}, but task {task.name} has ids up to "
+        text += f"{task.vocab_size - 1}: unset model.vocab_size"
+        raise UserError("data.vocab_size", text, given=given, expected=task.vocab_size)
+    return TaskWindows(task)
 
 
 def open_shards(job: CanonJobConfig) -> Mixture:
@@ -127,8 +151,9 @@ def broadcast_data(
     dist.all_gather_object(everyone, data and (socket.gethostname(), data.fingerprints))
     others = {host: own for host, own in filter(None, everyone) if own != first.fingerprints}
     if others:
-        text = f"{', '.join(job.data.folders)} differs between nodes: {first.fingerprints} on rank "
-        text += f"0's, {others} on others. Copy rank 0's data, or use a shared folder"
+        text = f"{', '.join(job.data.folders) or 'data.task'} differs between nodes: "
+        text += f"{first.fingerprints} on rank 0's, {others} on others. "
+        text += "Copy rank 0's data, or use a shared folder"
         raise UserError("data.differs_between_nodes", text, shared=True, nodes=others)
     return first, compared
 
@@ -187,6 +212,7 @@ class CanonDataLoader(BaseDataLoader):
         self, loader: BatchLoader, read_ahead: int = 0, may_change: Sequence[str] = ()
     ) -> None:
         self.loader, self._depth, self._may_change = loader, read_ahead, may_change
+        self.is_masked = loader.is_masked
         self._ahead: ReadAhead[_Batch] | None = None
         self._state = loader.state_dict()
         self._device = torch.cuda.current_device() if has_accelerator() else None
@@ -209,8 +235,12 @@ class CanonDataLoader(BaseDataLoader):
     def _read(self) -> _Batch:
         begins_step = self.loader.at_step_start
         samples = self.loader.next_batch()
+        ids, targets = samples, samples
+        if self.is_masked:  # ~id: no label
+            ids = np.where(samples < 0, ~samples, samples)
+            targets = np.where(samples < 0, IGNORE_INDEX, samples)
         # copied by numpy, because torch would start its own threads for a large copy
-        parts = map(np.ascontiguousarray, (samples[:, :-1], samples[:, 1:]))
+        parts = map(np.ascontiguousarray, (ids[:, :-1], targets[:, 1:]))
         inputs, labels = map(torch.from_numpy, parts)
         if self._device is not None:
             torch.cuda.set_device(self._device)  # a new thread starts on the first GPU
@@ -255,10 +285,10 @@ def build_dataloader(
     tokenizer: BaseTokenizer | None,
     job_config: CanonJobConfig,
     *,
-    data: Mixture,
+    data: Mixture | TaskWindows,
     may_change: Sequence[str] = (),
 ) -> CanonDataLoader:
-    """Build the loader for the TrainSpec; `tokenizer` is None: shards hold token ids."""
+    """Build the loader for the TrainSpec; `tokenizer` is None: data are token ids."""
     training = job_config.training
     loader = BatchLoader(
         data,

@@ -37,7 +37,7 @@ from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.cache import window_segments
 from canon_pretrain.model.transformer import Head, Transformer, TransformerBlock, make_norm
 from canon_pretrain.run.config import Loss, valid_world_sizes
-from canon_pretrain.titan.data import open_shards
+from canon_pretrain.titan.data import open_shards, open_task
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
 from canon_pretrain.titan.spec import head_loss
@@ -199,6 +199,9 @@ class Plan:
         self.device, self.world_size = device, world_size
         self.tokens = training.steps * training.global_batch_size * training.seq_len
         drawn, self.data_fingerprint = self.tokens, ""
+        self.windows = open_task(job, job.task) if job.task else None
+        if self.windows is not None:
+            drawn, self.data_fingerprint = 0, self.windows.fingerprint
         with contextlib.suppress(ShardError):  # no data yet; data that do not fit raise UserError
             if job.data.folders:
                 with open_shards(job) as data:

@@ -17,6 +17,8 @@ from canon_pretrain.model.args import flavor as model_flavor
 from canon_pretrain.model.attend import check_backend_fits
 from canon_pretrain.run import config as experiment
 from canon_pretrain.run.config import valid_world_sizes
+from canon_pretrain.synthetic.task import Task
+from canon_pretrain.synthetic.tasks import build_task
 
 
 @dataclass
@@ -26,7 +28,8 @@ class Model(titan.Model):
     name: str = "canon"
     flavor: str = "debug"
     vocab_size: int | None = None
-    """Unset: the vocabulary size of the shards; if set, it must equal theirs."""
+    """Unset: the vocabulary size of the shards, which it must equal, or of the task, which may be
+    smaller."""
     num_layers: int | None = None
     dim: int | None = None
     num_heads: int | None = None
@@ -139,13 +142,13 @@ class Validation(titan.Validation):
     """Loss on the held-out split while training, and after the last step."""
 
     enable: bool | None = None
-    """Unset: validate if the data has a held-out split. True: error if it has none."""
+    """Unset: validate if the data has a held-out split or is a task. True: error if it has none."""
     path: str = ""
     """Folder to validate on: its held-out split, else all of it. Unset: the training folders'."""
     freq: int = 100
     """Steps between two validations."""
     windows: int | None = None
-    """Windows of training.seq_len tokens, the same each time; -1: the whole held-out split.
+    """Windows of training.seq_len tokens, the same each time; -1: all, which a task does not have.
     Unset: training.global_batch_size windows per 100 steps of `freq`, at most 2**21 tokens."""
 
 
@@ -176,6 +179,14 @@ class CanonJobConfig(titan.JobConfig):
     @property
     def last_step(self) -> int:
         return self.run.stop_at or self.training.steps
+
+    @property
+    def task(self) -> Task | None:
+        """The task of `[data.task]`, None for shards. Raises UserError for bad settings."""
+        given = self.data.task
+        if not given.name:
+            return None
+        return build_task(given.name, given.given | {"seq_len": self.training.seq_len})
 
     @property
     def model_args(self) -> ModelArgs:
@@ -280,6 +291,7 @@ def check_job(job: CanonJobConfig) -> None:
         raise UserError("config.schedule", fault)
     for name, fault in _conflicts(job):
         raise UserError("config.conflict", fault, key=name)
+    _ = job.task  # which checks its settings
     for weight in job.data.weights:
         exact_weight(weight)
     check_order(job.data.order, len(job.data.folders))
@@ -318,6 +330,17 @@ def _conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
             yield name, f"{name} = {value!r}: expected a folder's path (only a shell expands ~)"
     if data.path and data.paths:
         yield "data.path", f"data.path = {data.path!r}, data.paths = {data.paths!r}: set only one"
+    if data.task.name:
+        names = ["data.path", "data.paths", "validation.path"]
+        names = [name for name in names if value_of(job, name)]
+        names += ["data.order"] if data.order != "random" else []
+        names += ["model.document_mask"] if job.model_args.document_mask else []
+        for name in names:
+            yield name, f"{name} = {value_of(job, name)!r} and a task: unset it, or data.task.name"
+        if job.validation.windows == -1:
+            yield "validation.windows", "validation.windows = -1, but a task has no end"
+    elif data.task.given:
+        yield "data.task.name", f"data.task.name is unset, but has {', '.join(data.task.given)}"
     if len(data.weights) != len(data.paths):
         yield "data.weights", f"data.weights: expected {len(data.paths)} numbers, one per path"
     if stop_at is not None and not 1 <= stop_at <= steps:

@@ -5,11 +5,12 @@ Each step checks loss and gradient norm, reduces stop requests, and polls the la
 
 import contextlib
 import faulthandler
+import itertools
 import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import torchtitan.train
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
+from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
@@ -192,7 +194,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         if self.canon is not None:
             job.model.canon_backend = self.canon.backend
         self.guards, self.readback = StepGuards(job.guards, self.device), Readback(self.device)
-        # no label is ignored, so all ranks know the divisor of the loss
+        # the divisor of the loss, which all ranks know unless labels are masked
         self._num_labels = torch.tensor(float(self.tokens_per_step), device=self.device)
         return dims
 
@@ -369,11 +371,16 @@ class CanonTrainer(torchtitan.train.Trainer):
         """Take an optimizer step on a global batch, unless the guards skip it."""
         self.optimizers.zero_grad()
         rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        batches: Iterable[tuple[dict[str, Tensor], Tensor]]
+        batches = itertools.islice(data_iterator, self.gradient_accumulation_steps)
+        num_labels, ratio = self._num_labels, torch.tensor(dist.get_world_size())
+        if self.dataloader.is_masked:
+            batches = list(batches)
+            num_labels, ratio = self._count_labels([labels for _, labels in batches])
         losses = []
-        for _ in range(self.gradient_accumulation_steps):
-            inputs, labels = next(data_iterator)
+        for inputs, labels in batches:
             inputs = {name: self._to_device(tensor) for name, tensor in inputs.items()}
-            options = {"labels": self._to_device(labels), "global_valid_tokens": self._num_labels}
+            options = {"labels": self._to_device(labels), "global_valid_tokens": num_labels}
             losses.append(self.forward_backward_step(input_dict=inputs, **options))
         own_losses = torch.stack(losses).sum(dim=0)
         parameters = [p for part in self.model_parts for p in part.parameters()]
@@ -381,7 +388,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         loss, objective = self._reduce_and_step(own_losses, grad_norm)
         self.lr_schedulers.step()
         if self.should_log():
-            largest = own_losses[0] * dist.get_world_size()
+            largest = own_losses[0] * ratio
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             measured = {"loss": loss, "max_loss": largest, "grad_norm": grad_norm}
             fields = {name: value.item() for name, value in measured.items()}
@@ -401,6 +408,14 @@ class CanonTrainer(torchtitan.train.Trainer):
             objective = objective / global_valid_tokens
             objective.backward()
         return torch.stack([nats_BT.sum() / global_valid_tokens, objective.detach()])
+
+    def _count_labels(self, labels: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the labels that count in a global batch, and their ratio to this rank's."""
+        own = torch.stack([(each != IGNORE_INDEX).sum() for each in labels]).sum()
+        own = self._to_device(own.float())
+        total = own.clone()
+        dist.all_reduce(total)
+        return total.clamp(min=1), total / own.clamp(min=1)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         """Return an asynchronous copy on the device, from pinned memory for a GPU."""

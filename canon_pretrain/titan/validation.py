@@ -1,10 +1,11 @@
 """Held-out loss while training: the same windows at every step, seed, architecture and world size.
 
-The windows are those of `python -m eval run --suite validation`, distributed over the ranks, which
+Shards' windows are those of `python -m eval run --suite validation`. The ranks share them, and
 run equally many forward passes. Losses are cross-entropy in float32, summed in float64.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Sequence
 from fractions import Fraction
@@ -33,12 +34,16 @@ from canon_pretrain.data.mixture import exact_weight, short_names
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import VALIDATION
 from canon_pretrain.run.log import json_value, read_log
+from canon_pretrain.synthetic.task import EVALUATION
 from canon_pretrain.titan.data import validation_folders
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.spec import head_loss
+from canon_pretrain.titan.tasks import TaskWindows
 
 STEPS_PER_BATCH = 100
 MAX_TOKENS = 1 << 21
+SEED = 0
+"""Of a task's windows; no run trains on windows of the domain EVALUATION."""
 
 
 def num_windows(job: CanonJobConfig) -> int | None:
@@ -67,7 +72,7 @@ def _window_counts(job: CanonJobConfig, sources: Sequence[TokenShards | None]) -
 
 
 class CanonValidator(BaseValidator):
-    """Score this rank's windows of `parts`, the held-out splits; reads them all at once."""
+    """Score this rank's windows of `parts`, the held-out splits, or of the job's task."""
 
     def __init__(
         self, job: CanonJobConfig, parts: Sequence[TokenShards | None], rank: int, world_size: int
@@ -75,29 +80,35 @@ class CanonValidator(BaseValidator):
         super().__init__(job)
         self._last_step = job.training.steps
         self._loss = head_loss(job.loss)
-        names = short_names(validation_folders(job))
-        self.names = [name for name, part in zip(names, parts, strict=True) if part is not None]
-        sources = [part for part in parts if part is not None]
-        self._bytes_per_token = [source.num_bytes / source.num_tokens for source in sources]
-        length = job.training.seq_len + 1
-        places = [
-            (index, offset, count)
-            for index, limit in enumerate(_window_counts(job, parts))
-            for offset, count in windows(sources[index].num_tokens, length - 1, limit)
-        ]
+        length, sources = job.training.seq_len + 1, [part for part in parts if part is not None]
+        if (task := job.task) is not None:
+            self.names, self._bytes_per_token = [task.name], [math.nan]
+            places = [(0, index, length) for index in range(num_windows(job) or 0)]
+        else:
+            names = short_names(validation_folders(job))
+            self.names = [name for name, part in zip(names, parts, strict=True) if part is not None]
+            self._bytes_per_token = [source.num_bytes / source.num_tokens for source in sources]
+            places = [
+                (index, offset, count)
+                for index, limit in enumerate(_window_counts(job, parts))
+                for offset, count in windows(sources[index].num_tokens, length - 1, limit)
+            ]
         self.num_windows = len(places)
         rows = job.training.local_batch_size
         if not (job.compile.enable and "model" in job.compile.components):
             rows = min(rows, -(-self.num_windows // world_size))
         self.num_passes = -(-self.num_windows // (rows * world_size))
-        # token ids, padded with IGNORE_INDEX; int32 to halve the memory
-        self._windows = torch.full((self.num_passes, rows, length), IGNORE_INDEX, dtype=torch.int32)
+        # token ids, ~id if the label is ignored, padded with ~0; int32 to halve the memory
+        self._windows = torch.full((self.num_passes, rows, length), ~0, dtype=torch.int32)
         self._sources = torch.zeros((self.num_passes, rows), dtype=torch.int64)
         for index, (source, offset, count) in enumerate(places):
             turn, place = divmod(index, rows * world_size)
             if place // rows == rank:
-                tokens = torch.from_numpy(sources[source].read(offset, count))
-                self._windows[turn, place % rows, :count] = tokens.int()
+                if task is not None:
+                    ids = TaskWindows(task).windows(SEED, offset, 1, EVALUATION)[0]
+                else:
+                    ids = sources[source].read(offset, count)
+                self._windows[turn, place % rows, :count] = torch.from_numpy(ids).int()
                 self._sources[turn, place % rows] = source
         for part in sources:
             part.close()
@@ -112,7 +123,9 @@ class CanonValidator(BaseValidator):
         sums = torch.zeros(shape, dtype=torch.float64, device=device_type)  # nats, tokens
         for windows_BT, source_B in zip(self._windows, self._sources, strict=True):
             windows_BT = windows_BT.to(device_type).long()
-            inputs_BT, labels_BT = windows_BT[:, :-1].clamp(min=0), windows_BT[:, 1:].contiguous()
+            is_ignored_BT = windows_BT < 0
+            inputs_BT = torch.where(is_ignored_BT, ~windows_BT, windows_BT)[:, :-1]
+            labels_BT = windows_BT.masked_fill(is_ignored_BT, IGNORE_INDEX)[:, 1:].contiguous()
             nats_BT, _ = model(inputs_BT, labels_BT=labels_BT, loss=self._loss)
             is_predicted_BT = labels_BT != IGNORE_INDEX
             rows_2B = torch.stack([nats_BT.double().sum(1), is_predicted_BT.double().sum(1)])
