@@ -46,12 +46,12 @@ class Names:
         self._lengths = (self._tokens != 0).sum(axis=1)
 
     def _count_candidates(self) -> int:
-        """Return how many names to draw for `n` distinct ones to be 5 standard deviations off."""
+        """Return how many names to draw for `n` distinct ones to be 3 standard deviations off."""
         draws = np.arange(self.n, 16 * self.n + 64)[:, None]
         missed = np.exp(draws * np.log1p(-1 / (len(self._sizes) * self._sizes + 1e-9)))
         distinct = (self._sizes * (1 - missed)).sum(axis=1)
         variance = (self._sizes * missed * (1 - missed)).sum(axis=1)
-        enough = distinct - 5 * np.sqrt(variance) >= self.n
+        enough = distinct - 3 * np.sqrt(variance) >= self.n
         return int(draws[np.argmax(enough) if enough.any() else -1, 0])
 
     @property
@@ -75,14 +75,17 @@ class Names:
         width = words.shape[1]
         lengths = below(words << np.uint64(32), len(self._sizes))
         symbols = self._first[lengths] + below(words, self._sizes[lengths])
-        keys = np.sort(symbols << 32 | np.arange(width), axis=1)
-        is_again = np.zeros(keys.shape, np.int64)
-        is_again[:, 1:] = keys[:, 1:] >> 32 == keys[:, :-1] >> 32
-        # Sort by place, the repeated ones last
-        keys = (keys & 0xFFFFFFFF) << 21 | keys >> 32 | is_again << 62
-        keys = np.sort(keys, axis=1)[:, : self.n]
-        chosen = np.where(np.arange(self.n) < sizes[:, None], keys & ((1 << 21) - 1), 0)
-        is_short = width - is_again.sum(axis=1) < sizes
+        # Sort by symbol and place, then by place, repeated names last; 32-bit keys sort faster
+        bits, place_bits = self.count.bit_length(), width.bit_length()
+        keys = (symbols << place_bits) | np.arange(width)
+        keys = np.sort(keys.astype(np.int32 if bits + place_bits < 31 else np.int64), axis=1)
+        symbols, places = keys >> place_bits, keys & ((1 << place_bits) - 1)
+        is_new = np.ones(keys.shape, bool)
+        np.not_equal(symbols[:, 1:], symbols[:, :-1], out=is_new[:, 1:])
+        places += np.where(is_new, 0, 1 << place_bits).astype(keys.dtype)
+        keys = np.sort((places << bits) | symbols, axis=1)[:, : self.n]
+        chosen = np.where(np.arange(self.n) < sizes[:, None], keys & ((1 << bits) - 1), 0)
+        is_short = is_new.sum(axis=1) < sizes
         if is_short.any():
             short = words[is_short]
             more = np.concatenate([short, _mix(short + np.uint64(width))], axis=1)
@@ -97,8 +100,9 @@ class Names:
         """Return the rows of `symbols` [count, width] as tokens, of `kinds` [width]."""
         tokens = self._tokens[symbols]
         is_token = tokens != 0
-        kinds = np.broadcast_to(kinds[..., None], tokens.shape)[is_token]
-        ends = self._lengths[symbols].sum(axis=1).cumsum()
+        lengths = self._lengths[symbols]
+        kinds = np.repeat(np.broadcast_to(kinds, symbols.shape).ravel(), lengths.ravel())
+        ends = lengths.sum(axis=1).cumsum()
         return Instances(tokens[is_token].astype(np.int64), kinds, ends)
 
     def parse(self, ids: Sequence[int]) -> list[tuple[int, ...]] | None:

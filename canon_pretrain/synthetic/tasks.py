@@ -9,10 +9,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from canon_pretrain.core.errors import UserError, check_choice, suggestion
 from canon_pretrain.synthetic.copying import Copy
+from canon_pretrain.synthetic.depo import Depo1, Depo2
 from canon_pretrain.synthetic.mano import Mano
 from canon_pretrain.synthetic.task import Task
 
-TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType({"copy": Copy, "mano": Mano})
+TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
+    {"copy": Copy, "depo1": Depo1, "depo2": Depo2, "mano": Mano}
+)
 
 
 def build_task(name: str, settings: Mapping[str, Any]) -> Task:
