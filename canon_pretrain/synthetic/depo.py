@@ -13,15 +13,16 @@ from typing import ClassVar, get_args
 import numpy as np
 
 from canon_pretrain.synthetic.names import Names
-from canon_pretrain.synthetic.sizes import SizeWeight, draw_sizes
 from canon_pretrain.synthetic.task import (
     ANSWER,
     MARK,
     PROBLEM,
     Instances,
     Judgement,
+    NWeight,
     Task,
     below,
+    draw_n,
 )
 
 QUERIES = 10
@@ -38,14 +39,14 @@ class Depo1(Task):
     k: int = 8
     vocab: int = 50
     name_tokens: tuple[int, int] | int = (1, 2)
-    n_weight: SizeWeight = "n+sqrt(N)"
+    n_weight: NWeight = "n+sqrt(N)"
     exact_n: bool = False
     exact_k: bool = False
 
     def check(self) -> None:
         self.check_least(n=3, k=1)
-        if self.n_weight not in get_args(SizeWeight):
-            self.refuse("n_weight", self.n_weight, " or ".join(get_args(SizeWeight)))
+        if self.n_weight not in get_args(NWeight):
+            self.refuse("n_weight", self.n_weight, " or ".join(get_args(NWeight)))
 
     @functools.cached_property
     def names(self) -> Names:
@@ -76,7 +77,7 @@ class Depo1(Task):
         count, most, asked = len(words), self.n, self.queries
         parts = np.cumsum([1, most, most, asked])
         words_n, words_edges, words_nodes, words_k, words_names = np.split(words, parts, axis=1)
-        n = np.full(count, most) if self.exact_n else draw_sizes(words_n[:, 0], most, self.n_weight)
+        n = np.full(count, most) if self.exact_n else draw_n(words_n[:, 0], most, self.n_weight)
         cycle = self.names.draw(words_names, n)
         hops = np.full((count, asked), self.k) if self.exact_k else 1 + below(words_k, self.k)
         follower = np.pad(cycle[:, 1:], ((0, 0), (0, 1)))

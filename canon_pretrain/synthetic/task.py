@@ -27,6 +27,9 @@ MARK and ANSWER. A question asks for a run of ANSWER, given all tokens before it
 STRIDE = 1 << 20
 VERSION = 1
 """Part of the fingerprint; to be raised whenever any task's data change."""
+NWeight = Literal["n+sqrt(N)", "sqrt(N+n)"]
+"""Problem sizes n in 3..N have weight 1 / (n + sqrt(N)), as in the released generator, which is the
+default, or 1 / sqrt(N + n), as the paper prints."""
 
 
 class Instances(NamedTuple):
@@ -218,3 +221,11 @@ def below(words: np.ndarray, bound: Any) -> np.ndarray:
     return (((words >> np.uint64(32)) * np.asarray(bound, np.uint64)) >> np.uint64(32)).astype(
         np.int64
     )
+
+
+def draw_n(words: np.ndarray, most: int, n_weight: NWeight) -> np.ndarray:
+    """Map uint64 words to problem sizes in 3..most, int64."""
+    n = np.arange(3, most + 1)
+    weights = 1 / (n + most**0.5) if n_weight == "n+sqrt(N)" else 1 / np.sqrt(most + n)
+    below_n = np.cumsum(weights)[:-1] / weights.sum()
+    return 3 + np.searchsorted(below_n, (words >> np.uint64(11)) * 2.0**-53, side="right")
