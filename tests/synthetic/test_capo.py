@@ -1,0 +1,153 @@
+"""Capo against a generator of loops, its 100 exposures, its answers, and its bits."""
+
+import json
+import math
+from collections import Counter
+from itertools import product
+
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from canon_pretrain.synthetic import capo
+from canon_pretrain.synthetic.capo import ATTRIBUTES, NAMES, ROLES, Capo, bits_per_parameter
+from canon_pretrain.synthetic.task import ANSWER, EVALUATION, TRAINING
+from tests.support import ROOT, refused
+
+FILE = json.loads((ROOT / "canon_pretrain/synthetic/capo_words.json").read_text())
+WORDS = {key: ["".join(word) for word in product(*parts)] for key, parts in FILE["lists"].items()}
+MASK = (1 << 64) - 1
+
+
+def hashed(*parts):
+    state = 0
+    for part in parts:
+        state = ((state ^ part) + 0x9E3779B97F4A7C15) & MASK
+        state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & MASK
+        state = ((state ^ state >> 27) * 0x94D049BB133111EB) & MASK
+        state ^= state >> 31
+    return state
+
+
+def shuffled(number, size, key):
+    b = math.ceil(size / (a := math.ceil(math.sqrt(size))))
+    while True:
+        left, right = divmod(number, b)
+        for index in range(0, 8, 2):
+            left = (left + hashed(key, index, right)) % a
+            right = (right + hashed(key, index + 1, left)) % b
+        number = left * b + right
+        if number < size:
+            return number
+
+
+def slow_biography(task, seed, domain, place):
+    exposure, number = divmod(place + domain * (task.people << 32), task.people)
+    person = shuffled(number, task.people, hashed(seed, exposure))
+    name = shuffled(person, NAMES, hashed(0xB105))
+    numbers = name // 400_000, name // 1000 % 400, name % 1000
+    full = " ".join(WORDS[key][k] for key, k in zip(WORDS, numbers, strict=False))
+    sizes = 28, 12, 200, 200, 300, 100, 263, 2
+    draws = [(hashed(0xB106, person, k) >> 32) * size >> 32 for k, size in enumerate(sizes)]
+    drawn = [WORDS[key][draw] for key, draw in zip(list(WORDS)[3:], draws, strict=False)]
+    values = [" ".join(drawn[:3]), *drawn[3:], WORDS["city"][(61 * draws[6] + 17) % 200]]
+    she, her = [("She", "her"), ("He", "his")][draws[7]]
+    words = np.random.Philox(key=[seed, domain], counter=(2 * place - 1) % (1 << 256))
+    text = ["<bos>"]
+    for sentences, value in zip(FILE["templates"].values(), values, strict=True):
+        sentence = sentences[int(words.random_raw(1 if len(text) > 1 else 2)[-1]) >> 61]
+        text.append(sentence.format(name=full, She=she, her=her, value=value))
+    return " ".join(text)
+
+
+@pytest.mark.parametrize("domain", [TRAINING, EVALUATION])
+def test_windows_equal_loops_over_people(domain):
+    task = Capo(people=23)
+    windows = task.windows(7, 1, 5, domain)
+    for row, (ids, kinds) in enumerate(zip(*windows, strict=True), 1):
+        places = range(row * task.per_window, (row + 1) * task.per_window)
+        text = " ".join(slow_biography(task, 7, domain, place) for place in places)
+        assert " ".join(map(task.word, ids[task.is_counted(kinds)])) == text
+        assert (ids[~task.is_counted(kinds)] == 1).all() and kinds[-1] == capo.PADDING
+    np.testing.assert_array_equal(windows.ids[3], task.windows(7, 4, 1, domain).ids[0])
+
+
+def test_everyone_is_seen_exactly_exposures_times():
+    task = Capo(people=88, exposures=6)
+    ids, kinds = task.windows(3, 0, task.windows_for_exposures)
+    roles = task.token_roles(ids)
+    names = Counter(map(tuple, ids[roles == ROLES.index("name")].reshape(-1, 3).tolist()))
+    assert set(names.values()) == {6} and len(names) == 88
+    assert task.windows_for_exposures * task.per_window == 6 * 88
+    counts = np.bincount(roles[kinds != capo.PADDING], minlength=9)[1:]
+    np.testing.assert_array_equal(counts / (6 * 88), [3, 3, 1, 1, 1, 1, 1, 1])
+    np.testing.assert_array_equal((roles >= 2) & (roles <= 7), kinds == ANSWER)
+
+
+def test_exposures_change_order_and_templates():
+    task = Capo(people=8)
+    texts = ["".join(map(chr, ids)) for ids in task.windows(0, 0, 40).ids]
+    texts += ["".join(map(chr, ids)) for ids in task.windows(0, 0, 40, EVALUATION).ids]
+    biographies = Counter(text for window in texts for text in window.strip(chr(1)).split(chr(1)))
+    assert len(texts) == len(set(texts)) and max(biographies.values()) == 1
+    assert len({text[:4] for text in texts}) == 8
+
+
+def test_people_are_distinct_uniform_and_work_in_one_city():
+    many = capo._slots(np.arange(20_000, dtype=np.uint64))
+    assert len(set(map(tuple, many[:, :3].tolist()))) == len(many)
+    drawn = np.delete(many, [10, 12], axis=1) - capo.STARTS
+    columns = [*drawn.T, 2 * drawn[:, 3] + drawn[:, 10]]
+    sizes = [*capo.SIZES, 2, 2 * 28]
+    counts = [np.bincount(*column) for column in zip(columns, [None] * 12, sizes, strict=True)]
+    assert min(chisquare(count).pvalue for count in counts) > 0.01 / 12
+    jobs = set(map(tuple, many[:, 9:11].tolist()))
+    assert len(jobs) == 263 and len({city for _, city in jobs}) == 200
+
+
+def test_a_value_holds_nothing_about_templates():
+    for sentences in FILE["templates"].values():
+        for one, other in product(map(str.split, sentences), repeat=2):
+            where = one.index("{value}")
+            assert other[:where] != one[:where] or other[where] == "{value}"
+
+
+def test_judge_accepts_only_the_truth():
+    task = Capo(people=1000)
+    questions = list(task.questions(0, 2, 20))
+    assert len(questions) == 20 * 8 * 6
+    for number, (prompt, answer, _) in enumerate(questions):
+        values = {"exact": 1, "tokens": 1, f"exact_{ATTRIBUTES[number % 6]}": 1}
+        assert task.judge(prompt, answer) == ("right", values)
+        wrong = [*answer[:-1], answer[-1] - 1 if answer[-1] % 2 else answer[-1] + 1]
+        for given in (wrong, answer[:-1], answer + answer, [*answer, 2], [9] * len(answer)):
+            assert task.judge(prompt, given).values["exact"] == 0
+        assert task.judge(prompt, wrong).values["tokens"] == pytest.approx(1 - 1 / len(answer))
+    prompt, answer, _ = questions[0]
+    given = [], answer[:2], answer * 2, [*answer[:2], 5000], [*answer[:2], 1 ^ answer[2]]
+    verdicts = [task.judge(prompt, ids).verdict for ids in given]
+    assert verdicts == ["empty", "malformed", "too_long", "malformed", "wrong"]
+    for bad in ([], prompt[:3], prompt[:-1], [*prompt, 2], [1, 3, 403, 803]):
+        with refused("task.prompt", task="capo"):
+            task.judge(bad, answer)
+
+
+def test_bits_of_no_and_of_all_knowledge():
+    sizes = [400 * 400 * 1000, 28 * 12 * 200, 200, 300, 100, 263]
+    nothing = [9.0, *map(math.log, sizes), math.log(200), math.log(2)]
+    assert bits_per_parameter(nothing, 50_000, 1000) == pytest.approx(0, abs=1e-9)
+    everything = [9.0, math.log(50_000), 0, 0, 0, 0, 0, 0, 0]
+    most = 50 * (math.log2(NAMES / 50_000) + 47.59166)
+    assert bits_per_parameter(everything, 50_000, 1000) == pytest.approx(most, rel=1e-6)
+
+
+def test_settings_out_of_range_are_refused():
+    for settings in ({"people": 0}, {"exposures": 0}, {"people": NAMES + 1}):
+        with refused("task.setting", task="capo", key=next(iter(settings))):
+            Capo(**settings)
+    with refused("task.too_long", longest=64, seq_len=63):
+        Capo(seq_len=63)
+    task = Capo(people=NAMES, seq_len=64, loss_on="answers")
+    ids, kinds = task.windows(0, 0, 3)
+    assert task.per_window == 1 and ids.max() < task.vocab_size == 3071
+    np.testing.assert_array_equal(task.is_counted(kinds), kinds == ANSWER)
