@@ -87,13 +87,15 @@ def plan_job(
 
     from canon_pretrain.model.args import num_parameters
     from canon_pretrain.titan.command_line import parse_job
-    from canon_pretrain.titan.data import open_shards
+    from canon_pretrain.titan.data import open_shards, open_task
     from canon_pretrain.titan.job_config import shard_degree
 
     job = parse_job([word for word in arguments if word != "--force"])
     check_nodes(job.training.global_batch_size, nodes, ranks_per_node)
     shard_degree(job, nodes * ranks_per_node)
-    if data:
+    if job.task is not None:
+        open_task(job, job.task)
+    elif data:
         open_shards(job).close()
     # weights and AdamW's two moments; an upper bound if not all weights are trained
     numbers = 3 * num_parameters(job.model_args)

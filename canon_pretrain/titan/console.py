@@ -156,18 +156,16 @@ def sparkline(values: Collection[float]) -> str:
     return "".join(levels[round((v - low) / step)] if math.isfinite(v) else "x" for v in values)
 
 
-def _format_fields(fields: Mapping[str, Any], formats: str) -> str:
+def _format_fields(fields: Mapping[str, Any], formats: str, between: str = "  ") -> str:
     texts = []
     for text in formats.split("|"):
         with contextlib.suppress(KeyError):
             texts.append(text.format_map(fields))
-    return "  ".join(texts)
+    return between.join(texts)
 
 
 def _format_validation(fields: Mapping[str, Any]) -> str:
-    if math.isnan(fields["bits_per_byte"]):  # a task's, which is no text
-        return f"loss {fields['loss']:.4f}"
-    return f"loss {fields['loss']:.4f} ({fields['bits_per_byte']:.4f} bits/byte)"
+    return _format_fields(fields, "loss {loss:.4f}|({bits_per_byte:.4f} bits/byte)", between=" ")
 
 
 # torchtitan's lines that are not useful, wrong here (a CPU's peak FLOP/s, autocast), or redundant

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from rich.table import Table
 from torch import Tensor, nn
@@ -54,6 +55,7 @@ CPU_FLOPS_PER_RANK = 3e10
 ADVICE = "training.local_batch_size (it changes no result), use more"
 SUMMARIZED_KEYS = """num_layers num_heads dim ffn_dim vocab_size max_seq_len norm_eps position
     canon_set qk_norm""".split()
+SHOWN_WINDOWS = 16
 GPUS = {"a100": (79.2, 312e12), "h100": (79.6, 989e12), "h200": (139.8, 989e12)}
 """Usable memory in GiB and dense bf16 FLOP/s, from the vendor's data sheets."""
 
@@ -292,6 +294,13 @@ def _facts(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
     trained = f", {plan.trained:,} trained" if plan.trained != plan.parameters else ""
     kept, each = plan.checkpoints_kept, plan.checkpoint_bytes
     itemsize = dtype_for(args.vocab_size).itemsize
+    where = ", ".join(job.data.folders) or "data.path unset"
+    data = {"disk for data": f"{size(plan.data_bytes)} ({where})"}
+    if (windows := plan.windows) is not None:
+        own = [f"{key} = {json.dumps(value)}" for key, value in windows.task.settings.items()]
+        share = np.mean(windows.windows(job.data.data_seed, 0, SHOWN_WINDOWS) >= 0)
+        data = {"task": f"{windows.task.name}: {', '.join(own)}"}
+        data["labels"] = f"{share:.1%} of tokens; ids below {windows.task.vocab_size}"
     settings, defaults = vars(args) | vars(job.loss), vars(ModelArgs()) | vars(Loss())
     variant = [args.position, f"Canon-{args.canon_set}" if args.canon_set else "no Canon"]
     variant += [f"QK-norm {args.qk_norm}"]
@@ -307,8 +316,7 @@ def _facts(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
         f"{_abbreviate(plan.tokens)} tokens",
         "valid world sizes": ", ".join(map(str, world_sizes(job))),
         **{title: _pace(job, each) for title, each in plans.items()},
-        "disk for data": f"{size(plan.data_bytes)} "
-        f"({', '.join(job.data.folders) or 'data.path unset'})",
+        **data,
         "data fingerprint": plan.data_fingerprint
         or f"no data yet; {itemsize} bytes per token drawn",
         "disk for checkpoints": f"{kept} + 1 being written, {size(each)} each: "

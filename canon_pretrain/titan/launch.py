@@ -151,13 +151,14 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _flatten(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a job's sections as one dict by dotted name, tuples as lists (as read from JSON)."""
-    flat = {}
-    for section, keys in config.items():
-        for key, value in keys.items() if isinstance(keys, dict) else [("", keys)]:
-            name = f"{section}.{key}".rstrip(".")
-            flat[name] = list(value) if isinstance(value, tuple) else value
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a job's values by dotted name, tuples as lists (as read from JSON)."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = list(value) if isinstance(value, tuple) else value
     return flat
 
 

@@ -81,7 +81,9 @@ class CanonValidator(BaseValidator):
         self._last_step = job.training.steps
         self._loss = head_loss(job.loss)
         length, sources = job.training.seq_len + 1, [part for part in parts if part is not None]
-        if (task := job.task) is not None:
+        task = job.task
+        self._is_task = task is not None
+        if task is not None:
             self.names, self._bytes_per_token = [task.name], [math.nan]
             places = [(0, index, length) for index in range(num_windows(job) or 0)]
         else:
@@ -154,11 +156,14 @@ class CanonValidator(BaseValidator):
         whole, by_source = self.loss(sums), {}
         for name, (nats, count), width in zip(self.names, sums, self._bytes_per_token, strict=True):
             part = held_out_loss([nats], [count], [width])
-            losses = {"loss": part.nats_per_token, "bits_per_byte": part.bits_per_byte}
-            by_source[name] = json_value(losses) | {"tokens": count}
-        fields = {"loss": whole.nats_per_token, "bits_per_byte": whole.bits_per_byte}
+            by_source[name] = json_value(self._losses(part)) | {"tokens": count}
+        fields = self._losses(whole)
         fields |= {"tokens_scored": whole.num_tokens, "seconds": time.perf_counter() - begin}
         return fields | {"sources": by_source}
+
+    def _losses(self, loss: HeldOutLoss) -> dict[str, Any]:
+        per_byte = {} if self._is_task else {"bits_per_byte": loss.bits_per_byte}
+        return {"loss": loss.nats_per_token} | per_byte
 
 
 def is_validation_logged(log_file: Path, step: int) -> bool:
