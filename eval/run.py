@@ -177,6 +177,7 @@ class Evaluation:
             "tokenizer": str(self.target.tokenizer_path),
             "staged": str(staged),
             "max_length": max_length,
+            "identity": self.target.trained_on,
             **dict(arguments.option),
         }
         if task_folder(path) == "birth_year":

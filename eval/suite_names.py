@@ -21,7 +21,7 @@ ALL = "all"
 # lower limits of the default --max_length, so that contexts of 4,096 tokens fit
 MIN_MAX_LENGTHS = {"babilong": 8192, "birth_year": 8192}
 # the suites' folders; the names of their task options begin with these
-FOLDERS = ("discriminative", "jrt", "babilong", "birth_year")
+FOLDERS = ("discriminative", "jrt", "babilong", "birth_year", "playground")
 TASKS = Path(__file__).resolve().parent / "tasks"
 
 _NAME = re.compile(r"^[ {]*\"?(task|group)\"?:[ \t]+[\"']?([^\s\"',]+)", re.MULTILINE)

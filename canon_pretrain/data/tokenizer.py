@@ -2,7 +2,7 @@
 
 `encode` adds neither BOS nor EOS. The ids of a SentencePiece model are always
 those of `SentencePieceProcessor.encode(text)`, found faster where the model allows it
-(`cached_encoder.py`). `hf_tokenizer.py` reads a tokenizer.json.
+(`cached_encoder.py`). `hf_tokenizer.py` reads a tokenizer.json, `id_tokenizer.py` that of ids.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ import sentencepiece
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.cached_encoder import PROBE_TEXT, CachedEncoder, SentencePieceInfo
 from canon_pretrain.data.hf_tokenizer import HFTokenizer
+from canon_pretrain.data.id_tokenizer import IdTokenizer, is_id_tokenizer
 
 SENTENCEPIECE_FILE = "tokenizer.model"
 HF_FILE = "tokenizer.json"
@@ -86,7 +87,12 @@ class Tokenizer:
         # the first byte of a SentencePiece model is 10, the tag of its first token
         is_json = model[:1] == b"{"
         self.file_name = HF_FILE if is_json else SENTENCEPIECE_FILE
-        self._reader = reader = (HFTokenizer if is_json else SentencePieceModel)(model, name, eos)
+        reader: SentencePieceModel | HFTokenizer | IdTokenizer
+        if is_id_tokenizer(model):
+            reader = IdTokenizer(model, name)
+        else:
+            reader = (HFTokenizer if is_json else SentencePieceModel)(model, name, eos)
+        self._reader = reader
         self.model, self.sha256 = model, hashlib.sha256(model).hexdigest()
         self.vocab_size, self.method = reader.vocab_size, reader.method
         self.bos_id, self.eos_id = reader.bos_id, reader.eos_id

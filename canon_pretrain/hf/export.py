@@ -26,6 +26,7 @@ from canon_pretrain.checkpoint import weights
 from canon_pretrain.checkpoint.architecture import find_checkpoint, model_args_of
 from canon_pretrain.core import files as disk
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.data.id_tokenizer import id_tokenizer
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from canon_pretrain.hf import writing
@@ -35,6 +36,7 @@ from canon_pretrain.hf.tokenizer_files import tokenizer_files
 from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import own_version, read_run
+from canon_pretrain.synthetic.evaluation import task_of_run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RECORD = "canon_pretrain.json"
@@ -163,6 +165,9 @@ def _find_tokenizer(
     run: RunFolder, args: ModelArgs, asked: Path | None, eos: str | None, *, wanted: bool
 ) -> tuple[Tokenizer | None, int | None]:
     """Return the training tokenizer (None unless `wanted`) and the id of EOS if known."""
+    if wanted and asked is None and task_of_run(run.read_config()["identity"]):
+        ids = Tokenizer(id_tokenizer(args.vocab_size), "of the task")
+        return ids, ids.eos_id
     data = run.read_config().get("config", {}).get("data", {})
     paths = data.get("paths") or ([data["path"]] if data.get("path") else [])
     folder = Path(paths[0]) if paths else run.path  # an import contains its tokenizer

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.cached_encoder import SPACE, SentencePieceInfo
+from canon_pretrain.data.id_tokenizer import is_id_tokenizer
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
 
 NUM_PROBES = 2000
@@ -39,7 +40,8 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
         entry["special"] = entry["special"] or entry["id"] in (tokenizer.eos_id, tokenizer.bos_id)
     content |= {"truncation": None, "padding": None}
     content["post_processor"] = _without_special_tokens(content.get("post_processor"))
-    _compare(tokenizer, content)
+    if not is_id_tokenizer(tokenizer.model):  # which refuses words
+        _compare(tokenizer, content)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.eos_token),

@@ -272,7 +272,7 @@ class CanonLM(TemplateLM):
             [prompt.context for prompt in prompts],
             max_new_tokens=[prompt.max_tokens for prompt in prompts],
             eos_id=self.text_tokenizer.eos_id,
-            stop=is_complete,
+            stop=is_complete if any(prompt.until for prompt in prompts) else None,
             batch_tokens=batch_tokens,
             read_tokens=self.read_tokens,
         )

@@ -6,7 +6,7 @@ An export has no run: results need --out, and what reads shards needs --data.
 import contextlib
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from canon_pretrain.checkpoint.weights import check_checkpoint, checkpoint_step,
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_json, sha256_file
 from canon_pretrain.data.held_out import open_held_out, open_validation
+from canon_pretrain.data.id_tokenizer import id_tokenizer
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
@@ -31,6 +32,8 @@ from canon_pretrain.kernels.hardware import cpu_info
 from canon_pretrain.model.transformer import Head, Transformer
 from canon_pretrain.run.folder import EVALS, RunFolder
 from canon_pretrain.run.launches import read_run
+from canon_pretrain.synthetic.evaluation import task_of_run
+from canon_pretrain.synthetic.task import Task
 
 WEIGHTS = (".safetensors", ".bin", ".pth")
 
@@ -55,6 +58,7 @@ class EvalTarget:
     train: TokenShards | None
     held_out: TokenShards | None
     recorded_held_out: str | None = None
+    trained_on: dict[str, Any] = field(default_factory=dict)  # the run's identity
 
     @classmethod
     def open(
@@ -78,9 +82,17 @@ class EvalTarget:
         own = CheckpointFolder.of_run(self.folder).path.resolve() == self.checkpoint.parent
         return self.folder.path / EVALS if own else None
 
+    @cached_property
+    def task(self) -> Task | None:
+        """The synthetic task of training; None if it was on shards or is unknown."""
+        return task_of_run(self.trained_on)
+
     @property
     def train_shards(self) -> TokenShards:
         """The training shards; raises UserError for an export without --data."""
+        if self.task is not None:
+            message = f"{self.checkpoint} was trained on the task {self.task.name}, without shards:"
+            raise UserError("eval.no_data", f"{message} use --suite playground")
         if self.train is None:
             message = f"{self.checkpoint} is an export, which names no data: give --data"
             raise UserError("eval.no_data", message)
@@ -113,6 +125,9 @@ class EvalTarget:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; raises UserError if it is missing."""
+        if self.folder is not None and self.task is not None:
+            vocab_size = architecture.model_args_of(self.folder).vocab_size
+            return Tokenizer(id_tokenizer(vocab_size), "of the task")
         eos: Any = self.train_shards.eos_id if self.folder is not None else None
         if self.folder is None:
             eos = read_json(self.checkpoint / CONFIG, finite=False).get("eos_token_id")
@@ -132,9 +147,13 @@ class EvalTarget:
     def identity(self) -> dict[str, Any]:
         """The fields that identify this model and its data (PROVENANCE_KEYS in run/results.py)."""
         sha256 = None if self.train is None else self.train.tokenizer_sha256
+        trained_on = self.trained_on["data_fingerprint"] if self.task else None
+        trained_on = self.train.fingerprint if self.train else trained_on
         if self.folder is not None:
             facts, manifest = read_run(self.folder), Manifest.read(self.checkpoint)
             run_id, content = facts.run_id if facts else manifest.run_id, manifest.content
+            if self.task is not None:
+                sha256 = self.tokenizer.sha256
         else:
             record, digest = _record(self.checkpoint), hashlib.sha256()
             for path in sorted(self.checkpoint.iterdir()):
@@ -150,7 +169,7 @@ class EvalTarget:
             "run_id": run_id,
             "content": content,
             "step": self.step,
-            "train_fingerprint": self.train and self.train.fingerprint,
+            "train_fingerprint": trained_on,
             "held_out_fingerprint": self.held_out and self.held_out.fingerprint,
             "tokenizer_sha256": sha256,
         }
@@ -177,8 +196,12 @@ def _open_checkpoint(
     if "imported_from" in (record.get("config") or ()):
         message = f"{folder.path} is an import, which names no data: evaluate an export of it"
         raise UserError("eval.no_data", f"{message} (python -m canon_pretrain.hf export)")
+    step = checkpoint_step(checkpoint)
     try:
         config, identity = record["config"], record["identity"]
+        if (task := task_of_run(identity)) is not None:
+            own = checkpoint.resolve(), folder, step, task.seq_len
+            return EvalTarget(*own, None, None, None, trained_on=identity)
         mixed = [Path(path) for path in config["data"].get("paths") or []]
         recorded, seq_len = Path(config["data"]["path"]), int(config["training"]["seq_len"])
         trained_on = identity["data_fingerprint"]
@@ -206,7 +229,7 @@ def _open_checkpoint(
         part = open_validation(apart) if held_out or Path(apart).is_dir() else None
     else:
         part = open_held_out(data)
-    step, own = checkpoint_step(checkpoint), identity.get("held_out_fingerprint")
+    own = identity.get("held_out_fingerprint")
     return EvalTarget(checkpoint.resolve(), folder, step, seq_len, data, train, part, own)
 
 
@@ -216,7 +239,10 @@ def _open_export(export: Path, data: Path | None, held_out: Path | None) -> Eval
         train = TokenShards.open(data / "train")
         part = open_held_out(data) if held_out is None else open_validation(held_out)
     seq_len, step = folder_args(export).max_seq_len, record.get("step")
-    target = EvalTarget(export.resolve(), None, step, seq_len, data, train, part)
+    target = EvalTarget(
+        *(export.resolve(), None, step, seq_len, data, train, part),
+        trained_on=record.get("identity") or {},
+    )
     if train is not None:
         wanted = (record.get("tokenizer") or {}).get("sha256") or target.tokenizer.sha256
         wrong = f"{data} was written with another tokenizer than {export} was trained with"

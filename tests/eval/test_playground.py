@@ -1,0 +1,136 @@
+"""The suite `playground`: scores of synthetic tasks through lm_eval, of runs and their exports."""
+
+import json
+import math
+import random
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from canon_pretrain.checkpoint.writer import save_no_dist
+from canon_pretrain.data.id_tokenizer import id_tokenizer
+from canon_pretrain.data.tokenizer import Tokenizer
+from canon_pretrain.hf.export import export
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.results import read_results, read_samples
+from canon_pretrain.synthetic.evaluation import VERDICTS, window_questions
+from canon_pretrain.synthetic.tasks import build_task
+from eval.__main__ import main
+from eval.harness import open_tasks
+from eval.model.target import EvalTarget
+from eval.suite_names import find_suite
+from tests.scripted_lm import ScriptedLM
+from tests.support import refused
+
+SETTINGS = [
+    ("copy", {"n": 6, "seq_len": 40}),
+    ("mano", {"l": 3, "modulus": 5, "seq_len": 48}),
+]
+every_task = pytest.mark.parametrize(("name", "settings"), SETTINGS, ids=[s[0] for s in SETTINGS])
+
+
+def identity_of(task):
+    found = {f"data.task.{key}": value for key, value in task.settings.items() if key != "seq_len"}
+    found |= {"data.task.name": task.name, "training.seq_len": task.seq_len}
+    return found | {"data.data_seed": 0, "data_fingerprint": task.fingerprint}
+
+
+def plant_task_run(folder, task, seed=0):
+    args = ModelArgs(
+        vocab_size=task.vocab_size, num_layers=1, dim=32, num_heads=2, ffn_dim=48,
+        max_seq_len=task.seq_len, canon_set="ABCD", position="rope",
+    )  # fmt: skip
+    model = Transformer(args)
+    model.init_weights()
+    save_no_dist(dict(model.named_parameters()), folder / "checkpoint" / "step-3", step=3)
+    identity = {f"model.{name}": value for name, value in asdict(args).items()}
+    RunFolder(folder).write_config({"data": {"path": ""}}, identity | identity_of(task))
+    return folder
+
+
+def open_task(task, limit=None, **options):
+    name, path = find_suite("playground")
+    metadata = {"identity": identity_of(task), **options}
+    return open_tasks(name, path, metadata, limit, None)["playground"]
+
+
+def scripted(task, windows, answer):
+    """A model that answers each question by `answer(its right answer)`."""
+    asked = window_questions(task, windows)
+    known = {tuple(q.prompt): q.answer for window in asked for q in window.questions}
+
+    def reply(request):
+        return " ".join(map(str, answer(known[tuple(map(int, request.args[0].split()))])))
+
+    return ScriptedLM(reply)
+
+
+@every_task
+def test_a_perfect_and_a_wrong_answerer(name, settings):
+    task = build_task(name, settings)
+    plan = open_task(task, playground_windows=9)
+    for answer, score, verdict in (
+        (lambda gold: gold, 1.0, "right"),
+        (lambda gold: [*gold, 1, 1], 1.0, "right"),  # cut where it is complete
+        (lambda gold: [token % (task.vocab_size - 1) + 1 for token in gold], 0.0, None),
+        (lambda gold: [], 0.0, "empty"),
+    ):
+        lm = scripted(task, 9, answer)
+        found = plan.run(lm)["playground"]
+        assert found.num_samples == len(window_questions(task, 9))
+        counts = {kind: found.scores[kind].value for kind in VERDICTS}
+        assert sum(counts.values()) == len(lm.asked) and counts["right"] == score * len(lm.asked)
+        assert verdict is None or counts[verdict] == len(lm.asked)
+        values = {key: each.value for key, each in found.scores.items() if key not in counts}
+        assert set(values.values()) == {score}
+        assert values.keys() <= plan.description["higher_is_better"].keys()
+        assert plan.description["primary"] == [next(iter(values))]
+
+
+def test_standard_errors_are_over_windows():
+    task, draw = build_task("copy", {"n": 3, "seq_len": 60}), random.Random(4)
+    plan = open_task(task, limit=12, playground_windows=20)
+    lm = scripted(task, 20, lambda gold: gold if draw.random() < 0.6 else gold[:1])
+    found = plan.run(lm)["playground"]
+    means = [record["exact"] for record in found.samples]
+    assert len(means) == found.num_samples == 12 and len(lm.asked) == 12 * 7
+    assert set(means) != {0.0, 1.0}
+    score = found.scores["exact"]
+    assert score.value == pytest.approx(math.fsum(means) / 12, abs=1e-15)
+    assert score.stderr == pytest.approx(np.std(means, ddof=1) / math.sqrt(12), rel=1e-12)
+
+
+@every_task
+def test_a_run_and_its_export_score_the_same(tmp_path, name, settings):
+    task = build_task(name, settings)
+    run = plant_task_run(tmp_path / "run", task)
+    out, options = tmp_path / "out", ["--suite", "playground", "--option", "playground_windows=5"]
+    export(run, out)
+    found = []
+    for given in ([run], [out, "--out", tmp_path / "scores"]):
+        assert main(["run", "--checkpoint", *map(str, given), *options]) in (None, 0)
+    (of_run,) = (run / "evals" / "step-3" / "playground").iterdir()
+    for folder in (of_run, tmp_path / "scores"):
+        results = read_results(folder / "results.json")
+        found.append((results.scores, results.num_samples, read_samples(folder)))
+    assert found[0] == found[1] and found[0][1] == {"playground": len(window_questions(task, 5))}
+    assert sum(found[0][0]["playground"][kind].value for kind in VERDICTS) > 0
+    # transformers reads the same ids
+    tokenizer = Tokenizer(id_tokenizer(task.vocab_size), "ids")
+    assert json.loads((out / "tokenizer.json").read_text()) == json.loads(tokenizer.model)
+
+
+def test_other_models_and_options_are_refused(tmp_path):
+    task = build_task("copy", {"n": 6, "seq_len": 40})
+    with refused("playground.windows", given="0"):
+        open_task(task, playground_windows="0")
+    with refused("playground.no_task"):
+        open_tasks(*find_suite("playground"), {}, None, None)
+    run = plant_task_run(tmp_path / "run", task)
+    with refused("eval.no_data"):
+        EvalTarget.open(run).check_held_out()
+    with refused("tokenizer.not_ids"):
+        EvalTarget.open(run).tokenizer.encode("3 of")
