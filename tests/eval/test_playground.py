@@ -28,6 +28,7 @@ from tests.support import refused
 SETTINGS = [
     ("copy", {"n": 6, "seq_len": 40}),
     ("mano", {"l": 3, "modulus": 5, "seq_len": 48}),
+    ("depo1", {"n": 5, "k": 3, "vocab": 6, "seq_len": 96}),
 ]
 every_task = pytest.mark.parametrize(("name", "settings"), SETTINGS, ids=[s[0] for s in SETTINGS])
 
