@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from canon_pretrain.core.errors import UserError, check_choice, suggestion
+from canon_pretrain.synthetic.brevo import Brevo1, Brevo2
 from canon_pretrain.synthetic.capo import Capo
 from canon_pretrain.synthetic.copying import Copy
 from canon_pretrain.synthetic.depo import Depo1, Depo2
@@ -15,7 +16,15 @@ from canon_pretrain.synthetic.mano import Mano
 from canon_pretrain.synthetic.task import Task
 
 TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
-    {"capo": Capo, "copy": Copy, "depo1": Depo1, "depo2": Depo2, "mano": Mano}
+    {
+        "brevo1": Brevo1,
+        "brevo2": Brevo2,
+        "capo": Capo,
+        "copy": Copy,
+        "depo1": Depo1,
+        "depo2": Depo2,
+        "mano": Mano,
+    }
 )
 
 

@@ -1,0 +1,303 @@
+"""Brevo (appendix A.2): <bos> x1 y1 .. xm ym <query> q <ans> a1 .. ap <eos>.
+
+Edge x y: y depends on x. The answer is all vertices that q depends on, without q itself, each after
+those that it depends on; any such order is right. The one that is generated is, read from its end,
+a random one of the vertices that are ready at each step, as in the released generator.
+
+Ids of brevo1: vertices 1..N, then <bos> <query> <ans> <eos> from N+1 on; of brevo2: names of
+several tokens of 1..2V (`names.py`), then the same four from 2V+1 on.
+"""
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, get_args
+
+import numpy as np
+
+from canon_pretrain.synthetic.names import Names
+from canon_pretrain.synthetic.task import (
+    ANSWER,
+    MARK,
+    PROBLEM,
+    Instances,
+    Judgement,
+    NWeight,
+    Task,
+    below,
+    draw_n,
+)
+
+MARKS = ("<bos>", "<query>", "<ans>", "<eos>")
+BOS, QUERY, ANS, EOS = range(4)
+DEGREE = 4
+DEPTHS = range(1, 6)
+Name = tuple[int, ...]
+HALVES = 2 + 2 * DEGREE
+"""Random 32-bit numbers per vertex: how many parents, which, the keys of its edges, its time."""
+
+
+class _Edges(NamedTuple):
+    """The edges into one vertex: the graph, the parent and its place among the parents, [edges]."""
+
+    graph: np.ndarray
+    parent: np.ndarray
+    slot: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Brevo1(Task):
+    """Graphs of 3 to `n` vertices, or of exactly `n` with `exact_n`; names are single tokens.
+
+    `last_query` (as the release): the query is the last vertex, not one of the last quarter.
+    """
+
+    name: ClassVar[str] = "brevo1"
+    n: int = 70
+    n_weight: NWeight = "n+sqrt(N)"
+    last_query: bool = False
+    exact_n: bool = False
+
+    def check(self) -> None:
+        self.check_least(n=3)
+        if self.n_weight not in get_args(NWeight):
+            self.refuse("n_weight", self.n_weight, " or ".join(get_args(NWeight)))
+
+    @property
+    def _name_limit(self) -> int:
+        """The most tokens of a name."""
+        return 1
+
+    @property
+    def _num_names(self) -> int:
+        """The number of symbols that are names; see `names.py`."""
+        return self.n
+
+    @property
+    def _name_words(self) -> int:
+        return self.n
+
+    def _draw_names(self, words: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        return np.argsort(words, axis=1) + 1
+
+    def _write(self, symbols: np.ndarray, kinds: np.ndarray, ends: np.ndarray) -> Instances:
+        return Instances(symbols, kinds, ends)
+
+    def _parse(self, ids: Sequence[int]) -> list[Name] | None:
+        return [(token,) for token in ids] if all(1 <= token <= self.n for token in ids) else None
+
+    @property
+    def _first_mark(self) -> int:
+        return self.n + 1
+
+    @functools.cached_property
+    def _most_edges(self) -> int:
+        """The most edges of a graph, by the degrees or by the context.
+
+        A context with room for 5 standard deviations above the mean is enough: the graphs that may
+        have more, less than one of a million, have one parent per vertex.
+        """
+        most = sum(min(vertex, DEGREE) for vertex in range(self.n))
+        room = ((self.seq_len - len(MARKS)) // self._name_limit - self.n) // 2
+        usual = 2.5 * (self.n - 1) + 5 * (1.25 * (self.n - 1)) ** 0.5
+        return min(most, room) if room >= usual else most
+
+    @property
+    def longest(self) -> int:
+        return len(MARKS) + self._name_limit * (2 * self._most_edges + self.n)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._first_mark + len(MARKS)
+
+    def word(self, token: int) -> str:
+        return str(token) if token < self._first_mark else MARKS[token - self._first_mark]
+
+    @property
+    def random_words(self) -> int:
+        return 3 + self._name_words + self.n * HALVES // 2
+
+    def build(self, words: np.ndarray, seed: int) -> Instances:
+        if self.exact_n:
+            n = np.full(len(words), self.n)
+        else:
+            n = draw_n(words[:, 0], self.n, self.n_weight)
+        leaves = 1 + below(words[:, 1], -(-(n - 1) // 4) + 1)
+        first = n - 1 if self.last_query else 3 * n // 4
+        query = first + below(words[:, 2], n - first)
+        names = self._draw_names(words[:, 3 : 3 + self._name_words], n)
+        # Graphs by descending size, so that those with a vertex i are the first ones
+        order = np.argsort(-n, kind="stable")
+        random = words[order, 3 + self._name_words :].view(np.uint32)
+        random = random.reshape(len(words), self.n, HALVES).transpose(1, 2, 0)
+        # Where there could be too many parents, a vertex has one
+        wanted = (1 + (random[1:, 0] >> 30)).sum(axis=0)
+        random[:, 0, wanted > self._most_edges] = 0
+        edges = self._draw_edges(random, n[order], leaves[order])
+        times = self._draw_times(random, edges, query[order])[np.argsort(order)]
+
+        graph, parent, slot = (np.concatenate(column) for column in zip(*edges, strict=True))
+        child = np.repeat(np.arange(1, self.n), [len(e.graph) for e in edges])
+        keys = random[child, 1 + DEGREE + slot, graph]
+        graph = order[graph]
+        keys = keys | graph << 32
+        shuffled = np.argsort(keys)
+        pairs = np.stack([parent, child], axis=1)[shuffled]
+        num_answers = np.isfinite(times).sum(axis=1)
+        answers = np.argsort(-times, axis=1)[np.arange(self.n) < num_answers[:, None]]
+
+        num_edges = np.bincount(graph, minlength=len(words))
+        lengths = np.ones((len(words), 7), np.int64)
+        lengths[:, 1], lengths[:, 5] = 2 * num_edges, num_answers
+        parts = np.repeat(np.tile(np.arange(7), len(words)), lengths.ravel())
+        marks = np.array([BOS, 0, QUERY, 0, ANS, 0, EOS]) + self._num_names + 1
+        symbols = marks[parts]
+        symbols[parts == 1] = names[graph[shuffled, None], pairs].ravel()
+        symbols[parts == 3] = names[np.arange(len(words)), query]
+        symbols[parts == 5] = names[np.repeat(np.arange(len(words)), num_answers), answers]
+        kinds = np.array([PROBLEM] * 4 + [MARK, ANSWER, ANSWER], np.uint8)[parts]
+        return self._write(symbols, kinds, lengths.sum(axis=1).cumsum())
+
+    def _draw_edges(self, random: np.ndarray, n: np.ndarray, leaves: np.ndarray) -> list[_Edges]:
+        """Return the edges into the vertices 1, 2, ..., which come after those they depend on."""
+        # The vertices with less than 4 children
+        is_open = np.ones((len(n), self.n), bool)
+        num_children = np.zeros(is_open.size, np.int8)
+        num_full = np.zeros(len(n), np.int64)
+        slots = np.arange(DEGREE)[:, None]
+        counts = np.searchsorted(-n, -np.arange(self.n)).tolist()
+        edges = []
+        for vertex, count in enumerate(counts[1:], 1):
+            uniform = random[vertex, : 1 + DEGREE, :count].astype(np.int64)
+            free = is_open[:count, :vertex].reshape(-1).nonzero()[0]
+            num_free = vertex - num_full[:count]
+            number = uniform[0] * np.minimum(num_free, DEGREE) >> 32
+            # Fisher-Yates: choice j puts the last of the num_free - j that are left into its place
+            last = num_free - 1 - slots
+            place = uniform[1:] * np.maximum(last + 1, 1) >> 32
+            for j in reversed(range(DEGREE - 1)):
+                np.copyto(place[j + 1 :], last[j], where=place[j + 1 :] == place[j])
+            place += num_free.cumsum() - num_free
+            slot, graph = ((slots <= number) & (leaves[:count] <= vertex)).nonzero()
+            parent = free[place[slot, graph]] - graph * vertex
+            edges.append(_Edges(graph, parent, slot))
+            at = graph * self.n + parent
+            num_children[at] += 1
+            is_full = num_children[at] == DEGREE
+            is_open.reshape(-1)[at[is_full]] = False
+            num_full[:count] += np.bincount(graph[is_full], minlength=count)
+        return edges
+
+    def _draw_times(self, random: np.ndarray, edges: list[_Edges], query: np.ndarray) -> np.ndarray:
+        """Return when each vertex is taken, from the query back, -inf if never, [graphs, n].
+
+        A vertex waits for an exponential time once all that depend on it are taken: so the next one
+        is uniform among those that are ready.
+        """
+        each = np.arange(len(query))
+        waits = -np.log((random[:, -1] + 0.5) * 2.0**-32)
+        last = np.full((len(query), self.n), -np.inf)
+        last[each, query] = 0
+        for vertex in reversed(range(1, self.n)):
+            graph, parent, _ = edges[vertex - 1]
+            taken = last[:, vertex] + waits[vertex]
+            last[graph, parent] = np.maximum(last[graph, parent], taken[graph])
+        times = last + waits.T
+        times[each, query] = -np.inf
+        return times
+
+    @property
+    def answer_limit(self) -> int:
+        return (self.n - 1) * self._name_limit + 1
+
+    def is_complete(self, answer: Sequence[int]) -> bool:
+        return len(answer) > 0 and answer[-1] == self._first_mark + EOS
+
+    @property
+    def metrics(self) -> list[str]:
+        return ["exact", *(f"exact_depth{depth}" for depth in DEPTHS)]
+
+    def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> Judgement:
+        parents, query = self._read(prompt)
+        needed, levels = set[Name](), [{query}]
+        while levels[-1]:
+            levels.append(set[Name]().union(*(parents.get(at, ()) for at in levels[-1])) - needed)
+            needed |= levels[-1]
+        depth = next((d for d, level in enumerate(levels) if not level <= parents.keys()), 0)
+        given = self._parse(answer[:-1]) if self.is_complete(answer) else None
+        seen = set[Name]()
+        is_right = given is not None
+        for vertex in given or ():
+            is_right = is_right and vertex not in seen and seen.issuperset(parents.get(vertex, ()))
+            seen.add(vertex)
+        is_right = is_right and seen == needed
+        values = {"exact": float(is_right)}
+        if depth in DEPTHS:
+            values[f"exact_depth{depth}"] = float(is_right)
+        return Judgement(self.verdict(answer, is_right, given is None), values)
+
+    def _read(self, prompt: Sequence[int]) -> tuple[dict[Name, set[Name]], Name]:
+        """Return what each vertex of the last graph depends on, and the query."""
+        bos, query, ans, _ = range(self._first_mark, self._first_mark + len(MARKS))
+        ids = list(prompt[-self.longest :])
+        ids = ids[len(ids) - ids[::-1].index(bos) :] if bos in ids else []
+        middle = ids.index(query) if query in ids else 0
+        names, asked = self._parse(ids[:middle]), self._parse(ids[middle + 1 : -1])
+        if ids[-1:] != [ans] or not names or len(names) % 2 or asked is None or len(asked) != 1:
+            self.bad_prompt("<bos>, pairs of names, <query>, a name and <ans>")
+        parents = defaultdict[Name, set[Name]](set)
+        for parent, child in zip(names[::2], names[1::2], strict=True):
+            parents[child].add(parent)
+        if asked[0] not in parents:
+            self.bad_prompt("about a vertex that depends on another")
+        return parents, asked[0]
+
+    def evaluations(self) -> list[Task]:
+        return [dataclasses.replace(self, exact_n=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Brevo2(Brevo1):
+    """Brevo with names of several tokens."""
+
+    name: ClassVar[str] = "brevo2"
+    seq_len: int = 1536
+    n: int = 30
+    vocab: int = 4
+    name_tokens: tuple[int, int] | int = (2, 4)
+
+    def check(self) -> None:
+        super().check()
+        _ = self._names
+
+    @functools.cached_property
+    def _names(self) -> Names:
+        return Names(self, self.n, self.vocab, self.name_tokens, len(MARKS))
+
+    @property
+    def _name_limit(self) -> int:
+        return self._names.high
+
+    @property
+    def _num_names(self) -> int:
+        return self._names.count
+
+    @property
+    def _first_mark(self) -> int:
+        return 2 * self.vocab + 1
+
+    @property
+    def _name_words(self) -> int:
+        return self._names.random_words
+
+    def _draw_names(self, words: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        return self._names.draw(words, sizes)
+
+    def _write(self, symbols: np.ndarray, kinds: np.ndarray, ends: np.ndarray) -> Instances:
+        made = self._names.write(symbols[:, None], kinds[:, None])
+        return made._replace(ends=made.ends[ends - 1])
+
+    def _parse(self, ids: Sequence[int]) -> list[Name] | None:
+        return self._names.parse(ids)
