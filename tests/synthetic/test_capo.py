@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import Counter
 from itertools import product
 
 import numpy as np
@@ -16,15 +15,14 @@ from tests.support import ROOT, refused
 
 FILE = json.loads((ROOT / "canon_pretrain/synthetic/capo_words.json").read_text())
 WORDS = {key: ["".join(word) for word in product(*parts)] for key, parts in FILE["lists"].items()}
-MASK = (1 << 64) - 1
 
 
 def hashed(*parts):
     state = 0
     for part in parts:
-        state = ((state ^ part) + 0x9E3779B97F4A7C15) & MASK
-        state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & MASK
-        state = ((state ^ state >> 27) * 0x94D049BB133111EB) & MASK
+        state = ((state ^ part) + 0x9E3779B97F4A7C15) % 2**64
+        state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) % 2**64
+        state = ((state ^ state >> 27) * 0x94D049BB133111EB) % 2**64
         state ^= state >> 31
     return state
 
@@ -36,8 +34,7 @@ def shuffled(number, size, key):
         for index in range(0, 8, 2):
             left = (left + hashed(key, index, right)) % a
             right = (right + hashed(key, index + 1, left)) % b
-        number = left * b + right
-        if number < size:
+        if (number := left * b + right) < size:
             return number
 
 
@@ -52,11 +49,10 @@ def slow_biography(task, seed, domain, place):
     drawn = [WORDS[key][draw] for key, draw in zip(list(WORDS)[3:], draws, strict=False)]
     values = [" ".join(drawn[:3]), *drawn[3:], WORDS["city"][(61 * draws[6] + 17) % 200]]
     she, her = [("She", "her"), ("He", "his")][draws[7]]
-    words = np.random.Philox(key=[seed, domain], counter=(2 * place - 1) % (1 << 256))
+    words = np.random.Philox(key=[seed, domain], counter=(2 * place - 1) % 2**256).random_raw(7)
     text = ["<bos>"]
-    for sentences, value in zip(FILE["templates"].values(), values, strict=True):
-        sentence = sentences[int(words.random_raw(1 if len(text) > 1 else 2)[-1]) >> 61]
-        text.append(sentence.format(name=full, She=she, her=her, value=value))
+    for row, value, word in zip(FILE["templates"].values(), values, words[1:], strict=True):
+        text.append(row[int(word) >> 61].format(name=full, She=she, her=her, value=value))
     return " ".join(text)
 
 
@@ -72,35 +68,29 @@ def test_windows_equal_loops_over_people(domain):
     np.testing.assert_array_equal(windows.ids[3], task.windows(7, 4, 1, domain).ids[0])
 
 
-def test_everyone_is_seen_exactly_exposures_times():
-    task = Capo(people=88, exposures=6)
-    ids, kinds = task.windows(3, 0, task.windows_for_exposures)
+def test_everyone_is_seen_exposures_times_in_new_orders_and_words():
+    task = Capo(people=12, exposures=40)
+    assert task.windows_for_exposures * task.per_window == 12 * 40
+    ids, kinds = task.windows(3, 0, 60)
     roles = task.token_roles(ids)
-    names = Counter(map(tuple, ids[roles == ROLES.index("name")].reshape(-1, 3).tolist()))
-    assert set(names.values()) == {6} and len(names) == 88
-    assert task.windows_for_exposures * task.per_window == 6 * 88
     counts = np.bincount(roles[kinds != capo.PADDING], minlength=9)[1:]
-    np.testing.assert_array_equal(counts / (6 * 88), [3, 3, 1, 1, 1, 1, 1, 1])
+    np.testing.assert_array_equal(counts, 480 * np.array([3, 3, 1, 1, 1, 1, 1, 1]))
     np.testing.assert_array_equal((roles >= 2) & (roles <= 7), kinds == ANSWER)
-
-
-def test_exposures_change_order_and_templates():
-    task = Capo(people=8)
-    texts = ["".join(map(chr, ids)) for ids in task.windows(0, 0, 40).ids]
-    texts += ["".join(map(chr, ids)) for ids in task.windows(0, 0, 40, EVALUATION).ids]
-    biographies = Counter(text for window in texts for text in window.strip(chr(1)).split(chr(1)))
-    assert len(texts) == len(set(texts)) and max(biographies.values()) == 1
-    assert len({text[:4] for text in texts}) == 8
+    orders = ids[roles == ROLES.index("name")].reshape(40, 12, 3).tolist()
+    assert all(sorted(order) == sorted(orders[0]) for order in orders)
+    assert len({str(order) for order in orders}) == 40 and len(set(map(str, orders[0]))) == 12
+    seen = np.concatenate([ids, task.windows(3, 0, 60, EVALUATION).ids])
+    texts = ["".join(map(chr, row)).strip(chr(1)).split(chr(1)) for row in seen]
+    assert len(set(sum(texts, []))) == 2 * 480
 
 
 def test_people_are_distinct_uniform_and_work_in_one_city():
     many = capo._slots(np.arange(20_000, dtype=np.uint64))
     assert len(set(map(tuple, many[:, :3].tolist()))) == len(many)
     drawn = np.delete(many, [10, 12], axis=1) - capo.STARTS
-    columns = [*drawn.T, 2 * drawn[:, 3] + drawn[:, 10]]
-    sizes = [*capo.SIZES, 2, 2 * 28]
-    counts = [np.bincount(*column) for column in zip(columns, [None] * 12, sizes, strict=True)]
-    assert min(chisquare(count).pvalue for count in counts) > 0.01 / 12
+    columns = zip([*drawn.T, 2 * drawn[:, 3] + drawn[:, 10]], [*capo.SIZES, 2, 56], strict=True)
+    counts = [np.bincount(column, minlength=size) for column, size in columns]
+    assert min(chisquare(count).pvalue for count in counts) > 0.01 / len(counts)
     jobs = set(map(tuple, many[:, 9:11].tolist()))
     assert len(jobs) == 263 and len({city for _, city in jobs}) == 200
 
@@ -113,8 +103,7 @@ def test_a_value_holds_nothing_about_templates():
 
 
 def test_judge_accepts_only_the_truth():
-    task = Capo(people=1000)
-    questions = list(task.questions(0, 2, 20))
+    questions = list((task := Capo(people=1000)).questions(0, 2, 20))
     assert len(questions) == 20 * 8 * 6
     for number, (prompt, answer, _) in enumerate(questions):
         values = {"exact": 1, "tokens": 1, f"exact_{ATTRIBUTES[number % 6]}": 1}
@@ -125,20 +114,18 @@ def test_judge_accepts_only_the_truth():
         assert task.judge(prompt, wrong).values["tokens"] == pytest.approx(1 - 1 / len(answer))
     prompt, answer, _ = questions[0]
     given = [], answer[:2], answer * 2, [*answer[:2], 5000], [*answer[:2], 1 ^ answer[2]]
-    verdicts = [task.judge(prompt, ids).verdict for ids in given]
-    assert verdicts == ["empty", "malformed", "too_long", "malformed", "wrong"]
+    verdicts = ["empty", "malformed", "too_long", "malformed", "wrong"]
+    assert [task.judge(prompt, ids).verdict for ids in given] == verdicts
     for bad in ([], prompt[:3], prompt[:-1], [*prompt, 2], [1, 3, 403, 803]):
         with refused("task.prompt", task="capo"):
             task.judge(bad, answer)
 
 
 def test_bits_of_no_and_of_all_knowledge():
-    sizes = [400 * 400 * 1000, 28 * 12 * 200, 200, 300, 100, 263]
-    nothing = [9.0, *map(math.log, sizes), math.log(200), math.log(2)]
+    nothing = [9.0, *map(math.log, (160_000_000, 28 * 12 * 200, 200, 300, 100, 263, 200, 2))]
     assert bits_per_parameter(nothing, 50_000, 1000) == pytest.approx(0, abs=1e-9)
-    everything = [9.0, math.log(50_000), 0, 0, 0, 0, 0, 0, 0]
-    most = 50 * (math.log2(NAMES / 50_000) + 47.59166)
-    assert bits_per_parameter(everything, 50_000, 1000) == pytest.approx(most, rel=1e-6)
+    everything, most = [9.0, math.log(50_000), *[0] * 7], math.log2(NAMES / 50_000) + 47.59166
+    assert bits_per_parameter(everything, 50_000, 50_000) == pytest.approx(most, rel=1e-6)
 
 
 def test_settings_out_of_range_are_refused():
