@@ -12,6 +12,7 @@ from canon_pretrain.synthetic.brevo import Brevo1, Brevo2
 from canon_pretrain.synthetic.capo import Capo
 from canon_pretrain.synthetic.copying import Copy
 from canon_pretrain.synthetic.depo import Depo1, Depo2
+from canon_pretrain.synthetic.lano import Lano
 from canon_pretrain.synthetic.mano import Mano
 from canon_pretrain.synthetic.task import Task
 
@@ -23,6 +24,7 @@ TASKS: Mapping[str, Callable[..., Task]] = MappingProxyType(
         "copy": Copy,
         "depo1": Depo1,
         "depo2": Depo2,
+        "lano": Lano,
         "mano": Mano,
     }
 )

@@ -1,0 +1,168 @@
+"""Lano (appendix A.5): sentences of a context-free grammar, each after a <bos>.
+
+Ids: terminals 1 2 3, <bos> 4.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from canon_pretrain.synthetic.grammar import Grammar
+from canon_pretrain.synthetic.task import (
+    ANSWER,
+    EVALUATION,
+    MARK,
+    Instances,
+    Judgement,
+    Question,
+    Task,
+)
+
+BOS = 4
+GRAMMARS = {
+    "cfg3f": """
+22 -> 20 21 | 20 19 21 | 21 19 19 | 20 20
+19 -> 18 16 18 | 17 18 | 18 18
+20 -> 16 16 | 16 17 | 17 16 18
+21 -> 18 17 | 17 16 | 16 17 18 | 16 18
+16 -> 15 15 | 13 15 13 | 14 13 | 14 14
+17 -> 15 14 13 | 14 15 | 15 14
+18 -> 14 15 13 | 15 13 13 | 13 15
+13 -> 11 12 | 12 11 12 | 10 12 11
+14 -> 10 12 | 12 10 12 | 12 11 | 10 12 12
+15 -> 10 11 11 | 11 11 10 | 10 10 | 12 12 11
+10 -> 8 9 9 | 9 7 9 | 7 9 9
+11 -> 8 8 | 9 7 | 9 7 7
+12 -> 7 9 7 | 9 8 | 8 8 9
+7 -> 2 2 1 | 3 2 2 | 3 1 2 | 3 2
+8 -> 3 1 1 | 1 2 | 3 3 1
+9 -> 1 2 1 | 3 3 | 1 1
+""",
+    "cfg3j": """
+25 -> 22 22 | 23 22 | 24 23 24
+22 -> 19 20 | 19 19 21 | 20 19 19
+23 -> 21 19 20 | 21 20 | 19 20 20
+24 -> 19 19 | 20 21 19 | 19 21 21
+19 -> 17 17 16 | 16 18 18 | 16 17
+20 -> 17 17 17 | 18 18 | 18 17 18
+21 -> 18 16 | 16 17 17 | 16 18 16
+16 -> 14 15 | 13 15 | 15 15
+17 -> 14 14 | 15 15 15 | 15 14
+18 -> 14 13 15 | 13 13 14 | 13 14
+13 -> 10 12 | 12 10 | 11 11
+14 -> 10 11 | 12 11 10 | 10 11 11
+15 -> 11 12 12 | 10 10 | 11 12
+10 -> 7 7 9 | 8 7 | 9 8
+11 -> 7 8 8 | 9 9 | 8 8
+12 -> 7 7 8 | 8 7 7 | 9 8 8
+7 -> 1 2 | 2 2 | 3 3 2
+8 -> 3 1 | 2 3 | 1 1 2
+9 -> 3 2 1 | 1 3 | 3 2
+""",
+    "cfg3k": """
+25 -> 22 23 | 24 24 | 24 23
+22 -> 21 19 | 21 20 20 | 21 21 | 19 21
+23 -> 20 21 20 | 20 21 21 | 20 20 | 19 20
+24 -> 21 20 | 20 21 | 19 19 21
+19 -> 17 18 16 | 18 16 | 18 16 18 | 18 18 17
+20 -> 17 17 17 | 16 18 | 17 17 16 | 18 17 16
+21 -> 18 17 | 16 18 16 | 17 16 16 | 17 18 18
+16 -> 15 14 | 14 15 | 15 14 15 | 14 13 13
+17 -> 14 15 14 | 15 13 13 | 15 15
+18 -> 14 14 | 15 13 | 13 14 14
+13 -> 10 12 12 | 11 11 12 | 12 12
+14 -> 10 11 | 10 11 11 | 11 10 10 | 11 11
+15 -> 12 11 | 10 10 | 11 12
+10 -> 7 7 | 8 8 | 9 9 7 | 7 9 7
+11 -> 8 7 9 | 7 7 7 | 7 8 7
+12 -> 7 8 | 8 8 7 | 9 7 9 | 8 9
+7 -> 3 3 | 1 3 1 | 2 1
+8 -> 2 3 | 1 1 2 | 3 1 | 1 2 2
+9 -> 1 3 3 | 2 2 | 1 1 1 | 3 2 3
+""",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lano(Task):
+    """Sentences of `grammar`, derived from the symbol `root` (0: the grammar's root).
+
+    A question asks for the first sentence of a window, after a single <bos>; any sentence of the
+    language is right.
+    """
+
+    name: ClassVar[str] = "lano"
+    seq_len: int = 512
+    loss_on: Literal["answers", "all"] = "all"
+    grammar: Literal["cfg3f", "cfg3j", "cfg3k"] = "cfg3f"
+    root: int = 0
+
+    def check(self) -> None:
+        self.check_least(seq_len=2)
+        if self.grammar not in GRAMMARS:
+            self.refuse("grammar", self.grammar, ", ".join(GRAMMARS))
+        symbols = Grammar(GRAMMARS[self.grammar]).rules
+        if self.root not in (0, *symbols):
+            expected = f"0 (the root of {self.grammar}) or one of {sorted(symbols)}"
+            self.refuse("root", self.root, expected)
+
+    @functools.cached_property
+    def language(self) -> Grammar:
+        return Grammar(GRAMMARS[self.grammar], self.root)
+
+    @property
+    def longest(self) -> None:
+        return None
+
+    @property
+    def vocab_size(self) -> int:
+        return BOS + 1
+
+    def word(self, token: int) -> str:
+        return "<bos>" if token == BOS else str(token)
+
+    @property
+    def random_words(self) -> int:
+        return self.language.depth
+
+    def build(self, words: np.ndarray, seed: int) -> Instances:
+        sentences, ends = self.language.sample(words)
+        ids = np.insert(sentences.astype(np.int64), np.append(0, ends[:-1]), BOS)
+        kinds = np.where(ids == BOS, np.uint8(MARK), np.uint8(ANSWER))
+        return Instances(ids, kinds, ends + np.arange(1, len(words) + 1))
+
+    def questions(
+        self, seed: int, first: int, count: int, domain: int = EVALUATION
+    ) -> Iterator[Question]:
+        """Yield a question per window that holds its first sentence and the next <bos>."""
+        for number, ids in enumerate(self.windows(seed, first, count, domain).ids, first):
+            if len(starts := np.flatnonzero(ids == BOS)) > 1:
+                yield Question([BOS], ids[1 : starts[1] + 1].tolist(), number)
+
+    @property
+    def answer_limit(self) -> int:
+        return min(3**self.language.depth + 1, self.seq_len - 1)
+
+    def is_complete(self, answer: Sequence[int]) -> bool:
+        return len(answer) > 0 and answer[-1] == BOS
+
+    @property
+    def metrics(self) -> list[str]:
+        return ["valid"]
+
+    def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> Judgement:
+        if not prompt or prompt[-1] != BOS:
+            self.bad_prompt("a prompt that ends in <bos>")
+        is_sound = self.is_complete(answer) and set(answer[:-1]) <= {1, 2, 3}
+        is_right = is_sound and self.language.accepts(np.array(answer[:-1], np.int64))
+        verdict = self.verdict(answer, is_right, not is_sound)
+        return Judgement(verdict, {"valid": float(is_right)})
+
+    def distribution(self, ids: np.ndarray) -> np.ndarray:
+        """Return the true distribution of the next token after each token of a window or of
+        windows, int [..., seq_len], as float64 [..., seq_len, vocab_size]."""
+        rows = self.language.next_tokens(ids.ravel())
+        return rows.reshape(*ids.shape, self.vocab_size)
