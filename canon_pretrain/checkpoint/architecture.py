@@ -1,8 +1,10 @@
 """Find the checkpoint of a command line argument, its run, and the recorded model. No torch."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import HASH_WORKERS, DamagedCheckpoint, verify
@@ -62,13 +64,17 @@ def _is_run(folder: RunFolder) -> bool:
 
 def model_args_of(folder: RunFolder) -> ModelArgs:
     """Return the model that a run's config.json records. Raises UserError for another version's."""
-    identity = folder.read_config()["identity"]
+    return model_args(folder.read_config()["identity"], folder.config_file)
+
+
+def model_args(identity: Mapping[str, Any], file: Path) -> ModelArgs:
+    """Return the model of a run's identity, which is in `file`."""
     given = {}
     for f in fields(ModelArgs):
         # fields that an earlier version did not have are the default
         found = given[f.name] = identity.get(f"model.{f.name}", f.default)
         known = (int, float) if isinstance(f.default, float) else (type(f.default),)
         if type(found) not in known:
-            text = f"{folder.config_file} of another version: model.{f.name} = {found!r}"
+            text = f"{file} of another version: model.{f.name} = {found!r}"
             raise UserError("run.other_version", text, name=f"model.{f.name}", given=found)
     return ModelArgs(**given)

@@ -34,7 +34,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
     batch_tokens: int = BATCH_TOKENS,
     read_tokens: int | None = None,
 ) -> list[list[int]]:
@@ -44,8 +44,8 @@ def generate(
     the first token for which `stop(i, tokens)` is true of prompt i's answer so far; then
     `on_end(i)` is called. `temperature` 0: the most likely token, the lowest id among equals.
     Above 0: a sample of softmax(logits / temperature) from the `top_k` most likely tokens (0: all)
-    with a joint probability of `top_p`. `generator` draws one number per prompt and position
-    beforehand, so answers do not depend on batches.
+    with a joint probability of `top_p`. `generator`, or one per prompt, draws a number per prompt
+    and position beforehand, so answers do not depend on batches.
 
     `batch_tokens` limits a batch's cache, answers included, except for a longer single sequence;
     `read_tokens` the prompt tokens per forward pass. On a sharded model all ranks must pass the
@@ -57,8 +57,10 @@ def generate(
     draws_NT = torch.empty(0)
     if generator is not None:
         shape = (len(prompts), max(limits, default=0))
-        draws_NT = torch.empty(shape, dtype=torch.float64, device=generator.device)
-        draws_NT.uniform_(generator=generator)
+        each = [generator] if isinstance(generator, torch.Generator) else generator
+        draws_NT = torch.empty(shape, dtype=torch.float64, device=each[0].device)
+        for draws, one in zip(draws_NT.tensor_split(len(each)), each, strict=True):
+            draws.uniform_(generator=one)
     answers: list[list[int]] = [[] for _ in prompts]
 
     def next_tokens(batch: list[int], logits_BV: Tensor) -> list[int]:
@@ -95,6 +97,11 @@ def generate(
             tokens_B1 = torch.tensor([[tokens[row]] for row in rows], device=device)
             logits_BV = model(tokens_B1, cache=cache)[:, -1]
     return answers
+
+
+def sample_generator(item: int, number: int) -> torch.Generator:
+    """Return the generator of sample `number` of an item."""
+    return torch.Generator().manual_seed((item << 20) + number)
 
 
 def sample(
@@ -180,9 +187,7 @@ def _check_prompts(
             raise UserError("model.sequence_too_long", message, prompt=i)
 
 
-def _check_sampling(
-    temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
-) -> None:
+def _check_sampling(temperature: float, top_k: int, top_p: float, generator: object) -> None:
     if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
         given = f"temperature {temperature}, top_k {top_k}, top_p {top_p}"
         raise UserError("generate.sampling", f"{given}: expected >= 0, >= 0, and > 0 up to 1")

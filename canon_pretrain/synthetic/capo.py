@@ -21,9 +21,10 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ from canon_pretrain.synthetic.task import (
     TRAINING,
     Instances,
     Judgement,
+    Span,
     Task,
     Windows,
     below,
@@ -114,6 +116,7 @@ class Capo(Task):
     """Remember `people` biographies, each seen `exposures` times."""
 
     name: ClassVar[str] = "capo"
+    span_metrics: ClassVar[Mapping[str, bool]] = MappingProxyType({"bits_per_parameter": True})
     seq_len: int = 512
     loss_on: Literal["answers", "all"] = "all"
     people: int = 50_000
@@ -190,6 +193,23 @@ class Capo(Task):
         is_pronoun = roles == ROLES.index("pronoun")
         roles[is_pronoun & (np.cumsum(is_pronoun, axis=1) % 5 != 1)] = 0
         return roles
+
+    def spans(self, ids: np.ndarray, most: int | None = None) -> list[Span]:
+        """Return each run of tokens of one role."""
+        roles = self.token_roles(ids[None])[0].astype(np.int64)
+        starts = np.flatnonzero(np.diff(roles, prepend=0))
+        ends = [*starts[1:].tolist(), len(ids)]
+        pairs = zip(starts.tolist(), ends, strict=True)
+        return [Span(a, ids[a:b].tolist()) for a, b in pairs if roles[a]]
+
+    def score_spans(
+        self, ids: np.ndarray, spans: Sequence[Span], logs: Sequence[float], num_parameters: int
+    ) -> dict[str, float]:
+        roles = self.token_roles(ids[None])[0]
+        nats = np.zeros(len(ROLES))
+        np.add.at(nats, [roles[span.start] for span in spans], -np.array(logs) / self.per_window)
+        bits = bits_per_parameter(nats.tolist(), self.people, num_parameters)
+        return {"bits_per_parameter": bits}
 
     @property
     def answer_limit(self) -> int:

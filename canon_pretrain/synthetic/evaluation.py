@@ -5,7 +5,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from canon_pretrain.synthetic.task import Question, Task
+import numpy as np
+
+from canon_pretrain.synthetic.task import EVALUATION, Question, Span, Task
 from canon_pretrain.synthetic.tasks import build_task
 
 SEED = 0
@@ -33,22 +35,31 @@ class WindowQuestions(NamedTuple):
     task: Task
     label: str
     window: int
+    ids: np.ndarray
     questions: list[Question]
 
     def limit(self, question: Question) -> int:
         """Return how many tokens to generate: one too many, if the window has room."""
         return min(self.task.answer_limit + 1, self.task.seq_len - len(question.prompt))
 
-    def judge(self, answers: Sequence[Sequence[int]]) -> tuple[dict[str, float], Counter[str]]:
-        """Return the mean of each metric over the questions, and the number of each verdict."""
+    def score(
+        self,
+        answers: Sequence[Sequence[int]],
+        spans: Sequence[Span],
+        logs: Sequence[float],
+        num_parameters: int,
+    ) -> tuple[dict[str, float], Counter[str]]:
+        """Return the window's scores, means over its questions, and the number of each verdict."""
         values: dict[str, list[float]] = {}
         verdicts: Counter[str] = Counter()
         for question, answer in zip(self.questions, answers, strict=True):
             found = self.task.judge(question.prompt, self._complete(list(answer)))
             verdicts[found.verdict] += 1
             for metric, value in found.values.items():
-                values.setdefault(self.label + metric, []).append(value)
-        return {metric: sum(each) / len(each) for metric, each in values.items()}, verdicts
+                values.setdefault(metric, []).append(value)
+        scores = {metric: sum(each) / len(each) for metric, each in values.items()}
+        scores |= self.task.score_spans(self.ids, spans, logs, num_parameters)
+        return {self.label + metric: value for metric, value in scores.items()}, verdicts
 
     def _complete(self, answer: list[int]) -> list[int]:
         """Return the answer up to its end; a model of another library may not stop there."""
@@ -61,11 +72,11 @@ def window_questions(task: Task, count: int) -> list[WindowQuestions]:
     hardest, *others = task.evaluations()
     found = list[WindowQuestions]()
     for one in (hardest, *others):
-        questions: dict[int, list[Question]] = {number: [] for number in range(count)}
-        for question in one.questions(SEED, 0, count):
-            questions[question.window].append(question)
-        label = _label(one, hardest)
-        found += [WindowQuestions(one, label, *each) for each in questions.items() if each[1]]
+        label, asked = _label(one, hardest), list(one.questions(SEED, 0, count))
+        for number, ids in enumerate(one.windows(SEED, 0, count, EVALUATION).ids):
+            own = [question for question in asked if question.window == number]
+            if own or one.span_metrics:
+                found.append(WindowQuestions(one, label, number, ids, own))
     return sorted(found, key=lambda each: each.window)
 
 
@@ -80,10 +91,14 @@ def _label(task: Task, hardest: Task) -> str:
     return "".join(f"{part}/" for part in parts)
 
 
-def metrics(task: Task) -> list[str]:
-    """Return the names of all scores, the main one first."""
+def metrics(task: Task) -> dict[str, bool]:
+    """Return the names of all scores, the main one first, and whether higher is better."""
     hardest, *others = task.evaluations()
-    return [_label(one, hardest) + name for one in (hardest, *others) for name in one.metrics]
+    return {
+        _label(one, hardest) + name: higher
+        for one in (hardest, *others)
+        for name, higher in {**dict.fromkeys(one.metrics, True), **one.span_metrics}.items()
+    }
 
 
 def mean_scores(windows: Sequence[Mapping[str, float]]) -> dict[str, float]:

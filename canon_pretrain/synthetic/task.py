@@ -11,8 +11,9 @@ import functools
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
 import numpy as np
@@ -55,6 +56,13 @@ class Question(NamedTuple):
     window: int
 
 
+class Span(NamedTuple):
+    """Tokens whose log-likelihood is asked for, after the tokens before `start` of a window."""
+
+    start: int
+    tokens: list[int]
+
+
 class Judgement(NamedTuple):
     """`verdict`: right, wrong, malformed, too_long or empty; `values`: a number per metric."""
 
@@ -67,6 +75,10 @@ class Task(ABC):
     """A task and its settings, which are the fields. Raises UserError for settings out of range."""
 
     name: ClassVar[str]
+    temperature: ClassVar[float] = 0.0
+    """Of generated answers; 0: the likeliest tokens."""
+    span_metrics: ClassVar[Mapping[str, bool]] = MappingProxyType({})
+    """The names that `score_spans` returns, and whether higher is better."""
     seq_len: int = 1024
     loss_on: Literal["answers", "all"] = "answers"
 
@@ -137,6 +149,16 @@ class Task(ABC):
     def evaluations(self) -> "list[Task]":
         """Return the tasks to evaluate on, the hardest setting first."""
         return [self]
+
+    def spans(self, ids: np.ndarray, most: int | None = None) -> list[Span]:
+        """Return what `score_spans` asks about a window [seq_len], at `most` positions if cut."""
+        return []
+
+    def score_spans(
+        self, ids: np.ndarray, spans: Sequence[Span], logs: Sequence[float], num_parameters: int
+    ) -> dict[str, float]:
+        """Score a window by the log-likelihoods `logs` (nats) of its spans."""
+        return {}
 
     def refuse(self, key: str, given: object, expected: str) -> NoReturn:
         text = f"task {self.name}: {key} = {given}, expected {expected}"

@@ -14,7 +14,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.tokenizer import Tokenizer
-from canon_pretrain.model.decode import batches, generate
+from canon_pretrain.model.decode import batches, generate, sample_generator
 from canon_pretrain.model.transformer import Transformer
 from eval.model.ranks import Ranks
 from eval.model.score import Answer, Batch, Pair, Planner, Row, score_batch
@@ -39,6 +39,9 @@ class GenerationRequest(NamedTuple):
     context: tuple[int, ...]
     until: tuple[str, ...]
     max_tokens: int
+    temperature: float = 0.0
+    sample: tuple[int, int] = (0, 0)
+    """Of a sampled answer: document and number, so that equal prompts have several answers."""
 
 
 def request_cost(request: Instance) -> int:
@@ -233,13 +236,18 @@ class CanonLM(TemplateLM):
         return [results[item] for item in range(len(costs))]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Return the greedy answer to each context, cut at EOS, its length or its first `until`."""
+        """Return the answer to each context, cut at EOS, its length or its first `until`.
+
+        Samples depend on document and number of the request alone.
+        """
         costs: dict[GenerationRequest, int] = {}  # equal requests are answered once
         order = []
         for request in requests:
             context, options = request.args
             tokens = self.tok_encode(context) or [self.prefix_token_id]
             prompt = generation_request(tokens, options, self.max_length)
+            if prompt.temperature:
+                prompt = prompt._replace(sample=(request.doc_id or 0, request.idx))
             if len(prompt.context) < len(tokens):
                 self.truncated.add(request.doc_id)
             costs[prompt] = costs.get(prompt, 0) + request_cost(request)
@@ -247,10 +255,14 @@ class CanonLM(TemplateLM):
         prompts = list(costs)
 
         def plan(budget: int, chosen: Sequence[int]) -> list[list[int]]:
-            contexts = [prompts[i].context for i in chosen]
-            limits = [prompts[i].max_tokens for i in chosen]
-            found = batches(contexts, limits, budget, self.model.args.max_seq_len)
-            return [[chosen[k] for k in batch] for batch in found]
+            found: list[list[int]] = []
+            for temperature in sorted({prompts[i].temperature for i in chosen}):
+                own = [i for i in chosen if prompts[i].temperature == temperature]
+                contexts = [prompts[i].context for i in own]
+                limits = [prompts[i].max_tokens for i in own]
+                planned = batches(contexts, limits, budget, self.model.args.max_seq_len)
+                found += [[own[k] for k in batch] for batch in planned]
+            return found
 
         def work(budget: int, batch: list[int]) -> dict[int, str]:
             chosen = [prompts[i] for i in batch]
@@ -267,12 +279,17 @@ class CanonLM(TemplateLM):
             text = self._decode_answer(prompts[index], tokens)
             return any(stop in text for stop in prompts[index].until)
 
+        temperature = prompts[0].temperature
         answers = generate(
             self.model,
             [prompt.context for prompt in prompts],
             max_new_tokens=[prompt.max_tokens for prompt in prompts],
             eos_id=self.text_tokenizer.eos_id,
             stop=is_complete if any(prompt.until for prompt in prompts) else None,
+            temperature=temperature,
+            generator=[sample_generator(*prompt.sample) for prompt in prompts]
+            if temperature
+            else None,
             batch_tokens=batch_tokens,
             read_tokens=self.read_tokens,
         )
@@ -292,16 +309,16 @@ def generation_request(
     """Return the request of a prompt, whose beginning is cut if it and its answer do not fit."""
     options = dict(normalize_gen_kwargs(options, DEFAULT_GEN_TOKENS))
     unknown = options.keys() - GENERATION_OPTIONS
-    is_sampled = options.get("do_sample") or options.get("temperature", 0.0) > 0
-    if is_sampled or options.get("num_beams", 1) != 1 or unknown:
-        message = f"generation options {options}: expected greedy (until, max_gen_toks)"
-        raise UserError("eval.not_greedy", message)
+    temperature = options["temperature"] if options.get("do_sample") else 0.0
+    if options.get("num_beams", 1) != 1 or unknown:
+        message = f"generation options {options}: expected until, max_gen_toks, temperature"
+        raise UserError("eval.generation_options", message)
     room = max_length - options["max_gen_toks"]
     if room < 1:
         message = f"max_gen_toks = {options['max_gen_toks']} leaves no room for a prompt"
         raise UserError("eval.max_length", f"{message}: raise --max_length", given=max_length)
     until = tuple(stop for stop in options["until"] if stop)
-    return GenerationRequest(tuple(tokens[-room:]), until, options["max_gen_toks"])
+    return GenerationRequest(tuple(tokens[-room:]), until, options["max_gen_toks"], temperature)
 
 
 def none_if_out_of_memory(work: Callable[[], Result]) -> Result | None:

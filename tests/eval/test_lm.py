@@ -165,9 +165,8 @@ def test_softmax_is_float32_for_a_bfloat16_model(model):
 def test_impossible_requests_are_refused(model):
     lm = CanonLM(model, Bytes(), max_length=MAX_LENGTH, batch_tokens=150)
     for code, options in (
-        ("eval.not_greedy", {"do_sample": True, "temperature": 0.7}),
-        ("eval.not_greedy", {"num_beams": 4}),
-        ("eval.not_greedy", {"repetition_penalty": 1.2}),
+        ("eval.generation_options", {"num_beams": 4}),
+        ("eval.generation_options", {"repetition_penalty": 1.2}),
         ("eval.max_length", {"max_gen_toks": MAX_LENGTH}),
     ):
         with refused(code):

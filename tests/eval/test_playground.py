@@ -29,26 +29,31 @@ SETTINGS = [
     ("copy", {"n": 6, "seq_len": 40}),
     ("mano", {"l": 3, "modulus": 5, "seq_len": 48}),
     ("depo1", {"n": 5, "k": 3, "vocab": 6, "seq_len": 96}),
+    ("brevo1", {"n": 6, "seq_len": 80}),
+    ("capo", {"people": 20, "seq_len": 150}),
 ]
 every_task = pytest.mark.parametrize(("name", "settings"), SETTINGS, ids=[s[0] for s in SETTINGS])
+
+
+def model_args(task):
+    return ModelArgs(
+        vocab_size=task.vocab_size, num_layers=1, dim=32, num_heads=2, ffn_dim=48,
+        max_seq_len=task.seq_len, canon_set="ABCD", position="rope",
+    )  # fmt: skip
 
 
 def identity_of(task):
     found = {f"data.task.{key}": value for key, value in task.settings.items() if key != "seq_len"}
     found |= {"data.task.name": task.name, "training.seq_len": task.seq_len}
-    return found | {"data.data_seed": 0, "data_fingerprint": task.fingerprint}
+    found |= {f"model.{name}": value for name, value in asdict(model_args(task)).items()}
+    return found | {"data_fingerprint": task.fingerprint}
 
 
-def plant_task_run(folder, task, seed=0):
-    args = ModelArgs(
-        vocab_size=task.vocab_size, num_layers=1, dim=32, num_heads=2, ffn_dim=48,
-        max_seq_len=task.seq_len, canon_set="ABCD", position="rope",
-    )  # fmt: skip
-    model = Transformer(args)
+def plant_task_run(folder, task):
+    model = Transformer(model_args(task))
     model.init_weights()
     save_no_dist(dict(model.named_parameters()), folder / "checkpoint" / "step-3", step=3)
-    identity = {f"model.{name}": value for name, value in asdict(args).items()}
-    RunFolder(folder).write_config({"data": {"path": ""}}, identity | identity_of(task))
+    RunFolder(folder).write_config({"data": {"path": ""}}, identity_of(task))
     return folder
 
 
@@ -66,7 +71,7 @@ def scripted(task, windows, answer):
     def reply(request):
         return " ".join(map(str, answer(known[tuple(map(int, request.args[0].split()))])))
 
-    return ScriptedLM(reply)
+    return ScriptedLM(reply, lambda request: -1.0)
 
 
 @every_task
@@ -86,7 +91,7 @@ def test_a_perfect_and_a_wrong_answerer(name, settings):
         assert sum(counts.values()) == len(lm.asked) and counts["right"] == score * len(lm.asked)
         assert verdict is None or counts[verdict] == len(lm.asked)
         values = {key: each.value for key, each in found.scores.items() if key not in counts}
-        assert set(values.values()) == {score}
+        assert {values[metric] for metric in task.metrics if metric in values} == {score}
         assert values.keys() <= plan.description["higher_is_better"].keys()
         assert plan.description["primary"] == [next(iter(values))]
 

@@ -4,7 +4,7 @@ Texts are decimal ids (canon_pretrain/data/id_tokenizer.py). A window's score is
 questions, so that standard errors are over windows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean
 from lm_eval.config.task import TaskConfig
 
+from canon_pretrain.checkpoint.architecture import model_args
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_json
 from canon_pretrain.hf.export import RECORD
+from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.synthetic.evaluation import (
     END,
     VERDICTS,
@@ -29,6 +31,8 @@ from canon_pretrain.synthetic.task import Task
 
 WINDOWS = 200
 """Evaluation windows of each setting, unless `--option playground_windows=N`."""
+POSITIONS = 32
+"""Of a window, at which Lano's distribution is compared."""
 
 
 class Playground(lm_eval.api.task.Task):
@@ -39,9 +43,11 @@ class Playground(lm_eval.api.task.Task):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._metadata = dict(config["metadata"])
-        self.task = _find_task(self._metadata)
+        self.task, args = _find_task(self._metadata)
+        self._num_parameters = num_parameters(args)
         super().__init__()
-        options = {"until": [], "do_sample": False}
+        sampled, temperature = self.task.temperature > 0, self.task.temperature
+        options = {"until": [], "do_sample": sampled, "temperature": temperature}
         self._config = TaskConfig(
             task=config["task"],
             num_fewshot=0,
@@ -86,26 +92,31 @@ class Playground(lm_eval.api.task.Task):
         return self._docs
 
     def doc_to_text(self, doc: Mapping[str, Any]) -> str:
-        """Return the window's first prompt; construct_requests asks all."""
-        return _text(self._windows[doc["index"]].questions[0].prompt)
+        """Return the window; construct_requests has the prompts, its beginnings."""
+        return _text(self._windows[doc["index"]].ids)
 
     def doc_to_target(self, doc: Mapping[str, Any]) -> list[str]:
         return doc["answers"]
 
     def construct_requests(self, doc: dict[str, Any], ctx: str, **given: Any) -> list[Instance]:
         window = self._windows[doc["index"]]
-        requests = []
-        for number, question in enumerate(window.questions):
+        asked: list[tuple[Any, Any, tuple[str, Any]]] = []
+        for question in window.questions:
             options = {**self.config.generation_kwargs, "max_gen_toks": window.limit(question)}
-            arguments = (_text(question.prompt), options)
-            requests.append(Instance("generate_until", doc, arguments, number, given["metadata"]))
-        return requests
+            asked.append(("generate_until", doc, (_text(question.prompt), options)))
+        for span in window.task.spans(window.ids, POSITIONS):
+            texts = _text(window.ids[: span.start]), " " + _text(span.tokens)
+            asked.append(("loglikelihood", doc, texts))
+        return [Instance(*each, index, given["metadata"]) for index, each in enumerate(asked)]
 
-    def process_results(self, doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    def process_results(self, doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, float]:
+        window = self._windows[doc["index"]]
+        count, spans = len(window.questions), window.task.spans(window.ids, POSITIONS)
         # a model of another library may have a tokenizer with words
         parse = lambda word: int(word) if word.isdecimal() else END  # noqa: E731
-        answers = [list(map(parse, text.split())) for text in results]
-        scores, verdicts = self._windows[doc["index"]].judge(answers)
+        answers = [list(map(parse, text.split())) for text in results[:count]]
+        logs = [log for log, _ in results[count:]]
+        scores, verdicts = window.score(answers, spans, logs, self._num_parameters)
         return scores | {kind: verdicts[kind] for kind in VERDICTS}
 
     def aggregation(self) -> dict[str, Callable[[Sequence[float]], float]]:
@@ -113,21 +124,22 @@ class Playground(lm_eval.api.task.Task):
 
     def higher_is_better(self) -> dict[str, bool]:
         counts = {kind: kind == "right" for kind in VERDICTS}
-        return dict.fromkeys(metrics(self.task), True) | counts
+        return metrics(self.task) | counts
 
 
-def _find_task(metadata: Mapping[str, Any]) -> Task:
-    """Return the task of a run's identity, which `eval run` passes, or of an export's record."""
+def _find_task(metadata: Mapping[str, Any]) -> tuple[Task, ModelArgs]:
+    """Return task and model of a run's identity, from `eval run`, or of an export's record."""
     identity, folder = metadata.get("identity"), metadata.get("pretrained")
     if identity is None and folder and (path := Path(str(folder)) / RECORD).exists():
         identity = read_json(path, finite=False).get("identity")
-    task = task_of_run(identity or {})
+    identity = identity or {}
+    task = task_of_run(identity)
     if task is None:
         message = "the suite playground asks a model that was trained on a synthetic task "
         message += "(data.task.name): give such a run, or an export of one"
         raise UserError("playground.no_task", message)
-    return task
+    return task, model_args(identity, Path("the model"))
 
 
-def _text(ids: Sequence[int]) -> str:
+def _text(ids: Iterable[int]) -> str:
     return " ".join(map(str, ids))
