@@ -85,7 +85,7 @@ def stats(arguments: argparse.Namespace) -> None:
     windows = task.windows(seed, 0, count)
     questions = list(task.questions(seed, 0, count))
     numbers = np.bincount(windows.ids.ravel(), minlength=task.vocab_size)
-    frequent = np.argsort(-numbers, kind="stable")[:10].tolist()
+    frequent = [i for i in np.argsort(-numbers, kind="stable")[:10].tolist() if numbers[i]]
     words = {token: task.word(token) for token in range(1, task.vocab_size)}
     marks = [f"{word} {token}" for token, word in words.items() if not word.isdigit()]
     rows = {
