@@ -4,8 +4,9 @@ Ids: terminals 1 2 3, <bos> 4.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from canon_pretrain.synthetic.task import (
     Instances,
     Judgement,
     Question,
+    Span,
     Task,
 )
 
@@ -95,6 +97,8 @@ class Lano(Task):
     """
 
     name: ClassVar[str] = "lano"
+    temperature: ClassVar[float] = 1.0
+    span_metrics: ClassVar[Mapping[str, bool]] = MappingProxyType({"kl": False})
     seq_len: int = 512
     loss_on: Literal["answers", "all"] = "all"
     grammar: Literal["cfg3f", "cfg3j", "cfg3k"] = "cfg3f"
@@ -166,3 +170,26 @@ class Lano(Task):
         windows, int [..., seq_len], as float64 [..., seq_len, vocab_size]."""
         rows = self.language.next_tokens(ids.ravel())
         return rows.reshape(*ids.shape, self.vocab_size)
+
+    def spans(self, ids: np.ndarray, most: int | None = None) -> list[Span]:
+        """Return every id as the next token after each token, or after `most` random ones."""
+        places = np.arange(1, len(ids))
+        if most is not None:
+            places = np.random.default_rng(0).permutation(places)[:most]
+        return [Span(at, [token]) for at in places.tolist() for token in range(1, self.vocab_size)]
+
+    def score_spans(
+        self, ids: np.ndarray, spans: Sequence[Span], logs: Sequence[float], num_parameters: int
+    ) -> dict[str, float]:
+        """Return the divergence from the true distribution, nats per token."""
+        starts, tokens = np.array([(span.start, span.tokens[0]) for span in spans]).T
+        truth = _distribution(self, ids.tobytes())[starts - 1, tokens]
+        known = truth > 0
+        nats = truth[known] * (np.log(truth[known]) - np.array(logs)[known])
+        return {"kl": float(nats.sum() / len(np.unique(starts)))}
+
+
+@functools.lru_cache(maxsize=512)
+def _distribution(task: Lano, window: bytes) -> np.ndarray:
+    """Return `task.distribution` of a window, which validations ask for again and again."""
+    return task.distribution(np.frombuffer(window, np.int64))

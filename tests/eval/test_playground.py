@@ -30,6 +30,7 @@ SETTINGS = [
     ("mano", {"l": 3, "modulus": 5, "seq_len": 48}),
     ("depo1", {"n": 5, "k": 3, "vocab": 6, "seq_len": 96}),
     ("brevo1", {"n": 6, "seq_len": 80}),
+    ("lano", {"root": 13, "seq_len": 48}),
     ("capo", {"people": 20, "seq_len": 150}),
 ]
 every_task = pytest.mark.parametrize(("name", "settings"), SETTINGS, ids=[s[0] for s in SETTINGS])
