@@ -13,7 +13,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, get_args
+from typing import ClassVar, get_args
 
 import numpy as np
 
@@ -34,17 +34,27 @@ MARKS = ("<bos>", "<query>", "<ans>", "<eos>")
 BOS, QUERY, ANS, EOS = range(4)
 DEGREE = 4
 DEPTHS = range(1, 6)
-Name = tuple[int, ...]
 HALVES = 2 + 2 * DEGREE
-"""Random 32-bit numbers per vertex: how many parents, which, the keys of its edges, its time."""
+"""Random 32-bit numbers per vertex: how many parents, which, the keys of its edges, its wait."""
+Name = tuple[int, ...]
+Edges = list[tuple[np.ndarray, np.ndarray, np.ndarray]]
+"""Per vertex from 1 on, its edges in all graphs: the graph, the parent, which of the parents."""
 
 
-class _Edges(NamedTuple):
-    """The edges into one vertex: the graph, the parent and its place among the parents, [edges]."""
+class _Numbers:
+    """The names 1..`n`, each one token, behind the interface of `Names`."""
 
-    graph: np.ndarray
-    parent: np.ndarray
-    slot: np.ndarray
+    def __init__(self, n: int) -> None:
+        self.high, self.count, self.random_words = 1, n, n
+
+    def draw(self, words: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        return np.argsort(words, axis=1) + 1
+
+    def write(self, symbols: np.ndarray, kinds: np.ndarray) -> Instances:
+        return Instances(symbols[:, 0], kinds[:, 0], np.arange(1, len(symbols) + 1))
+
+    def parse(self, ids: Sequence[int]) -> list[Name] | None:
+        return [(id_,) for id_ in ids] if all(1 <= id_ <= self.count for id_ in ids) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,28 +75,9 @@ class Brevo1(Task):
         if self.n_weight not in get_args(NWeight):
             self.refuse("n_weight", self.n_weight, " or ".join(get_args(NWeight)))
 
-    @property
-    def _name_limit(self) -> int:
-        """The most tokens of a name."""
-        return 1
-
-    @property
-    def _num_names(self) -> int:
-        """The number of symbols that are names; see `names.py`."""
-        return self.n
-
-    @property
-    def _name_words(self) -> int:
-        return self.n
-
-    def _draw_names(self, words: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        return np.argsort(words, axis=1) + 1
-
-    def _write(self, symbols: np.ndarray, kinds: np.ndarray, ends: np.ndarray) -> Instances:
-        return Instances(symbols, kinds, ends)
-
-    def _parse(self, ids: Sequence[int]) -> list[Name] | None:
-        return [(token,) for token in ids] if all(1 <= token <= self.n for token in ids) else None
+    @functools.cached_property
+    def _names(self) -> Names | _Numbers:
+        return _Numbers(self.n)
 
     @property
     def _first_mark(self) -> int:
@@ -99,14 +90,14 @@ class Brevo1(Task):
         A context with room for 5 standard deviations above the mean is enough: the graphs that may
         have more, less than one of a million, have one parent per vertex.
         """
-        most = sum(min(vertex, DEGREE) for vertex in range(self.n))
-        room = ((self.seq_len - len(MARKS)) // self._name_limit - self.n) // 2
+        most = max(3, 4 * self.n - 10)  # the first four vertices have at most 0, 1, 2, 3 parents
+        room = ((self.seq_len - len(MARKS)) // self._names.high - self.n) // 2
         usual = 2.5 * (self.n - 1) + 5 * (1.25 * (self.n - 1)) ** 0.5
         return min(most, room) if room >= usual else most
 
     @property
     def longest(self) -> int:
-        return len(MARKS) + self._name_limit * (2 * self._most_edges + self.n)
+        return len(MARKS) + self._names.high * (2 * self._most_edges + self.n)
 
     @property
     def vocab_size(self) -> int:
@@ -117,7 +108,7 @@ class Brevo1(Task):
 
     @property
     def random_words(self) -> int:
-        return 3 + self._name_words + self.n * HALVES // 2
+        return 3 + self._names.random_words + self.n * HALVES // 2
 
     def build(self, words: np.ndarray, seed: int) -> Instances:
         if self.exact_n:
@@ -127,19 +118,20 @@ class Brevo1(Task):
         leaves = 1 + below(words[:, 1], -(-(n - 1) // 4) + 1)
         first = n - 1 if self.last_query else 3 * n // 4
         query = first + below(words[:, 2], n - first)
-        names = self._draw_names(words[:, 3 : 3 + self._name_words], n)
+        names = self._names.draw(words[:, 3 : 3 + self._names.random_words], n)
         # Graphs by descending size, so that those with a vertex i are the first ones
         order = np.argsort(-n, kind="stable")
-        random = words[order, 3 + self._name_words :].view(np.uint32)
+        random = words[order, 3 + self._names.random_words :].view(np.uint32)
         random = random.reshape(len(words), self.n, HALVES).transpose(1, 2, 0)
-        # Where there could be too many parents, a vertex has one
-        wanted = (1 + (random[1:, 0] >> 30)).sum(axis=0)
-        random[:, 0, wanted > self._most_edges] = 0
+        # A graph that may have too many edges has one parent per vertex instead
+        bounds = np.minimum(np.arange(1, self.n), DEGREE)[:, None]
+        wanted = 1 + (random[1:, 0] * bounds >> 32)
+        random[:, 0, wanted.sum(axis=0) > self._most_edges] = 0
         edges = self._draw_edges(random, n[order], leaves[order])
         times = self._draw_times(random, edges, query[order])[np.argsort(order)]
 
         graph, parent, slot = (np.concatenate(column) for column in zip(*edges, strict=True))
-        child = np.repeat(np.arange(1, self.n), [len(e.graph) for e in edges])
+        child = np.repeat(np.arange(1, self.n), [len(graph) for graph, _, _ in edges])
         keys = random[child, 1 + DEGREE + slot, graph]
         graph = order[graph]
         keys = keys | graph << 32
@@ -152,15 +144,16 @@ class Brevo1(Task):
         lengths = np.ones((len(words), 7), np.int64)
         lengths[:, 1], lengths[:, 5] = 2 * num_edges, num_answers
         parts = np.repeat(np.tile(np.arange(7), len(words)), lengths.ravel())
-        marks = np.array([BOS, 0, QUERY, 0, ANS, 0, EOS]) + self._num_names + 1
+        marks = np.array([BOS, 0, QUERY, 0, ANS, 0, EOS]) + self._names.count + 1
         symbols = marks[parts]
         symbols[parts == 1] = names[graph[shuffled, None], pairs].ravel()
         symbols[parts == 3] = names[np.arange(len(words)), query]
         symbols[parts == 5] = names[np.repeat(np.arange(len(words)), num_answers), answers]
         kinds = np.array([PROBLEM] * 4 + [MARK, ANSWER, ANSWER], np.uint8)[parts]
-        return self._write(symbols, kinds, lengths.sum(axis=1).cumsum())
+        made = self._names.write(symbols[:, None], kinds[:, None])
+        return made._replace(ends=made.ends[lengths.sum(axis=1).cumsum() - 1])
 
-    def _draw_edges(self, random: np.ndarray, n: np.ndarray, leaves: np.ndarray) -> list[_Edges]:
+    def _draw_edges(self, random: np.ndarray, n: np.ndarray, leaves: np.ndarray) -> Edges:
         """Return the edges into the vertices 1, 2, ..., which come after those they depend on."""
         # The vertices with less than 4 children
         is_open = np.ones((len(n), self.n), bool)
@@ -182,7 +175,7 @@ class Brevo1(Task):
             place += num_free.cumsum() - num_free
             slot, graph = ((slots <= number) & (leaves[:count] <= vertex)).nonzero()
             parent = free[place[slot, graph]] - graph * vertex
-            edges.append(_Edges(graph, parent, slot))
+            edges.append((graph, parent, slot))
             at = graph * self.n + parent
             num_children[at] += 1
             is_full = num_children[at] == DEGREE
@@ -190,7 +183,7 @@ class Brevo1(Task):
             num_full[:count] += np.bincount(graph[is_full], minlength=count)
         return edges
 
-    def _draw_times(self, random: np.ndarray, edges: list[_Edges], query: np.ndarray) -> np.ndarray:
+    def _draw_times(self, random: np.ndarray, edges: Edges, query: np.ndarray) -> np.ndarray:
         """Return when each vertex is taken, from the query back, -inf if never, [graphs, n].
 
         A vertex waits for an exponential time once all that depend on it are taken: so the next one
@@ -210,7 +203,7 @@ class Brevo1(Task):
 
     @property
     def answer_limit(self) -> int:
-        return (self.n - 1) * self._name_limit + 1
+        return (self.n - 1) * self._names.high + 1
 
     def is_complete(self, answer: Sequence[int]) -> bool:
         return len(answer) > 0 and answer[-1] == self._first_mark + EOS
@@ -223,16 +216,15 @@ class Brevo1(Task):
         parents, query = self._read(prompt)
         needed, levels = set[Name](), [{query}]
         while levels[-1]:
-            levels.append(set[Name]().union(*(parents.get(at, ()) for at in levels[-1])) - needed)
+            levels.append({name for at in levels[-1] for name in parents.get(at, ())} - needed)
             needed |= levels[-1]
         depth = next((d for d, level in enumerate(levels) if not level <= parents.keys()), 0)
-        given = self._parse(answer[:-1]) if self.is_complete(answer) else None
+        given = self._names.parse(answer[:-1]) if self.is_complete(answer) else None
         seen = set[Name]()
-        is_right = given is not None
-        for vertex in given or ():
-            is_right = is_right and vertex not in seen and seen.issuperset(parents.get(vertex, ()))
-            seen.add(vertex)
-        is_right = is_right and seen == needed
+        for at in given or ():
+            if at not in seen and seen.issuperset(parents.get(at, ())):
+                seen.add(at)
+        is_right = given is not None and len(given) == len(seen) and seen == needed
         values = {"exact": float(is_right)}
         if depth in DEPTHS:
             values[f"exact_depth{depth}"] = float(is_right)
@@ -244,7 +236,7 @@ class Brevo1(Task):
         ids = list(prompt[-self.longest :])
         ids = ids[len(ids) - ids[::-1].index(bos) :] if bos in ids else []
         middle = ids.index(query) if query in ids else 0
-        names, asked = self._parse(ids[:middle]), self._parse(ids[middle + 1 : -1])
+        names, asked = self._names.parse(ids[:middle]), self._names.parse(ids[middle + 1 : -1])
         if ids[-1:] != [ans] or not names or len(names) % 2 or asked is None or len(asked) != 1:
             self.bad_prompt("<bos>, pairs of names, <query>, a name and <ans>")
         parents = defaultdict[Name, set[Name]](set)
@@ -268,36 +260,10 @@ class Brevo2(Brevo1):
     vocab: int = 4
     name_tokens: tuple[int, int] | int = (2, 4)
 
-    def check(self) -> None:
-        super().check()
-        _ = self._names
-
     @functools.cached_property
     def _names(self) -> Names:
         return Names(self, self.n, self.vocab, self.name_tokens, len(MARKS))
 
     @property
-    def _name_limit(self) -> int:
-        return self._names.high
-
-    @property
-    def _num_names(self) -> int:
-        return self._names.count
-
-    @property
     def _first_mark(self) -> int:
         return 2 * self.vocab + 1
-
-    @property
-    def _name_words(self) -> int:
-        return self._names.random_words
-
-    def _draw_names(self, words: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        return self._names.draw(words, sizes)
-
-    def _write(self, symbols: np.ndarray, kinds: np.ndarray, ends: np.ndarray) -> Instances:
-        made = self._names.write(symbols[:, None], kinds[:, None])
-        return made._replace(ends=made.ends[ends - 1])
-
-    def _parse(self, ids: Sequence[int]) -> list[Name] | None:
-        return self._names.parse(ids)
