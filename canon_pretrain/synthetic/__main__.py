@@ -44,7 +44,8 @@ def show(arguments: argparse.Namespace) -> None:
         return
     words = [task.word(token) for token in ids]
     edges = np.diff((kinds == ANSWER).astype(int), prepend=0, append=0).tolist()
-    starts = [i for i, word in enumerate(words) if i and word.startswith("<bos>")]
+    is_bos = [word.startswith("<bos>") for word in words]
+    starts = [i for i in range(1, len(words)) if is_bos[i] > is_bos[i - 1]]  # padding is no start
     for i, word in enumerate(words):
         words[i] = "[" * (edges[i] > 0) + word + "]" * (edges[i + 1] < 0)
     for start, end in zip([0, *starts], [*starts, len(words)], strict=True):

@@ -1,0 +1,142 @@
+"""What every task promises: windows, fingerprints, questions and judgements."""
+
+import dataclasses
+import random
+from itertools import chain, islice
+
+import numpy as np
+import pytest
+
+from canon_pretrain.synthetic.task import ANSWER, EVALUATION, MARK, PROBLEM, STRIDE, TRAINING
+from canon_pretrain.synthetic.tasks import TASKS, build_task
+from tests.support import refused
+
+SMALL = {
+    "copy": {"n": 5, "seq_len": 40},
+    "mano": {"l": 3, "seq_len": 64},
+    "depo1": {"n": 6, "k": 3, "vocab": 9, "seq_len": 128},
+    "depo2": {"n": 5, "k": 3, "vocab": 4, "name_tokens": (2, 3), "seq_len": 128},
+    "brevo1": {"n": 8, "seq_len": 128},
+    "brevo2": {"n": 6, "vocab": 4, "name_tokens": (2, 3), "seq_len": 160},
+    "lano": {"root": 10, "seq_len": 64},
+    "capo": {"people": 20, "seq_len": 128},
+}
+WITHOUT_QUESTIONS = ("lano",)
+SEVERAL_ORDERS = ("brevo1", "brevo2")  # of the vertices of a right answer
+OTHER = {"answers": "all", "all": "answers", "n+sqrt(N)": "sqrt(N+n)", "cfg3f": "cfg3j"}
+OTHER |= {(1, 2): (1, 1), (2, 3): (2, 2)}
+
+
+@pytest.fixture(params=TASKS)
+def task(request):
+    return build_task(request.param, SMALL[request.param])
+
+
+def mutations(task, answer, rng):
+    """Return the answer with a token dropped, added, duplicated and changed, and two swapped."""
+    at = rng.randrange(len(answer))
+    before, token, after = answer[:at], answer[at], answer[at + 1 :]
+    new = 1 + (token + rng.randrange(task.vocab_size - 2)) % (task.vocab_size - 1)
+    found = [[*before, *middle, *after] for middle in ([], [new, token], [token, token], [new])]
+    if task.name not in SEVERAL_ORDERS and len(set(answer)) > 1:
+        other = rng.choice([i for i in range(len(answer)) if answer[i] != token])
+        found.append([answer[{at: other, other: at}.get(i, i)] for i in range(len(answer))])
+    return found
+
+
+def assert_judged(task, question, number, *, each=False):
+    """Assert the verdicts on a question's answer and on one mutation of it, or on `each`."""
+    right, main = task.judge(question.prompt, question.answer), task.metrics[0]
+    assert (right.verdict, right.values[main]) == ("right", 1.0)
+    assert right.values.keys() <= set(task.metrics)
+    mutated = mutations(task, question.answer, random.Random(number))
+    for answer in mutated if each else [mutated[number % len(mutated)]]:
+        wrong = task.judge(question.prompt, answer)
+        assert wrong.verdict != "right" and wrong.values[main] < 1, answer
+
+
+@pytest.mark.parametrize("domain", [TRAINING, EVALUATION])
+@pytest.mark.parametrize("first", [0, 5, 1 << 30])
+def test_windows_do_not_depend_on_their_batch(task, first, domain):
+    together = task.windows(7, first, 3, domain)
+    smaller = dataclasses.replace(task)
+    vars(smaller)["_per_window"] = 1  # grows until the windows are full
+    alone = [task.windows(7, first + i, 1, domain) for i in range(3)]
+    for i, expected in enumerate(together):
+        np.testing.assert_array_equal(np.concatenate([window[i] for window in alone]), expected)
+        np.testing.assert_array_equal(smaller.windows(7, first, 3, domain)[i], expected)
+
+
+def test_window_is_instances_from_its_left_end(task):
+    windows = task.windows(3, 4, 2)
+    assert windows.ids.dtype == np.int64 and windows.kinds.dtype == np.uint8
+    assert windows.ids.min() >= 1 and windows.ids.max() < task.vocab_size
+    for i in range(2):
+        # Capo cuts no biography: it pads windows with another kind of token
+        first = (4 + i) * (task.per_window if task.name == "capo" else STRIDE)
+        ids, kinds, ends = task.instances(3, first, task.seq_len)
+        assert task.longest is None or np.diff(ends, prepend=0).max() <= task.longest
+        size = np.count_nonzero(windows.kinds[i] <= ANSWER)
+        assert size == task.seq_len or task.name == "capo"
+        np.testing.assert_array_equal(windows.ids[i, :size], ids[:size])
+        np.testing.assert_array_equal(windows.kinds[i, :size], kinds[:size])
+    for on, kinds in (("answers", [MARK, ANSWER]), ("all", [PROBLEM, MARK, ANSWER])):
+        counted = dataclasses.replace(task, loss_on=on).is_counted(windows.kinds)
+        np.testing.assert_array_equal(counted, np.isin(windows.kinds, kinds))
+    assert (windows.kinds == ANSWER).any() == (task.name not in WITHOUT_QUESTIONS)
+
+
+def test_seeds_windows_and_domains_differ(task):
+    places = [(0, 0, 1, TRAINING), (1, 0, 1, TRAINING), (0, 1, 1, TRAINING), (0, 0, 1, EVALUATION)]
+    assert len({task.windows(*place).ids.tobytes() for place in places}) == len(places)
+
+
+def test_fingerprint_depends_on_each_setting(task):
+    given = {key: value for key, value in task.settings.items() if value is not None}
+    found = {task.fingerprint, dataclasses.replace(task).fingerprint}
+    for key, value in given.items():
+        other = value + 1 if isinstance(value, int) else OTHER[value]
+        found.add(dataclasses.replace(task, **{key: other}).fingerprint)
+    assert len(found) == 1 + len(given)
+
+
+def test_right_answers_pass_and_mutated_ones_fail(task):
+    questions = list(islice(task.questions(5, 0, 300), 1000))
+    assert len(questions) > 100 or task.name in WITHOUT_QUESTIONS
+    for number, (prompt, answer, _) in enumerate(questions):
+        assert 0 < len(answer) <= task.answer_limit and task.is_complete(answer)
+        assert_judged(task, questions[number], number, each=True)
+        long = [*answer, *([answer[0]] * task.answer_limit)]
+        assert [task.judge(prompt, given).verdict for given in ([], long)] == ["empty", "too_long"]
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", [name for name in TASKS if name not in WITHOUT_QUESTIONS])
+def test_100_000_answers_and_mutations(name):
+    task = build_task(name, {})
+    parts = (task.questions(6, first, 16) for first in range(0, 1 << 20, 16))
+    for number, question in enumerate(islice(chain.from_iterable(parts), 100_000)):
+        assert_judged(task, question, number)
+
+
+def test_evaluations_are_tasks_of_the_same_vocabulary(task):
+    for other in task.evaluations():
+        assert (type(other), other.vocab_size) == (type(task), task.vocab_size)
+        assert any(other.questions(0, 0, 9)) or task.name in WITHOUT_QUESTIONS
+
+
+def test_settings_and_prompts_out_of_range_are_refused(task):
+    small, sizes = SMALL[task.name], {"n", "k", "vocab", "l", "modulus", "people", "exposures"}
+    bad = [(key, 0) for key in sizes if task.settings.get(key) is not None]
+    bad += [(key, "x") for key in {*sizes, "loss_on", "grammar", "n_weight"} & {*task.settings}]
+    for key, value in bad:
+        with refused("task.setting", task=task.name, key=key):
+            build_task(task.name, small | {key: value})
+    with refused("task.unknown_setting", task=task.name, key="size"):
+        build_task(task.name, small | {"size": 3})
+    if task.longest:
+        with refused("task.too_long", longest=task.longest):
+            build_task(task.name, small | {"seq_len": task.longest - 1})
+    for prompt in ([], [1], [task.vocab_size - 1], [task.vocab_size] * 3, [-1] * 9):
+        with refused("task.prompt", task=task.name):
+            task.judge(prompt, [1])
