@@ -87,8 +87,8 @@ class Names:
         chosen = np.where(np.arange(self.n) < sizes[:, None], keys & ((1 << bits) - 1), 0)
         is_short = is_new.sum(axis=1) < sizes
         if is_short.any():
-            short = words[is_short]
-            more = np.concatenate([short, _mix(short + np.uint64(width))], axis=1)
+            short, later = words[is_short], np.arange(width, 2 * width, dtype=np.uint64)
+            more = np.concatenate([short, _mix(short + later)], axis=1)
             chosen[is_short] = self._choose(more, sizes[is_short])
         return chosen
 

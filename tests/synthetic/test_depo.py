@@ -1,0 +1,164 @@
+"""Depo: its distributions against loops written from the paper, its scorer against a walk."""
+
+import random
+from collections import Counter
+from math import sqrt
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from canon_pretrain.synthetic.names import Names
+from canon_pretrain.synthetic.tasks import build_task
+from tests.support import refused
+from tests.synthetic import reference_depo
+
+QUICK = {"n": 6, "k": 3, "vocab": 2, "name_tokens": (1, 3)}
+SMALL = [
+    pytest.param(settings, 100_000, marks=pytest.mark.system)
+    for settings in (
+        {"n": 9, "k": 4, "vocab": 3, "name_tokens": (1, 2)},  # of 12 names
+        {"n": 5, "k": 12, "vocab": 2, "name_tokens": (2, 4)},
+        {"n": 12, "k": 2, "vocab": 14, "name_tokens": (1, 1)},
+    )
+]
+PAPER = [
+    pytest.param(settings, 20_000, marks=pytest.mark.system)
+    for settings in (
+        {"n": 225, "k": 8, "vocab": 50, "name_tokens": (1, 2)},
+        {"n": 75, "k": 16, "vocab": 4, "name_tokens": (5, 7)},
+    )
+]
+
+
+def depo(settings, **more):
+    return build_task("depo1", settings | {"seq_len": 96 if settings["n"] < 20 else 2048} | more)
+
+
+def instances(task, count, step=1000):
+    for first in range(0, count, step):
+        ids, kinds, ends = task.instances(1, first, min(step, count))
+        for start, end in zip([0, *ends], ends, strict=False):
+            yield ids[start:end].tolist(), kinds[start:end].tolist()
+
+
+def p_value(ours, theirs, is_number):
+    """Return the p value of equal distributions: by KS for numbers, else by chi-square."""
+    if is_number:
+        return stats.ks_2samp(ours, theirs, method="asymp").pvalue
+    counts = [Counter(ours), Counter(theirs)]
+    often = [value for value, total in (counts[0] + counts[1]).items() if total >= 20]
+    table = np.array([[count[value] for value in often] for count in counts])
+    rest = len(ours) - table.sum(axis=1, keepdims=True)
+    table = np.hstack([table, rest]) if rest.sum() >= 20 else table
+    return stats.chi2_contingency(table).pvalue if table.shape[1] > 1 else 1.0
+
+
+@pytest.mark.parametrize(("settings", "count"), [(QUICK, 2000), *SMALL, *PAPER])
+@pytest.mark.parametrize("n_weight", ["n+sqrt(N)", "sqrt(N+n)"])
+def test_instances_are_distributed_as_the_papers(settings, count, n_weight):
+    ours, theirs, rng = [], [], random.Random(2)
+    weight = {"n+sqrt(N)": lambda n, most: 1 / (n + sqrt(most))}
+    weight["sqrt(N+n)"] = lambda n, most: 1 / sqrt(most + n)
+    for ids, kinds in instances(depo(settings, n_weight=n_weight), count):
+        edges, queries = reference_depo.read(ids, settings["vocab"])
+        assert (ids, kinds) == reference_depo.show(edges, queries, settings["vocab"])
+        node, follow = edges[0][0], dict(edges)
+        assert len(follow) == len({node := follow[node] for _ in edges}) == len(edges)
+        assert len({q for _, q, _ in queries}) == len(queries) == min(10, len(edges))
+        for k, node, answer in queries:
+            assert [node := follow[node] for _ in range(k)][-1] == answer
+        ours.append(reference_depo.features(edges, queries))
+        drawn = reference_depo.draw(rng, weight=weight[n_weight], **settings)
+        theirs.append(reference_depo.features(*drawn))
+    values = {key: [[one[key] for one in side] for side in (ours, theirs)] for key in ours[0]}
+    found = {key: p_value(*pair, key == "length") for key, pair in values.items()}
+    # Holm's test of all features at 1 % rejects none if and only if this holds
+    assert min(found.values()) * len(found) > 0.01, found
+
+
+@pytest.mark.parametrize(("settings", "count"), [(QUICK, 1000), *SMALL])
+def test_judge_accepts_the_walked_answer_and_no_other(settings, count):
+    task, rng, verdicts = depo(settings), random.Random(3), Counter()
+    while verdicts["right"] < count:
+        for prompt, gold, _ in task.questions(4, verdicts["right"], 100):
+            start = len(prompt) - prompt[::-1].index(2 * task.vocab + 1) - 1
+            edges, queries = reference_depo.read(prompt[start:] + gold, task.vocab)
+            k, node, _ = queries[-1]
+            assert list(reference_depo.walk(edges, node, k)) == gold
+            verdict, values = task.judge(prompt, gold)
+            verdicts[verdict] += 1
+            assert values.items() >= {"exact": 1, "tokens": 1, f"exact_k{k}": 1}.items()
+            i, j = rng.randrange(len(gold)), rng.randrange(len(gold))
+            swapped = gold.copy()
+            swapped[i], swapped[j] = gold[j], gold[i]
+            other = list(rng.choice([x for x, _ in edges if list(x) != gold]))
+            dropped, added = gold[:i] + gold[i + 1 :], gold[:i] + other[:1] + gold[i:]
+            for changed in {tuple(m) for m in (swapped, other, dropped, added, gold * 2)}:
+                if list(changed) != gold:
+                    verdict, values = task.judge(prompt, changed)
+                    verdicts["changed " + verdict] += 1
+                    assert values["exact"] == values[f"exact_k{k}"] == 0 <= values["tokens"] <= 1
+    assert {"changed wrong", "changed too_long"} < verdicts.keys() - {"changed right"}
+    assert "changed right" not in verdicts and "wrong" not in verdicts
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict", "tokens"),
+    [([1, 2, 4], "right", 3), ([2, 2, 4], "wrong", 2), ([1, 2, 1, 4], "too_long", 2)]
+    + [([1, 2], "malformed", 2), ([4, 2, 4], "malformed", 2), ([5], "malformed", 0)]
+    + [([], "empty", 0)],
+)
+def test_partial_credit_counts_tokens_by_position(answer, verdict, tokens):
+    edges = [((1, 3), (1, 2, 4)), ((1, 2, 4), (2, 4)), ((2, 4), (1, 3))]
+    prompt, _ = reference_depo.show(edges, [(3, (1, 2, 4), ())], vocab=2)
+    task, exact = depo(QUICK, exact_k=True), float(verdict == "right")
+    values = zip(task.metrics, [exact, tokens / 3] * 2, strict=True)
+    assert task.judge(prompt, answer) == (verdict, dict(values))
+    for cut in [
+        [],
+        prompt[1:],
+        prompt[:-1],
+        prompt[:4] + prompt[6:],
+        [5, 3, 3, 4, 4, *prompt[-5:]],
+    ]:
+        with refused("task.prompt", task="depo1"):
+            task.judge(cut, answer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "fields"),
+    [
+        ({"n": 2}, "task.setting", {"key": "n"}),
+        ({"k": 0}, "task.setting", {"key": "k"}),
+        ({"n": 2551, "seq_len": 10**5}, "task.setting", {"key": "n", "given": 2551}),
+        ({"n": 1000}, "task.too_long", {"seq_len": 2048}),
+        ({"n_weight": "1/n"}, "task.setting", {"key": "n_weight"}),
+        ({"name_tokens": (2, 1)}, "task.setting", {"key": "name_tokens"}),
+        ({"name_tokens": 0}, "task.setting", {"key": "name_tokens"}),
+        ({"vocab": 0}, "task.setting", {"key": "vocab"}),
+        ({"vocab": 10**9}, "task.setting", {"key": "vocab"}),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, code, fields):
+    with refused(code, **fields):
+        build_task("depo1", settings)
+
+
+def test_evaluation_fixes_the_size_and_keeps_the_ids():
+    (hardest,) = build_task("depo2", {"n": 20, "k": 6}).evaluations()
+    (fixed,) = build_task("depo2", {"n": 20, "k": 6, "exact_k": True}).evaluations()
+    assert hardest.vocab_size == fixed.vocab_size == 17
+    assert {len(reference_depo.read(ids, 4)[0]) for ids, _ in instances(hardest, 50)} == {20}
+    assert {q[0] for ids, _ in instances(fixed, 50) for q in reference_depo.read(ids, 4)[1]} == {6}
+
+
+def test_names_never_run_short_and_depend_on_their_row_alone():
+    names = Names(build_task("depo1", {}), 84, 4, (1, 3), specials=0)
+    words = np.random.default_rng(0).integers(0, 2**64, (40, names.random_words), np.uint64)
+    words[::2, 5:] = words[::2, 4:5]  # five names; the others come from hashes
+    sizes = np.array([84, 84, 60, 3] * 10)
+    drawn = names.draw(words, sizes)
+    assert [len(set(row) - {0}) for row in drawn.tolist()] == sizes.tolist()
+    alone = [names.draw(words[i : i + 1], sizes[i : i + 1]) for i in range(40)]
+    assert np.array_equal(drawn, np.concatenate(alone))
