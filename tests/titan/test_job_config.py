@@ -74,6 +74,10 @@ def test_a_world_size_that_does_not_divide_names_valid_ones():
         shard_degree(job, 6)
 
 
+BESIDE_A_TASK = (
+    *("data.path a", "data.paths a b --data.weights 1 1", "data.order permute"),
+    *("validation.path a", "validation.windows=-1", "model.document_mask True"),
+)
 REFUSED = {
     "config.conflict": [
         *("run.stop_at 13", "checkpoint.no-enable --run.stop_at 3"),
@@ -82,7 +86,13 @@ REFUSED = {
         "profiling.enable_profiling --profiling.profile_freq 3",
         *("data.path a --data.paths b --data.weights 1", "data.path a --data.weights 1"),
         *("job.dump_folder=", "job.dump_folder=~/x", "checkpoint.folder=a\0b"),
+        *(f"{words} --data.task.name copy" for words in BESIDE_A_TASK),
+        "data.task.n 8",
     ],
+    "config.unknown_choice": ["data.task.name kopy"],
+    "task.unknown_setting": ["data.task.name copy --data.task.k 8"],
+    "task.setting": ["data.task.name copy --data.task.n 0"],
+    "task.too_long": ["data.task.name copy --data.task.n 40"],
     "config.unsupported": [
         *("parallelism.tensor_parallel_degree 2", "parallelism.data_parallel_shard_degree 2"),
         *("validation.dataset x", "validation.steps 5", "model.converters float8"),
@@ -146,7 +156,7 @@ def test_a_wrong_override_names_the_nearest_key(code, words, hint):
 
 def test_help_shows_the_files_values(capsys):
     """Short by default, all keys by --help-all, nothing if quiet; all exit with 0."""
-    keys = re.findall(r"^ +--(\w+\.\w+)", SHORT_HELP.read_text(), re.MULTILINE)
+    keys = re.findall(r"^ +--(\w+\.[\w.]+)", SHORT_HELP.read_text(), re.MULTILINE)
     assert len(keys) > 35 and [value_of(CanonJobConfig(), key) for key in keys]
     printed = {}
     for word, quiet in (("-h", False), ("-h", True), ("--help-all", False)):
