@@ -127,25 +127,23 @@ class Depo1(Task):
 
     def _solve(self, prompt: list[int]) -> tuple[int, list[int]]:
         """Return the k and the right answer of the last question of a prompt."""
-        bos = 2 * self.vocab + 1
-        marks = [place for place, token in enumerate(prompt) if token >= bos]
-        starts = [place for place in marks if prompt[place] == bos]
-        if starts and len(marks) >= 3 and prompt[-1] == bos + 1:
-            query = marks[-2]
-            k = prompt[query] - bos - 1
-            edges = self.names.parse(prompt[starts[-1] + 1 : marks[marks.index(starts[-1]) + 1]])
-            asked = self.names.parse(prompt[query + 1 : -1])
+        bos, ans = 2 * self.vocab + 1, 2 * self.vocab + 2
+        if bos in prompt and prompt[-1] == ans:
+            instance = prompt[len(prompt) - prompt[::-1].index(bos) :]
+            specials = [place for place, token in enumerate(instance) if token >= bos]
+            query = specials[-2] if len(specials) > 1 else 0
+            edges = self.names.parse(instance[: specials[0]])
+            asked = self.names.parse(instance[query + 1 : -1])
+            k = instance[query] - ans
             if edges and asked and len(asked) == 1 and 1 <= k <= self.k:
                 follow = dict(zip(edges[::2], edges[1::2], strict=False))
-                node = asked[0]
-                cycle = [node]
-                while (node := follow.get(node, cycle[0])) != cycle[0]:
+                cycle, node = asked, follow.get(asked[0])
+                while node and node != asked[0] and len(cycle) < len(follow):
                     cycle.append(node)
-                if 2 * len(cycle) == len(edges):
+                    node = follow.get(node)
+                if node == asked[0] and 2 * len(cycle) == len(edges):
                     return k, list(cycle[k % len(cycle)])
-        self.bad_prompt(
-            "<bos>, the edges of a cycle, and queries of which the last ends with <ans>"
-        )
+        self.bad_prompt("<bos>, the edges of a cycle and queries, the last one open")
 
     def evaluations(self) -> list[Task]:
         """Return the largest cycles, with every k: `judge` reports them one by one."""

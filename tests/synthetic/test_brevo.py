@@ -7,11 +7,11 @@ from math import sqrt
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from canon_pretrain.synthetic.tasks import build_task
 from tests.support import refused
 from tests.synthetic import reference_brevo
+from tests.synthetic.distributions import assert_same
 
 WEIGHTS = {"n+sqrt(N)": lambda n, most: 1 / (n + sqrt(most))}
 WEIGHTS["sqrt(N+n)"] = lambda n, most: 1 / sqrt(most + n)
@@ -32,19 +32,6 @@ def brevo(settings):
     return build_task(name, {"seq_len": 288 if settings["n"] < 20 else 1536} | settings)
 
 
-def is_same(ours, theirs):
-    """Return the p value of equal distributions, by chi-square, or by KS for many numbers."""
-    counts = [Counter(ours), Counter(theirs)]
-    total = counts[0] + counts[1]
-    if len(total) > 60 and isinstance(ours[0], int):
-        return stats.ks_2samp(ours, theirs, method="asymp").pvalue
-    often = [value for value, number in total.items() if number >= 20]
-    table = np.array([[count[value] for value in often] for count in counts])
-    rest = len(ours) - table.sum(axis=1, keepdims=True)
-    table = np.hstack([table, rest]) if rest.sum() >= 20 else table
-    return stats.chi2_contingency(table).pvalue if table.shape[1] > 1 else 1.0
-
-
 @pytest.mark.parametrize(("settings", "count"), [*((small, 500) for small in SMALL), *SLOW])
 def test_instances_are_distributed_as_the_papers(settings, count):
     task, rng, ours, theirs = brevo(settings), random.Random(2), [], []
@@ -60,10 +47,7 @@ def test_instances_are_distributed_as_the_papers(settings, count):
             assert reference_brevo.is_right(*instance) and len(set(instance[0])) == len(instance[0])
             ours.append(reference_brevo.features(*instance))
             theirs.append(reference_brevo.features(*reference_brevo.draw(rng, **drawn)))
-    features = {key: [[one[key] for one in side] for side in (ours, theirs)] for key in ours[0]}
-    found = {key: is_same(*sides) for key, sides in features.items()}
-    # Holm's test of all features at 1 % rejects none if and only if this holds
-    assert min(found.values()) * len(found) > 0.01, found
+    assert_same(ours, theirs)
 
 
 def mutated(rng, edges, query, answer):
