@@ -154,7 +154,7 @@ def test_it_builds_with_the_norms_eps_and_rope_theta_written(path):
         return
     rotates = args.position in ROTARY
     assert "norm_eps" in model and ("rope_theta" in model or not rotates)
-    is_papers = not name.startswith(("tiny/", "custom", "released"))
+    is_papers = not name.startswith(("tiny/", "playground/tiny/", "custom", "released"))
     assert args.norm_eps == (LlamaConfig().rms_norm_eps if is_papers else 1e-5)
     assert args.rope_theta == 10000
 
@@ -163,8 +163,10 @@ STATED = {
     "base/1b3": "flavor vocab_size seq_len global_batch_size steps name lr beta1 beta2 eps",
     "released_1b": "flavor position qk_norm norm_eps init global_batch_size local_batch_size steps "
     "lr beta2 eps weight_decay warmup_steps min_lr_factor squared_loss",
-    "synthetic_12l768d": "flavor position canon_set seq_len global_batch_size steps lr beta1 beta2 "
-    "eps weight_decay warmup_steps decay_type min_lr_factor mixed_precision_param",
+    "playground/base/playground": "flavor position canon_set mixed_precision_param name beta1 "
+    "beta2 eps warmup_steps decay_type min_lr_factor",
+    "playground/base/copy": "dim name n seq_len global_batch_size steps lr weight_decay",
+    "playground/base/capo": "tie_embeddings name exposures loss_on lr weight_decay",
     "slimpajama_300b": "flavor global_batch_size steps",
     "custom_canon_162m": "flavor vocab_size position canon_set qk_norm",
     "tiny/llama": "flavor vocab_size position canon_set path seq_len global_batch_size lr "

@@ -1,0 +1,112 @@
+"""train_configs/playground: the settings of the paper's appendix A, one file per task and size."""
+
+import dataclasses
+import math
+
+import pytest
+
+from canon_pretrain.model.args import flavor, num_parameters
+from canon_pretrain.synthetic.tasks import TASKS
+from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.train import main
+from tests.support import ROOT
+
+FOLDER = ROOT / "train_configs" / "playground"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.toml"))
+SIZES = {"8L512D": (8, 512), "8L768D": (8, 768), "12L512D": (12, 512), "12L768D": (12, 768)}
+
+# Read from the appendix, by hand: context, global batch, weight decay, one of the learning rates.
+FAMILIES = {
+    "depo1": (2048, 128, 0.03, {3e-4, 5e-4, 1e-3, 2e-3}, {"vocab": 50, "name_tokens": (1, 2)}),
+    "depo2": (2048, 128, 0.03, {3e-4, 5e-4, 1e-3, 2e-3}, {"vocab": 4, "name_tokens": (5, 7)}),
+    "brevo1": (1024, 256, 0.03, {3e-4, 5e-4, 1e-3, 2e-3}, {}),
+    "brevo2": (1536, 192, 0.03, {3e-4, 5e-4, 1e-3, 2e-3}, {"vocab": 4, "name_tokens": (2, 4)}),
+    "mano": (1024, 64, 0.1, {1e-4, 2e-4, 3e-4, 5e-4}, {"modulus": 23}),
+    "lano": (None, 96, 0.1, {2e-4, 3e-4, 5e-4, 1e-3}, {}),
+    "copy": (1024, 32, 0.03, {5e-4, 1e-3, 2e-3, 5e-3}, {"n": 500}),
+    "capo": (512, None, 0.01, {1e-3, 5e-4, 3e-4}, {"exposures": 100}),
+}
+# Thousands of steps and settings of each file.
+ROWS = {
+    "depo1_n225": (87.5, {"n": 225, "k": 8}),
+    "depo1_n300": (100, {"n": 300, "k": 8}),
+    "depo1_n375": (112.5, {"n": 375, "k": 8}),
+    "depo2_n75": (100, {"n": 75, "k": 16}),
+    "depo2_n100": (125, {"n": 100, "k": 16}),
+    "depo2_n125": (150, {"n": 125, "k": 16}),
+    "brevo1_n70": (100, {"n": 70}),
+    "brevo1_n90": (125, {"n": 90}),
+    "brevo1_n110": (150, {"n": 110}),
+    "brevo2_n30": (200, {"n": 30}),
+    "brevo2_n40": (225, {"n": 40}),
+    "brevo2_n50": (250, {"n": 50}),
+    "mano_l10": (80, {"l": 10}),
+    "mano_l13": (95, {"l": 13}),
+    "mano_l16": (110, {"l": 16}),
+    "lano_cfg3f": (100, {"grammar": "cfg3f", "seq_len": 512}),
+    "lano_cfg3j": (100, {"grammar": "cfg3j", "seq_len": 1536}),
+    "lano_cfg3k": (100, {"grammar": "cfg3k", "seq_len": 1536}),
+    "copy_1l": (50, {}),
+    "copy_2l": (50, {}),
+}
+ROWS |= {f"{name}_k4": (row[0], row[1] | {"k": 4}) for name, row in ROWS.items() if "k" in row[1]}
+CAPO = {"50k": 12, "100k": 24, "200k": 48, "500k": 96, "1m": 192, "2m": 384}  # global batches
+
+
+def job_of(name):
+    return parse_job(["--config", str(FOLDER / f"{name}.toml")])
+
+
+def test_every_task_of_the_paper_has_its_files():
+    assert {*NAMES} == {*ROWS, *(f"capo_{people}" for people in CAPO)}
+    assert {name.partition("_")[0] for name in NAMES} == {*TASKS}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_are_the_appendixs(name):
+    job, (family, size) = job_of(name), name.split("_", 1)
+    context, batch, decay, rates, settings = FAMILIES[family]
+    training, optimizer, schedule = job.training, job.optimizer, job.lr_scheduler
+    if family == "capo":
+        batch, people = CAPO[size], int(size[:-1]) * {"k": 1000, "m": 1_000_000}[size[-1]]
+        steps, own = math.ceil(people * 100 / 8 / batch), {"people": people}
+        assert job.task.per_window == 8 and job.model_args.tie_embeddings
+    else:
+        steps, own = 1000 * ROWS[name][0], ROWS[name][1]
+    settings = settings | {"seq_len": context} | own
+    assert {key: job.task.settings[key] for key in settings} == settings
+    assert job.task.loss_on == ("all" if family in ("mano", "lano", "capo") else "answers")
+    assert (job.task.name, training.global_batch_size, training.steps) == (family, batch, steps)
+    assert optimizer.lr in rates and optimizer.weight_decay == decay
+    adam = (optimizer.name, optimizer.beta1, optimizer.beta2, optimizer.eps)
+    assert adam == ("AdamW", 0.9, 0.98, 1e-6)
+    paper = (0, "linear", 0.0) if family == "lano" else (1000, "cosine", 0.1)
+    assert (schedule.warmup_steps, schedule.decay_type, schedule.min_lr_factor) == paper
+    layers = {"copy_1l": 1, "copy_2l": 2}.get(name, 12)
+    assert job.model_args.num_layers == layers and job.model_args.canon_set == ""
+    quirks = ("exact_n", "exact_k", "exact_l", "last_query", "synonyms")
+    assert not any(getattr(job.task, key, False) for key in quirks)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", NAMES)
+def test_the_dry_run_plans_it(name, capsys):
+    main(["--config", str(FOLDER / f"{name}.toml"), "--dry_run"])
+    job = job_of(name)
+    args = dataclasses.replace(job.model_args, vocab_size=job.task.vocab_size)
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"{num_parameters(args):,}" in text and f"{job.training.steps:,} of" in text
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_have_the_papers_parameters(size):
+    """The paper prints no counts, but 12 d^2 per layer, and below 0.45 % for Canon at 12L768D."""
+    layers, dim = SIZES[size]
+    tasks = [job_of(name).task for name in NAMES if not name.startswith(("copy", "capo"))]
+    for vocab_size in {task.vocab_size for task in tasks}:
+        args = dataclasses.replace(flavor(size), vocab_size=vocab_size)
+        blocks = num_parameters(args) - (2 * vocab_size + 1) * dim
+        assert (args.num_layers, args.dim, args.num_heads) == (layers, dim, dim // 64)
+        assert blocks == pytest.approx(12 * layers * dim**2, rel=3e-3)
+        canon = num_parameters(dataclasses.replace(args, canon_set="ABCD")) - num_parameters(args)
+        assert size != "12L768D" or 0.004 < canon / blocks < 0.0045
