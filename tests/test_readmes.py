@@ -26,7 +26,12 @@ from canon_pretrain.train import _split_options
 from tests.support import ROOT
 
 FOLDERS = ("canon_pretrain", "data_prep", "eval", "slurm", "train_configs", "tests")
-NAMES = ("README.md", "CONTRIBUTING.md", "canon_pretrain/kernels/README.md")
+NAMES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "canon_pretrain/kernels/README.md",
+    "canon_pretrain/synthetic/README.md",
+)
 DOCS = {name: ROOT / name for name in (*NAMES, *(f"{folder}/README.md" for folder in FOLDERS))}
 BLOCK = re.compile(r"(<!-- dry: [a-z ]+ -->\n)?```sh\n(.*?)```", re.DOTALL)
 QUICK = {"steps = 300": "steps = 3", "warmup_steps = 30": "warmup_steps = 1"}
