@@ -12,7 +12,7 @@ from typing import ClassVar, get_args
 
 import numpy as np
 
-from canon_pretrain.synthetic.names import Names
+from canon_pretrain.synthetic.names import MOST, Names
 from canon_pretrain.synthetic.task import (
     ANSWER,
     MARK,
@@ -45,6 +45,8 @@ class Depo1(Task):
 
     def check(self) -> None:
         self.check_least(n=3, k=1)
+        if self.k > MOST:
+            self.refuse("k", self.k, f"at most {MOST:,}")
         if self.n_weight not in get_args(NWeight):
             self.refuse("n_weight", self.n_weight, " or ".join(get_args(NWeight)))
 

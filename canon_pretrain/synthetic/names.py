@@ -5,6 +5,7 @@ A symbol is a number for a name or a special token: 0 is padding, 1 ... `count` 
 come the special tokens, whose ids are 2V + 1, 2V + 2, ....
 """
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,9 +25,9 @@ class Names:
         low, high = name_tokens if isinstance(name_tokens, tuple) else (name_tokens, name_tokens)
         if vocab < 1:
             task.refuse("vocab", vocab, "at least 1")
-        if not 1 <= low <= high:
-            task.refuse("name_tokens", [low, high], "1 <= shortest <= longest")
-        # A length above 20 is enough for MOST names, and one token alone may have any length
+        if not 1 <= low <= high <= task.seq_len:
+            task.refuse("name_tokens", [low, high], "1 <= shortest <= longest <= seq_len")
+        # With a length above 20, there are more than MOST names, or one
         sizes = [vocab ** min(length, 64) for length in range(low, high + 1)]
         self.n, self.vocab, self.low, self.high = n, vocab, low, high
         self.count = sum(sizes)
@@ -36,7 +37,6 @@ class Names:
             task.refuse("n", n, f"at most {self.count}: there are no more names; raise vocab")
         self._sizes = np.array(sizes, np.uint64)
         self._first = 1 + np.cumsum([0, *sizes[:-1]])
-        self._candidates = self._count_candidates()
         self._tokens = np.zeros((1 + self.count + specials, high), np.int32)
         for length, first, size in zip(range(low, high + 1), self._first, sizes, strict=True):
             digits = np.arange(size)[:, None] // vocab ** np.arange(length)[::-1] % vocab
@@ -45,8 +45,9 @@ class Names:
         self._tokens[1 + self.count :, 0] = 2 * vocab + 1 + np.arange(specials)
         self._lengths = (self._tokens != 0).sum(axis=1)
 
-    def _count_candidates(self) -> int:
-        """Return how many names to draw for `n` distinct ones to be 3 standard deviations off."""
+    @functools.cached_property
+    def _candidates(self) -> int:
+        """How many names to draw, so that fewer than `n` distinct ones are 3 deviations off."""
         draws = np.arange(self.n, 16 * self.n + 64)[:, None]
         missed = np.exp(draws * np.log1p(-1 / (len(self._sizes) * self._sizes + 1e-9)))
         distinct = (self._sizes * (1 - missed)).sum(axis=1)

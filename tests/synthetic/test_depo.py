@@ -116,6 +116,8 @@ def test_partial_credit_counts_tokens_by_position(answer, verdict, tokens):
         ({"n": 1000}, "task.too_long", {"seq_len": 2048}),
         ({"n_weight": "1/n"}, "task.setting", {"key": "n_weight"}),
         ({"name_tokens": (2, 1)}, "task.setting", {"key": "name_tokens"}),
+        ({"k": 10**12}, "task.setting", {"key": "k"}),
+        ({"name_tokens": (1, 10**12)}, "task.setting", {"key": "name_tokens"}),
         ({"name_tokens": 0}, "task.setting", {"key": "name_tokens"}),
         ({"vocab": 0}, "task.setting", {"key": "vocab"}),
         ({"vocab": 10**9}, "task.setting", {"key": "vocab"}),
