@@ -155,8 +155,8 @@ class Capo(Task):
     def _words(self, seed: int, first: int, count: int, domain: int) -> np.ndarray:
         """Return the place in the stream, which is far on for evaluation, then random words."""
         words = super()._words(seed, first, count, domain)
-        place = first + domain * (self.people << 32)
-        words[:, 0] = np.arange(place, place + count, dtype=np.uint64)
+        place = (first + domain * (self.people << 32)) % (1 << 64)
+        words[:, 0] = np.arange(count, dtype=np.uint64) + np.uint64(place)
         return words
 
     def build(self, words: np.ndarray, seed: int) -> Instances:
