@@ -179,13 +179,15 @@ def evaluate_task(lm: CanonLM, name: str, task: Task, limit: int | None) -> Task
             record["source"] = hashlib.sha256(text.encode()).hexdigest()[:16]
         record[answers] = item["filtered_resps"]
         record |= {metric: item[metric] for metric in item["metrics"]}
-    filters = {item["filter"] for item in items}
+    filters, aggregations = {item["filter"] for item in items}, task.aggregation()
     scores = {}
     for key, value in found["results"][name].items():
         metric, _, filtered = key.partition(",")
         if not filtered or metric.endswith("_stderr"):
             continue
         here = [item for item in items if item["filter"] == filtered and metric in item]
+        if aggregations.get(metric) is sum:  # a count has no standard error
+            here = []
         sources = [source_of_record(records[item["doc_id"], filtered]) for item in here]
         label = metric if len(filters) == 1 else f"{metric}, {filtered}"
         scores[label] = _score(float(value), [item[metric] for item in here], sources)

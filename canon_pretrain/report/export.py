@@ -86,6 +86,8 @@ def row_from_event(event: Event) -> Row | None:
         for heading, part in {"": event, **parts}.items():
             for name in ("loss", "bits_per_byte"):
                 values[f"validation{heading}/{name}"] = part.get(name)
+        for name, score in (event.get("scores") or {}).items():
+            values[f"scores/{chart_name(name)}"] = score
     else:
         return None
     try:

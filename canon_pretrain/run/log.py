@@ -10,7 +10,8 @@ that the trainer does not wait for the disk. NaN and infinities are strings, whi
                              skipped_steps and restarts (so far), checkpoint_seconds (since the
                              previous line; of these, steps waited checkpoint_stall_seconds),
                              data_digests (one per step since the previous line)
-    validation               loss and bits_per_byte on held-out text, in total and by source
+    validation               loss and bits_per_byte on held-out text, in total and by source; of a
+                             synthetic task, loss and scores (name -> number)
     lines_dropped            number of lines lost here because too many waited for the disk
     checkpoint, skip, ...    other events, with step and tokens
 """

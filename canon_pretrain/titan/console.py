@@ -29,7 +29,7 @@ logger = logging.getLogger()
 
 HISTORY = 512
 """Losses kept for the sparkline, which shows as many as fit."""
-SHOWN_EVENTS = 4
+SHOWN_EVENTS, SHOWN_SCORES = 4, 4
 PRINT_TIMEOUT_S = 0.2
 FIGURES = "grad_norm {grad_norm:.3f}|lr {lr:.2e}|{tokens_per_second:,.0f} tok/s|MFU {mfu:.1%}"
 MORE = "|{seconds_per_step:.3g} s/step|data wait {data_wait:.1%}|memory {memory_gib:.1f} GiB"
@@ -165,7 +165,9 @@ def _format_fields(fields: Mapping[str, Any], formats: str, between: str = "  ")
 
 
 def _format_validation(fields: Mapping[str, Any]) -> str:
-    return _format_fields(fields, "loss {loss:.4f}|({bits_per_byte:.4f} bits/byte)", between=" ")
+    text = _format_fields(fields, "loss {loss:.4f}|({bits_per_byte:.4f} bits/byte)", between=" ")
+    scores = [f"{name} {value:.4g}" for name, value in fields.get("scores", {}).items()]
+    return ", ".join([text, *scores[:SHOWN_SCORES]])
 
 
 # torchtitan's lines that are not useful, wrong here (a CPU's peak FLOP/s, autocast), or redundant

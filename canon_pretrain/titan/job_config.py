@@ -149,7 +149,8 @@ class Validation(titan.Validation):
     """Steps between two validations."""
     windows: int | None = None
     """Windows of training.seq_len tokens, the same each time; -1: all, which a task does not have.
-    Unset: training.global_batch_size windows per 100 steps of `freq`, at most 2**21 tokens."""
+    Unset: training.global_batch_size windows per 100 steps of `freq`, at most 2**21 tokens; a
+    task's questions are asked about 16."""
 
 
 @dataclass

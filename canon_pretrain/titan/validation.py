@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import BaseValidator
@@ -34,16 +33,18 @@ from canon_pretrain.data.mixture import exact_weight, short_names
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import VALIDATION
 from canon_pretrain.run.log import json_value, read_log
+from canon_pretrain.synthetic.evaluation import SEED
 from canon_pretrain.synthetic.task import EVALUATION
 from canon_pretrain.titan.data import validation_folders
 from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.scores import TaskScores, reshard
 from canon_pretrain.titan.spec import head_loss
 from canon_pretrain.titan.tasks import TaskWindows
 
 STEPS_PER_BATCH = 100
 MAX_TOKENS = 1 << 21
-SEED = 0
-"""Of a task's windows; no run trains on windows of the domain EVALUATION."""
+SCORED_WINDOWS = 16
+"""Windows per setting of a task whose questions are asked, unless validation.windows is set."""
 
 
 def num_windows(job: CanonJobConfig) -> int | None:
@@ -82,8 +83,9 @@ class CanonValidator(BaseValidator):
         self._loss = head_loss(job.loss)
         length, sources = job.training.seq_len + 1, [part for part in parts if part is not None]
         task = job.task
-        self._is_task = task is not None
+        self._scores = None
         if task is not None:
+            self._scores = TaskScores(task, job.validation.windows or SCORED_WINDOWS)
             self.names, self._bytes_per_token = [task.name], [math.nan]
             places = [(0, index, length) for index in range(num_windows(job) or 0)]
         else:
@@ -134,9 +136,7 @@ class CanonValidator(BaseValidator):
             is_of_BS = F.one_hot(source_B, shape[1]).bool().to(device_type)
             # not a product, in which a source's NaN would spread to all
             sums += torch.where(is_of_BS, rows_2B[:, :, None], 0.0).sum(1)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):  # the last unit stays gathered for a backward
-                module.reshard()
+        reshard(model)
         dist.all_reduce(sums)
         nats_S, counts_S = sums.tolist()
         return [(nats, round(count)) for nats, count in zip(nats_S, counts_S, strict=True)]
@@ -153,16 +153,18 @@ class CanonValidator(BaseValidator):
         begin = time.perf_counter()
         with record_function(VALIDATION):
             sums = self.measure(model_parts[0])
+            scores = self._scores.measure(model_parts[0]) if self._scores else None  # type: ignore[arg-type]
         whole, by_source = self.loss(sums), {}
         for name, (nats, count), width in zip(self.names, sums, self._bytes_per_token, strict=True):
             part = held_out_loss([nats], [count], [width])
             by_source[name] = json_value(self._losses(part)) | {"tokens": count}
         fields = self._losses(whole)
+        fields |= {"scores": scores} if scores else {}
         fields |= {"tokens_scored": whole.num_tokens, "seconds": time.perf_counter() - begin}
         return fields | {"sources": by_source}
 
     def _losses(self, loss: HeldOutLoss) -> dict[str, Any]:
-        per_byte = {} if self._is_task else {"bits_per_byte": loss.bits_per_byte}
+        per_byte = {} if self._scores else {"bits_per_byte": loss.bits_per_byte}
         return {"loss": loss.nats_per_token} | per_byte
 
 
