@@ -7,10 +7,10 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
+import torch
 
 from canon_pretrain.checkpoint.writer import save_no_dist
 from canon_pretrain.data.id_tokenizer import id_tokenizer
-from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf.export import export
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
@@ -18,13 +18,16 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import read_results, read_samples
 from canon_pretrain.synthetic.evaluation import VERDICTS, window_questions
 from canon_pretrain.synthetic.tasks import build_task
+from canon_pretrain.titan.scores import TaskScores
 from eval.__main__ import main
 from eval.harness import open_tasks
-from eval.model.target import EvalTarget
+from eval.model.target import EvalTarget, load_model
 from eval.suite_names import find_suite
+from tests.ranks import events, launch
 from tests.scripted_lm import ScriptedLM
-from tests.support import refused
+from tests.support import ROOT, refused
 
+CPU = torch.device("cpu")
 SETTINGS = [
     ("copy", {"n": 6, "seq_len": 40}),
     ("mano", {"l": 3, "modulus": 5, "seq_len": 48}),
@@ -110,24 +113,51 @@ def test_standard_errors_are_over_windows():
     assert score.stderr == pytest.approx(np.std(means, ddof=1) / math.sqrt(12), rel=1e-12)
 
 
+def evaluate(run, *options):
+    """The results of `eval run` on five windows of a run's newest checkpoint, and its samples."""
+    words = ["--suite", "playground", "--option", "playground_windows=5", *map(str, options)]
+    main(["run", "--checkpoint", str(run), *words])
+    (folder,) = [options[1]] if options else run.glob("evals/step-*/playground/*")
+    results = read_results(folder / "results.json")
+    assert results.num_samples["playground"] >= 5
+    return results.scores["playground"], read_samples(folder)
+
+
 @every_task
-def test_a_run_and_its_export_score_the_same(tmp_path, name, settings):
+def test_a_run_its_export_and_training_score_the_same(tmp_path, name, settings):
     task = build_task(name, settings)
     run = plant_task_run(tmp_path / "run", task)
-    out, options = tmp_path / "out", ["--suite", "playground", "--option", "playground_windows=5"]
+    out = tmp_path / "out"
     export(run, out)
-    found = []
-    for given in ([run], [out, "--out", tmp_path / "scores"]):
-        assert main(["run", "--checkpoint", *map(str, given), *options]) in (None, 0)
-    (of_run,) = (run / "evals" / "step-3" / "playground").iterdir()
-    for folder in (of_run, tmp_path / "scores"):
-        results = read_results(folder / "results.json")
-        found.append((results.scores, results.num_samples, read_samples(folder)))
-    assert found[0] == found[1] and found[0][1] == {"playground": len(window_questions(task, 5))}
-    assert sum(found[0][0]["playground"][kind].value for kind in VERDICTS) > 0
+    scores, samples = evaluate(run)
+    assert (scores, samples) == evaluate(out, "--out", tmp_path / "scores")
+    asked = sum(len(window.questions) for window in window_questions(task, 5))
+    assert sum(scores.pop(kind).value for kind in VERDICTS) == asked
+    # as validations do: divergences are at all positions then
+    logged = TaskScores(task, 5).measure(load_model(run / "checkpoint" / "step-3", CPU))
+    assert logged.keys() == scores.keys() and {"exact", "valid"} & logged.keys()
+    for metric, score in scores.items():
+        rel = 0.1 if metric == "kl" else 1e-6
+        assert logged[metric] == pytest.approx(score.value, rel=rel), metric
     # transformers reads the same ids
-    tokenizer = Tokenizer(id_tokenizer(task.vocab_size), "ids")
-    assert json.loads((out / "tokenizer.json").read_text()) == json.loads(tokenizer.model)
+    written = json.loads((out / "tokenizer.json").read_text())
+    assert written == json.loads(id_tokenizer(task.vocab_size))
+
+
+@pytest.mark.system
+def test_validations_on_two_ranks_equal_eval(tmp_path):
+    run = tmp_path / "run"
+    config = ["--config", ROOT / "train_configs" / "debug.toml", "--job.dump_folder", run]
+    more = ["--data.task.name", "mano", "--data.task.l", 2, "--data.task.modulus", 3]
+    more += ["--validation.windows", 5, "--validation.freq", 15, "--training.steps", 30]
+    launch(*config, *more, ranks=2, output=tmp_path / "out")
+    first, last = events(run, "validation")
+    assert (first["step"], last["step"]) == (15, 30) and first["scores"].keys() == last[
+        "scores"
+    ].keys()
+    scores, _ = evaluate(run)
+    found = {metric: scores[metric].value for metric in last["scores"]}
+    assert last["scores"] == found and 0 < found["exact"] < 1
 
 
 def test_other_models_and_options_are_refused(tmp_path):
