@@ -43,6 +43,8 @@ def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Facts:
     sections = {name: _section(name, ours[name], theirs[name]) for name in ours}
     digests = compare_digests(a.events, b.events)
     losses = compare_losses(a.curve("loss"), b.curve("loss"), rtol)
+    names = sorted(a.scores.keys() & b.scores.keys())
+    scores = {name: compare_losses(a.scores[name], b.scores[name], rtol) for name in names}
     parts = [digests["first_different"], losses["first_beyond"]]
     is_same = not any(section["differences"] for section in sections.values())
     return {
@@ -52,6 +54,7 @@ def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Facts:
         "sections": sections,
         "data_digests": digests,
         "losses": losses,
+        "scores": scores,
     }
 
 
@@ -176,6 +179,8 @@ def describe(found: Facts, *, with_own: bool) -> Iterator[str]:
             yield f"  {key}{ignored}: {' -> '.join(map(_format, values))}"
     yield f"data digests: {_describe_digests(found['data_digests'])}"
     yield f"losses: {_describe_losses(found['losses'])}"
+    for name, curves in found["scores"].items():
+        yield f"validation {name}: {_describe_losses(curves)}"
     yield "same" if found["same"] else "different"
 
 

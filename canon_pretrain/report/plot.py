@@ -31,6 +31,7 @@ MAX_SEGMENTS, TOTAL_SEGMENTS = 2000, 16_000  # per run and of all runs, so that 
 VALIDATION = Chart(
     "validation", "Validation", "bits per byte of held-out text", ",.4f", smooth=False
 )
+TASK = Chart("task", "Synthetic task", "scores, or nats per token", ",.4f", smooth=False)
 SCORES = "score ± standard error over items"
 MARKS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "gap": ([0.02], {"mode": "markers", "marker": {"symbol": "x", "size": 8}}),
@@ -61,7 +62,11 @@ def page_content(runs: Sequence[RunRecord]) -> Json:
         f"source {name}" if name else "all sources": [(x.validation.get(name), {}) for x in runs]
         for name in names
     }
-    evaluations: Charts = [(VALIDATION, by_source)]
+    names = dict.fromkeys(name for run in runs for name in run.scores)
+    by_score: dict[str, list[StyledCurve]] = {
+        name: [(run.scores.get(name), {}) for run in runs] for name in names
+    }
+    evaluations: Charts = [(VALIDATION, by_source), (TASK, by_score)]
     for k, (suite, by_task) in enumerate(sorted(_scores(runs).items())):
         chart = Chart(f"eval_{k}", printable(suite), SCORES, ",.4f", smooth=False)
         evaluations.append((chart, by_task))

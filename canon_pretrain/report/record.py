@@ -162,6 +162,17 @@ class RunRecord:
         return {name: curve for name, rows in pairs.items() if (curve := Curve.of(rows))}
 
     @cached_property
+    def scores(self) -> dict[str, Curve]:
+        """Held-out loss and scores of a synthetic task while training, by name."""
+        pairs: dict[str, list[tuple[int, float]]] = {}
+        with parsing(self.folder.log_file):
+            for event in self.own_validations:
+                if scores := event.get("scores"):
+                    for name, value in {"loss": event["loss"], **scores}.items():
+                        pairs.setdefault(printable(name), []).append((event["step"], number(value)))
+        return {name: curve for name, rows in pairs.items() if (curve := Curve.of(rows))}
+
+    @cached_property
     def skips(self) -> list[dict[str, Any]]:
         """The `skip` events of steps that were not repeated later."""
         kept: list[dict[str, Any]] = []

@@ -1,5 +1,6 @@
 """`run plot`: curves against explicit loops, bands against numpy, and the page's errors."""
 
+import json
 import math
 from datetime import UTC, datetime, timedelta
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from canon_pretrain.report.curves import Band, downsample, group_seeds, segments
+from canon_pretrain.report.export import row_from_event
 from canon_pretrain.report.plot import page_content
 from canon_pretrain.report.record import Curve, RunRecord
 from canon_pretrain.run.results import Score
@@ -154,6 +156,31 @@ def test_validation_is_drawn_whole_and_by_source(tmp_path):
     events[-1] |= {"held_out_fingerprint": "new"}
     run = record(tmp_path / "changed", events, held_out_fingerprint="new")
     assert run.validation[""].steps.tolist() == [20] and len(run.notices) == 1
+
+
+def test_scores_of_a_task_are_curves_in_all_views(tmp_path, capsys):
+    runs = []
+    for name, last in (("a", 1.0), ("b", 0.75)):
+        scores = [{"exact": 0.5, "kl": "NaN"}, {"exact": last, "kl": 0.125}]
+        events = [
+            at(n / 100, "validation", step=n, loss=2.0, scores=each)
+            for n, each in zip((10, 20), scores, strict=True)
+        ]
+        runs.append(record(tmp_path / name, [*LEARNS, *events]))
+    content = page_content(runs)
+    (chart,) = content["sections"][1]["charts"]
+    values = {each["name"]: [trace["y"] for trace in each["traces"]] for each in chart["variants"]}
+    assert values["loss"] == [[2, 2]] * 2 and values["exact"] == [[0.5, 1], [0.5, 0.75]]
+    assert list(values) == ["loss", "exact", "kl"]
+    row = row_from_event(runs[0].events[-1])
+    assert row is not None and row.values == {
+        "validation/loss": 2.0,
+        "scores/exact": 1.0,
+        "scores/kl": 0.125,
+    }
+    run_command("diff", tmp_path / "a", tmp_path / "b", "--json")
+    found = json.loads(capsys.readouterr().out)["scores"]
+    assert found["exact"]["first_unequal"] == 20 and found["kl"]["first_unequal"] is None
 
 
 def test_only_full_results_are_drawn_and_others_are_named(tmp_path):
