@@ -1,6 +1,7 @@
 # make quickstart   text -> shards -> a trained, stopped and resumed Canon model -> scores -> a report
 # make test         unit, property and a few end-to-end tests
 # make test-system  faults, ranks, browser and compilers
+# make test-learning  small models of the playground, trained until they solve their task
 # make test-slurm   the Slurm scripts on a real Slurm of two nodes (root; Debian's slurm packages)
 # make slurm-demo   text to report by Slurm jobs, command by command
 # make snapshots    renew the snapshots that hold the wording of help, tables and messages
@@ -45,7 +46,7 @@ DONE := $(RUN)/run/DONE
 
 # make deletes the target of an interrupted recipe, which here would be a checkpoint's heart
 .PRECIOUS: $(SHARDS) $(STOPPED) $(DONE)
-.PHONY: quickstart test test-system test-slurm snapshots slurm-demo check install clean-quickstart
+.PHONY: quickstart test test-system test-learning test-slurm snapshots slurm-demo check install clean-quickstart
 
 quickstart: $(INSTALLED)
 	@$(MAKE) --no-print-directory $(DONE)
@@ -67,6 +68,9 @@ test: $(INSTALLED)
 
 test-system: $(INSTALLED)
 	$(PYTEST) -m system
+
+test-learning: $(INSTALLED)
+	$(PYTEST) -m learning
 
 # a cluster per process: a test mostly waits for Slurm or for a program on one core
 test-slurm: $(INSTALLED)
