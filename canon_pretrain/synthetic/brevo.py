@@ -1,8 +1,9 @@
 """Brevo (appendix A.2): <bos> x1 y1 .. xm ym <query> q <ans> a1 .. ap <eos>.
 
-Edge x y: y depends on x. The answer is all vertices that q depends on, without q itself, each after
-those that it depends on; any such order is right. The one that is generated is, read from its end,
-a random one of the vertices that are ready at each step, as in the released generator.
+Edge x y: y depends on x. The answer is all vertices that q depends on, each after those that it
+depends on; any such order is right. q itself is no part of it, by the words of the paper (the
+released generator ends with q). As there, the answer that is generated is drawn from its end: each
+time a uniform one of the vertices that are ready.
 
 Ids of brevo1: vertices 1..N, then <bos> <query> <ans> <eos> from N+1 on; of brevo2: names of
 several tokens of 1..2V (`names.py`), then the same four from 2V+1 on.

@@ -62,6 +62,24 @@ def is_right(edges, query, answer):
     return all(places[x] < places[y] for x, y in edges if y in places)
 
 
+def mutated(rng, edges, query, answer):
+    """Yield wrong answers: swapped, dropped, added, duplicate, replaced, with the query."""
+    places = {name: place for place, name in enumerate(answer)}
+    pairs = [(places[x], places[y]) for x, y in edges if x in places and y in places]
+    if pairs:
+        a, b = rng.choice(pairs)
+        swapped = answer.copy()
+        swapped[a], swapped[b] = answer[b], answer[a]
+        yield from (swapped, answer[b:] + answer[:b])
+    place, name = rng.randrange(len(answer)), rng.choice(answer)
+    others = sorted({name for edge in edges for name in edge} - set(answer))
+    yield answer[:place] + answer[place + 1 :]
+    yield [*answer[:place], name, *answer[place:]]
+    yield [*answer, query]
+    yield [*answer[:place], rng.choice(others), *answer[place:]]
+    yield [*answer[:place], rng.choice(others), *answer[place + 1 :]]
+
+
 def split(ids, vocab):
     """Return the names that ids consist of."""
     names, name = [], ()

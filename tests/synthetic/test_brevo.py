@@ -50,24 +50,6 @@ def test_instances_are_distributed_as_the_papers(settings, count):
     assert_same(ours, theirs)
 
 
-def mutated(rng, edges, query, answer):
-    """Yield wrong answers: swapped, dropped, added, duplicate, replaced, with the query."""
-    places = {name: place for place, name in enumerate(answer)}
-    pairs = [(places[x], places[y]) for x, y in edges if x in places and y in places]
-    if pairs:
-        a, b = rng.choice(pairs)
-        swapped = answer.copy()
-        swapped[a], swapped[b] = answer[b], answer[a]
-        yield from (swapped, answer[b:] + answer[:b])
-    place, name = rng.randrange(len(answer)), rng.choice(answer)
-    others = sorted({name for edge in edges for name in edge} - set(answer))
-    yield answer[:place] + answer[place + 1 :]
-    yield [*answer[:place], name, *answer[place:]]
-    yield [*answer, query]
-    yield [*answer[:place], rng.choice(others), *answer[place:]]
-    yield [*answer[:place], rng.choice(others), *answer[place + 1 :]]
-
-
 @pytest.mark.parametrize(("settings", "count"), [*((small, 100) for small in SMALL), *SLOW])
 def test_judge_accepts_any_valid_order_and_nothing_else(settings, count):
     task, rng, verdicts = brevo(settings), random.Random(3), Counter()
@@ -83,7 +65,7 @@ def test_judge_accepts_any_valid_order_and_nothing_else(settings, count):
                 given = [token for name in answer for token in name]
                 assert task.judge(prompt, [*given, mark + 3]) == ("right", values)
                 assert task.judge(prompt, given).verdict == "malformed"
-            for answer in mutated(rng, *graph):
+            for answer in reference_brevo.mutated(rng, *graph):
                 given = [*(token for name in answer for token in name), mark + 3]
                 verdict, values = task.judge(prompt, given)
                 assert values.keys() <= set(task.metrics) and not any(values.values())
