@@ -71,6 +71,6 @@ def features(edges, queries):
         "number of queries": (n, len(queries)),
         "place of the first question": (n, places[0]),
         "place of the first answer": (n, nodes.index(queries[0][2])),
-        "two questions": (n, places[0], places[1]) if n < 7 else places[0] < places[-1],
+        "two questions": (n, places[0], places[1]) if n < 7 else (places[0] < places[-1],),
         "length of question and answer": (len(queries[0][1]), len(queries[0][2])),
     }
