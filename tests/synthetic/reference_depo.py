@@ -65,6 +65,7 @@ def features(edges, queries):
         "first name": nodes[0],
         "last name": edges[-1][1],
         "number of shortest names": lengths.count(min(lengths)),
+        "edges between names of one length": sum(len(x) == len(y) for x, y in edges),
         "place of the second edge of the cycle": (n, nodes.index(edges[0][1])),
         "place of the edge before": (n, [y for _, y in edges].index(nodes[0])),
         "k": (queries[0][0], queries[-1][0]),
