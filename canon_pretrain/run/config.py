@@ -30,8 +30,8 @@ class Task:
     """Depo: the most hops of a query."""
     vocab: int | None = None
     """Depo, Brevo: names have tokens 1 to vocab, the last one vocab + 1 to 2 vocab."""
-    name_tokens: list[int] | None = None
-    """Depo, Brevo: the fewest and the most tokens of a name."""
+    name_tokens: int | list[int] | None = None
+    """Depo, Brevo: the tokens of a name, or the fewest and the most."""
     n_weight: str | None = None
     """Depo, Brevo: sizes n are drawn with weight 1 / this: "n+sqrt(N)" or "sqrt(N+n)"."""
     exact_n: bool | None = None

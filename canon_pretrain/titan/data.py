@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -56,9 +57,10 @@ def open_data(job: CanonJobConfig) -> OpenedData:
     """Open all data of `job`; set its `model.vocab_size` and `validation.enable`."""
     if job.task is not None:
         windows = open_task(job, job.task)
-        identity = {f"data.task.{key}": value for key, value in windows.task.settings.items()}
-        identity["data.task.name"] = windows.task.name
-        del identity["data.task.seq_len"]  # training.seq_len
+        settings = windows.task.settings | {"name": windows.task.name}
+        del settings["seq_len"]  # as training.seq_len
+        # lists for tuples, as read from JSON
+        identity = json.loads(json.dumps({f"data.task.{k}": v for k, v in settings.items()}))
         if job.validation.enable is None:
             job.validation.enable = True
         if job.validation.enable:

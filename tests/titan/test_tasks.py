@@ -1,5 +1,7 @@
 """Training on a synthetic task: its windows, masked labels, and the loss's divisor."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -8,12 +10,16 @@ import torch.distributed as dist
 from canon_pretrain.data.loader import BatchLoader, samples_digest
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.preflight import plan_job
+from canon_pretrain.run.config import Data, Task
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.synthetic.copying import Copy
 from canon_pretrain.synthetic.task import EVALUATION
+from canon_pretrain.synthetic.tasks import TASKS, build_task
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import CanonDataLoader, open_data
 from canon_pretrain.titan.dry_run import Plan, this_machine
+from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.launch import check_identity, run_identity
 from canon_pretrain.titan.tasks import TaskWindows
 from canon_pretrain.titan.trainer import CanonTrainer
 from canon_pretrain.titan.validation import CanonValidator
@@ -26,18 +32,42 @@ TASK = Copy(n=8, seq_len=64)
 IGNORED, BATCH = -100, 12
 
 
+def job_of(name, seq_len=2048, **settings):
+    job = CanonJobConfig()
+    job.data = Data(task=Task(name, **settings))
+    job.training.seq_len, job.training.global_batch_size = seq_len, BATCH
+    return job
+
+
 def test_the_model_needs_an_id_for_each_word():
-    job = parse_job(COPY)
+    job = job_of("copy", 64, n=8)
     assert open_data(job).training.fingerprint == TASK.fingerprint
     assert (job.model.vocab_size, job.validation.enable) == (11, True)
-    open_data(parse_job([*COPY, "--model.vocab_size", "16"]))
-    small = [*COPY, "--model.vocab_size", "10"]
+    job.model.vocab_size = 16
+    open_data(job)
+    job.model.vocab_size = 10
     with refused("data.vocab_size", given=10, expected=11):
-        open_data(parse_job(small))
+        open_data(job)
     with refused("data.vocab_size"):
-        plan_job(small, 1, 1)
-    plan = Plan(parse_job(COPY), this_machine(1), 1)
+        plan_job([*COPY, "--model.vocab_size", "10"], 1, 1)
+    plan = Plan(job_of("copy", 64, n=8), this_machine(1), 1)
     assert (plan.data_fingerprint, plan.data_bytes) == (TASK.fingerprint, 0)
+
+
+def test_every_setting_is_a_key_and_part_of_the_identity(tmp_path):
+    keys = {field.name for field in dataclasses.fields(Task)} | {"seq_len"}
+    assert keys == {"name"}.union(*(build_task(name, {}).settings for name in TASKS))
+    for name in TASKS:
+        opened = open_data(job := job_of(name))
+        identity = run_identity(job, opened.training.fingerprint, opened.identity)
+        run = RunFolder(tmp_path / name)
+        run.path.mkdir()
+        run.write_config({}, identity, {})
+        assert check_identity(run, identity, []) == {}
+    words = ["--training.seq_len", "2048", "--data.task.name", "depo1", "--data.task.name_tokens"]
+    for given, expected in (["2"], 2), (["1", "3"], [1, 3]):
+        opened = open_data(parse_job([*DEBUG, *words, *given]))
+        assert opened.identity["data.task.name_tokens"] == expected
 
 
 def loaders(world, local):
