@@ -16,7 +16,9 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import read_results, read_samples
+from canon_pretrain.synthetic.capo import ROLES
 from canon_pretrain.synthetic.evaluation import VERDICTS, window_questions
+from canon_pretrain.synthetic.task import EVALUATION
 from canon_pretrain.synthetic.tasks import build_task
 from canon_pretrain.titan.scores import TaskScores
 from eval.__main__ import main
@@ -142,6 +144,35 @@ def test_a_run_its_export_and_training_score_the_same(tmp_path, name, settings):
     # transformers reads the same ids
     written = json.loads((out / "tokenizer.json").read_text())
     assert written == json.loads(id_tokenizer(task.vocab_size))
+
+
+@pytest.mark.parametrize(("name", "settings"), SETTINGS[-2:], ids=["lano", "capo"])
+def test_scores_from_likelihoods_equal_loops(name, settings):
+    """Lano's divergence, and Capo's bits by part 3.3's formula, from whole windows' logits."""
+    task = build_task(name, settings)
+    model = Transformer(model_args(task))
+    model.init_weights()
+    found = TaskScores(task, 4).measure(model)
+    expected = []
+    for ids in task.windows(0, 0, 4, EVALUATION).ids:
+        with torch.no_grad():
+            logs = model(torch.from_numpy(ids)[None])[0].double().log_softmax(-1).tolist()
+        total, people = 0.0, 0
+        if name == "lano":
+            truth = task.distribution(ids)[:-1]
+            for p, q in zip(truth.tolist(), logs, strict=False):
+                total += sum(x * (math.log(x) - y) for x, y in zip(p, q, strict=True) if x)
+            expected.append(total / len(truth))
+            continue
+        for at, role in enumerate(task.token_roles(ids[None])[0].tolist()):
+            people += ids[at] == 1 and at + 1 < len(ids) and ids[at + 1] != 1
+            if ROLES[role] not in ("none", "working_city"):
+                total -= logs[at - 1][ids[at]]
+        known = 20 * (math.log2(400 * 400 * 1000) - total / people / math.log(2))
+        known += 20 * math.log2(2 * 12 * 28 * 200 * 200 * 300 * 100 * 263)
+        expected.append(known / sum(weight.numel() for weight in model.parameters()))
+    metric = "kl" if name == "lano" else "bits_per_parameter"
+    assert found[metric] == pytest.approx(np.mean(expected), rel=1e-5)
 
 
 @pytest.mark.system
