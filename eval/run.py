@@ -177,9 +177,10 @@ class Evaluation:
             "tokenizer": str(self.target.tokenizer_path),
             "staged": str(staged),
             "max_length": max_length,
-            "identity": self.target.trained_on,
             **dict(arguments.option),
         }
+        if task_folder(path) == "playground":
+            metadata["identity"] = self.target.trained_on
         if task_folder(path) == "birth_year":
             folder = (arguments.out or self.target.evals or staged) / "probes"
             corpus = lambda: find_corpus(arguments.junk, staged)  # noqa: E731

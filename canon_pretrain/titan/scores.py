@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.args import num_parameters
 from canon_pretrain.model.decode import generate, sample_generator
 from canon_pretrain.model.transformer import Transformer
@@ -23,11 +24,17 @@ class TaskScores:
         self._spans = [window.task.spans(window.ids) for window in self._windows]
 
     def measure(self, model: Transformer) -> dict[str, float]:
-        """Return the scores by name; collective."""
-        # compiled layers would be compiled again for every shape
-        with torch.compiler.set_stance("force_eager"):
-            answers, logs = self._answers(model), self._log_likelihoods(model)
-        reshard(model)
+        """Return the scores by name, none of a model that has diverged; collective."""
+        try:
+            # compiled layers would be compiled again for every shape
+            with torch.compiler.set_stance("force_eager"):
+                answers, logs = self._answers(model), self._log_likelihoods(model)
+        except UserError as error:
+            if error.code != "generate.logits_not_finite":
+                raise
+            return {}
+        finally:
+            reshard(model)
         size = num_parameters(model.args)
         given = zip(self._windows, answers, self._spans, logs, strict=True)
         return mean_scores([window.score(a, spans, b, size)[0] for window, a, spans, b in given])

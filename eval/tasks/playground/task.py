@@ -48,12 +48,8 @@ class Playground(lm_eval.api.task.Task):
         super().__init__()
         sampled, temperature = self.task.temperature > 0, self.task.temperature
         options = {"until": [], "do_sample": sampled, "temperature": temperature}
-        self._config = TaskConfig(
-            task=config["task"],
-            num_fewshot=0,
-            generation_kwargs=options,
-            metadata=self._metadata,
-        )
+        fields = {"task": config["task"], "metadata": self._metadata}
+        self._config = TaskConfig(**fields, num_fewshot=0, generation_kwargs=options)
 
     def download(self, *_: Any, **__: Any) -> None:
         """Load nothing: windows are generated."""
@@ -67,8 +63,7 @@ class Playground(lm_eval.api.task.Task):
             raise UserError("playground.windows", message, given=given)
         return window_questions(self.task, int(given))
 
-    @cached_property
-    def _docs(self) -> list[dict[str, Any]]:
+    def test_docs(self) -> list[dict[str, Any]]:
         return [
             {
                 "index": index,
@@ -88,12 +83,9 @@ class Playground(lm_eval.api.task.Task):
     def has_test_docs(self) -> bool:
         return True
 
-    def test_docs(self) -> list[dict[str, Any]]:
-        return self._docs
-
     def doc_to_text(self, doc: Mapping[str, Any]) -> str:
-        """Return the window; construct_requests has the prompts, its beginnings."""
-        return _text(self._windows[doc["index"]].ids)
+        """Return nothing: `construct_requests` asks several questions."""
+        return ""
 
     def doc_to_target(self, doc: Mapping[str, Any]) -> list[str]:
         return doc["answers"]
@@ -123,8 +115,7 @@ class Playground(lm_eval.api.task.Task):
         return dict.fromkeys(metrics(self.task), mean) | dict.fromkeys(VERDICTS, sum)
 
     def higher_is_better(self) -> dict[str, bool]:
-        counts = {kind: kind == "right" for kind in VERDICTS}
-        return metrics(self.task) | counts
+        return metrics(self.task) | {kind: kind == "right" for kind in VERDICTS}
 
 
 def _find_task(metadata: Mapping[str, Any]) -> tuple[Task, ModelArgs]:
