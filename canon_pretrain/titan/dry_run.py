@@ -298,7 +298,8 @@ def _facts(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
     data = {"disk for data": f"{size(plan.data_bytes)} ({where})"}
     if (windows := plan.windows) is not None:
         own = [f"{key} = {json.dumps(value)}" for key, value in windows.task.settings.items()]
-        share = np.mean(windows.windows(job.data.data_seed, 0, SHOWN_WINDOWS) >= 0)
+        found = windows.windows(job.data.data_seed, 0, SHOWN_WINDOWS)
+        share = np.mean(found[:, 1:] >= 0)
         data = {"task": f"{windows.task.name}: {', '.join(own)}"}
         data["labels"] = f"{share:.1%} of tokens; ids below {windows.task.vocab_size}"
     settings, defaults = vars(args) | vars(job.loss), vars(ModelArgs()) | vars(Loss())
