@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,55 +29,67 @@ def task_of_run(identity: Mapping[str, Any]) -> Task | None:
     return name and build_task(name, settings | {"seq_len": identity["training.seq_len"]})
 
 
-class WindowQuestions(NamedTuple):
-    """The questions of one window of `task`; `label` precedes its metrics' names."""
+class Asked(NamedTuple):
+    """What is asked about one window of `task`; `label` precedes the names of its metrics."""
 
     task: Task
     label: str
-    window: int
     ids: np.ndarray
     questions: list[Question]
+    spans: list[Span]
 
     def limit(self, question: Question) -> int:
         """Return how many tokens to generate: one too many, if the window has room."""
         return min(self.task.answer_limit + 1, self.task.seq_len - len(question.prompt))
 
-    def score(
-        self,
-        answers: Sequence[Sequence[int]],
-        spans: Sequence[Span],
-        logs: Sequence[float],
-        num_parameters: int,
-    ) -> tuple[dict[str, float], Counter[str]]:
-        """Return the window's scores, means over its questions, and the number of each verdict."""
-        values: dict[str, list[float]] = {}
-        verdicts: Counter[str] = Counter()
-        for question, answer in zip(self.questions, answers, strict=True):
-            found = self.task.judge(question.prompt, self._complete(list(answer)))
+
+def evaluation_windows(task: Task, count: int, most: int | None = None) -> list[list[Asked]]:
+    """Return what is asked about `count` windows of each setting of `task`, by window.
+
+    `most`: positions of spans per window, as in `Task.spans`.
+    """
+    found: list[list[Asked]] = [[] for _ in range(count)]
+    hardest, *others = task.evaluations()
+    for one in (hardest, *others):
+        label, questions = _label(one, hardest), list(one.questions(SEED, 0, count))
+        windows = one.windows(SEED, 0, count, EVALUATION).ids
+        for number, (ids, asked) in enumerate(zip(windows, found, strict=True)):
+            own = [question for question in questions if question.window == number]
+            asked.append(Asked(one, label, ids, own, one.spans(ids, most)))
+    return [asked for asked in found if any(one.questions or one.spans for one in asked)]
+
+
+def score_window(
+    window: Sequence[Asked],
+    answers: Iterable[Sequence[int]],
+    logs: Iterable[float],
+    num_parameters: int,
+) -> tuple[dict[str, float], Counter[str]]:
+    """Return a window's scores, means over questions, and the number of each verdict.
+
+    `answers` and log-likelihoods `logs` are to all questions and spans, in the order of `window`.
+    """
+    answers, logs = iter(answers), iter(logs)
+    scores: dict[str, float] = {}
+    verdicts: Counter[str] = Counter()
+    for asked in window:
+        task, values = asked.task, dict[str, list[float]]()
+        for question in asked.questions:
+            found = task.judge(question.prompt, _complete(task, list(next(answers))))
             verdicts[found.verdict] += 1
             for metric, value in found.values.items():
                 values.setdefault(metric, []).append(value)
-        scores = {metric: sum(each) / len(each) for metric, each in values.items()}
-        scores |= self.task.score_spans(self.ids, spans, logs, num_parameters)
-        return {self.label + metric: value for metric, value in scores.items()}, verdicts
-
-    def _complete(self, answer: list[int]) -> list[int]:
-        """Return the answer up to its end; a model of another library may not stop there."""
-        ends = (end for end in range(1, len(answer)) if self.task.is_complete(answer[:end]))
-        return answer[: next(ends, len(answer))]
+        means = {metric: sum(each) / len(each) for metric, each in values.items()}
+        own = [next(logs) for _ in asked.spans]
+        means |= task.score_spans(asked.ids, asked.spans, own, num_parameters)
+        scores |= {asked.label + metric: value for metric, value in means.items()}
+    return scores, verdicts
 
 
-def window_questions(task: Task, count: int) -> list[WindowQuestions]:
-    """Return the questions of `count` windows of each of the task's evaluations, by window."""
-    hardest, *others = task.evaluations()
-    found = list[WindowQuestions]()
-    for one in (hardest, *others):
-        label, asked = _label(one, hardest), list(one.questions(SEED, 0, count))
-        for number, ids in enumerate(one.windows(SEED, 0, count, EVALUATION).ids):
-            own = [question for question in asked if question.window == number]
-            if own or one.span_metrics:
-                found.append(WindowQuestions(one, label, number, ids, own))
-    return sorted(found, key=lambda each: each.window)
+def _complete(task: Task, answer: list[int]) -> list[int]:
+    """Return the answer up to its end; a model of another library may not stop there."""
+    ends = (end for end in range(1, len(answer)) if task.is_complete(answer[:end]))
+    return answer[: next(ends, len(answer))]
 
 
 def _label(task: Task, hardest: Task) -> str:

@@ -3,8 +3,6 @@
 All ranks ask the same questions about the same windows: a sharded model must answer them together.
 """
 
-from itertools import accumulate, pairwise
-
 import torch
 from torch.distributed.fsdp import FSDPModule
 
@@ -12,23 +10,29 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.args import num_parameters
 from canon_pretrain.model.decode import generate, sample_generator
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.synthetic.evaluation import END, mean_scores, window_questions
-from canon_pretrain.synthetic.task import Task
+from canon_pretrain.synthetic.evaluation import (
+    END,
+    Asked,
+    evaluation_windows,
+    mean_scores,
+    score_window,
+)
+from canon_pretrain.synthetic.task import Question, Task
 
 
 class TaskScores:
-    """The questions of `num_windows` windows of each of the task's evaluations."""
+    """What is asked about `num_windows` windows of each setting of the task."""
 
     def __init__(self, task: Task, num_windows: int) -> None:
-        self._windows = window_questions(task, num_windows)
-        self._spans = [window.task.spans(window.ids) for window in self._windows]
+        self._windows = evaluation_windows(task, num_windows)
+        self._temperature = task.temperature
 
     def measure(self, model: Transformer) -> dict[str, float]:
         """Return the scores by name, none of a model that has diverged; collective."""
         try:
             # compiled layers would be compiled again for every shape
             with torch.compiler.set_stance("force_eager"):
-                answers, logs = self._answers(model), self._log_likelihoods(model)
+                answers, logs = iter(self._answers(model)), iter(self._log_likelihoods(model))
         except UserError as error:
             if error.code != "generate.logits_not_finite":
                 raise
@@ -36,44 +40,37 @@ class TaskScores:
         finally:
             reshard(model)
         size = num_parameters(model.args)
-        given = zip(self._windows, answers, self._spans, logs, strict=True)
-        return mean_scores([window.score(a, spans, b, size)[0] for window, a, spans, b in given])
+        return mean_scores([score_window(each, answers, logs, size)[0] for each in self._windows])
 
-    def _answers(self, model: Transformer) -> list[list[list[int]]]:
-        asked = [
-            (item, number, window, question)
-            for item, window in enumerate(self._windows)
-            for number, question in enumerate(window.questions)
-        ]
-        temperature = self._windows[0].task.temperature
-        answers = generate(
+    def _answers(self, model: Transformer) -> list[list[int]]:
+        asked: list[tuple[Asked, Question]] = []
+        samples: list[tuple[int, int]] = []
+        for item, window in enumerate(self._windows):
+            pairs = [(one, question) for one in window for question in one.questions]
+            asked += pairs
+            samples += [(item, number) for number in range(len(pairs))]
+        return generate(
             model,
-            [question.prompt for *_, question in asked],
-            max_new_tokens=[window.limit(question) for *_, window, question in asked],
+            [question.prompt for _, question in asked],
+            max_new_tokens=[one.limit(question) for one, question in asked],
             eos_id=END,
-            stop=lambda i, tokens: asked[i][2].task.is_complete(tokens),
-            temperature=temperature,
-            generator=[sample_generator(*each[:2]) for each in asked] if temperature else None,
+            stop=lambda i, tokens: asked[i][0].task.is_complete(tokens),
+            temperature=self._temperature,
+            generator=[sample_generator(*each) for each in samples] if self._temperature else None,
         )
-        ends = accumulate((len(window.questions) for window in self._windows), initial=0)
-        return [answers[start:end] for start, end in pairwise(ends)]
 
     @torch.no_grad()
-    def _log_likelihoods(self, model: Transformer) -> list[list[float]]:
-        """Return the log-likelihood of each span of each window, in float32."""
-        found: list[list[float]] = []
-        for window, spans in zip(self._windows, self._spans, strict=True):
-            if not spans:
-                found.append([])
-                continue
+    def _log_likelihoods(self, model: Transformer) -> list[float]:
+        """Return the log-likelihood of each span, from float32 logits."""
+        found: list[float] = []
+        for one in (one for window in self._windows for one in window if one.spans):
             device = model.tok_embeddings.weight.device
-            logs_TV = model(torch.from_numpy(window.ids)[None].to(device))[0].float()
-            logs_TV = logs_TV.log_softmax(-1).double().cpu()
-            places = [span.start - 1 + k for span in spans for k in range(len(span.tokens))]
-            tokens = [token for span in spans for token in span.tokens]
-            owners = [i for i, span in enumerate(spans) for _ in span.tokens]
-            sums = torch.zeros(len(spans), dtype=torch.float64)
-            found.append(sums.index_add_(0, torch.tensor(owners), logs_TV[places, tokens]).tolist())
+            logits_TV = model(torch.from_numpy(one.ids)[None].to(device))[0]
+            logs_TV = logits_TV.float().log_softmax(-1).double().cpu().numpy()
+            found += [
+                float(sum(logs_TV[start - 1 + k, token] for k, token in enumerate(tokens)))
+                for start, tokens in one.spans
+            ]
         return found
 
 

@@ -17,7 +17,7 @@ from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import read_results, read_samples
 from canon_pretrain.synthetic.capo import ROLES
-from canon_pretrain.synthetic.evaluation import VERDICTS, window_questions
+from canon_pretrain.synthetic.evaluation import VERDICTS, evaluation_windows
 from canon_pretrain.synthetic.task import EVALUATION
 from canon_pretrain.synthetic.tasks import build_task
 from canon_pretrain.titan.scores import TaskScores
@@ -69,10 +69,14 @@ def open_task(task, limit=None, **options):
     return open_tasks(name, path, metadata, limit, None)["playground"]
 
 
+def questions(task, windows):
+    asked = evaluation_windows(task, windows)
+    return [question for window in asked for one in window for question in one.questions]
+
+
 def scripted(task, windows, answer):
     """A model that answers each question by `answer(its right answer)`."""
-    asked = window_questions(task, windows)
-    known = {tuple(q.prompt): q.answer for window in asked for q in window.questions}
+    known = {tuple(question.prompt): question.answer for question in questions(task, windows)}
 
     def reply(request):
         return " ".join(map(str, answer(known[tuple(map(int, request.args[0].split()))])))
@@ -92,7 +96,7 @@ def test_a_perfect_and_a_wrong_answerer(name, settings):
     ):
         lm = scripted(task, 9, answer)
         found = plan.run(lm)["playground"]
-        assert found.num_samples == len(window_questions(task, 9))
+        assert found.num_samples == 9
         counts = {kind: found.scores[kind].value for kind in VERDICTS}
         assert sum(counts.values()) == len(lm.asked) and counts["right"] == score * len(lm.asked)
         assert verdict is None or counts[verdict] == len(lm.asked)
@@ -121,7 +125,7 @@ def evaluate(run, *options):
     main(["run", "--checkpoint", str(run), *words])
     (folder,) = [options[1]] if options else run.glob("evals/step-*/playground/*")
     results = read_results(folder / "results.json")
-    assert results.num_samples["playground"] >= 5
+    assert results.num_samples["playground"] == 5
     return results.scores["playground"], read_samples(folder)
 
 
@@ -133,8 +137,7 @@ def test_a_run_its_export_and_training_score_the_same(tmp_path, name, settings):
     export(run, out)
     scores, samples = evaluate(run)
     assert (scores, samples) == evaluate(out, "--out", tmp_path / "scores")
-    asked = sum(len(window.questions) for window in window_questions(task, 5))
-    assert sum(scores.pop(kind).value for kind in VERDICTS) == asked
+    assert sum(scores.pop(kind).value for kind in VERDICTS) == len(questions(task, 5))
     # as validations do: divergences are at all positions then
     logged = TaskScores(task, 5).measure(load_model(run / "checkpoint" / "step-3", CPU))
     assert logged.keys() == scores.keys() and {"exact", "valid"} & logged.keys()

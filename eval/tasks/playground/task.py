@@ -22,10 +22,11 @@ from canon_pretrain.model.args import ModelArgs, num_parameters
 from canon_pretrain.synthetic.evaluation import (
     END,
     VERDICTS,
-    WindowQuestions,
+    Asked,
+    evaluation_windows,
     metrics,
+    score_window,
     task_of_run,
-    window_questions,
 )
 from canon_pretrain.synthetic.task import Task
 
@@ -56,22 +57,21 @@ class Playground(lm_eval.api.task.Task):
         self.dataset: dict[str, Any] = {}
 
     @cached_property
-    def _windows(self) -> list[WindowQuestions]:
+    def _windows(self) -> list[list[Asked]]:
         given = str(self._metadata.get("playground_windows", WINDOWS))
         if not given.isdecimal() or int(given) < 1:
             message = f"playground_windows = {given!r}: expected a number of windows"
             raise UserError("playground.windows", message, given=given)
-        return window_questions(self.task, int(given))
+        return evaluation_windows(self.task, int(given), POSITIONS)
 
     def test_docs(self) -> list[dict[str, Any]]:
         return [
             {
-                "index": index,
-                "task": {"name": each.task.name, **each.task.settings},
-                "window": each.window,
-                "answers": [_text(question.answer) for question in each.questions],
+                "window": number,
+                "settings": [{"name": one.task.name, **one.task.settings} for one in window],
+                "answers": [_text(each.answer) for one in window for each in one.questions],
             }
-            for index, each in enumerate(self._windows)
+            for number, window in enumerate(self._windows)
         ]
 
     def has_training_docs(self) -> bool:
@@ -91,24 +91,24 @@ class Playground(lm_eval.api.task.Task):
         return doc["answers"]
 
     def construct_requests(self, doc: dict[str, Any], ctx: str, **given: Any) -> list[Instance]:
-        window = self._windows[doc["index"]]
-        asked: list[tuple[Any, Any, tuple[str, Any]]] = []
-        for question in window.questions:
-            options = {**self.config.generation_kwargs, "max_gen_toks": window.limit(question)}
-            asked.append(("generate_until", doc, (_text(question.prompt), options)))
-        for span in window.task.spans(window.ids, POSITIONS):
-            texts = _text(window.ids[: span.start]), " " + _text(span.tokens)
-            asked.append(("loglikelihood", doc, texts))
-        return [Instance(*each, index, given["metadata"]) for index, each in enumerate(asked)]
+        requests: list[tuple[Any, Any, tuple[str, Any]]] = []
+        for one in (window := self._windows[doc["window"]]):
+            for question in one.questions:
+                options = {**self.config.generation_kwargs, "max_gen_toks": one.limit(question)}
+                requests.append(("generate_until", doc, (_text(question.prompt), options)))
+        for one in window:
+            for span in one.spans:
+                texts = _text(one.ids[: span.start]), " " + _text(span.tokens)
+                requests.append(("loglikelihood", doc, texts))
+        return [Instance(*each, index, given["metadata"]) for index, each in enumerate(requests)]
 
     def process_results(self, doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, float]:
-        window = self._windows[doc["index"]]
-        count, spans = len(window.questions), window.task.spans(window.ids, POSITIONS)
+        count, window = len(doc["answers"]), self._windows[doc["window"]]
         # a model of another library may have a tokenizer with words
         parse = lambda word: int(word) if word.isdecimal() else END  # noqa: E731
         answers = [list(map(parse, text.split())) for text in results[:count]]
         logs = [log for log, _ in results[count:]]
-        scores, verdicts = window.score(answers, spans, logs, self._num_parameters)
+        scores, verdicts = score_window(window, answers, logs, self._num_parameters)
         return scores | {kind: verdicts[kind] for kind in VERDICTS}
 
     def aggregation(self) -> dict[str, Callable[[Sequence[float]], float]]:
