@@ -183,10 +183,10 @@ def test_validations_on_two_ranks_equal_eval(tmp_path):
     run = tmp_path / "run"
     config = ["--config", ROOT / "train_configs" / "debug.toml", "--job.dump_folder", run]
     more = ["--data.task.name", "mano", "--data.task.l", 2, "--data.task.modulus", 3]
-    more += ["--validation.windows", 5, "--validation.freq", 15, "--training.steps", 30]
+    more += ["--validation.windows", 5, "--validation.freq", 10, "--training.steps", 20]
     launch(*config, *more, ranks=2, output=tmp_path / "out")
     first, last = events(run, "validation")
-    assert (first["step"], last["step"]) == (15, 30) and first["scores"].keys() == last[
+    assert (first["step"], last["step"]) == (10, 20) and first["scores"].keys() == last[
         "scores"
     ].keys()
     scores, _ = evaluate(run)
