@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from canon_pretrain.synthetic.task import EVALUATION, Question, Span, Task
+from canon_pretrain.synthetic.task import EVALUATION, EVALUATION_SEED, Question, Span, Task
 from canon_pretrain.synthetic.tasks import build_task
 
-SEED = 0
-"""Of the windows: the same for runs that differ in seeds, so that their items can be paired."""
 END = 0
 """The unused id: an answer ends before it."""
 VERDICTS = ("right", "wrong", "malformed", "too_long", "empty")
@@ -51,8 +49,8 @@ def evaluation_windows(task: Task, count: int, most: int | None = None) -> list[
     found: list[list[Asked]] = [[] for _ in range(count)]
     hardest, *others = task.evaluations()
     for one in (hardest, *others):
-        label, questions = _label(one, hardest), list(one.questions(SEED, 0, count))
-        windows = one.windows(SEED, 0, count, EVALUATION).ids
+        label, questions = _label(one, hardest), list(one.questions(EVALUATION_SEED, 0, count))
+        windows = one.windows(EVALUATION_SEED, 0, count, EVALUATION).ids
         for number, (ids, asked) in enumerate(zip(windows, found, strict=True)):
             own = [question for question in questions if question.window == number]
             asked.append(Asked(one, label, ids, own, one.spans(ids, most)))

@@ -22,6 +22,8 @@ from canon_pretrain.core.errors import UserError
 
 TRAINING, EVALUATION = 0, 1
 """Domains of random numbers: no window for evaluation is one of training, at any seed."""
+EVALUATION_SEED = 0
+"""The same for runs that differ in seeds, so that their items can be paired."""
 PROBLEM, MARK, ANSWER = 0, 1, 2
 """Kinds of tokens. MARK: precedes or ends an answer; with `loss_on = "answers"` the loss counts
 MARK and ANSWER. A question asks for a run of ANSWER, given all tokens before it."""

@@ -18,7 +18,6 @@ from canon_pretrain.model.attend import check_backend_fits
 from canon_pretrain.run import config as experiment
 from canon_pretrain.run.config import valid_world_sizes
 from canon_pretrain.synthetic.task import Task
-from canon_pretrain.synthetic.tasks import build_task
 
 
 @dataclass
@@ -187,6 +186,8 @@ class CanonJobConfig(titan.JobConfig):
         given = self.data.task
         if not given.name:
             return None
+        from canon_pretrain.synthetic.tasks import build_task  # each task has a module
+
         return build_task(given.name, given.given | {"seq_len": self.training.seq_len})
 
     @property

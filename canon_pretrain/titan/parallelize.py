@@ -261,3 +261,10 @@ def write_shard(parameter: Tensor, value: InitialValue) -> None:
     local = parameter.to_local()
     if local.numel():  # empty on a rank past the last row
         local.copy_(value.rows(offset[0], offset[0] + shape[0]))
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what FSDP gathered: after a forward pass, the last unit waits for a backward pass."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -4,7 +4,6 @@ All ranks ask the same questions about the same windows: a sharded model must an
 """
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.args import num_parameters
@@ -18,6 +17,7 @@ from canon_pretrain.synthetic.evaluation import (
     score_window,
 )
 from canon_pretrain.synthetic.task import Question, Task
+from canon_pretrain.titan.parallelize import reshard
 
 
 class TaskScores:
@@ -72,10 +72,3 @@ class TaskScores:
                 for start, tokens in one.spans
             ]
         return found
-
-
-def reshard(model: torch.nn.Module) -> None:
-    """Free what FSDP gathered: after a forward pass, the last unit waits for a backward pass."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

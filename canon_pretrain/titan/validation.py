@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,13 +33,15 @@ from canon_pretrain.data.mixture import exact_weight, short_names
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import VALIDATION
 from canon_pretrain.run.log import json_value, read_log
-from canon_pretrain.synthetic.evaluation import SEED
-from canon_pretrain.synthetic.task import EVALUATION
+from canon_pretrain.synthetic.task import EVALUATION, EVALUATION_SEED
 from canon_pretrain.titan.data import validation_folders
 from canon_pretrain.titan.job_config import CanonJobConfig
-from canon_pretrain.titan.scores import TaskScores, reshard
+from canon_pretrain.titan.parallelize import reshard
 from canon_pretrain.titan.spec import head_loss
 from canon_pretrain.titan.tasks import TaskWindows
+
+if TYPE_CHECKING:
+    from canon_pretrain.titan.scores import TaskScores
 
 STEPS_PER_BATCH = 100
 MAX_TOKENS = 1 << 21
@@ -83,9 +85,11 @@ class CanonValidator(BaseValidator):
         self._loss = head_loss(job.loss)
         length, sources = job.training.seq_len + 1, [part for part in parts if part is not None]
         task = job.task
-        self._scores = None
+        self._scores: TaskScores | None = None
         if task is not None:
-            self._scores = TaskScores(task, job.validation.windows or SCORED_WINDOWS)
+            from canon_pretrain.titan import scores  # only tasks need it
+
+            self._scores = scores.TaskScores(task, job.validation.windows or SCORED_WINDOWS)
             self.names, self._bytes_per_token = [task.name], [math.nan]
             places = [(0, index, length) for index in range(num_windows(job) or 0)]
         else:
@@ -109,7 +113,7 @@ class CanonValidator(BaseValidator):
             turn, place = divmod(index, rows * world_size)
             if place // rows == rank:
                 if task is not None:
-                    ids = TaskWindows(task).windows(SEED, offset, 1, EVALUATION)[0]
+                    ids = TaskWindows(task).windows(EVALUATION_SEED, offset, 1, EVALUATION)[0]
                 else:
                     ids = sources[source].read(offset, count)
                 self._windows[turn, place % rows, :count] = torch.from_numpy(ids).int()

@@ -68,7 +68,7 @@ def test_windows_equal_loops_over_people(domain):
     np.testing.assert_array_equal(windows.ids[3], task.windows(7, 4, 1, domain).ids[0])
 
 
-def test_everyone_is_seen_exposures_times_in_new_orders_and_words():
+def test_everyone_is_seen_as_often_in_new_orders_and_words():
     task = Capo(people=12, exposures=40)
     assert task.windows_for_exposures * task.per_window == 12 * 40
     ids, kinds = task.windows(3, 0, 60)
