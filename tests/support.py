@@ -73,7 +73,11 @@ def debug_run(data: Path, folder: Path) -> list[object]:
 
 
 def train(
-    *arguments: object, ranks: int | None = None, check: bool = True, on_gpu: bool = False
+    *arguments: object,
+    ranks: int | None = None,
+    check: bool = True,
+    on_gpu: bool = False,
+    timeout: float = 300,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m canon_pretrain.train`, or torchrun if `ranks` is given.
 
@@ -89,7 +93,7 @@ def train(
         # use the CPU on machines with GPUs too, which may be fewer than the ranks
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
     )
     if check and done.returncode:
         pytest.fail(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
