@@ -1,4 +1,4 @@
-"""Two layers learn a small setting of each synthetic task, in less than five minutes of one idle core."""
+"""A small model learns a small setting of each synthetic task; minutes each on one core."""
 
 import pytest
 
