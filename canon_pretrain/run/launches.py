@@ -66,7 +66,7 @@ Launch {launch[launch]}, started {launch[time]:.16} UTC: {launch[world_size]} ra
     {launch[command][again]}
     touch {folder}/STOP
 
-    python -m eval run --checkpoint {folder}/checkpoint/step-{step} --suite validation
+    python -m eval run --checkpoint {folder}/checkpoint/step-{step} --suite {suite}
     python -m eval report {folder}
 
 ## Files
@@ -342,6 +342,7 @@ def _readme(folder: RunFolder, launch: Mapping[str, Any]) -> bytes:
     """Return the run folder's README.md; `launch` is launch.json."""
     run, config = folder.path.resolve(), folder.read_config()["config"]
     git, code = launch["git"], "not in a git commit"
+    task = config.get("data", {}).get("task")  # an import has no data
     if git["commit"]:
         code = f"commit {git['commit'][:12]} of {git['origin'] or git['folder']}"
         if git["dirty"]:
@@ -350,6 +351,7 @@ def _readme(folder: RunFolder, launch: Mapping[str, Any]) -> bytes:
         ours=IS_OURS,
         title=config.get("job", {}).get("description") or run.name,
         step=config.get("training", {}).get("steps", "N"),
+        suite="playground" if task and task["name"] else "validation",
         launch=launch,
         code=code,
         here=shlex.quote(launch["command"]["folder"]),

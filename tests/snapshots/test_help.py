@@ -14,6 +14,8 @@ COMMANDS = (
     *(f"canon_pretrain.sweep {name}" for name in ("plan", "table", "run")),
     "canon_pretrain.preflight",
     "canon_pretrain.chain",
+    "canon_pretrain.synthetic",
+    *(f"canon_pretrain.synthetic {name}" for name in ("show", "score", "stats", "bench")),
     "canon_pretrain.hf",
     *(f"canon_pretrain.hf {name}" for name in ("export", "import")),
     "canon_pretrain.bench",

@@ -184,6 +184,7 @@ def test_elastic_with_smaller_micro_batches(straight, tmp_path):
     assert_refused(ended, "run.changed")
     assert "data.task.loss_on" in ended.output
     launch(*run, ranks=1, **options)
+    assert "--suite playground" in (tmp_path / "run" / "README.md").read_text()
     for name in ("step", "validation"):
         for mine, whole in zip(events(tmp_path / "run", name), events(straight, name), strict=True):
             assert mine["step"] == whole["step"] and mine["tokens"] == whole["tokens"]
