@@ -34,7 +34,15 @@ MAX_NAMES = 200
 GIT_TIMEOUT_S = 8.0  # less than GATHER_TIMEOUT_S in run/launches.py
 OWN_FOLDERS = ("data_prep", "eval")  # beside canon_pretrain/: their *.py files are in the patch
 KEPT, MANIFEST, SCRIPT = "source_tree.json", "manifest.json", "slurm/lib.sh"
-_TRAINING = ("checkpoint/[!_]*", "core/*", "data/*", "kernels/**/*", "model/*", "run/[!_]*")
+_TRAINING = (
+    "checkpoint/[!_]*",
+    "core/*",
+    "data/*",
+    "kernels/**/*",
+    "model/*",
+    "run/[!_]*",
+    "synthetic/[!_]*",
+)
 # files of canon_pretrain that training imports
 TRAINING_CODE = ("train.py", *(f"{pattern}.py" for pattern in (*_TRAINING, "titan/*")))
 

@@ -11,7 +11,7 @@ and templates, evaluation asks about the people of training, and a full name is 
 answer. An employer's city is fixed; all else is uniform. No template is the beginning of another
 up to its value, so that a value's loss holds nothing about templates.
 
-Ids: 0 unused, <bos> 1, "." 2, then one per word of capo_words.json: first names 3..402, middle
+Ids: 0 unused, <bos> 1, "." 2, then one per word of capo_words.py: first names 3..402, middle
 names 403..802, last names 803..1802, days 1803..1830, months 1831..1842, years 1843..2042, cities
 2043..2242 (of birth and of work), universities 2243..2542, majors 2543..2642, employers
 2643..2905, She He her his 2906..2909, other words of templates in order of first use 2910..3070.
@@ -19,16 +19,15 @@ names 403..802, last names 803..1802, days 1803..1830, months 1831..1842, years 
 
 import functools
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
+from canon_pretrain.synthetic.capo_words import LISTS, TEMPLATES
 from canon_pretrain.synthetic.task import (
     ANSWER,
     PROBLEM,
@@ -70,14 +69,13 @@ class Language(NamedTuple):
 @functools.cache
 def language() -> Language:
     """Return the words, templates, kinds of the templates' tokens, and roles by id."""
-    file = json.loads(Path(__file__).with_name("capo_words.json").read_text())
     words = ["<unused>", "<bos>", "."]
-    for parts, size in zip(file["lists"].values(), SIZES, strict=True):
+    for parts, size in zip(LISTS.values(), SIZES, strict=True):
         words += ["".join(word) for word in itertools.product(*parts)][:size]
     words += ["She", "He", "her", "his"]
     ids = {"{name}": [-1, -2, -3], "{She}": [-12], "{her}": [-13], ".": [PERIOD]}
     rows = []
-    for attribute, sentences in enumerate(file["templates"].values()):
+    for attribute, sentences in enumerate(TEMPLATES.values()):
         ids["{value}"] = [-4, -5, -6] if attribute == 0 else [-6 - attribute]
         for sentence in sentences:
             row = [BOS] if attribute == 0 else []

@@ -1,6 +1,5 @@
 """Capo against a generator of loops, its 100 exposures, its answers, and its bits."""
 
-import json
 import math
 from itertools import product
 
@@ -10,11 +9,11 @@ from scipy.stats import chisquare
 
 from canon_pretrain.synthetic import capo
 from canon_pretrain.synthetic.capo import ATTRIBUTES, NAMES, ROLES, Capo, bits_per_parameter
+from canon_pretrain.synthetic.capo_words import LISTS, TEMPLATES
 from canon_pretrain.synthetic.task import ANSWER, EVALUATION, TRAINING
-from tests.support import ROOT, refused
+from tests.support import refused
 
-FILE = json.loads((ROOT / "canon_pretrain/synthetic/capo_words.json").read_text())
-WORDS = {key: ["".join(word) for word in product(*parts)] for key, parts in FILE["lists"].items()}
+WORDS = {key: ["".join(word) for word in product(*parts)] for key, parts in LISTS.items()}
 
 
 def hashed(*parts):
@@ -51,7 +50,7 @@ def slow_biography(task, seed, domain, place):
     she, her = [("She", "her"), ("He", "his")][draws[7]]
     words = np.random.Philox(key=[seed, domain], counter=(2 * place - 1) % 2**256).random_raw(7)
     text = ["<bos>"]
-    for row, value, word in zip(FILE["templates"].values(), values, words[1:], strict=True):
+    for row, value, word in zip(TEMPLATES.values(), values, words[1:], strict=True):
         text.append(row[int(word) >> 61].format(name=full, She=she, her=her, value=value))
     return " ".join(text)
 
@@ -96,7 +95,7 @@ def test_people_are_distinct_uniform_and_work_in_one_city():
 
 
 def test_a_value_holds_nothing_about_templates():
-    for sentences in FILE["templates"].values():
+    for sentences in TEMPLATES.values():
         for one, other in product(map(str.split, sentences), repeat=2):
             where = one.index("{value}")
             assert other[:where] != one[:where] or other[where] == "{value}"

@@ -1,5 +1,11 @@
-{
-"lists": {
+"""Capo's words and sentences: our own, since the paper prints none of its own.
+
+A word of LISTS is one part of each row, in the order of itertools.product.
+"""
+
+# fmt: off
+# ruff: noqa: E501
+LISTS = {
 "first": [["Ad","Bel","Cal","Dor","El","Fen","Gar","Hal","Is","Jor","Kel","Lor","Mar","Nor","Or","Per","Ros","Sil","Tam","Val"],
   ["a","ana","eth","ia","ina","ora","wen","lyn","da","ya","an","en","in","ion","ric","mond","ward","o","us","is"]],
 "middle": [["Ash","Bri","Cly","Dew","Em","Fly","Gle","Hea","Ir","Jun","Kir","Lea","Moo","Nel","Oak","Pel","Qui","Rai","Sta","Whe"],
@@ -19,8 +25,9 @@
   [" Acoustics"," Astronomy"," Biology"," Botany"," Chemistry"," Economics"," Ethics"," Geography"," Geology"," Law"," Linguistics"," Logic"," Mathematics"," Mechanics"," Medicine"," Music"," Optics"," Physics"," Statistics"," Theology"]],
 "employer": [["Acorn","Beacon","Cobalt","Delta","Ember","Falcon","Granite","Horizon","Indigo","Juniper","Keystone","Lantern","Meridian","Nimbus","Orchid","Pioneer","Quartz","Ripple","Summit","Trident","Umbra","Vector","Willow","Xenon","Yonder","Zephyr","Anchor"],
   [" Airlines"," Bank"," Chemicals"," Energy"," Foods"," Insurance"," Logistics"," Motors"," Software"," Textiles"]]
-},
-"templates": {
+}
+
+TEMPLATES = {
 "birth_date": [
 "{name} was born on the morning of {value} .",
 "{name} came into this world on {value} .",
@@ -75,5 +82,4 @@
 "{She} does all of {her} paid work in {value} .",
 "{She} pays {her} income tax to {value} each year .",
 "{She} is based in {value} for professional reasons ."]
-}
 }
