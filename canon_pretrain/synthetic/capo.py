@@ -50,7 +50,7 @@ PADDING = 3
 """A kind of tokens, beside those of task.py: never counted by the loss."""
 BOS, PERIOD = 1, 2
 SIZES = (400, 400, 1000, 28, 12, 200, 200, 300, 100, 263)
-"""Of the lists of words, and of the first ten slots of a person: see `_slots`."""
+"""Of the lists of words, and of the first ten slots of `_slots`."""
 STARTS = tuple(itertools.accumulate(SIZES, initial=3))
 CITY, SHE = STARTS[6], STARTS[10]
 NAME_KEY, VALUE_KEY = 0xB105, 0xB106
