@@ -309,7 +309,7 @@ def generation_request(
     """Return the request of a prompt, whose beginning is cut if it and its answer do not fit."""
     options = dict(normalize_gen_kwargs(options, DEFAULT_GEN_TOKENS))
     unknown = options.keys() - GENERATION_OPTIONS
-    temperature = options["temperature"] if options.get("do_sample") else 0.0
+    temperature = options.get("temperature", 1.0) if options.get("do_sample") else 0.0
     if options.get("num_beams", 1) != 1 or unknown:
         message = f"generation options {options}: expected until, max_gen_toks, temperature"
         raise UserError("eval.generation_options", message)

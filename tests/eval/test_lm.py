@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from eval.model.budget import FILE, MAX_TOKENS, find_largest, load_or_find
-from eval.model.lm import PASS_TOKENS, CanonLM, request_cost
+from eval.model.lm import PASS_TOKENS, CanonLM, generation_request, request_cost
 from eval.model.score import Pair
 from tests.scripted_lm import Bytes, Letters, LimitedMemory, requests
 from tests.support import refused
@@ -176,6 +176,16 @@ def test_impossible_requests_are_refused(model):
     for length in (0, 65):
         with refused("eval.max_length", given=length, expected=64):
             CanonLM(model, Bytes(), max_length=length)
+
+
+def test_do_sample_alone_samples_at_temperature_1():
+    for options, expected in (
+        ({"do_sample": True}, 1.0),
+        ({"do_sample": True, "temperature": 0.5}, 0.5),
+        ({"do_sample": False}, 0.0),
+    ):
+        options |= {"until": [], "max_gen_toks": 3}
+        assert generation_request([1, 2], options, MAX_LENGTH).temperature == expected
 
 
 def test_out_of_memory_halves_the_budget(model):
