@@ -14,7 +14,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import numpy as np
 
@@ -23,12 +23,11 @@ from canon_pretrain.synthetic.task import (
     ANSWER,
     MARK,
     PROBLEM,
+    GraphTask,
     Instances,
     Judgement,
-    NWeight,
     Task,
     below,
-    draw_n,
 )
 
 MARKS = ("<bos>", "<query>", "<ans>", "<eos>")
@@ -59,7 +58,7 @@ class _Numbers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Brevo1(Task):
+class Brevo1(GraphTask):
     """Graphs of 3 to `n` vertices, or of exactly `n` with `exact_n`; names are single tokens.
 
     `last_query` (as the release): the query is the last vertex, not one of the last quarter.
@@ -67,14 +66,7 @@ class Brevo1(Task):
 
     name: ClassVar[str] = "brevo1"
     n: int = 70
-    n_weight: NWeight = "n+sqrt(N)"
     last_query: bool = False
-    exact_n: bool = False
-
-    def check(self) -> None:
-        self.check_least(n=3)
-        if self.n_weight not in get_args(NWeight):
-            self.refuse("n_weight", self.n_weight, " or ".join(get_args(NWeight)))
 
     @functools.cached_property
     def _names(self) -> Names | _Numbers:
@@ -112,10 +104,7 @@ class Brevo1(Task):
         return 3 + self._names.random_words + self.n * HALVES // 2
 
     def build(self, words: np.ndarray, seed: int) -> Instances:
-        if self.exact_n:
-            n = np.full(len(words), self.n)
-        else:
-            n = draw_n(words[:, 0], self.n, self.n_weight)
+        n = self.draw_n(words[:, 0])
         leaves = 1 + below(words[:, 1], -(-(n - 1) // 4) + 1)
         first = n - 1 if self.last_query else 3 * n // 4
         query = first + below(words[:, 2], n - first)

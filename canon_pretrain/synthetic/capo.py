@@ -30,6 +30,7 @@ import numpy as np
 from canon_pretrain.synthetic.capo_words import LISTS, TEMPLATES
 from canon_pretrain.synthetic.task import (
     ANSWER,
+    GOLDEN,
     PROBLEM,
     TRAINING,
     Instances,
@@ -38,6 +39,7 @@ from canon_pretrain.synthetic.task import (
     Task,
     Windows,
     below,
+    mix,
 )
 
 ATTRIBUTES = ("birth_date", "birth_city", "university", "major", "employer", "working_city")
@@ -279,10 +281,7 @@ def _hash(*parts: Any) -> np.ndarray:
     """Hash numbers in [0, 2**64) to uint64 by SplitMix64's finalizer, broadcast over arrays."""
     state: np.ndarray = np.zeros(1, np.uint64)
     for part in parts:
-        state = (state ^ np.asarray(part, np.uint64)) + 0x9E3779B97F4A7C15
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9
-        state = (state ^ state >> 27) * 0x94D049BB133111EB
-        state ^= state >> 31
+        state = mix((state ^ np.asarray(part, np.uint64)) + GOLDEN)
     return state
 
 

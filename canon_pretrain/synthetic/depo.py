@@ -8,7 +8,7 @@ Ids: names 1 ... 2V, <bos> 2V + 1, <ans> 2V + 2, <query_k> 2V + 2 + k.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,19 +17,18 @@ from canon_pretrain.synthetic.task import (
     ANSWER,
     MARK,
     PROBLEM,
+    GraphTask,
     Instances,
     Judgement,
-    NWeight,
     Task,
     below,
-    draw_n,
 )
 
 QUERIES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Depo1(Task):
+class Depo1(GraphTask):
     """Cycles of 3 ... `n` nodes with names of `name_tokens` tokens, asked for the successor that is
     1 ... `k` edges away, round the cycle if k exceeds n. `exact_n`, `exact_k`: always `n`, `k`."""
 
@@ -39,16 +38,13 @@ class Depo1(Task):
     k: int = 8
     vocab: int = 50
     name_tokens: tuple[int, int] | int = (1, 2)
-    n_weight: NWeight = "n+sqrt(N)"
-    exact_n: bool = False
     exact_k: bool = False
 
     def check(self) -> None:
-        self.check_least(n=3, k=1)
+        super().check()
+        self.check_least(k=1)
         if self.k > MOST:
             self.refuse("k", self.k, f"at most {MOST:,}")
-        if self.n_weight not in get_args(NWeight):
-            self.refuse("n_weight", self.n_weight, " or ".join(get_args(NWeight)))
 
     @functools.cached_property
     def names(self) -> Names:
@@ -79,7 +75,7 @@ class Depo1(Task):
         count, most, asked = len(words), self.n, self.queries
         parts = np.cumsum([1, most, most, asked])
         words_n, words_edges, words_nodes, words_k, words_names = np.split(words, parts, axis=1)
-        n = np.full(count, most) if self.exact_n else draw_n(words_n[:, 0], most, self.n_weight)
+        n = self.draw_n(words_n[:, 0])
         cycle = self.names.draw(words_names, n)
         hops = np.full((count, asked), self.k) if self.exact_k else 1 + below(words_k, self.k)
         follower = np.pad(cycle[:, 1:], ((0, 0), (0, 1)))

@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,11 +50,11 @@ def evaluation_windows(task: Task, count: int, most: int | None = None) -> list[
     found: list[list[Asked]] = [[] for _ in range(count)]
     hardest, *others = task.evaluations()
     for one in (hardest, *others):
-        label, questions = _label(one, hardest), list(one.questions(EVALUATION_SEED, 0, count))
+        label, questions = _label(one, hardest), one.questions(EVALUATION_SEED, 0, count)
         windows = one.windows(EVALUATION_SEED, 0, count, EVALUATION).ids
+        own = {n: list(each) for n, each in groupby(questions, key=lambda each: each.window)}
         for number, (ids, asked) in enumerate(zip(windows, found, strict=True)):
-            own = [question for question in questions if question.window == number]
-            asked.append(Asked(one, label, ids, own, one.spans(ids, most)))
+            asked.append(Asked(one, label, ids, own.get(number, []), one.spans(ids, most)))
     return [asked for asked in found if any(one.questions or one.spans for one in asked)]
 
 
@@ -71,13 +72,13 @@ def score_window(
     scores: dict[str, float] = {}
     verdicts: Counter[str] = Counter()
     for asked in window:
-        task, values = asked.task, dict[str, list[float]]()
-        for question in asked.questions:
-            found = task.judge(question.prompt, _complete(task, list(next(answers))))
-            verdicts[found.verdict] += 1
-            for metric, value in found.values.items():
-                values.setdefault(metric, []).append(value)
-        means = {metric: sum(each) / len(each) for metric, each in values.items()}
+        task = asked.task
+        judged = [
+            task.judge(question.prompt, _complete(task, list(next(answers))))
+            for question in asked.questions
+        ]
+        verdicts.update(each.verdict for each in judged)
+        means = mean_scores([each.values for each in judged])
         own = [next(logs) for _ in asked.spans]
         means |= task.score_spans(asked.ids, asked.spans, own, num_parameters)
         scores |= {asked.label + metric: value for metric, value in means.items()}
@@ -111,8 +112,8 @@ def metrics(task: Task) -> dict[str, bool]:
     }
 
 
-def mean_scores(windows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean over windows of each score."""
-    names = dict.fromkeys(name for scores in windows for name in scores)
-    found = {name: [scores[name] for scores in windows if name in scores] for name in names}
+def mean_scores(items: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each score over the items that have it."""
+    names = dict.fromkeys(name for scores in items for name in scores)
+    found = {name: [scores[name] for scores in items if name in scores] for name in names}
     return {name: sum(each) / len(each) for name, each in found.items()}

@@ -14,9 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from canon_pretrain.synthetic.task import below
-
-MIX = [(30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)]
+from canon_pretrain.synthetic.task import GOLDEN, below, mix
 
 
 class Spans(NamedTuple):
@@ -103,11 +101,9 @@ class Grammar:
         for level in range(self.depth):
             counts = np.diff(ends, prepend=0)
             number = np.arange(1, len(symbols) + 1) - np.repeat(ends - counts, counts)
-            bits = number.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+            bits = number.astype(np.uint64) * GOLDEN
             bits += np.repeat(words[:, level], counts)
-            for shift, factor in MIX:
-                bits = (bits ^ (bits >> np.uint64(shift))) * np.uint64(factor)
-            choice = below(bits ^ (bits >> np.uint64(31)), self._count[symbols])
+            choice = below(mix(bits), self._count[symbols])
             children = self._right[self._first_rule[symbols] + choice]
             ends = np.cumsum(2 + (children[:, 2] > 0))[ends - 1]
             symbols = children[children > 0]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from canon_pretrain.synthetic.task import Instances, Task, below
+from canon_pretrain.synthetic.task import GOLDEN, Instances, Task, below, mix
 
 MOST = 1 << 20
 
@@ -89,7 +89,7 @@ class Names:
         is_short = is_new.sum(axis=1) < sizes
         if is_short.any():
             short, later = words[is_short], np.arange(width, 2 * width, dtype=np.uint64)
-            more = np.concatenate([short, _mix(short + later)], axis=1)
+            more = np.concatenate([short, mix(short + later + GOLDEN)], axis=1)
             chosen[is_short] = self._choose(more, sizes[is_short])
         return chosen
 
@@ -118,11 +118,3 @@ class Names:
                 start = end
         is_whole = start == len(ids) and all(self.low <= len(name) <= self.high for name in names)
         return names if is_whole else None
-
-
-def _mix(words: np.ndarray) -> np.ndarray:
-    """Return a hash of each word (splitmix64)."""
-    words = words + np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, get_args
 
 import numpy as np
 
@@ -28,6 +28,8 @@ PROBLEM, MARK, ANSWER = 0, 1, 2
 """Kinds of tokens. MARK: precedes or ends an answer; with `loss_on = "answers"` the loss counts
 MARK and ANSWER. A question asks for a run of ANSWER, given all tokens before it."""
 STRIDE = 1 << 20
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""The step of SplitMix64's state, before `mix`."""
 VERSION = 1
 """Part of the fingerprint; to be raised whenever any task's data change."""
 NWeight = Literal["n+sqrt(N)", "sqrt(N+n)"]
@@ -247,9 +249,31 @@ def below(words: np.ndarray, bound: Any) -> np.ndarray:
     )
 
 
-def draw_n(words: np.ndarray, most: int, n_weight: NWeight) -> np.ndarray:
-    """Map uint64 words to problem sizes in 3..most, int64."""
-    n = np.arange(3, most + 1)
-    weights = 1 / (n + most**0.5) if n_weight == "n+sqrt(N)" else 1 / np.sqrt(most + n)
-    below_n = np.cumsum(weights)[:-1] / weights.sum()
-    return 3 + np.searchsorted(below_n, (words >> np.uint64(11)) * 2.0**-53, side="right")
+def mix(words: np.ndarray) -> np.ndarray:
+    """Return a hash of each uint64 word, by SplitMix64's finalizer."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphTask(Task):
+    """A task on graphs of 3 to `n` vertices, or of exactly `n` with `exact_n`."""
+
+    n: int
+    n_weight: NWeight = "n+sqrt(N)"
+    exact_n: bool = False
+
+    def check(self) -> None:
+        self.check_least(n=3)
+        if self.n_weight not in get_args(NWeight):
+            self.refuse("n_weight", self.n_weight, " or ".join(get_args(NWeight)))
+
+    def draw_n(self, words: np.ndarray) -> np.ndarray:
+        """Map uint64 words to numbers of vertices, int64."""
+        if self.exact_n:
+            return np.full(len(words), self.n)
+        n = np.arange(3, self.n + 1)
+        weights = 1 / (n + self.n**0.5) if self.n_weight == "n+sqrt(N)" else 1 / np.sqrt(self.n + n)
+        below_n = np.cumsum(weights)[:-1] / weights.sum()
+        return 3 + np.searchsorted(below_n, (words >> np.uint64(11)) * 2.0**-53, side="right")

@@ -2,6 +2,8 @@
 
 import math
 
+from tests.synthetic.reference_depo import draw_names
+
 
 def draw(rng, *, n, weight, last_query=False, exact_n=False, vocab=None, name_tokens=None):
     """Return the edges (x, y: y depends on x), the query and an answer; names are tuples of ids."""
@@ -14,12 +16,10 @@ def draw(rng, *, n, weight, last_query=False, exact_n=False, vocab=None, name_to
             edges.append((parent, vertex))
             out_degree[parent] += 1
     query = size - 1 if last_query else rng.choice(range(math.floor(size * 3 / 4), size))
-    names = [(v,) for v in rng.sample(range(1, n + 1), size)] if vocab is None else []
-    while len(names) < size:
-        body = [rng.randint(1, vocab) for _ in range(rng.randint(*name_tokens) - 1)]
-        name = (*body, vocab + rng.randint(1, vocab))
-        if name not in names:
-            names.append(name)
+    if vocab is None:
+        names = [(v,) for v in rng.sample(range(1, n + 1), size)]
+    else:
+        names = draw_names(rng, size, vocab, name_tokens)
     rng.shuffle(names)
     edges = [(names[x], names[y]) for x, y in edges]
     rng.shuffle(edges)

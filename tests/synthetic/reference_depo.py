@@ -3,16 +3,22 @@
 from math import sqrt
 
 
-def draw(rng, *, n, k, vocab, name_tokens, weight=lambda n, most: 1 / (n + sqrt(most))):
-    """Return the edges (x, y) and queries (k, q, a) of an instance; names are tuples of ids."""
-    sizes = range(3, n + 1)
-    (size,) = rng.choices(sizes, [weight(s, n) for s in sizes])
+def draw_names(rng, size, vocab, name_tokens):
+    """Return distinct names, in the order in which they were drawn."""
     names = []
     while len(names) < size:
         body = [rng.randint(1, vocab) for _ in range(rng.randint(*name_tokens) - 1)]
         name = (*body, vocab + rng.randint(1, vocab))
         if name not in names:
             names.append(name)
+    return names
+
+
+def draw(rng, *, n, k, vocab, name_tokens, weight=lambda n, most: 1 / (n + sqrt(most))):
+    """Return the edges (x, y) and queries (k, q, a) of an instance; names are tuples of ids."""
+    sizes = range(3, n + 1)
+    (size,) = rng.choices(sizes, [weight(s, n) for s in sizes])
+    names = draw_names(rng, size, vocab, name_tokens)
     rng.shuffle(names)
     edges = [(names[i], names[(i + 1) % size]) for i in range(size)]
     rng.shuffle(edges)
