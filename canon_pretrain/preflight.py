@@ -93,9 +93,7 @@ def plan_job(
     job = parse_job([word for word in arguments if word != "--force"])
     check_nodes(job.training.global_batch_size, nodes, ranks_per_node)
     shard_degree(job, nodes * ranks_per_node)
-    if job.task is not None:
-        open_task(job, job.task)
-    elif data:
+    if open_task(job) is None and data:
         open_shards(job).close()
     # weights and AdamW's two moments; an upper bound if not all weights are trained
     numbers = 3 * num_parameters(job.model_args)

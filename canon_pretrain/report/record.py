@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -152,24 +152,30 @@ class RunRecord:
     @cached_property
     def validation(self) -> dict[str, Curve]:
         """Bits per byte of the held-out text, by source; "" is the whole text."""
-        pairs: dict[str, list[tuple[int, float]]] = {}
-        with parsing(self.folder.log_file):
-            for event in self.own_validations:
-                for name, measured in ({"": event} | (event.get("sources") or {})).items():
-                    if measured.get("bits_per_byte") is not None:
-                        value = number(measured["bits_per_byte"])
-                        pairs.setdefault(printable(name), []).append((event["step"], value))
-        return {name: curve for name, rows in pairs.items() if (curve := Curve.of(rows))}
+        return self._validation_curves(
+            lambda event: {
+                name: measured["bits_per_byte"]
+                for name, measured in ({"": event} | (event.get("sources") or {})).items()
+                if measured.get("bits_per_byte") is not None
+            }
+        )
 
     @cached_property
     def scores(self) -> dict[str, Curve]:
         """Held-out loss and scores of a synthetic task while training, by name."""
+        return self._validation_curves(
+            lambda event: {"loss": event["loss"], **event["scores"]} if event.get("scores") else {}
+        )
+
+    def _validation_curves(
+        self, values_of: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> dict[str, Curve]:
+        """Return the curves, by printable name, of the values of each validation."""
         pairs: dict[str, list[tuple[int, float]]] = {}
         with parsing(self.folder.log_file):
             for event in self.own_validations:
-                if scores := event.get("scores"):
-                    for name, value in {"loss": event["loss"], **scores}.items():
-                        pairs.setdefault(printable(name), []).append((event["step"], number(value)))
+                for name, value in values_of(event).items():
+                    pairs.setdefault(printable(name), []).append((event["step"], number(value)))
         return {name: curve for name, rows in pairs.items() if (curve := Curve.of(rows))}
 
     @cached_property

@@ -23,7 +23,6 @@ from canon_pretrain.data.held_out import joined_fingerprint, open_held_out, open
 from canon_pretrain.data.loader import BatchLoader, samples_digest
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import ShardError, TokenShards
-from canon_pretrain.synthetic.task import Task
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.tasks import TaskWindows
@@ -55,8 +54,7 @@ class OpenedData:
 
 def open_data(job: CanonJobConfig) -> OpenedData:
     """Open all data of `job`; set its `model.vocab_size` and `validation.enable`."""
-    if job.task is not None:
-        windows = open_task(job, job.task)
+    if (windows := open_task(job)) is not None:
         settings = windows.task.settings | {"name": windows.task.name}
         del settings["seq_len"]  # as training.seq_len
         # lists for tuples, as read from JSON
@@ -90,8 +88,10 @@ def open_data(job: CanonJobConfig) -> OpenedData:
         return OpenedData(training, parts, notices, {HELD_OUT: joined_fingerprint(parts)})
 
 
-def open_task(job: CanonJobConfig, task: Task) -> TaskWindows:
-    """Return the windows of the job's task. Raises UserError if its ids do not fit the model."""
+def open_task(job: CanonJobConfig) -> TaskWindows | None:
+    """Return the windows of the job's task, if any. Raises UserError if its ids do not fit."""
+    if (task := job.task) is None:
+        return None
     if job.model.vocab_size is None:
         job.model.vocab_size = task.vocab_size
     if (given := job.model_args.vocab_size) < task.vocab_size:

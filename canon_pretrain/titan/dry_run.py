@@ -201,7 +201,7 @@ class Plan:
         self.device, self.world_size = device, world_size
         self.tokens = training.steps * training.global_batch_size * training.seq_len
         drawn, self.data_fingerprint = self.tokens, ""
-        self.windows = open_task(job, job.task) if job.task else None
+        self.windows = open_task(job)
         if self.windows is not None:
             drawn, self.data_fingerprint = 0, self.windows.fingerprint
         with contextlib.suppress(ShardError):  # no data yet; data that do not fit raise UserError

@@ -373,7 +373,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         batches: Iterable[tuple[dict[str, Tensor], Tensor]]
         batches = itertools.islice(data_iterator, self.gradient_accumulation_steps)
-        num_labels, ratio = self._num_labels, torch.tensor(dist.get_world_size())
+        num_labels = self._num_labels
+        ratio: Tensor | int = dist.get_world_size()
         if self.dataloader.is_masked:
             batches = list(batches)
             num_labels, ratio = self._count_labels([labels for _, labels in batches])
