@@ -24,8 +24,8 @@ from torch import Tensor
 from canon_pretrain.kernels.compiled import sum_dtype
 
 CHUNK = 64
-STRONGEST = -100.0
-"""Log decays below this count as this: its exponential is 0 in float32."""
+STRONGEST = -1000.0
+"""Log decays below this, such as -inf at a start, count as this; its exponential is exactly 0."""
 
 
 def chunked_delta(
@@ -53,9 +53,10 @@ def chunked_delta(
     if state_BHKV is None:
         state_BHKV = k_BTHK.new_zeros(num_rows, num_heads, key_width, v_BTHV.shape[3], dtype=dtype)
     state_BHKV = state_BHKV.to(dtype)
+    if starts_BT is not None:
+        g_BTH = g_BTH.masked_fill(starts_BT[..., None], -torch.inf)
     if num_tokens == 1:
-        inputs = q_BTHK.to(dtype) * scale, k_BTHK, v_BTHV, g_BTH, beta_BTH
-        return _step(*inputs, state_BHKV, starts_BT)
+        return _step(q_BTHK.to(dtype) * scale, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV)
     size = min(chunk, num_tokens)
     added = -num_tokens % size
 
@@ -70,14 +71,9 @@ def chunked_delta(
     q = chunks(q_BTHK.to(dtype)) * scale
     write = k * chunks(beta_BTH.to(dtype))[..., None]
     sums = chunks(g_BTH.clamp(min=STRONGEST).double()).cumsum(-1)
-    mask = torch.ones(size, size, dtype=torch.bool, device=k.device).tril()
-    from_state = sums
-    if starts_BT is not None:
-        segments = chunks(starts_BT[..., None].expand(g_BTH.shape).int()).cumsum(-1)
-        mask = mask & (segments[..., :, None] == segments[..., None, :])
-        from_state = sums.masked_fill(segments > 0, -torch.inf)
-    between = (sums[..., :, None] - sums[..., None, :]).masked_fill(~mask, -torch.inf)
-    between, from_state = between.to(dtype).exp(), from_state.to(dtype).exp()[..., None]
+    later = torch.ones(size, size, dtype=torch.bool, device=k.device).triu(1)
+    between = (sums[..., :, None] - sums[..., None, :]).masked_fill(later, -torch.inf)
+    between, from_state = between.to(dtype).exp(), sums.to(dtype).exp()[..., None]
     to_end = between[..., -1, :, None]
 
     system, value = (k @ write.mT * between).tril(-1), chunks(v_BTHV.to(dtype))
@@ -85,7 +81,8 @@ def chunked_delta(
     z, states, _ = _scan(system, value, k * from_state, write * to_end, at_end, state)
     o = (q @ write.mT * between) @ z + (q * from_state) @ states[:-1]
     o = o.unflatten(1, (num_rows, num_heads)).transpose(0, 1).transpose(2, 3).flatten(1, 2)
-    return o[:, :num_tokens].to(v_BTHV.dtype), states[-1].unflatten(0, (num_rows, num_heads))
+    # not a view of all states
+    return o[:, :num_tokens].to(v_BTHV.dtype), states[-1].clone().view_as(state_BHKV)
 
 
 def _step(
@@ -95,13 +92,10 @@ def _step(
     g_B1H: Tensor,
     beta_B1H: Tensor,
     state_BHKV: Tensor,
-    starts_B1: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return o_B1HV and the next state by the formula itself; q is scaled."""
     q, k, v = (x.to(state_BHKV.dtype)[:, 0, :, None] for x in (q_B1HK, k_B1HK, v_B1HV))
     decay, beta = (x.to(v.dtype)[:, 0, :, None, None] for x in (g_B1H.exp(), beta_B1H))
-    if starts_B1 is not None:
-        decay = decay.masked_fill(starts_B1[:, :, None, None], 0)
     state_BHKV = decay * state_BHKV
     state_BHKV = state_BHKV + k.mT @ (beta * (v - k @ state_BHKV))
     return (q @ state_BHKV).transpose(1, 2).to(v_B1HV.dtype), state_BHKV
