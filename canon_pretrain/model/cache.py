@@ -48,6 +48,7 @@ class LayerCache:
         self._values: Tensor | None = None
         self.canon: dict[str, CanonMemory] = {}
         """By the letter of the site; empty until it has read a token."""
+        self.state: Tensor | None = None  # of a linear mixer, [B, H, K, V]
 
     def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values; return all so far, [B, S, G, K] each."""
@@ -73,6 +74,7 @@ class LayerCache:
         """Keep these rows, in this order; repeats are allowed."""
         if self._keys is not None and self._values is not None:
             self._keys, self._values = self._keys[rows_N], self._values[rows_N]
+        self.state = None if self.state is None else self.state[rows_N]
         self.canon = {site: memory.select_rows(rows_N) for site, memory in self.canon.items()}
 
 
