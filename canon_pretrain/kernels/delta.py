@@ -94,11 +94,12 @@ def _step(
     state_BHKV: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return o_B1HV and the next state by the formula itself; q is scaled."""
-    q, k, v = (x.to(state_BHKV.dtype)[:, 0, :, None] for x in (q_B1HK, k_B1HK, v_B1HV))
-    decay, beta = (x.to(v.dtype)[:, 0, :, None, None] for x in (g_B1H.exp(), beta_B1H))
-    state_BHKV = decay * state_BHKV
-    state_BHKV = state_BHKV + k.mT @ (beta * (v - k @ state_BHKV))
-    return (q @ state_BHKV).transpose(1, 2).to(v_B1HV.dtype), state_BHKV
+    dtype = state_BHKV.dtype
+    q, k, v = (x.to(dtype).flatten(0, 2)[:, None] for x in (q_B1HK, k_B1HK, v_B1HV))
+    decay, beta = (x.to(dtype).reshape(-1, 1, 1) for x in (g_B1H.exp(), beta_B1H))
+    decayed = decay * state_BHKV.flatten(0, 1)
+    state = torch.baddbmm(decayed, k.mT, beta * torch.baddbmm(v, k, decayed, alpha=-1))
+    return torch.bmm(q, state).view_as(v_B1HV).to(v_B1HV.dtype), state.view_as(state_BHKV)
 
 
 @torch.library.custom_op("canon_pretrain::delta_scan", mutates_args=())
