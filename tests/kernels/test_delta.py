@@ -1,5 +1,7 @@
 """The chunked gated delta rule against the recurrence in float64 and transformers' forms."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,37 +10,30 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 from canon_pretrain.kernels import delta
 from canon_pretrain.kernels.delta import chunked_delta
 
-NAMES = "q_BTHK", "k_BTHK", "v_BTHV", "g_BTH", "beta_BTH"
 DECAYS = {
     "none": (0.0,),
     "weak": (-1e-5, -1e-3),
     "usual": (-0.01, -0.1, -1.0),
     "strong": (0.0, -1e-3, -40.0, -99.0, -1e4, -torch.inf),
 }
-every_decay = pytest.mark.parametrize("decay", DECAYS)
 
 
-def problem(num_tokens, decay="usual", dtype=torch.float32, rows=2, seed=0):
-    """Return the inputs, a state, and starts: of documents, after padding, and none."""
-    generator = torch.Generator().manual_seed(seed)
-    heads, key_width, value_width = 2, 8, 6
+def problem(num_tokens, decay="usual", dtype=torch.float32):
+    """Return the inputs, a state, and starts of documents and after padding."""
+    generator = torch.Generator().manual_seed(0)
 
     def randn(*shape):
-        return torch.randn(rows, *shape, generator=generator, dtype=torch.float64)
+        return torch.randn(2, *shape, generator=generator, dtype=torch.float64)
 
-    q, k = (F.normalize(randn(num_tokens, heads, key_width), dim=-1) for _ in range(2))
+    q, k = (F.normalize(randn(num_tokens, 2, 8), dim=-1) for _ in range(2))
     k = F.normalize(k + 2 * k[:, :1], dim=-1)  # similar keys, which overwrite each other
-    inputs = [q, k, randn(num_tokens, heads, value_width)]
+    v, beta, state = randn(num_tokens, 2, 6), randn(num_tokens, 2).sigmoid(), randn(2, 8, 6)
     logs = torch.tensor(DECAYS[decay], dtype=torch.float64)
-    inputs.append(logs[torch.randint(len(logs), (rows, num_tokens, heads), generator=generator)])
-    inputs.append(randn(num_tokens, heads).sigmoid())
-    state = randn(heads, key_width, value_width)
-    starts = torch.zeros(rows, num_tokens, dtype=torch.bool)
+    g = logs[torch.randint(len(logs), (2, num_tokens, 2), generator=generator)]
+    starts = torch.zeros(2, num_tokens, dtype=torch.bool)
     starts[0, 3::7] = starts[0, 4::9] = starts[1, num_tokens // 2] = True
-    inputs = [x.to(dtype) for x in inputs[:3]] + [x.to(state.dtype) for x in inputs[3:]]
-    if dtype != torch.float64:
-        inputs[3:], state = [x.float() for x in inputs[3:]], state.float()
-    return inputs, state, starts
+    wide = torch.promote_types(dtype, torch.float32)
+    return [*(x.to(dtype) for x in (q, k, v)), g.to(wide), beta.to(wide)], state.to(wide), starts
 
 
 def recurrence(q, k, v, g, beta, state=None, starts=None):
@@ -61,8 +56,8 @@ def recurrence(q, k, v, g, beta, state=None, starts=None):
 
 def derived(function, inputs, state, starts):
     """Return the outputs and the gradients of all inputs, in float64."""
-    leaves = [x.clone().requires_grad_() for x in (*inputs, *(() if state is None else (state,)))]
-    given = leaves if state is not None else [*leaves, None]
+    given = [None if x is None else x.clone().requires_grad_() for x in (*inputs, state)]
+    leaves = [x for x in given if x is not None]
     outputs = function(*given, starts)
     generator = torch.Generator().manual_seed(9)
     dys = [torch.randn(y.shape, generator=generator, dtype=torch.float64) for y in outputs]
@@ -74,14 +69,14 @@ def assert_same(found, expected, tolerance=1e-5):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@every_decay
+@pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 37])
 def test_values_and_gradients_equal_the_recurrence(num_tokens, decay):
     inputs, state, starts = problem(num_tokens, decay)
     for given in ((None, None), (state, None), (None, starts), (state, starts)):
         expected = derived(recurrence, inputs, *given)
         for chunk in (16, 64):
-            chunked = lambda *x, chunk=chunk: chunked_delta(*x, chunk=chunk)  # noqa: E731
+            chunked = functools.partial(chunked_delta, chunk=chunk)
             assert_same(derived(chunked, inputs, *given), expected)
 
 
@@ -93,7 +88,7 @@ def test_the_default_chunk_over_many_chunks(decay):
 
 def test_float64_is_exact():
     given = problem(40, "weak", torch.float64)
-    chunked = lambda *x: chunked_delta(*x, chunk=16)  # noqa: E731
+    chunked = functools.partial(chunked_delta, chunk=16)
     assert_same(derived(chunked, *given), derived(recurrence, *given), 1e-12)
 
 
@@ -126,35 +121,24 @@ def test_tokens_before_a_start_change_nothing_after_it():
     assert torch.equal(found[0][1], found[1][1])
 
 
-@pytest.mark.parametrize(
-    "oracle", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"]
-)
-def test_transformers_forms(oracle):
+@pytest.mark.parametrize("form", ["chunk", "recurrent"])
+def test_transformers_forms(form):
+    oracle = getattr(qwen3_next, f"torch_{form}_gated_delta_rule")
     inputs, state, _ = problem(70)
-
-    def theirs(*given):
-        state, _ = given[5:]
-        return getattr(qwen3_next, oracle)(*given[:5], initial_state=state, output_final_state=True)
-
+    theirs = lambda *x: oracle(*x[:5], initial_state=x[5], output_final_state=True)  # noqa: E731
     assert_same(derived(chunked_delta, inputs, state, None), derived(theirs, inputs, state, None))
 
 
-def saved_bytes(num_tokens):
-    sizes = {}
-
-    def pack(x):
-        sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    inputs, state, starts = problem(num_tokens)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        kept = chunked_delta(*(x.requires_grad_() for x in inputs), state, starts)
-    assert kept[0].requires_grad
-    return sum(sizes.values())
-
-
 def test_memory_is_linear_in_tokens():
-    assert saved_bytes(2048) <= 2 * saved_bytes(1024)
+    totals = []
+    for num_tokens in (1024, 2048):
+        saved = {}
+        pack = lambda x, saved=saved: saved.setdefault(x.data_ptr(), x)  # noqa: E731
+        inputs, state, starts = problem(num_tokens)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            chunked_delta(*(x.requires_grad_() for x in inputs), state, starts)
+        totals.append(sum(x.nbytes for x in saved.values()))
+    assert 0 < totals[1] <= 2 * totals[0]
 
 
 # from torch, tracing an autograd function

@@ -112,3 +112,18 @@ def test_initial_decays():
     steps = torch.nn.functional.softplus(made.dt_bias)
     assert steps.min() >= 0.99e-3 and steps.max() <= 0.101
     assert made.a_log.exp().max() <= 16
+
+
+# from torch, tracing an autograd function
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.system
+def test_one_graph():
+    made, x = mixer(), inputs(20)
+    segments = window_segments(torch.arange(20).div(7, rounding_mode="floor").int()[None], 20, 3)
+    given = x, None, segments.expand(2, -1)
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+    found, expected = compiled(*given), made(*given)
+    torch.testing.assert_close(found, expected)
+    leaves = [x, *made.parameters()]
+    grads = [torch.autograd.grad(y.square().sum(), leaves) for y in (found, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
