@@ -83,7 +83,7 @@ class _Ssd(torch.autograd.Function):
         before, final_BHNP = _states(k.sums[..., -1], k.b_to_end.mT @ k.x, given[6])
         y = k.mixing @ k.x + k.c_from_start @ before
         y = y + given[5].to(y.dtype)[:, None, None, None] * k.x
-        return _by_tokens(y, given[0]), final_BHNP
+        return _by_tokens(y, given[0]), final_BHNP.clone()  # not a view of all states
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

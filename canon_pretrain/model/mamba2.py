@@ -4,7 +4,7 @@ Parameters are named and initialized as in transformers' `Mamba2Mixer` with one 
 equals (Mamba2, arXiv 2405.21060; Canon paper, appendix C: 6 D^2 + 144 D parameters of matrices).
 
 Shapes: B batch, T tokens, D hidden, I = 2 D inner, H heads, P = I / H head dim, N state, K taps of
-the convolution, M = K - 1 + T.
+the convolution, M = T + the tokens before them whose segments are known (K - 1).
 """
 
 import math
@@ -16,7 +16,11 @@ from torch import Tensor, nn
 
 from canon_pretrain.kernels.backends import canon
 from canon_pretrain.kernels.compiled import Segments, sum_dtype
+from canon_pretrain.kernels.decode_step import CanonMemory
 from canon_pretrain.kernels.ssd import chunked_ssd
+from canon_pretrain.model.attend import Mask
+from canon_pretrain.model.cache import Memory
+from canon_pretrain.model.canon import Stream, per_reader
 
 EXPAND = 2
 IN_PROJ_STD = 0.1
@@ -43,7 +47,7 @@ class Mamba2(nn.Module):
     ) -> None:
         super().__init__()
         inner = EXPAND * dim
-        self.head_dim, self.conv_kernel = inner // num_heads, conv_kernel
+        self.head_dim = inner // num_heads
         self.widths = (inner, inner + 2 * state_dim, num_heads)
         """Of z, of [x|B|C], and of dt, in the order of `in_proj`."""
         self.ssm_widths = (inner, state_dim, state_dim)
@@ -71,28 +75,44 @@ class Mamba2(nn.Module):
         nn.init.ones_(self.D)
         nn.init.ones_(self.norm.weight)
 
-    def forward(self, x_BTD: Tensor, segments_BM: Segments = None) -> Tensor:
-        """Return what the block adds to its residual stream, [B, T, D].
+    def forward(
+        self, x_BTD: Stream, mask: Mask = None, segments_BM: Segments = None, cache: Memory = None
+    ) -> Tensor:
+        """Return what the block adds to its residual stream, [B, T, D]; `mask` is not needed.
 
         `segments_BM` (int32): the segments of the tokens and of the K - 1 before them, if a row has
         several; neither the convolution nor the state crosses their boundaries.
         """
+        (x_BTD,) = per_reader(x_BTD, 1)
         z_BTI, inputs, dt_BTH = self.in_proj(x_BTD).split(self.widths, dim=-1)
         if (conv := self.conv1d) is not None and conv.bias is not None:
-            options: dict[str, Any] = {"residual": False, "activation": False}
-            mixed = canon(inputs, conv.weight, **options, segments_BN=segments_BM)
+            mixed = self._convolve(inputs, conv.weight, segments_BM, cache)
             inputs = F.silu(mixed + conv.bias)
         x_BTI, b_BTN, c_BTN = inputs.split(self.ssm_widths, dim=-1)
-        starts_BT = None
+        state, starts_BT = None if cache is None else cache.state, None
         if segments_BM is not None:
-            first = self.conv_kernel - 1
-            starts_BT = segments_BM[:, first:] != segments_BM[:, first - 1 : -1]
+            last = segments_BM[:, -x_BTD.shape[1] - 1 :]
+            starts_BT = last[:, 1:] != last[:, :-1]
         dtype = sum_dtype(x_BTD)
         dt_BTH = F.softplus(dt_BTH.to(dtype) + self.dt_bias.to(dtype))
         x_BTHP, A_H = x_BTI.unflatten(-1, (-1, self.head_dim)), -self.A_log.to(dtype).exp()
-        y_BTHP, _ = chunked_ssd(x_BTHP, dt_BTH, A_H, b_BTN, c_BTN, self.D, starts_BT=starts_BT)
+        given = x_BTHP, dt_BTH, A_H, b_BTN, c_BTN, self.D
+        y_BTHP, state = chunked_ssd(*given, state, starts_BT)
+        if cache is not None:
+            cache.state = state
         gated_BTI = y_BTHP.flatten(-2).to(dtype) * F.silu(z_BTI.to(dtype))
         return self.out_proj(self.norm(gated_BTI.to(x_BTD.dtype)))
+
+    def _convolve(
+        self, x_BTC: Tensor, weight_C1K: Tensor, segments_BM: Segments, cache: Memory
+    ) -> Tensor:
+        options: dict[str, Any] = {"residual": False, "activation": False}
+        if cache is None:
+            return canon(x_BTC, weight_C1K, **options, segments_BN=segments_BM)
+        memory = cache.canon.get("conv1d")
+        if memory is None:
+            memory = cache.canon["conv1d"] = CanonMemory(x_BTC, weight_C1K, **options)
+        return memory.read((x_BTC,), weight_C1K, segments_BM)[0]
 
 
 def dt_bias_at(share_H: Tensor) -> Tensor:

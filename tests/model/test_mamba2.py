@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from transformers import Mamba2Config
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer, Mamba2PreTrainedModel
 
-from canon_pretrain.model.cache import document_numbers, window_segments
+from canon_pretrain.model.cache import LayerCache, document_numbers, window_segments
 from canon_pretrain.model.mamba2 import DT_RANGE, Mamba2
 
 DIM, HEADS, STATES = 32, 4, 8
@@ -74,5 +74,28 @@ def test_packed_documents_equal_separate_ones(conv):
     tokens[0, [6, 7]] = 2  # ends of documents
     segments = window_segments(document_numbers(tokens, eos_id=2), 23, reach=3)
     parts = [layer(part) for part in x.split((7, 1, 15), dim=1)]
-    torch.testing.assert_close(layer(x, segments), torch.cat(parts, dim=1))
+    torch.testing.assert_close(layer(x, None, segments), torch.cat(parts, dim=1))
     assert not torch.allclose(layer(x), torch.cat(parts, dim=1))
+
+
+@pytest.mark.parametrize("conv", [True, False])
+@pytest.mark.parametrize("parts", [[1] * 9, [5, 1, 3], [8, 1]])
+def test_reading_in_parts_equals_one_pass(parts, conv):
+    """Of rows exchanged after the first part, with documents and padding."""
+    layer = mixer(conv=conv).requires_grad_(False)
+    if conv:
+        layer.conv1d.bias.uniform_(-1, 1)
+    x = torch.randn(2, 9, DIM)
+    rows = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [-1, -1, 0, 0, 0, 0, 0, 0, 0]]).int()
+    for segments in (rows, None):
+        cache, outputs, stop = LayerCache(), [], 0
+        for size in parts:
+            if stop:
+                cache.select_rows(torch.tensor([1, 0]))
+            stop += size
+            order = [0, 1] if len(outputs) % 2 == 0 else [1, 0]
+            own = None if segments is None else window_segments(segments[:, :stop], size, reach=3)
+            own = None if own is None else own[order]
+            outputs.append(layer(x[order, stop - size : stop], None, own, cache)[order])
+        whole = None if segments is None else window_segments(segments, 9, reach=3)
+        torch.testing.assert_close(torch.cat(outputs, dim=1), layer(x, None, whole))
