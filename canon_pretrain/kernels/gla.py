@@ -113,17 +113,18 @@ class _GLA(torch.autograd.Function):
 
         decayed = _decayed(q_ZCK, k_ZCK, decays)
         dv_ZCV = _scores(q_ZCK, k_ZCK, decayed).mT @ do_ZCV + k_until_ZCK @ dend_ZKV
-        dscores_ZCC = do_ZCV @ v_ZCV.mT
-        for (since, until), (q, k) in zip(decays, decayed, strict=True):
+        d_ZPSS = (do_ZCV @ v_ZCV.mT)[:, None]
+        for (since, until), (q, k) in zip(reversed(decays), reversed(decayed), strict=True):
             size = since.shape[2]
-            blocks = dscores_ZCC.unflatten(1, (-1, 2 * size)).unflatten(3, (-1, 2 * size))
-            d_ZPSS = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)[:, :, size:, :size]
-            dq_ZCK = dq_ZCK + F.pad(since * (d_ZPSS @ k), (0, 0, size, 0)).flatten(1, 2)
-            dk_ZCK = dk_ZCK + F.pad(until * (d_ZPSS.mT @ q), (0, 0, 0, size)).flatten(1, 2)
+            d = d_ZPSS[:, :, size:, :size]
+            dq_ZCK = dq_ZCK + F.pad(since * (d @ k), (0, 0, size, 0)).flatten(1, 2)
+            dk_ZCK = dk_ZCK + F.pad(until * (d.mT @ q), (0, 0, 0, size)).flatten(1, 2)
+            blocks = d_ZPSS[:, :, :size, :size], d_ZPSS[:, :, size:, size:]
+            d_ZPSS = torch.stack(blocks, dim=2).flatten(1, 2)
 
         change_ZCK = (q_ZCK * dq_ZCK - k_ZCK * dk_ZCK).flip(1).cumsum(1).flip(1)
         dlog_ZCK = change_ZCK + (end_ZKV * dend_ZKV).sum(-1)[:, None]
-        diagonal_ZC1 = dscores_ZCC.diagonal(dim1=1, dim2=2)[..., None]
+        diagonal_ZC1 = d_ZPSS[..., 0]
         dq_ZCK, dk_ZCK = dq_ZCK + diagonal_ZC1 * k_ZCK, dk_ZCK + diagonal_ZC1 * q_ZCK
         parts = zip((dq_ZCK, dk_ZCK, dv_ZCV, dlog_ZCK), inputs, strict=True)
         return *(_join(d, x) for d, x in parts), dstates_NRKV[0].view_as(state_BHKV), None
