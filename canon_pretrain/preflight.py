@@ -85,7 +85,7 @@ def plan_job(
     prepare_device()
     import torch
 
-    from canon_pretrain.model.args import num_parameters
+    from canon_pretrain.model.counts import num_parameters
     from canon_pretrain.titan.command_line import parse_job
     from canon_pretrain.titan.data import open_shards, open_task
     from canon_pretrain.titan.job_config import shard_degree

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from canon_pretrain.model.args import flavor, num_parameters
+from canon_pretrain.model.args import flavor
+from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.synthetic.tasks import TASKS
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.train import main

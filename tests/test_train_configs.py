@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from canon_pretrain.model.args import CHOICES, POSITIONS, ROTARY, ModelArgs, num_parameters
+from canon_pretrain.model.args import CHOICES, POSITIONS, ROTARY, ModelArgs
+from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.config import Loss, build, merge, read_experiment
 from canon_pretrain.titan.command_line import parse_job

@@ -31,9 +31,10 @@ from canon_pretrain.core.errors import check_choice
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import compile_options
-from canon_pretrain.model.args import ModelArgs, flavor, flops_per_token
+from canon_pretrain.model.args import ModelArgs, flavor
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Rope
+from canon_pretrain.model.counts import flops_per_token
 from canon_pretrain.model.transformer import TransformerBlock
 
 GPU = torch.device("cuda", 0)

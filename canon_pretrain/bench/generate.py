@@ -18,7 +18,7 @@ from canon_pretrain.bench.timing import BASE, Candidate, Seconds, gc_disabled, n
 from canon_pretrain.bench.variants import Log, Result, Variant
 from canon_pretrain.core.cli import positive
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.model.args import num_parameters
+from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.model.decode import generate
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.spec import fill

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from canon_pretrain.bench.timing import clock_name, now, seconds_of
 from canon_pretrain.kernels.hardware import check_cuda, cpu_info, matmul_flops, query_gpu
-from canon_pretrain.model.args import ModelArgs, flops_per_token, num_parameters
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.counts import flops_per_token, num_parameters
 from canon_pretrain.titan.dry_run import GPUS
 
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}  # far more than the caches hold

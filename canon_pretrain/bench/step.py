@@ -17,8 +17,9 @@ from canon_pretrain.bench.limits import Machine, block_flops_per_token, min_cano
 from canon_pretrain.bench.timing import BASE, STEP, Candidate, block_steps, make_block, seconds_of
 from canon_pretrain.bench.variants import NONE, Log, Result, Variant, Workload
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.model.args import CANON_SITES, FLOPS_FORMULA, ModelArgs, flops_per_token
+from canon_pretrain.model.args import CANON_SITES, ModelArgs
 from canon_pretrain.model.attend import Attend
+from canon_pretrain.model.counts import FLOPS_FORMULA, flops_per_token
 from canon_pretrain.titan.dry_run import GIB, count_saved
 from canon_pretrain.titan.spec import BareStep, job_of, one_rank
 

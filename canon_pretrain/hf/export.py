@@ -33,7 +33,8 @@ from canon_pretrain.hf import writing
 from canon_pretrain.hf.config import ARCHITECTURE, MODEL_TYPE, plain_fields, to_fields, to_hf
 from canon_pretrain.hf.reading import CONFIG, interleave_orders, meta_parameters
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
-from canon_pretrain.model.args import ModelArgs, num_parameters
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import own_version, read_run
 from canon_pretrain.synthetic.evaluation import task_of_run

@@ -34,7 +34,8 @@ from canon_pretrain.hf import config as fields
 from canon_pretrain.hf import lingua
 from canon_pretrain.hf.config import layout, to_hf
 from canon_pretrain.hf.writing import INDEX, folder_beside
-from canon_pretrain.model.args import FLAVORS, ModelArgs, num_parameters
+from canon_pretrain.model.args import FLAVORS, ModelArgs
+from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 

@@ -1,26 +1,44 @@
-"""The description of a model: its sizes, its variant, and its parameter and FLOP counts.
+"""The description of a model: its sizes and its variant.
 
 Letters: L layers, D hidden, H heads, G key-value heads, K head dim, F ffn dim, V vocabulary.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from canon_pretrain.core.errors import UserError, check_choice, nearest, suggestion
 
 ROTARY = ("rope", "partial_rope_a", "partial_rope_b", "partial_rope_c")
 POSITIONS = ("rope", "nope", "alibi", "h_alibi", *ROTARY[1:])
 QK_NORMS = ("none", "full", "per_head")
+MIXERS = ("attention", "gla", "mamba2", "gated_deltanet")
 CHOICES = {
+    "mixer": MIXERS,
     "position": POSITIONS,
     "init": ("paper", "lingua"),
     "qk_norm": QK_NORMS,
-    "ffn": ("gated", "standard"),
+    "gla_feature_map": ("identity", "elu"),
+    "ffn": ("gated", "standard", "moe", "none"),
     "ffn_activation": ("silu", "relu2", "gelu"),
+    "moe_balance": ("bias", "loss", "none"),
     "norm": ("rmsnorm", "layernorm"),
+    "canon_filter": ("static", "dynamic"),
 }
+_NEEDS = {
+    **dict.fromkeys(("position", "qk_norm", "num_kv_heads", "partial_rope_dim"), ("attention",)),
+    "bias": ("attention",),
+    "mixer_conv": MIXERS[1:],
+    **dict.fromkeys(("expand_k", "expand_v", "output_gate_rank"), ("gla", "gated_deltanet")),
+    "gla_feature_map": ("gla",),
+    **dict.fromkeys(("state_dim", "mimetic_init"), ("mamba2",)),
+}
+"""The mixers of which a field is an option; `position` is then "nope"."""
+_MOE_FIELDS = """num_experts experts_per_token num_shared_experts moe_gated moe_capacity moe_balance
+    moe_balance_rate""".split()
+_CANON_FIELDS = "canon_kernel canon_residual canon_activation canon_trainable canon_filter".split()
 CANON_SITES = "ABCD"
 CANON_KERNELS = range(2, 17)
 
@@ -37,8 +55,20 @@ class ModelArgs:
     the first half attends to the last h tokens only.
     `canon_set`: any subset of the sites A, B, C, D of section 4; stored sorted and upper-case.
     `canon_trainable=False`: cst-Canon, fixed at its initial values (Figure 20).
-    `ffn`: `gated` w2(act(w1 x) * w3 x), `standard` w2(act(w1 x)); `ffn_activation`: `silu`, or
-    `relu2`, the square of relu (Figure 21), or `gelu`, GPT2's tanh form, in the standard one only.
+    `canon_filter`: `dynamic` adds to each tap what the token itself asks for (model/canon.py).
+    `mixer`: what mixes tokens in a block: attention, or a recurrence of states (H heads, K key
+    width, V value width): `gla` and `gated_deltanet` with H K = `expand_k` D, H V = `expand_v` D
+    and a gate of the output (of rank `output_gate_rank`, 0 for full), `mamba2` with K =
+    `state_dim`, H V = 2 D. They have no positions (`nope`). `mixer_conv`: their native conv1d with
+    SiLU, of `canon_kernel` taps, which Canon-B replaces. `gla_feature_map`: `elu` is elu + 1 of q
+    and k. `mimetic_init`: Trockman et al.'s initial values of Mamba2.
+    `ffn`: `gated` w2(act(w1 x) * w3 x), `standard` w2(act(w1 x)), `none` (Mamba2's), or `moe`:
+    each token goes to `experts_per_token` of `num_experts` feed-forwards of width F, standard or
+    gated (`moe_gated`), and to `num_shared_experts` more. `moe_capacity`: an expert takes at most
+    this many times its share of a micro-batch, 0 for any number. `moe_balance`: a `loss` (Switch)
+    or a `bias` of the routing scores (DeepSeek-V3) evens the load, by `moe_balance_rate`.
+    `ffn_activation`: `silu`, or `relu2`, the square of relu (Figure 21), or `gelu`, GPT2's tanh
+    form, in the standard one only.
     `norm`, `bias`: `layernorm`, and biases in it and in the blocks' linear layers (Figure 11).
     `qk_norm`: `full` RMSNorm over the whole vector of q and of k, before Canon-B (the released
     models); `per_head` over each head's K dims, one gain for all heads, after Canon-B (Qwen3's).
@@ -55,9 +85,24 @@ class ModelArgs:
     dim: int = 2048
     num_heads: int = 32
     num_kv_heads: int = 0
+    mixer: str = "attention"
+    mixer_conv: bool = False
+    expand_k: float = 0.5
+    expand_v: float = 1.0
+    output_gate_rank: int = 0
+    gla_feature_map: str = "identity"
+    state_dim: int = 64
+    mimetic_init: bool = False
     ffn_dim: int = 5504
     ffn: str = "gated"
     ffn_activation: str = "silu"
+    num_experts: int = 32
+    experts_per_token: int = 1
+    num_shared_experts: int = 0
+    moe_gated: bool = False
+    moe_capacity: float = 0.0
+    moe_balance: str = "bias"
+    moe_balance_rate: float = 1e-3
     norm: str = "rmsnorm"
     bias: bool = False
     max_seq_len: int = 4096
@@ -70,6 +115,7 @@ class ModelArgs:
     canon_residual: bool = True
     canon_activation: bool = False
     canon_trainable: bool = True
+    canon_filter: str = "static"
     qk_norm: str = "none"
     tie_embeddings: bool = False
     document_mask: bool = False
@@ -109,6 +155,40 @@ class ModelArgs:
         return self.num_heads * self.head_dim, kv_dim, kv_dim
 
     @property
+    def key_dim(self) -> int:
+        """K of a recurrent mixer: the rows of a head's state."""
+        if self.mixer == "mamba2":
+            return self.state_dim
+        return round(self.expand_k * self.dim) // self.num_heads
+
+    @property
+    def value_dim(self) -> int:
+        """V of a recurrent mixer: the columns of a head's state."""
+        expand = 2.0 if self.mixer == "mamba2" else self.expand_v
+        return round(expand * self.dim) // self.num_heads
+
+    @property
+    def mixer_parts(self) -> tuple[int, ...]:
+        """Channels of Canon-B: of q, k and v, or of all that Mamba2 projects its input to."""
+        if self.mixer == "attention":
+            return self.qkv_dims
+        if self.mixer == "mamba2":  # z, [x|B|C] and dt
+            return 2 * self.dim, 2 * self.dim + 2 * self.state_dim, self.num_heads
+        k_dim = self.num_heads * self.key_dim
+        return k_dim, k_dim, self.num_heads * self.value_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the native conv1d: those of q, k and v, or of Mamba2's x, B and C."""
+        return self.mixer_parts[1] if self.mixer == "mamba2" else sum(self.mixer_parts)
+
+    @property
+    def reach(self) -> int:
+        """How many tokens before a token its block's convolutions and state depend on directly."""
+        has_conv = self.canon_set or self.mixer != "attention"
+        return self.canon_kernel - 1 if has_conv else 0
+
+    @property
     def ffn_in_dim(self) -> int:
         """Channels between the feed-forward's two products, and of Canon-D: 2F gated, else F."""
         return 2 * self.ffn_dim if self.ffn == "gated" else self.ffn_dim
@@ -116,7 +196,7 @@ class ModelArgs:
     @property
     def canon_channels(self) -> dict[str, int]:
         """The channels of each of this model's Canon sites."""
-        channels = {"A": self.dim, "B": sum(self.qkv_dims), "C": self.dim, "D": self.ffn_in_dim}
+        channels = {"A": self.dim, "B": sum(self.mixer_parts), "C": self.dim, "D": self.ffn_in_dim}
         return {site: channels[site] for site in self.canon_set}
 
     @property
@@ -146,10 +226,12 @@ class ModelArgs:
 def _check(args: ModelArgs) -> None:
     least = dict.fromkeys(("vocab_size", "num_layers", "dim", "num_heads", "ffn_dim"), 1)
     least |= {"max_seq_len": 1, "init_seed": 0, "num_kv_heads": 0, "partial_rope_dim": 0}
+    least |= {"state_dim": 1, "output_gate_rank": 0, "num_experts": 1, "experts_per_token": 1}
+    least |= {"num_shared_experts": 0, "moe_capacity": 0, "moe_balance_rate": 0}
     for name, smallest in least.items():
         if (value := getattr(args, name)) < smallest:
             raise _out_of_range(name, value, f"an integer of at least {smallest}")
-    for name in ("norm_eps", "rope_theta"):
+    for name in ("norm_eps", "rope_theta", "expand_k", "expand_v"):
         value = getattr(args, name)
         if not (math.isfinite(value) and value > 0):
             raise _out_of_range(name, value, "a finite number above 0")
@@ -160,26 +242,78 @@ def _check(args: ModelArgs) -> None:
     if args.document_mask and not 0 <= args.eos_id < args.vocab_size:
         expected = f"a token id below vocab_size = {args.vocab_size}, for document_mask"
         raise _out_of_range("eos_id", args.eos_id, expected)
-    if args.ffn_activation == "gelu" and args.ffn != "standard":
+    if args.ffn_activation == "gelu" and args.ffn not in ("standard", "moe"):
         message = 'ffn_activation = "gelu" needs ffn = "standard"'
         raise UserError("model.conflict", message, name="ffn_activation")
-    for whole, part in (("dim", "num_heads"), ("num_heads", "kv_heads")):
-        if getattr(args, whole) % getattr(args, part):
+    _check_divisible(args)
+    _check_position(args)
+    _check_mixer(args)
+    _check_ffn(args)
+    if not args.canon_set:
+        has_conv = {"canon_kernel"} if args.mixer_conv else set()
+        _refuse(args, set(_CANON_FIELDS) - has_conv, 'Canon layers, but canon_set = ""')
+
+
+def _check_divisible(args: ModelArgs) -> None:
+    parts: list[tuple[str, float, str, int]]
+    parts = [("dim", args.dim, "num_heads", args.num_heads)]
+    if args.mixer == "attention":
+        parts.append(("num_heads", args.num_heads, "num_kv_heads", args.kv_heads))
+    elif args.mixer == "mamba2":
+        parts = [("2 dim", 2 * args.dim, "num_heads", args.num_heads)]
+    else:
+        widths = {"expand_k": args.expand_k * args.dim, "expand_v": args.expand_v * args.dim}
+        heads = "num_heads", args.num_heads
+        parts = [(f"{name} dim", width, *heads) for name, width in widths.items()]
+    for whole, width, part, number in parts:
+        if width % number:
             raise UserError(
                 "model.not_divisible",
-                f"{whole} = {getattr(args, whole)} is not a multiple of "
-                f"{part.replace('kv_', 'num_kv_')} = {getattr(args, part)}; change one of the two",
+                f"{whole} = {width:g} is not a multiple of {part} = {number}; "
+                "change one of the two",
                 name=whole,
-                divisor=getattr(args, part),
+                divisor=number,
             )
-    _check_position(args)
-    for name in ("canon_kernel", "canon_residual", "canon_activation", "canon_trainable"):
-        if not args.canon_set and (given := getattr(args, name)) != getattr(ModelArgs, name):
-            raise UserError(
-                "model.conflict",
-                f'{name} = {str(given).lower()} needs Canon layers, but canon_set = ""',
-                name=name,
-            )
+
+
+def _refuse(args: ModelArgs, names: Iterable[str], needed: str) -> None:
+    """Raise UserError if one of the fields is not its default, because it needs something else."""
+    for name in names:
+        if (given := getattr(args, name)) != getattr(ModelArgs, name):
+            message = f"{name} = {str(given).lower()} needs {needed}"
+            raise UserError("model.conflict", message, name=name)
+
+
+def _check_mixer(args: ModelArgs) -> None:
+    if args.mixer != "attention" and args.position != "nope":
+        message = f'mixer = "{args.mixer}" has no positions: set position = "nope", not '
+        raise UserError("model.conflict", f'{message}"{args.position}"', name="position")
+    for name, mixers in _NEEDS.items():
+        if args.mixer not in mixers and name != "position":
+            _refuse(args, [name], f"mixer = {' or '.join(mixers)}, not {args.mixer}")
+    if args.mixer_conv and "B" in args.canon_set:
+        message = "mixer_conv = true beside Canon-B, which replaces it: set mixer_conv = false, or "
+        raise UserError("model.conflict", f"{message}canon_set without B", name="mixer_conv")
+
+
+def _check_ffn(args: ModelArgs) -> None:
+    if args.ffn != "moe":
+        _refuse(args, _MOE_FIELDS, f'ffn = "moe", not "{args.ffn}"')
+    elif args.experts_per_token > args.num_experts:
+        expected = f"at most num_experts = {args.num_experts}"
+        raise _out_of_range("experts_per_token", args.experts_per_token, expected)
+    elif args.bias or args.moe_gated and args.ffn_activation == "gelu":
+        name = "bias" if args.bias else "ffn_activation"
+        message = f'{name} = {getattr(args, name)} has no effect with these experts (ffn = "moe")'
+        raise UserError("model.conflict", message, name=name)
+    reasons = {
+        "none": 'canon_set with C or D: ffn = "none" has no feed-forward',
+        "moe": 'canon_set with D: ffn = "moe" sends neighboring tokens to different experts, '
+        "between whose inner channels there is nothing to mix; choose A, B and C",
+    }
+    refused = {"none": "CD", "moe": "D"}.get(args.ffn, "")
+    if set(refused) & set(args.canon_set):
+        raise UserError("model.conflict", reasons[args.ffn], name="canon_set")
 
 
 def _out_of_range(name: str, given: float, expected: str) -> UserError:
@@ -210,31 +344,6 @@ def _check_position(args: ModelArgs) -> None:
                 name=size,
                 divisor=divisor,
             )
-
-
-def num_parameters(args: ModelArgs) -> int:
-    """Return N, the parameters of `Transformer(args)`, in closed form; those of cst-Canon too."""
-    q_dim, k_dim, v_dim = args.qkv_dims
-    layer = args.dim * (2 * q_dim + k_dim + v_dim + args.ffn_in_dim + args.ffn_dim + 2)
-    layer += sum(args.canon_channels.values()) * args.canon_kernel
-    layer += {"none": 0, "full": q_dim + k_dim, "per_head": 2 * args.head_dim}[args.qk_norm]
-    if args.bias:
-        layer += q_dim + k_dim + v_dim + args.dim + args.ffn_in_dim + args.dim
-    has_norm_bias = args.bias and args.norm == "layernorm"
-    layer += 2 * args.dim * has_norm_bias
-    ends = (1 if args.tie_embeddings else 2) * args.vocab_size * args.dim
-    ends += args.dim * (1 + has_norm_bias)
-    return ends + args.num_layers * layer
-
-
-FLOPS_FORMULA = "PaLM's formula, 6(N - embeddings) + 12LHKT, causality not halved"
-
-
-def flops_per_token(args: ModelArgs, seq_len: int) -> int:
-    """Return 6 (N - V D) + 12 L H K T (PaLM, Chowdhery et al. 2022), as torchtitan does."""
-    embedding = 0 if args.tie_embeddings else args.vocab_size * args.dim
-    attention = 12 * args.num_layers * args.num_heads * args.head_dim * seq_len
-    return 6 * (num_parameters(args) - embedding) + attention
 
 
 # The paper's F = 8D/3 is rounded up to a multiple of 8: Canon-D's fast kernels need that.
@@ -270,3 +379,30 @@ def flavor(name: str) -> ModelArgs:
             nearest=nearest(name, FLAVORS),
         )
     return FLAVORS[name]
+
+
+def fill_sizes(base: ModelArgs, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `given` with what the paper changes in a flavor `base` for its mixer and feed-forward.
+
+    A layer has about 12 D^2 parameters as Llama's, or 6 D^2 of Mamba2 without feed-forward, of
+    which there are twice as many (appendix C).
+    """
+    found = dict(given)
+    dim, mixer = found.get("dim", base.dim), found.get("mixer", base.mixer)
+    if mixer != base.mixer:
+        found.setdefault("position", "nope")
+        found.setdefault("num_heads", {"gla": 4, "mamba2": 16, "gated_deltanet": 12}[mixer])
+        has_canon_b = "B" in str(found.get("canon_set", base.canon_set)).upper()
+        found.setdefault("mixer_conv", mixer != "gla" and not has_canon_b)
+    if mixer == "gated_deltanet" != base.mixer:
+        found = {"expand_k": 0.75, "expand_v": 1.5} | found
+    if mixer == "mamba2" != base.mixer:
+        found.setdefault("ffn", "none")
+    ffn = found.get("ffn", base.ffn)
+    if ffn == "none" != base.ffn:
+        found.setdefault("num_layers", 2 * base.num_layers)
+    if mixer in ("mamba2", "gated_deltanet") and mixer != base.mixer and ffn == "gated":
+        found.setdefault("ffn_dim", 2 * dim)
+    if ffn in (widths := {"standard": 4 * dim, "moe": dim}) and ffn != base.ffn:
+        found.setdefault("ffn_dim", widths[ffn])
+    return found

@@ -89,6 +89,8 @@ class Rope(nn.Module):
 class Attention(nn.Module):
     """q, k, v -> QK-norm -> Canon-B over [q|k|v] -> heads -> rotation -> causal softmax -> wo."""
 
+    readers = 3
+
     def __init__(
         self, args: ModelArgs, rope: Rope | None, attend: Attend, canon_backend: str = "auto"
     ) -> None:

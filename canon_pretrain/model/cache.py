@@ -38,6 +38,14 @@ def window_segments(segments_BS: Tensor, num_tokens: int, reach: int) -> Tensor:
     return torch.nn.functional.pad(last, (missing, 0), value=BEFORE_START)
 
 
+def segment_starts(segments_BN: Tensor | None, num_tokens: int) -> Tensor | None:
+    """Return which of the last tokens are in another segment than the one before, bool [B, T]."""
+    if segments_BN is None:
+        return None
+    last = segments_BN[:, -num_tokens - 1 :]
+    return last[:, 1:] != last[:, :-1]
+
+
 class LayerCache:
     """The cache of one block. `start`: tokens before those now being read."""
 

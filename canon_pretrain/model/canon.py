@@ -9,6 +9,7 @@ Shapes: B batch, T tokens, C channels, K taps of the kernel, N = K - 1 + T.
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from canon_pretrain.kernels.backends import (
@@ -64,7 +65,7 @@ class Canon(nn.Module):
             # Only equality counts. If all sites of a block shared one comparison, torch's
             # partitioner would save each shifted product (float32, one per tap) for backward
             # instead of recomputing it.
-            segments_BN = segments_BN + ord(self.site)
+            segments_BN = segments_BN + ord(self.site[0])
         return {
             "residual": self.residual,
             "activation": self.activation,
@@ -86,6 +87,27 @@ class CanonOfParts(Canon):
             canon(part, weight, **self.options(segments_BN), backend=self.backend)
             for part, weight in zip(parts, weights, strict=True)
         )
+
+
+class ShortConv(CanonOfParts):
+    """The native conv1d of a recurrent mixer: silu(conv(x) + bias), no residual."""
+
+    def __init__(self, args: ModelArgs, backend: str = "auto", *, bias: bool = False) -> None:
+        nn.Module.__init__(self)
+        self.site, self.backend = "conv1d", resolve_backend(backend, args.canon_kernel)
+        self.residual, self.activation = False, not bias
+        self.weight = nn.Parameter(torch.empty(args.conv_channels, 1, args.canon_kernel))
+        self.bias = nn.Parameter(torch.empty(args.conv_channels)) if bias else None
+
+    def forward(  # type: ignore[override]
+        self, parts: Parts, segments_BN: Segments = None, cache: Memory = None
+    ) -> Parts:
+        """Return each part convolved; see `Canon.forward`."""
+        parts = super().forward(parts, segments_BN, cache)
+        if self.bias is None:
+            return parts
+        biases = self.bias.split([part.shape[-1] for part in parts])
+        return tuple(F.silu(part + bias) for part, bias in zip(parts, biases, strict=True))
 
 
 class CanonGate(CanonOfParts):

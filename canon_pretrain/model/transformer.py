@@ -19,6 +19,8 @@ from canon_pretrain.model.attention import Attention, Rope
 from canon_pretrain.model.cache import PADDING, Cache, Memory, document_numbers, window_segments
 from canon_pretrain.model.canon import Canon, CanonGate, Stream, make_canon, norm_canon, per_reader
 from canon_pretrain.model.init import InitialValue, initial_value
+from canon_pretrain.model.mamba2 import Mamba2
+from canon_pretrain.model.recurrent import GLA, GatedDeltaNet
 
 Writer = Callable[[nn.Parameter, InitialValue], None]
 HeadLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -40,13 +42,14 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(args.dim, args.ffn_dim, bias=args.bias) if gated else None
         self.gelu = args.ffn_activation == "gelu"
         self.relu2 = args.ffn_activation == "relu2"
+        self.readers = 2 if gated else 1
         self.canon_d = make_canon(CanonGate if gated else Canon, "D", args, canon_backend)
 
     def forward(
         self, x_BTD: Stream, segments_BN: Tensor | None = None, cache: Memory = None
     ) -> Tensor:
         """Return the addition to the residual stream, [B, T, D]; see `TransformerBlock`."""
-        x_gate, *x_up = per_reader(x_BTD, 1 if self.w3 is None else 2)
+        x_gate, *x_up = per_reader(x_BTD, self.readers)
         inner = self.w1(x_gate)
         if self.w3 is not None:
             up_BTF = self.w3(*x_up)
@@ -61,18 +64,20 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """h += Attention(Canon-A(norm(h))), then h += FeedForward(Canon-C(norm(h)))."""
+    """h += Mixer(Canon-A(norm(h))), then h += FeedForward(Canon-C(norm(h))) if there is one."""
 
     def __init__(
-        self, args: ModelArgs, rope: Rope | None, attend: Attend, canon_backend: str = "auto"
+        self, args: ModelArgs, rope: Rope | None, attend: Attend | None, canon_backend: str = "auto"
     ) -> None:
         super().__init__()
         self.attention_norm = make_norm(args)
         self.canon_a = make_canon(Canon, "A", args, canon_backend)
-        self.attention = Attention(args, rope, attend, canon_backend)
-        self.ffn_norm = make_norm(args)
+        # of any mixer; its name is part of checkpoints
+        self.attention = make_mixer(args, rope, attend, canon_backend)
+        has_ffn = args.ffn != "none"
+        self.ffn_norm = make_norm(args) if has_ffn else None
         self.canon_c = make_canon(Canon, "C", args, canon_backend)
-        self.feed_forward = FeedForward(args, canon_backend)
+        self.feed_forward = FeedForward(args, canon_backend) if has_ffn else None
 
     def forward(
         self,
@@ -83,11 +88,30 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         """Return the residual stream after this block, [B, T, D]; `mask` is from `Attend.mask`."""
         past = segments_BN, cache
-        h_BTD, x_BTD = norm_canon(self.attention_norm, self.canon_a, h_BTD, None, *past, readers=3)
+        norm, readers = self.attention_norm, self.attention.readers
+        h_BTD, x_BTD = norm_canon(norm, self.canon_a, h_BTD, None, *past, readers=readers)
         y_BTD = self.attention(x_BTD, mask, *past)
-        readers = 1 if self.feed_forward.w3 is None else 2
-        h_BTD, x_BTD = norm_canon(self.ffn_norm, self.canon_c, h_BTD, y_BTD, *past, readers=readers)
+        if self.feed_forward is None or self.ffn_norm is None:
+            return h_BTD + y_BTD
+        norm, readers = self.ffn_norm, self.feed_forward.readers
+        h_BTD, x_BTD = norm_canon(norm, self.canon_c, h_BTD, y_BTD, *past, readers=readers)
         return h_BTD + self.feed_forward(x_BTD, *past)
+
+
+def make_mixer(
+    args: ModelArgs, rope: Rope | None, attend: Attend | None, canon_backend: str = "auto"
+) -> Attention | GLA | Mamba2 | GatedDeltaNet:
+    """Return the mixer of `args`: mixer(x_BTD, mask, segments_BN, cache) is added to the stream.
+
+    It reads x `readers` times; LayerCache holds its keys and values or its state; counts.py has its
+    parameters and FLOPs, init.py its initial values.
+    """
+    if args.mixer == "attention":
+        assert attend is not None
+        return Attention(args, rope, attend, canon_backend)
+    if args.mixer == "mamba2":
+        return Mamba2(args, canon_backend)
+    return (GLA if args.mixer == "gla" else GatedDeltaNet)(args, canon_backend)
 
 
 def make_norm(args: ModelArgs) -> nn.RMSNorm | nn.LayerNorm:
@@ -133,7 +157,8 @@ class Transformer(nn.Module):
         self.args, self.canon_backend = args, canon_backend
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.rope = Rope(args) if args.rope_dim else None
-        self.attend = Attend(args, attention_backend)
+        is_attention = args.mixer == "attention"
+        self.attend = Attend(args, attention_backend) if is_attention else None
         # a ModuleDict: torchtitan's compile and FSDP helpers go through layers.named_children()
         self.layers = nn.ModuleDict()
         for i in range(args.num_layers):
@@ -171,10 +196,11 @@ class Transformer(nn.Module):
                 f"{self.args.max_seq_len}",
             )
         segments_BS = self._segments(tokens_BT, is_real_BT, cache)
-        mask = self.attend.mask(num_tokens, segments_BS, start + num_tokens, tokens_BT.device)
+        mask = None
+        if self.attend is not None:
+            mask = self.attend.mask(num_tokens, segments_BS, start + num_tokens, tokens_BT.device)
         segments_BN = None
-        if segments_BS is not None and self.args.canon_set:
-            reach = self.args.canon_kernel - 1
+        if segments_BS is not None and (reach := self.args.reach):
             if cache is None:
                 segments_BN = window_segments(segments_BS, num_tokens, reach)
             else:

@@ -19,7 +19,8 @@ from canon_pretrain.core import page
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console, printable
-from canon_pretrain.model.args import ModelArgs, num_parameters
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.report import comparison as comparisons
 from canon_pretrain.report import evaluations, figures, sections
 from canon_pretrain.report.record import (

@@ -26,16 +26,11 @@ from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.terminal import Console, duration, size
 from canon_pretrain.data.shards import ShardError, dtype_for
 from canon_pretrain.kernels.hardware import available_memory
-from canon_pretrain.model.args import (
-    FLOPS_FORMULA,
-    ROTARY,
-    ModelArgs,
-    flops_per_token,
-    num_parameters,
-)
+from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.cache import window_segments
+from canon_pretrain.model.counts import FLOPS_FORMULA, flops_per_token, num_parameters
 from canon_pretrain.model.transformer import Head, Transformer, TransformerBlock, make_norm
 from canon_pretrain.run.config import Loss, valid_world_sizes
 from canon_pretrain.titan.data import open_shards, open_task
@@ -129,18 +124,19 @@ def saved_bytes(
     """Return the bytes that autograd saves for backward: one block; norm, head and loss."""
     shape = (micro_batch, args.max_seq_len)
     # on a GPU, flex attention computes masks and ALiBi and saves what plain attention does
-    plain = args if args.position in ROTARY else dataclasses.replace(args, position="nope")
+    plain = args if args.rope_dim else dataclasses.replace(args, position="nope")
     with FakeTensorMode():
         with utils.set_default_dtype(dtype):
             rope = Rope(plain) if plain.rope_dim else None
-            block = TransformerBlock(plain, rope, Attend(plain))
+            attend = Attend(plain) if plain.mixer == "attention" else None
+            block = TransformerBlock(plain, rope, attend)
             norm, output = make_norm(args), Head(args.dim, args.vocab_size)
         modules = nn.ModuleList([block, norm, output])
         h_BTD = torch.empty(*shape, args.dim, dtype=dtype, requires_grad=True)
         labels_BT = torch.zeros(shape, dtype=torch.int64)
         segments_BN = None
-        if args.document_mask and args.canon_set:
-            segments_BN = window_segments(labels_BT.int(), args.max_seq_len, args.canon_kernel - 1)
+        if args.document_mask and args.reach:
+            segments_BN = window_segments(labels_BT.int(), args.max_seq_len, args.reach)
         return (
             count_saved(lambda: block(h_BTD, None, segments_BN), modules),
             count_saved(lambda: output(norm(h_BTD), labels_BT, head_loss(loss))[1], modules),

@@ -12,7 +12,7 @@ from torchtitan.config import job_config as titan
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.data.mixture import check_order, exact_weight
 from canon_pretrain.kernels.backends import BACKENDS
-from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.args import ModelArgs, fill_sizes
 from canon_pretrain.model.args import flavor as model_flavor
 from canon_pretrain.model.attend import check_backend_fits
 from canon_pretrain.run import config as experiment
@@ -34,12 +34,45 @@ class Model(titan.Model):
     num_heads: int | None = None
     num_kv_heads: int | None = None
     """Heads of k and v (grouped-query attention); 0: as many as num_heads."""
+    mixer: str | None = None
+    """attention, gla, mamba2 or gated_deltanet, with the paper's heads, layers and widths."""
+    mixer_conv: bool | None = None
+    """The recurrent mixer's native conv1d. Unset: on for mamba2 and gated_deltanet without
+    Canon-B."""
+    expand_k: float | None = None
+    """Width of all keys over dim. Unset: gla 0.5, gated_deltanet 0.75."""
+    expand_v: float | None = None
+    """Width of all values over dim. Unset: gla 1, gated_deltanet 1.5."""
+    output_gate_rank: int | None = None
+    """Rank of the output gate of gla and gated_deltanet; 0: full."""
+    gla_feature_map: str | None = None
+    """identity, or elu: elu + 1 of q and k (the paper's Figure 23)."""
+    state_dim: int | None = None
+    """Mamba2's state size."""
+    mimetic_init: bool | None = None
+    """Mamba2's mimetic initial values (the paper's Figures 14 and 29)."""
     ffn_dim: int | None = None
-    """Width of the feed-forward. Unset: the flavor's, or 4 dim if ffn = "standard"."""
+    """Width of the feed-forward. Unset: the flavor's; 4 dim if ffn = "standard", dim if "moe",
+    2 dim with mamba2 or gated_deltanet."""
     ffn: str | None = None
-    """gated: w2(act(w1 x) * w3 x); standard: w2(act(w1 x)), the paper's GPT2(RoPE)."""
+    """gated: w2(act(w1 x) * w3 x); standard: w2(act(w1 x)), the paper's GPT2(RoPE); moe; none
+    (unset with mamba2: none, with twice the layers)."""
     ffn_activation: str | None = None
     """silu, relu2 (the paper's R2), or gelu (as GPT-2; requires ffn = "standard")."""
+    num_experts: int | None = None
+    """Experts of a layer with ffn = "moe" (32)."""
+    experts_per_token: int | None = None
+    """Experts that each token goes to (1)."""
+    num_shared_experts: int | None = None
+    """Further experts that every token goes to (0)."""
+    moe_gated: bool | None = None
+    """Gated experts; the paper's are standard."""
+    moe_capacity: float | None = None
+    """An expert takes at most this many times its share of a micro-batch (tutel's is 2); 0: all."""
+    moe_balance: str | None = None
+    """How the experts' load is evened: bias (of routing scores), loss (Switch), none."""
+    moe_balance_rate: float | None = None
+    """Step of the bias, or factor of the loss."""
     norm: str | None = None
     """rmsnorm, or layernorm (as GPT-2)."""
     bias: bool | None = None
@@ -57,6 +90,8 @@ class Model(titan.Model):
     canon_activation: bool | None = None
     canon_trainable: bool | None = None
     """false: cst-Canon, which keeps its initial values (the paper's Figure 20)."""
+    canon_filter: str | None = None
+    """static, or dynamic: taps that depend on the token (arXiv 2606.03825)."""
     qk_norm: str | None = None
     """none; full: over all heads, before Canon-B; per_head: over each head, after Canon-B."""
     tie_embeddings: bool | None = None
@@ -196,8 +231,7 @@ class CanonJobConfig(titan.JobConfig):
         base = model_flavor(self.model.flavor)
         names = {f.name for f in dataclasses.fields(ModelArgs)}
         own = {k: v for k, v in vars(self.model).items() if k in names and v is not None}
-        if own.get("ffn") == "standard":
-            own.setdefault("ffn_dim", 4 * own.get("dim", base.dim))
+        own = fill_sizes(base, own)
         return dataclasses.replace(base, max_seq_len=self.training.seq_len, **own)
 
 

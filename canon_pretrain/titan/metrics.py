@@ -23,8 +23,8 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.profiling import maybe_enable_memory_snapshot
 from torchtitan.tools.utils import device_type
 
-from canon_pretrain.model.args import FLOPS_FORMULA
 from canon_pretrain.model.canon import Canon
+from canon_pretrain.model.counts import FLOPS_FORMULA
 from canon_pretrain.run.background import LiveExports
 from canon_pretrain.run.folder import CANON, DATA, RunFolder
 from canon_pretrain.run.log import RunLog

@@ -177,6 +177,8 @@ def compile_blocks(model: Transformer, job: CanonJobConfig) -> None:
 
 def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> None:
     """Raise UserError if the requested attention cannot be trained on this device and dtype."""
+    if model.attend is None:
+        return
     dtype = job.training.mixed_precision_param
     way = model.attend.implementation(device, masked=model.args.document_mask)
     text = f'model.attention_backend = "{job.model.attention_backend}" selects {way}, which cannot '

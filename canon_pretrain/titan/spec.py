@@ -24,7 +24,8 @@ from torchtitan.protocols import train_spec
 from torchtitan.protocols.model import BaseModelArgs
 
 from canon_pretrain.kernels.linear_cross_entropy import linear_cross_entropy
-from canon_pretrain.model.args import FLAVORS, ModelArgs, flops_per_token, num_parameters
+from canon_pretrain.model.args import FLAVORS, ModelArgs
+from canon_pretrain.model.counts import flops_per_token, num_parameters
 from canon_pretrain.model.transformer import HeadLoss, Transformer
 from canon_pretrain.run.config import Loss
 from canon_pretrain.titan.device import single_rank_environment

@@ -254,10 +254,11 @@ class CanonTrainer(torchtitan.train.Trainer):
         rank_zero, metrics = self.checkpointer.rank_zero, self.metrics_processor
         launch = (self.folder, self.compared, self.canon, self._record)
         record_launch(self.step, *launch, metrics, rank_zero)
+        attend = self.model_parts[0].attend
+        mixer = f"attention: {attend.describe(self.device.type)}" if attend else job.model.mixer
         logger.info(
             f"{'resuming' if self.step else 'starting'} at step {self.step + 1} of "
-            f"{job.training.steps}, to step {job.last_step}, in {self.folder.path}; attention: "
-            f"{self.model_parts[0].attend.describe(self.device.type)}"
+            f"{job.training.steps}, to step {job.last_step}, in {self.folder.path}; {mixer}"
             f"{f', Canon: {self.canon}' if self.canon else ''}"
         )
         metrics.begin(self.step)

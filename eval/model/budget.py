@@ -18,6 +18,7 @@ from pydantic import Field
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.model.cache import Cache
+from canon_pretrain.model.counts import state_bytes
 from eval.model.lm import OUT_OF_MEMORY_HINT, CanonLM, none_if_out_of_memory
 from eval.model.score import Pair, Planner, score_batch
 
@@ -34,9 +35,10 @@ def batch_tokens_for(lm: CanonLM, folder: Path, log: Callable[[str], None]) -> i
     """Return the tokens per batch for `lm`, as rank 0 finds them or reads them from `folder`."""
     args, found, weight = lm.model.args, 0, lm.model.tok_embeddings.weight
     if lm.ranks.rank == 0 and weight.device.type == "cpu":
-        numbers = 2 * args.num_layers * args.kv_heads * args.head_dim + 2 * args.vocab_size
+        itemsize = weight.element_size()
+        per_token = state_bytes(args, itemsize)[0] + 2 * args.vocab_size * itemsize
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        fit = int(SHARE_OF_MEMORY * memory / (numbers * weight.element_size()))
+        fit = int(SHARE_OF_MEMORY * memory / per_token)
         found = max(MIN_TOKENS, min(MAX_CPU_TOKENS, fit))
     elif lm.ranks.rank == 0:
         properties = torch.cuda.get_device_properties(weight.device)

@@ -19,7 +19,8 @@ from canon_pretrain.bench.limits import Machine
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model import canon as canon_module
 from canon_pretrain.model import canon_check
-from canon_pretrain.model.args import FLAVORS, ModelArgs, flops_per_token
+from canon_pretrain.model.args import FLAVORS, ModelArgs
+from canon_pretrain.model.counts import flops_per_token
 from canon_pretrain.titan.spec import BareStep, job_of, one_rank
 from tests.support import ROOT, error_codes
 

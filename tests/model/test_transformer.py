@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from canon_pretrain.model.args import ModelArgs, flavor, flops_per_token, num_parameters
+from canon_pretrain.model.args import ModelArgs, flavor
 from canon_pretrain.model.attention import Rope
+from canon_pretrain.model.counts import flops_per_token, num_parameters
 from canon_pretrain.model.transformer import Transformer
 from tests.reference_model import reference_logits
 from tests.support import refused

@@ -9,7 +9,8 @@ import pytest
 
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.files import write_json
-from canon_pretrain.model.args import ModelArgs, num_parameters
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.report import sections
 from canon_pretrain.report.comparison import published_scores
 from canon_pretrain.report.eval_report import escape_markdown

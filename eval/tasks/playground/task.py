@@ -18,7 +18,8 @@ from canon_pretrain.checkpoint.architecture import model_args
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_json
 from canon_pretrain.hf.export import RECORD
-from canon_pretrain.model.args import ModelArgs, num_parameters
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.synthetic.evaluation import (
     END,
     VERDICTS,

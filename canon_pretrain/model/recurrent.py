@@ -1,0 +1,162 @@
+"""Gated linear attention and the gated delta rule as mixers (paper, sections 3 and 9, appendix C).
+
+They are flash-linear-attention's layers `GatedLinearAttention` and `GatedDeltaNet`; the arithmetic
+of tokens is in kernels/gla.py and kernels/delta.py.
+
+Shapes: B batch, T tokens, D hidden, H heads, K key width, V value width, N = T + Canon's reach.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from canon_pretrain.kernels.compiled import Segments
+from canon_pretrain.kernels.delta import chunked_delta
+from canon_pretrain.kernels.gla import chunked_gla
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.attend import Mask
+from canon_pretrain.model.cache import Memory, segment_starts
+from canon_pretrain.model.canon import CanonOfParts, ShortConv, Stream, make_canon, per_reader
+from canon_pretrain.model.counts import DECAY_RANK
+
+DECAY_NORMALIZER = 16
+L2_NORM_EPS = 1e-6
+"""Of q and k in the delta rule, as in flash-linear-attention."""
+
+
+class LowRank(nn.Module):
+    """up(down(x)), through `rank` channels."""
+
+    def __init__(self, width: int, rank: int, out_width: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, out_width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.up(self.down(x))
+        return out
+
+
+class GatedRecurrence(nn.Module):
+    """q, k, v -> conv1d or Canon-B -> heads -> recurrence -> RMSNorm times silu(gate) -> wo."""
+
+    readers: int
+
+    def __init__(self, args: ModelArgs, canon_backend: str = "auto") -> None:
+        super().__init__()
+        self.num_heads, self.norm_eps = args.num_heads, args.norm_eps
+        k_dim, _, v_dim = args.mixer_parts
+        self.wq = nn.Linear(args.dim, k_dim, bias=False)
+        self.wk = nn.Linear(args.dim, k_dim, bias=False)
+        self.wv = nn.Linear(args.dim, v_dim, bias=False)
+        rank = args.output_gate_rank
+        full = not rank
+        self.wg = nn.Linear(args.dim, v_dim, bias=False) if full else LowRank(args.dim, rank, v_dim)
+        self.o_norm = nn.RMSNorm(args.value_dim, eps=args.norm_eps)
+        self.wo = nn.Linear(v_dim, args.dim, bias=False)
+        self.conv1d = ShortConv(args, canon_backend) if args.mixer_conv else None
+        self.canon_b = make_canon(CanonOfParts, "B", args, canon_backend)
+
+    def forward(
+        self, x_BTD: Stream, mask: Mask = None, segments_BN: Segments = None, cache: Memory = None
+    ) -> Tensor:
+        """Return what the block adds to its residual stream, [B, T, D]; `mask` is not needed."""
+        x_q, x_k, x_v, x_gate, *x_own = per_reader(x_BTD, self.readers)
+        qkv = self.wq(x_q), self.wk(x_k), self.wv(x_v)
+        for mix in (self.canon_b, self.conv1d):
+            if mix is not None:
+                qkv = mix(qkv, segments_BN, cache)
+        q_BTHK, k_BTHK, v_BTHV = (part.unflatten(-1, (self.num_heads, -1)) for part in qkv)
+        state = None if cache is None else cache.state
+        past = state, segment_starts(segments_BN, v_BTHV.shape[1])
+        o_BTHV, state = self.recur(q_BTHK, k_BTHK, v_BTHV, x_own, *past)
+        if cache is not None:
+            cache.state = state
+        y = F.rms_norm(o_BTHV.float(), o_BTHV.shape[3:], self.o_norm.weight.float(), self.norm_eps)
+        y = y * F.silu(self.wg(x_gate).float()).view_as(y)
+        out: Tensor = self.wo(y.to(o_BTHV.dtype).flatten(-2))
+        return out
+
+    def recur(
+        self,
+        q_BTHK: Tensor,
+        k_BTHK: Tensor,
+        v_BTHV: Tensor,
+        x_own: list[Tensor],
+        state: Tensor | None,
+        starts_BT: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return o_BTHV and the state after the tokens, [B, H, K, V]; `x_own` are further reads."""
+        raise NotImplementedError
+
+
+class GLA(GatedRecurrence):
+    """Gated linear attention (Yang et al., arXiv 2312.06635): S = exp(log decay) S + k^T v.
+
+    A token's log decay, for each of the K rows of a head, is logsigmoid(gk x) / 16.
+    """
+
+    readers = 5
+
+    def __init__(self, args: ModelArgs, canon_backend: str = "auto") -> None:
+        super().__init__(args, canon_backend)
+        self.gk = LowRank(args.dim, DECAY_RANK, args.mixer_parts[0], bias=True)
+        self.elu = args.gla_feature_map == "elu"
+
+    def recur(
+        self,
+        q_BTHK: Tensor,
+        k_BTHK: Tensor,
+        v_BTHV: Tensor,
+        x_own: list[Tensor],
+        state: Tensor | None,
+        starts_BT: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `GatedRecurrence.recur`."""
+        if self.elu:
+            q_BTHK, k_BTHK = F.elu(q_BTHK) + 1, F.elu(k_BTHK) + 1
+        log_decay = F.logsigmoid(self.gk(x_own[0]).float()) / DECAY_NORMALIZER
+        scale = q_BTHK.shape[3] ** -0.5
+        heads = q_BTHK, k_BTHK, v_BTHV, log_decay.view_as(k_BTHK)
+        return chunked_gla(*heads, scale, state=state, starts_BT=starts_BT)
+
+
+class GatedDeltaNet(GatedRecurrence):
+    """The gated delta rule (Yang et al., arXiv 2412.06464), with silu of q, k and v.
+
+    A token's log decay is -exp(A_log) softplus(wa x + dt_bias), its step sigmoid(wb x).
+    """
+
+    readers = 6
+
+    def __init__(self, args: ModelArgs, canon_backend: str = "auto") -> None:
+        super().__init__(args, canon_backend)
+        self.wa = nn.Linear(args.dim, args.num_heads, bias=False)
+        self.wb = nn.Linear(args.dim, args.num_heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(args.num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(args.num_heads))
+
+    def recur(
+        self,
+        q_BTHK: Tensor,
+        k_BTHK: Tensor,
+        v_BTHV: Tensor,
+        x_own: list[Tensor],
+        state: Tensor | None,
+        starts_BT: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `GatedRecurrence.recur`."""
+        if self.conv1d is None:  # which has its own silu
+            q_BTHK, k_BTHK, v_BTHV = F.silu(q_BTHK), F.silu(k_BTHK), F.silu(v_BTHV)
+        x_a, x_b = x_own
+        g_BTH = F.softplus(self.wa(x_a).float() + self.dt_bias.float())
+        g_BTH = -self.A_log.float().exp() * g_BTH
+        beta_BTH = self.wb(x_b).float().sigmoid()
+        heads = _unit(q_BTHK), _unit(k_BTHK), v_BTHV
+        return chunked_delta(*heads, g_BTH, beta_BTH, state, starts_BT)
+
+
+def _unit(x_BTHK: Tensor) -> Tensor:
+    """Return x of L2 norm 1 per head, in float32."""
+    x_BTHK = x_BTHK.float()
+    return x_BTHK * torch.rsqrt(x_BTHK.square().sum(-1, keepdim=True) + L2_NORM_EPS)
