@@ -307,13 +307,14 @@ def _check_ffn(args: ModelArgs) -> None:
         message = f'{name} = {getattr(args, name)} has no effect with these experts (ffn = "moe")'
         raise UserError("model.conflict", message, name=name)
     reasons = {
-        "none": 'canon_set with C or D: ffn = "none" has no feed-forward',
-        "moe": 'canon_set with D: ffn = "moe" sends neighboring tokens to different experts, '
-        "between whose inner channels there is nothing to mix; choose A, B and C",
+        "none": 'ffn = "none" has no feed-forward for C and D: choose from A and B',
+        "moe": 'ffn = "moe" sends neighboring tokens to different experts, whose inner channels D '
+        "could not mix: choose from A, B and C",
     }
     refused = {"none": "CD", "moe": "D"}.get(args.ffn, "")
     if set(refused) & set(args.canon_set):
-        raise UserError("model.conflict", reasons[args.ffn], name="canon_set")
+        message = f'canon_set = "{args.canon_set}": {reasons[args.ffn]}'
+        raise UserError("model.conflict", message, name="canon_set")
 
 
 def _out_of_range(name: str, given: float, expected: str) -> UserError:

@@ -38,18 +38,30 @@ def test_defaults_are_the_papers_and_not_torchtitans():
     assert job.activation_checkpoint.mode == "none"
 
 
+EVERY_MODEL_KEY = (
+    """vocab_size=77 num_layers=3 dim=128 num_heads=8 num_kv_heads=4 ffn_dim=96 bias=True
+    ffn='standard' ffn_activation='gelu' norm='layernorm' norm_eps=1e-6 canon_set='BD'
+    position='partial_rope_c' partial_rope_dim=6 rope_theta=500.0 canon_kernel=3 eos_id=3
+    canon_residual=False canon_activation=True canon_trainable=False init='lingua'
+    tie_embeddings=True document_mask=True qk_norm='per_head' init_seed=9 flavor='162M'""",
+    """flavor='162M' mixer='gla' position='nope' num_heads=2 mixer_conv=True expand_k=1.0
+    expand_v=2.0 output_gate_rank=16 gla_feature_map='elu' canon_set='A' canon_filter='dynamic'""",
+    """flavor='162M' mixer='mamba2' position='nope' num_heads=2 mixer_conv=False state_dim=32
+    mimetic_init=True canon_set='AB' ffn='moe' ffn_dim=96 num_experts=6 experts_per_token=2 num_shared_experts=1
+    moe_gated=True moe_capacity=2.0 moe_balance='loss' moe_balance_rate=0.01""",
+)
+
+
 def test_every_model_key_reaches_the_model():
-    text = "vocab_size=77 num_layers=3 dim=128 num_heads=8 num_kv_heads=4 ffn_dim=96 bias=True "
-    text += "ffn='standard' ffn_activation='gelu' norm='layernorm' norm_eps=1e-6 canon_set='BD' "
-    text += "position='partial_rope_c' partial_rope_dim=6 rope_theta=500.0 canon_kernel=3 eos_id=3 "
-    text += "canon_residual=False canon_activation=True canon_trainable=False init='lingua' "
-    text += "tie_embeddings=True document_mask=True qk_norm='per_head' init_seed=9 flavor='162M'"
-    words = [f"--model.{word}".replace("'", "") for word in text.split()]
-    job = parse_job(["--config", DEBUG, *words])
-    values = {k: ast.literal_eval(v) for k, v in (word.split("=") for word in text.split())}
-    base = FLAVORS[values.pop("flavor")]
-    assert values.keys() == vars(job.model).keys() & vars(base).keys()
-    assert job.model_args == dataclasses.replace(base, max_seq_len=job.training.seq_len, **values)
+    names = set()
+    for text in EVERY_MODEL_KEY:
+        words = [f"--model.{word}".replace("'", "") for word in text.split()]
+        job = parse_job(["--config", DEBUG, *words])
+        values = {k: ast.literal_eval(v) for k, v in (word.split("=") for word in text.split())}
+        base = dataclasses.replace(FLAVORS[values.pop("flavor")], max_seq_len=job.training.seq_len)
+        assert job.model_args == dataclasses.replace(base, **values)
+        names |= values.keys()
+    assert names == vars(job.model).keys() & vars(base).keys()
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 16, 48])
