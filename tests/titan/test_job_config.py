@@ -47,8 +47,8 @@ EVERY_MODEL_KEY = (
     """flavor='162M' mixer='gla' position='nope' num_heads=2 mixer_conv=True expand_k=1.0
     expand_v=2.0 output_gate_rank=16 gla_feature_map='elu' canon_set='A' canon_filter='dynamic'""",
     """flavor='162M' mixer='mamba2' position='nope' num_heads=2 mixer_conv=False state_dim=32
-    mimetic_init=True canon_set='AB' ffn='moe' ffn_dim=96 num_experts=6 experts_per_token=2 num_shared_experts=1
-    moe_gated=True moe_capacity=2.0 moe_balance='loss' moe_balance_rate=0.01""",
+    mimetic_init=True canon_set='AB' ffn='moe' ffn_dim=96 num_experts=6 experts_per_token=2
+    num_shared_experts=1 moe_gated=True moe_capacity=2. moe_balance='loss' moe_balance_rate=0.01""",
 )
 
 
