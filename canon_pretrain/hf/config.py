@@ -1,4 +1,4 @@
-"""Convert config.json and parameter names between ModelArgs and LlamaCanon.
+"""Convert config.json and parameter names between ModelArgs and LlamaCanon, or Mamba2.
 
 What the released LlamaCanonConfig can't express is in the sub-dictionary `canon_pretrain`, and
 `rope_version` is then a value that the released class rejects. No value is null, with which that
@@ -6,7 +6,7 @@ class would compute. A copy is part of every export. No torch, no transformers.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn
 
@@ -20,8 +20,9 @@ PLAIN = {
     ("nope", "none"): ("smollm3", "SmolLM3ForCausalLM"),
     ("rope", "per_head"): ("qwen3", "Qwen3ForCausalLM"),
 }
-"""model_type and class of transformers for a model without Canon, by position and QK-norm."""
-MODEL_TYPES = (MODEL_TYPE, *(kind for kind, _ in PLAIN.values()))
+"""model_type and class of transformers for attention without Canon, by position and QK-norm."""
+MAMBA2 = "mamba2"
+MODEL_TYPES = (MODEL_TYPE, *(kind for kind, _ in PLAIN.values()), MAMBA2)
 GELU = "gelu_pytorch_tanh"
 OWN = "canon_pretrain"
 """Name of the sub-dictionary, and `rope_version` of models the released class can't express."""
@@ -65,9 +66,37 @@ _SAME = {
     "canon_activation": "canon_activation", "canon_residual": "canon_residual",
 }  # fmt: skip
 """ModelArgs' names of fields that have the same meaning."""
+_SAME_IN_MAMBA2 = {
+    "vocab_size": "vocab_size", "hidden_size": "dim", "num_hidden_layers": "num_layers",
+    "num_heads": "num_heads", "state_size": "state_dim", "conv_kernel": "canon_kernel",
+    "layer_norm_epsilon": "norm_eps", "tie_word_embeddings": "tie_embeddings",
+    "max_position_embeddings": "max_seq_len",  # not read by the class; lm_eval reads it
+}  # fmt: skip
+_MAMBA2_FIXED: dict[str, Any] = {
+    "expand": 2, "n_groups": 1, "use_bias": False, "use_conv_bias": True, "hidden_act": "silu",
+    "rms_norm": True, "norm_before_gate": False,
+}  # fmt: skip
+"""Fields of Mamba2Config, also of earlier versions, of which one value is supported."""
+_MAMBA2_DEFAULTS: dict[str, Any] = {
+    **_MAMBA2_FIXED, "vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64,
+    "num_heads": 128, "head_dim": 64, "state_size": 128, "conv_kernel": 4, "n_groups": 8,
+    "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False, "max_position_embeddings": 2048,
+}  # fmt: skip
+# those of the first values, of the kernels, and of rounding in less than float32
+_CHANGES_NO_MAMBA2 = {
+    *("time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "chunk_size"),
+    *("rescale_prenorm_residual", "residual_in_fp32", "layer_types"),
+}
+_CHANGES_TRAINING = (
+    *("eos_id", "canon_trainable", "init", "init_seed", "mimetic_init", "moe_balance_rate"),
+)
 # fields of ModelArgs that only the sub-dictionary can express
-_CHANGES_THE_MODEL = ("position", "ffn", "norm", "bias", "qk_norm", "document_mask")
-_CHANGES_TRAINING = ("eos_id", "canon_trainable", "init", "init_seed")
+_ELSEWHERE = {"num_kv_heads", "ffn_activation", "partial_rope_dim"}
+_CHANGES_THE_MODEL = tuple(
+    f.name
+    for f in fields(ModelArgs)
+    if f.name not in {*_SAME.values(), *_CHANGES_TRAINING, *_ELSEWHERE}
+)
 
 _CHANGES_NOTHING = {
     "_name_or_path", "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype",
@@ -94,38 +123,65 @@ _ROPE = {
 
 # -- parameter names; those the released class does not have are named like similar ones
 
-ENDS = (("tok_embeddings", "model.embed_tokens"), ("norm", "model.norm"), ("output", "lm_head"))
-BLOCK = (
+Pairs = tuple[tuple[str, str], ...]
+"""Our name and the other of modules, and of parameters that are in no module of their own."""
+ENDS: Pairs = (
+    ("tok_embeddings", "model.embed_tokens"), ("norm", "model.norm"), ("output", "lm_head"),
+)  # fmt: skip
+BLOCK: Pairs = (
     ("attention_norm", "input_layernorm"), ("canon_a", "canonA"),
     ("attention.wq", "self_attn.q_proj"), ("attention.wk", "self_attn.k_proj"),
     ("attention.wv", "self_attn.v_proj"), ("attention.wo", "self_attn.o_proj"),
     ("attention.q_norm", "self_attn.q_norm"), ("attention.k_norm", "self_attn.k_norm"),
-    ("attention.canon_b", "self_attn.canonB"),
+    ("attention.canon_b", "self_attn.canonB"), ("attention.conv1d", "self_attn.conv1d"),
+    ("attention.wg", "self_attn.g_proj"), ("attention.wg.down", "self_attn.g_proj.0"),
+    ("attention.wg.up", "self_attn.g_proj.1"), ("attention.o_norm", "self_attn.o_norm"),
+    ("attention.gk.down", "self_attn.gk_proj.0"), ("attention.gk.up", "self_attn.gk_proj.1"),
+    ("attention.wa", "self_attn.a_proj"), ("attention.wb", "self_attn.b_proj"),
+    ("attention.in_proj", "self_attn.in_proj"), ("attention.out_proj", "self_attn.out_proj"),
+    ("attention.norm", "self_attn.norm"), ("attention.A_log", "self_attn.A_log"),
+    ("attention.dt_bias", "self_attn.dt_bias"), ("attention.D", "self_attn.D"),
     ("ffn_norm", "post_attention_layernorm"), ("canon_c", "canonC"),
     ("feed_forward.w1", "mlp.gate_proj"), ("feed_forward.w3", "mlp.up_proj"),
     ("feed_forward.w2", "mlp.down_proj"), ("feed_forward.canon_d", "mlp.canonD"),
 )  # fmt: skip
 
 
-def to_hf(name: str) -> str:
-    """Return LlamaCanon's name of our parameter. Raises ValueError for an unknown one."""
-    return _translate(name, 0)
+PARAMETERS = ("A_log", "dt_bias", "D")
+_MAMBA2_ENDS: Pairs = (
+    *(("tok_embeddings", "backbone.embeddings"), ("norm", "backbone.norm_f")),
+    ("output", "lm_head"),
+)
+_MAMBA2_BLOCK: Pairs = (
+    ("attention_norm", "norm"),
+    *(
+        (f"attention.{name}", f"mixer.{name}")
+        for name in ("in_proj", "conv1d", "norm", "out_proj", *PARAMETERS)
+    ),
+)
+
+
+def to_hf(name: str, kind: str = MODEL_TYPE) -> str:
+    """Return a parameter's name in the class of `kind`. Raises ValueError for an unknown one."""
+    return _translate(name, kind, 0)
 
 
 def to_ours(name: str) -> str:
-    """Return our name of LlamaCanon's parameter. Raises ValueError for an unknown one."""
-    return _translate(name, 1)
+    """Return our name of the parameter of any class. Raises ValueError for an unknown one."""
+    return _translate(name, MAMBA2 if name.startswith("backbone.") else MODEL_TYPE, 1)
 
 
-def _translate(name: str, side: int) -> str:
-    before, after = (("layers", "model.layers")[i] for i in (side, 1 - side))
-    match = re.fullmatch(rf"(?:{re.escape(before)}\.(0|[1-9]\d*)\.)?(.+)\.(weight|bias)", name)
-    if match is not None:
-        number, module, kind = match.groups()
-        for pair in ENDS if number is None else BLOCK:
-            if pair[side] == module:
-                layer = "" if number is None else f"{after}.{number}."
-                return f"{layer}{pair[1 - side]}.{kind}"
+def _translate(name: str, kind: str, side: int) -> str:
+    layers = ("layers", "backbone.layers" if kind == MAMBA2 else "model.layers")
+    ends, block = (_MAMBA2_ENDS, _MAMBA2_BLOCK) if kind == MAMBA2 else (ENDS, BLOCK)
+    pattern = rf"(?:{re.escape(layers[side])}\.(0|[1-9]\d*)\.)?(.+?)(\.weight|\.bias)?"
+    if match := re.fullmatch(pattern, name):
+        number, module, end = match.groups()
+        is_whole = (end is None) == (module.rpartition(".")[2] in PARAMETERS)
+        for pair in ends if number is None else block:
+            if is_whole and pair[side] == module:
+                layer = "" if number is None else f"{layers[1 - side]}.{number}."
+                return f"{layer}{pair[1 - side]}{end or ''}"
     raise ValueError(f"{name} is not a parameter of these models")
 
 
@@ -165,8 +221,12 @@ def plain_fields(args: ModelArgs) -> dict[str, Any] | None:
     """Return a config.json for a standard class of transformers, None if none computes `args`."""
     kind, architecture = PLAIN.get((args.position, args.qk_norm), ("", ""))
     is_llama_like = (args.canon_set, args.ffn, args.ffn_activation) == ("", "gated", "silu")
-    is_llama_like &= (args.norm, args.bias) == ("rmsnorm", False)
-    if not kind or not is_llama_like or args.document_mask:
+    is_llama_like &= (args.mixer, args.norm, args.bias) == ("attention", "rmsnorm", False)
+    if args.document_mask:
+        return None
+    if (args.mixer, args.ffn, args.norm, args.mixer_conv) == (MAMBA2, "none", "rmsnorm", True):
+        return None if args.canon_set else _mamba2_fields(args)
+    if not kind or not is_llama_like:
         return None
     found = {name: value for name, value in to_fields(args).items() if name not in _CANON_ONLY}
     own = {name: value for name, value in found.pop(OWN, {}).items() if name != "qk_norm"}
@@ -179,9 +239,23 @@ def plain_fields(args: ModelArgs) -> dict[str, Any] | None:
     return {"architectures": [architecture], "model_type": kind, **found}
 
 
-def unknown(given: Iterable[str]) -> list[str]:
+def _mamba2_fields(args: ModelArgs) -> dict[str, Any]:
+    found: dict[str, Any] = {"architectures": ["Mamba2ForCausalLM"], "model_type": MAMBA2}
+    found |= {theirs: getattr(args, ours) for theirs, ours in _SAME_IN_MAMBA2.items()}
+    # residuals as ours in any dtype, and no token ids of the class's own vocabulary
+    found |= {"head_dim": args.value_dim, "residual_in_fp32": False} | _MAMBA2_FIXED
+    found |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    own = to_fields(args).get(OWN, {})
+    own = {name: value for name, value in own.items() if name in _CHANGES_TRAINING}
+    return found | ({OWN: own} if own else {})
+
+
+def unknown(given: Mapping[str, Any]) -> list[str]:
     """Return the names of fields that are neither read nor known to have no effect."""
-    return sorted(set(given) - DEFAULTS.keys() - _READ - _CHANGES_NOTHING)
+    names = set(given) - _READ - _CHANGES_NOTHING
+    if given.get("model_type") == MAMBA2:
+        return sorted(names - _MAMBA2_DEFAULTS.keys() - _CHANGES_NO_MAMBA2 - {"time_step_limit"})
+    return sorted(names - DEFAULTS.keys())
 
 
 def layout(given: Mapping[str, Any]) -> str:
@@ -194,26 +268,55 @@ def layout(given: Mapping[str, Any]) -> str:
 
 def to_args(given: Mapping[str, Any]) -> ModelArgs:
     """Return the model that a config.json describes. Raises UserError, naming the field."""
-    found = _checked_fields(given)
-    num_kv_heads = found["num_key_value_heads"] or 0
-    qk_norm = "full" if found["qk_norm"] else "none"
-    known = {
-        **{ours: found[theirs] for theirs, ours in _SAME.items()},
-        "num_kv_heads": num_kv_heads,
-        "ffn_activation": "gelu" if found["hidden_act"] == GELU else found["hidden_act"],
-        **_position(found),
-        "qk_norm": "per_head" if found.get("model_type") == "qwen3" else qk_norm,
-    }
-    if not known["canon_set"]:  # options of absent layers
-        known = {name: value for name, value in known.items() if not name.startswith("canon_")}
-    own = found.get(OWN) or {}
+    own = given.get(OWN) or {}
+    read = _mamba2_args if given.get("model_type") == MAMBA2 else _llama_args
+    known = read(given, own)
     types = {f.name: type(f.default) for f in fields(ModelArgs) if f.default is not MISSING}
     for name, value in own.items():
-        if name not in _CHANGES_THE_MODEL + _CHANGES_TRAINING or type(value) is not types[name]:
+        kinds = (float, int) if types.get(name) is float else (types.get(name),)
+        if name not in _CHANGES_THE_MODEL + _CHANGES_TRAINING or type(value) not in kinds:
             raise_unsupported(
                 f"{OWN}.{name}", value, "written by another version of canon_pretrain"
             )
     return ModelArgs(**(known | own))
+
+
+def _llama_args(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    found = _checked_fields(given)
+    qk_norm = "full" if found["qk_norm"] else "none"
+    known = {
+        **{ours: found[theirs] for theirs, ours in _SAME.items()},
+        "num_kv_heads": found["num_key_value_heads"] or 0,
+        "ffn_activation": "gelu" if found["hidden_act"] == GELU else found["hidden_act"],
+        **_position(found),
+        "qk_norm": "per_head" if found.get("model_type") == "qwen3" else qk_norm,
+    }
+    # options of absent layers
+    absent = set() if known["canon_set"] else {name for name in known if name.startswith("canon_")}
+    absent -= {"canon_kernel"} if own.get("mixer_conv") else set()
+    return {name: value for name, value in known.items() if name not in absent}
+
+
+def _mamba2_args(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    checked(OWN, own, dict)
+    found = _MAMBA2_DEFAULTS | dict(given)
+    for name, expected in _MAMBA2_FIXED.items():
+        if found[name] != expected:
+            raise_unsupported(name, found[name], f"expected {expected!r}")
+    for name in (*_SAME_IN_MAMBA2, "head_dim"):
+        found[name] = checked(name, found[name], type(_MAMBA2_DEFAULTS[name]))
+    if found["head_dim"] * found["num_heads"] != 2 * found["hidden_size"]:
+        text = "expected 2 hidden_size / num_heads"
+        raise_unsupported("head_dim", found["head_dim"], text)
+    no_limit = float("inf"), {"__float__": "Infinity"}  # as transformers 5 writes it
+    match found.get("time_step_limit", [0.0, no_limit[0]]):
+        case [0, high] if high in no_limit:
+            pass
+        case limit:
+            raise_unsupported("time_step_limit", limit, "expected 0 to infinity")
+    known = {ours: found[theirs] for theirs, ours in _SAME_IN_MAMBA2.items()}
+    fixed = {"mixer": MAMBA2, "mixer_conv": True, "ffn": "none", "position": "nope"}
+    return known | fixed
 
 
 def checked(name: str, value: Any, kind: Any) -> Any:

@@ -92,9 +92,10 @@ def export(
         "identity": run.read_config()["identity"],
     }
     with writing.folder_beside(out, "exporting") as temporary:
-        shapes = {to_hf(name): tensor.shape for name, tensor in like.items()}
+        kind = (plain_fields(args) or {}).get("model_type", MODEL_TYPE)
+        shapes = {to_hf(name, kind): tensor.shape for name, tensor in like.items()}
         plans = writing.plan_files(shapes, DTYPES[dtype], max_file_bytes)
-        tensors = _tensors(checkpoint, args, like, DTYPES[dtype])
+        tensors = _tensors(checkpoint, args, like, DTYPES[dtype], kind)
         writing.write_files(temporary, plans, tensors, DTYPES[dtype])
         texts = _small_files(args, found, eos_id, dtype)
         texts["README.md"] = _readme(args, dtype, manifest.step, has_tokenizer=found is not None)
@@ -107,15 +108,14 @@ def export(
 
 
 def _tensors(
-    checkpoint: Path, args: ModelArgs, like: dict[str, Tensor], dtype: torch.dtype
+    checkpoint: Path, args: ModelArgs, like: dict[str, Tensor], dtype: torch.dtype, kind: str
 ) -> Iterator[tuple[str, Tensor]]:
-    is_plain = plain_fields(args) is not None and args.rope_dim
-    orders = interleave_orders(args) if is_plain else {}
+    orders = interleave_orders(args) if kind != MODEL_TYPE and args.rope_dim else {}
     for name, tensor in weights.stream_weights(checkpoint, like, dtype):
         if not tensor.isfinite().all():
             text = f"{name} is not finite in {dtype}: choose another --dtype or an earlier step"
             raise UserError("hf.not_finite", text, name=name)
-        yield to_hf(name), tensor[orders[name].argsort()] if name in orders else tensor
+        yield to_hf(name, kind), tensor[orders[name].argsort()] if name in orders else tensor
 
 
 def _files_of_export(out: Path, *, force: bool) -> list[str] | None:

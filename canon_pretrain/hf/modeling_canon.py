@@ -17,9 +17,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
-from canon_pretrain.hf.config import BLOCK, DEFAULTS, ENDS, LINGUA, MODEL_TYPE, layout, to_args
+from canon_pretrain.hf.config import (
+    BLOCK,
+    DEFAULTS,
+    ENDS,
+    LINGUA,
+    MODEL_TYPE,
+    layout,
+    to_args,
+    to_ours,
+)
 from canon_pretrain.model.cache import Cache
-from canon_pretrain.model.canon import Canon
+from canon_pretrain.model.canon import Canon, ShortConv
+from canon_pretrain.model.init import initial_value
 from canon_pretrain.model.transformer import Transformer, TransformerBlock
 
 
@@ -141,7 +151,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         core = Transformer(to_args(given), attention_backend=backend)
         object.__setattr__(self, "core", core)
         self.model = _Namespace()
-        self._modules_by_place: list[tuple[nn.Module, str, nn.Module, str]] = []
+        self._parts_by_place: list[tuple[nn.Module, str, nn.Module, str]] = []
         first, *last = ENDS
         self._register_modules(core, self, [first])
         blocks: Any = core.layers.values()
@@ -152,7 +162,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         self._register_modules(core, self, last)
         if config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-            self._modules_by_place.append((core, "output", self, "lm_head"))
+            self._parts_by_place.append((core, "output", self, "lm_head"))
         self.post_init()
 
     @classmethod
@@ -161,39 +171,51 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for module in model.modules():
-            if isinstance(module, Canon):
+            if isinstance(module, Canon) and not isinstance(module, ShortConv):
                 module.weight.requires_grad_(model.core.args.canon_trainable)
         return loaded
 
     def _register_modules(
         self, owner: nn.Module, root: nn.Module, names: Iterable[tuple[str, str]]
     ) -> None:
-        """Register modules of `owner` under `root`; `names` are pairs of both names."""
+        """Register modules and parameters of `owner` under `root`, by pairs of both names."""
         for ours, theirs in names:
-            path, _, name = ours.rpartition(".")
-            their_path, _, their_name = theirs.rpartition(".")
-            inner, place = owner.get_submodule(path), root.get_submodule(their_path)
-            if (part := getattr(inner, name)) is not None:
-                setattr(place, their_name, part)
-                self._modules_by_place.append((inner, name, place, their_name))
+            (*path, name), (*their_path, their_name) = ours.split("."), theirs.split(".")
+            inner: Any = owner
+            for each in path:
+                inner = getattr(inner, each, None)
+            part = getattr(inner, name, None)
+            is_group = isinstance(part, nn.Module) and any(True for _ in part.children())
+            if not isinstance(part, nn.Module | nn.Parameter) or is_group:
+                continue
+            place: Any = root
+            for each in their_path:
+                if not hasattr(place, each):
+                    setattr(place, each, _Namespace())
+                place = getattr(place, each)
+            setattr(place, their_name, part)
+            self._parts_by_place.append((inner, name, place, their_name))
 
-    def _update_modules(self) -> None:
+    def _update_parts(self) -> None:
         if getattr(self, "_is_replica", False):
             raise ValueError("nn.DataParallel can't copy this model; use one process per GPU")
-        for owner, name, place, their_name in self._modules_by_place:
+        for owner, name, place, their_name in self._parts_by_place:
             part = getattr(place, their_name)
             if getattr(owner, name) is not part:
                 setattr(owner, name, part)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)  # like `paper` in model/init.py, except Canon
-        if isinstance(module, Canon):
-            bound = self.core.args.canon_bound
-            nn.init.uniform_(module.weight, -bound, bound)
-        elif isinstance(module, nn.Linear | nn.Embedding) and self.core.args.init == "lingua":
-            std = module.weight.shape[1] ** -0.5
-            nn.init.trunc_normal_(module.weight, 0.0, std, -3 * std, 3 * std)
+        """Write the weights that training starts from; see model/init.py."""
+        places = {each: name for name, each in self.named_modules()}
+        if module not in places:  # such as an enlarged embedding, before it replaces the old one
+            super()._init_weights(module)
+            return
+        for name, parameter in module.named_parameters(recurse=False):
+            if not (parameter.is_meta or getattr(parameter, "_is_hf_initialized", False)):
+                ours = to_ours(f"{places[module]}.{name}")
+                value = initial_value(self.core.args, ours, parameter.shape)
+                parameter.copy_(value.rows(0, len(parameter)))
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *others: Any
@@ -242,7 +264,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and labels is None
         cache = self._cache(past_key_values, bool(use_cache), tokens_BT)
-        self._update_modules()
+        self._update_parts()
         core = self.core
         if core.rope is not None and core.rope.cos_TR.device != tokens_BT.device:
             core.rope.reset(tokens_BT.device)  # transformers builds models on the meta device

@@ -127,6 +127,8 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
     """Return the weights of the folder in float32, with our names and rotary layout."""
     is_lingua = _params(source) is not None
     described = lingua.PARAMS if is_lingua else CONFIG
+    config = {} if is_lingua else read_json(_file(source, CONFIG), finite=False)
+    kind = str(config.get("model_type"))
     wanted = meta_parameters(args)
     weights: dict[str, Tensor] = {}
     extra: list[str] = []
@@ -147,20 +149,20 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
             raise UserError("hf.tensor_dtype", text, name=theirs, given=dtype)
         tensor = tensor.to(torch.float32)
         if ours in weights and not torch.equal(weights[ours], tensor):
-            head = to_hf("output.weight")
-            text = f"{source}: {described} ties {head} and {to_hf(ours)}, but they differ"
+            head, embedding = (to_hf(name, kind) for name in ("output.weight", ours))
+            text = f"{source}: {described} ties {head} and {embedding}, but they differ"
             raise UserError("hf.tied_weights_differ", text)
         weights[ours] = tensor
-    if missing := [name if is_lingua else to_hf(name) for name in wanted if name not in weights]:
+    absent = [name for name in wanted if name not in weights]
+    if missing := [name if is_lingua else to_hf(name, kind) for name in absent]:
         text = f"{source} lacks {_listed(missing)}, which its {described} describes"
         raise UserError("hf.missing_tensors", text, names=missing)
     if extra:
         text = f"{source} has {_listed(extra)}, which its {described} does not describe"
         raise UserError("hf.unknown_tensors", text, names=extra)
-    if not is_lingua and args.rope_dim:
-        if layout(read_json(_file(source, CONFIG), finite=False)) == fields.HUGGINGFACE:
-            for name, order in interleave_orders(args).items():
-                weights[name] = weights[name][order]
+    if not is_lingua and args.rope_dim and layout(config) == fields.HUGGINGFACE:
+        for name, order in interleave_orders(args).items():
+            weights[name] = weights[name][order]
     return {name: weights[name] for name in wanted}
 
 
