@@ -42,17 +42,29 @@ def _sequence_logits(cfg: Any, params: dict[str, Tensor], tokens_BT: Tensor) -> 
         }
         x = _norm(cfg, layer, "attention_norm", h)
         if "A" in cfg.canon_set:
-            x = canon_by_loops(x, layer["canon_a.weight"], cfg)
+            x = canon_by_loops(x, layer["canon_a.weight"], cfg, taps(layer, "canon_a", x))
         h = h + _attention(cfg, layer, x)
         x = _norm(cfg, layer, "ffn_norm", h)
         if "C" in cfg.canon_set:
-            x = canon_by_loops(x, layer["canon_c.weight"], cfg)
+            x = canon_by_loops(x, layer["canon_c.weight"], cfg, taps(layer, "canon_c", x))
         h = h + _feed_forward(cfg, layer, x)
     head = params["tok_embeddings.weight" if cfg.tie_embeddings else "output.weight"]
     return _norm(cfg, params, "norm", h) @ head.T
 
 
-def canon_by_loops(x_BTC: Tensor, weight_C1K: Tensor, cfg: Any) -> Tensor:
+def taps(
+    layer: dict[str, Tensor], name: str, x_BTD: Tensor, part: int = 0, rows: slice = slice(None)
+) -> Tensor | None:
+    """Return what x adds to each token's taps [B, T, C, K] (Sieberling et al.), None if static."""
+    if f"{name}.up" not in layer:
+        return None
+    down = layer[f"{name}.down"][15 * part : 15 * (part + 1)]
+    return torch.einsum("btd,rd,crk->btck", x_BTD, down, layer[f"{name}.up"][rows])
+
+
+def canon_by_loops(
+    x_BTC: Tensor, weight_C1K: Tensor, cfg: Any, moved_BTCK: Tensor | None = None
+) -> Tensor:
     """Canon with one loop over tokens and one over taps; needs canon_residual and _activation."""
     num_taps = weight_C1K.shape[2]
     rows = []
@@ -60,7 +72,10 @@ def canon_by_loops(x_BTC: Tensor, weight_C1K: Tensor, cfg: Any) -> Tensor:
         total = torch.zeros_like(x_BTC[:, 0])
         for j in range(num_taps):
             if t - j >= 0:
-                total = total + weight_C1K[:, 0, num_taps - 1 - j] * x_BTC[:, t - j]
+                tap = weight_C1K[:, 0, num_taps - 1 - j]
+                if moved_BTCK is not None:
+                    tap = tap + moved_BTCK[:, t, :, num_taps - 1 - j]
+                total = total + tap * x_BTC[:, t - j]
         if cfg.canon_activation:
             total = total * torch.sigmoid(total)
         rows.append(x_BTC[:, t] + total if cfg.canon_residual else total)
@@ -91,9 +106,16 @@ def _attention(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
         k = _rms(k, layer["attention.k_norm.weight"], cfg.norm_eps)
     if "B" in cfg.canon_set:
         widths = [part.shape[-1] for part in (q, k, v)]
-        of_q, of_k, of_v = layer["attention.canon_b.weight"].split(widths)
+        weights = layer["attention.canon_b.weight"].split(widths)
+        starts = (0, widths[0], widths[0] + widths[1])
         q, k, v = (
-            canon_by_loops(part, weight, cfg) for part, weight in ((q, of_q), (k, of_k), (v, of_v))
+            canon_by_loops(
+                part,
+                weights[i],
+                cfg,
+                taps(layer, "attention.canon_b", x, i, slice(starts[i], starts[i] + widths[i])),
+            )
+            for i, part in enumerate((q, k, v))
         )
     head_dim = cfg.dim // cfg.num_heads
     kv_heads = cfg.num_kv_heads or cfg.num_heads
@@ -155,7 +177,11 @@ def _feed_forward(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
     inner = [_linear(layer, f"feed_forward.{name}", x) for name in names]
     if "D" in cfg.canon_set:
         weights = layer["feed_forward.canon_d.weight"].split(cfg.ffn_dim)
-        inner = [canon_by_loops(x, w, cfg) for x, w in zip(inner, weights, strict=True)]
+        rows = [slice(i * cfg.ffn_dim, (i + 1) * cfg.ffn_dim) for i in range(len(inner))]
+        inner = [
+            canon_by_loops(y, weights[i], cfg, taps(layer, "feed_forward.canon_d", x, i, rows[i]))
+            for i, y in enumerate(inner)
+        ]
     gate = inner[0]
     if cfg.ffn_activation == "relu2":
         y = torch.where(gate > 0, gate * gate, torch.zeros_like(gate))

@@ -26,6 +26,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "no_res": {"canon_residual": False},
     "act": {"canon_activation": True},
     "cst": {"canon_trainable": False},
+    "dynamic": {"canon_filter": "dynamic"},
     "relu2": {"ffn_activation": "relu2"},
     "standard": {"ffn": "standard"},
     "standard_relu2": {"ffn": "standard", "ffn_activation": "relu2"},
@@ -60,7 +61,8 @@ partial_rope_b ABCD cst qk_per_head gqa, partial_rope_c standard qk_full gqa,
 partial_rope_c A no_res act qk_full gqa, partial_rope_c AC k3 act relu2 gqa,
 partial_rope_c BD k2 no_res cst relu2 qk_per_head tied documents, partial_rope_c ABCD qk_full,
 partial_rope_c ABCD k3 cst standard_relu2 qk_full tied, partial_rope_c half ABCD k5 qk_full gqa,
-partial_rope_c ABCD gpt2 qk_full gqa documents, nope ABCD bias qk_per_head, alibi AC layernorm
+partial_rope_c ABCD gpt2 qk_full gqa documents, nope ABCD bias qk_per_head, alibi AC layernorm,
+rope ABCD dynamic gqa documents, nope BD k3 no_res act dynamic standard qk_full
 """.strip()
     .replace(",\n", ", ")
     .split(", ")
@@ -81,7 +83,7 @@ every_variant = pytest.mark.parametrize("args", VARIANTS.values(), ids=list(VARI
 
 
 def build(args: ModelArgs, **options: Any) -> Transformer:
-    """Return an initialized model with gains other than 1 and biases other than 0."""
+    """Return an initialized model with gains not 1, and biases and dynamic filters not 0."""
     model = Transformer(args, **options)
     model.init_weights()
     generator = torch.Generator().manual_seed(args.init_seed)
@@ -89,8 +91,9 @@ def build(args: ModelArgs, **options: Any) -> Transformer:
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5, generator=generator)
-            if name.endswith(".bias"):
-                parameter.uniform_(-0.5, 0.5, generator=generator)
+            if name.endswith((".bias", ".up")):  # large filters amplify rounding
+                bound = 0.5 if name.endswith(".bias") else 0.1
+                parameter.uniform_(-bound, bound, generator=generator)
     return model
 
 

@@ -174,7 +174,7 @@ def to_ours(name: str) -> str:
 def _translate(name: str, kind: str, side: int) -> str:
     layers = ("layers", "backbone.layers" if kind == MAMBA2 else "model.layers")
     ends, block = (_MAMBA2_ENDS, _MAMBA2_BLOCK) if kind == MAMBA2 else (ENDS, BLOCK)
-    pattern = rf"(?:{re.escape(layers[side])}\.(0|[1-9]\d*)\.)?(.+?)(\.weight|\.bias)?"
+    pattern = rf"(?:{re.escape(layers[side])}\.(0|[1-9]\d*)\.)?(.+?)(\.weight|\.bias|\.down|\.up)?"
     if match := re.fullmatch(pattern, name):
         number, module, end = match.groups()
         is_whole = (end is None) == (module.rpartition(".")[2] in PARAMETERS)

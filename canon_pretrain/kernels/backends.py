@@ -15,6 +15,7 @@ from torch import Tensor
 
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.kernels.compiled import Segments, canon_compiled, canon_gate_compiled, sum_dtype
+from canon_pretrain.kernels.dynamic import canon_dynamic
 
 BACKENDS = ("auto", "reference", "compiled", "causal_conv1d", "fla", "triton")
 OPTIONAL = {
@@ -30,7 +31,13 @@ TRITON_CAPABILITY = (8, 0)
 
 
 def canon_reference(
-    x: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool, segments_BN: Segments = None
+    x: Tensor,
+    weight_CRK: Tensor,
+    *,
+    residual: bool,
+    activation: bool,
+    segments_BN: Segments = None,
+    z_BTR: Tensor | None = None,
 ) -> Tensor:
     """Mix every token with its K - 1 predecessors, per channel; [B, T, C] in x's dtype.
 
@@ -39,26 +46,30 @@ def canon_reference(
     Paper section 4, equation 4.1 (K = 4); act is silu (Figure 10, rows "Act") or the identity. The
     weight has the layout of a depthwise `nn.Conv1d`. Sums are float32 (float64 for float64).
     `segments_BN`: the segments of the tokens and of the K - 1 before them, which are not mixed with
-    each other; None: one segment. Raises ValueError if the shapes do not fit.
+    each other; None: one segment. With `z_BTR` the taps of token t are W = sum_r z_tr weight[:, r].
+    Raises ValueError if the shapes do not fit.
     """
-    if x.ndim != 3 or weight_C1K.ndim != 3 or weight_C1K.shape[:2] != (x.shape[2], 1):
+    rank = 1 if z_BTR is None else z_BTR.shape[-1]
+    if x.ndim != 3 or weight_CRK.ndim != 3 or weight_CRK.shape[:2] != (x.shape[2], rank):
         raise ValueError(
             f"Canon got x of shape {tuple(x.shape)} and a weight of shape "
-            f"{tuple(weight_C1K.shape)}; expected [B, T, C] and [C, 1, K] with the same C."
+            f"{tuple(weight_CRK.shape)}; expected [B, T, C] and [C, {rank}, K] with the same C."
         )
-    num_tokens, num_taps, dtype = x.shape[1], weight_C1K.shape[2], x.dtype
+    num_tokens, num_taps, dtype = x.shape[1], weight_CRK.shape[2], x.dtype
     x = x.to(sum_dtype(x))
-    taps_CK = weight_C1K[:, 0].to(x.dtype)
+    taps = weight_CRK[:, 0].to(x.dtype)
+    if z_BTR is not None:
+        taps = torch.einsum("btr,crk->btck", z_BTR.to(x.dtype), weight_CRK.to(x.dtype))
     # one pad for all taps: with a pad per tap autograd saves a copy of each, 1.75x slower
     padded = F.pad(x, (0, 0, num_taps - 1, 0))
-    y = taps_CK[:, -1] * x
+    y = taps[..., -1] * x
     for j in range(1, num_taps):
         start = num_taps - 1 - j
         shifted = padded[:, start : start + num_tokens]
         if segments_BN is not None:
             own = segments_BN[:, num_taps - 1 :] == segments_BN[:, start : start + num_tokens]
             shifted = shifted * own[..., None]
-        y = y + taps_CK[:, start] * shifted
+        y = y + taps[..., start] * shifted
     if activation:
         y = F.silu(y)
     if residual:
@@ -66,10 +77,11 @@ def canon_reference(
     return y.to(dtype)
 
 
-def resolve_backend(backend: str, num_taps: int = 0) -> str:
-    """Return the backend for `num_taps`: `compiled` for `auto` and for more than it supports."""
+def resolve_backend(backend: str, num_taps: int = 0, *, dynamic: bool = False) -> str:
+    """Return the backend: `compiled` for `auto` and for a kernel that it does not support."""
     too_wide = backend == "triton" and num_taps > TRITON_TAPS
-    return "compiled" if backend == "auto" or too_wide else backend
+    unsupported = too_wide or (dynamic and backend in OPTIONAL)
+    return "compiled" if backend == "auto" or unsupported else backend
 
 
 def compile_options(device_type: str, backend: str) -> dict[str, Any]:
@@ -133,7 +145,9 @@ def canon(x_BTC: Tensor, weight_C1K: Tensor, *, backend: str = "auto", **options
     if backend == "reference":
         return canon_reference(x_BTC, weight_C1K, **options)
     y_BTC: Tensor
-    if fused := triton_kernels(backend, x_BTC):
+    if options.get("z_BTR") is not None:
+        y_BTC = canon_dynamic(x_BTC, weight_C1K, **options)
+    elif fused := triton_kernels(backend, x_BTC):
         y_BTC = fused.canon_triton(x_BTC, weight_C1K, **options)
     elif backend in ("causal_conv1d", "fla"):
         y_BTC = _module(backend).canon_by_package(backend, x_BTC, weight_C1K, **options)

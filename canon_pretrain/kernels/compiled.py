@@ -61,7 +61,7 @@ class _Canon(torch.autograd.Function):
         pieces = convolve(x_BTC, _taps_of(weight_C1K, sum_dtype(x_BTC)), segments_BN)
         if activation:
             pieces = [F.silu(piece) for piece in pieces]
-        return _rounded(pieces, x_BTC if residual else None, x_BTC.dtype)
+        return rounded(pieces, x_BTC if residual else None, x_BTC.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -72,12 +72,12 @@ class _Canon(torch.autograd.Function):
         if ctx.activation:
             pieces = convolve(x_BTC, taps_KC, segments_BN, recompute=True)
             given = inner.to(dtype).split([piece.shape[1] for piece in pieces], dim=1)
-            slopes = [_silu_slope(piece, piece.sigmoid()) for piece in pieces]
+            slopes = [silu_slope(piece, piece.sigmoid()) for piece in pieces]
             inner = _join([dy * slope for dy, slope in zip(given, slopes, strict=True)])
         dx = weight_grad = None
         if ctx.needs_input_grad[0]:
             pieces = convolve(inner, taps_KC, segments_BN, transposed=True)
-            dx = _rounded(pieces, grads[0] if ctx.residual else None, x_BTC.dtype)
+            dx = rounded(pieces, grads[0] if ctx.residual else None, x_BTC.dtype)
         if ctx.needs_input_grad[1]:
             weight_grad = weight_sums(inner, x_BTC, len(taps_KC), segments_BN)
             weight_grad = weight_grad.to(weight_C1K.dtype)
@@ -120,7 +120,7 @@ class _CanonGate(torch.autograd.Function):
             sums = [weight_sums(d, x, len(taps), segments_BN) for d, x, taps in parts]
             weight_grad = torch.cat(sums).to(weight_C1K.dtype)
         inputs = [
-            _rounded(convolve(d, taps, segments_BN, transposed=True), None, gate_BTF.dtype)
+            rounded(convolve(d, taps, segments_BN, transposed=True), None, gate_BTF.dtype)
             for d, _, taps in parts
         ]
         return *inputs, weight_grad, None, None
@@ -157,7 +157,7 @@ def _gate_backward_on_gpu(ctx: Any, dy_BTF: Tensor) -> tuple[Tensor | None, ...]
         return *inputs, None
     owns = [_same_shifted(segments_BN, num_tokens, j) for j in js]
     products = [
-        _masked(d * x[j].to(dtype), owns[j])
+        masked(d * x[j].to(dtype), owns[j])
         for d, x in zip(inner[0], shifted, strict=True)
         for j in reversed(js)
     ]
@@ -178,10 +178,10 @@ def _act_and_slope(gate: Tensor, relu2: bool) -> tuple[Tensor, Tensor]:
     if relu2:
         return F.relu(gate).square(), 2 * F.relu(gate)
     sigmoid = gate.sigmoid()
-    return gate * sigmoid, _silu_slope(gate, sigmoid)
+    return gate * sigmoid, silu_slope(gate, sigmoid)
 
 
-def _silu_slope(y: Tensor, sigmoid: Tensor) -> Tensor:
+def silu_slope(y: Tensor, sigmoid: Tensor) -> Tensor:
     return sigmoid * (1 + y * (1 - sigmoid))
 
 
@@ -189,7 +189,7 @@ def _join(pieces: list[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
 
-def _rounded(pieces: list[Tensor], residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+def rounded(pieces: list[Tensor], residual: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the concatenated pieces plus `residual`, rounded to `dtype` once."""
     if residual is not None:
         parts = residual.split([piece.shape[1] for piece in pieces], dim=1)
@@ -241,8 +241,8 @@ def convolve(
         for j in range(1, min(reach, num_tokens - 1) + 1):
             later, earlier = slice(j, None), slice(num_tokens - j)
             to, source = (earlier, later) if transposed else (later, earlier)
-            own = _same(segments_BN, reach + j, reach, num_tokens - j)
-            y[:, to].addcmul_(_masked(x[:, source], own), taps_KC[reach - j])
+            own = same_segment(segments_BN, reach + j, reach, num_tokens - j)
+            y[:, to].addcmul_(masked(x[:, source], own), taps_KC[reach - j])
         return [y]
     if is_cuda(x):
         terms = [_shift(x_BTC, -j if transposed else j, recompute=recompute) for j in js]
@@ -262,7 +262,7 @@ def convolve(
         if length > 0:
             place = reach + first
             others = [place + j if transposed else place - j for j in js]
-            owns = [_same(segments_BN, place, other, length) for other in others]
+            owns = [same_segment(segments_BN, place, other, length) for other in others]
             terms = [tokens[:, start : start + length] for start in starts]
             sums.append(_mix(terms, taps_KC, owns))
     return sums[::-1] if transposed else sums
@@ -277,7 +277,7 @@ def weight_sums(d_BTC: Tensor, x_BTC: Tensor, num_taps: int, segments_BN: Tensor
         sums = [x.new_zeros(x.shape[2])] * num_taps
         for j in range(min(num_taps, num_tokens)):
             product = d[:, j:] * x[:, : num_tokens - j]
-            own = _same(segments_BN, reach + j, reach, num_tokens - j)
+            own = same_segment(segments_BN, reach + j, reach, num_tokens - j)
             if own is not None:
                 product *= own
             sums[j] = product.sum((0, 1))
@@ -286,14 +286,14 @@ def weight_sums(d_BTC: Tensor, x_BTC: Tensor, num_taps: int, segments_BN: Tensor
         products = []
         for j in reversed(range(num_taps)):
             own = _same_shifted(segments_BN, num_tokens, j, ahead=j)
-            products.append(_masked(_shift(d_BTC, -j).to(dtype) * x, own))
+            products.append(masked(_shift(d_BTC, -j).to(dtype) * x, own))
         return torch.stack([product.sum((0, 1)) for product in products], dim=1)[:, None]
     if segments_BN is not None:
         segments_BN = F.pad(segments_BN, (0, reach))
 
     def product_of(d: Tensor, x: Tensor, place: int, j: int) -> Tensor:
-        own = _same(segments_BN, place, place + j, x.shape[1])
-        return _masked(d[:, j : j + x.shape[1]] * x, own)
+        own = same_segment(segments_BN, place, place + j, x.shape[1])
+        return masked(d[:, j : j + x.shape[1]] * x, own)
 
     # inductor's CPU code reduces all tokens for 16 channels at a time: chunks stay in cache
     chunk = CHUNK if x.device.type == "cpu" else 0
@@ -334,15 +334,15 @@ def _mix(terms: Sequence[Tensor], taps_KC: Tensor, owns: Sequence[Tensor | None]
     """Return sum_j taps[K-1-j] * terms[j], without a term where owns[j] is false."""
     y = taps_KC[-1] * terms[0].to(taps_KC.dtype)
     for j in range(1, len(terms)):
-        y = y + _masked(taps_KC[-1 - j] * terms[j].to(taps_KC.dtype), owns[j])
+        y = y + masked(taps_KC[-1 - j] * terms[j].to(taps_KC.dtype), owns[j])
     return y
 
 
-def _masked(x: Tensor, own: Tensor | None) -> Tensor:
+def masked(x: Tensor, own: Tensor | None) -> Tensor:
     return x if own is None else x * own
 
 
-def _same(segments_BN: Tensor | None, place: int, other: int, length: int) -> Tensor | None:
+def same_segment(segments_BN: Tensor | None, place: int, other: int, length: int) -> Tensor | None:
     """Return whether `length` places from `place` and `other` share a segment; None if all do."""
     if segments_BN is None or place == other:
         return None
@@ -357,8 +357,8 @@ def _same(segments_BN: Tensor | None, place: int, other: int, length: int) -> Te
 
 
 def _same_shifted(segments_BN: Segments, num_tokens: int, j: int, ahead: int = 0) -> Tensor | None:
-    """Return `_same` of tokens t + `ahead` and t + `ahead` - j, [B, T, 1]."""
+    """Return `same_segment` of tokens t + `ahead` and t + `ahead` - j, [B, T, 1]."""
     if segments_BN is None:
         return None
     place = segments_BN.shape[1] - num_tokens + min(ahead, num_tokens - 1)
-    return _same(segments_BN, place, place - j, num_tokens)
+    return same_segment(segments_BN, place, place - j, num_tokens)

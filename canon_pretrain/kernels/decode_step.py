@@ -2,6 +2,7 @@
 
 The state is not the last inputs, but what the tokens so far add to each of the next P outputs. All
 sites process a single token together (`CanonStep`), because launches dominate its time (NOTES.md).
+Dynamic filters need the inputs themselves (`DynamicMemory`).
 
 Shapes: B rows, T tokens, C channels (in `CanonStep` those of all sites), K taps of the kernel,
 P = K - 1, N = P + T.
@@ -139,6 +140,44 @@ class CanonMemory:
             y_B1C = F.silu(y_B1C)
             y_B1C = y_B1C + x_B1C if self._residual else y_B1C
         return y_B1C.to(x_B1C.dtype)
+
+
+class DynamicMemory:
+    """The last P inputs of a Canon site whose taps depend on the token, 0 in other segments."""
+
+    def __init__(self) -> None:
+        self._windows: list[Tensor] = []  # per part, [B, P, C]
+
+    def read(
+        self,
+        parts: Parts,
+        weights: Sequence[Tensor],
+        zs: Sequence[Tensor],
+        segments_BN: Segments = None,
+        **options: Any,
+    ) -> Parts:
+        """Append `parts`, in the last segment if None; return their outputs by `canon`."""
+        reach = weights[0].shape[2] - 1
+        if not self._windows:
+            self._windows = [part.new_zeros(len(part), reach, part.shape[2]) for part in parts]
+        if segments_BN is not None:
+            is_own_BN1 = (segments_BN[:, -reach:] == segments_BN[:, -1:])[..., None]
+            options["segments_BN"] = F.pad(segments_BN, (reach, 0))
+        outputs, pairs = [], zip(parts, self._windows, strict=True)
+        tokens = [torch.cat((window, part), dim=1) for part, window in pairs]
+        for x_BNC, weight, z_BTR in zip(tokens, weights, zs, strict=True):
+            z_BNR = F.pad(z_BTR, (0, 0, reach, 0))
+            outputs.append(canon(x_BNC, weight, z_BTR=z_BNR, **options)[:, reach:])
+        self._windows = [x_BNC[:, x_BNC.shape[1] - reach :] for x_BNC in tokens]
+        if segments_BN is not None:
+            self._windows = [window * is_own_BN1 for window in self._windows]
+        return tuple(outputs)
+
+    def select_rows(self, rows_N: Tensor) -> "DynamicMemory":
+        """Return a new memory of these rows, in this order."""
+        other = DynamicMemory()
+        other._windows = [window[rows_N] for window in self._windows]
+        return other
 
 
 class CanonStep:

@@ -200,6 +200,12 @@ class ModelArgs:
         return {site: channels[site] for site in self.canon_set}
 
     @property
+    def canon_parts(self) -> dict[str, int]:
+        """Of how many linear layers each of this model's Canon sites mixes the outputs, or 1."""
+        parts = {"B": 1 if self.mixer == "mamba2" else 3, "D": 2 if self.ffn == "gated" else 1}
+        return {site: parts.get(site, 1) for site in self.canon_set}
+
+    @property
     def canon_bound(self) -> float:
         """Canon weights start in U(-bound, bound): PyTorch's Conv1d default, 1/2 at kernel 4."""
         return self.canon_kernel**-0.5
@@ -249,6 +255,8 @@ def _check(args: ModelArgs) -> None:
     _check_position(args)
     _check_mixer(args)
     _check_ffn(args)
+    if args.canon_filter == "dynamic" and not args.canon_trainable:
+        _refuse(args, ["canon_trainable"], 'canon_filter = "static"')
     if not args.canon_set:
         has_conv = {"canon_kernel"} if args.mixer_conv else set()
         _refuse(args, set(_CANON_FIELDS) - has_conv, 'Canon layers, but canon_set = ""')

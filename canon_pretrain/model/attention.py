@@ -115,15 +115,21 @@ class Attention(nn.Module):
         """Return what the block adds to its residual stream, [B, T, D]; see `TransformerBlock`."""
         x_q, x_k, x_v = per_reader(x_BTD, 3)
         qkv = self.wq(x_q), self.wk(x_k), self.wv(x_v)
-        q_BTHK, k_BSGK, v_BSGK = self.heads(*qkv, segments_BN, cache)
+        q_BTHK, k_BSGK, v_BSGK = self.heads(*qkv, segments_BN, cache, x_q)
         if cache is not None:
             k_BSGK, v_BSGK = cache.append(k_BSGK, v_BSGK)
         return self.wo(self.attend(q_BTHK, k_BSGK, v_BSGK, mask).flatten(-2))
 
     def heads(
-        self, q: Tensor, k: Tensor, v: Tensor, segments_BN: Segments, cache: Memory
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        segments_BN: Segments,
+        cache: Memory,
+        source_BTD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q_BTHK, k_BTGK and v_BTGK for attention, from the projections [B, T, ..]."""
+        """Return q_BTHK, k_BTGK and v_BTGK for attention, from the projections of `source_BTD`."""
         # in an export, an adapter (PEFT) may wrap canon_b
         if cache is None and isinstance(self.canon_b, CanonOfParts):
             if kernels := triton_kernels(self.canon_b.backend, q):
@@ -141,7 +147,7 @@ class Attention(nn.Module):
                 return heads
         q, k = self._norm("full", q, k)
         if self.canon_b is not None:
-            q, k, v = self.canon_b((q, k, v), segments_BN, cache)
+            q, k, v = self.canon_b((q, k, v), segments_BN, cache, source_BTD)
         q_BTHK, k_BTGK, v_BTGK = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
         q_BTHK, k_BTGK = self._norm("per_head", q_BTHK, k_BTGK)
         if self.rope is not None:

@@ -1,7 +1,7 @@
 """A model's cache for generation: segments, keys, values and Canon's state.
 
-Canon's state is what the last K - 1 inputs of every site add to the next outputs
-(kernels/decode_step.py).
+Canon's state is what the last K - 1 inputs of every site add to the next outputs, or, with dynamic
+filters, these inputs (kernels/decode_step.py).
 
 Attention and Canon mix a token only with earlier ones of its segment: a document if the model masks
 documents, else the row; padding is its own segment.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.kernels.decode_step import CanonMemory, CanonStep, group_steps
+from canon_pretrain.kernels.decode_step import CanonMemory, CanonStep, DynamicMemory, group_steps
 
 FIRST_CAPACITY = 64
 PADDING = -1
@@ -54,7 +54,7 @@ class LayerCache:
         # [B, G, capacity, K], as the values: twice as fast to read as [B, capacity, G, K]
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
-        self.canon: dict[str, CanonMemory] = {}
+        self.canon: dict[str, CanonMemory | DynamicMemory] = {}
         """By the letter of the site; empty until it has read a token."""
         self.state: Tensor | None = None  # of a linear mixer, [B, H, K, V]
 
@@ -136,7 +136,8 @@ class Cache:
             layer.start = self.length
         if num_tokens == 1 and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
             memories = [memory for layer in self.layers for memory in layer.canon.values()]
-            self._steps = group_steps(memories, self._steps)
+            static = [memory for memory in memories if isinstance(memory, CanonMemory)]
+            self._steps = group_steps(static, self._steps)
         else:
             self._steps = []
         for step in self._steps:

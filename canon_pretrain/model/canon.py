@@ -3,7 +3,15 @@
 Up to four sites of a block have one: A before attention, B on q, k and v, C before the
 feed-forward, D on its inner projections (paper, section 4).
 
-Shapes: B batch, T tokens, C channels, K taps of the kernel, N = K - 1 + T.
+Dynamic filters (`canon_filter`) are those of Sieberling et al., arXiv 2606.03825, in the low-rank
+form of its code (github.com/OliverSieberling/dynamic-conv1d): tap i of token t and channel c is
+W[c, i] + sum_r up[c, r, i] (down s_t)_r, R = 15, without nonlinearity; s is the input of the linear
+layer whose outputs are mixed, and every such layer (wq, wk, wv, ..) has filters of its own. Initial
+values are the code's: W as Canon's, down U(-D^-1/2, D^-1/2), up 0. Assumed, since we had the code
+and not the paper's text: at A and C, which the code lacks, s is the site's own input; Mamba2's
+in_proj is one layer; residual and activation are Canon's options (the code: residual, none).
+
+Shapes: B batch, T tokens, D hidden, C channels, K taps of the kernel, R rank, N = K - 1 + T.
 """
 
 from typing import Any, TypeVar
@@ -20,9 +28,10 @@ from canon_pretrain.kernels.backends import (
     triton_kernels,
 )
 from canon_pretrain.kernels.compiled import Segments
-from canon_pretrain.kernels.decode_step import CanonMemory, Parts
+from canon_pretrain.kernels.decode_step import CanonMemory, DynamicMemory, Parts
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import LayerCache, Memory
+from canon_pretrain.model.counts import DYNAMIC_RANK
 
 Stream = Tensor | Parts
 
@@ -31,29 +40,65 @@ class Canon(nn.Module):
     """The Canon layer of `site`, a letter of args.canon_set.
 
     `weight` is [C, 1, K] as in a depthwise `nn.Conv1d`: the last tap is the current token's.
+    Dynamic filters add `up` [C, R, K] and `down`, R rows for each part that the site mixes.
     """
 
     def __init__(self, args: ModelArgs, site: str, backend: str = "auto") -> None:
         super().__init__()
-        self.site, self.backend = site, resolve_backend(backend, args.canon_kernel)
+        dynamic = args.canon_filter == "dynamic"
+        self.site = site
+        self.backend = resolve_backend(backend, args.canon_kernel, dynamic=dynamic)
         self.residual = args.canon_residual
         self.activation = args.canon_activation
-        shape = (args.canon_channels[site], 1, args.canon_kernel)
-        self.weight = nn.Parameter(torch.empty(shape), requires_grad=args.canon_trainable)
+        channels, num_taps = args.canon_channels[site], args.canon_kernel
+        weight = torch.empty(channels, 1, num_taps)
+        self.weight = nn.Parameter(weight, requires_grad=args.canon_trainable)
         nn.init.uniform_(self.weight, -args.canon_bound, args.canon_bound)
+        self.down: nn.Parameter | None = None
+        self.up: nn.Parameter | None = None
+        if dynamic:
+            self.down = nn.Parameter(torch.empty(DYNAMIC_RANK * args.canon_parts[site], args.dim))
+            self.up = nn.Parameter(torch.empty(channels, DYNAMIC_RANK, num_taps))
 
-    def forward(self, x_BTC: Tensor, segments_BN: Segments = None, cache: Memory = None) -> Tensor:
+    def forward(
+        self,
+        x_BTC: Tensor,
+        segments_BN: Segments = None,
+        cache: Memory = None,
+        source_BTD: Tensor | None = None,
+    ) -> Tensor:
         """Return y_BTC of equation 4.1, in the dtype of x.
 
         `segments_BN` (int32): the segments of the tokens and of the K - 1 before them, if a row has
-        several. `cache`: this block's cache of the tokens before x; x is added to it.
+        several. `cache`: this block's cache of the tokens before x; x is added to it. `source_BTD`:
+        what dynamic filters depend on, x by default.
         """
+        if self.up is not None:
+            source_BTD = x_BTC if source_BTD is None else source_BTD
+            return self._dynamic((x_BTC,), segments_BN, cache, source_BTD)[0]
         if cache is not None:
             return self._read((x_BTC,), segments_BN, cache)[0]
         return canon(x_BTC, self.weight, **self.options(segments_BN), backend=self.backend)
 
+    def _dynamic(
+        self, parts: Parts, segments_BN: Segments, cache: Memory, source_BTD: Tensor | None
+    ) -> Parts:
+        """Mix with taps that depend on `source_BTD`; the static ones are one more rank, z = 1."""
+        assert self.up is not None and self.down is not None and source_BTD is not None
+        weights = torch.cat((self.up, self.weight), dim=1).split([part.shape[-1] for part in parts])
+        zs = F.linear(source_BTD, self.down).split(DYNAMIC_RANK, dim=-1)
+        zs = tuple(F.pad(z_BTR, (0, 1), value=1.0) for z_BTR in zs)
+        options = self.options(segments_BN) | {"backend": self.backend}
+        if cache is not None:
+            memory = cache.canon.setdefault(self.site, DynamicMemory())
+            assert isinstance(memory, DynamicMemory)
+            return memory.read(parts, weights, zs, **options)
+        each = zip(parts, weights, zs, strict=True)
+        return tuple(canon(x, weight, z_BTR=z_BTR, **options) for x, weight, z_BTR in each)
+
     def _read(self, parts: Parts, segments_BN: Segments, cache: LayerCache) -> Parts:
         memory = cache.canon.get(self.site)
+        assert not isinstance(memory, DynamicMemory)
         if memory is None:
             options = {"residual": self.residual, "activation": self.activation}
             memory = cache.canon[self.site] = CanonMemory(parts[0], self.weight, **options)
@@ -77,9 +122,15 @@ class CanonOfParts(Canon):
     """One Canon layer over several tensors, each with its own rows of the weight."""
 
     def forward(  # type: ignore[override]
-        self, parts: Parts, segments_BN: Segments = None, cache: Memory = None
+        self,
+        parts: Parts,
+        segments_BN: Segments = None,
+        cache: Memory = None,
+        source_BTD: Tensor | None = None,
     ) -> Parts:
         """Return y_BTC of each part; see `Canon.forward`."""
+        if self.up is not None:
+            return self._dynamic(parts, segments_BN, cache, source_BTD)
         if cache is not None:
             return self._read(parts, segments_BN, cache)
         weights = self.weight.split([part.shape[-1] for part in parts])
@@ -96,11 +147,16 @@ class ShortConv(CanonOfParts):
         nn.Module.__init__(self)
         self.site, self.backend = "conv1d", resolve_backend(backend, args.canon_kernel)
         self.residual, self.activation = False, not bias
+        self.down = self.up = None
         self.weight = nn.Parameter(torch.empty(args.conv_channels, 1, args.canon_kernel))
         self.bias = nn.Parameter(torch.empty(args.conv_channels)) if bias else None
 
     def forward(  # type: ignore[override]
-        self, parts: Parts, segments_BN: Segments = None, cache: Memory = None
+        self,
+        parts: Parts,
+        segments_BN: Segments = None,
+        cache: Memory = None,
+        source_BTD: Tensor | None = None,
     ) -> Parts:
         """Return each part convolved; see `Canon.forward`."""
         parts = super().forward(parts, segments_BN, cache)
@@ -118,11 +174,15 @@ class CanonGate(CanonOfParts):
         self.relu2 = args.ffn_activation == "relu2"
 
     def forward(  # type: ignore[override]
-        self, parts: tuple[Tensor, Tensor], segments_BN: Segments = None, cache: Memory = None
+        self,
+        parts: tuple[Tensor, Tensor],
+        segments_BN: Segments = None,
+        cache: Memory = None,
+        source_BTD: Tensor | None = None,
     ) -> Tensor:
         """Return act(Canon(gate)) * Canon(up), [B, T, F], of the parts (gate, up)."""
-        if cache is not None:
-            gate_BTF, up_BTF = self._read(parts, segments_BN, cache)
+        if cache is not None or self.up is not None:
+            gate_BTF, up_BTF = super().forward(parts, segments_BN, cache, source_BTD)
             return ffn_activation(gate_BTF, self.relu2) * up_BTF
         options = self.options(segments_BN) | {"relu2": self.relu2, "backend": self.backend}
         return canon_gate(*parts, self.weight, **options)

@@ -136,6 +136,8 @@ def training_problem(
     if problem := backend_problem(backend, device.type, dtype):
         return problem
     # the backend would silently fall back to `compiled`
+    if args.canon_filter == "dynamic":
+        return 'it has static filters only, but model.canon_filter = "dynamic"'
     if backend == "triton" and args.canon_kernel > TRITON_TAPS:
         return f"it supports {TRITON_TAPS} taps, but model.canon_kernel = {args.canon_kernel}"
     if backend == "fla" and args.document_mask:

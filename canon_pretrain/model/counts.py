@@ -27,10 +27,10 @@ def _num_parameters(args: ModelArgs, experts: int) -> int:
     has_norm_bias = args.bias and args.norm == "layernorm"
     norms = 1 if args.ffn == "none" else 2
     layer = _mixer_parameters(args) + norms * args.dim * (1 + has_norm_bias)
-    per_channel = args.canon_kernel
+    taps = sum(args.canon_channels.values()) * args.canon_kernel
+    layer += taps
     if args.canon_filter == "dynamic":
-        per_channel += DYNAMIC_RANK * (1 + args.canon_kernel)
-    layer += sum(args.canon_channels.values()) * per_channel
+        layer += DYNAMIC_RANK * (taps + args.dim * sum(args.canon_parts.values()))
     if args.ffn == "moe":
         expert = (3 if args.moe_gated else 2) * args.dim * args.ffn_dim
         layer += args.dim * args.num_experts + (experts + args.num_shared_experts) * expert
@@ -89,9 +89,10 @@ def state_bytes(args: ModelArgs, itemsize: int) -> tuple[int, int]:
     """Return the bytes that decoding holds per token, and per row at any length.
 
     Per token: keys and values, of `itemsize` bytes. Per row, in float32: states, and the sums of
-    Canon and of the native conv1d.
+    Canon and of the native conv1d; inputs of dynamic Canon, of `itemsize` bytes.
     """
     kv = sum(args.qkv_dims[1:]) * itemsize if args.mixer == "attention" else 0
-    channels = sum(args.canon_channels.values()) + args.conv_channels * args.mixer_conv
-    row = 4 * (state_size(args) + (args.canon_kernel - 1) * channels)
+    row = 4 * args.conv_channels * args.mixer_conv
+    row += (4 if args.canon_filter == "static" else itemsize) * sum(args.canon_channels.values())
+    row = 4 * state_size(args) + (args.canon_kernel - 1) * row
     return args.num_layers * kv, args.num_layers * row

@@ -48,7 +48,7 @@ class Mamba2(nn.Module):
         (x_BTD,) = per_reader(x_BTD, 1)
         projected = self.in_proj(x_BTD)
         if self.canon_b is not None:
-            projected = self.canon_b(projected, segments_BN, cache)
+            projected = self.canon_b(projected, segments_BN, cache, x_BTD)
         z_BTI, inputs, dt_BTH = projected.split(self.widths, dim=-1)
         if self.conv1d is not None:
             (inputs,) = self.conv1d((inputs,), segments_BN, cache)

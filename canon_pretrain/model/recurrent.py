@@ -65,7 +65,7 @@ class GatedRecurrence(nn.Module):
         qkv = self.wq(x_q), self.wk(x_k), self.wv(x_v)
         for mix in (self.canon_b, self.conv1d):
             if mix is not None:
-                qkv = mix(qkv, segments_BN, cache)
+                qkv = mix(qkv, segments_BN, cache, x_q)
         q_BTHK, k_BTHK, v_BTHV = (part.unflatten(-1, (self.num_heads, -1)) for part in qkv)
         state = None if cache is None else cache.state
         past = state, segment_starts(segments_BN, v_BTHV.shape[1])

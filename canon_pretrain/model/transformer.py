@@ -54,10 +54,10 @@ class FeedForward(nn.Module):
         if self.w3 is not None:
             up_BTF = self.w3(*x_up)
             if self.canon_d is not None:
-                return self.w2(self.canon_d((inner, up_BTF), segments_BN, cache))
+                return self.w2(self.canon_d((inner, up_BTF), segments_BN, cache, x_gate))
             return self.w2(ffn_activation(inner, self.relu2) * up_BTF)
         if self.canon_d is not None:
-            inner = self.canon_d(inner, segments_BN, cache)
+            inner = self.canon_d(inner, segments_BN, cache, x_gate)
         if self.gelu:
             return self.w2(F.gelu(inner, approximate="tanh"))
         return self.w2(ffn_activation(inner, self.relu2))
