@@ -64,9 +64,10 @@ class ModelArgs:
     and k. `mimetic_init`: Trockman et al.'s initial values of Mamba2.
     `ffn`: `gated` w2(act(w1 x) * w3 x), `standard` w2(act(w1 x)), `none` (Mamba2's), or `moe`:
     each token goes to `experts_per_token` of `num_experts` feed-forwards of width F, standard or
-    gated (`moe_gated`), and to `num_shared_experts` more. `moe_capacity`: an expert takes at most
-    this many times its share of a micro-batch, 0 for any number. `moe_balance`: a `loss` (Switch)
-    or a `bias` of the routing scores (DeepSeek-V3) evens the load, by `moe_balance_rate`.
+    gated (`moe_gated`), and to `num_shared_experts` more. `moe_capacity`: in training an expert
+    takes at most this many times its share of a sequence (paper: 2), 0 for any number.
+    `moe_balance`: a `loss` of each sequence (Switch) or a `bias` of the routing scores
+    (DeepSeek-V3) evens the load, by `moe_balance_rate`.
     `ffn_activation`: `silu`, or `relu2`, the square of relu (Figure 21), or `gelu`, GPT2's tanh
     form, in the standard one only.
     `norm`, `bias`: `layernorm`, and biases in it and in the blocks' linear layers (Figure 11).

@@ -20,6 +20,7 @@ from canon_pretrain.model.cache import PADDING, Cache, Memory, document_numbers,
 from canon_pretrain.model.canon import Canon, CanonGate, Stream, make_canon, norm_canon, per_reader
 from canon_pretrain.model.init import InitialValue, initial_value
 from canon_pretrain.model.mamba2 import Mamba2
+from canon_pretrain.model.moe import MoE, Routed
 from canon_pretrain.model.recurrent import GLA, GatedDeltaNet
 
 Writer = Callable[[nn.Parameter, InitialValue], None]
@@ -34,12 +35,13 @@ class FeedForward(nn.Module):
     squared (R2) or, in the standard MLP, GPT2's gelu.
     """
 
-    def __init__(self, args: ModelArgs, canon_backend: str = "auto") -> None:
+    def __init__(self, args: ModelArgs, canon_backend: str = "auto", ffn_dim: int = 0) -> None:
         super().__init__()
-        self.w1 = nn.Linear(args.dim, args.ffn_dim, bias=args.bias)
-        self.w2 = nn.Linear(args.ffn_dim, args.dim, bias=args.bias)
-        gated = args.ffn == "gated"
-        self.w3 = nn.Linear(args.dim, args.ffn_dim, bias=args.bias) if gated else None
+        ffn_dim = ffn_dim or args.ffn_dim
+        self.w1 = nn.Linear(args.dim, ffn_dim, bias=args.bias)
+        self.w2 = nn.Linear(ffn_dim, args.dim, bias=args.bias)
+        gated = args.ffn == "gated" or args.moe_gated
+        self.w3 = nn.Linear(args.dim, ffn_dim, bias=args.bias) if gated else None
         self.gelu = args.ffn_activation == "gelu"
         self.relu2 = args.ffn_activation == "relu2"
         self.readers = 2 if gated else 1
@@ -77,7 +79,7 @@ class TransformerBlock(nn.Module):
         has_ffn = args.ffn != "none"
         self.ffn_norm = make_norm(args) if has_ffn else None
         self.canon_c = make_canon(Canon, "C", args, canon_backend)
-        self.feed_forward = FeedForward(args, canon_backend) if has_ffn else None
+        self.feed_forward = make_feed_forward(args, canon_backend) if has_ffn else None
 
     def forward(
         self,
@@ -85,8 +87,11 @@ class TransformerBlock(nn.Module):
         mask: Mask = None,
         segments_BN: Tensor | None = None,
         cache: Memory = None,
-    ) -> Tensor:
-        """Return the residual stream after this block, [B, T, D]; `mask` is from `Attend.mask`."""
+    ) -> Tensor | Routed:
+        """Return the residual stream after this block, [B, T, D]; `mask` is from `Attend.mask`.
+
+        In training mode, experts return their load and balance beside it.
+        """
         past = segments_BN, cache
         norm, readers = self.attention_norm, self.attention.readers
         h_BTD, x_BTD = norm_canon(norm, self.canon_a, h_BTD, None, *past, readers=readers)
@@ -95,7 +100,16 @@ class TransformerBlock(nn.Module):
             return h_BTD + y_BTD
         norm, readers = self.ffn_norm, self.feed_forward.readers
         h_BTD, x_BTD = norm_canon(norm, self.canon_c, h_BTD, y_BTD, *past, readers=readers)
-        return h_BTD + self.feed_forward(x_BTD, *past)
+        y_BTD = self.feed_forward(x_BTD, *past)
+        return (h_BTD + y_BTD[0], *y_BTD[1:]) if isinstance(y_BTD, tuple) else h_BTD + y_BTD
+
+
+def make_feed_forward(args: ModelArgs, canon_backend: str = "auto") -> FeedForward | MoE:
+    """Return the feed-forward of `args`; shared experts are one that is as wide as all of them."""
+    if args.ffn != "moe":
+        return FeedForward(args, canon_backend)
+    shared_dim = args.num_shared_experts * args.ffn_dim
+    return MoE(args, FeedForward(args, canon_backend, shared_dim) if shared_dim else None)
 
 
 def make_mixer(
@@ -178,6 +192,7 @@ class Transformer(nn.Module):
         logits_at_M: Tensor | None = None,
         labels_BT: Tensor | None = None,
         loss: HeadLoss | None = None,
+        expert_load_LE: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits_BTV for int64 token ids; with `labels_BT` and `loss`, (nats_BT, objective).
 
@@ -185,6 +200,7 @@ class Transformer(nn.Module):
         `cache`: the tokens before these; updated.
         `logits_to_keep`: return that many last tokens, 0 for all. `logits_at_M` (int64): return
         logits_MV of the tokens with these flat indices into B * T.
+        `expert_load_LE` (int64 [L, E + 1]): the experts' tokens, and those dropped, are added here.
         Raises UserError past max_seq_len tokens.
         """
         num_tokens = tokens_BT.shape[1]
@@ -208,18 +224,47 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.begin(num_tokens, segments_BN)
         h_BTD = self.tok_embeddings(tokens_BT)
+        loads, balances = [], []
         for i, block in enumerate(self.layers.values()):
             memory = () if cache is None else (cache.layers[i],)
             h_BTD = block(h_BTD, mask, segments_BN, *memory)
+            if isinstance(h_BTD, tuple):
+                h_BTD, load_E, balance_B = h_BTD
+                loads.append(load_E)
+                balances.append(balance_B)
+        if loads and expert_load_LE is not None:
+            expert_load_LE += torch.stack(loads)
         if cache is not None:
             cache.end(num_tokens)
         is_all = logits_at_M is None
         h_BTD = h_BTD[:, -logits_to_keep:] if is_all else h_BTD.flatten(0, 1)[logits_at_M]
         h_BTD = self.norm(h_BTD)
         if self.output is None:
-            return head_output(h_BTD, self.tok_embeddings.weight, labels_BT, loss)
-        # eval replaces the head by a plain linear layer
-        return self.output(h_BTD) if labels_BT is None else self.output(h_BTD, labels_BT, loss)
+            output = head_output(h_BTD, self.tok_embeddings.weight, labels_BT, loss)
+        else:  # eval replaces the head by a plain linear layer
+            output = self.output(h_BTD, *(() if labels_BT is None else (labels_BT, loss)))
+        if labels_BT is None or not balances or self.args.moe_balance != "loss":
+            return output
+        # the mean over the rows, weighted by their labels, once the sum is divided by all labels
+        num_labels_B = (labels_BT >= 0).sum(dim=1)
+        balance = (torch.stack(balances).sum(dim=0) * num_labels_B).sum()
+        return output[0], output[1] + self.args.moe_balance_rate * balance
+
+    def expert_biases(self) -> list[Tensor]:
+        """Return each layer's bias of the experts' scores, [E]; none without moe_balance = bias."""
+        return [b for name, b in self.named_buffers() if name.endswith(".expert_bias")]
+
+    @torch.no_grad()
+    def balance_experts(self, load_LE: Tensor, scale: Tensor | float = 1.0) -> None:
+        """Move the biases by moe_balance_rate * scale towards an even load; their mean stays 0.
+
+        `load_LE` counts the global batch (Wang et al. 2024, as in torchtitan).
+        """
+        if biases := self.expert_biases():
+            sign_LE = (load_LE.mean(dim=1, keepdim=True) - load_LE).sign()
+            sign_LE -= sign_LE.mean(dim=1, keepdim=True)
+            change_LE = self.args.moe_balance_rate * scale * sign_LE
+            torch._foreach_add_(biases, list(change_LE.unbind()))
 
     def _segments(
         self, tokens_BT: Tensor, is_real_BT: Tensor | None, cache: Cache | None
@@ -253,5 +298,7 @@ class Transformer(nn.Module):
                 raise ValueError(f"{value.name} is on the meta device: call to_empty() first")
             else:
                 parameter.copy_(value.rows(0, value.shape[0]))
+        for bias in self.expert_biases():
+            bias.zero_()
         if self.rope is not None:
             self.rope.reset(buffer_device or self.tok_embeddings.weight.device)

@@ -9,7 +9,9 @@ that the trainer does not wait for the disk. NaN and infinities are strings, whi
                              tokens_per_second, data_wait and mfu (fractions), memory_gib,
                              skipped_steps and restarts (so far), checkpoint_seconds (since the
                              previous line; of these, steps waited checkpoint_stall_seconds),
-                             data_digests (one per step since the previous line)
+                             data_digests (one per step since the previous line), objective (what
+                             is minimized, if not loss); by layer of experts expert_load_max (the
+                             largest load over the mean) and expert_dropped (fraction), of this step
     validation               loss and bits_per_byte on held-out text, in total and by source; of a
                              synthetic task, loss and scores (name -> number)
     lines_dropped            number of lines lost here because too many waited for the disk

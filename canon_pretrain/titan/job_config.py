@@ -68,9 +68,11 @@ class Model(titan.Model):
     moe_gated: bool | None = None
     """Gated experts; the paper's are standard."""
     moe_capacity: float | None = None
-    """An expert takes at most this many times its share of a micro-batch (tutel's is 2); 0: all."""
+    """In training, an expert takes at most this many times its share of a sequence, in the tokens'
+    order (the paper's tutel: 2, of a micro-batch); 0: dropless."""
     moe_balance: str | None = None
-    """How the experts' load is evened: bias (of routing scores), loss (Switch), none."""
+    """How the load is evened: bias (of the scores, by each global batch's load), loss (Switch's, of
+    each sequence), none."""
     moe_balance_rate: float | None = None
     """Step of the bias, or factor of the loss."""
     norm: str | None = None

@@ -162,6 +162,8 @@ def fill(model: Transformer) -> None:
             own.fill_(1.0)
         else:
             own.normal_(std=0.02)
+    for bias in model.expert_biases():
+        bias.zero_()
     if model.rope is not None:
         model.rope.reset(model.tok_embeddings.weight.device)
 

@@ -135,6 +135,19 @@ class Readback:
         return ready
 
 
+def expert_statistics(load_LE: Tensor) -> dict[str, list[float]]:
+    """Return by layer the largest load over the mean, and the dropped fraction, if it has experts.
+
+    `load_LE`: each expert's tokens, and the number of those that were dropped, as the last.
+    """
+    if not len(load_LE):
+        return {}
+    load_LE, dropped_L = load_LE[:, :-1].double(), load_LE[:, -1].double()
+    largest_L = load_LE.amax(dim=1) / load_LE.mean(dim=1)
+    fields = {"expert_load_max": largest_L, "expert_dropped": dropped_L / load_LE.sum(dim=1)}
+    return {name: values_L.tolist() for name, values_L in fields.items()}
+
+
 class CanonTrainer(torchtitan.train.Trainer):
     """Train a job from its newest complete checkpoint or from its seeds.
 
@@ -196,6 +209,12 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.guards, self.readback = StepGuards(job.guards, self.device), Readback(self.device)
         # the divisor of the loss, which all ranks know unless labels are masked
         self._num_labels = torch.tensor(float(self.tokens_per_step), device=self.device)
+        # of each layer: each expert's tokens of a step, and those that were dropped
+        args = job.model_args
+        shape = (args.num_layers, args.num_experts + 1) if args.ffn == "moe" else (0, 1)
+        self._expert_load_LE = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        is_balanced_by_loss = args.ffn == "moe" and args.moe_balance == "loss"
+        self._has_objective = job.loss.z_loss or job.loss.squared_loss or is_balanced_by_loss
         return dims
 
     def _build_dataloader(self, **options: Any) -> CanonDataLoader:
@@ -371,6 +390,7 @@ class CanonTrainer(torchtitan.train.Trainer):
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
         """Take an optimizer step on a global batch, unless the guards skip it."""
         self.optimizers.zero_grad()
+        self._expert_load_LE.zero_()
         rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         batches: Iterable[tuple[dict[str, Tensor], Tensor]]
         batches = itertools.islice(data_iterator, self.gradient_accumulation_steps)
@@ -387,7 +407,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         own_losses = torch.stack(losses).sum(dim=0)
         parameters = [p for part in self.model_parts for p in part.parameters()]
         grad_norm = clip_gradients(parameters, self.job_config.training.max_norm)
-        loss, objective = self._reduce_and_step(own_losses, grad_norm)
+        (loss, objective), load_LE = self._reduce_and_step(own_losses, grad_norm)
         self.lr_schedulers.step()
         if self.should_log():
             largest = own_losses[0] * ratio
@@ -395,8 +415,9 @@ class CanonTrainer(torchtitan.train.Trainer):
             measured = {"loss": loss, "max_loss": largest, "grad_norm": grad_norm}
             fields = {name: value.item() for name, value in measured.items()}
             fields |= {"tokens": self.tokens, "lr": rate, "skipped_steps": self.skipped_steps}
-            if self.job_config.loss.z_loss or self.job_config.loss.squared_loss:
+            if self._has_objective:
                 fields["objective"] = objective.item()
+            fields |= expert_statistics(load_LE)
             self.metrics_processor.log(self.step, fields)
 
     def forward_backward_step(
@@ -405,7 +426,10 @@ class CanonTrainer(torchtitan.train.Trainer):
         """Accumulate a micro-batch's gradients; return its cross-entropy and objective, [2]."""
         with self.train_context():
             nats_BT, objective = self.model_parts[0](
-                input_dict["input"], labels_BT=labels, loss=self.loss_fn
+                input_dict["input"],
+                labels_BT=labels,
+                loss=self.loss_fn,
+                expert_load_LE=self._expert_load_LE,
             )
             objective = objective / global_valid_tokens
             objective.backward()
@@ -424,11 +448,14 @@ class CanonTrainer(torchtitan.train.Trainer):
         tensor = tensor.pin_memory() if self.device.type == "cuda" else tensor
         return tensor.to(self.device, non_blocking=True)
 
-    def _reduce_and_step(self, own_losses: Tensor, grad_norm: Tensor) -> Tensor:
-        """Reduce losses and stop requests over ranks; take the optimizer step unless skipped."""
+    def _reduce_and_step(self, own_losses: Tensor, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
+        """Reduce losses, loads and stop requests over ranks; take the step unless skipped."""
         requests = torch.tensor(self.session.stop.poll(), dtype=torch.float32)
-        shared = torch.cat([own_losses.float(), self._to_device(requests)])
+        own_load = self._expert_load_LE.float()  # exact up to 2**24 tokens per expert
+        shared = torch.cat([own_losses.float(), self._to_device(requests), own_load.flatten()])
         dist.all_reduce(shared)
+        shared, load = shared.tensor_split([len(shared) - own_load.numel()])
+        load_LE = load.view_as(own_load)
         self.checkpointer.staging.wait_on_stream()  # it also copies the guards' counters
         skip = self.guards.judge(shared[0], grad_norm)
         if self.job_config.optimizer.implementation == "fused":
@@ -437,9 +464,10 @@ class CanonTrainer(torchtitan.train.Trainer):
             self.optimizers.step()
         elif not skip.item():  # only fused kernels know found_inf, so the host must wait here
             self.optimizers.step()
+        self.model_parts[0].balance_experts(load_LE[:, :-1], 1 - skip)
         verdict = torch.stack([grad_norm, skip])
         self.readback.push(self.step, torch.cat([shared, verdict, self.guards.counters]))
-        return shared[:2]
+        return shared[:2], load_LE
 
     def _process_step_reports(self, reports: list[tuple[int, list[float]]]) -> str | None:
         """Log skipped steps; return the reason to stop, if any. Raises UserError if guards halt."""

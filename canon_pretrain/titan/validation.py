@@ -156,8 +156,10 @@ class CanonValidator(BaseValidator):
             torch.cuda.synchronize()
         begin = time.perf_counter()
         with record_function(VALIDATION):
+            model_parts[0].eval()  # experts drop no tokens
             sums = self.measure(model_parts[0])
             scores = self._scores.measure(model_parts[0]) if self._scores else None  # type: ignore[arg-type]
+        model_parts[0].train()
         whole, by_source = self.loss(sums), {}
         for name, (nats, count), width in zip(self.names, sums, self._bytes_per_token, strict=True):
             part = held_out_loss([nats], [count], [width])

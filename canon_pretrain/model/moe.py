@@ -1,0 +1,207 @@
+"""A mixture of experts: a router sends each token to some of E feed-forwards.
+
+The parameters have the layout of torchtitan's models/moe, so that its ExpertParallel can shard
+`experts`, whose inputs are sorted by expert. No shape depends on the routing: a block stays one
+graph.
+
+Shapes: B rows, T tokens, N = B T, D hidden, F width of an expert, E experts, K experts per token,
+S = N K tokens, one per choice.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from canon_pretrain.kernels.backends import ffn_activation
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.cache import Memory
+from canon_pretrain.model.canon import Stream
+
+Routed = tuple[Tensor, Tensor, Tensor]
+"""y_BTD; int64 [E + 1], the tokens of each expert and those dropped; the balance of each row."""
+ALIGNMENT = 8
+"""CUDA's grouped product reads rows at multiples of 16 bytes: 8 values in bfloat16."""
+
+
+class Router(nn.Module):
+    """Choose each token's K experts: those of the largest probability plus bias, in float32."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.gate = nn.Linear(args.dim, args.num_experts, bias=False)
+        self.top_k = args.experts_per_token
+        self.expert_bias: Tensor | None
+        is_biased = args.moe_balance == "bias"
+        self.register_buffer("expert_bias", torch.zeros(args.num_experts) if is_biased else None)
+
+    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the probabilities [N, E], those of the chosen [N, K], and the chosen experts.
+
+        As in tutel, several experts' probabilities are divided by their sum.
+        """
+        score_NE = F.linear(x_ND.float(), self.gate.weight.float()).softmax(dim=1)
+        biased_NE = score_NE if self.expert_bias is None else score_NE + self.expert_bias
+        expert_NK = biased_NE.topk(self.top_k, dim=1).indices
+        gate_NK = score_NE.gather(1, expert_NK)
+        if self.top_k > 1:
+            gate_NK = gate_NK / gate_NK.sum(dim=1, keepdim=True)
+        return score_NE, gate_NK, expert_NK
+
+
+class GroupedExperts(nn.Module):
+    """E feed-forwards without biases; standard w2(act(w1 x)), or gated w2(act(w1 x) * w3 x)."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        shape = args.num_experts, args.ffn_dim, args.dim
+        self.w1 = nn.Parameter(torch.empty(shape))
+        self.w2 = nn.Parameter(torch.empty(shape[0], shape[2], shape[1]))
+        self.w3 = nn.Parameter(torch.empty(shape)) if args.moe_gated else None
+        self.activation = args.ffn_activation
+
+    def forward(self, x_SD: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """Return y [S, D] of tokens that are sorted by expert."""
+        ends_E = num_tokens_per_expert.cumsum(dim=0, dtype=torch.int32)
+        inner_SF = grouped_linear(x_SD, _own(self.w1), ends_E)
+        if self.activation == "gelu":
+            inner_SF = F.gelu(inner_SF, approximate="tanh")
+        else:
+            inner_SF = ffn_activation(inner_SF, self.activation == "relu2")
+        if self.w3 is not None:
+            inner_SF = inner_SF * grouped_linear(x_SD, _own(self.w3), ends_E)
+        return grouped_linear(inner_SF, _own(self.w2), ends_E)
+
+
+def _own(weight: Tensor) -> Tensor:
+    """Return this rank's experts of a weight that is sharded by expert."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+class MoE(nn.Module):
+    """The sum of a token's experts, each times its probability, and of the shared experts.
+
+    `moe_capacity` c: in training, an expert takes the first ceil(c K T / E) choices of each row, in
+    the order of the tokens; the others are dropped. Neither ranks nor micro-batches change that.
+    Evaluation drops none: decoding equals a full pass, and no token depends on padding.
+    """
+
+    readers = 1
+
+    def __init__(self, args: ModelArgs, shared_experts: nn.Module | None = None) -> None:
+        super().__init__()
+        self.router, self.experts = Router(args), GroupedExperts(args)
+        self.shared_experts = shared_experts
+        self.num_experts, self.capacity = args.num_experts, args.moe_capacity
+
+    def forward(
+        self, x_BTD: Stream, segments_BN: Tensor | None = None, cache: Memory = None
+    ) -> Tensor | Routed:
+        """Return y_BTD, the addition to the residual stream; in training mode, `Routed`.
+
+        The balance of a row is E sum_e f_e P_e (Fedus et al. 2021): f_e is the fraction of choices
+        for expert e, P_e its mean probability. It is 1 if all are equal.
+        """
+        x_BTD = x_BTD[0] if isinstance(x_BTD, tuple) else x_BTD
+        num_rows, num_tokens, dim = x_BTD.shape
+        x_ND = x_BTD.reshape(-1, dim)
+        score_NE, gate_NK, expert_NK = self.router(x_ND)
+        top_k, is_routed = expert_NK.shape[1], self.training and cache is None
+        if is_routed:
+            chosen_BSE = F.one_hot(expert_NK.view(num_rows, -1), self.num_experts)
+            fraction_BE = chosen_BSE.sum(dim=1) / (num_tokens * top_k)
+            mean_BE = score_NE.view(num_rows, num_tokens, -1).mean(dim=1)
+            balance_B = self.num_experts * (fraction_BE * mean_BE).sum(dim=1)
+            dropped_1 = chosen_BSE.new_zeros(1)
+            if self.capacity:
+                most = math.ceil(self.capacity * top_k * num_tokens / self.num_experts)
+                is_kept_BS = (chosen_BSE.cumsum(dim=1) * chosen_BSE).sum(dim=2) <= most
+                gate_NK = gate_NK * is_kept_BS.view(-1, top_k)  # computed, but not added
+                dropped_1 = (~is_kept_BS).sum()[None]
+        expert_S = expert_NK.flatten()
+        order_S = expert_S.argsort(stable=True)
+        place_S = order_S.argsort()
+        count_E = expert_S.new_zeros(self.num_experts)
+        count_E = count_E.scatter_add(0, expert_S, torch.ones_like(expert_S))
+        x_SD = x_ND[:, None].expand(-1, top_k, -1).reshape(-1, dim)
+        y_SD = self.experts(_Permuted.apply(x_SD, order_S, place_S), count_E)
+        y_NKD = _Permuted.apply(y_SD, place_S, order_S).view(-1, top_k, dim)
+        y_ND = (gate_NK[..., None] * y_NKD).sum(dim=1).to(x_ND.dtype)
+        if self.shared_experts is not None:
+            y_ND = y_ND + self.shared_experts(x_ND)
+        y_BTD = y_ND.view_as(x_BTD)
+        return (y_BTD, torch.cat((count_E, dropped_1)), balance_B) if is_routed else y_BTD
+
+
+class _Permuted(torch.autograd.Function):
+    """x[order], with a gather for backward too: exact in any order of execution."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SD: Tensor, order_S: Tensor, inverse_S: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_S)
+        return x_SD.index_select(0, order_S)
+
+    @staticmethod
+    def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor, None, None]:
+        return grad_SD.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def grouped_linear(x_SD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    """Return x w_e^T [S, F], where group e of the rows ends before ends_e (int32)."""
+    is_aligned = not (weight_EFD.shape[1] % ALIGNMENT or weight_EFD.shape[2] % ALIGNMENT)
+    if x_SD.is_cuda and x_SD.dtype == torch.bfloat16 and is_aligned:
+        return torch._grouped_mm(x_SD, weight_EFD.mT, offs=ends_E)
+    y_SF: Tensor = _grouped_linear(x_SD, weight_EFD, ends_E)
+    return y_SF
+
+
+@torch.library.custom_op("canon_pretrain::grouped_linear", mutates_args=())
+def _grouped_linear(x_SD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    """A loop over the experts; an operator, because its bounds are data.
+
+    In torch 2.13, a graph accepts torch._grouped_mm in bfloat16 only.
+    """
+    y_SF = x_SD.new_zeros(len(x_SD), weight_EFD.shape[1])
+    for e, (start, end) in enumerate(_groups(ends_E)):
+        torch.mm(x_SD[start:end], weight_EFD[e].T, out=y_SF[start:end])
+    return y_SF
+
+
+@torch.library.custom_op("canon_pretrain::grouped_linear_backward", mutates_args=())
+def _grouped_linear_backward(
+    grad_SF: Tensor, x_SD: Tensor, weight_EFD: Tensor, ends_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    dx_SD, dweight_EFD = torch.zeros_like(x_SD), torch.empty_like(weight_EFD)
+    for e, (start, end) in enumerate(_groups(ends_E)):
+        torch.mm(grad_SF[start:end], weight_EFD[e], out=dx_SD[start:end])
+        torch.mm(grad_SF[start:end].T, x_SD[start:end], out=dweight_EFD[e])  # 0 for no token
+    return dx_SD, dweight_EFD
+
+
+def _groups(ends_E: Tensor) -> list[tuple[int, int]]:
+    ends = ends_E.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+@_grouped_linear.register_fake
+def _(x_SD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    return x_SD.new_empty(x_SD.shape[0], weight_EFD.shape[1])
+
+
+@_grouped_linear_backward.register_fake
+def _(grad_SF: Tensor, x_SD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x_SD), torch.empty_like(weight_EFD)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, grad_SF: Tensor) -> tuple[Tensor, Tensor, None]:
+    dx_SD, dweight_EFD = _grouped_linear_backward(grad_SF, *ctx.saved_tensors)
+    return dx_SD, dweight_EFD, None
+
+
+_grouped_linear.register_autograd(_differentiate, setup_context=_save)
