@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ from torch import Tensor
 
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.kernels.compiled import Segments, canon_compiled, canon_gate_compiled, sum_dtype
+from canon_pretrain.kernels.delta import chunked_delta
 from canon_pretrain.kernels.dynamic import canon_dynamic
+from canon_pretrain.kernels.gla import chunked_gla
+from canon_pretrain.kernels.ssd import chunked_ssd
 
 BACKENDS = ("auto", "reference", "compiled", "causal_conv1d", "fla", "triton")
 OPTIONAL = {
@@ -24,6 +28,13 @@ OPTIONAL = {
     "triton": "canon_pretrain.kernels.triton.fused",
 }
 """Backends that need a GPU or a package -> their modules."""
+MIXER_BACKENDS = ("auto", "chunked", "fla")
+Recurrence = Callable[..., tuple[Tensor, Tensor]]
+CHUNKED: dict[str, Recurrence] = {
+    "gla": chunked_gla,
+    "mamba2": chunked_ssd,
+    "gated_deltanet": chunked_delta,
+}
 TRITON_TAPS = 4
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRITON_CAPABILITY = (8, 0)
@@ -130,6 +141,29 @@ def backend_problem(
     if (capability := torch.cuda.get_device_capability()) < TRITON_CAPABILITY:
         return f"the GPU's compute capability is {capability}, below {TRITON_CAPABILITY}"
     return None
+
+
+def fla_mixers() -> Any:
+    """Import the adapter of fla-core, which is not part of exports."""
+    return importlib.import_module("canon_pretrain.kernels.fla_mixers")
+
+
+def recurrence(mixer: str, backend: str) -> Recurrence:
+    """Return the recurrence of `mixer` for its heads: the chunked form, or the same by fla-core."""
+    form: Recurrence = fla_mixers().FORMS[mixer] if backend == "fla" else CHUNKED[mixer]
+    return form
+
+
+def check_mixer_backend(mixer: str, key_dim: int, backend: str) -> None:
+    """Raise UserError if `backend` is unknown or cannot compute this mixer on this machine."""
+    check_choice("mixer_backend", backend, MIXER_BACKENDS)
+    if backend == "fla" and (problem := fla_mixers().fla_problem(mixer, key_dim)):
+        raise UserError(
+            "mixer.unavailable",
+            f'mixer_backend = "{backend}", but {problem}; or choose "auto"',
+            backend=backend,
+            problem=problem,
+        )
 
 
 def triton_kernels(backend: str, x: Tensor) -> Any:

@@ -34,7 +34,7 @@ def chunked_delta(
     v_BTHV: Tensor,
     g_BTH: Tensor,
     beta_BTH: Tensor,
-    state_BHKV: Tensor | None = None,
+    state: Tensor | None = None,
     starts_BT: Tensor | None = None,
     *,
     scale: float | None = None,
@@ -43,16 +43,16 @@ def chunked_delta(
     """Return o_BTHV in the dtype of v, and the state after the last token in `sum_dtype`.
 
     `g_BTH`: the log of the decay a, at most 0, and `beta_BTH`: the step size b, in [0, 1]. The
-    caller normalizes k. `state_BHKV`: the state before the first token; None: 0. `starts_BT`: the
-    tokens that do not see the state before them, the first ones of documents. `scale`: K^-1/2 if
-    None.
+    caller normalizes k. `state`: the state before the first token, [B, H, K, V]; None: 0.
+    `starts_BT`: the tokens that do not see the state before them, the first ones of documents.
+    `scale`: K^-1/2 if None.
     """
     num_rows, num_tokens, num_heads, key_width = k_BTHK.shape
     dtype = sum_dtype(v_BTHV)
     scale = key_width**-0.5 if scale is None else scale
-    if state_BHKV is None:
-        state_BHKV = k_BTHK.new_zeros(num_rows, num_heads, key_width, v_BTHV.shape[3], dtype=dtype)
-    state_BHKV = state_BHKV.to(dtype)
+    if state is None:
+        state = k_BTHK.new_zeros(num_rows, num_heads, key_width, v_BTHV.shape[3], dtype=dtype)
+    state_BHKV = state.to(dtype)
     if starts_BT is not None:
         g_BTH = g_BTH.masked_fill(starts_BT[..., None], -torch.inf)
     if num_tokens == 1:

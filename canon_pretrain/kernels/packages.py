@@ -22,11 +22,11 @@ CONV1D_TAPS = (2, 3, 4)
 
 
 class Package(NamedTuple):
-    """A package's functions for forward and backward, and how to install it."""
+    """A package's functions, for Canon forward and backward, and how to install it."""
 
     module: str
     functions: str
-    needed: tuple[str, str]
+    needed: tuple[str, ...]
     first_version: tuple[int, int]
     install: str
 
@@ -49,15 +49,15 @@ PACKAGES = {
 }
 
 
-def package_problem(backend: str) -> str | None:
+def package_problem(backend: str, package: Package | None = None) -> str | None:
     """Return why the package of `backend` is unavailable, or None; runs no kernel."""
-    package = PACKAGES[backend]
+    package = package or PACKAGES[backend]
     if importlib.util.find_spec(package.module) is None:
         return f"the package {package.module} is not installed: {package.install}"
     try:
         version = importlib.import_module(package.module).__version__
-        for index in (0, 1):
-            _function(backend, index)
+        for name in package.needed:
+            getattr(importlib.import_module(package.functions), name)
         is_old = tuple(int(part) for part in version.split(".")[:2]) < package.first_version
     except (ImportError, OSError, RuntimeError, AttributeError, ValueError) as error:
         return f"the package {package.module} can't be imported: {type(error).__name__}: {error}"

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from canon_pretrain.kernels.backends import recurrence
 from canon_pretrain.kernels.compiled import Segments, sum_dtype
-from canon_pretrain.kernels.ssd import chunked_ssd
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Mask
 from canon_pretrain.model.cache import Memory, segment_starts
@@ -27,8 +27,11 @@ class Mamba2(nn.Module):
 
     readers = 1
 
-    def __init__(self, args: ModelArgs, canon_backend: str = "auto") -> None:
+    def __init__(
+        self, args: ModelArgs, canon_backend: str = "auto", mixer_backend: str = "auto"
+    ) -> None:
         super().__init__()
+        self.recurrence = recurrence("mamba2", mixer_backend)
         self.head_dim, self.widths = args.value_dim, args.mixer_parts
         inner = self.widths[0]
         self.ssm_widths = (inner, args.state_dim, args.state_dim)
@@ -59,7 +62,7 @@ class Mamba2(nn.Module):
         state = None if cache is None else cache.state
         starts_BT = segment_starts(segments_BN, x_BTD.shape[1])
         given = x_BTHP, dt_BTH, A_H, b_BTS, c_BTS, self.D
-        y_BTHP, state = chunked_ssd(*given, state, starts_BT)
+        y_BTHP, state = self.recurrence(*given, state=state, starts_BT=starts_BT)
         if cache is not None:
             cache.state = state
         gated_BTI = y_BTHP.flatten(-2).to(dtype) * F.silu(z_BTI.to(dtype))

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from canon_pretrain.kernels.backends import recurrence
 from canon_pretrain.kernels.compiled import Segments
-from canon_pretrain.kernels.delta import chunked_delta
-from canon_pretrain.kernels.gla import chunked_gla
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Mask
 from canon_pretrain.model.cache import Memory, segment_starts
@@ -42,8 +41,11 @@ class GatedRecurrence(nn.Module):
 
     readers: int
 
-    def __init__(self, args: ModelArgs, canon_backend: str = "auto") -> None:
+    def __init__(
+        self, args: ModelArgs, canon_backend: str = "auto", mixer_backend: str = "auto"
+    ) -> None:
         super().__init__()
+        self.recurrence = recurrence(args.mixer, mixer_backend)
         self.num_heads, self.norm_eps = args.num_heads, args.norm_eps
         k_dim, _, v_dim = args.mixer_parts
         self.wq = nn.Linear(args.dim, k_dim, bias=False)
@@ -98,8 +100,8 @@ class GLA(GatedRecurrence):
 
     readers = 5
 
-    def __init__(self, args: ModelArgs, canon_backend: str = "auto") -> None:
-        super().__init__(args, canon_backend)
+    def __init__(self, args: ModelArgs, *backends: str) -> None:
+        super().__init__(args, *backends)
         self.gk = LowRank(args.dim, DECAY_RANK, args.mixer_parts[0], bias=True)
         self.elu = args.gla_feature_map == "elu"
 
@@ -118,7 +120,7 @@ class GLA(GatedRecurrence):
         log_decay = F.logsigmoid(self.gk(x_own[0]).float()) / DECAY_NORMALIZER
         scale = q_BTHK.shape[3] ** -0.5
         heads = q_BTHK, k_BTHK, v_BTHV, log_decay.view_as(k_BTHK)
-        return chunked_gla(*heads, scale, state=state, starts_BT=starts_BT)
+        return self.recurrence(*heads, scale=scale, state=state, starts_BT=starts_BT)
 
 
 class GatedDeltaNet(GatedRecurrence):
@@ -129,8 +131,8 @@ class GatedDeltaNet(GatedRecurrence):
 
     readers = 6
 
-    def __init__(self, args: ModelArgs, canon_backend: str = "auto") -> None:
-        super().__init__(args, canon_backend)
+    def __init__(self, args: ModelArgs, *backends: str) -> None:
+        super().__init__(args, *backends)
         self.wa = nn.Linear(args.dim, args.num_heads, bias=False)
         self.wb = nn.Linear(args.dim, args.num_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(args.num_heads))
@@ -153,7 +155,7 @@ class GatedDeltaNet(GatedRecurrence):
         g_BTH = -self.A_log.float().exp() * g_BTH
         beta_BTH = self.wb(x_b).float().sigmoid()
         heads = _unit(q_BTHK), _unit(k_BTHK), v_BTHV
-        return chunked_delta(*heads, g_BTH, beta_BTH, state, starts_BT)
+        return self.recurrence(*heads, g_BTH, beta_BTH, state=state, starts_BT=starts_BT)
 
 
 def _unit(x_BTHK: Tensor) -> Tensor:

@@ -12,7 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.kernels.backends import check_canon_backend, ffn_activation
+from canon_pretrain.kernels.backends import (
+    check_canon_backend,
+    check_mixer_backend,
+    ffn_activation,
+)
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Attention, Rope
@@ -69,13 +73,18 @@ class TransformerBlock(nn.Module):
     """h += Mixer(Canon-A(norm(h))), then h += FeedForward(Canon-C(norm(h))) if there is one."""
 
     def __init__(
-        self, args: ModelArgs, rope: Rope | None, attend: Attend | None, canon_backend: str = "auto"
+        self,
+        args: ModelArgs,
+        rope: Rope | None,
+        attend: Attend | None,
+        canon_backend: str = "auto",
+        mixer_backend: str = "auto",
     ) -> None:
         super().__init__()
         self.attention_norm = make_norm(args)
         self.canon_a = make_canon(Canon, "A", args, canon_backend)
         # of any mixer; its name is part of checkpoints
-        self.attention = make_mixer(args, rope, attend, canon_backend)
+        self.attention = make_mixer(args, rope, attend, canon_backend, mixer_backend)
         has_ffn = args.ffn != "none"
         self.ffn_norm = make_norm(args) if has_ffn else None
         self.canon_c = make_canon(Canon, "C", args, canon_backend)
@@ -113,7 +122,11 @@ def make_feed_forward(args: ModelArgs, canon_backend: str = "auto") -> FeedForwa
 
 
 def make_mixer(
-    args: ModelArgs, rope: Rope | None, attend: Attend | None, canon_backend: str = "auto"
+    args: ModelArgs,
+    rope: Rope | None,
+    attend: Attend | None,
+    canon_backend: str = "auto",
+    mixer_backend: str = "auto",
 ) -> Attention | GLA | Mamba2 | GatedDeltaNet:
     """Return the mixer of `args`: mixer(x_BTD, mask, segments_BN, cache) is added to the stream.
 
@@ -124,8 +137,9 @@ def make_mixer(
         assert attend is not None
         return Attention(args, rope, attend, canon_backend)
     if args.mixer == "mamba2":
-        return Mamba2(args, canon_backend)
-    return (GLA if args.mixer == "gla" else GatedDeltaNet)(args, canon_backend)
+        return Mamba2(args, canon_backend, mixer_backend)
+    kind = GLA if args.mixer == "gla" else GatedDeltaNet
+    return kind(args, canon_backend, mixer_backend)
 
 
 def make_norm(args: ModelArgs) -> nn.RMSNorm | nn.LayerNorm:
@@ -164,10 +178,17 @@ class Transformer(nn.Module):
     """The model of `args`, not usable before `init_weights` or a loaded checkpoint."""
 
     def __init__(
-        self, args: ModelArgs, *, attention_backend: str = "auto", canon_backend: str = "auto"
+        self,
+        args: ModelArgs,
+        *,
+        attention_backend: str = "auto",
+        canon_backend: str = "auto",
+        mixer_backend: str = "auto",
     ) -> None:
         super().__init__()
         check_canon_backend(canon_backend)
+        check_mixer_backend(args.mixer, args.key_dim, mixer_backend)
+        backends = canon_backend, mixer_backend
         self.args, self.canon_backend = args, canon_backend
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.rope = Rope(args) if args.rope_dim else None
@@ -176,7 +197,7 @@ class Transformer(nn.Module):
         # a ModuleDict: torchtitan's compile and FSDP helpers go through layers.named_children()
         self.layers = nn.ModuleDict()
         for i in range(args.num_layers):
-            self.layers[str(i)] = TransformerBlock(args, self.rope, self.attend, canon_backend)
+            self.layers[str(i)] = TransformerBlock(args, self.rope, self.attend, *backends)
         self.norm = make_norm(args)
         self.output: nn.Linear | None = None
         if not args.tie_embeddings:

@@ -11,7 +11,7 @@ from torchtitan.config import job_config as titan
 
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.data.mixture import check_order, exact_weight
-from canon_pretrain.kernels.backends import BACKENDS
+from canon_pretrain.kernels.backends import BACKENDS, MIXER_BACKENDS
 from canon_pretrain.model.args import ModelArgs, fill_sizes
 from canon_pretrain.model.args import flavor as model_flavor
 from canon_pretrain.model.attend import check_backend_fits
@@ -110,6 +110,8 @@ class Model(titan.Model):
     """auto, sdpa, flex, flash_attn; SDPA with cudnn or flash first; or the packages fa3, fa4."""
     canon_backend: str = "auto"
     """reference, compiled, causal_conv1d, fla, triton; auto: triton if it passes its check."""
+    mixer_backend: str = "auto"
+    """chunked, fla; auto: fla on a GPU if fla-core is installed and passes its check."""
 
 
 @dataclass
@@ -316,6 +318,7 @@ def check_job(job: CanonJobConfig) -> None:
             raise UserError("config.unsupported", text, key=name)
     check_backend_fits(job.model_args, job.model.attention_backend)  # ModelArgs checks itself
     check_choice("canon_backend", job.model.canon_backend, BACKENDS)
+    check_choice("mixer_backend", job.model.mixer_backend, MIXER_BACKENDS)
     for kind, names in LIMITS:
         for name in names.split():
             try:

@@ -27,7 +27,12 @@ from torchtitan.tools.utils import device_type
 
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.files import read_record, write_json
-from canon_pretrain.kernels.backends import OPTIONAL, compile_options, resolve_backend
+from canon_pretrain.kernels.backends import (
+    OPTIONAL,
+    compile_options,
+    fla_mixers,
+    resolve_backend,
+)
 from canon_pretrain.model.init import InitialValue
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.job_config import CanonJobConfig
@@ -78,6 +83,29 @@ def choose_canon(
     if dist.get_rank() == 0:
         logger.warning(f"Canon uses compiled instead of triton, which is slower: {problem}")
     return CanonChoice("compiled", "auto; triton failed its check", refused=problem)
+
+
+def choose_mixer(job: CanonJobConfig, device: torch.device) -> CanonChoice | None:
+    """Return rank 0's choice for the recurrence; None if the model has none. Collective."""
+    asked, args = job.model.mixer_backend, job.model_args
+    if args.mixer == "attention":
+        return None
+    # fla autotunes: another process may add in another order
+    tries = asked == "auto" and device.type in DEVICE_TYPES and not job.debug.deterministic
+    if not tries and asked != "fla":
+        return CanonChoice("chunked")
+    answer: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
+        sizes = args.key_dim, args.value_dim
+        answer = [fla_mixers().check_mixer(args.mixer, *sizes, dtype, device)]
+    dist.broadcast_object_list(answer, src=0)
+    if (problem := answer[0]) is None:
+        return CanonChoice("fla", "equal to chunked")
+    if asked == "fla":
+        text = f'mixer_backend = "fla", but {problem}; or choose "auto"'
+        raise UserError("mixer.unavailable", text, shared=True, backend=asked, problem=problem)
+    return CanonChoice("chunked", f"not fla: {problem}")
 
 
 def _check_backend(

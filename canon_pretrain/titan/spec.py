@@ -32,7 +32,7 @@ from canon_pretrain.titan.device import single_rank_environment
 from canon_pretrain.titan.job_config import CanonJobConfig, LRScheduler
 from canon_pretrain.titan.parallelize import parallelize, write_shard
 
-BACKENDS = ("attention_backend", "canon_backend")
+BACKENDS = ("attention_backend", "canon_backend", "mixer_backend")
 
 
 @dataclass

@@ -35,7 +35,7 @@ from canon_pretrain.titan.data import HELD_OUT, CanonDataLoader, OpenedData
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.launch import Comparison, compare, record_launch
 from canon_pretrain.titan.metrics import CanonMetrics, named_data, profiling
-from canon_pretrain.titan.parallelize import choose_canon, clip_gradients
+from canon_pretrain.titan.parallelize import choose_canon, choose_mixer, clip_gradients
 from canon_pretrain.titan.spec import use_train_spec
 from canon_pretrain.titan.validation import CanonValidator, is_validation_logged
 
@@ -206,6 +206,9 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.canon = choose_canon(job, self.device, self.compared.code)
         if self.canon is not None:
             job.model.canon_backend = self.canon.backend
+        self.mixer = choose_mixer(job, self.device)
+        if self.mixer is not None:
+            job.model.mixer_backend = self.mixer.backend
         self.guards, self.readback = StepGuards(job.guards, self.device), Readback(self.device)
         # the divisor of the loss, which all ranks know unless labels are masked
         self._num_labels = torch.tensor(float(self.tokens_per_step), device=self.device)
@@ -274,10 +277,11 @@ class CanonTrainer(torchtitan.train.Trainer):
         launch = (self.folder, self.compared, self.canon, self._record)
         record_launch(self.step, *launch, metrics, rank_zero)
         attend = self.model_parts[0].attend
-        mixer = f"attention: {attend.describe(self.device.type)}" if attend else job.model.mixer
+        way = attend.describe(self.device.type) if attend else self.mixer
         logger.info(
             f"{'resuming' if self.step else 'starting'} at step {self.step + 1} of "
-            f"{job.training.steps}, to step {job.last_step}, in {self.folder.path}; {mixer}"
+            f"{job.training.steps}, to step {job.last_step}, in {self.folder.path}; "
+            f"{job.model_args.mixer}: {way}"
             f"{f', Canon: {self.canon}' if self.canon else ''}"
         )
         metrics.begin(self.step)
