@@ -272,9 +272,12 @@ def to_args(given: Mapping[str, Any]) -> ModelArgs:
     read = _mamba2_args if given.get("model_type") == MAMBA2 else _llama_args
     known = read(given, own)
     types = {f.name: type(f.default) for f in fields(ModelArgs) if f.default is not MISSING}
+    # transformers' own classes do not read the sub-dictionary
+    is_plain = given.get("model_type") in MODEL_TYPES[1:]
+    allowed = _CHANGES_TRAINING + (() if is_plain else _CHANGES_THE_MODEL)
     for name, value in own.items():
         kinds = (float, int) if types.get(name) is float else (types.get(name),)
-        if name not in _CHANGES_THE_MODEL + _CHANGES_TRAINING or type(value) not in kinds:
+        if name not in allowed or type(value) not in kinds:
             raise_unsupported(
                 f"{OWN}.{name}", value, "written by another version of canon_pretrain"
             )

@@ -34,7 +34,7 @@ from canon_pretrain.hf.config import ARCHITECTURE, MODEL_TYPE, plain_fields, to_
 from canon_pretrain.hf.reading import CONFIG, interleave_orders, meta_parameters
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.counts import num_parameters
+from canon_pretrain.model.counts import num_parameters, state_bytes, state_size
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import own_version, read_run
 from canon_pretrain.synthetic.evaluation import task_of_run
@@ -233,26 +233,41 @@ _CUSTOM = """\
 Needs torch and transformers (4.57 or later); the modeling code is in this folder.
 vLLM, SGLang and llama.cpp have no such class.
 """
-_CANON = """
-vLLM and SGLang run classes of transformers with the tokens of all requests packed into one row, in
-which Canon would mix neighboring requests and lose its state between steps. So
-`_supports_attention_backend` is not set, and they reject the model.
+_STATE = """
+While decoding, a sequence of any length has {row:,} bytes of state in float32; per layer:
 
-A plugin would cache one convolution state per layer and sequence besides keys and values: the last
-{reach} inputs of sites {sites}, {channels:,} channels, {kilobytes:,.0f} KB in bfloat16.
+{sizes}
+
+{tokens}vLLM and SGLang run classes of transformers with the tokens of all requests in one row,
+in which this state would mix neighboring requests and be lost between steps. So
+`_supports_attention_backend` is not set, and they reject the model.
 """
+_TOKENS = "Keys and values take {:,} bytes per token in bfloat16.\n\n"
+_SERVERS = {"smollm3": "vLLM and SGLang serve", "mamba2": "vLLM serves"}
+
+
+def _state_text(args: ModelArgs) -> str:
+    """Return what decoding holds, if that is more than keys and values."""
+    per_token, per_row = state_bytes(args, 2)
+    sums = f"{args.canon_kernel - 1} sums per channel"
+    sizes = [f"- Canon-{args.canon_set}: {sums}"] if args.canon_set else []
+    sizes += [f"- conv1d: {sums}"] if args.mixer_conv else []
+    if state_size(args):
+        head = f"{args.num_heads} states of {args.key_dim} x {args.value_dim}"
+        sizes.append(f"- recurrence: {head}")
+    tokens = _TOKENS.format(per_token) if per_token else ""
+    text = _STATE.format(row=per_row, sizes="\n".join(sizes), tokens=tokens)
+    return text if sizes else ""
 
 
 def _readme(args: ModelArgs, dtype: str, step: int, *, has_tokenizer: bool) -> str:
     plain, serving = plain_fields(args), _CUSTOM
     if plain is not None:
-        others = "vLLM and SGLang" if args.position == "nope" else "vLLM, SGLang and llama.cpp"
-        serving = f"A standard {plain['architectures'][0]}, without custom code. {others}\n"
-        serving += "serve it like any model of that class.\n"
-    if args.canon_set:
-        channels, reach = sum(args.canon_channels.values()), args.canon_kernel - 1
-        sizes = {"reach": reach, "channels": channels, "kilobytes": 2 * channels * reach / 1000}
-        serving += _CANON.format(sites=", ".join(args.canon_set), **sizes)
+        servers = _SERVERS.get(plain["model_type"], "vLLM, SGLang and llama.cpp serve")
+        serving = f"A standard {plain['architectures'][0]}, without custom code.\n"
+        serving += f"{servers} it like any model of that class.\n"
+    else:
+        serving += _state_text(args)
     if has_tokenizer:
         serving += "\nThe tokenizer adds no BOS, as in training; EOS starts an empty context.\n"
     loads = [("model", "AutoModelForCausalLM"), ("tokenizer", "AutoTokenizer")][: 1 + has_tokenizer]
@@ -261,8 +276,9 @@ def _readme(args: ModelArgs, dtype: str, step: int, *, has_tokenizer: bool) -> s
     lines = [f"from transformers import {', '.join(loader for _, loader in loads)}"]
     loading = "\n    ".join([*lines, *(f"{name} = {loader}.{call}" for name, loader in loads)])
     canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon layers"
+    mixer = f"position {args.position}" if args.mixer == "attention" else f"mixer {args.mixer}"
     return f"""\
-# {args.num_layers} layers of width {args.dim}, position {args.position}, {canon}
+# {args.num_layers} layers of width {args.dim}, {mixer}, {canon}
 
 {num_parameters(args):,} parameters in {dtype}, from step {step:,} of their training.
 

@@ -22,6 +22,7 @@ from canon_pretrain.hf.config import to_ours
 from canon_pretrain.hf.export import DTYPES, RECORD, export
 from canon_pretrain.hf.reading import import_folder
 from canon_pretrain.hf.writing import INDEX, MAX_FILE_BYTES
+from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.run.folder import RunFolder
 from data_prep.planning import train_tokenizer
 from tests import llama_canon
@@ -191,13 +192,18 @@ PLAIN = {
     **dict.fromkeys(("rope", "rope gqa tied"), "LlamaForCausalLM"),
     **dict.fromkeys(("nope", "nope gqa tied"), "SmolLM3ForCausalLM"),
     "rope qk_per_head gqa": "Qwen3ForCausalLM",
+    **dict.fromkeys(("mamba2 conv", "mamba2 k3 conv tied mimetic"), "Mamba2ForCausalLM"),
 }
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_class_of_transformers_loads_an_export(name, tmp_path):
     """A model without Canon needs no code; the logits are equal, and it can be imported again."""
-    model = build(replace(variant(name), rope_theta=500.0))
+    args = variant(name)
+    change = {"rope_theta": 500.0} if args.rope_dim else {"norm_eps": 1e-4}
+    if args.ffn == "none":  # a width of no part
+        change["ffn_dim"] = ModelArgs.ffn_dim
+    model = build(replace(args, **change))
     out = export_model(tmp_path, model)
     assert not list(out.glob("*.py"))
     opened = AutoModelForCausalLM.from_pretrained(out)
@@ -205,6 +211,7 @@ def test_a_class_of_transformers_loads_an_export(name, tmp_path):
     assert type(opened).__module__.startswith("transformers.")
     tokens_BT = random_tokens(model.args, rows=2, num_tokens=24)
     assert (opened(tokens_BT).logits - model(tokens_BT)).abs().max() < 1e-4
+    assert opened.config.max_position_embeddings == model.args.max_seq_len
     opened.save_pretrained(tmp_path / "again")  # as transformers writes the fields
     for folder in (out, tmp_path / "again"):
         found = import_folder(folder, tmp_path / f"back-{folder.name}")

@@ -18,18 +18,21 @@ from transformers import DynamicCache
 
 from canon_pretrain.hf.config import DEFAULTS, OWN, plain_fields, to_fields, to_hf, to_ours
 from canon_pretrain.hf.modeling_canon import LlamaCanonConfig, LlamaCanonForCausalLM
+from canon_pretrain.model.transformer import Transformer
 from tests.hf_exports import export_model, hub_environment
-from tests.variants import VARIANTS, build, random_tokens
+from tests.variants import VARIANTS, build, every_variant, random_tokens, variant
 
 DECODED = ["nope ABCD", "rope A k3 cst relu2 qk_per_head documents", "partial_rope_c ABCD qk_full"]
 DECODED += ["alibi ABCD k3 cst relu2 qk_per_head tied"]
 DECODED += ["h_alibi AC k2 cst standard qk_full gqa documents"]
+DECODED += ["gla_elu A k3 conv gate_rank", "mamba2 AB documents", "mamba2_mlp k3 conv standard"]
+DECODED += ["gdn BD no_res documents", "gdn AC conv"]
 TRAINED = "rope AC no_res act standard_relu2 qk_full gqa tied documents"
 decoded = pytest.mark.parametrize("name", DECODED)
 
 
 def wrapped_model(name, **fields):
-    ours = build(VARIANTS[name]).eval()
+    ours = build(variant(name)).eval()
     model = LlamaCanonForCausalLM(LlamaCanonConfig(**(to_fields(ours.args) | fields))).eval()
     state = {to_hf(n): tensor for n, tensor in ours.state_dict().items()}
     found = model.load_state_dict(state, strict=False)
@@ -105,7 +108,8 @@ def test_a_prompt_in_several_forward_passes(name):
 
 
 @pytest.mark.parametrize("mode", ["eval", "checkpointed"])
-@pytest.mark.parametrize("name", [TRAINED, DECODED[1]])  # cst: the kernels have no gradient
+# cst: the kernels have no gradient
+@pytest.mark.parametrize("name", [TRAINED, DECODED[1], "gla AC conv cst", "mamba2 B", "gdn ABCD"])
 def test_loss_and_gradients(mode, name):
     model, ours = wrapped_model(name)
     if mode == "checkpointed":
@@ -135,14 +139,24 @@ class Wrapped(nn.Module):
         return self.inner(*given)
 
 
+REPLACED = {
+    "nope ABCD k2 no_res act standard documents": {"canonA", "canonC", "mlp.canonD"},
+    "gla AC conv gate_rank": {"self_attn.gk_proj.1", "self_attn.g_proj.0", "self_attn.conv1d"},
+    "mamba2 AB": {"self_attn.in_proj", "self_attn.canonB", "self_attn.norm", "self_attn.out_proj"},
+    "gdn ABCD": {"self_attn.a_proj", "self_attn.b_proj", "self_attn.g_proj", "self_attn.canonB"},
+}
+
+
 @pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("name", REPLACED)
 @torch.no_grad()
-def test_replaced_modules_of_a_layer_are_called_once(use_cache):
-    model, ours = wrapped_model("nope ABCD k2 no_res act standard documents")
+def test_replaced_modules_of_a_layer_are_called_once(name, use_cache):
+    model, ours = wrapped_model(name)
     ids = random_tokens(ours.args, rows=1, num_tokens=12)
     names = [name for name, _ in model.model.layers[1].named_parameters()]
-    places = [name.removesuffix(".weight") for name in names]
-    assert {"canonA", "canonC", "self_attn.canonB", "mlp.canonD"} <= set(places)
+    places = {name.rpartition(".")[0] for name in names if name.endswith((".weight", ".bias"))}
+    assert REPLACED[name] <= places
+    places.discard("self_attn.o_norm")  # only its weight is used
     wrapped = []
     for place in places:
         folder, _, part = place.rpartition(".")
@@ -153,7 +167,16 @@ def test_replaced_modules_of_a_layer_are_called_once(use_cache):
     assert [each.calls for each in wrapped] == [1] * len(places)
 
 
-@pytest.mark.parametrize("name", ["nope ABCD", "nope qk_full gqa tied"])
+@every_variant
+def test_a_new_model_has_the_initial_weights_of_training(args):
+    ours, config = Transformer(args), LlamaCanonConfig(**to_fields(args))
+    ours.init_weights()
+    own = ours.state_dict()
+    for name, tensor in LlamaCanonForCausalLM(config).state_dict().items():
+        assert torch.equal(tensor, own.get(to_ours(name), own["tok_embeddings.weight"])), name
+
+
+@pytest.mark.parametrize("name", ["nope ABCD", "nope qk_full gqa tied", "mamba2 AB tied"])
 @torch.no_grad()
 def test_a_larger_vocabulary(name):
     model, ours = wrapped_model(name)

@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.hf import reading
-from canon_pretrain.hf.config import to_fields, to_hf
+from canon_pretrain.hf.config import to_fields, to_hf, to_ours
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.reading import import_folder, model_toml
 from canon_pretrain.run import config as experiment
@@ -127,6 +128,37 @@ def test_an_import_of_any_variant(args, tmp_path):
     tokens = random_tokens(args, 2, 20)
     with torch.no_grad():
         assert torch.equal(our_logits(found, tokens), model(tokens))
+
+
+NOT_OURS = {
+    "n_groups": 2, "use_bias": True, "use_conv_bias": False, "hidden_act": "gelu", "expand": 3,
+    "rms_norm": False, "norm_before_gate": True, "head_dim": 8, "state_size": 0, "conv_kernel": 1.5,
+    "time_step_limit": [0.0, 0.1], "layer_norm_epsilon": "1e-5", "canon_pretrain": {"mixer": "gla"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_mamba2_of_transformers(tied, tmp_path):
+    """Also with the fields that change nothing; the others are refused by name."""
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4}
+    sizes |= {"head_dim": 8, "state_size": 6, "conv_kernel": 3, "n_groups": 1, "chunk_size": 8}
+    model = Mamba2ForCausalLM(Mamba2Config(**sizes, tie_word_embeddings=tied)).eval()
+    folder = tmp_path / "hf"
+    model.save_pretrained(folder)
+    found = import_folder(folder, tmp_path / "out")
+    weights = whole_state(found.checkpoint)
+    theirs = {to_ours(name): tensor for name, tensor in model.state_dict().items()}
+    assert differences(weights, {name: theirs[name] for name in weights}) == []
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    torch.testing.assert_close(our_logits(found), expected, rtol=1e-4, atol=1e-6)
+    record = (folder / "config.json").read_text()
+    for name, value in ({} if tied else NOT_OURS).items():
+        (folder / "config.json").write_text(json.dumps(json.loads(record) | {name: value}))
+        field = "canon_pretrain.mixer" if name == "canon_pretrain" else name
+        check_refused(folder, "hf.unsupported_field", name=field)
+    (folder / "config.json").write_text(json.dumps(json.loads(record) | {"new_option": 1}))
+    check_refused(folder, "hf.unknown_fields", names=["new_option"])
 
 
 def test_tied_embeddings_with_a_stored_head(tmp_path):

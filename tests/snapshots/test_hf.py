@@ -6,13 +6,13 @@ import pytest
 
 from canon_pretrain.hf.__main__ import main
 from tests.hf_exports import plant_run
-from tests.variants import VARIANTS, build
+from tests.variants import build, variant
 
 
-@pytest.mark.parametrize("name", ["nope ABCD", "rope"])
+@pytest.mark.parametrize("name", ["nope ABCD", "rope", "gla AC conv"])
 def test_output(name, tmp_path, capsys, monkeypatch, snapshot):
     monkeypatch.chdir(tmp_path)
-    plant_run(Path("run"), build(VARIANTS[name]))
+    plant_run(Path("run"), build(variant(name)))
     main(["export", "run", "out", "--no-tokenizer"])
     main(["import", "out", "imported"])
     readme = Path("out", "README.md").read_text()
