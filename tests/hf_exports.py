@@ -43,7 +43,7 @@ def plant_run(
     identity = {f"model.{name}": value for name, value in asdict(model.args).items()}
     RunFolder(folder).write_config({"data": section}, identity)
     checkpoint = folder / "checkpoint" / "step-3"
-    save_no_dist(dict(model.named_parameters()), checkpoint, step=3, kind=kind)
+    save_no_dist(dict(model.state_dict()), checkpoint, step=3, kind=kind)
     return checkpoint
 
 

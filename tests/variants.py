@@ -19,6 +19,12 @@ BASE = ModelArgs(
     vocab_size=40, num_layers=2, dim=32, num_heads=4, ffn_dim=24, max_seq_len=160, eos_id=EOS_ID,
     init="lingua",
 )  # fmt: skip
+
+
+def _mixer(name: str, **changes: Any) -> dict[str, Any]:
+    return {"mixer": name, "position": "nope", **changes}
+
+
 WORDS: dict[str, dict[str, Any]] = {
     **{position: {"position": position} for position in POSITIONS},
     **{canon_set: {"canon_set": canon_set} for canon_set in ("A", "AC", "BD", "ABCD")},
@@ -38,6 +44,18 @@ WORDS: dict[str, dict[str, Any]] = {
     "gqa": {"num_kv_heads": 2},
     "tied": {"tie_embeddings": True},
     "documents": {"document_mask": True},
+    "gla": _mixer("gla"),
+    "gla_elu": _mixer("gla", gla_feature_map="elu"),
+    "mamba2": _mixer("mamba2", ffn="none", state_dim=6),
+    "mamba2_mlp": _mixer("mamba2", state_dim=6),
+    "gdn": _mixer("gated_deltanet", expand_k=0.75, expand_v=1.5),
+    "conv": {"mixer_conv": True},
+    "expand": {"expand_k": 1.0, "expand_v": 2.0},
+    "gate_rank": {"output_gate_rank": 6},
+    "mimetic": {"mimetic_init": True},
+    "moe": {"ffn": "moe", "num_experts": 4, "experts_per_token": 2},
+    "gated_moe": {"ffn": "moe", "num_experts": 3, "moe_gated": True, "num_shared_experts": 2},
+    **{canon_set: {"canon_set": canon_set} for canon_set in ("AB", "B", "ABC")},
 }
 NAMES = (
     """

@@ -124,7 +124,7 @@ _ROPE = {
 # -- parameter names; those the released class does not have are named like similar ones
 
 Pairs = tuple[tuple[str, str], ...]
-"""Our name and the other of modules, and of parameters that are in no module of their own."""
+"""Our name and the other."""
 ENDS: Pairs = (
     ("tok_embeddings", "model.embed_tokens"), ("norm", "model.norm"), ("output", "lm_head"),
 )  # fmt: skip
@@ -139,26 +139,35 @@ BLOCK: Pairs = (
     ("attention.gk.down", "self_attn.gk_proj.0"), ("attention.gk.up", "self_attn.gk_proj.1"),
     ("attention.wa", "self_attn.a_proj"), ("attention.wb", "self_attn.b_proj"),
     ("attention.in_proj", "self_attn.in_proj"), ("attention.out_proj", "self_attn.out_proj"),
-    ("attention.norm", "self_attn.norm"), ("attention.A_log", "self_attn.A_log"),
-    ("attention.dt_bias", "self_attn.dt_bias"), ("attention.D", "self_attn.D"),
+    ("attention.norm", "self_attn.norm"),
     ("ffn_norm", "post_attention_layernorm"), ("canon_c", "canonC"),
     ("feed_forward.w1", "mlp.gate_proj"), ("feed_forward.w3", "mlp.up_proj"),
     ("feed_forward.w2", "mlp.down_proj"), ("feed_forward.canon_d", "mlp.canonD"),
+    ("feed_forward.router.gate", "mlp.gate"),
+    ("feed_forward.shared_experts.w1", "mlp.shared_experts.gate_proj"),
+    ("feed_forward.shared_experts.w3", "mlp.shared_experts.up_proj"),
+    ("feed_forward.shared_experts.w2", "mlp.shared_experts.down_proj"),
 )  # fmt: skip
+BARE: Pairs = (
+    ("attention.A_log", "self_attn.A_log"), ("attention.dt_bias", "self_attn.dt_bias"),
+    ("attention.D", "self_attn.D"), ("feed_forward.router.expert_bias", "mlp.expert_bias"),
+    ("feed_forward.experts.w1", "mlp.experts.gate_proj"),
+    ("feed_forward.experts.w3", "mlp.experts.up_proj"),
+    ("feed_forward.experts.w2", "mlp.experts.down_proj"),
+)  # fmt: skip
+"""Parameters and buffers that are not the weight or bias of a module."""
 
 
-PARAMETERS = ("A_log", "dt_bias", "D")
 _MAMBA2_ENDS: Pairs = (
     *(("tok_embeddings", "backbone.embeddings"), ("norm", "backbone.norm_f")),
     ("output", "lm_head"),
 )
 _MAMBA2_BLOCK: Pairs = (
-    ("attention_norm", "norm"),
-    *(
-        (f"attention.{name}", f"mixer.{name}")
-        for name in ("in_proj", "conv1d", "norm", "out_proj", *PARAMETERS)
-    ),
+    *(("attention_norm", "norm"), ("attention.in_proj", "mixer.in_proj")),
+    *(("attention.conv1d", "mixer.conv1d"), ("attention.norm", "mixer.norm")),
+    ("attention.out_proj", "mixer.out_proj"),
 )
+_MAMBA2_BARE: Pairs = tuple((f"attention.{n}", f"mixer.{n}") for n in ("A_log", "dt_bias", "D"))
 
 
 def to_hf(name: str, kind: str = MODEL_TYPE) -> str:
@@ -173,13 +182,15 @@ def to_ours(name: str) -> str:
 
 def _translate(name: str, kind: str, side: int) -> str:
     layers = ("layers", "backbone.layers" if kind == MAMBA2 else "model.layers")
-    ends, block = (_MAMBA2_ENDS, _MAMBA2_BLOCK) if kind == MAMBA2 else (ENDS, BLOCK)
+    ends, block, bare = ENDS, BLOCK, BARE
+    if kind == MAMBA2:
+        ends, block, bare = _MAMBA2_ENDS, _MAMBA2_BLOCK, _MAMBA2_BARE
     pattern = rf"(?:{re.escape(layers[side])}\.(0|[1-9]\d*)\.)?(.+?)(\.weight|\.bias|\.down|\.up)?"
     if match := re.fullmatch(pattern, name):
         number, module, end = match.groups()
-        is_whole = (end is None) == (module.rpartition(".")[2] in PARAMETERS)
-        for pair in ends if number is None else block:
-            if is_whole and pair[side] == module:
+        pairs = ends if number is None else block
+        for pair in pairs if end else bare:
+            if pair[side] == module:
                 layer = "" if number is None else f"{layers[1 - side]}.{number}."
                 return f"{layer}{pair[1 - side]}{end or ''}"
     raise ValueError(f"{name} is not a parameter of these models")

@@ -31,7 +31,7 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from canon_pretrain.hf import writing
 from canon_pretrain.hf.config import ARCHITECTURE, MODEL_TYPE, plain_fields, to_fields, to_hf
-from canon_pretrain.hf.reading import CONFIG, interleave_orders, meta_parameters
+from canon_pretrain.hf.reading import CONFIG, interleave_orders, meta_weights
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import num_parameters, state_bytes, state_size
@@ -75,7 +75,7 @@ def export(
     run, checkpoint = find_checkpoint(checkpoint)
     weights.check_checkpoint(checkpoint)
     args = model_args_of(run)
-    like = meta_parameters(args)
+    like = meta_weights(args)
     manifest = weights.check_weights(checkpoint, like)
     found, eos_id = _find_tokenizer(run, args, tokenizer, eos, wanted=with_tokenizer)
     facts = read_run(run)

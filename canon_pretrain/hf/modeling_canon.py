@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
 from canon_pretrain.hf.config import (
+    BARE,
     BLOCK,
     DEFAULTS,
     ENDS,
@@ -157,7 +158,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         blocks: Any = core.layers.values()
         self.model.layers = nn.ModuleList(LlamaCanonDecoderLayer(block) for block in blocks)
         for number, layer in enumerate(self.model.layers):
-            self._register_modules(layer.block, layer, BLOCK)
+            self._register_modules(layer.block, layer, BLOCK + BARE)
             core.layers[str(number)] = layer
         self._register_modules(core, self, last)
         if config.tie_word_embeddings:
@@ -178,7 +179,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
     def _register_modules(
         self, owner: nn.Module, root: nn.Module, names: Iterable[tuple[str, str]]
     ) -> None:
-        """Register modules and parameters of `owner` under `root`, by pairs of both names."""
+        """Register what `owner` has of `names`, pairs of both names, under `root`."""
         for ours, theirs in names:
             (*path, name), (*their_path, their_name) = ours.split("."), theirs.split(".")
             inner: Any = owner
@@ -186,14 +187,17 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
                 inner = getattr(inner, each, None)
             part = getattr(inner, name, None)
             is_group = isinstance(part, nn.Module) and any(True for _ in part.children())
-            if not isinstance(part, nn.Module | nn.Parameter) or is_group:
+            if not isinstance(part, nn.Module | Tensor) or is_group:
                 continue
             place: Any = root
             for each in their_path:
                 if not hasattr(place, each):
                     setattr(place, each, _Namespace())
                 place = getattr(place, each)
-            setattr(place, their_name, part)
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                place.register_buffer(their_name, part)
+            else:
+                setattr(place, their_name, part)
             self._parts_by_place.append((inner, name, place, their_name))
 
     def _update_parts(self) -> None:

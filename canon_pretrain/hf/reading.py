@@ -129,7 +129,7 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
     described = lingua.PARAMS if is_lingua else CONFIG
     config = {} if is_lingua else read_json(_file(source, CONFIG), finite=False)
     kind = str(config.get("model_type"))
-    wanted = meta_parameters(args)
+    wanted = meta_weights(args)
     weights: dict[str, Tensor] = {}
     extra: list[str] = []
     for theirs, ours, shape, read in _tensors(source):
@@ -175,11 +175,11 @@ def is_folder(path: Path) -> bool:
     return (path / CONFIG).is_file() and any((path / name).is_file() for name in (ONE_FILE, INDEX))
 
 
-def meta_parameters(args: ModelArgs) -> dict[str, Tensor]:
-    """Return the parameters of the model, in its order, on the meta device."""
+def meta_weights(args: ModelArgs) -> dict[str, Tensor]:
+    """Return the parameters and stored buffers of the model, in order, on the meta device."""
     with torch.device("meta"):
         model = Transformer(replace(args, max_seq_len=1))  # small rotary tables
-    return dict(model.named_parameters())
+    return dict(model.state_dict())
 
 
 def interleave_orders(args: ModelArgs) -> dict[str, Tensor]:
@@ -222,7 +222,7 @@ def model_toml(args: ModelArgs, source: str) -> str:
 
 
 def _training_state(checkpoint: Path, args: ModelArgs) -> dict[str, Any]:
-    if checkpoints.check_weights(checkpoint, meta_parameters(args)).kind != "full":
+    if checkpoints.check_weights(checkpoint, meta_weights(args)).kind != "full":
         text = f"{checkpoint} holds only weights, no optimizer state"
         raise UserError("checkpoint.weights_only", text, path=checkpoint)
     state = {

@@ -277,7 +277,7 @@ def load_model(
         args = architecture.model_args_of(run or architecture.run_of_checkpoint(path))
     with torch.device("meta"):
         model = Transformer(replace(args, max_seq_len=max(args.max_seq_len, max_length)))
-    own = dict(model.named_parameters())
+    own = dict(model.state_dict())
     weights = folder_weights(path, args) if is_exported else read_weights(path, own)
     model.to(dtype)
     model.to_empty(device=device)

@@ -26,7 +26,7 @@ DECODED = ["nope ABCD", "rope A k3 cst relu2 qk_per_head documents", "partial_ro
 DECODED += ["alibi ABCD k3 cst relu2 qk_per_head tied"]
 DECODED += ["h_alibi AC k2 cst standard qk_full gqa documents"]
 DECODED += ["gla_elu A k3 conv gate_rank", "mamba2 AB documents", "mamba2_mlp k3 conv standard"]
-DECODED += ["gdn BD no_res documents", "gdn AC conv"]
+DECODED += ["gdn BD no_res documents", "gdn AC conv", "nope ABC moe"]
 TRAINED = "rope AC no_res act standard_relu2 qk_full gqa tied documents"
 decoded = pytest.mark.parametrize("name", DECODED)
 
@@ -109,7 +109,9 @@ def test_a_prompt_in_several_forward_passes(name):
 
 @pytest.mark.parametrize("mode", ["eval", "checkpointed"])
 # cst: the kernels have no gradient
-@pytest.mark.parametrize("name", [TRAINED, DECODED[1], "gla AC conv cst", "mamba2 B", "gdn ABCD"])
+@pytest.mark.parametrize(
+    "name", [TRAINED, DECODED[1], "gla AC conv cst", "mamba2 B", "gdn ABCD", "moe"]
+)
 def test_loss_and_gradients(mode, name):
     model, ours = wrapped_model(name)
     if mode == "checkpointed":
