@@ -62,6 +62,10 @@ def _apply(overrides: Sequence[str], base: CanonJobConfig) -> CanonJobConfig:
             near = suggestion(f"--{given}", [f"--{name}" for name in known])
             text = f"unknown key --{given}.{near or ' See --help-all'}"
             raise UserError("config.unknown_key", text, given=given)
+    # tyro takes an optional bool as Python writes it only, TOML and our help have it in lower case
+    overrides = [
+        re.sub("(?<![^=])(true|false)$", lambda m: m[0].title(), word) for word in overrides
+    ]
     caught = io.StringIO()
     try:
         with contextlib.redirect_stdout(caught), contextlib.redirect_stderr(caught):

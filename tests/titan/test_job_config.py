@@ -30,6 +30,12 @@ def test_the_command_line_wins_over_the_file():
         parse_job([])
 
 
+@pytest.mark.parametrize("word", ["=false", " false", " False"])
+def test_an_optional_bool_is_written_as_in_toml(word):
+    job = parse_job(["--config", DEBUG, *f"--model.document_mask{word}".split()])
+    assert job.model.document_mask is False
+
+
 def test_defaults_are_the_papers_and_not_torchtitans():
     """Those of rope.toml, which tests/test_train_configs.py compares with the paper."""
     job, paper = CanonJobConfig(), parse_job(["--config", str(ROOT / "train_configs/rope.toml")])
