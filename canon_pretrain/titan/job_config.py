@@ -247,6 +247,10 @@ def shard_degree(job: CanonJobConfig, world_size: int) -> int:
         text = f"parallelism.data_parallel_replicate_degree = {replicas} does not divide "
         text += f"{world_size} ranks. Valid world sizes: {', '.join(map(str, fitting)) or 'none'}"
         raise UserError("config.world_size", text, given=world_size, valid=fitting)
+    if (world_size // replicas) % job.parallelism.expert_parallel_degree:
+        text = f"parallelism.expert_parallel_degree = {job.parallelism.expert_parallel_degree} "
+        text += f"does not divide the {world_size // replicas} ranks of a replica"
+        raise UserError("config.world_size", text, given=world_size)
     return world_size // replicas
 
 
@@ -271,6 +275,7 @@ LIMITS: tuple[tuple[Any, str], ...] = (
     (COUNT, "training.seq_len training.global_batch_size training.local_batch_size"),
     (COUNT, "training.gc_freq checkpoint.interval metrics.log_freq validation.freq"),
     (COUNT, "guards.max_bad_steps parallelism.data_parallel_replicate_degree"),
+    (COUNT, "parallelism.expert_parallel_degree"),
     (SIZE, "lr_scheduler.warmup_steps checkpoint.max_held comm.trace_buf_size"),
     (SIZE, "loss.chunk_tokens data.read_ahead"),
     (AMOUNT, "optimizer.lr optimizer.eps optimizer.weight_decay training.max_norm"),
@@ -297,7 +302,8 @@ UNSUPPORTED = """
     optimizer.early_step_in_backward training.dataset training.dataset_path training.dataloader
     quantize comm.mode experimental parallelism.data_parallel_shard_degree
     parallelism.tensor_parallel_degree parallelism.pipeline_parallel_degree
-    parallelism.context_parallel_degree parallelism.expert_parallel_degree
+    parallelism.context_parallel_degree parallelism.expert_tensor_parallel_degree
+    parallelism.expert_parallel_comm_backend
     checkpoint.create_seed_checkpoint checkpoint.initial_load_in_hf checkpoint.last_save_in_hf
     checkpoint.last_save_model_only checkpoint.load_only checkpoint.exclude_from_loading
     checkpoint.export_dtype checkpoint.initial_load_in_hf_quantized
@@ -388,6 +394,11 @@ def _conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
         yield "run.stop_at", f"run.stop_at = {stop_at}: expected 1 to training.steps = {steps}"
     if stop_at is not None and not checkpoint.enable:
         yield "checkpoint.enable", "run.stop_at requires checkpoint.enable = true"
+    if (degree := job.parallelism.expert_parallel_degree) > 1:
+        args, name = job.model_args, "parallelism.expert_parallel_degree"
+        if args.ffn != "moe" or args.num_experts % degree:
+            experts = args.num_experts if args.ffn == "moe" else 0
+            yield name, f"{name} = {degree} does not divide the model's {experts or 'no'} experts"
     if loss.z_loss and loss.squared_loss:
         yield "loss.squared_loss", "loss.z_loss and loss.squared_loss: set only one"
     if checkpoint.fresh and checkpoint.load_step != -1:

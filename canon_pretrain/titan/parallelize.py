@@ -1,4 +1,4 @@
-"""Prepare a model for training: Canon's backend, torch.compile, FSDP2, initial weights."""
+"""Prepare a model for training: Canon's backend, torch.compile, FSDP2, experts, initial weights."""
 
 import contextlib
 import hashlib
@@ -14,13 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import parallelize_module
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.distributed.expert_parallel import ExpertParallel
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
@@ -34,6 +37,7 @@ from canon_pretrain.kernels.backends import (
     resolve_backend,
 )
 from canon_pretrain.model.init import InitialValue
+from canon_pretrain.model.moe import GroupedExperts
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.job_config import CanonJobConfig
 
@@ -167,6 +171,10 @@ def parallelize(
 ) -> Transformer:
     """Apply activation checkpointing, torch.compile, FSDP2 (unless no dims), to a meta model."""
     check_attention(model, job, device_type)
+    exchanges = parallel_dims is not None and parallel_dims.ep_enabled
+    if parallel_dims is not None and exchanges:
+        for experts in all_experts(model):
+            parallelize_module(experts, parallel_dims.get_mesh("ep"), ExpertExchange())
     compiled = job.compile.enable and "model" in job.compile.components
     if job.activation_checkpoint.mode != "none":
         apply_ac(
@@ -178,12 +186,13 @@ def parallelize(
             base_folder=job.job.dump_folder,
         )
     if compiled:
-        compile_blocks(model, job)
+        compile_blocks(model, job, whole=not exchanges)
     if parallel_dims is None:
         return model
     shard(
         model,
         fsdp_mesh(parallel_dims),
+        experts_mesh=fsdp_mesh(parallel_dims, of_experts=True) if exchanges else None,
         param_dtype=TORCH_DTYPE_MAP[job.training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[job.training.mixed_precision_reduce],
         cpu_offload=job.training.enable_cpu_offload,
@@ -192,12 +201,18 @@ def parallelize(
     return model
 
 
-def compile_blocks(model: Transformer, job: CanonJobConfig) -> None:
-    """Compile each block like torchtitan's `apply_compile`, with inductor options for Canon."""
+def compile_blocks(model: Transformer, job: CanonJobConfig, *, whole: bool = True) -> None:
+    """Compile each block like torchtitan's `apply_compile`, with inductor options for Canon.
+
+    If not `whole`, its attention only: what ranks exchange has sizes that a graph cannot know.
+    """
     backend, options = job.compile.backend, {}
     if backend == "inductor":
         options = compile_options(device_type, model.canon_backend)
     for name, block in model.layers.named_children():
+        if not whole:
+            block.attention.compile(backend=backend, fullgraph=True, options=options)
+            continue
         compiled: Any = torch.compile(block, backend=backend, fullgraph=True, options=options)
         model.layers.register_module(name, compiled)
     logger.info("Compiling each TransformerBlock with torch.compile")
@@ -218,15 +233,42 @@ def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> Non
         raise UserError("attention.unsupported", text, shared=True, selected=way)
 
 
-def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
+def fsdp_mesh(parallel_dims: ParallelDims, *, of_experts: bool = False) -> DeviceMesh:
     """Return the mesh to shard over, also for a single rank, where torchtitan has none."""
+    kind, name = ("sparse", "efsdp") if of_experts else ("dense", "fsdp")
     if parallel_dims.dp_replicate > 1:
         if not parallel_dims._meshes:
             parallel_dims.build_mesh()
         # get_mesh() fails for replicas of a single rank
-        return parallel_dims._global_meshes["dense"]["dp_replicate", "fsdp"]
-    mesh = parallel_dims.get_optional_mesh("fsdp")
-    return mesh or init_device_mesh(device_type, (1,), mesh_dim_names=("fsdp",))
+        return parallel_dims._global_meshes[kind]["dp_replicate", name]
+    mesh = parallel_dims.get_optional_mesh(name)
+    return mesh or init_device_mesh(device_type, (1,), mesh_dim_names=(name,))
+
+
+def all_experts(module: nn.Module) -> list[GroupedExperts]:
+    return [each for each in module.modules() if isinstance(each, GroupedExperts)]
+
+
+class ExpertExchange(ExpertParallel):
+    """torchtitan's ExpertParallel without its sorting kernel, which needs a GPU and pads."""
+
+    def _token_dispatch(
+        self, mod: nn.Module, inputs: tuple[Tensor, Tensor], device_mesh: DeviceMesh
+    ) -> tuple[Tensor, Tensor]:
+        """Return all ranks' tokens of this rank's experts, sorted by expert, and their numbers."""
+        x_SD, count_E = inputs
+        group, degree = device_mesh.get_group(), device_mesh.size()
+        with torch.no_grad():
+            # of each rank, for each of this rank's experts
+            received_RE = all_to_all_single(count_E, None, None, group).view(degree, -1)
+            self.input_splits = count_E.view(degree, -1).sum(dim=1).tolist()
+            self.output_splits = received_RE.sum(dim=1).tolist()
+        x_SD = all_to_all_single_autograd(x_SD, self.output_splits, self.input_splits, group)
+        expert_RE = torch.arange(received_RE.shape[1], device=x_SD.device).expand_as(received_RE)
+        expert_S = expert_RE.flatten().repeat_interleave(received_RE.flatten())
+        self.permuted_indices = expert_S.argsort(stable=True)
+        self.input_shape = (len(x_SD) + 1, x_SD.shape[1])  # _token_combine drops one row of padding
+        return x_SD[self.permuted_indices], received_RE.sum(dim=0)
 
 
 def shard(
@@ -237,10 +279,12 @@ def shard(
     reduce_dtype: torch.dtype = torch.float32,
     cpu_offload: bool = False,
     policy: str = "default",
+    experts_mesh: DeviceMesh | None = None,
 ) -> None:
     """Apply FSDP2 over `mesh`, in place; units: embedding, each block, norm with output.
 
     A tied embedding is used first and last in a step, so it and the norm belong to the root unit.
+    `experts_mesh`: the ranks with the same experts, which are then units of their own.
     """
     check_choice("parallelism.fsdp_reshard_after_forward", policy, ("default", "never", "always"))
     options: dict[str, Any] = {
@@ -252,6 +296,9 @@ def shard(
     units: list[nn.Module] = list(model.layers.values())
     if model.output is not None:
         units.insert(0, model.tok_embeddings)
+    for experts in all_experts(model) if experts_mesh is not None else []:
+        own = options | {"mesh": experts_mesh}
+        fully_shard(experts, **own, reshard_after_forward=policy != "never")
     for unit in units:
         fully_shard(unit, **options, reshard_after_forward=policy != "never")
     anew = policy == "always"
@@ -268,14 +315,23 @@ def shard(
 @torch.no_grad()
 def clip_gradients(parameters: list[Tensor], max_norm: float) -> Tensor:
     """Clip the gradients' total norm; return the norm before clipping, equal on all ranks."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-    if isinstance(norm, DTensor):
-        mesh, norm = norm.device_mesh, norm.full_tensor()
-        if mesh.ndim > 1:  # average over replicas, so that all skip the same steps
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}  # an operator's tensors are of one mesh
+    for parameter in parameters:
+        if (grad := parameter.grad) is not None:
+            mesh = grad.device_mesh if isinstance(grad, DTensor) else None
+            groups.setdefault(mesh, []).append(parameter)
+    norms = []
+    for mesh, group in groups.items():
+        norm = torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        if mesh is not None and mesh.ndim > 1:  # average over replicas: all skip the same steps
             dist.all_reduce(norm, group=mesh.get_group(0))
             norm /= mesh.size(0)
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+        norms.append(norm)
+    norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+    for group in groups.values():
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm, foreach=True)
     return norm
 
 
