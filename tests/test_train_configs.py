@@ -1,16 +1,20 @@
 """Every experiment parses, builds, states only what it changes, and marks what is assumed."""
 
+import math
 import re
 import tomllib
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
-from canon_pretrain.model.args import CHOICES, POSITIONS, ROTARY, ModelArgs
-from canon_pretrain.model.counts import num_parameters
-from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.model.args import CHOICES, ROTARY, ModelArgs
+from canon_pretrain.model.counts import layer_parameters, num_parameters, state_size
+from canon_pretrain.model.init import initial_value
+from canon_pretrain.model.transformer import Transformer, TransformerBlock
 from canon_pretrain.run.config import Loss, build, merge, read_experiment
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig, check_job
@@ -120,26 +124,125 @@ def test_the_other_runs_of_the_specification():
     assert (small.position, small.canon_set, small.qk_norm) == ("nope", "A", "per_head")
 
 
-def test_the_readmes_table_is_true():
-    """Each row has the stated size on top of 1.3B Llama(RoPE); every choice has a row."""
+@cache
+def variants():
+    """Return (name, ModelArgs, cells after them) of each row of the tables of variants."""
     text = (ROOT / "canon_pretrain" / "README.md").read_text()
-    table = text.partition("| the paper's row |")[2].partition("\n\n")[0]
-    base, seen = read_experiment(FOLDER / "rope.toml"), list[ModelArgs]()
-    for line in table.splitlines()[2:]:
-        name, _, toml, count = (cell.strip() for cell in line.strip("|").split("|"))
-        model = tomllib.loads("\n".join(re.findall("`([^`]+)`", toml)))
-        job = build(CanonJobConfig, merge(base, {"model": model}), source=name)
-        check_job(job)
-        assert num_parameters(job.model_args) == int(count.replace(",", "")), name
-        assert job.model_args not in seen, name
-        seen.append(job.model_args)
-    assert {args.position for args in seen} == set(POSITIONS)
-    assert {(args.ffn, args.ffn_activation) for args in seen} == {
-        (ffn, activation) for ffn in CHOICES["ffn"] for activation in CHOICES["ffn_activation"]
+    rows = []
+    for base, table in zip(("rope", "nope"), text.split("| the paper's row |")[1:], strict=True):
+        experiment = read_experiment(FOLDER / f"{base}.toml")
+        for line in table.partition("\n\n")[0].splitlines()[2:]:
+            name, _, toml, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            model = tomllib.loads("\n".join(re.findall("`([^`]+)`", toml)))
+            job = build(CanonJobConfig, merge(experiment, {"model": model}), source=name)
+            check_job(job)
+            rows.append((name, job.model_args, cells))
+    return rows
+
+
+def test_the_readmes_tables_are_true():
+    """Each row has the stated size, as the model built with two layers; every choice has a row."""
+    seen = list[ModelArgs]()
+    for name, args, (count, *per_layer) in variants():
+        assert num_parameters(args) == int(count.replace(",", "")), name
+        for cell in per_layer:
+            assert cell == f"{layer_parameters(args) / args.dim**2:.3f} D^2", name
+        assert args not in seen, name
+        seen.append(args)
+        two = replace(args, num_layers=2)
+        with torch.device("meta"):
+            assert sum(p.numel() for p in Transformer(two).parameters()) == num_parameters(two)
+    for option in ("position", "mixer", "ffn", "canon_filter", "gla_feature_map"):
+        assert {getattr(args, option) for args in seen} == set(CHOICES[option]), option
+    assert {(args.ffn, args.ffn_activation) for args in seen} >= {
+        (ffn, activation)
+        for ffn in ("gated", "standard")
+        for activation in CHOICES["ffn_activation"]
     } - {("gated", "gelu")}
     options = "canon_residual canon_activation canon_trainable canon_kernel qk_norm num_kv_heads "
+    options += "mixer_conv mimetic_init output_gate_rank "
     for option in f"{options} tie_embeddings document_mask".split():
         assert len({getattr(args, option) for args in seen}) > 1, option
+
+
+# Parameters of a layer with d = 2048: a d^2 + b d + c. Appendix C, F = 5504 where it says 8d/3.
+MATRICES = {
+    ("attention", "gated"): (4 + 3 * 2.6875, 2, 0),
+    ("attention", "moe"): (4 + 2 * 32, 2 + 32, 0),
+    ("gla", "gated"): (0.5 + 0.5 + 1 + 1 + 1 + 3 * 2.6875, 2 + 16 * 1.5 + 0.5 + 0.25, 0),
+    ("mamba2", "none"): (6, 144 + 1 + 2, 3 * 16),
+    ("mamba2", "gated"): (6 + 6, 144 + 2 + 2, 3 * 16),
+    ("gated_deltanet", "gated"): (6 + 6, 2 + 2 * 12, 2 * 12 + 256),
+}
+
+
+def test_counts_are_those_of_appendix_c():
+    """Section 7: Canon-B of Mamba2 has 4d + 144 channels; its conv1d has 2d + 128 and biases."""
+    d, checked = 2048, set()
+    for name, args, _ in variants():
+        kind = args.mixer, args.ffn
+        usual = args.qk_norm == "none" and not args.bias and args.canon_filter == "static"
+        if kind not in MATRICES or "release" in name or not usual or args.num_kv_heads:
+            continue
+        a, b, c = MATRICES[kind]
+        qkv = {"attention": 3 * d, "gla": 2 * d, "mamba2": 4 * d + 144, "gated_deltanet": 3 * d}
+        channels = {"A": d, "B": qkv[args.mixer], "C": d, "D": 2 * args.ffn_dim}
+        conv = 5 * (2 * d + 128) if args.mixer == "mamba2" else 4 * qkv[args.mixer]
+        layer = a * d**2 + b * d + c + conv * args.mixer_conv
+        layer += args.canon_kernel * sum(channels[site] for site in args.canon_set)
+        ends = (1 if args.tie_embeddings else 2) * 32000 * d + d
+        assert num_parameters(args) == ends + args.num_layers * layer, name
+        checked.add(kind)
+    assert checked == set(MATRICES)
+
+
+# The release's 48 recipes (facebookresearch/PhysicsLM4, canon_linear_recipes): 3, 3 and 2 learning
+# rates of each size, with and without Canon-ACD. Layers, d, heads, F, vocabulary:
+RECIPES = {
+    "1B": (24, 2048, 16, 4096, 32000),
+    "3B": (26, 3072, 24, 6144, 32000),
+    "8B": (32, 4096, 32, 9472, 128256),
+}
+
+
+@pytest.mark.parametrize("size", RECIPES)
+@pytest.mark.parametrize("mixer", ["gla", "gated_deltanet", "mamba2"])
+def test_the_releases_recipes_can_be_expressed(mixer, size):
+    """Shapes from the recipes' numbers: head_dim 128, expand_v 2, gates of rank 16, state 128."""
+    num_layers, d, heads, ffn_dim, vocab_size = RECIPES[size]
+    given: dict[str, Any] = {"mixer": mixer, "mixer_conv": True, "position": "nope"}
+    given |= {"num_layers": num_layers, "dim": d, "num_heads": heads}
+    given |= {"ffn_dim": ffn_dim, "vocab_size": vocab_size}
+    shapes = {"wq.weight": (d, d), "wk.weight": (d, d), "wv.weight": (2 * d, d)}
+    shapes |= {"wo.weight": (d, 2 * d), "o_norm.weight": (256,), "conv1d.weight": (4 * d, 1, 4)}
+    shapes |= {"wg.down.weight": (16, d), "wg.up.weight": (2 * d, 16), "wg.up.bias": (2 * d,)}
+    if mixer == "gla":
+        shapes |= {"gk.down.weight": (16, d), "gk.up.weight": (d, 16), "gk.up.bias": (d,)}
+    elif mixer == "gated_deltanet":
+        shapes |= {"wa.weight": (heads, d), "wb.weight": (heads, d)}
+        shapes |= {"A_log": (heads,), "dt_bias": (heads,)}
+    else:
+        given |= {"state_dim": 128}
+        channels = 2 * d + 256
+        shapes = {"in_proj.weight": (2 * d + channels + heads, d), "out_proj.weight": (d, 2 * d)}
+        shapes |= {"conv1d.weight": (channels, 1, 4), "conv1d.bias": (channels,)}
+        shapes |= dict.fromkeys(("A_log", "dt_bias", "D"), (heads,)) | {"norm.weight": (2 * d,)}
+    if mixer != "mamba2":
+        given |= {"expand_k": 1.0, "expand_v": 2.0, "output_gate_rank": 16}
+    args = ModelArgs(**given)
+    with torch.device("meta"):
+        block = TransformerBlock(args, None, None)
+    assert {k: tuple(p.shape) for k, p in block.attention.named_parameters()} == shapes
+    layer = sum(map(math.prod, shapes.values())) + 3 * d * ffn_dim + 2 * d
+    assert num_parameters(args) == num_layers * layer + (2 * vocab_size + 1) * d
+    canon = num_parameters(replace(args, canon_set="ACD")) - num_parameters(args)
+    assert canon == num_layers * 4 * (2 * d + 2 * ffn_dim)
+    assert state_size(args) == 256 * d  # the release's table
+    if mixer == "gla" and size == "1B":  # the deviation of one matrix: sqrt(0.02) / 16^(1/4) each
+        for name in ("wg.down", "gk.up"):
+            shape = torch.Size(shapes[f"{name}.weight"])
+            value = initial_value(args, f"layers.0.attention.{name}.weight", shape)
+            assert value.scale == pytest.approx(0.02**0.5 / 2)
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=name_of)

@@ -15,31 +15,39 @@ FLOPS_FORMULA = "PaLM's formula, 6(N - embeddings) + 12LHKT, causality not halve
 
 def num_parameters(args: ModelArgs) -> int:
     """Return N, the parameters of `Transformer(args)`, in closed form; those of cst-Canon too."""
-    return _num_parameters(args, args.num_experts)
+    ends = (1 if args.tie_embeddings else 2) * args.vocab_size * args.dim
+    return ends + _norm_parameters(args) + args.num_layers * layer_parameters(args)
 
 
 def active_parameters(args: ModelArgs) -> int:
     """Return the parameters that one token is computed with: of its own experts only."""
-    return _num_parameters(args, args.experts_per_token)
+    idle = args.num_experts - args.experts_per_token if args.ffn == "moe" else 0
+    return num_parameters(args) - args.num_layers * idle * _expert_parameters(args)
 
 
-def _num_parameters(args: ModelArgs, experts: int) -> int:
-    has_norm_bias = args.bias and args.norm == "layernorm"
+def layer_parameters(args: ModelArgs) -> int:
+    """Return the parameters of one block."""
     norms = 1 if args.ffn == "none" else 2
-    layer = _mixer_parameters(args) + norms * args.dim * (1 + has_norm_bias)
+    layer = _mixer_parameters(args) + norms * _norm_parameters(args)
     taps = sum(args.canon_channels.values()) * args.canon_kernel
     layer += taps
     if args.canon_filter == "dynamic":
         layer += DYNAMIC_RANK * (taps + args.dim * sum(args.canon_parts.values()))
     if args.ffn == "moe":
-        expert = (3 if args.moe_gated else 2) * args.dim * args.ffn_dim
-        layer += args.dim * args.num_experts + (experts + args.num_shared_experts) * expert
+        experts = args.num_experts + args.num_shared_experts
+        layer += args.dim * args.num_experts + experts * _expert_parameters(args)
     elif args.ffn != "none":
         layer += args.dim * (args.ffn_in_dim + args.ffn_dim)
         layer += args.bias * (args.ffn_in_dim + args.dim)
-    ends = (1 if args.tie_embeddings else 2) * args.vocab_size * args.dim
-    ends += args.dim * (1 + has_norm_bias)
-    return ends + args.num_layers * layer
+    return layer
+
+
+def _norm_parameters(args: ModelArgs) -> int:
+    return args.dim * (1 + (args.bias and args.norm == "layernorm"))
+
+
+def _expert_parameters(args: ModelArgs) -> int:
+    return (3 if args.moe_gated else 2) * args.dim * args.ffn_dim
 
 
 def _mixer_parameters(args: ModelArgs) -> int:
@@ -56,7 +64,7 @@ def _mixer_parameters(args: ModelArgs) -> int:
         return dim * (sum(args.mixer_parts) + inner) + 3 * heads + inner + conv
     k_dim, _, v_dim = args.mixer_parts
     rank = args.output_gate_rank
-    gate = rank * (dim + v_dim) if rank else dim * v_dim
+    gate = rank * (dim + v_dim) + v_dim if rank else dim * v_dim
     number = dim * (2 * k_dim + 2 * v_dim) + gate + args.value_dim + conv
     if args.mixer == "gla":
         return number + DECAY_RANK * (dim + k_dim) + k_dim

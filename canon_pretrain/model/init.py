@@ -112,8 +112,9 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
     Norm gains: 1. Recurrences: as in flash-linear-attention and transformers. All others are
     matrices [.., out, in]: N(0, 0.02) with `paper`; with `lingua` std in^-1/2 (D^-1/2, and F^-1/2
     for w2) cut at 3 sigma. Mamba2's with `paper` are those of transformers 4.47, which the paper's
-    code requires: U(-in^-1/2, in^-1/2), and N(0, 0.1) for the embedding. Raises ValueError for an
-    unknown name.
+    code requires: U(-in^-1/2, in^-1/2), and N(0, 0.1) for the embedding. With
+    `output_gate_rank`, both low-rank products have the deviation 0.02 of one matrix, as the
+    release's. Raises ValueError for an unknown name.
     """
     name = plain_name(name)
     value = partial(InitialValue, name, torch.Size(shape), args.init_seed)
@@ -140,6 +141,8 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
         is_embedding = module == "tok_embeddings"
         law = ("normal", MAMBA_STD) if is_embedding else ("uniform", shape[-1] ** -0.5)
         return value(*law)
+    if args.output_gate_rank and module in ("down", "up"):
+        return value("normal", (PAPER_STD * min(shape) ** -0.5) ** 0.5)
     return value("normal", PAPER_STD)
 
 

@@ -24,12 +24,12 @@ L2_NORM_EPS = 1e-6
 
 
 class LowRank(nn.Module):
-    """up(down(x)), through `rank` channels."""
+    """up(down(x)) through `rank` channels, with a bias after it."""
 
-    def __init__(self, width: int, rank: int, out_width: int, *, bias: bool = False) -> None:
+    def __init__(self, width: int, rank: int, out_width: int) -> None:
         super().__init__()
         self.down = nn.Linear(width, rank, bias=False)
-        self.up = nn.Linear(rank, out_width, bias=bias)
+        self.up = nn.Linear(rank, out_width)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.up(self.down(x))
@@ -102,7 +102,7 @@ class GLA(GatedRecurrence):
 
     def __init__(self, args: ModelArgs, *backends: str) -> None:
         super().__init__(args, *backends)
-        self.gk = LowRank(args.dim, DECAY_RANK, args.mixer_parts[0], bias=True)
+        self.gk = LowRank(args.dim, DECAY_RANK, args.mixer_parts[0])
         self.elu = args.gla_feature_map == "elu"
 
     def recur(
