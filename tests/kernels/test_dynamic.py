@@ -89,8 +89,8 @@ def test_no_taps_are_saved_for_backward(compiles):
     if compiles:
         torch.compiler.reset()
         function = torch.compile(function, backend="aot_eager_decomp_partition", fullgraph=True)
-    weight_bytes = inputs[2].nbytes
-    assert saved_bytes(function, inputs, **options) <= weight_bytes + inputs[1].nbytes
+    # z and the weight, in other layouts
+    assert saved_bytes(function, inputs, **options) < inputs[0].nbytes
     assert saved_bytes(by_loops, inputs, **options) > 4 * inputs[0].nbytes
 
 
