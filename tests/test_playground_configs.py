@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from canon_pretrain.model.args import flavor
-from canon_pretrain.model.counts import num_parameters
+from canon_pretrain.model.args import fill_sizes, flavor
+from canon_pretrain.model.counts import layer_parameters, num_parameters
 from canon_pretrain.synthetic.tasks import TASKS
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.train import main
@@ -111,3 +111,28 @@ def test_sizes_have_the_papers_parameters(size):
         assert blocks == pytest.approx(12 * layers * dim**2, rel=3e-3)
         canon = num_parameters(dataclasses.replace(args, canon_set="ABCD")) - num_parameters(args)
         assert size != "12L768D" or 0.004 < canon / blocks < 0.0045
+
+
+# Parameters of the blocks over those of Llama's, measured; section 3 and appendix C: l layers, or
+# 2 l without feed-forward, and 4, 16 or 12 heads at every size.
+LINEAR = {
+    "gla": ({}, 1, 4, (1.003, 1.004)),
+    "mamba2": ({}, 2, 16, (1.034, 1.050)),
+    "mamba2(mlp)": ({"ffn": "gated"}, 1, 16, (1.017, 1.025)),
+    "gated_deltanet": ({}, 1, 12, (1.004, 1.005)),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_models_have_the_sizes_of_llama(name, size):
+    own, depth, heads, (low, high) = LINEAR[name]
+    base, (layers, dim) = flavor(size), SIZES[size]
+    given = fill_sizes(base, {"mixer": name.removesuffix("(mlp)"), **own})
+    args = dataclasses.replace(base, **given)
+    assert (args.num_layers, args.dim, args.num_heads) == (depth * layers, dim, heads)
+    blocks = depth * layers * layer_parameters(args)
+    ratio = blocks / (layers * layer_parameters(base))
+    assert low <= round(ratio, 3) <= high
+    matrices = 6 if args.ffn == "none" else 12
+    assert layer_parameters(args) == pytest.approx(matrices * dim**2, rel=0.06)

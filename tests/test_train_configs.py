@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Mamba2Config
 
 from canon_pretrain.model.args import CHOICES, ROTARY, ModelArgs
 from canon_pretrain.model.counts import layer_parameters, num_parameters, state_size
@@ -100,6 +100,36 @@ def test_the_1b3_runs_differ_in_the_architecture_alone(name, position, canon_set
         other = job_of(f"slimpajama_{name}")
         assert other.data.path == "data/slimpajama" and other.model_args == args
         assert all(getattr(other, part) == getattr(job, part) for part in same if part != "data")
+
+
+@pytest.mark.parametrize(
+    ("name", "mixer", "canon_set", "conv", "sizes"),
+    [
+        ("gla", "gla", "", False, (24, 4, 5504)),
+        ("gla_canon", "gla", "ABCD", False, (24, 4, 5504)),
+        ("mamba2", "mamba2", "", True, (48, 16, 0)),
+        ("mamba2_noconv", "mamba2", "", False, (48, 16, 0)),
+        ("mamba2_canon", "mamba2", "AB", False, (48, 16, 0)),
+        ("mamba2_mlp", "mamba2", "", True, (24, 16, 4096)),
+        ("mamba2_mlp_canon", "mamba2", "ABCD", False, (24, 16, 4096)),
+        ("gated_deltanet", "gated_deltanet", "", True, (24, 12, 4096)),
+        ("gated_deltanet_canon", "gated_deltanet", "ABCD", False, (24, 12, 4096)),
+    ],
+)
+def test_the_linear_runs_are_those_of_figure_17(name, mixer, canon_set, conv, sizes):
+    """On both corpora; they differ from Llama's in the architecture alone."""
+    jobs, llama = (job_of(name), job_of(f"slimpajama_{name}")), job_of("nope")
+    args = jobs[0].model_args
+    found = args.mixer, args.canon_set, args.mixer_conv, args.canon_residual, args.init
+    assert found == (mixer, canon_set, conv, True, "paper")
+    ffn_dim = 0 if args.ffn == "none" else args.ffn_dim
+    assert (args.dim, args.num_layers, args.num_heads, ffn_dim) == (2048, *sizes)
+    assert [job.data.path for job in jobs] == ["data/fineweb_edu", "data/slimpajama"]
+    for job in jobs:
+        training = replace(job.training, local_batch_size=llama.training.local_batch_size)
+        assert job.model_args == args and training == llama.training
+        for part in ("optimizer", "lr_scheduler", "loss"):
+            assert getattr(job, part) == getattr(llama, part)
 
 
 def test_the_other_runs_of_the_specification():
@@ -251,7 +281,7 @@ def test_it_builds_with_the_norms_eps_and_rope_theta_written(path):
     job, name = job_of(name_of(path)), name_of(path)
     model, args = read_experiment(path)["model"], job.model_args
     with torch.device("meta"):
-        Transformer(args)
+        Transformer(replace(args, num_layers=1))
     assert job.job.description != "default job"
     if name in ("debug", "quickstart"):
         assert args.norm_eps == 1e-5  # as their golden losses
@@ -259,12 +289,16 @@ def test_it_builds_with_the_norms_eps_and_rope_theta_written(path):
     rotates = args.position in ROTARY
     assert "norm_eps" in model and ("rope_theta" in model or not rotates)
     is_papers = not name.startswith(("tiny/", "playground/tiny/", "custom", "released"))
-    assert args.norm_eps == (LlamaConfig().rms_norm_eps if is_papers else 1e-5)
+    papers = Mamba2Config().layer_norm_epsilon if args.mixer == "mamba2" else 1e-6
+    assert LlamaConfig().rms_norm_eps == 1e-6  # and of flash-linear-attention's configs
+    assert args.norm_eps == (papers if is_papers else 1e-5)
     assert args.rope_theta == 10000
 
 
 STATED = {
     "base/1b3": "flavor vocab_size seq_len global_batch_size steps name lr beta1 beta2 eps",
+    "base/linear": "position canon_set",
+    "mamba2": "mixer",
     "released_1b": "flavor position qk_norm norm_eps init global_batch_size local_batch_size steps "
     "lr beta2 eps weight_decay warmup_steps min_lr_factor squared_loss",
     "playground/base/playground": "flavor position canon_set mixed_precision_param name beta1 "
