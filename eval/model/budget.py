@@ -18,7 +18,7 @@ from pydantic import Field
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.model.cache import Cache
-from canon_pretrain.model.counts import state_bytes
+from canon_pretrain.model.counts import state_bytes, state_size
 from eval.model.lm import OUT_OF_MEMORY_HINT, CanonLM, none_if_out_of_memory
 from eval.model.score import Pair, Planner, score_batch
 
@@ -26,9 +26,11 @@ FILE = "batch_tokens.json"
 MIN_TOKENS, MAX_TOKENS, MAX_CPU_TOKENS = 512, 1 << 19, 32768
 MIN_SPEEDUP = 1.05  # of tokens per second, for a doubling to be kept
 ROW_TOKENS = 1024
+# of a row as short as most: a recurrence's state is per row, and the budget is in tokens
+SHORT_ROW = 64
 # generated tokens that are timed, and those of a whole answer, to which the time is scaled
 TRIAL_STEPS, ANSWER_STEPS = 4, 48
-SHARE_OF_MEMORY = 0.125  # of a CPU's memory, for keys, values and logits
+SHARE_OF_MEMORY = 0.125  # of a CPU's memory, for keys, values, states and logits
 
 
 def batch_tokens_for(lm: CanonLM, folder: Path, log: Callable[[str], None]) -> int:
@@ -37,6 +39,7 @@ def batch_tokens_for(lm: CanonLM, folder: Path, log: Callable[[str], None]) -> i
     if lm.ranks.rank == 0 and weight.device.type == "cpu":
         itemsize = weight.element_size()
         per_token = state_bytes(args, itemsize)[0] + 2 * args.vocab_size * itemsize
+        per_token += 4 * args.num_layers * state_size(args) // SHORT_ROW
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         fit = int(SHARE_OF_MEMORY * memory / per_token)
         found = max(MIN_TOKENS, min(MAX_CPU_TOKENS, fit))

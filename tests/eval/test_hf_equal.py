@@ -38,6 +38,10 @@ NAMES = (
     "partial_rope_c ABCD qk_full",
     "nope ABCD k2 no_res act standard documents",
     "rope AC k3 gqa documents",
+    "gla AC conv gate_rank documents",
+    "mamba2 conv",
+    "mamba2_mlp ABC moe",
+    "gdn ABCD",
 )
 OTHERS = [*((name, False) for name in NAMES[1:]), (NAMES[0], True), (NAMES[5], True)]
 others = [pytest.param(*case, marks=pytest.mark.system) for case in OTHERS]

@@ -2,7 +2,10 @@
 
 import functools
 import math
+import os
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,14 +13,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.args import FLAVORS, ModelArgs
 from canon_pretrain.model.transformer import Transformer
-from eval.model.budget import FILE, MAX_TOKENS, find_largest, load_or_find
+from eval.model.budget import (
+    FILE,
+    MAX_TOKENS,
+    batch_tokens_for,
+    find_largest,
+    load_or_find,
+)
 from eval.model.lm import PASS_TOKENS, CanonLM, generation_request, request_cost
+from eval.model.ranks import Ranks
 from eval.model.score import Pair
 from tests.scripted_lm import Bytes, Letters, LimitedMemory, requests
 from tests.support import refused
-from tests.variants import VARIANTS, build
+from tests.variants import build, variant
 
 FEW = (
     "rope standard gqa",
@@ -26,13 +36,16 @@ FEW = (
     "alibi BD k2 act qk_full gqa",
     "h_alibi ABCD k3 no_res cst tied documents",
     "partial_rope_b ABCD cst qk_per_head gqa",
+    "gla AC conv documents",
+    "mamba2 AB",
+    "gdn ABC moe",
 )
 LENGTH = 24
 
 
 @functools.cache
 def model_of(name):
-    return build(VARIANTS[name]).eval()
+    return build(variant(name)).eval()
 
 
 def naive(model, tokens, count):
@@ -111,7 +124,7 @@ def test_the_context_of_choices_is_read_once():
 
 
 def test_nonfinite_logits_are_an_error():
-    model = build(VARIANTS["rope"]).eval()
+    model = build(variant("rope")).eval()
     with torch.no_grad():
         model.tok_embeddings.weight[7] = math.nan
     lm, pairs = CanonLM(model, None, max_length=9), [Pair([5, 6, 8], 1), Pair([5, 7, 8], 1)]
@@ -224,6 +237,15 @@ def test_the_budget_is_found_once_per_model(tmp_path):
     for damage in ("", '{"version": 2, "entries": []}', '{"a": -3}'):
         (tmp_path / FILE).write_text(damage)
         assert found("a", 1002) == found("a", 1003) == 1002
+
+
+def test_a_cpu_budget_counts_the_states_of_short_rows(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 2**26, "SC_PAGE_SIZE": 2**12}.get)
+    args = replace(FLAVORS["1b3"], mixer="gla", position="nope", num_heads=4, num_layers=200)
+    model = SimpleNamespace(args=args, tok_embeddings=SimpleNamespace(weight=torch.empty(0)))
+    tokens = batch_tokens_for(SimpleNamespace(model=model, ranks=Ranks()), tmp_path, print)
+    state, logits = 4 * 4 * 256 * 512 * 200, 2 * 32000 * 4
+    assert tokens == pytest.approx(2**35 / (state / 64 + logits), rel=1e-3)
 
 
 def test_a_gpu_budget_is_doubled():
