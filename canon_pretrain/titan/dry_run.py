@@ -30,12 +30,18 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.cache import window_segments
-from canon_pretrain.model.counts import FLOPS_FORMULA, flops_per_token, num_parameters
+from canon_pretrain.model.counts import (
+    FLOPS_FORMULA,
+    active_parameters,
+    flops_per_token,
+    num_parameters,
+)
 from canon_pretrain.model.transformer import Head, Transformer, TransformerBlock, make_norm
 from canon_pretrain.run.config import Loss, valid_world_sizes
 from canon_pretrain.titan.data import open_shards, open_task
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
+from canon_pretrain.titan.parallelize import all_experts
 from canon_pretrain.titan.spec import head_loss
 
 GIB = 2**30
@@ -94,10 +100,15 @@ def count_memory(
     param_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
     num_shards, micro_batch = shard_degree(job, world_size), micro_batch_size(job, world_size)
     parameters, trained = count_parameters(model)
-    block = sum(p.numel() for p in model.get_submodule("layers.0").parameters())
+    # a rank gathers one in `degree` experts
+    degree, block = job.parallelism.expert_parallel_degree, model.get_submodule("layers.0")
+    elsewhere = sum(p.numel() for each in all_experts(block) for p in each.parameters())
+    elsewhere -= elsewhere // degree
+    gathered_block = count_parameters(block)[0] - elsewhere
     # two blocks, embedding and head are gathered at a time; one block's gradient is float32
     keeps_all = job.parallelism.fsdp_reshard_after_forward == "never"
-    gathered = parameters - (0 if keeps_all else (args.num_layers - 2) * block)
+    gathered = parameters - args.num_layers * elsewhere
+    gathered -= 0 if keeps_all else (args.num_layers - 2) * gathered_block
     weights, shard = (-(-count // num_shards) * dtype.itemsize for count in (parameters, trained))
     saved_block, saved_head = saved_bytes(args, micro_batch, param_dtype, loss)
     tokens = micro_batch * args.max_seq_len
@@ -112,7 +123,7 @@ def count_memory(
         "weights": weights,
         "gradients": shard,
         "optimizer (two moments)": 2 * shard,
-        "gathered by FSDP2": gathered * param_dtype.itemsize + 4 * block,
+        "gathered by FSDP2": gathered * param_dtype.itemsize + 4 * gathered_block,
         "activations": activations,
         "logits and loss": saved_head + logits,
     }
@@ -243,10 +254,11 @@ def make_plans(
 
 def world_sizes(job: CanonJobConfig) -> list[int]:
     """Return the valid world sizes of `job`. Raises UserError if there are none."""
-    replicas = job.parallelism.data_parallel_replicate_degree
-    sizes = valid_world_sizes(job.training.global_batch_size, replicas)
+    layout = job.parallelism
+    step = layout.data_parallel_replicate_degree * layout.expert_parallel_degree
+    sizes = valid_world_sizes(job.training.global_batch_size, step)
     if not sizes:
-        micro_batch_size(job, replicas)
+        micro_batch_size(job, step)
     return sizes
 
 
@@ -288,6 +300,8 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
 def _facts(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
     args, training, plan = job.model_args, job.training, next(iter(plans.values()))
     trained = f", {plan.trained:,} trained" if plan.trained != plan.parameters else ""
+    if (active := active_parameters(args)) != num_parameters(args):
+        trained += f", {active:,} active per token"
     kept, each = plan.checkpoints_kept, plan.checkpoint_bytes
     itemsize = dtype_for(args.vocab_size).itemsize
     where = ", ".join(job.data.folders) or "data.path unset"

@@ -240,17 +240,16 @@ class CanonJobConfig(titan.JobConfig):
 
 
 def shard_degree(job: CanonJobConfig, world_size: int) -> int:
-    """Return the ranks per replica; UserError if the replicas do not divide `world_size`."""
-    replicas, batch = job.parallelism.data_parallel_replicate_degree, job.training.global_batch_size
-    if world_size % replicas:
-        fitting = valid_world_sizes(batch, replicas)
-        text = f"parallelism.data_parallel_replicate_degree = {replicas} does not divide "
-        text += f"{world_size} ranks. Valid world sizes: {', '.join(map(str, fitting)) or 'none'}"
+    """Return the ranks per replica; UserError if the degrees do not divide `world_size`."""
+    layout, batch = job.parallelism, job.training.global_batch_size
+    replicas, degree = layout.data_parallel_replicate_degree, layout.expert_parallel_degree
+    if world_size % (replicas * degree):
+        fitting = valid_world_sizes(batch, replicas * degree)
+        text = f"parallelism.data_parallel_replicate_degree = {replicas} "
+        text += f"times expert_parallel_degree = {degree} " if degree > 1 else ""
+        text += f"does not divide {world_size} ranks. "
+        text += f"Valid world sizes: {', '.join(map(str, fitting)) or 'none'}"
         raise UserError("config.world_size", text, given=world_size, valid=fitting)
-    if (world_size // replicas) % job.parallelism.expert_parallel_degree:
-        text = f"parallelism.expert_parallel_degree = {job.parallelism.expert_parallel_degree} "
-        text += f"does not divide the {world_size // replicas} ranks of a replica"
-        raise UserError("config.world_size", text, given=world_size)
     return world_size // replicas
 
 

@@ -211,7 +211,8 @@ def compile_blocks(model: Transformer, job: CanonJobConfig, *, whole: bool = Tru
         options = compile_options(device_type, model.canon_backend)
     for name, block in model.layers.named_children():
         if not whole:
-            block.attention.compile(backend=backend, fullgraph=True, options=options)
+            attention = block.get_submodule("attention")
+            attention.compile(backend=backend, fullgraph=True, options=options)
             continue
         compiled: Any = torch.compile(block, backend=backend, fullgraph=True, options=options)
         model.layers.register_module(name, compiled)
