@@ -19,7 +19,7 @@ from canon_pretrain.bench.variants import NONE, Log, Result, Variant, Workload
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.model.args import CANON_SITES, ModelArgs
 from canon_pretrain.model.attend import Attend
-from canon_pretrain.model.counts import FLOPS_FORMULA, flops_per_token
+from canon_pretrain.model.counts import flops_formula, flops_per_token
 from canon_pretrain.titan.dry_run import GIB, count_saved
 from canon_pretrain.titan.spec import BareStep, job_of, one_rank
 
@@ -118,7 +118,7 @@ def measure_step(arguments: argparse.Namespace, machine: Machine, log: Log) -> R
         "unit": unit,
         "timed": "forward and backward" if plain or not is_model else "step",
         "attention": Attend(work.args, "auto").describe(machine.device.type),
-        "flops_formula": FLOPS_FORMULA,
+        "flops_formula": flops_formula(work.args),
         "peaks": peaks,
         "unavailable": missing | failed,
         "base": Variant("", "").row() | facts[BASE] | {"other_s": base_s} | speed("", base_s),

@@ -10,7 +10,6 @@ DECAY_RANK = 16
 """Rank of GLA's gate of the decay."""
 DYNAMIC_RANK = 15
 """Rank of what a dynamic Canon filter adds to its taps."""
-FLOPS_FORMULA = "PaLM's formula, 6(N - embeddings) + 12LHKT, causality not halved"
 
 
 def num_parameters(args: ModelArgs) -> int:
@@ -82,8 +81,19 @@ def flops_per_token(args: ModelArgs, seq_len: int) -> int:
     if args.mixer == "attention":
         mixing = 12 * args.num_heads * args.head_dim * seq_len
     else:
-        mixing = (18 if args.mixer == "gated_deltanet" else 12) * state_size(args)
+        mixing = _per_state(args) * state_size(args)
     return 6 * (active_parameters(args) - embedding) + args.num_layers * mixing
+
+
+def flops_formula(args: ModelArgs) -> str:
+    """Return the formula of `flops_per_token`."""
+    if args.mixer == "attention":
+        return "PaLM's formula, 6(N - embeddings) + 12LHKT, causality not halved"
+    return f"6(N - embeddings) + {_per_state(args)}LHKV, a recurrence of states; chunks do more"
+
+
+def _per_state(args: ModelArgs) -> int:
+    return 18 if args.mixer == "gated_deltanet" else 12
 
 
 def state_size(args: ModelArgs) -> int:

@@ -31,10 +31,11 @@ from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.cache import window_segments
 from canon_pretrain.model.counts import (
-    FLOPS_FORMULA,
     active_parameters,
+    flops_formula,
     flops_per_token,
     num_parameters,
+    state_bytes,
 )
 from canon_pretrain.model.transformer import Head, Transformer, TransformerBlock, make_norm
 from canon_pretrain.run.config import Loss, valid_world_sizes
@@ -55,7 +56,7 @@ MIN_COMPILED_FRACTION = 0.64
 CPU_FLOPS_PER_RANK = 3e10
 ADVICE = "training.local_batch_size (it changes no result), use more"
 SUMMARIZED_KEYS = """num_layers num_heads dim ffn_dim vocab_size max_seq_len norm_eps position
-    canon_set qk_norm""".split()
+    mixer canon_set qk_norm""".split()
 SHOWN_WINDOWS = 16
 GPUS = {"a100": (79.2, 312e12), "h100": (79.6, 989e12), "h200": (139.8, 989e12)}
 """Usable memory in GiB and dense bf16 FLOP/s, from the vendor's data sheets."""
@@ -313,16 +314,23 @@ def _facts(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
         data = {"task": f"{windows.task.name}: {', '.join(own)}"}
         data["labels"] = f"{share:.1%} of tokens; ids below {windows.task.vocab_size}"
     settings, defaults = vars(args) | vars(job.loss), vars(ModelArgs()) | vars(Loss())
-    variant = [args.position, f"Canon-{args.canon_set}" if args.canon_set else "no Canon"]
-    variant += [f"QK-norm {args.qk_norm}"]
+    is_attention, sizes = args.mixer == "attention", f"hidden {args.dim}"
+    sizes += f", F {args.ffn_dim}" if args.ffn != "none" else ""
+    variant = [args.position if is_attention else args.mixer]
+    variant += [f"Canon-{args.canon_set}" if args.canon_set else "no Canon"]
+    variant += [f"QK-norm {args.qk_norm}"] if is_attention else []
     for name, value in settings.items():
         if name not in SUMMARIZED_KEYS and value != defaults[name]:
             variant.append(f"{name} = {json.dumps(value)}")
+    per_token, per_row = state_bytes(args, 2)
+    held = [f"{size(per_row)} per sequence"] if per_row else []
+    held += [f"{size(per_token)} per token in bfloat16"] if per_token else []
     return {
-        "model": f"{job.model.flavor}: {args.num_layers} layers, {args.num_heads} heads, hidden "
-        f"{args.dim}, F {args.ffn_dim}, {', '.join(variant)}",
+        "model": f"{job.model.flavor}: {args.num_layers} layers, {args.num_heads} heads, {sizes}, "
+        f"{', '.join(variant)}",
         "parameters": f"{plan.parameters:,}{trained}",
-        "FLOPs per token": f"{_abbreviate(plan.flops_per_token)} by {FLOPS_FORMULA}",
+        "FLOPs per token": f"{_abbreviate(plan.flops_per_token)} by {flops_formula(args)}",
+        "decoding holds": " and ".join(held),
         "steps": f"{training.steps:,} of {plan.tokens // training.steps:,} tokens: "
         f"{_abbreviate(plan.tokens)} tokens",
         "valid world sizes": ", ".join(map(str, world_sizes(job))),

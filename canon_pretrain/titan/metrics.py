@@ -24,7 +24,7 @@ from torchtitan.tools.profiling import maybe_enable_memory_snapshot
 from torchtitan.tools.utils import device_type
 
 from canon_pretrain.model.canon import Canon
-from canon_pretrain.model.counts import FLOPS_FORMULA
+from canon_pretrain.model.counts import flops_formula
 from canon_pretrain.run.background import LiveExports
 from canon_pretrain.run.folder import CANON, DATA, RunFolder
 from canon_pretrain.run.log import RunLog
@@ -119,7 +119,7 @@ class CanonMetrics(MetricsProcessor):
         }
         if has_accelerator():  # a CPU's peak is unknown
             mfu = self.num_flops_per_token * speed / self.gpu_peak_flops
-            fields |= {"mfu": mfu, "mfu_formula": FLOPS_FORMULA}
+            fields |= {"mfu": mfu, "mfu_formula": flops_formula(self.job_config.model_args)}
         fields["data_digests"] = self._global_digests()
         fields["source_tokens"] = self._dataloader.source_tokens
         self.event("step", **fields)

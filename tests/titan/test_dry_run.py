@@ -219,3 +219,12 @@ def test_wrong_options_exit_with_2(code, words, capsys):
         main(["--config", str(CONFIGS / "nope_canon.toml"), *words.split()])
     assert left.value.code == 2
     assert error_codes(capsys.readouterr().err) == [code]
+
+
+def test_a_recurrence_is_planned_by_its_state(capsys):
+    words = "--model.mixer mamba2 --model.canon_set AB --model.position nope --dry_run".split()
+    main(["--config", str(CONFIGS / "playground" / "tiny" / "mano.toml"), *words])
+    printed = capsys.readouterr().out
+    # 4 layers: 16 heads of 64 x 8 float32, and 3 sums of 64 + 400 channels of Canon
+    assert f"{4 * 4 * (16 * 64 * 8 + 3 * (64 + 400)) / 1000:.2f} kB per sequence" in printed
+    assert "12LHKV" in printed and "rope" not in printed
