@@ -1,10 +1,12 @@
 """An independent, slow implementation of the whole model, for tests only.
 
 It shares no code with `canon_pretrain`: loops over documents, heads, tokens and taps, complex
-numbers. Sources: paper sections 4 and 5, appendix C; ALiBi: Press et al. 2022, section 3.
+numbers. Sources: paper sections 4 and 5, appendix C; ALiBi: Press et al. 2022, section 3; GLA:
+arXiv 2312.06635, section 4; Mamba2: 2405.21060, section 7; GatedDeltaNet: 2412.06464, section 3.
 """
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,7 +45,9 @@ def _sequence_logits(cfg: Any, params: dict[str, Tensor], tokens_BT: Tensor) -> 
         x = _norm(cfg, layer, "attention_norm", h)
         if "A" in cfg.canon_set:
             x = canon_by_loops(x, layer["canon_a.weight"], cfg, taps(layer, "canon_a", x))
-        h = h + _attention(cfg, layer, x)
+        h = h + MIXERS[cfg.mixer](cfg, layer, x)
+        if cfg.ffn == "none":
+            continue
         x = _norm(cfg, layer, "ffn_norm", h)
         if "C" in cfg.canon_set:
             x = canon_by_loops(x, layer["canon_c.weight"], cfg, taps(layer, "canon_c", x))
@@ -82,6 +86,18 @@ def canon_by_loops(
     return torch.stack(rows, dim=1)
 
 
+def _canon_of_parts(
+    cfg: Any, layer: dict[str, Tensor], name: str, parts: list[Tensor], x_BTD: Tensor
+) -> list[Tensor]:
+    """Canon on the concatenation of `parts`, which are projections of x."""
+    found, start = [], 0
+    for i, part in enumerate(parts):
+        rows = slice(start, start := start + part.shape[-1])
+        moved = taps(layer, name, x_BTD, i, rows)
+        found.append(canon_by_loops(part, layer[f"{name}.weight"][rows], cfg, moved))
+    return found
+
+
 def _rms(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return gain * x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps)
 
@@ -105,18 +121,7 @@ def _attention(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
         q = _rms(q, layer["attention.q_norm.weight"], cfg.norm_eps)
         k = _rms(k, layer["attention.k_norm.weight"], cfg.norm_eps)
     if "B" in cfg.canon_set:
-        widths = [part.shape[-1] for part in (q, k, v)]
-        weights = layer["attention.canon_b.weight"].split(widths)
-        starts = (0, widths[0], widths[0] + widths[1])
-        q, k, v = (
-            canon_by_loops(
-                part,
-                weights[i],
-                cfg,
-                taps(layer, "attention.canon_b", x, i, slice(starts[i], starts[i] + widths[i])),
-            )
-            for i, part in enumerate((q, k, v))
-        )
+        q, k, v = _canon_of_parts(cfg, layer, "attention.canon_b", [q, k, v], x)
     head_dim = cfg.dim // cfg.num_heads
     kv_heads = cfg.num_kv_heads or cfg.num_heads
     outputs = []
@@ -172,16 +177,124 @@ def _rotate(cfg: Any, x_BTK: Tensor, head: int, num_heads: int) -> Tensor:
     return out
 
 
+def _gla(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
+    """S_t = Diag(a_t) S_{t-1} + k_t^T v_t, o_t = q_t S_t / sqrt(K), a_t = sigmoid(gate)^(1/16)."""
+    q, k, v = _convolved_qkv(cfg, layer, x)
+    if cfg.gla_feature_map == "elu":
+        q, k = (torch.where(part > 0, part + 1, torch.exp(part)) for part in (q, k))
+    gate = _linear(layer, "attention.gk.up", _linear(layer, "attention.gk.down", x))
+    parts = (q, k, v, torch.sigmoid(gate) ** (1 / 16))
+    outputs = []
+    for q, k, v, a in zip(*(part.chunk(cfg.num_heads, -1) for part in parts), strict=True):
+        state, o = torch.zeros_like(_outer(k[:, 0], v[:, 0])), []
+        for t in range(x.shape[1]):
+            state = a[:, t, :, None] * state + _outer(k[:, t], v[:, t])
+            o.append(_read(q[:, t], state) / k.shape[-1] ** 0.5)
+        outputs.append(torch.stack(o, dim=1))
+    return _gated_heads(cfg, layer, x, outputs)
+
+
+def _gated_deltanet(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
+    """S_t = a_t (I - b_t k_t^T k_t) S_{t-1} + b_t k_t^T v_t, o_t = q_t S_t / sqrt(K)."""
+    qkv = _convolved_qkv(cfg, layer, x)
+    if not cfg.mixer_conv:
+        qkv = [_silu(part) for part in qkv]
+    q, k, v = (part.chunk(cfg.num_heads, -1) for part in qkv)
+    steps = _softplus(_linear(layer, "attention.wa", x) + layer["attention.dt_bias"])
+    a = torch.exp(-torch.exp(layer["attention.A_log"]) * steps)
+    b = torch.sigmoid(_linear(layer, "attention.wb", x))
+    outputs = []
+    for h in range(cfg.num_heads):
+        state, o = torch.zeros_like(_outer(k[h][:, 0], v[h][:, 0])), []
+        for t in range(x.shape[1]):
+            q_t, k_t = (part[h][:, t] for part in (q, k))
+            q_t, k_t = (y / torch.sqrt((y * y).sum(-1, keepdim=True) + 1e-6) for y in (q_t, k_t))
+            a_t, b_t = (part[:, t, h, None, None] for part in (a, b))
+            forget = torch.eye(k_t.shape[-1], dtype=x.dtype) - b_t * _outer(k_t, k_t)
+            state = a_t * forget @ state + b_t * _outer(k_t, v[h][:, t])
+            o.append(_read(q_t, state) / k_t.shape[-1] ** 0.5)
+        outputs.append(torch.stack(o, dim=1))
+    return _gated_heads(cfg, layer, x, outputs)
+
+
+def _mamba2(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
+    """S_t = exp(-dt_t exp(A_log)) S_{t-1} + dt_t B_t^T x_t, y_t = C_t S_t + D x_t, per head."""
+    inner, states, heads = 2 * cfg.dim, cfg.state_dim, cfg.num_heads
+    projected = _linear(layer, "attention.in_proj", x)
+    if "B" in cfg.canon_set:
+        (projected,) = _canon_of_parts(cfg, layer, "attention.canon_b", [projected], x)
+    z, xbc, dt = projected.split([inner, inner + 2 * states, heads], dim=-1)
+    if cfg.mixer_conv:
+        xbc = _short_conv(xbc, layer["attention.conv1d.weight"], layer["attention.conv1d.bias"])
+    inputs, b, c = xbc.split([inner, states, states], dim=-1)
+    dt = _softplus(dt + layer["attention.dt_bias"])
+    outputs = []
+    for h, x_head in enumerate(inputs.chunk(heads, -1)):
+        state, y = torch.zeros_like(_outer(b[:, 0], x_head[:, 0])), []
+        for t in range(x.shape[1]):
+            dt_t = dt[:, t, h, None, None]
+            decay = torch.exp(-dt_t * torch.exp(layer["attention.A_log"][h]))
+            state = decay * state + dt_t * _outer(b[:, t], x_head[:, t])
+            y.append(_read(c[:, t], state) + layer["attention.D"][h] * x_head[:, t])
+        outputs.append(torch.stack(y, dim=1))
+    gated = torch.cat(outputs, dim=-1) * _silu(z)
+    gated = _rms(gated, layer["attention.norm.weight"], cfg.norm_eps)
+    return _linear(layer, "attention.out_proj", gated)
+
+
+MIXERS = {
+    "attention": _attention, "gla": _gla, "mamba2": _mamba2, "gated_deltanet": _gated_deltanet,
+}  # fmt: skip
+
+
+def _outer(k: Tensor, v: Tensor) -> Tensor:
+    return k[:, :, None] * v[:, None, :]
+
+
+def _read(q: Tensor, state: Tensor) -> Tensor:
+    return (q[:, :, None] * state).sum(dim=1)
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return torch.log1p(torch.exp(x))
+
+
+def _short_conv(x: Tensor, weight_C1K: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    """silu(conv1d(x)), without residual."""
+    plain = SimpleNamespace(canon_residual=False, canon_activation=False)
+    return _silu(canon_by_loops(x, weight_C1K, plain) + bias)
+
+
+def _convolved_qkv(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> list[Tensor]:
+    """Return q, k and v after Canon-B or the native conv1d, if there is one."""
+    qkv = [_linear(layer, f"attention.{name}", x) for name in ("wq", "wk", "wv")]
+    if "B" in cfg.canon_set:
+        return _canon_of_parts(cfg, layer, "attention.canon_b", qkv, x)
+    if cfg.mixer_conv:
+        weights = layer["attention.conv1d.weight"].split([part.shape[-1] for part in qkv])
+        return [_short_conv(part, w) for part, w in zip(qkv, weights, strict=True)]
+    return qkv
+
+
+def _gated_heads(cfg: Any, layer: dict[str, Tensor], x: Tensor, outputs: list[Tensor]) -> Tensor:
+    """RMSNorm of each head's output, one gain for all, times silu of the output gate."""
+    if cfg.output_gate_rank:
+        gate = _linear(layer, "attention.wg.up", _linear(layer, "attention.wg.down", x))
+    else:
+        gate = _linear(layer, "attention.wg", x)
+    normed = [_rms(o, layer["attention.o_norm.weight"], cfg.norm_eps) for o in outputs]
+    return _linear(layer, "attention.wo", torch.cat(normed, dim=-1) * _silu(gate))
+
+
 def _feed_forward(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
     names = ("w1", "w3") if cfg.ffn == "gated" else ("w1",)
     inner = [_linear(layer, f"feed_forward.{name}", x) for name in names]
     if "D" in cfg.canon_set:
-        weights = layer["feed_forward.canon_d.weight"].split(cfg.ffn_dim)
-        rows = [slice(i * cfg.ffn_dim, (i + 1) * cfg.ffn_dim) for i in range(len(inner))]
-        inner = [
-            canon_by_loops(y, weights[i], cfg, taps(layer, "feed_forward.canon_d", x, i, rows[i]))
-            for i, y in enumerate(inner)
-        ]
+        inner = _canon_of_parts(cfg, layer, "feed_forward.canon_d", inner, x)
     gate = inner[0]
     if cfg.ffn_activation == "relu2":
         y = torch.where(gate > 0, gate * gate, torch.zeros_like(gate))

@@ -80,7 +80,21 @@ partial_rope_c A no_res act qk_full gqa, partial_rope_c AC k3 act relu2 gqa,
 partial_rope_c BD k2 no_res cst relu2 qk_per_head tied documents, partial_rope_c ABCD qk_full,
 partial_rope_c ABCD k3 cst standard_relu2 qk_full tied, partial_rope_c half ABCD k5 qk_full gqa,
 partial_rope_c ABCD gpt2 qk_full gqa documents, nope ABCD bias qk_per_head, alibi AC layernorm,
-rope ABCD dynamic gqa documents, nope BD k3 no_res act dynamic standard qk_full
+rope ABCD dynamic gqa documents, nope BD k3 no_res act dynamic standard qk_full,
+gla AC k3 no_res act cst conv tied gate_rank expand layernorm, gla A act documents relu2,
+gla ABCD k2 no_res cst tied documents gate_rank standard, gla BD dynamic tied,
+gla BD k3 no_res act cst documents expand, gla_elu BD k2 no_res act cst documents expand relu2,
+gla_elu k3 conv tied gate_rank layernorm, gla_elu A tied gate_rank expand standard,
+gla_elu AC k3 no_res conv tied documents gate_rank, gla_elu ABCD k3 no_res cst tied expand,
+mamba2 AB dynamic documents, mamba2 AB k2 no_res act cst tied mimetic layernorm,
+mamba2 B k3 no_res act cst mimetic layernorm, mamba2 AB documents mimetic layernorm,
+mamba2 A k2 act conv tied mimetic layernorm, mamba2 k2 conv layernorm,
+mamba2_mlp A no_res cst conv tied mimetic, mamba2_mlp AC k2 act documents standard,
+mamba2_mlp k3 conv tied documents relu2, mamba2_mlp BD no_res act cst mimetic layernorm,
+mamba2_mlp ABCD k3 no_res act tied documents layernorm, gdn ABCD act standard,
+gdn AC k3 no_res cst conv tied documents gate_rank expand layernorm,
+gdn BD k2 cst tied gate_rank, gdn A k2 no_res act cst tied documents expand,
+gdn k2 conv tied
 """.strip()
     .replace(",\n", ", ")
     .split(", ")
@@ -101,7 +115,7 @@ every_variant = pytest.mark.parametrize("args", VARIANTS.values(), ids=list(VARI
 
 
 def build(args: ModelArgs, **options: Any) -> Transformer:
-    """Return an initialized model with gains not 1, and biases and dynamic filters not 0."""
+    """Return an initialized model with gains not 1, biases and dynamic filters not 0."""
     model = Transformer(args, **options)
     model.init_weights()
     generator = torch.Generator().manual_seed(args.init_seed)
@@ -112,6 +126,8 @@ def build(args: ModelArgs, **options: Any) -> Transformer:
             if name.endswith((".bias", ".up")):  # large filters amplify rounding
                 bound = 0.5 if name.endswith(".bias") else 0.1
                 parameter.uniform_(-bound, bound, generator=generator)
+            if name.endswith((".D", ".A_log", ".dt_bias")):
+                parameter.uniform_(-1.5, 1.5, generator=generator)
     return model
 
 

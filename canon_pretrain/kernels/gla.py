@@ -7,7 +7,7 @@ overflows, no difference loses digits, and a decay of 0 (a document's start) is 
 
 Backward saves the inputs only. With dq and dk, but without what passes between no tokens (the
 diagonal), the gradient of a chunk's log decays is the sum of q dq - k dk over this and later tokens
-and of S dS at the chunk's end.
+and of S dS at the chunk's end. The sum ends before a start, after which it is 0 but for rounding.
 
 Shapes: B batch, T tokens, H heads, K key dim, V value dim, N chunks, C tokens of a chunk,
 Z = N B H, R = B H, P pairs of blocks in a chunk, S tokens of a block (C = 2 P S).
@@ -122,8 +122,11 @@ class _GLA(torch.autograd.Function):
             blocks = d_ZPSS[:, :, :size, :size], d_ZPSS[:, :, size:, size:]
             d_ZPSS = torch.stack(blocks, dim=2).flatten(1, 2)
 
-        change_ZCK = (q_ZCK * dq_ZCK - k_ZCK * dk_ZCK).flip(1).cumsum(1).flip(1)
-        dlog_ZCK = change_ZCK + (end_ZKV * dend_ZKV).sum(-1)[:, None]
+        at_end_Z1K = (end_ZKV * dend_ZKV).sum(-1)[:, None]
+        change_ZCK = torch.cat((q_ZCK * dq_ZCK - k_ZCK * dk_ZCK, at_end_Z1K), dim=1)
+        document_ZC = F.pad(log_decay_ZCK.isneginf().all(-1), (0, 1)).cumsum(1)
+        is_later_ZCC = (document_ZC[:, :-1, None] == document_ZC[:, None]).triu()
+        dlog_ZCK = is_later_ZCC.to(change_ZCK.dtype) @ change_ZCK
         diagonal_ZC1 = d_ZPSS[..., 0]
         dq_ZCK, dk_ZCK = dq_ZCK + diagonal_ZC1 * k_ZCK, dk_ZCK + diagonal_ZC1 * q_ZCK
         parts = zip((dq_ZCK, dk_ZCK, dv_ZCV, dlog_ZCK), inputs, strict=True)

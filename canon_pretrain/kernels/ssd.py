@@ -113,7 +113,11 @@ class _Ssd(torch.autograd.Function):
         dsums = (product.double() * dt[..., None, :]).sum(-1) - dt * (by_source + by_end)
         dsums = dsums + (dc_from_start * k.c).sum(-1) * k.from_start
         at_end = (dt * by_end).sum(-1) + total_BHC.exp() * (before * dafter).sum((-2, -1))
-        dlog = (dsums.flip(-1).cumsum(-1).flip(-1) + at_end[..., None]).masked_fill(k.is_cut, 0)
+        # up to the next cut, after which the sum is 0 but for rounding
+        dsums = dsums + F.pad(at_end[..., None], (dsums.shape[-1] - 1, 0))
+        part = k.is_cut.cumsum(-1)
+        is_later = (part[..., None] == part[..., None, :]).triu()
+        dlog = (is_later * dsums[..., None, :]).sum(-1).masked_fill(k.is_cut, 0)
         ddt = by_source + by_end + dlog * A_H.to(wide)[:, None, None]
         dA_H, dD_H = (dlog * dt).sum((0, 2, 3)), (dy * k.x).sum((0, 2, 3, 4))
         dx_BTHP, ddt_BTH1 = _by_tokens(dx, x_BTHP), _by_tokens(ddt[..., None], dt_BTH[..., None])

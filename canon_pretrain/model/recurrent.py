@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from canon_pretrain.kernels.backends import recurrence
-from canon_pretrain.kernels.compiled import Segments
+from canon_pretrain.kernels.compiled import Segments, sum_dtype
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Mask
 from canon_pretrain.model.cache import Memory, segment_starts
@@ -74,8 +74,9 @@ class GatedRecurrence(nn.Module):
         o_BTHV, state = self.recur(q_BTHK, k_BTHK, v_BTHV, x_own, *past)
         if cache is not None:
             cache.state = state
-        y = F.rms_norm(o_BTHV.float(), o_BTHV.shape[3:], self.o_norm.weight.float(), self.norm_eps)
-        y = y * F.silu(self.wg(x_gate).float()).view_as(y)
+        y, gain = wide(o_BTHV), wide(self.o_norm.weight)
+        y = F.rms_norm(y, y.shape[3:], gain, self.norm_eps)
+        y = y * F.silu(wide(self.wg(x_gate))).view_as(y)
         out: Tensor = self.wo(y.to(o_BTHV.dtype).flatten(-2))
         return out
 
@@ -117,7 +118,7 @@ class GLA(GatedRecurrence):
         """See `GatedRecurrence.recur`."""
         if self.elu:
             q_BTHK, k_BTHK = F.elu(q_BTHK) + 1, F.elu(k_BTHK) + 1
-        log_decay = F.logsigmoid(self.gk(x_own[0]).float()) / DECAY_NORMALIZER
+        log_decay = F.logsigmoid(wide(self.gk(x_own[0]))) / DECAY_NORMALIZER
         scale = q_BTHK.shape[3] ** -0.5
         heads = q_BTHK, k_BTHK, v_BTHV, log_decay.view_as(k_BTHK)
         return self.recurrence(*heads, scale=scale, state=state, starts_BT=starts_BT)
@@ -151,14 +152,19 @@ class GatedDeltaNet(GatedRecurrence):
         if self.conv1d is None:  # which has its own silu
             q_BTHK, k_BTHK, v_BTHV = F.silu(q_BTHK), F.silu(k_BTHK), F.silu(v_BTHV)
         x_a, x_b = x_own
-        g_BTH = F.softplus(self.wa(x_a).float() + self.dt_bias.float())
-        g_BTH = -self.A_log.float().exp() * g_BTH
-        beta_BTH = self.wb(x_b).float().sigmoid()
+        g_BTH = F.softplus(wide(self.wa(x_a)) + wide(self.dt_bias))
+        g_BTH = -wide(self.A_log).exp() * g_BTH
+        beta_BTH = wide(self.wb(x_b)).sigmoid()
         heads = _unit(q_BTHK), _unit(k_BTHK), v_BTHV
         return self.recurrence(*heads, g_BTH, beta_BTH, state=state, starts_BT=starts_BT)
 
 
 def _unit(x_BTHK: Tensor) -> Tensor:
-    """Return x of L2 norm 1 per head, in float32."""
-    x_BTHK = x_BTHK.float()
+    """Return x of L2 norm 1 per head, in `sum_dtype`."""
+    x_BTHK = wide(x_BTHK)
     return x_BTHK * torch.rsqrt(x_BTHK.square().sum(-1, keepdim=True) + L2_NORM_EPS)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return x in `sum_dtype`."""
+    return x.to(sum_dtype(x))
