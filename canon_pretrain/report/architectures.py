@@ -17,7 +17,8 @@ from canon_pretrain.report.items import HELD_OUT
 from canon_pretrain.report.record import SEEDS, RunRecord
 
 LEARNING_RATE = "optimizer.lr"
-LABELED = "position canon_set num_layers dim num_heads"  # in a label before any other field
+# in a label before any other field
+LABELED = "mixer ffn mixer_conv position canon_set num_layers dim num_heads"
 LABEL_FIELDS = tuple(f"model.{name}" for name in LABELED.split())
 
 

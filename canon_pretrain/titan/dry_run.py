@@ -34,6 +34,7 @@ from canon_pretrain.model.counts import (
     active_parameters,
     flops_formula,
     flops_per_token,
+    layer_parameters,
     num_parameters,
     state_bytes,
 )
@@ -50,13 +51,23 @@ DAY_S = 86_400
 DEFAULT_MFU = 0.4
 MIN_PARAMETERS_FOR_MFU = 50_000_000
 """Below this size kernel launches dominate, and no MFU is assumed."""
-MIN_COMPILED_FRACTION = 0.64
-"""Smallest fraction of the counted activations that compiled blocks keep (kernels/NOTES.md)."""
+COMPILED_FRACTIONS = {
+    "attention": (0.64, 1.0),
+    "gla": (1.1, 1.2),
+    "mamba2": (0.75, 1.0),
+    "gated_deltanet": (0.37, 1.0),
+}
+"""Least and most fraction of the counted activations that compiled blocks keep, by mixer.
+
+Counted on the CPU at 1.3B in bfloat16: 0.65 (kernels/NOTES.md), 1.11 to 1.15, 0.75 to 0.79 and
+0.61; 0.37 is 0.61 without the intermediates of the delta rule, which fla does not keep (computed).
+"""
 # measured: the quickstart model on 2 ranks of one core each, 9,000 tokens/s at 6.4 MFLOP per token
 CPU_FLOPS_PER_RANK = 3e10
 ADVICE = "training.local_batch_size (it changes no result), use more"
 SUMMARIZED_KEYS = """num_layers num_heads dim ffn_dim vocab_size max_seq_len norm_eps position
-    mixer canon_set qk_norm""".split()
+    canon_set qk_norm mixer mixer_conv expand_k expand_v state_dim ffn num_experts
+    experts_per_token""".split()
 SHOWN_WINDOWS = 16
 GPUS = {"a100": (79.2, 312e12), "h100": (79.6, 989e12), "h200": (139.8, 989e12)}
 """Usable memory in GiB and dense bf16 FLOP/s, from the vendor's data sheets."""
@@ -113,6 +124,8 @@ def count_memory(
     weights, shard = (-(-count // num_shards) * dtype.itemsize for count in (parameters, trained))
     saved_block, saved_head = saved_bytes(args, micro_batch, param_dtype, loss)
     tokens = micro_batch * args.max_seq_len
+    if job.compile.enable:
+        saved_block = round(COMPILED_FRACTIONS[args.mixer][1] * saved_block)
     activations = args.num_layers * saved_block
     if recompute:
         activations = args.num_layers * tokens * args.dim * param_dtype.itemsize + saved_block
@@ -187,7 +200,8 @@ def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
     mode = job.activation_checkpoint.mode
     parts = count_memory(job, on_meta(args), world_size, recompute=mode != "none")
     if job.compile.enable and mode == "none":
-        parts["activations"] = round(MIN_COMPILED_FRACTION * parts["activations"])
+        least, most = COMPILED_FRACTIONS[job.model_args.mixer]
+        parts["activations"] = round(least / most * parts["activations"])
     if (total := sum(parts.values())) > room:
         each = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in parts.items())
         text = f"each of {world_size} rank(s) needs at least {total / GIB:.1f} GiB ({each}), but "
@@ -315,8 +329,13 @@ def _facts(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
         data["labels"] = f"{share:.1%} of tokens; ids below {windows.task.vocab_size}"
     settings, defaults = vars(args) | vars(job.loss), vars(ModelArgs()) | vars(Loss())
     is_attention, sizes = args.mixer == "attention", f"hidden {args.dim}"
-    sizes += f", F {args.ffn_dim}" if args.ffn != "none" else ""
-    variant = [args.position if is_attention else args.mixer]
+    experts = f"{args.num_experts} experts, {args.experts_per_token} per token, of "
+    kind = {"moe": experts, "standard": "standard "}.get(args.ffn, "")
+    sizes += ", no feed-forward" if args.ffn == "none" else f", {kind}F {args.ffn_dim}"
+    variant = [args.position]
+    if not is_attention:
+        conv = "conv1d" if args.mixer_conv else "no conv1d"
+        variant = [args.mixer, f"states {args.key_dim} x {args.value_dim}", conv]
     variant += [f"Canon-{args.canon_set}" if args.canon_set else "no Canon"]
     variant += [f"QK-norm {args.qk_norm}"] if is_attention else []
     for name, value in settings.items():
@@ -328,7 +347,8 @@ def _facts(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
     return {
         "model": f"{job.model.flavor}: {args.num_layers} layers, {args.num_heads} heads, {sizes}, "
         f"{', '.join(variant)}",
-        "parameters": f"{plan.parameters:,}{trained}",
+        "parameters": f"{plan.parameters:,}{trained}, "
+        f"{layer_parameters(args) / args.dim**2:.3f} D^2 per layer",
         "FLOPs per token": f"{_abbreviate(plan.flops_per_token)} by {flops_formula(args)}",
         "decoding holds": " and ".join(held),
         "steps": f"{training.steps:,} of {plan.tokens // training.steps:,} tokens: "

@@ -7,6 +7,7 @@ import torch
 
 import canon_pretrain.train as entry
 from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.model.counts import active_parameters, num_parameters
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.preflight import plan_job
 from canon_pretrain.run.config import Loss
@@ -60,6 +61,8 @@ def test_the_1b3_figures_of_the_specification(data_folder):
 VARIANTS = [
     *("canon_trainable=False", "position=rope canon_set=AC ffn=standard ffn_activation=relu2"),
     "position=rope canon_set=D num_kv_heads=2 tie_embeddings=True qk_norm=full",
+    *("mixer=gla", "mixer=mamba2 canon_set=AB", "mixer=gated_deltanet canon_set="),
+    "ffn=moe num_experts=4 canon_set=ABC",
 ]
 
 
@@ -228,3 +231,21 @@ def test_a_recurrence_is_planned_by_its_state(capsys):
     # 4 layers: 16 heads of 64 x 8 float32, and 3 sums of 64 + 400 channels of Canon
     assert f"{4 * 4 * (16 * 64 * 8 + 3 * (64 + 400)) / 1000:.2f} kB per sequence" in printed
     assert "12LHKV" in printed and "rope" not in printed
+
+
+def test_facts_of_linear_models_and_experts(capsys):
+    """Per layer of GLA: 4 states of 8 x 16, and 3 sums of Canon's 608 channels, in float32."""
+    main(["--config", str(CONFIGS / "debug.toml"), "--model.mixer", "gla", "--dry_run"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "F 176, gla, states 8 x 16, no conv1d, Canon-ABCD parameters" in text
+    assert 2 * 4 * (4 * 8 * 16 + 3 * 608) == 18_688 and "18.69 kB per sequence" in text
+    words = ("--model.ffn=moe", "--model.num_experts=4", "--model.canon_set=ABC")
+    args = job_of("debug", *words).model_args
+    experts = 4 * 2 * args.ffn_dim * args.dim
+    assert num_parameters(args) - active_parameters(args) == 2 * experts * 3 // 4
+    gathered = []
+    for degree in (1, 2):  # with 2, a rank gathers half of the experts
+        job = job_of("debug", *words, f"--parallelism.expert_parallel_degree={degree}")
+        parts = count_memory(job, Transformer(args), 2)
+        gathered.append(parts["gathered by FSDP2"])
+    assert gathered[0] - gathered[1] == (2 + 1) * 4 * experts // 2
