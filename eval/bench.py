@@ -244,7 +244,8 @@ def measure(arguments: argparse.Namespace, log: Callable[[str], None]) -> dict[s
         verdict = TARGETS[group].verdict(mean) if group in TARGETS and not on_gpu else ""
         means.append({"group": group, "ratio": mean, "target": verdict})
     args = transformer.args
-    title = f"{args.num_layers}L{args.dim}D, {args.position}, Canon {args.canon_set or 'none'}"
+    kind = args.position if args.mixer == "attention" else args.mixer
+    title = f"{args.num_layers}L{args.dim}D, {kind}, Canon {args.canon_set or 'none'}"
     cpu = f"{cpu_info('model name') or platform.machine()}, {torch.get_num_threads()} threads"
     return {
         "bench": "eval",

@@ -18,7 +18,7 @@ from canon_pretrain.report.record import SEEDS, RunRecord
 
 LEARNING_RATE = "optimizer.lr"
 # in a label before any other field
-LABELED = "mixer ffn mixer_conv position canon_set num_layers dim num_heads"
+LABELED = "mixer mixer_conv position canon_set ffn num_layers dim num_heads"
 LABEL_FIELDS = tuple(f"model.{name}" for name in LABELED.split())
 
 
@@ -100,7 +100,9 @@ def recipe_of(runs: Sequence[RunRecord]) -> Recipe:
 def _labels(runs: Sequence[RunRecord], differing: Sequence[str]) -> list[str]:
     """Return a short unique label per architecture, each given by one of its runs."""
     if len(runs) == 1:
-        return [printable(str(runs[0].config.get("model", {}).get("flavor") or runs[0].label))]
+        label = str(runs[0].config.get("model", {}).get("flavor") or runs[0].label)
+        mixer = _setting(runs[0], "model.mixer")
+        return [printable(label if mixer in (None, "attention") else f"{label}, {mixer}")]
     chosen: list[str] = []
     labels = [""] * len(runs)
     for name in sorted(differing, key=lambda x: (*LABEL_FIELDS, x).index(x)):
@@ -117,8 +119,11 @@ def _labels(runs: Sequence[RunRecord], differing: Sequence[str]) -> list[str]:
 def _label_part(name: str, value: Any) -> str:
     if name == "model.canon_set":
         return f"Canon-{value}" if value else "no Canon"
+    if name == "model.mixer_conv":
+        return "conv1d" if value else "no conv1d"
     text = str(value)[:16]
-    return text if name == "model.position" else f"{name.rpartition('.')[2]} {text}"
+    is_plain = name in ("model.mixer", "model.position")
+    return text if is_plain else f"{name.rpartition('.')[2]} {text}"
 
 
 def choose(architecture: Architecture) -> Choice:

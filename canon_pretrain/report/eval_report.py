@@ -5,9 +5,10 @@ which show the tables of sections.py. No torch.
 """
 
 import argparse
+import contextlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,12 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console, printable
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.counts import num_parameters
+from canon_pretrain.model.counts import (
+    active_parameters,
+    flops_per_token,
+    num_parameters,
+    state_bytes,
+)
 from canon_pretrain.report import comparison as comparisons
 from canon_pretrain.report import evaluations, figures, sections
 from canon_pretrain.report.record import (
@@ -143,13 +149,26 @@ def report_content(runs: Sequence[RunRecord], comparison: Content) -> dict[str, 
     }
 
 
+def _decoding_bytes(args: ModelArgs) -> int:
+    per_token, per_row = state_bytes(args, itemsize=2)
+    return per_row + args.max_seq_len * per_token
+
+
+COUNTS: dict[str, Callable[[ModelArgs], int]] = {
+    "parameters": num_parameters,
+    "parameters per token": active_parameters,
+    "FLOPs per token": lambda args: flops_per_token(args, args.max_seq_len),
+    "bytes to decode max_seq_len tokens": _decoding_bytes,
+}
+
+
 def _run_content(run: RunRecord) -> dict[str, Any]:
     identity, failure = run.identity, run.failure
     model = {k.removeprefix("model."): v for k, v in identity.items() if k.startswith("model.")}
-    try:
-        parameters = num_parameters(ModelArgs(**model))
-    except (TypeError, UserError):  # another version with other fields
-        parameters = None
+    counted = dict.fromkeys(COUNTS)
+    with contextlib.suppress(TypeError, UserError):  # another version with other fields
+        args = ModelArgs(**model)
+        counted = {name: count(args) for name, count in COUNTS.items()}
     # a resume starts from the step of its checkpoint
     at = [event for event in run.events if event["event"] in ("resume", "step", "stop", "done")]
     ended = "stopped" if run.events and run.events[-1]["event"] == "stop" else "unfinished"
@@ -166,7 +185,7 @@ def _run_content(run: RunRecord) -> dict[str, Any]:
             ],
             "description": printable(str(run.config.get("job", {}).get("description") or "")),
             "flavor": run.config.get("model", {}).get("flavor"),
-            "parameters": parameters,
+            **counted,
             **{
                 name: collapse_repeats(event.get(name) for event in run.launch_events)
                 for name in LAUNCH_FIELDS

@@ -137,8 +137,10 @@ def run_metadata(run: RunRecord, events: list[dict[str, Any]]) -> RunMetadata:
     """Return the metadata of a run from config.json and its log."""
     run_id = next((event["run_id"] for event in reversed(events) if "run_id" in event), None)
     flavor = run.config.get("model", {}).get("flavor")
-    position, canon = (run.identity.get(f"model.{name}") for name in ("position", "canon_set"))
-    tags = tuple(filter(None, (flavor, position, f"canon{canon}" if canon else "no-canon")))
+    names = "mixer", "position", "canon_set"
+    mixer, position, canon = (run.identity.get(f"model.{name}") for name in names)
+    kind = position if mixer in (None, "attention") else mixer
+    tags = tuple(filter(None, (flavor, kind, f"canon{canon}" if canon else "no-canon")))
     heads = [event for event in events if event["event"] in SEGMENT_EVENTS]
     newest = {name: value for name, value in (heads or [{}])[-1].items() if name != "event"}
     path = run.folder.path.resolve()

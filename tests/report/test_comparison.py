@@ -84,6 +84,41 @@ def test_runs_are_grouped_by_architecture(tmp_path):
     assert found[3].label.split(", ") == ["rope", "dim 96", "decay_type cosine"]
 
 
+def test_labels_name_the_mixer(tmp_path):
+    """A run of a version without the field is attention's."""
+    linear = {"model__position": "nope", "model__canon_set": "", "model__mixer_conv": False}
+    mamba = linear | {"model__mixer": "mamba2"}
+    changes = [
+        {"model__position": "rope"},
+        linear | {"model__mixer": "gla"},
+        mamba,
+        mamba | {"model__mixer_conv": True},
+        mamba | {"model__canon_set": "AB"},
+        {"model__position": "rope", "model__ffn": "moe"},
+    ]
+    for k, change in enumerate(changes):
+        planted_run(tmp_path / "abcdef"[k], k, **change)
+    runs = [tmp_path / name for name in "abcdef"]
+    labels = [each.label.split(", ") for each in architectures(read_runs(runs))]
+    assert [(each[0], each[-1]) for each in labels] == [
+        ("attention", "ffn gated"),
+        ("gla", "ffn gated"),
+        ("mamba2", "ffn gated"),
+        ("mamba2", "ffn gated"),
+        ("mamba2", "ffn gated"),
+        ("attention", "ffn moe"),
+    ]
+    assert [each[1:3] for each in labels[2:5]] == [
+        ["no conv1d", "no Canon"],
+        ["conv1d", "no Canon"],
+        ["no conv1d", "Canon-AB"],
+    ]
+    pair = [each.label for each in architectures(read_runs(runs[1:3]))]
+    assert pair == ["gla", "mamba2"]
+    (one,) = architectures(read_runs(runs[1:2]))
+    assert one.label.endswith(", gla")
+
+
 def rated(folder, rate, losses, **identity):
     return plant_run(folder, validations(losses), optimizer__lr=rate, **identity).path
 

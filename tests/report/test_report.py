@@ -120,7 +120,16 @@ def test_one_run_has_its_numbers_in_all_three_formats(run, capsys):
     assert "| training.global_batch_size | 8 |" in text
     model = {k.removeprefix("model."): v for k, v in IDENTITY.items() if k.startswith("model.")}
     parameters = f"{num_parameters(ModelArgs(**model)):,}"
-    for words in (parameters, "a planted run", "2, 4", "2.13.0+cpu", "2026-11-20T10:09"):
+    # per layer, keys and values of 256 tokens in 2 bytes, and 3 sums of Canon's in 4
+    held = 3 * (256 * 2 * 128 * 2 + 4 * 3 * (5 * 128 + 2 * 344))
+    for words in (
+        f"{held:,}",
+        parameters,
+        "a planted run",
+        "2, 4",
+        "2.13.0+cpu",
+        "2026-11-20T10:09",
+    ):
         assert words in parsed.text and words in text
     assert capsys.readouterr().out.splitlines()[-1] == f"report: {page}"
     before = [path.read_bytes() for path in sorted(page.parent.iterdir())]
