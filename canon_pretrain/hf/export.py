@@ -30,7 +30,14 @@ from canon_pretrain.data.id_tokenizer import id_tokenizer
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from canon_pretrain.hf import writing
-from canon_pretrain.hf.config import ARCHITECTURE, MODEL_TYPE, plain_fields, to_fields, to_hf
+from canon_pretrain.hf.config import (
+    ARCHITECTURE,
+    MAMBA2,
+    MODEL_TYPE,
+    plain_fields,
+    to_fields,
+    to_hf,
+)
 from canon_pretrain.hf.reading import CONFIG, interleave_orders, meta_weights
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
 from canon_pretrain.model.args import ModelArgs
@@ -266,6 +273,8 @@ def _readme(args: ModelArgs, dtype: str, step: int, *, has_tokenizer: bool) -> s
         servers = _SERVERS.get(plain["model_type"], "vLLM, SGLang and llama.cpp serve")
         serving = f"A standard {plain['architectures'][0]}, without custom code.\n"
         serving += f"{servers} it like any model of that class.\n"
+        if plain["model_type"] == MAMBA2:  # found by trying 4.57.1; 5.23 is right
+            serving += "Beam search in transformers 4.57 needs `use_cache=False`.\n"
     else:
         serving += _state_text(args)
     if has_tokenizer:

@@ -9,7 +9,7 @@ from tests.hf_exports import plant_run
 from tests.variants import build, variant
 
 
-@pytest.mark.parametrize("name", ["nope ABCD", "rope", "gla AC conv"])
+@pytest.mark.parametrize("name", ["nope ABCD", "rope", "gla AC conv", "mamba2 conv"])
 def test_output(name, tmp_path, capsys, monkeypatch, snapshot):
     monkeypatch.chdir(tmp_path)
     plant_run(Path("run"), build(variant(name)))
