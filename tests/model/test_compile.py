@@ -38,6 +38,7 @@ def _compile_blocks(model, backend):
 system = pytest.mark.system
 ONE_GRAPH = [
     ("nope ABCD", {}),
+    ("nope ABC moe", {}),
     *(pytest.param(name, {}, marks=system) for name in VARIANTS if name != "nope ABCD"),
     pytest.param("alibi ABCD gqa documents", {"attention_backend": "flex"}, marks=system),
     pytest.param("h_alibi BD documents", {"canon_backend": "reference"}, marks=system),
