@@ -401,7 +401,8 @@ def fill_sizes(base: ModelArgs, given: Mapping[str, Any]) -> dict[str, Any]:
     dim, mixer = found.get("dim", base.dim), found.get("mixer", base.mixer)
     if mixer != base.mixer:
         found.setdefault("position", "nope")
-        found.setdefault("num_heads", {"gla": 4, "mamba2": 16, "gated_deltanet": 12}[mixer])
+        heads = {"gla": 4, "mamba2": 16, "gated_deltanet": 12}
+        found.setdefault("num_heads", heads.get(mixer, base.num_heads))  # refused by ModelArgs
         has_canon_b = "B" in str(found.get("canon_set", base.canon_set)).upper()
         found.setdefault("mixer_conv", mixer != "gla" and not has_canon_b)
     if mixer == "gated_deltanet" != base.mixer:

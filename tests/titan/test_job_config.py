@@ -164,6 +164,7 @@ def test_what_makes_no_sense_is_refused(code, words):
         ("config.invalid_value", "positional", "positional"),
         ("option.invalid", "--config", ""),
         ("config.unknown_choice", "--model.position ropee", "rope"),
+        ("config.unknown_choice", "--model.mixer mamba", "mamba2"),
     ],
 )
 def test_a_wrong_override_names_the_nearest_key(code, words, hint):
