@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": ("generate", "cost of Canon in generation"),
     "memory": ("step", "memory saved for backward, and peak memory on a GPU"),
     "attention": ("kernels", "attention implementations compared"),
+    "mixers": ("mixers", "recurrent mixers over SDPA, by length, and their layers over Llama's"),
     "trainer": ("trainer", "the trainer's step over a bare loop; cost of a save"),
     "codegen": ("codegen", "launches and bytes of a block on an H100, counted without one"),
 }
@@ -31,7 +32,7 @@ ALL_OPTIONS = {
     "canon": ["--pairs", "5"],
     "generate": ["--sets", "AC", "ABCD", "--pairs", "5", "--new-tokens", "32"],
     "memory": ["--sets", "ABCD"],
-    **{"attention": [], "trainer": []},
+    **{"attention": [], "mixers": [], "trainer": []},
 }
 """The options of each in `all`; codegen, which fakes a GPU, needs a process of its own."""
 

@@ -71,7 +71,7 @@ def chunked_delta(
     q = chunks(q_BTHK.to(dtype)) * scale
     write = k * chunks(beta_BTH.to(dtype))[..., None]
     sums = chunks(g_BTH.clamp(min=STRONGEST).double()).cumsum(-1)
-    later = torch.ones(size, size, dtype=torch.bool, device=k.device).triu(1)
+    later = k.new_ones((size, size), dtype=torch.bool).triu(1)
     between = (sums[..., :, None] - sums[..., None, :]).masked_fill(later, -torch.inf)
     between, from_state = between.to(dtype).exp(), sums.to(dtype).exp()[..., None]
     to_end = between[..., -1, :, None]
@@ -164,8 +164,8 @@ def _(
     dz: Tensor, dstates: Tensor, z: Tensor, states: Tensor, inverse: Tensor, *rest: Tensor
 ) -> tuple[Tensor, ...]:
     read, write, decay = rest
-    like = inverse, dz, read, write, decay, dstates[0]
-    return tuple(_empty(x) for x in like)
+    shapes = (x.shape for x in (inverse, dz, read, write, decay))
+    return tuple(dz.new_empty(shape) for shape in (*shapes, dstates.shape[1:]))
 
 
 def _empty(x: Tensor) -> Tensor:

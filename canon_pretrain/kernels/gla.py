@@ -192,22 +192,25 @@ def _scan(
     The next state is exp(log_decay) state + sums. `reverse`: from the last state to the first.
     """
     state_RKV = state_BHKV.flatten(0, 1)
-    log_decay_NRK1 = log_decay_ZK.unflatten(0, (-1, len(state_RKV)))[..., None]
+    decay_NRK1 = log_decay_ZK.exp().unflatten(0, (-1, len(state_RKV)))[..., None]
     sums_NRKV = sums_ZKV.unflatten(0, (-1, len(state_RKV)))
-    if reverse:
-        return _states(log_decay_NRK1.flip(0), sums_NRKV.flip(0), state_RKV).flip(0)
-    return _states(log_decay_NRK1, sums_NRKV, state_RKV)
+    states_NRKV: Tensor = _states(decay_NRK1, sums_NRKV, state_RKV, reverse)
+    return states_NRKV
 
 
-def _states(log_decay_NRK1: Tensor, sums_NRKV: Tensor, state_RKV: Tensor) -> Tensor:
-    """Return the states [N + 1, R, K, V] in log2(N) steps, every other one from half as many."""
-    if not len(sums_NRKV):
-        return state_RKV[None]
-    num_pairs = len(sums_NRKV) // 2
-    first, second = log_decay_NRK1[: 2 * num_pairs : 2], log_decay_NRK1[1::2]
-    pairs_NRKV = second.exp() * sums_NRKV[: 2 * num_pairs : 2] + sums_NRKV[1::2]
-    even_NRKV = _states(first + second, pairs_NRKV, state_RKV)
-    num_odd = len(sums_NRKV) - num_pairs
-    odd_NRKV = log_decay_NRK1[::2].exp() * even_NRKV[:num_odd] + sums_NRKV[::2]
-    states_NRKV = torch.stack((even_NRKV[:num_odd], odd_NRKV), dim=1).flatten(0, 1)
-    return torch.cat((states_NRKV, even_NRKV[num_odd:]))
+@torch.library.custom_op("canon_pretrain::gla_states", mutates_args=())
+def _states(decay_NRK1: Tensor, sums_NRKV: Tensor, state_RKV: Tensor, reverse: bool) -> Tensor:
+    """Compute the chunks one after the other; an operator, so that no graph has a loop of N."""
+    num_chunks = len(sums_NRKV)
+    states_NRKV = sums_NRKV.new_empty(num_chunks + 1, *state_RKV.shape)
+    states_NRKV[-1 if reverse else 0] = state_RKV
+    for n in reversed(range(num_chunks)) if reverse else range(num_chunks):
+        before, after = (n + 1, n) if reverse else (n, n + 1)
+        step = sums_NRKV[n], decay_NRK1[n], states_NRKV[before]
+        torch.addcmul(*step, out=states_NRKV[after])
+    return states_NRKV
+
+
+@_states.register_fake
+def _(decay_NRK1: Tensor, sums_NRKV: Tensor, state_RKV: Tensor, reverse: bool) -> Tensor:
+    return sums_NRKV.new_empty(sums_NRKV.shape[0] + 1, *state_RKV.shape)

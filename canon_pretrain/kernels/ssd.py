@@ -195,7 +195,7 @@ def _by_tokens(v_BHCLX: Tensor, like_BTHX: Tensor) -> Tensor:
 def _decays(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """Return exp(sums_i - sums_j) for j <= i, else 0: [.., I, J] from [.., I]."""
     differences = (sums[..., :, None] - sums[..., None, :]).to(dtype)
-    later = torch.ones(differences.shape[-2:], dtype=torch.bool, device=sums.device).triu(1)
+    later = sums.new_ones(differences.shape[-2:], dtype=torch.bool).triu(1)
     return differences.masked_fill(later, -torch.inf).exp()
 
 
