@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from canon_pretrain.bench import __main__ as bench_main
-from canon_pretrain.bench import kernels, limits, step, tables, timing
+from canon_pretrain.bench import kernels, limits, mixers, step, tables, timing
 from canon_pretrain.bench.__main__ import main
 from canon_pretrain.bench.limits import Machine
 from canon_pretrain.core.errors import UserError
@@ -76,7 +76,8 @@ def test_all_continues_after_failures(run, monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="1"):
         run("all")
     results = json.loads((tmp_path / "result.json").read_text())["results"]
-    assert list(results) == ["step", "canon", "generate", "memory", "attention", "trainer"]
+    names = ["step", "canon", "generate", "memory", "attention", "mixers", "trainer"]
+    assert list(results) == names
     assert {name for name, result in results.items() if "error" in result} == faults.keys()
 
 
@@ -96,6 +97,19 @@ def test_attention_compares_the_available_implementations(run):
     forward, backward = result["rows"][:2]
     assert backward["flops"] == 2.5 * forward["flops"] == 2.5 * 2 * 2 * 32**2 * 64
     assert forward["of_matmul"] == pytest.approx(forward["flops"] / forward["other_s"] / 1e11)
+
+
+def test_mixers_are_compared_per_token_and_by_layers(run, monkeypatch):
+    def compare(base, other, **options):
+        assert all(torch.isfinite(grad).all() for grad in (*base(), *other()))
+        return dict.fromkeys(("base_s", "other_s", "ratio", "ratio_low", "ratio_high"), 3.0)
+
+    monkeypatch.setattr(mixers, "compare_steps", compare)
+    result = run("mixers", *SMALL, "--lengths", "16", "32")
+    ratios = [(row["part"], row["ratio"]) for row in result["rows"]]
+    layers = [("layers", 3.0 * times) for times in (1, 2, 1, 1)]  # twice as many of Mamba2's
+    assert ratios == [("sdpa", 3.0), ("length", 1.5)] * 3 + layers
+    assert len(result["unavailable"]) == 3  # by fla
 
 
 def test_step_compares_with_the_least_bytes_and_the_target(run, capsys):

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.tensor import TensorVariable
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from canon_pretrain.kernels import backends
 from canon_pretrain.kernels.gla import chunked_gla
 from tests.canon_inputs import randoms
 
@@ -99,6 +102,32 @@ def test_documents_and_padding_do_not_see_each_other():
     grads = torch.autograd.grad(gla(*leaves, starts)[0][:, 30:60].sum(), leaves)
     outside = [part for grad in grads[:3] for part in (grad[:, :30], grad[:, 60:])]
     assert not any(part.any() for part in (*outside, grads[4]))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.system
+def test_compiled_for_a_gpu_only_inputs_are_saved(monkeypatch):
+    def saved(backend="aot_eager_decomp_partition"):
+        torch._dynamo.reset()
+        leaves = [x.requires_grad_() for x in problem(140, dtype=torch.float32)[0][:4]]
+        run = torch.compile(backends.recurrence("gla", "chunked"), backend=backend, fullgraph=True)
+        sizes = {}
+
+        def pack(x):
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            o, _ = run(*leaves, scale=SCALE)
+        own = sum(x.numel() * x.itemsize for x in leaves)
+        return sum(sizes.values()) / own, torch.autograd.grad(o.square().sum(), leaves)
+
+    (on_cpu, expected), is_cuda = saved(), lambda x, tx: VariableTracker.build(tx, True)
+    monkeypatch.setattr(TensorVariable, "method_attr_is_cuda", is_cuda)
+    on_gpu, found = saved()
+    assert on_gpu < 1.1 < 2 < on_cpu  # the zeros of the first state are saved too
+    for ours, true in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, true)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

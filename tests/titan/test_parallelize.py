@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
 
+from canon_pretrain.kernels import fla_mixers
 from canon_pretrain.model import canon_check
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.init import plain_name
@@ -31,6 +32,7 @@ from canon_pretrain.titan.parallelize import (
     CanonChoice,
     check_attention,
     choose_canon,
+    choose_mixer,
     clip_gradients,
     fsdp_mesh,
     parallelize,
@@ -166,6 +168,23 @@ def test_a_failure_is_not_kept(alone, checks, data_folder, monkeypatch):
         choose_canon(lost, CPU, CODE)
     choice = choose_canon(lost, CPU, CODE)
     assert choice.backend == "compiled" and choice.refused.startswith("an illegal")
+
+
+def test_rank_0_checks_the_recurrences_kernels(alone, data_folder, monkeypatch):
+    problems: list[str | None] = []
+    monkeypatch.setattr(fla_mixers, "check_mixer", lambda *what: problems.pop())
+
+    def choose(*words):
+        return choose_mixer(gpu_job(data_folder, "--model.mixer", "gla", *words), CPU)
+
+    assert choose_mixer(gpu_job(data_folder), CPU) is None
+    for words in (("--model.mixer_backend", "chunked"), ("--debug.deterministic",)):
+        assert choose(*words) == CanonChoice("chunked")
+    problems += [None, "a planted fault", "a planted fault"]
+    with refused("mixer.unavailable", backend="fla", problem="a planted fault"):
+        choose("--model.mixer_backend", "fla")
+    assert choose() == CanonChoice("chunked", "not fla: a planted fault")
+    assert choose() == CanonChoice("fla", "equal to chunked")
 
 
 def on_a_gpu(rank, notes):
