@@ -9,7 +9,7 @@ P = K - 1, N = P + T.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -147,17 +147,22 @@ class DynamicMemory:
 
     def __init__(self) -> None:
         self._windows: list[Tensor] = []  # per part, [B, P, C]
+        self._flat: list[Tensor] = []  # per part, the weight for a single token, [R, K C]
 
     def read(
         self,
         parts: Parts,
-        weights: Sequence[Tensor],
+        weights: Callable[[], Sequence[Tensor]],
         zs: Sequence[Tensor],
         segments_BN: Segments = None,
         **options: Any,
     ) -> Parts:
         """Append `parts`, in the last segment if None; return their outputs by `canon`."""
-        reach = weights[0].shape[2] - 1
+        is_frozen = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+        if is_frozen and self._windows and parts[0].shape[1] == 1 and segments_BN is None:
+            return self._read_one(parts, weights, zs, **options)
+        found, self._flat = weights(), []  # the weight may be another tensor than at first
+        reach = found[0].shape[2] - 1
         if not self._windows:
             self._windows = [part.new_zeros(len(part), reach, part.shape[2]) for part in parts]
         if segments_BN is not None:
@@ -165,7 +170,7 @@ class DynamicMemory:
             options["segments_BN"] = F.pad(segments_BN, (reach, 0))
         outputs, pairs = [], zip(parts, self._windows, strict=True)
         tokens = [torch.cat((window, part), dim=1) for part, window in pairs]
-        for x_BNC, weight, z_BTR in zip(tokens, weights, zs, strict=True):
+        for x_BNC, weight, z_BTR in zip(tokens, found, zs, strict=True):
             z_BNR = F.pad(z_BTR, (0, 0, reach, 0))
             outputs.append(canon(x_BNC, weight, z_BTR=z_BNR, **options)[:, reach:])
         self._windows = [x_BNC[:, x_BNC.shape[1] - reach :] for x_BNC in tokens]
@@ -173,10 +178,33 @@ class DynamicMemory:
             self._windows = [window * is_own_BN1 for window in self._windows]
         return tuple(outputs)
 
+    def _read_one(
+        self,
+        parts: Parts,
+        weights: Callable[[], Sequence[Tensor]],
+        zs: Sequence[Tensor],
+        *,
+        residual: bool,
+        activation: bool,
+        backend: str,
+    ) -> Parts:
+        if not self._flat:
+            self._flat = [weight.permute(1, 2, 0).flatten(1) for weight in weights()]
+        outputs = []
+        for i, (x_B1C, z_B1R, flat) in enumerate(zip(parts, zs, self._flat, strict=True)):
+            x_BKC = torch.cat((self._windows[i], x_B1C), dim=1)
+            self._windows[i] = x_BKC[:, 1:]
+            taps_BKC = (z_B1R[:, 0] @ flat).view(x_BKC.shape).to(sum_dtype(x_B1C))
+            y_B1C = (taps_BKC * x_BKC).sum(1, keepdim=True)
+            y_B1C = F.silu(y_B1C) if activation else y_B1C
+            outputs.append((y_B1C + x_B1C if residual else y_B1C).to(x_B1C.dtype))
+        return tuple(outputs)
+
     def select_rows(self, rows_N: Tensor) -> "DynamicMemory":
         """Return a new memory of these rows, in this order."""
         other = DynamicMemory()
         other._windows = [window[rows_N] for window in self._windows]
+        other._flat = self._flat
         return other
 
 

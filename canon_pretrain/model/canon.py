@@ -84,8 +84,13 @@ class Canon(nn.Module):
         self, parts: Parts, segments_BN: Segments, cache: Memory, source_BTD: Tensor | None
     ) -> Parts:
         """Mix with taps that depend on `source_BTD`; the static ones are one more rank, z = 1."""
-        assert self.up is not None and self.down is not None and source_BTD is not None
-        weights = torch.cat((self.up, self.weight), dim=1).split([part.shape[-1] for part in parts])
+        assert self.down is not None and source_BTD is not None
+
+        def weights() -> tuple[Tensor, ...]:
+            assert self.up is not None
+            weight_CRK = torch.cat((self.up, self.weight), dim=1)
+            return weight_CRK.split([part.shape[-1] for part in parts])
+
         zs = F.linear(source_BTD, self.down).split(DYNAMIC_RANK, dim=-1)
         zs = tuple(F.pad(z_BTR, (0, 1), value=1.0) for z_BTR in zs)
         options = self.options(segments_BN) | {"backend": self.backend}
@@ -93,7 +98,7 @@ class Canon(nn.Module):
             memory = cache.canon.setdefault(self.site, DynamicMemory())
             assert isinstance(memory, DynamicMemory)
             return memory.read(parts, weights, zs, **options)
-        each = zip(parts, weights, zs, strict=True)
+        each = zip(parts, weights(), zs, strict=True)
         return tuple(canon(x, weight, z_BTR=z_BTR, **options) for x, weight, z_BTR in each)
 
     def _read(self, parts: Parts, segments_BN: Segments, cache: LayerCache) -> Parts:
