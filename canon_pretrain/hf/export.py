@@ -257,7 +257,10 @@ def _state_text(args: ModelArgs) -> str:
     """Return what decoding holds, if that is more than keys and values."""
     per_token, per_row = state_bytes(args, 2)
     sums = f"{args.canon_kernel - 1} sums per channel"
-    sizes = [f"- Canon-{args.canon_set}: {sums}"] if args.canon_set else []
+    own = sums
+    if args.canon_filter == "dynamic":
+        own = f"{args.canon_kernel - 1} inputs per channel, in bfloat16"
+    sizes = [f"- Canon-{args.canon_set}: {own}"] if args.canon_set else []
     sizes += [f"- conv1d: {sums}"] if args.mixer_conv else []
     if state_size(args):
         head = f"{args.num_heads} states of {args.key_dim} x {args.value_dim}"

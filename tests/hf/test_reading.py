@@ -132,7 +132,7 @@ def test_an_import_of_any_variant(args, tmp_path):
 
 NOT_OURS = {
     "n_groups": 2, "use_bias": True, "use_conv_bias": False, "hidden_act": "gelu", "expand": 3,
-    "rms_norm": False, "norm_before_gate": True, "head_dim": 8, "state_size": 0, "conv_kernel": 1.5,
+    "rms_norm": False, "norm_before_gate": True, "head_dim": 4, "state_size": 0, "conv_kernel": 1.5,
     "time_step_limit": [0.0, 0.1], "layer_norm_epsilon": "1e-5", "canon_pretrain": {"mixer": "gla"},
 }  # fmt: skip
 
