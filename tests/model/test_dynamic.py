@@ -84,6 +84,9 @@ def test_sizes_and_flops_at_12_layers_of_768():
     added = 12 * (15 * 4 * channels + 15 * 7 * 768)
     assert num_parameters(args) - num_parameters(static) == added == 6_681_600
     assert flops_per_token(args, 4096) - flops_per_token(static, 4096) == 6 * added
+    wider = replace(static, ffn_dim=2288)
+    ratio = flops_per_token(wider, 768) / flops_per_token(args, 768)
+    assert num_parameters(wider) == 141_145_344 and abs(ratio - 1) < 2e-4
     # inputs, in the dtype of activations, instead of float32 sums
     assert state_bytes(args, 2)[1] * 2 == state_bytes(static, 2)[1]
 
