@@ -153,9 +153,17 @@ def fla_mixers() -> Any:
 def recurrence(mixer: str, backend: str) -> Recurrence:
     """Return the recurrence of `mixer` for its heads: the chunked form, or the same by fla-core."""
     if backend != "fla":
-        return partial(chunked, mixer)
-    form: Recurrence = fla_mixers().FORMS[mixer]
-    return form
+        return partial(_without_autocast, partial(chunked, mixer))
+    return partial(_without_autocast, fla_mixers().FORMS[mixer])
+
+
+def _without_autocast(form: Recurrence, *heads: Any, **past: Any) -> tuple[Tensor, Tensor]:
+    """Compute in the dtypes of `form`: autocast would round its sums and states."""
+    device_type = heads[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return form(*heads, **past)
+    with torch.autocast(device_type, enabled=False):
+        return form(*heads, **past)
 
 
 def chunked(mixer: str, *heads: Tensor, **past: Any) -> tuple[Tensor, Tensor]:

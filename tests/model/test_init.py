@@ -20,15 +20,24 @@ def _whole(args, name, *shape):
     return initial_value(args, name, torch.Size(shape)).rows(0, shape[0])
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+KINDS = ("normal", "truncated_normal", "uniform", "log_uniform", "log_count", "step", "last_tap")
+KINDS += ("parts",)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(
     data=st.data(),
-    kind=st.sampled_from(["ones", "normal", "truncated_normal", "uniform"]),
+    kind=st.sampled_from(KINDS),
     # 1 and 3: below the 16 elements where normal_ changes its path; 70,000: a row above a block
     shape=st.sampled_from([(5,), (1, 3), (37, 1, 4), (200, 1000), (131, 700), (3, 70000)]),
 )
 def test_any_split_of_the_rows_gives_the_same_bits(data, kind, shape):
+    shape = (*shape, 2) if kind == "last_tap" else shape
     value = InitialValue("w", torch.Size(shape), 3, kind, 0.5)
+    if kind == "parts":
+        sizes = [(shape[0] // 3, *shape[1:]), (shape[0] - shape[0] // 3, *shape[1:])]
+        parts = [replace(value, name=f"w/{n}", shape=torch.Size(n), kind="normal") for n in sizes]
+        value = replace(value, parts=tuple(parts))
     cuts = data.draw(st.lists(st.integers(0, shape[0]), max_size=4).map(sorted))
     bounds = [0, *cuts, shape[0]]
     parts = [value.rows(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
@@ -73,6 +82,57 @@ def test_canon_gains_and_biases_do_not_depend_on_the_preset(kernel, init):
     for name in ("norm.weight", "layers.0.ffn_norm.weight", "layers.0.attention.q_norm.weight"):
         assert torch.equal(_whole(args, name, 64), torch.ones(64))
     assert not _whole(args, "layers.0.attention.wq.bias", 4).any()
+
+
+def test_recurrences_begin_as_in_transformers_and_fla():
+    mamba = replace(ARGS, mixer="mamba2", position="nope", num_heads=16, mixer_conv=True)
+    deltanet = replace(mamba, mixer="gated_deltanet")
+    gla = replace(mamba, mixer="gla", mixer_conv=False)
+    own = "layers.0.attention."
+    heads = torch.arange(1, 17.0)
+    assert torch.equal(_whole(mamba, f"{own}A_log", 16), heads.log())
+    assert torch.equal(_whole(mamba, f"{own}D", 16), torch.ones(16))
+    rates = _whole(deltanet, f"{own}A_log", 20_000).exp()  # U(0, 16)
+    assert 0 < rates.min() < 0.01 and 15.99 < rates.max() <= 16 and abs(rates.mean() - 8) < 0.1
+    for args in (mamba, deltanet):
+        steps = torch.nn.functional.softplus(_whole(args, f"{own}dt_bias", 20_000))
+        assert 0.999e-3 < steps.min() < 1.01e-3 and 0.099 < steps.max() < 0.1001
+        assert abs(steps.log10().mean() + 2) < 0.02  # log-uniform between 10^-3 and 10^-1
+    for args, name, fan_in in (
+        *((mamba, "in_proj", 512), (mamba, "out_proj", 1024)),
+        *((gla, "gk.up", 16), (gla, "wg", 512), (deltanet, "wa", 512)),
+    ):
+        values = _whole(args, f"{own}{name}.weight", 2000, fan_in)
+        bound = fan_in**-0.5
+        assert abs(values.std() / (bound / 3**0.5 if args is mamba else 0.02) - 1) < 0.02
+        assert values.abs().max() <= bound or args is not mamba
+    assert abs(_whole(mamba, "tok_embeddings.weight", 2000, 512).std() - 0.1) < 1e-3
+    conv = _whole(mamba, f"{own}conv1d.weight", 5000, 1, 4)
+    bias = _whole(mamba, f"{own}conv1d.bias", 5000)  # transformers 4.47 leaves nn.Conv1d's
+    assert all(0.499 < values.abs().max() <= 0.5 for values in (conv, bias))
+    assert not _whole(gla, f"{own}gk.up.bias", 4).any()
+
+
+def test_mimetic_values_begin_as_linear_attention():
+    sizes = {"num_heads": 8, "dim": 256, "mixer_conv": True}
+    args = ModelArgs(mixer="mamba2", position="nope", ffn="none", mimetic_init=True, **sizes)
+    model, usual = Transformer(replace(args, num_layers=1)), replace(args, mimetic_init=False)
+    model.init_weights()
+    mixer = model.layers["0"].attention
+    z, x, b, c, dt = mixer.in_proj.weight.split([512, 512, 64, 64, 8])
+    assert torch.equal(b, c)
+    # C's product with B is about the identity, W_C^T W_B too on what it does not project away
+    assert abs((c.mT @ b).trace() / 256 - 1) < 0.1 and abs(b.std() - 64**-0.5) < 1e-2
+    assert torch.equal(mixer.dt_bias, torch.full((8,), 0.54))
+    decay = torch.exp(-torch.nn.functional.softplus(mixer.dt_bias) * mixer.A_log.exp())
+    assert abs(torch.nn.functional.softplus(mixer.dt_bias[0]) - 1) < 1e-2 and (decay > 0.999).all()
+    taps = torch.tensor([0.0, 0.0, 0.0, 1.0]).expand(640, 1, 4)
+    assert torch.equal(mixer.conv1d.weight, taps) and not mixer.conv1d.bias.any()
+    bound = 256**-0.5
+    for part in (z, x, dt):  # as without it
+        assert part.abs().max() <= bound and abs(part.std() * 3**0.5 / bound - 1) < 0.1
+    own = "layers.0.attention.out_proj.weight"
+    assert torch.equal(_whole(args, own, 256, 512), _whole(usual, own, 256, 512))
 
 
 def _initialized(args):

@@ -6,13 +6,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from canon_pretrain.model.args import ModelArgs, flavor
+from canon_pretrain.model.args import MIXERS, ModelArgs, fill_sizes, flavor
 from canon_pretrain.model.attention import Rope
-from canon_pretrain.model.counts import flops_per_token, num_parameters
+from canon_pretrain.model.cache import Cache
+from canon_pretrain.model.counts import (
+    flops_per_token,
+    num_parameters,
+    state_bytes,
+    state_size,
+)
 from canon_pretrain.model.transformer import Transformer
 from tests.reference_model import reference_logits
 from tests.support import refused
-from tests.variants import BASE, build, every_variant, random_tokens
+from tests.variants import BASE, build, every_variant, random_tokens, variant
 
 
 def test_parameter_names():
@@ -171,10 +177,40 @@ OUT_OF_RANGE = [
     *(C | {"partial_rope_dim": 64}, C | {"partial_rope_dim": 7}),
     *({"vocab_size": 0}, {"num_heads": 0}, {"norm_eps": 0.0}, {"rope_theta": float("nan")}),
     *({"document_mask": True, "eos_id": given} for given in (32000, -1)),
+    *({"state_dim": 0}, {"output_gate_rank": -1}, {"expand_k": 0.0}, {"expand_v": float("inf")}),
 ]
 CONFLICTS = {"partial_rope_dim": 32, "canon_kernel": 3, "canon_residual": False}
 CONFLICTS |= {"canon_trainable": False, "ffn_activation": "gelu"}
+MIXED = {name: {"mixer": name, "position": "nope", "num_heads": 4} for name in MIXERS[1:]}
+ONLY_SOME_MIXERS = [
+    *(("position", given, {"position": "rope"}) for given in MIXED.values()),
+    *(("qk_norm", given, {"qk_norm": "full"}) for given in MIXED.values()),
+    *(("num_kv_heads", given, {"num_kv_heads": 2}) for given in MIXED.values()),
+    *(("bias", given, {"bias": True}) for given in MIXED.values()),
+    ("partial_rope_dim", MIXED["gla"], {"partial_rope_dim": 8}),
+    *(("mixer_conv", given, {"mixer_conv": True, "canon_set": "AB"}) for given in MIXED.values()),
+    ("mixer_conv", {}, {"mixer_conv": True}),
+    *(
+        (name, given, {name: value})
+        for name, value in {"expand_k": 1.0, "expand_v": 2.0, "output_gate_rank": 16}.items()
+        for given in ({}, MIXED["mamba2"])
+    ),
+    *(
+        ("gla_feature_map", given, {"gla_feature_map": "elu"})
+        for given in ({}, MIXED["mamba2"], MIXED["gated_deltanet"])
+    ),
+    *(
+        (name, given, {name: value})
+        for name, value in {"state_dim": 32, "mimetic_init": True}.items()
+        for given in ({}, MIXED["gla"], MIXED["gated_deltanet"])
+    ),
+    *(("canon_set", MIXED["mamba2"], {"ffn": "none", "canon_set": c}) for c in ("AC", "BD")),
+    ("canon_kernel", MIXED["gla"], {"canon_kernel": 3}),
+]
 NOT_DIVISIBLE = [
+    ("2 dim", 5, MIXED["mamba2"] | {"num_heads": 5, "dim": 32}),
+    ("expand_k dim", 6, MIXED["gated_deltanet"] | {"dim": 36, "num_heads": 6, "expand_k": 0.75}),
+    ("expand_v dim", 4, MIXED["gla"] | {"dim": 32, "expand_v": 0.7}),
     ("dim", 8, {"dim": 100, "num_heads": 8}),
     ("num_heads", 3, {"num_heads": 4, "num_kv_heads": 3}),
     ("head_dim", 2, {"dim": 12, "num_heads": 4}),
@@ -191,8 +227,11 @@ REFUSED = [
     *(("model.canon_set", {"given": given}, {"canon_set": given}) for given in ("ABX", "AAB")),
     *(("model.out_of_range", {"name": list(changes)[-1]}, changes) for changes in OUT_OF_RANGE),
     *(("model.conflict", {"name": name}, {name: given}) for name, given in CONFLICTS.items()),
+    *(("model.conflict", {"name": n}, given | more) for n, given, more in ONLY_SOME_MIXERS),
     *(("model.not_divisible", {"name": n, "divisor": d}, c) for n, d, c in NOT_DIVISIBLE),
     ("config.unknown_choice", {"name": "position"}, {"position": "ropes"}),
+    ("config.unknown_choice", {"name": "mixer"}, {"mixer": "gdn"}),
+    ("config.unknown_choice", {"name": "gla_feature_map"}, {"gla_feature_map": "relu"}),
     ("config.unknown_choice", {"name": "ffn_activation"}, {"ffn_activation": "relu"}),
 ]
 
@@ -201,6 +240,69 @@ REFUSED = [
 def test_bad_args_are_refused(code, fields, changes):
     with refused(code, **fields):
         ModelArgs(**changes)
+
+
+SIZES = [
+    ({}, {}),
+    ({"mixer": "attention"}, {}),
+    ({"mixer": "gla"}, {"num_heads": 4, "mixer_conv": False}),
+    ({"mixer": "gla", "num_heads": 8, "mixer_conv": True}, {}),
+    ({"mixer": "mamba2"}, {"num_heads": 16, "mixer_conv": True, "ffn": "none", "num_layers": 24}),
+    (
+        {"mixer": "mamba2", "canon_set": "ab"},
+        {"num_heads": 16, "mixer_conv": False, "ffn": "none", "num_layers": 24},
+    ),
+    (
+        {"mixer": "mamba2", "ffn": "gated", "dim": 512},
+        {"num_heads": 16, "mixer_conv": True, "ffn_dim": 1024},
+    ),
+    (
+        {"mixer": "gated_deltanet"},
+        {"num_heads": 12, "mixer_conv": True, "ffn_dim": 1536, "expand_k": 0.75, "expand_v": 1.5},
+    ),
+    ({"ffn": "standard"}, {"ffn_dim": 3072}),
+    ({"ffn": "moe"}, {"ffn_dim": 768}),
+]
+
+
+@pytest.mark.parametrize(("given", "filled"), SIZES, ids=str)
+def test_a_flavor_gets_the_papers_sizes_of_a_mixer(given, filled):
+    base = flavor("12L768D")
+    position = {"position": "nope"} if given.get("mixer", "attention") != "attention" else {}
+    assert fill_sizes(base, given) == given | filled | position
+    args = replace(base, **fill_sizes(base, given))
+    per_layer = num_parameters(args) - 2 * args.vocab_size * args.dim
+    if given.get("num_heads") is None and args.ffn != "moe":  # 12 D^2 a layer of Llama, as there
+        assert abs(per_layer / (12 * 12 * args.dim**2) - 1) < 0.05
+
+
+def _visited(args):
+    """Count the multiply-adds of one token's matrices and the numbers of its states, by hooks."""
+    model, found = build(args), []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            hook = lambda m, given, y: found.append(m.weight.numel())  # noqa: E731
+            module.register_forward_hook(hook)
+    cache = Cache(args.num_layers)
+    with torch.no_grad():
+        model(torch.tensor([[5]]), cache=cache)
+    memories = [m._sums_PB1C.numel() for layer in cache.layers for m in layer.canon.values()]
+    return sum(found), [layer.state.numel() for layer in cache.layers], sum(memories)
+
+
+@pytest.mark.parametrize("name", ["gla BD", "mamba2 conv", "mamba2_mlp ABCD", "gdn conv expand"])
+def test_flops_and_states_equal_a_direct_count(name):
+    args = variant(name)
+    products, states, memories = _visited(args)
+    assert states == [state_size(args)] * args.num_layers
+    assert state_bytes(args, 2) == (0, 4 * (sum(states) + memories))
+    # 6 per weight that is not the embedding, of which all but norms, taps and such are matrices
+    small = num_parameters(args) - args.vocab_size * args.dim - products
+    assert 0 < small < 0.3 * products
+    mixing = (18 if args.mixer == "gated_deltanet" else 12) * sum(states)
+    assert (
+        flops_per_token(args, 64) == flops_per_token(args, 128) == 6 * (products + small) + mixing
+    )
 
 
 def test_an_unknown_flavor_is_refused_with_the_nearest():

@@ -342,6 +342,8 @@ UNEVEN = ModelArgs(**SIZES, position="partial_rope_a", canon_set="ABCD", qk_norm
 ARGS = [
     UNEVEN,
     replace(UNEVEN, init="lingua", init_seed=5, tie_embeddings=True, canon_trainable=False),
+    variant("mamba2 conv mimetic"),
+    variant("gdn ABCD gate_rank"),
 ]
 TIED = replace(
     UNEVEN, init="lingua", tie_embeddings=True, document_mask=True, num_kv_heads=2, position="alibi"
