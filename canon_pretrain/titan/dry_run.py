@@ -53,15 +53,16 @@ MIN_PARAMETERS_FOR_MFU = 50_000_000
 """Below this size kernel launches dominate, and no MFU is assumed."""
 COMPILED_FRACTIONS = {
     "attention": (0.64, 1.0),
-    "gla": (1.1, 1.2),
-    "mamba2": (0.75, 1.0),
-    "gated_deltanet": (0.37, 1.0),
+    "gla": (0.41, 0.5),
+    "mamba2": (0.37, 0.45),
+    "gated_deltanet": (0.26, 0.32),
 }
-"""Least and most fraction of the counted activations that compiled blocks keep, by mixer.
+"""Least and most fraction of the counted activations that blocks keep, compiled for a GPU.
 
-Counted on the CPU at 1.3B in bfloat16: 0.65 (kernels/NOTES.md), 1.11 to 1.15, 0.75 to 0.79 and
-0.61; 0.37 is 0.61 without the intermediates of the delta rule, which fla does not keep (computed).
+Recurrences save their inputs only: counted at 1.3B (kernels/NOTES.md); the most is a fifth more.
 """
+CPU_FRACTIONS = 0.6, 1.2
+"""The same of recurrences compiled for a CPU: counted 0.61 to 1.15."""
 # measured: the quickstart model on 2 ranks of one core each, 9,000 tokens/s at 6.4 MFLOP per token
 CPU_FLOPS_PER_RANK = 3e10
 ADVICE = "training.local_batch_size (it changes no result), use more"
@@ -100,8 +101,17 @@ def this_machine(ranks: int, mfu: float = DEFAULT_MFU) -> Device:
     return Device(name, memory, mfu * peak, f"{mfu:.0%} MFU of {whose} {peak / 1e12:,.0f} TFLOP/s")
 
 
+def compiled_fractions(mixer: str, is_gpu: bool) -> tuple[float, float]:
+    return COMPILED_FRACTIONS[mixer] if is_gpu or mixer == "attention" else CPU_FRACTIONS
+
+
 def count_memory(
-    job: CanonJobConfig, model: nn.Module, world_size: int, *, recompute: bool = False
+    job: CanonJobConfig,
+    model: nn.Module,
+    world_size: int,
+    *,
+    recompute: bool = False,
+    is_gpu: bool = True,
 ) -> dict[str, int]:
     """Return the bytes on one GPU by part; `model`, the job's, may be on the meta device.
 
@@ -125,7 +135,7 @@ def count_memory(
     saved_block, saved_head = saved_bytes(args, micro_batch, param_dtype, loss)
     tokens = micro_batch * args.max_seq_len
     if job.compile.enable:
-        saved_block = round(COMPILED_FRACTIONS[args.mixer][1] * saved_block)
+        saved_block = round(compiled_fractions(args.mixer, is_gpu)[1] * saved_block)
     activations = args.num_layers * saved_block
     if recompute:
         activations = args.num_layers * tokens * args.dim * param_dtype.itemsize + saved_block
@@ -198,9 +208,10 @@ def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
     if job.training.enable_cpu_offload or 4 * (6 * num_parameters(args) + values) < room:
         return
     mode = job.activation_checkpoint.mode
-    parts = count_memory(job, on_meta(args), world_size, recompute=mode != "none")
+    where = {"recompute": mode != "none", "is_gpu": device.is_gpu}
+    parts = count_memory(job, on_meta(args), world_size, **where)
     if job.compile.enable and mode == "none":
-        least, most = COMPILED_FRACTIONS[job.model_args.mixer]
+        least, most = compiled_fractions(args.mixer, device.is_gpu)
         parts["activations"] = round(least / most * parts["activations"])
     if (total := sum(parts.values())) > room:
         each = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in parts.items())
@@ -235,7 +246,8 @@ class Plan:
         self.parameters, self.trained = count_parameters(model)
         self.micro_batch = micro_batch_size(job, world_size)
         recompute = job.activation_checkpoint.mode == "full"
-        self.memory = count_memory(job, model, world_size, recompute=recompute)
+        where = {"recompute": recompute, "is_gpu": device.is_gpu}
+        self.memory = count_memory(job, model, world_size, **where)
         self.fits = sum(self.memory.values()) <= device.memory_gib * GIB
         itemsize = TORCH_DTYPE_MAP[training.dtype].itemsize
         self.checkpoint_bytes = (self.parameters + 2 * self.trained) * itemsize

@@ -249,3 +249,12 @@ def test_facts_of_linear_models_and_experts(capsys):
         parts = count_memory(job, Transformer(args), 2)
         gathered.append(parts["gathered by FSDP2"])
     assert gathered[0] - gathered[1] == (2 + 1) * 4 * experts // 2
+    eager, compiled = (
+        job_of("debug", "--model.mixer=gla", f"--compile.{word}")
+        for word in ("no-enable", "enable")
+    )
+    model = Transformer(eager.model_args)
+    counted = count_memory(eager, model, 1)["activations"]
+    for is_gpu, most in ((True, 0.5), (False, 1.2)):
+        bound = count_memory(compiled, model, 1, is_gpu=is_gpu)["activations"]
+        assert bound == pytest.approx(most * counted, rel=1e-3)
