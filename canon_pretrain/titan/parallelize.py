@@ -323,7 +323,8 @@ def clip_gradients(parameters: list[Tensor], max_norm: float) -> Tensor:
             groups.setdefault(mesh, []).append(parameter)
     norms = []
     for mesh, group in groups.items():
-        norm = torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
+        grads = [p.grad for p in group if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads, foreach=True)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         if mesh is not None and mesh.ndim > 1:  # average over replicas: all skip the same steps

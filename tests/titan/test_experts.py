@@ -12,7 +12,7 @@ from tests.support import debug_run, refused
 EXPERTS = ["--model.ffn", "moe", "--model.num_experts", 4, "--model.canon_set", "ABC"]
 EXCHANGED = ["--parallelism.expert_parallel_degree", 2]
 REPLICAS = ["--parallelism.data_parallel_replicate_degree", 2]
-CAPACITY = ["--model.moe_capacity", 1, "--model.moe_balance", "loss", "--model.moe_gated"]
+CAPACITY = ["--model.moe_capacity", 1, "--model.moe_balance", "loss", "--model.moe_gated", "true"]
 CAPACITY += ["--model.experts_per_token", 2]
 LAYOUTS = [(2, []), (4, []), (2, EXCHANGED), (4, EXCHANGED), (4, EXCHANGED + REPLICAS)]
 
