@@ -56,6 +56,23 @@ def test_replicas_resume_a_sharded_run(runs, data_folder, tmp_path):
     assert_same_curves(run, runs.straight)
 
 
+MIXER = ("--model.mixer", "gated_deltanet", "--model.num_heads", 4, "--model.canon_set", "ABCD")
+MIXER += ("--model.document_mask", "true")
+
+
+@pytest.mark.system
+def test_a_recurrent_run_resumes_on_two_ranks_and_on_one(data_folder, tmp_path):
+    straight, stopped, elastic = (tmp_path / name for name in ("straight", "stopped", "elastic"))
+    output = tmp_path / "output"
+    launch(*debug_run(data_folder, straight), *MIXER, output=output)
+    launch(*debug_run(data_folder, stopped), *MIXER, "--run.stop_at", 5, output=output)
+    shutil.copytree(stopped, elastic)
+    launch(*debug_run(data_folder, stopped), *MIXER, output=output)
+    assert_same_run(stopped, straight, step=STEPS)
+    launch(*debug_run(data_folder, elastic), *MIXER, output=output, ranks=1)
+    assert_same_curves(elastic, straight)
+
+
 def test_every_step_saw_the_same_token_ids_in_every_run(runs, data_folder):
     """The digests in the log, against samples read from the shards."""
     digests = [digest for (digest,) in curve(runs.straight, "data_digests")]
