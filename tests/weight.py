@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("canon_pretrain", "data_prep", "eval")
 LIMITS = {
     "README.md bytes": 14_336,
-    "bytes of all .md": 103_424,
-    "test lines": 26_000,
+    "bytes of all .md": 120_832,
+    "test lines": 28_672,
     "tests that compare prose": 60,
     "test names over 60 characters": 0,
     "worn words": 20,
