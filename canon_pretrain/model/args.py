@@ -313,8 +313,10 @@ def _check_ffn(args: ModelArgs) -> None:
         raise _out_of_range("experts_per_token", args.experts_per_token, expected)
     elif args.bias or args.moe_gated and args.ffn_activation == "gelu":
         name = "bias" if args.bias else "ffn_activation"
-        message = f'{name} = {getattr(args, name)} has no effect with these experts (ffn = "moe")'
+        message = f'{name} = {getattr(args, name)} is no option of these experts (ffn = "moe")'
         raise UserError("model.conflict", message, name=name)
+    if args.ffn == "none":
+        _refuse(args, ["ffn_activation"], 'a feed-forward, but ffn = "none"')
     reasons = {
         "none": 'ffn = "none" has no feed-forward for C and D: choose from A and B',
         "moe": 'ffn = "moe" sends neighboring tokens to different experts, whose inner channels D '

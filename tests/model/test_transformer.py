@@ -206,6 +206,7 @@ ONLY_SOME_MIXERS = [
     ),
     *(("canon_set", MIXED["mamba2"], {"ffn": "none", "canon_set": c}) for c in ("AC", "BD")),
     ("canon_kernel", MIXED["gla"], {"canon_kernel": 3}),
+    ("ffn_activation", MIXED["mamba2"], {"ffn": "none", "ffn_activation": "relu2"}),
 ]
 NOT_DIVISIBLE = [
     ("2 dim", 5, MIXED["mamba2"] | {"num_heads": 5, "dim": 32}),
