@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from canon_pretrain.kernels.backends import recurrence
 from canon_pretrain.kernels.compiled import Segments, sum_dtype
+from canon_pretrain.kernels.decode_step import Parts
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Mask
 from canon_pretrain.model.cache import Memory, segment_starts
@@ -46,6 +47,7 @@ class GatedRecurrence(nn.Module):
     ) -> None:
         super().__init__()
         self.recurrence = recurrence(args.mixer, mixer_backend)
+        self.scale: dict[str, float] = {}
         self.num_heads, self.norm_eps = args.num_heads, args.norm_eps
         k_dim, _, v_dim = args.mixer_parts
         self.wq = nn.Linear(args.dim, k_dim, bias=False)
@@ -68,10 +70,11 @@ class GatedRecurrence(nn.Module):
         for mix in (self.canon_b, self.conv1d):
             if mix is not None:
                 qkv = mix(qkv, segments_BN, cache, x_q)
-        q_BTHK, k_BTHK, v_BTHV = (part.unflatten(-1, (self.num_heads, -1)) for part in qkv)
+        heads = (part.unflatten(-1, (self.num_heads, -1)) for part in qkv)
         state = None if cache is None else cache.state
-        past = state, segment_starts(segments_BN, v_BTHV.shape[1])
-        o_BTHV, state = self.recur(q_BTHK, k_BTHK, v_BTHV, x_own, *past)
+        starts_BT = segment_starts(segments_BN, x_q.shape[1])
+        given = self.inputs(*heads, *x_own)
+        o_BTHV, state = self.recurrence(*given, **self.scale, state=state, starts_BT=starts_BT)
         if cache is not None:
             cache.state = state
         y, gain = wide(o_BTHV), wide(self.o_norm.weight)
@@ -80,16 +83,8 @@ class GatedRecurrence(nn.Module):
         out: Tensor = self.wo(y.to(o_BTHV.dtype).flatten(-2))
         return out
 
-    def recur(
-        self,
-        q_BTHK: Tensor,
-        k_BTHK: Tensor,
-        v_BTHV: Tensor,
-        x_own: list[Tensor],
-        state: Tensor | None,
-        starts_BT: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return o_BTHV and the state after the tokens, [B, H, K, V]; `x_own` are further reads."""
+    def inputs(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, *x_own: Tensor) -> Parts:
+        """Return what the recurrence reads; `x_own` are the layer's further reads of x."""
         raise NotImplementedError
 
 
@@ -105,23 +100,14 @@ class GLA(GatedRecurrence):
         super().__init__(args, *backends)
         self.gk = LowRank(args.dim, DECAY_RANK, args.mixer_parts[0])
         self.elu = args.gla_feature_map == "elu"
+        self.scale = {"scale": args.key_dim**-0.5}
 
-    def recur(
-        self,
-        q_BTHK: Tensor,
-        k_BTHK: Tensor,
-        v_BTHV: Tensor,
-        x_own: list[Tensor],
-        state: Tensor | None,
-        starts_BT: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """See `GatedRecurrence.recur`."""
+    def inputs(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, *x_own: Tensor) -> Parts:
+        """Return q, k, v and the decays; see `GatedRecurrence.inputs`."""
         if self.elu:
             q_BTHK, k_BTHK = F.elu(q_BTHK) + 1, F.elu(k_BTHK) + 1
         log_decay = F.logsigmoid(wide(self.gk(x_own[0]))) / DECAY_NORMALIZER
-        scale = q_BTHK.shape[3] ** -0.5
-        heads = q_BTHK, k_BTHK, v_BTHV, log_decay.view_as(k_BTHK)
-        return self.recurrence(*heads, scale=scale, state=state, starts_BT=starts_BT)
+        return q_BTHK, k_BTHK, v_BTHV, log_decay.view_as(k_BTHK)
 
 
 class GatedDeltaNet(GatedRecurrence):
@@ -139,24 +125,15 @@ class GatedDeltaNet(GatedRecurrence):
         self.A_log = nn.Parameter(torch.empty(args.num_heads))
         self.dt_bias = nn.Parameter(torch.empty(args.num_heads))
 
-    def recur(
-        self,
-        q_BTHK: Tensor,
-        k_BTHK: Tensor,
-        v_BTHV: Tensor,
-        x_own: list[Tensor],
-        state: Tensor | None,
-        starts_BT: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """See `GatedRecurrence.recur`."""
+    def inputs(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, *x_own: Tensor) -> Parts:
+        """Return q, k, v, decays and steps; see `GatedRecurrence.inputs`."""
         if self.conv1d is None:  # which has its own silu
             q_BTHK, k_BTHK, v_BTHV = F.silu(q_BTHK), F.silu(k_BTHK), F.silu(v_BTHV)
         x_a, x_b = x_own
         g_BTH = F.softplus(wide(self.wa(x_a)) + wide(self.dt_bias))
         g_BTH = -wide(self.A_log).exp() * g_BTH
         beta_BTH = wide(self.wb(x_b)).sigmoid()
-        heads = _unit(q_BTHK), _unit(k_BTHK), v_BTHV
-        return self.recurrence(*heads, g_BTH, beta_BTH, state=state, starts_BT=starts_BT)
+        return _unit(q_BTHK), _unit(k_BTHK), v_BTHV, g_BTH, beta_BTH
 
 
 def _unit(x_BTHK: Tensor) -> Tensor:
