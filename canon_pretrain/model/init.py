@@ -56,11 +56,13 @@ class InitialValue:
         size = (stop - start, *self.shape[1:])
         if self.kind == "log_count":
             return torch.arange(start + 1, stop + 1, device="cpu", dtype=torch.float32).log()
-        values = torch.full(size, self.scale, device="cpu", dtype=torch.float32)
-        if self.kind == "last_tap":
-            values.zero_()[..., -1] = 1.0
         if self.kind in ("constant", "last_tap"):
+            fill = self.scale if self.kind == "constant" else 0.0
+            values = torch.full(size, fill, device="cpu", dtype=torch.float32)
+            if self.kind == "last_tap":
+                values[..., -1] = 1.0
             return values
+        values = torch.empty(size, device="cpu", dtype=torch.float32)
         first = 0
         for part in self.parts:
             low, high = (min(max(row - first, 0), part.shape[0]) for row in (start, stop))
