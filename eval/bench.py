@@ -36,6 +36,7 @@ from canon_pretrain.core.files import write_json
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
 from canon_pretrain.hf.export import export
+from canon_pretrain.hf.loading import dtype_for
 from canon_pretrain.kernels.hardware import check_cuda, cpu_info
 from canon_pretrain.model.args import ModelArgs, flavor
 from canon_pretrain.model.counts import num_parameters
@@ -43,7 +44,7 @@ from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM
-from eval.model.target import EvalTarget, dtype_for
+from eval.model.target import EvalTarget
 
 MAX_LENGTH = 2048  # tokens of context; also the window of perplexities
 TEXT_CHARACTERS = 600_000

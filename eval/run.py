@@ -19,6 +19,7 @@ from rich.text import Text
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console, Progress
+from canon_pretrain.hf.loading import dtype_for, locate
 from canon_pretrain.kernels.hardware import check_cuda
 from canon_pretrain.run import results as stored
 from canon_pretrain.run.results import RESULTS, PartialResults, Results, TaskResult
@@ -26,7 +27,7 @@ from eval.harness import TaskPlan, open_tasks
 from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM
 from eval.model.ranks import Ranks
-from eval.model.target import EvalTarget, dtype_for, locate
+from eval.model.target import EvalTarget
 from eval.staged import staged_folder
 from eval.suite_names import VALIDATION, find_suite, split_suites, suite_settings, task_folder
 from eval.tasks.birth_year.task import FrozenSets, find_corpus

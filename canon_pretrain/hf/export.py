@@ -26,9 +26,7 @@ from canon_pretrain.checkpoint import weights
 from canon_pretrain.checkpoint.architecture import find_checkpoint, model_args_of
 from canon_pretrain.core import files as disk
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.data.id_tokenizer import id_tokenizer
-from canon_pretrain.data.shards import TokenShards
-from canon_pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf import writing
 from canon_pretrain.hf.config import (
     ARCHITECTURE,
@@ -38,13 +36,13 @@ from canon_pretrain.hf.config import (
     to_fields,
     to_hf,
 )
+from canon_pretrain.hf.loading import find_tokenizer, run_data
 from canon_pretrain.hf.reading import CONFIG, interleave_orders, meta_weights
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import num_parameters, state_bytes, state_size
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import own_version, read_run
-from canon_pretrain.synthetic.evaluation import task_of_run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RECORD = "canon_pretrain.json"
@@ -173,32 +171,10 @@ def _find_tokenizer(
     run: RunFolder, args: ModelArgs, asked: Path | None, eos: str | None, *, wanted: bool
 ) -> tuple[Tokenizer | None, int | None]:
     """Return the training tokenizer (None unless `wanted`) and the id of EOS if known."""
-    if wanted and asked is None and task_of_run(run.read_config()["identity"]):
-        ids = Tokenizer(id_tokenizer(args.vocab_size), "of the task")
-        return ids, ids.eos_id
-    data = run.read_config().get("config", {}).get("data", {})
-    paths = data.get("paths") or ([data["path"]] if data.get("path") else [])
-    folder = Path(paths[0]) if paths else run.path  # an import contains its tokenizer
-    shards = None
-    with contextlib.suppress(UserError):
-        shards = TokenShards.open(folder / "train") if paths else None
     if not wanted:
+        _, shards = run_data(run)
         return None, shards.eos_id if shards else None
-    eos_id = shards.eos_id if shards else args.eos_id if args.document_mask else eos
-    if asked is not None:
-        found = load_tokenizer(asked, eos=eos_id)
-    else:
-        try:
-            found = Tokenizer.find(folder, eos=eos_id)
-        except UserError as error:
-            raise UserError(
-                "hf.no_tokenizer", f"no tokenizer: {error}. {_TOKENIZER_HINT}"
-            ) from None
-    if shards and shards.tokenizer_sha256 not in (None, found.sha256):
-        given, expected = found.sha256, shards.tokenizer_sha256
-        hashes = f"{given[:16]}, that of the run's data {expected[:16]}"
-        text = f"the tokenizer has SHA-256 {hashes}. {_TOKENIZER_HINT}"
-        raise UserError("hf.other_tokenizer", text, given=given, expected=expected)
+    found = find_tokenizer(run.path, run, asked, eos, hint=_TOKENIZER_HINT)
     if found.vocab_size > args.vocab_size:
         sizes = f"{found.vocab_size} tokens, the model {args.vocab_size}"
         text = f"the tokenizer has {sizes}. {_TOKENIZER_HINT}"

@@ -6,44 +6,32 @@ An export has no run: results need --out, and what reads shards needs --data.
 import contextlib
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-from canon_pretrain.checkpoint import architecture
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
-from canon_pretrain.checkpoint.weights import check_checkpoint, checkpoint_step, read_weights
+from canon_pretrain.checkpoint.weights import check_checkpoint, checkpoint_step
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_json, sha256_file
 from canon_pretrain.data.held_out import open_held_out, open_validation
-from canon_pretrain.data.id_tokenizer import id_tokenizer
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf.export import RECORD
-from canon_pretrain.hf.reading import CONFIG, folder_args, folder_weights, is_folder
-from canon_pretrain.kernels.hardware import cpu_info
-from canon_pretrain.model.transformer import Head, Transformer
+from canon_pretrain.hf.loading import find_tokenizer, load_model, locate
+from canon_pretrain.hf.reading import CONFIG, folder_args
+from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import EVALS, RunFolder
 from canon_pretrain.run.launches import read_run
 from canon_pretrain.synthetic.evaluation import task_of_run
 from canon_pretrain.synthetic.task import Task
 
 WEIGHTS = (".safetensors", ".bin", ".pth")
-
-
-def locate(given: Path) -> tuple[Path, RunFolder | None]:
-    """Return the checkpoint of `given` and its run, or an exported folder and None."""
-    if is_folder(given):
-        return given, None
-    run, checkpoint = architecture.find_checkpoint(given)
-    return checkpoint, run
 
 
 @dataclass(frozen=True)
@@ -125,23 +113,14 @@ class EvalTarget:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; raises UserError if it is missing."""
-        if self.folder is not None and self.task is not None:
-            vocab_size = architecture.model_args_of(self.folder).vocab_size
-            return Tokenizer(id_tokenizer(vocab_size), "of the task")
-        eos: Any = self.train_shards.eos_id if self.folder is not None else None
-        if self.folder is None:
-            eos = read_json(self.checkpoint / CONFIG, finite=False).get("eos_token_id")
-            eos = eos[0] if isinstance(eos, list) and eos else eos
+        data = self.data if self.folder is not None else None
+        hint = "Restore it or export with it; only --suite validation needs none"
         try:
-            tokenizer = Tokenizer.find(self.tokenizer_path, eos=eos)
+            return find_tokenizer(self.checkpoint, self.folder, data, hint=hint)
         except UserError as error:
-            message = f"{error}. Restore it or export with it; only --suite validation needs none"
-            raise UserError("eval.no_tokenizer", message) from None
-        if self.folder is not None:
-            wrong = f"the {tokenizer.file_name} in {self.data} is not that of its shards"
-            expected = [self.train_shards.tokenizer_sha256]
-            _check_hash("tokenizer", tokenizer.sha256, expected, wrong)
-        return tokenizer
+            if error.code == "hf.other_tokenizer":
+                raise UserError("eval.mismatch", error.message, what="tokenizer") from None
+            raise UserError("eval.no_tokenizer", error.message) from None
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -253,70 +232,3 @@ def _open_export(export: Path, data: Path | None, held_out: Path | None) -> Eval
 def _record(export: Path) -> dict[str, Any]:
     path = export / RECORD
     return read_json(path, finite=False) if path.exists() else {}
-
-
-def dtype_for(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype `name`; "auto" is bfloat16 on a GPU and float32 on a CPU."""
-    auto = "bfloat16" if device.type == "cuda" else "float32"
-    return getattr(torch, auto if name == "auto" else name)
-
-
-def load_model(
-    path: Path,
-    device: torch.device,
-    max_length: int = 0,
-    dtype: torch.dtype = torch.float32,
-    run: RunFolder | None = None,
-) -> Transformer:
-    """Return the model of RUN/checkpoint/step-N or of an exported folder, in eval mode."""
-    is_exported = is_folder(path)
-    if is_exported:
-        args = folder_args(path)
-    else:
-        check_checkpoint(path)
-        args = architecture.model_args_of(run or architecture.run_of_checkpoint(path))
-    with torch.device("meta"):
-        model = Transformer(replace(args, max_seq_len=max(args.max_seq_len, max_length)))
-    own = dict(model.state_dict())
-    weights = folder_weights(path, args) if is_exported else read_weights(path, own)
-    model.to(dtype)
-    model.to_empty(device=device)
-    if model.rope is not None:
-        model.rope.reset(device)
-    model.load_state_dict(weights)
-    if is_faster(model):
-        use_fast_linear(model)
-    return model.eval()
-
-
-class FastLinear(nn.Linear):
-    """A forward-only `nn.Linear` for float32 on AMD, where torch's MKL path is twice as slow."""
-
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
-        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        self.weight = weight
-        self.register_parameter("bias", bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x @ weight.T + bias."""
-        if torch.is_grad_enabled():
-            return F.linear(x, self.weight, self.bias)
-        # torch.compile's replacement of a linear layer, for the weight in its stored layout
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-
-
-def use_fast_linear(model: Transformer) -> None:
-    """Replace every linear layer of `model`, and its output, by a FastLinear of equal weights."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child) in (nn.Linear, Head):
-                setattr(module, name, FastLinear(child.weight, child.bias))  # type: ignore[arg-type]
-    if model.output is None:  # tied to the embedding
-        model.output = FastLinear(model.tok_embeddings.get_parameter("weight"))
-
-
-def is_faster(model: Transformer) -> bool:
-    """Return whether FastLinear suits this model and machine; the same on all ranks of a job."""
-    weight = model.tok_embeddings.weight
-    fits = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return fits and torch.backends.mkldnn.is_available() and cpu_info("vendor_id") == "AuthenticAMD"

@@ -19,9 +19,9 @@ from lm_eval.models.huggingface import HFLM
 
 from canon_pretrain.data.tokenizer import load_tokenizer
 from canon_pretrain.hf.export import export
+from canon_pretrain.hf.loading import load_model
 from canon_pretrain.run.results import read_samples
 from eval.model.lm import CanonLM
-from eval.model.target import load_model
 from tests.data_folders import make_data_folder, sentence
 from tests.eval_fixtures import stage_fixtures
 from tests.hf_exports import hub_environment, plant_run

@@ -12,6 +12,7 @@ import torch
 from canon_pretrain.checkpoint.writer import save_no_dist
 from canon_pretrain.data.id_tokenizer import id_tokenizer
 from canon_pretrain.hf.export import export
+from canon_pretrain.hf.loading import load_model
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
@@ -23,7 +24,7 @@ from canon_pretrain.synthetic.tasks import build_task
 from canon_pretrain.titan.scores import TaskScores
 from eval.__main__ import main
 from eval.harness import open_tasks
-from eval.model.target import EvalTarget, load_model
+from eval.model.target import EvalTarget
 from eval.suite_names import find_suite
 from tests.ranks import events, launch
 from tests.scripted_lm import ScriptedLM

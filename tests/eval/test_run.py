@@ -16,12 +16,12 @@ from canon_pretrain.core.files import write_json
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.hf.loading import load_model
 from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import PartialResults, Score, TaskResult, read_results
 from eval.__main__ import main
 from eval.harness import open_tasks
-from eval.model.target import load_model
 from eval.run_command import add_evaluation_options
 from eval.schedule import Request, Schedule, to_argv
 from eval.suite_names import harness_names

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from canon_pretrain.data.tokenizer import load_tokenizer
 from canon_pretrain.hf.export import export
+from canon_pretrain.hf.loading import FastLinear, load_model, use_fast_linear
 from canon_pretrain.hf.reading import import_folder
 from canon_pretrain.model.attention import rope_tables
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.run.results import question_of
 from data_prep.planning import train_tokenizer
 from eval.model.lm import CanonLM
-from eval.model.target import EvalTarget, FastLinear, load_model, use_fast_linear
+from eval.model.target import EvalTarget
 from eval.task_tokenizer import task_tokenizer
 from eval.tasks.jrt.documents import cut
 from eval.validation import model_loss

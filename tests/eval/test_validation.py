@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.hf.loading import load_model
 from canon_pretrain.model.args import FLAVORS
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.results import read_results, read_samples
 from eval.__main__ import main
 from eval.model.lm import CanonLM
-from eval.model.target import load_model
 from eval.validation import CountModels, model_loss, windows
 from tests.support import error_codes
 

@@ -14,6 +14,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.held_out import divide_windows, windows
 from canon_pretrain.data.mixture import exact_weight
 from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.hf.loading import load_model
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.config import Data
 from canon_pretrain.run.folder import RunFolder
@@ -22,7 +23,6 @@ from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import open_data
 from canon_pretrain.titan.validation import CanonValidator, is_validation_logged, num_windows
 from eval.model.lm import CanonLM
-from eval.model.target import load_model
 from eval.validation import model_loss
 from tests.fault_runs import flip
 from tests.ranks import assert_refused, assert_same_run, events, launch

@@ -1,0 +1,147 @@
+"""Load a checkpoint or an export outside of training: its path, model and tokenizer."""
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from canon_pretrain.checkpoint import architecture
+from canon_pretrain.checkpoint.weights import check_checkpoint, read_weights
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import read_json
+from canon_pretrain.data.id_tokenizer import id_tokenizer
+from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from canon_pretrain.hf.reading import CONFIG, folder_args, folder_weights, is_folder
+from canon_pretrain.kernels.hardware import cpu_info
+from canon_pretrain.model.transformer import Head, Transformer
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.synthetic.evaluation import task_of_run
+
+
+def locate(given: Path) -> tuple[Path, RunFolder | None]:
+    """Return the checkpoint of `given` and its run, or an exported folder and None."""
+    if is_folder(given):
+        return given, None
+    run, checkpoint = architecture.find_checkpoint(given)
+    return checkpoint, run
+
+
+def run_data(run: RunFolder) -> tuple[Path, TokenShards | None]:
+    """Return the first folder of a run's data, or an import, and its shards if they are there."""
+    data = run.read_config().get("config", {}).get("data", {})
+    paths = data.get("paths") or ([data["path"]] if data.get("path") else [])
+    folder = Path(paths[0]) if paths else run.path  # an import contains its tokenizer
+    with contextlib.suppress(UserError):
+        return folder, TokenShards.open(folder / "train") if paths else None
+    return folder, None
+
+
+def find_tokenizer(
+    checkpoint: Path,
+    run: RunFolder | None,
+    given: Path | None = None,
+    eos: str | None = None,
+    hint: str = "Use --tokenizer PATH",
+) -> Tokenizer:
+    """Return the tokenizer of a checkpoint of `run`, or of an export (`run` is None).
+
+    `given`, a file or folder, replaces that of the data; `eos` names EOS if nothing else does. A
+    run on a task has the tokenizer of ids. Raises UserError, ending with `hint`, if it is missing
+    or not that of the run's shards.
+    """
+    shards: TokenShards | None = None
+    known: str | int | None = None
+    if run is None:
+        folder, first = checkpoint, read_json(checkpoint / CONFIG, finite=False).get("eos_token_id")
+        known = first[0] if isinstance(first, list) and first else first
+    else:
+        identity = run.read_config()["identity"]
+        args = architecture.model_args(identity, run.config_file)
+        if given is None and task_of_run(identity):
+            return Tokenizer(id_tokenizer(args.vocab_size), "of the task")
+        folder, shards = run_data(run)
+        if shards is None and given is not None:  # the data may have moved there
+            with contextlib.suppress(UserError):
+                shards = TokenShards.open(given / "train")
+        known = shards.eos_id if shards else args.eos_id if args.document_mask else None
+    try:
+        found = load_tokenizer(given or folder, eos=eos if known is None else known)
+    except UserError as error:
+        raise UserError("hf.no_tokenizer", f"no tokenizer: {error}. {hint}") from None
+    if shards and shards.tokenizer_sha256 not in (None, found.sha256):
+        other, expected = found.sha256, shards.tokenizer_sha256
+        hashes = f"{other[:16]}, that of the run's data {expected[:16]}"
+        text = f"the tokenizer has SHA-256 {hashes}. {hint}"
+        raise UserError("hf.other_tokenizer", text, given=other, expected=expected)
+    return found
+
+
+def dtype_for(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype `name`; "auto" is bfloat16 on a GPU and float32 on a CPU."""
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, auto if name == "auto" else name)
+
+
+def load_model(
+    path: Path,
+    device: torch.device,
+    max_length: int = 0,
+    dtype: torch.dtype = torch.float32,
+    run: RunFolder | None = None,
+) -> Transformer:
+    """Return the model of RUN/checkpoint/step-N or of an exported folder, in eval mode."""
+    is_exported = is_folder(path)
+    if is_exported:
+        args = folder_args(path)
+    else:
+        check_checkpoint(path)
+        args = architecture.model_args_of(run or architecture.run_of_checkpoint(path))
+    with torch.device("meta"):
+        model = Transformer(replace(args, max_seq_len=max(args.max_seq_len, max_length)))
+    own = dict(model.state_dict())
+    weights = folder_weights(path, args) if is_exported else read_weights(path, own)
+    model.to(dtype)
+    model.to_empty(device=device)
+    if model.rope is not None:
+        model.rope.reset(device)
+    model.load_state_dict(weights)
+    if is_faster(model):
+        use_fast_linear(model)
+    return model.eval()
+
+
+class FastLinear(nn.Linear):
+    """A forward-only `nn.Linear` for float32 on AMD, where torch's MKL path is twice as slow."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T + bias."""
+        if torch.is_grad_enabled():
+            return F.linear(x, self.weight, self.bias)
+        # torch.compile's replacement of a linear layer, for the weight in its stored layout
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+
+def use_fast_linear(model: Transformer) -> None:
+    """Replace every linear layer of `model`, and its output, by a FastLinear of equal weights."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) in (nn.Linear, Head):
+                setattr(module, name, FastLinear(child.weight, child.bias))  # type: ignore[arg-type]
+    if model.output is None:  # tied to the embedding
+        model.output = FastLinear(model.tok_embeddings.get_parameter("weight"))
+
+
+def is_faster(model: Transformer) -> bool:
+    """Return whether FastLinear suits this model and machine; the same on all ranks of a job."""
+    weight = model.tok_embeddings.weight
+    fits = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return fits and torch.backends.mkldnn.is_available() and cpu_info("vendor_id") == "AuthenticAMD"
