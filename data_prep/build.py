@@ -82,6 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     folders.add_limits(parser)
     text = parser.add_argument_group("inputs and texts")
     text.add_argument("--text-field", metavar="F", help="name of the text field (source local)")
+    more = "read files of these suffixes as .txt too, such as .md .rst (source local)"
+    text.add_argument("--text-suffixes", nargs="+", default=(), metavar=".S", help=more)
+    cut = "cut longer documents, after a blank line or a line (default: never)"
+    text.add_argument("--max-document-bytes", type=positive, metavar="N", help=cut)
     revision = "commit, tag or branch of a downloaded source"
     text.add_argument("--revision", metavar="R", help=revision)
     line = "stop at a longer line of JSON (default: %(default)s)"
@@ -102,8 +106,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.unbuilt_of:
         print_unbuilt(arguments, limits)
         return
-    names = ("out", "source", "tokenizer", "workers", "files", "revision", "text_field", "eos")
-    decisive = ("holdout", "bos", "max_line_bytes")
+    names = "out source tokenizer workers files revision text_field text_suffixes eos".split()
+    decisive = ("holdout", "bos", "max_line_bytes", "max_document_bytes")
     build(
         **{name: getattr(arguments, name) for name in names},
         options=Options(**{name: getattr(arguments, name) for name in decisive}),
@@ -141,6 +145,7 @@ def build(
     files: Sequence[Path] = (),
     revision: str | None = None,
     text_field: str | None = None,
+    text_suffixes: Sequence[str] = (),
     eos: str | None = None,
     limits: Limits = NO_LIMITS,
     job_slice: JobSlice | None = None,
@@ -153,7 +158,9 @@ def build(
         old = load_plan(out)  # resume at its commit, even if the branch has moved
         if old.source == source and COMMIT.fullmatch(old.source_version):
             revision = old.source_version
-    selection = sources.select(source, files, revision=revision, text_field=text_field)
+    selection = sources.select(
+        source, files, revision=revision, text_field=text_field, text_suffixes=text_suffixes
+    )
     if files or source not in sources.HUB_SOURCES:  # else downloaded later, with the hub's hashes
         selection = replace(selection, inputs=hash_small_inputs(selection.root, selection.inputs))
     with folders.disk_errors(out):

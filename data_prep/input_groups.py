@@ -34,7 +34,7 @@ from data_prep.folder import (
     log,
 )
 from data_prep.plan import Plan, is_held_out
-from data_prep.readers import InputReader, Skipped
+from data_prep.readers import InputReader, Skipped, cut_documents
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _write_input_group(job: InputGroupJob, tokenizer: Tokenizer, counts: Any) ->
         for known in plan.inputs:
             fields = plan.text_field, plan.group_field
             reader = InputReader(job.root, known, *fields, options.max_line_bytes)
-            for document in reader.rows():
+            for document in cut_documents(reader.rows(), options.max_document_bytes):
                 row += 1
                 if isinstance(document, Skipped):
                     skipped[document.reason] += 1

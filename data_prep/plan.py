@@ -20,6 +20,7 @@ from canon_pretrain.data.shards import MAX_SHARD_TOKENS, VERSION
 PLAN = "plan.json"
 MAX_PLAN_BYTES = 1 << 32
 MAX_LINE_BYTES = 64_000_000
+MIN_CUT_BYTES = 100
 HASH_AHEAD_BYTES = 256 << 20
 """Inputs of at most this total size are hashed before the plan is made (about a second)."""
 MAX_DIFFERENCES = 8
@@ -51,7 +52,8 @@ class TokenizerRecord:
 class Options:
     """Options that determine the bytes of shards.
 
-    An input group has `unit_files` inputs, or inputs of about `unit_bytes` bytes.
+    An input group has `unit_files` inputs, or inputs of about `unit_bytes` bytes. Documents of more
+    than `max_document_bytes` are cut.
     """
 
     holdout: float
@@ -60,11 +62,16 @@ class Options:
     unit_bytes: int | None = None
     max_part_tokens: int = MAX_SHARD_TOKENS
     max_line_bytes: int = MAX_LINE_BYTES
+    max_document_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.holdout < 1:
             message = f"--holdout {self.holdout}: expected at least 0 and less than 1"
             raise UserError("option.invalid", message, option="--holdout")
+        if self.max_document_bytes is not None and self.max_document_bytes < MIN_CUT_BYTES:
+            message = f"--max-document-bytes {self.max_document_bytes}: expected {MIN_CUT_BYTES} "
+            message += "or more"
+            raise UserError("option.invalid", message, option="--max-document-bytes")
 
 
 @dataclass(frozen=True)
@@ -109,11 +116,13 @@ class Plan:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def record(self) -> dict[str, Any]:
-        """Return the fields as JSON values, without the version and a default max_line_bytes."""
+        """Return the fields as JSON values, without the version and defaults of later options."""
         fields = asdict(self)
         del fields["version"]
         if self.options.max_line_bytes == MAX_LINE_BYTES:
             del fields["options"]["max_line_bytes"]
+        if self.options.max_document_bytes is None:
+            del fields["options"]["max_document_bytes"]
         return fields
 
     def header(self) -> dict[str, Any]:

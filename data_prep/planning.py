@@ -17,7 +17,7 @@ from data_prep import plan as plans
 from data_prep import sources
 from data_prep.folder import load_tokenizer, log
 from data_prep.plan import Options, Plan, TokenizerRecord, is_held_out
-from data_prep.readers import Document, InputReader
+from data_prep.readers import Document, InputReader, cut_documents
 
 # SentencePiece keeps its training text in memory several times; more text changes few tokens.
 TRAIN_BYTES = 100_000_000
@@ -121,7 +121,7 @@ def training_texts(selection: sources.Selection, options: Options) -> Iterator[s
         fields = selection.text_field, selection.group_field
         reader = InputReader(selection.root, known, *fields, options.max_line_bytes)
         left = TRAIN_BYTES * known.size // max(total, 1)
-        for row in reader.rows():
+        for row in cut_documents(reader.rows(), options.max_document_bytes):
             if isinstance(row, Document) and not is_held_out(row.utf8, options.holdout):
                 yield row.text
                 left -= len(row.utf8)

@@ -36,7 +36,7 @@ STEP_BYTES = 1 << 10
 BATCH_BYTES = 8 << 20
 MAX_BATCH_ROWS = 1024
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# longest first; .py is for the source stdlib only
+# longest first; a file of another suffix is read as text
 SUFFIXES = (".jsonl.zst", ".jsonl.gz", ".jsonl", ".parquet", ".txt")
 
 _MISSING = object()
@@ -90,6 +90,32 @@ def replace_surrogates(text: str) -> str:
     return _SURROGATES.sub("\ufffd", text)
 
 
+def cut_documents(rows: Rows, most: int | None) -> Rows:
+    """Yield the rows, with documents of more than `most` bytes cut (None: never)."""
+    for row in rows:
+        if most is None or isinstance(row, Skipped) or len(row.utf8) <= most:
+            yield row
+        else:
+            for part in _cut(row.utf8, most):
+                yield replace(row, text=part.decode(), utf8=part)
+
+
+def _cut(utf8: bytes, most: int) -> Iterator[bytes]:
+    """Yield parts of `most` // 2 to `most` bytes, cut after a blank line, a line or a word."""
+    start = 0
+    while start < len(utf8):
+        end = start + most
+        if end < len(utf8):
+            while utf8[end] & 0xC0 == 0x80:  # inside a character
+                end -= 1
+            for mark in (b"\n\n", b"\n", b" "):
+                if (at := utf8.rfind(mark, start + most // 2, end)) >= 0:
+                    end = at + len(mark)
+                    break
+        yield utf8[start:end]
+        start = end
+
+
 def stdlib_rows(path: str, content: bytes) -> Rows:
     """Yield the rows of stdlib's input `path`, decoded by its PEP 263 encoding line."""
     try:
@@ -111,7 +137,10 @@ def stdlib_rows(path: str, content: bytes) -> Rows:
 
 
 class InputReader:
-    """Reader of the input `known` below `root`; `sha256` is "" until all is read."""
+    """Reader of the input `known` below `root`; `sha256` is "" until all is read.
+
+    `bytes_read`: of the file, so far.
+    """
 
     def __init__(
         self,
@@ -134,14 +163,14 @@ class InputReader:
         read, decoder_errors = self._format()
         errors: tuple[type[Exception], ...] = (OSError, *decoder_errors)
         self.sha256, self._row = "", 0
-        self._digest, self._hashed_bytes = hashlib.sha256(), 0
+        self._digest, self.bytes_read = hashlib.sha256(), 0
         try:
             with open(self.path, "rb", buffering=0, opener=open_nonblocking) as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     raise OSError(errno.ENXIO, "not a regular file")
                 self._check_size(status.st_size)
-                if not status.st_size and not self.path.name.endswith((".txt", ".py", ".jsonl")):
+                if not status.st_size and self.path.name.endswith((".zst", ".gz", ".parquet")):
                     raise EOFError("the file is empty")
                 for row in read(file):
                     self._row += 1
@@ -175,10 +204,7 @@ class InputReader:
             from pyarrow import ArrowException  # takes 0.3 s, and the other formats need none
 
             return self._read_parquet, (EOFError, ArrowException, ValueError, OverflowError)
-        if name.endswith((".txt", ".py")):
-            return self._read_whole, ()
-        message = f"{self.path}: unknown format; expected one of: {', '.join(SUFFIXES)}"
-        raise UserError("input.unknown_format", message, path=self.path)
+        return self._read_whole, ()
 
     def _read_whole(self, file: IO[bytes]) -> Rows:
         content = b"".join(self._chunks(file, READ_BYTES))
@@ -299,7 +325,7 @@ class InputReader:
         """Yield the file's bytes, and hash them."""
         while chunk := file.read(size):
             self._digest.update(chunk)
-            self._hashed_bytes += len(chunk)
+            self.bytes_read += len(chunk)
             yield chunk
 
     def _check_size(self, size: int) -> None:
@@ -308,7 +334,7 @@ class InputReader:
 
     def _check_end(self) -> None:
         """Compare the file's size and hash with the known ones."""
-        self._check_size(self._hashed_bytes)
+        self._check_size(self.bytes_read)
         sha256 = self._digest.hexdigest()
         if self.known.sha256 and sha256 != self.known.sha256:
             self._fail_changed(f"sha256 {sha256[:16]}..., expected {self.known.sha256[:16]}...")

@@ -88,11 +88,13 @@ def select(
     *,
     revision: str | None = None,
     text_field: str | None = None,
+    text_suffixes: Sequence[str] = (),
 ) -> Selection:
-    """Return the inputs of --source, --files, --revision and --text-field. Raises UserError."""
+    """Return the inputs of the options of these names. Raises UserError."""
     check_choice("--source", source, SOURCES)
     for option, value, takers in (
         ("--text-field", text_field, (LOCAL,)),
+        ("--text-suffixes", text_suffixes or None, (LOCAL,)),
         ("--revision", revision, tuple(HUB_SOURCES)),
         ("--files", files or None, (*HUB_SOURCES, LOCAL)),
     ):
@@ -102,7 +104,7 @@ def select(
     if source == STDLIB:
         return _select_stdlib()
     if source == LOCAL:
-        return _select_local(files, text_field or TEXT_FIELD)
+        return _select_local(files, text_field or TEXT_FIELD, text_suffixes)
     known = HUB_SOURCES[source]
     if files:
         version, root, inputs = _list_mirror(source, known, files, revision)
@@ -130,16 +132,20 @@ def _select_stdlib() -> Selection:
     return Selection(STDLIB, version, root, tuple(inputs), unit_bytes=INPUT_GROUP_BYTES)
 
 
-def _select_local(files: Sequence[Path], text_field: str) -> Selection:
+def _select_local(
+    files: Sequence[Path], text_field: str, text_suffixes: Sequence[str]
+) -> Selection:
     if not files:
         message = f"--source {LOCAL} needs --files FILE_OR_FOLDER ..."
         raise UserError("option.missing", message, option="--files")
     found, named = find_files(files)
-    others = [path for path in found if not path.name.endswith(SUFFIXES)]
-    readable = [path for path in found if path.name.endswith(SUFFIXES)]
+    suffixes = (*SUFFIXES, *text_suffixes)
+    others = [path for path in found if not path.name.endswith(suffixes)]
+    readable = [path for path in found if path.name.endswith(suffixes)]
     if not readable or named.intersection(others):
         given = summarize_paths(named.intersection(others) or files)
-        message = f"--files {given}: unknown format; expected one of: {', '.join(SUFFIXES)}"
+        message = f"--files {given}: unknown format; expected one of: {', '.join(suffixes)}; "
+        message += "--text-suffixes .md .rst reads other files as text"
         raise UserError("input.unknown_format", message)
     if others:
         log(f"{LOCAL}: skipped {len(others):,} files of other formats: {summarize_paths(others)}")

@@ -5,6 +5,7 @@ import importlib
 import pytest
 
 COMMANDS = (
+    "canon_pretrain.new",
     "canon_pretrain.train",
     "canon_pretrain.run",
     *(f"canon_pretrain.run {name}" for name in ("status", "plot", "diff", "export", "profile")),
@@ -32,7 +33,7 @@ COMMANDS = (
 @pytest.mark.parametrize("words", COMMANDS)
 def test_help(words, snapshot, monkeypatch, capsys):
     name, *command = words.split()
-    is_module = name.endswith((".train", ".sweep", ".playground", ".preflight", ".chain"))
+    is_module = name.endswith((".new", ".train", ".sweep", ".playground", ".preflight", ".chain"))
     module = importlib.import_module(name if is_module else f"{name}.__main__")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr("sys.argv", [name, *command, "--help"])

@@ -1,0 +1,341 @@
+"""Propose an experiment for a folder of text: `canon new NAME --data FOLDER` writes NAME.toml.
+
+The text is read by data_prep (a sample of a large one), candidate sizes are timed on this machine,
+and every proposed value is written beside the rule that it follows from.
+"""
+
+import argparse
+import math
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from canon_pretrain.core.cli import available_cores, command, positive
+from canon_pretrain.core.errors import EPILOG, UserError
+from canon_pretrain.core.files import create_file
+from canon_pretrain.core.terminal import duration, printable, size
+from canon_pretrain.kernels.hardware import available_memory, check_cuda, cpu_info
+from canon_pretrain.model.args import ModelArgs, flavor
+from canon_pretrain.model.counts import num_parameters
+from canon_pretrain.run.config import to_toml
+from data_prep.survey import Survey, survey
+
+SIZES = {
+    "debug": (1024, 256),
+    "quickstart": (2048, 256),
+    "4M": (4096, 512),
+    "8L512D": (16384, 1024),
+    "162M": (32000, 2048),
+    "1b3": (32000, 2048),
+}
+"""Flavor -> vocabulary and sequence length: at most half of the parameters embed tokens."""
+TOKENS_PER_PARAMETER = 20
+EPOCHS = 4
+LEAST_STEPS = 300
+LEAST_BATCH_TOKENS = 2048
+LEAST_BYTES = 20_000
+BYTES_PER_TOKEN = 3.5
+"""Assumed until the tokenizer of the chosen size is trained."""
+PAPER_LR, LR, LR_WIDTH = 1e-3, 4e-3, 128
+DOCUMENTS, HELD_OUT_DOCUMENTS = 200, 20
+MEASURE_S = 1.0
+TRAINER_SHARE = 0.8  # of forward and backward alone: measured 0.85 at width 64 on a CPU
+SHOWN_CHARACTERS = 200
+BYTES_PER_PARAMETER = 24  # float32 weights, gradients, AdamW's moments, and what FSDP2 gathers
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine's devices: GPUs, or all CPU cores as one; `memory` is one device's bytes."""
+
+    name: str
+    num_gpus: int
+    memory: float
+
+    @classmethod
+    def find(cls) -> "Machine":
+        import torch
+
+        check_cuda()
+        if gpus := torch.cuda.device_count():
+            memory = torch.cuda.get_device_properties(0).total_memory
+            return cls(f"{gpus} x {torch.cuda.get_device_name(0)}", gpus, memory)
+        name = f"{available_cores()} cores of {cpu_info('model name') or 'a CPU'}"
+        return cls(name, 0, available_memory())
+
+    def micro_batch(self, args: ModelArgs) -> int:
+        """Return the windows of a forward pass that surely fit into half of the memory, or 0."""
+        # as titan/dry_run.py: several times what a token keeps
+        values = 64 * args.num_layers * (args.dim + args.ffn_dim) + 8 * args.vocab_size
+        room = self.memory / 2 - BYTES_PER_PARAMETER * num_parameters(args)
+        fitting = int(room / (4 * values * args.max_seq_len))
+        return min(64, 1 << (fitting.bit_length() - 1)) if fitting > 0 else 0
+
+    def tokens_per_second(self, args: ModelArgs, windows: int) -> float:
+        """Time forward and backward of the model on one device; return the speed of all."""
+        import torch
+        import torch.nn.functional as F
+
+        from canon_pretrain.model.transformer import Transformer
+
+        device = torch.device("cuda" if self.num_gpus else "cpu")
+        model = Transformer(args).to(device)
+        model.init_weights()
+        if self.num_gpus:
+            model.bfloat16()
+        tokens = torch.randint(args.vocab_size, (windows, args.max_seq_len), device=device)
+
+        def step() -> None:
+            logits = model(tokens).flatten(0, 1).float()
+            F.cross_entropy(logits, tokens.flatten()).backward()
+            if self.num_gpus:
+                torch.cuda.synchronize()
+
+        step()  # compiles and allocates
+        begin, steps = time.perf_counter(), 0
+        while (seconds := time.perf_counter() - begin) < MEASURE_S:
+            step()
+            steps += 1
+        per_device = TRAINER_SHARE * steps * tokens.numel() / seconds
+        return per_device * max(1, self.num_gpus)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A size, with its speed on this machine, for a text of `unique` training tokens."""
+
+    name: str
+    args: ModelArgs
+    windows: int
+    speed: float
+    unique: float
+    seconds: float
+
+    @property
+    def tokens(self) -> float:
+        """The training tokens: of the time, of EPOCHS epochs, of LEAST_STEPS steps."""
+        most = max(EPOCHS * self.unique, LEAST_STEPS * LEAST_BATCH_TOKENS)
+        return min(self.speed * self.seconds, most)
+
+    @property
+    def parameters(self) -> int:
+        return num_parameters(self.args)
+
+    @property
+    def ratio(self) -> float:
+        """Tokens per parameter."""
+        return self.tokens / self.parameters
+
+    @property
+    def batch(self) -> int:
+        """Windows in a step: DeepSeek's 0.292 C^0.3271 tokens, down to a power of two."""
+        flops = 6 * self.parameters * self.tokens
+        tokens = max(LEAST_BATCH_TOKENS, 0.292 * flops**0.3271)
+        return 1 << int(math.log2(max(1, tokens / self.args.max_seq_len)))
+
+    @property
+    def steps(self) -> int:
+        return max(10, round(self.tokens / (self.batch * self.args.max_seq_len)))
+
+    @property
+    def lr(self) -> float:
+        return min(LR, max(PAPER_LR, LR * LR_WIDTH / self.args.dim))
+
+    @property
+    def epochs(self) -> float:
+        return self.steps * self.batch * self.args.max_seq_len / self.unique
+
+
+def propose(machine: Machine, num_bytes: float, seconds: float) -> Proposal:
+    """Return the size with about TOKENS_PER_PARAMETER: the largest, or the one below it.
+
+    Sizes are timed from the smallest on. Raises UserError.
+    """
+    found: list[Proposal] = []
+    for name, (vocab_size, seq_len) in SIZES.items():
+        args = replace(flavor(name), vocab_size=vocab_size, max_seq_len=seq_len, canon_set="ABCD")
+        if not (windows := machine.micro_batch(args)):
+            break
+        speed = machine.tokens_per_second(args, min(windows, 8))
+        unique = num_bytes / BYTES_PER_TOKEN
+        found.append(Proposal(name, args, windows, speed, unique, seconds))
+        if found[-1].ratio < TOKENS_PER_PARAMETER:
+            break
+    if not found:
+        message = f"{size(machine.memory)} of memory are available: too little for any model; "
+        raise UserError("memory.too_small", f"{message}end other programs")
+    return min(found, key=lambda one: abs(math.log(one.ratio / TOKENS_PER_PARAMETER)))
+
+
+def cut_and_holdout(found: Survey) -> tuple[int, float]:
+    """Return --max-document-bytes (0: none) and --holdout, for HELD_OUT_DOCUMENTS or more."""
+    cut, documents = 0, float(found.num_documents)
+    if documents < DOCUMENTS:
+        cut = min(20_000, max(1_000, found.num_bytes // (2 * DOCUMENTS)))
+        cut = round(cut, 1 - len(str(cut)))
+        documents = found.num_bytes / cut
+    return cut, min(0.2, max(0.02, math.ceil(100 * HELD_OUT_DOCUMENTS / documents) / 100))
+
+
+def steps_rule(given: Proposal) -> str:
+    """Return what the steps are and what limits them, in two lines."""
+    tokens = given.steps * given.batch * given.args.max_seq_len
+    facts = f"{tokens:,} tokens, {given.epochs:.1f} epochs: {duration(tokens / given.speed)} here"
+    if given.epochs > EPOCHS + 1:
+        why = "The text is short: it is repeated until the fewest useful steps are done."
+    elif given.epochs > EPOCHS - 0.5:
+        why = f"Repeating text more than {EPOCHS} times teaches little (Muennighoff et al. 2023)."
+    else:
+        why = f"The time limit: --minutes {given.seconds / 60:g}."
+    return f"{facts} ({given.speed:,.0f} tokens/s).\n# {why}"
+
+
+def toml(name: str, files: str, given: Proposal, machine: Machine) -> str:
+    """Return the experiment's file, each value with its rule."""
+    quoted = {
+        "description": f"Llama(RoPE) + Canon-ABCD on {files}",
+        "run": f"outputs/{name}/canon",
+        "data": f"outputs/{name}/data",
+    }
+    text = Path(__file__).with_suffix(".toml").read_text()
+    return text.format(
+        **{key: to_toml({"": text})[5:-1] for key, text in quoted.items()},
+        files=printable(files),
+        machine=printable(machine.name),
+        flavor=given.name,
+        layers=given.args.num_layers,
+        dim=given.args.dim,
+        parameters=given.parameters,
+        ratio=given.ratio,
+        sizes=", ".join(SIZES),
+        goal=TOKENS_PER_PARAMETER,
+        steps_rule=steps_rule(given),
+        steps=given.steps,
+        seq_len=given.args.max_seq_len,
+        least_batch=LEAST_BATCH_TOKENS,
+        batch=given.batch,
+        windows=min(given.windows, given.batch),
+        dtype="bfloat16" if machine.num_gpus else "float32",
+        lr_width=LR_WIDTH,
+        lr=given.lr,
+        warmup=min(1000, -(-given.steps // 10)),
+        quarter=-(-given.steps // 4),
+        tenth=-(-given.steps // 10),
+        compiles="true" if machine.num_gpus else "false",
+    )
+
+
+def next_commands(
+    name: str,
+    paths: Sequence[Path],
+    found: Survey,
+    text_field: str | None,
+    vocab_size: int,
+    num_gpus: int,
+) -> Iterator[tuple[str, str]]:
+    """Yield (what it does, the command as it is pasted)."""
+    canon = "canon" if shutil.which("canon") else "python -m canon_pretrain"
+    cut, holdout = cut_and_holdout(found)
+    words = ["--source", "local", "--files", *map(str, paths)]
+    words += ["--text-suffixes", *found.suffixes] if found.suffixes else []
+    words += ["--text-field", text_field] if text_field else []
+    words += ["--max-document-bytes", str(cut)] if cut else []
+    words += ["--holdout", f"{holdout:g}", "--tokenizer", f"train:{vocab_size}"]
+    words += ["--out", f"outputs/{name}/data"]
+    yield "text to shards of tokens", f"{canon} data build {shlex.join(words)}"
+    ranks = 1 << (num_gpus.bit_length() - 1) if num_gpus else 1
+    train = f"{canon} train"
+    if ranks > 1:
+        train = f"torchrun --nproc-per-node {ranks} -m canon_pretrain.train"
+    yield "train, or resume after Ctrl-C", f"{train} --config {name}.toml"
+    yield "let it write", f"{canon} sample outputs/{name}/canon"
+
+
+def propose_experiment(given: argparse.Namespace) -> None:
+    """Print what is found and proposed, and write NAME.toml. Raises UserError."""
+    target, outputs = Path(f"{given.name}.toml"), Path("outputs", given.name)
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", given.name):
+        message = f"NAME {given.name!r}: expected letters, digits, _ . and -, such as mine"
+        raise UserError("option.invalid", message, option="NAME")
+    for path in (target, outputs):
+        if path.exists():
+            message = f"{path}: exists; give another name, or remove it if you do not need it"
+            raise UserError("new.exists", message, path=path)
+    files = ", ".join(map(str, given.data))
+    found = survey(given.data, given.text_field, given.text_suffixes)
+    print_survey(found)
+    if found.num_bytes < LEAST_BYTES:
+        message = f"{files}: {found.num_bytes:,} bytes of text, expected at least {LEAST_BYTES:,}; "
+        message += "add text, or try `--source stdlib` (the quickstart's text, 12 MB)"
+        raise UserError("new.too_little_text", message, given=found.num_bytes)
+    _, holdout = cut_and_holdout(found)
+    machine = Machine.find()
+    show("machine", f"{machine.name}: {size(machine.memory)} of memory each")
+    chosen = propose(machine, (1 - holdout) * found.num_bytes, 60.0 * given.minutes)
+    vocab_size, share = found.tokens_per_byte(chosen.args.vocab_size)
+    total = share * found.num_bytes
+    args = replace(chosen.args, vocab_size=vocab_size)
+    chosen = replace(chosen, args=args, unique=(1 - holdout) * total)
+    kind = f"of a vocabulary of {vocab_size:,}, {1 / share:.2f} bytes each"
+    show("tokens", f"{total:,.0f} {kind}")
+    show(
+        "model", f"{chosen.name}: {chosen.parameters:,} parameters, {chosen.ratio:.1f} tokens each"
+    )
+    show("training", *steps_rule(chosen).split("\n# "))
+    with create_file(target) as file:
+        file.write(toml(given.name, files, chosen, machine).encode())
+    print(f"\nWrote {target}, with the reason for each value. Next:\n")
+    named = given.name, given.data, found, given.text_field, vocab_size, machine.num_gpus
+    for about, words in next_commands(*named):
+        print(f"# {about}\n{words}\n")
+
+
+def show(label: str, *lines: str) -> None:
+    for line in lines:
+        print(f"{label:12}{printable(line)}")
+        label = ""
+
+
+def print_survey(found: Survey) -> None:
+    """Print what was found of the text."""
+    facts = f"{found.num_documents:,} documents, {size(found.num_bytes)} of text"
+    show("text", f"{found.num_files:,} files, {size(found.file_bytes)}: {facts}")
+    if found.sampled < found.num_bytes:
+        show("", f"estimated from a sample of {size(found.sampled)}")
+    if found.suffixes:
+        show("", f"read as plain text: {' '.join(found.suffixes)}")
+    if found.skipped:
+        kinds = (f"{count:,} {kind or 'without suffix'}" for kind, count in found.skipped.items())
+        show("", f"skipped: {', '.join([*kinds][:5])}; --text_suffixes reads more as plain text")
+    if found.sample:
+        text = " ".join(found.sample[len(found.sample) // 2].split())
+        show("sample", f"{text[:SHOWN_CHARACTERS]} ...")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command; exits with code 2 on bad input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m canon_pretrain.new",
+        description="Propose an experiment for your text: look at it and at this machine, write "
+        "NAME.toml, and print the next commands.",
+        epilog=EPILOG,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("name", metavar="NAME", help="of NAME.toml and of outputs/NAME")
+    files = "files or folders: .txt, .jsonl (.zst, .gz), .parquet, or other plain text"
+    add("--data", nargs="+", type=Path, required=True, metavar="PATH", help=files)
+    add("--minutes", type=positive, default=10, help="of training here (default: %(default)s)")
+    add("--text_field", metavar="F", help="name of the text in .jsonl and .parquet (default: text)")
+    suffixes = "read files of these suffixes as plain text too, such as .md .rst"
+    add("--text_suffixes", nargs="+", default=(), metavar=".S", help=suffixes)
+    with command():
+        propose_experiment(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    main()

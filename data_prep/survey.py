@@ -1,0 +1,141 @@
+"""A first look at a user's text, for `canon new`: formats, sizes, a sample, tokens per byte.
+
+Reads a sample of a large source only: the start of files that are spread over it.
+"""
+
+import codecs
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.data.tokenizer import Tokenizer
+from data_prep.plan import Input
+from data_prep.planning import train_tokenizer
+from data_prep.readers import SUFFIXES, Document, InputReader, from_utf8
+from data_prep.sources import LOCAL, find_files, select
+
+SAMPLE_BYTES = 4 << 20
+MAX_SAMPLED_FILES = 2000
+PROBE_BYTES = 4096
+PROBED_FILES = 5
+ROW_SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix != ".txt")
+SPECIAL_TOKENS = 3 + 256
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What is known of a source's text; documents and bytes of rows are estimated from a sample.
+
+    `sampled`: the sample's bytes. `suffixes` are those to give as --text-suffixes, `skipped` counts
+    the other files by suffix.
+    """
+
+    num_files: int
+    file_bytes: int
+    suffixes: Sequence[str]
+    skipped: Counter[str]
+    sample: list[str]
+    num_documents: int
+    num_bytes: int
+    sampled: int
+
+    def tokens_per_byte(self, vocab_size: int) -> tuple[int, float]:
+        """Train a tokenizer on the sample; return its vocab_size and the sample's tokens per byte.
+
+        The size is doubled for texts of many characters, halved for few words. Raises UserError.
+        """
+        while vocab_size < SPECIAL_TOKENS + 2 * len(set().union(*self.sample)):
+            vocab_size *= 2
+        while True:
+            try:
+                tokenizer = Tokenizer(train_tokenizer(self.sample, vocab_size), "sample")
+                break
+            except UserError:
+                if vocab_size <= 2 * SPECIAL_TOKENS:
+                    raise
+                vocab_size //= 2
+        num_tokens = sum(len(tokenizer.encode(text)) + 1 for text in self.sample)
+        return vocab_size, num_tokens / self.sampled
+
+
+def survey(files: Sequence[Path], text_field: str | None, suffixes: Sequence[str]) -> Survey:
+    """Look at the files; without any of a known format, at plain text. Raises UserError."""
+    found, named = find_files(files)
+    others = [path for path in found if not path.name.endswith((*SUFFIXES, *suffixes))]
+    if len(others) == len(found) or named.intersection(others):
+        suffixes = sorted({*suffixes, *_text_suffixes(others)})
+    selection = select(LOCAL, files, text_field=text_field, text_suffixes=suffixes)
+    inputs = [known for known in selection.inputs if known.size]
+    file_bytes = sum(known.size for known in inputs)
+    count = 1 + SAMPLE_BYTES * len(inputs) // max(file_bytes, 1)
+    count = min(len(inputs), MAX_SAMPLED_FILES, count)
+    budget = min(SAMPLE_BYTES, 4 * SAMPLE_BYTES // max(count, 1))
+    sample: list[str] = []
+    texts = [known for known in inputs if not known.path.endswith(ROW_SUFFIXES)]
+    counts, sampled = np.zeros(2), 0
+    for known in (inputs[k * len(inputs) // count] for k in range(count)):
+        if known.path.endswith(ROW_SUFFIXES):
+            own, share = _read_rows(selection.root, known, selection.text_field, budget)
+            counts += np.array([len(own), sum(len(text.encode()) for text in own)]) / share
+            sampled += known.size
+        else:
+            with open(selection.root / known.path, "rb") as file:
+                head = from_utf8(file.read(budget).removeprefix(codecs.BOM_UTF8))
+            own = [head.text] if isinstance(head, Document) else []
+        sample += own
+    num_text_bytes = sum(known.size for known in texts)
+    share = sampled / max(file_bytes - num_text_bytes, 1)
+    return Survey(
+        num_files=len(inputs),
+        file_bytes=file_bytes,
+        suffixes=suffixes,
+        skipped=Counter(path.suffix for path in others if path.suffix not in suffixes),
+        sample=sample,
+        num_documents=len(texts) + round(counts[0] / (share or 1)),
+        num_bytes=num_text_bytes + round(counts[1] / (share or 1)),
+        sampled=sum(len(text.encode()) for text in sample),
+    )
+
+
+def _text_suffixes(paths: Sequence[Path]) -> list[str]:
+    """Return the suffixes of the files that look like text: the first few of each decode."""
+    by_suffix = defaultdict(list)
+    for path in paths:
+        by_suffix[path.suffix].append(path)
+    groups = by_suffix.items()
+    return [name for name, group in groups if name and all(map(_is_text, group[:PROBED_FILES]))]
+
+
+def _is_text(path: Path) -> bool:
+    with open(path, "rb") as file:
+        head = file.read(PROBE_BYTES)
+    try:  # the last character may be cut
+        return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+
+
+def _read_rows(root: Path, known: Input, text_field: str, budget: int) -> tuple[list[str], float]:
+    """Return texts of the start of a file, and the share of its rows that were read."""
+    reader, is_parquet = InputReader(root, known, text_field, None), known.path.endswith("parquet")
+    texts: list[str] = []
+    size = seen = 0
+    for number, row in enumerate(reader.rows()):
+        # the rows so far are those of the first `seen` bytes; a parquet file is hashed first
+        if size > budget and (is_parquet or reader.bytes_read > seen):
+            return texts, number / _num_rows(reader.path) if is_parquet else seen / known.size
+        seen = reader.bytes_read
+        if isinstance(row, Document):
+            texts.append(row.text)
+            size += len(row.utf8)
+    return texts, 1.0
+
+
+def _num_rows(path: Path) -> int:
+    import pyarrow.parquet
+
+    return int(pyarrow.parquet.read_metadata(path).num_rows)
