@@ -79,7 +79,7 @@ def check_nodes(global_batch_size: int, nodes: int, ranks_per_node: int) -> None
 def plan_job(
     arguments: list[str], nodes: int, ranks_per_node: int, data: bool = False
 ) -> tuple[Path, int]:
-    """Return a job's run folder and the bytes of a checkpoint; with `data` open the shards too."""
+    """Return a job's run folder and the bytes of a checkpoint; with `data` open its data too."""
     from canon_pretrain.titan.device import prepare_device
 
     prepare_device()
@@ -87,14 +87,14 @@ def plan_job(
 
     from canon_pretrain.model.counts import num_parameters
     from canon_pretrain.titan.command_line import parse_job
-    from canon_pretrain.titan.data import open_shards, open_task
+    from canon_pretrain.titan.data import open_data, open_task
     from canon_pretrain.titan.job_config import shard_degree
 
     job = parse_job([word for word in arguments if word != "--force"])
     check_nodes(job.training.global_batch_size, nodes, ranks_per_node)
     shard_degree(job, nodes * ranks_per_node)
     if open_task(job) is None and data:
-        open_shards(job).close()
+        open_data(job)
     # weights and AdamW's two moments; an upper bound if not all weights are trained
     numbers = 3 * num_parameters(job.model_args)
     size = numbers * getattr(torch, job.training.dtype).itemsize

@@ -40,6 +40,7 @@ VERSION = 5
 TEMPLATES = Path(__file__).parent / "templates"
 TEMPLATE_MODULES: dict[str, Any] = {"tables": sections, "figures": figures}
 LAUNCH_FIELDS = ("world_size", "torch", "torchtitan")
+SHOWN_SAMPLES = 20  # steps per prompt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,6 +145,7 @@ def report_content(runs: Sequence[RunRecord], comparison: Content) -> dict[str, 
         "differing_settings": differing_settings(runs) if len(runs) > 1 else own,
         "curves": [figures.training_curve(runs, chart) for chart in figures.REPORT_CHARTS],
         "late_loss": figures.late_loss(runs, baseline, comparison["baseline"]),
+        "samples": _samples_content(runs),
         "suites": suites,
         "without_evaluations": [run.label for run in runs if not run.evaluations],
     }
@@ -192,6 +194,21 @@ def _run_content(run: RunRecord) -> dict[str, Any]:
             "folder": printable(str(run.folder.path)),
         },
     }
+
+
+def _samples_content(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Return by prompt the steps at which runs were sampled, the last one always, and texts."""
+    shown = []
+    for prompt in dict.fromkeys(prompt for run in runs for prompt in run.samples):
+        texts = [run.samples.get(prompt, {}) for run in runs]
+        steps = sorted({step for by_step in texts for step in by_step}, reverse=True)
+        kept = steps[:: -(-len(steps) // SHOWN_SAMPLES)]
+        rows = [
+            {"step": step, "cells": [{"text": x[step]} if step in x else None for x in texts]}
+            for step in reversed(kept)
+        ]
+        shown.append({"prompt": prompt, "sampled": len(steps), "rows": rows})
+    return shown
 
 
 def _suite_content(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str, Any]:

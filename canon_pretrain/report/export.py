@@ -21,8 +21,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from html import escape
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -52,12 +53,13 @@ Event = Mapping[str, Any]
 
 
 class Row(NamedTuple):
-    """The numbers of one step, by name; `time` in seconds since 1970."""
+    """The numbers of one step, by name, and its samples; `time` in seconds since 1970."""
 
     step: int
     tokens: int
     time: float
     values: Mapping[str, float]
+    samples: Sequence[tuple[str, str]] = ()  # prompts and texts
 
 
 class RunMetadata(NamedTuple):
@@ -72,8 +74,9 @@ class RunMetadata(NamedTuple):
 
 
 def row_from_event(event: Event) -> Row | None:
-    """Return the row of a `step` or `validation` event, NaN included; None for other events."""
+    """Return the row of a step, validation or samples, NaN included; None for other events."""
     values: dict[str, Any] = {}
+    samples: list[tuple[str, str]] = []
     if event["event"] == "step":
         values = {f"{g}/{name}": event.get(name) for g, names in GROUPS.items() for name in names}
         if len(sources := event.get("source_tokens") or {}) > 1:
@@ -88,11 +91,14 @@ def row_from_event(event: Event) -> Row | None:
                 values[f"validation{heading}/{name}"] = part.get(name)
         for name, score in (event.get("scores") or {}).items():
             values[f"scores/{chart_name(name)}"] = score
+    elif event["event"] == "samples":
+        samples = [(each["prompt"], each["text"]) for each in event.get("samples") or ()]
     else:
         return None
     try:
         numbers = {name: number(value) for name, value in values.items() if value is not None}
-        return Row(int(event["step"]), int(event.get("tokens") or 0), _time(event), numbers)
+        tokens = int(event.get("tokens") or 0)
+        return Row(int(event["step"]), tokens, _time(event), numbers, samples)
     except (TypeError, ValueError) as error:
         message = f"the log is damaged at step {event['step']}: {error}"
         raise UserError("file.unreadable", message) from None
@@ -114,12 +120,13 @@ def _evaluations(run: RunRecord, last_time: float) -> Iterable[Row]:
 
 
 def merge_rows(rows: Iterable[Row]) -> list[Row]:
-    """Return one row per step, in order; validations and evaluations join the row of their step."""
+    """Return one row per step, in order, joined by its validation, samples and evaluations."""
     by_step: dict[int, Row] = {}
     for row in rows:
         before = by_step.get(row.step, row)
         values = {**before.values, **row.values}
-        by_step[row.step] = before._replace(tokens=before.tokens or row.tokens, values=values)
+        tokens, samples = before.tokens or row.tokens, before.samples or row.samples
+        by_step[row.step] = before._replace(tokens=tokens, values=values, samples=samples)
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -187,8 +194,12 @@ class TensorBoardTarget:
         if row.step != self._step:  # a live validation is a separate row
             values["tokens"] = row.tokens
         self._step = row.step
-        summary = {"value": [{"tag": k, "simple_value": v} for k, v in values.items()]}
-        self._write(wall_time=row.time or self._began, step=row.step, summary=summary)
+        parts: list[Any] = [{"tag": k, "simple_value": v} for k, v in values.items()]
+        for k, (prompt, text) in enumerate(row.samples):
+            shown = {"dtype": "DT_STRING", "string_val": [f"{prompt}|{text}".encode()]}
+            kind = {"plugin_data": {"plugin_name": "text"}}
+            parts.append({"tag": f"samples/{k}", "tensor": shown, "metadata": kind})
+        self._write(wall_time=row.time or self._began, step=row.step, summary={"value": parts})
 
     def restart(self, step: int) -> None:
         """Invalidate the steps after `step`, by a SessionLog event."""
@@ -241,6 +252,7 @@ class WandbTarget:
         for variable in slurm - set(allowed_environment(os.environ)):
             del os.environ[variable]
         self._facts, self._mode, self._folder = facts, mode, folder / "wandb"
+        self._html = wandb.Html
         self._before = self._offline_folders()
         folder.mkdir(parents=True, exist_ok=True)
         settings: dict[str, Any] = {
@@ -273,7 +285,12 @@ class WandbTarget:
         """Log a row, unless wandb is past its step: it cannot go back."""
         if row.step >= self._next:
             self._next = row.step
-            values = {"step": row.step, "tokens": row.tokens, "time": row.time, **row.values}
+            values: dict[str, Any] = {"step": row.step, "tokens": row.tokens, "time": row.time}
+            values |= row.values
+            if row.samples:
+                texts = "\n\n".join(f"<b>{escape(x)}</b>{escape(y)}" for x, y in row.samples)
+                # not a Table, which offline runs keep in the user's cache
+                values["samples"] = self._html(f"<pre>{texts}</pre>")
             self._run.log(values, step=row.step)
 
     def restart(self, step: int) -> None:

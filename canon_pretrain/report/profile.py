@@ -38,7 +38,7 @@ PURPOSES = {
     "optimizer": ("optimizer step", r"^Optimizer\.(step|zero_grad)#"),
     "sharding": ("copies and casts of FSDP2", r"(?i)^fsdp::"),
     COMMUNICATION: ("collectives", r"(?i)nccl|gloo:|c10d::"),
-    VALIDATION: ("held-out loss", rf"^{VALIDATION}$"),
+    VALIDATION: ("held-out loss, samples", rf"^{VALIDATION}$"),
     DATA: ("waiting for a batch", rf"^{DATA}$"),
     OTHER: ("norms, activations, loss, clipping, other", r"(?!)"),
 }

@@ -188,6 +188,16 @@ class RunRecord:
         return {name: curve for name, rows in pairs.items() if (curve := Curve.of(rows))}
 
     @cached_property
+    def samples(self) -> dict[str, dict[int, str | None]]:
+        """Texts written while training, by prompt and step; None if logits were not finite."""
+        found: dict[str, dict[int, str | None]] = {}
+        for event in self.events:
+            for each in event.get("samples") or () if event["event"] == "samples" else ():
+                prompt, text = (printable(each[name], "\n\t") for name in ("prompt", "text"))
+                found.setdefault(prompt, {})[event["step"]] = None if "reason" in event else text
+        return found
+
+    @cached_property
     def skips(self) -> list[dict[str, Any]]:
         """The `skip` events of steps that were not repeated later."""
         kept: list[dict[str, Any]] = []

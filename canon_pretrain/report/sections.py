@@ -309,6 +309,22 @@ def curve(shown: Content) -> Table:
     return make_table(["run", "last", "lowest", "highest"], rows)
 
 
+def samples(shown: Content, runs: Sequence[str]) -> Table:
+    rows = [[number(row["step"], 0), *map(_text_cell, row["cells"])] for row in shown["rows"]]
+    return make_table(["step", *runs], rows, text=1 + len(runs))
+
+
+def _text_cell(cell: Content | None) -> Cell:
+    if cell is None:
+        return MISSING
+    text = cell["text"]
+    return (
+        make_cell("not finite", chip="worse")
+        if text is None
+        else make_cell(text.strip() or "(no text)", chip="text")
+    )
+
+
 def suite(shown: Content) -> Table:
     columns = []
     for each in shown["columns"]:

@@ -37,7 +37,9 @@ from canon_pretrain.run.status import health
 WATCH_S = 5.0
 PIPED_WIDTH = 100_000  # longer than any line: nothing is folded
 CHECKED = "its manifest and the size of each file in it; no hash is read"
-ACTIVE_STATES = ("starting", "loading", "training", "validating", "saving", "slow", "hung")
+ACTIVE_STATES = (
+    *("starting", "loading", "training", "validating", "sampling", "saving", "slow", "hung"),
+)
 STATUS_FIELDS = ("checkpoint_failures", "world_size", "host", "job_id", "restart_count", "nodes")
 STEP_FIELDS = ("loss", "tokens", "tokens_per_second", "mfu")
 JSON_KEYS = (

@@ -138,6 +138,20 @@ class Loss:
     """Tokens whose logits are in memory at a time; 0: a micro-batch's. Affects rounding only."""
 
 
+@dataclass(frozen=True)
+class Samples:
+    """The `[samples]` section: texts that the model writes while training; changes no result."""
+
+    interval: int = 0
+    """Steps between two samples, and after the last step; 0: none."""
+    prompts: list[str] = field(default_factory=list)
+    """Texts to continue; an empty one begins a document."""
+    max_tokens: int = 64
+    """Tokens after a prompt, unless the document ends before."""
+    temperature: float = 0.8
+    """0: always the most likely token."""
+
+
 def valid_world_sizes(global_batch_size: int, multiple_of: int = 1) -> list[int]:
     """Return the divisors of a global batch that are multiples of `multiple_of`."""
     counts = range(multiple_of, global_batch_size + 1, multiple_of)

@@ -14,6 +14,8 @@ that the trainer does not wait for the disk. NaN and infinities are strings, whi
                              largest load over the mean) and expert_dropped (fraction), of this step
     validation               loss and bits_per_byte on held-out text, in total and by source; of a
                              synthetic task, loss and scores (name -> number)
+    samples                  what the model writes: a list of prompt, text and number of tokens; the
+                             texts are empty if there is a reason ("not finite")
     lines_dropped            number of lines lost here because too many waited for the disk
     done, stop               of a launch that ends in order; cpu_seconds of its first rank and
                              that rank's children, such as compilers
@@ -46,7 +48,7 @@ Event = dict[str, Any]
 
 MAX_WAITING_BYTES = 1 << 26  # of lines that wait for the disk: half a day at one line per second
 FLUSH_TIMEOUT_S = 30.0
-REPEATABLE_EVENTS = ("step", "validation")  # written again if their steps are repeated
+REPEATABLE_EVENTS = ("step", "validation", "samples")  # written again if their steps are repeated
 SEGMENT_EVENTS = ("start", "resume")
 STEP_EVENTS = (*REPEATABLE_EVENTS, "skip", "checkpoint", "archive")
 # integer fields, and the events that require them
@@ -283,7 +285,8 @@ def _parse(line: bytes) -> Event | None:
                 number(event[name])
         sources, digests = event.get("sources") or {}, event.get("data_digests") or []
         is_valid = isinstance(digests, list) and all(isinstance(x, dict) for x in sources.values())
-        return event if is_valid else None
+        texts = (each[name] for each in event.get("samples") or () for name in ("prompt", "text"))
+        return event if is_valid and all(isinstance(text, str) for text in texts) else None
     # truncated, zeros after a crash, not UTF-8, not an object
     except (ValueError, LookupError, TypeError, AttributeError):
         return None

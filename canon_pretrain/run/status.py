@@ -16,7 +16,7 @@ from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.holder import Holder, utc_now
 
 States = Literal["running", "stopped", "done", "failed"]
-Phases = Literal["starting", "loading", "training", "validating", "saving", "ended"]
+Phases = Literal["starting", "loading", "training", "validating", "sampling", "saving", "ended"]
 
 DEAD_AFTER_S = 60.0  # six heartbeats
 HUNG_AFTER_S, HUNG_AFTER_STEPS, SLOW_AFTER_STEPS = 60.0, 10, 3

@@ -69,7 +69,7 @@ class Console:
         self._step = step
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Show a log event in the view; without a view, steps and validations as plain lines."""
+        """Show a log event in the view; samples, and without a view steps, as plain lines."""
         self._latest[name] = (time.monotonic(), fields)
         if name == "step":
             self._step = fields["step"]
@@ -80,6 +80,10 @@ class Console:
         elif name == "validation":
             text = f"validation at step {fields['step']}: {_format_validation(fields)}, "
             text += f"{fields['tokens_scored']:,} tokens, {fields['seconds']:.1f} s"
+        elif name == "samples":
+            text = f"samples at step {fields['step']}, {fields['seconds']:.1f} s: "
+            texts = [f"\n{each['prompt']}|{each['text']}" for each in fields["samples"]]
+            text += fields.get("reason") or printable("".join(texts), "\n").replace("\n", "\n    ")
         else:
             facts = "  ".join(f"{key} {value}" for key, value in fields.items() if key != "tokens")
             if name == "checkpoint":
@@ -88,7 +92,7 @@ class Console:
             text = printable(f"{name.replace('_', ' ')}  {facts}")
             self._events.append(f"{datetime.now():%H:%M:%S}  {text}")
             return
-        if self._live is None:
+        if self._live is None or name == "samples":  # which a view has no room for
             logger.info(text)
 
     def _eta(self, fields: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, Queue
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -46,6 +46,8 @@ class OpenedData:
     notices: list[str]
     identity: dict[str, Any]
     """HELD_OUT and its value, unless validation is turned off; a task's name and settings."""
+    prompts: list[list[int]] = field(default_factory=list)
+    """Token ids of `samples.prompts`, if samples are on."""
 
     @property
     def fingerprints(self) -> list[str]:
@@ -65,8 +67,13 @@ def open_data(job: CanonJobConfig) -> OpenedData:
             identity[HELD_OUT] = windows.fingerprint
         return OpenedData(windows, [], [], identity)
     with open_shards(job) as training:
+        prompts: list[list[int]] = []
+        if job.samples.interval:
+            from canon_pretrain.titan.samples import read_prompts  # which loads a tokenizer
+
+            prompts = read_prompts(job, training)
         if job.validation.enable is False:
-            return OpenedData(training, [], [], {})
+            return OpenedData(training, [], [], {}, prompts)
         parts: list[TokenShards | None] = []
         try:
             for folder in validation_folders(job):
@@ -85,7 +92,7 @@ def open_data(job: CanonJobConfig) -> OpenedData:
                 text += f"is also training data: choose another text. {OFF_HINT}"
                 raise UserError("data.overlap", text)
         notices = _resolve_validation(job, parts)
-        return OpenedData(training, parts, notices, {HELD_OUT: joined_fingerprint(parts)})
+        return OpenedData(training, parts, notices, {HELD_OUT: joined_fingerprint(parts)}, prompts)
 
 
 def open_task(job: CanonJobConfig) -> TaskWindows | None:

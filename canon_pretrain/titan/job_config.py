@@ -200,7 +200,7 @@ class ActivationCheckpoint(titan.ActivationCheckpoint):
 
 @dataclass
 class CanonJobConfig(titan.JobConfig):
-    """A training job: torchtitan's sections and `[data]`, `[run]`, `[guards]`, `[loss]`."""
+    """A training job: torchtitan's sections and those of run/config.py."""
 
     model: Model = field(default_factory=Model)
     training: Training = field(default_factory=Training)
@@ -214,6 +214,7 @@ class CanonJobConfig(titan.JobConfig):
     run: experiment.Run = field(default_factory=experiment.Run)
     guards: experiment.Guards = field(default_factory=experiment.Guards)
     loss: experiment.Loss = field(default_factory=experiment.Loss)
+    samples: experiment.Samples = field(default_factory=experiment.Samples)
 
     @property
     def last_step(self) -> int:
@@ -274,11 +275,11 @@ LIMITS: tuple[tuple[Any, str], ...] = (
     (COUNT, "training.seq_len training.global_batch_size training.local_batch_size"),
     (COUNT, "training.gc_freq checkpoint.interval metrics.log_freq validation.freq"),
     (COUNT, "guards.max_bad_steps parallelism.data_parallel_replicate_degree"),
-    (COUNT, "parallelism.expert_parallel_degree"),
+    (COUNT, "parallelism.expert_parallel_degree samples.max_tokens"),
     (SIZE, "lr_scheduler.warmup_steps checkpoint.max_held comm.trace_buf_size"),
-    (SIZE, "loss.chunk_tokens data.read_ahead"),
+    (SIZE, "loss.chunk_tokens data.read_ahead samples.interval"),
     (AMOUNT, "optimizer.lr optimizer.eps optimizer.weight_decay training.max_norm"),
-    (AMOUNT, "lr_scheduler.min_lr_factor loss.z_loss loss.squared_loss"),
+    (AMOUNT, "lr_scheduler.min_lr_factor loss.z_loss loss.squared_loss samples.temperature"),
     (Annotated[float, Field(ge=0, lt=1)], "optimizer.beta1 optimizer.beta2"),
     (SECONDS, "comm.init_timeout_seconds comm.train_timeout_seconds"),
     (Annotated[int, Field(ge=1, le=1 << 40)], "training.steps"),
@@ -380,6 +381,7 @@ def _conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
         names = ["data.path", "data.paths", "validation.path"]
         names = [name for name in names if value_of(job, name)]
         names += ["data.order"] if data.order != "random" else []
+        names += ["samples.interval"] if job.samples.interval else []
         names += ["model.document_mask"] if job.model_args.document_mask else []
         for name in names:
             yield name, f"{name} = {value_of(job, name)!r} and a task: unset it, or data.task.name"
@@ -387,6 +389,8 @@ def _conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
             yield "validation.windows", "validation.windows = -1, but a task has no end"
     elif data.task.given:
         yield "data.task.name", f"data.task.name is unset, but has {', '.join(data.task.given)}"
+    if job.samples.interval and not job.samples.prompts:
+        yield "samples.prompts", "samples.interval is set, but samples.prompts is empty: set both"
     if len(data.weights) != len(data.paths):
         yield "data.weights", f"data.weights: expected {len(data.paths)} numbers, one per path"
     if stop_at is not None and not 1 <= stop_at <= steps:

@@ -96,9 +96,9 @@ class CanonMetrics(MetricsProcessor):
         self.console.begin(step)
         self._exports.start(self.job_config.metrics, self.run_log.path.parent)
 
-    def validation(self, step: int, fields: dict[str, Any]) -> None:
-        """Report a held-out loss; its `seconds` do not count as training time."""
-        self.event("validation", step=step, **fields)
+    def interlude(self, name: str, step: int, fields: dict[str, Any]) -> None:
+        """Report a validation or samples, whose `seconds` do not count as training time."""
+        self.event(name, step=step, **fields)
         self.time_last_log += fields["seconds"]
 
     def log(self, step: int, measured: dict[str, Any]) -> None:

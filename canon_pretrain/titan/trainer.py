@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.run.config import Guards
 from canon_pretrain.run.launches import LaunchRecord
 from canon_pretrain.run.session import LOST_LOCK, REASONS, Session, describe
@@ -37,7 +38,10 @@ from canon_pretrain.titan.launch import Comparison, compare, record_launch
 from canon_pretrain.titan.metrics import CanonMetrics, named_data, profiling
 from canon_pretrain.titan.parallelize import choose_canon, choose_mixer, clip_gradients
 from canon_pretrain.titan.spec import use_train_spec
-from canon_pretrain.titan.validation import CanonValidator, is_validation_logged
+from canon_pretrain.titan.validation import CanonValidator, logged_at
+
+if TYPE_CHECKING:
+    from canon_pretrain.titan.samples import TextSamples
 
 SKIPPED, OUTLIERS, IN_A_ROW, HALTED, SEEN = range(5)
 """Indices in `StepGuards.counters`: bad steps and outliers, outliers, consecutive bad steps,
@@ -195,6 +199,11 @@ class CanonTrainer(torchtitan.train.Trainer):
             ),
         ):
             super().__init__(job)
+        self.samples: TextSamples | None = None
+        if job.samples.interval and isinstance(self.data.training, Mixture):
+            from canon_pretrain.titan import samples  # only runs with samples need a tokenizer
+
+            self.samples = samples.TextSamples(job, self.data.training, self.data.prompts)
         session.handle_sigterm()
         # FSDP2 casts at every world size; torchtitan's autocast on one rank would change numerics
         self.maybe_enable_amp = contextlib.nullcontext()
@@ -336,17 +345,24 @@ class CanonTrainer(torchtitan.train.Trainer):
         raise UserError("checkpoint.not_saved", text, shared=True, step=self.step)
 
     def _validate(self, *, if_missed: bool = False) -> bool:
-        """Validate if it is due after this step; return whether it was."""
-        if not self.job_config.validation.enable or not self.validator.should_validate(self.step):
-            return False
-        log_file, on_rank_zero = self.folder.log_file, self.checkpointer.rank_zero.run
-        if if_missed and on_rank_zero(lambda: is_validation_logged(log_file, self.step)):
-            return False
-        self.session.progress(self.step, "validating")
-        fields = self.validator.validate(self.model_parts, self.step)
-        fields |= {"tokens": self.tokens, HELD_OUT: self.compared.identity.get(HELD_OUT)}
-        self.metrics_processor.validation(self.step, fields)
-        return True
+        """Validate and write samples, each if due after this step; return whether any was."""
+        step, log_file, due = self.step, self.folder.log_file, set[str]()
+        if self.job_config.validation.enable and self.validator.should_validate(step):
+            due.add("validation")
+        if self.samples is not None and self.samples.is_due(step):
+            due.add("samples")
+        if if_missed and due:
+            due -= self.checkpointer.rank_zero.run(lambda: logged_at(log_file, step))
+        if "validation" in due:
+            self.session.progress(step, "validating")
+            fields = self.validator.validate(self.model_parts, step)
+            fields |= {"tokens": self.tokens, HELD_OUT: self.compared.identity.get(HELD_OUT)}
+            self.metrics_processor.interlude("validation", step, fields)
+        if self.samples is not None and "samples" in due:
+            self.session.progress(step, "sampling")
+            fields = self.samples.write(self.model_parts[0], step)
+            self.metrics_processor.interlude("samples", step, fields)
+        return bool(due)
 
     def _loop(self) -> str | None:
         """Train until this launch's last step; return the reason to stop earlier, if any."""

@@ -174,9 +174,8 @@ class CanonValidator(BaseValidator):
         return {"loss": loss.nats_per_token} | per_byte
 
 
-def is_validation_logged(log_file: Path, step: int) -> bool:
-    """Return whether the log has a validation of `step` that no later launch has undone."""
+def logged_at(log_file: Path, step: int) -> set[str]:
+    """Return the names of the events of `step` that no later launch has undone."""
     with contextlib.suppress(UnreadableFile):  # then validate again, which is harmless
-        events = read_log(log_file)
-        return any((each["event"], each.get("step")) == ("validation", step) for each in events)
-    return False
+        return {each["event"] for each in read_log(log_file) if each.get("step") == step}
+    return set()

@@ -39,6 +39,8 @@ def page(tmp_path_factory):
         events += [launch("resume", 4, from_step=250)]
         events += [step(n, loss[n], 1 / n, 17_000.0) for n in range(251, 501, 3)]
         events[24]["grad_norm"] = "NaN"
+        sample = {"prompt": EVIL, "text": f" {EVIL}\n{'x' * 900}", "tokens": 9}
+        events += [{"event": "samples", "step": at, "samples": [sample]} for at in (250, 500)]
         run = plant_run(folder / name, events, model__position=position, done=True)
         for at in (250, 500):
             right = [right_or_wrong(300, 0.9 if (x, k) == ("piqa", 1) else 0.4, rng) for x in TASKS]

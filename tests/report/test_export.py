@@ -58,6 +58,9 @@ def write_launch(folder, number_):
         if step in (5, 10):
             parts = {"a b/c": {"loss": 1.0, "bits_per_byte": loss / 2, "tokens": 5}, "d": {}}
             log.write("validation", **at, bits_per_byte=loss / 3, seconds=0.1, sources=parts)
+            log.write(
+                "samples", step=step, samples=[{"prompt": "Ü", "text": f"{loss}", "tokens": 3}]
+            )
     if number_ == 2:
         log.write("done", step=10)
     log.close()
@@ -112,6 +115,17 @@ def tensorboard_curve(folder):
     return curve
 
 
+def tensorboard_samples(folder):
+    """Return the texts by step, as TensorBoard's text plugin finds them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder))
+    reader.Reload()
+    assert set(reader.PluginTagToContent("text")) == {"samples/0"}
+    found = {each.step: each.tensor_proto for each in reader.Tensors("samples/0")}
+    return {at: tensor.string_val[0].decode() for at, tensor in found.items()}
+
+
 def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -124,6 +138,8 @@ def test_tensorboard_shows_one_clean_curve(killed_twice, capsys):
     assert str(killed_twice / "tb") in capsys.readouterr().out
     first = files_of(killed_twice / "tb")
     check_curve(tensorboard_curve(killed_twice / "tb"))
+    texts = {at: f"Ü|{loss_of(at)}" for at in (5, 10)}
+    assert tensorboard_samples(killed_twice / "tb") == texts
     assert export("tensorboard", killed_twice) == 0
     assert files_of(killed_twice / "tb") == first  # the same bytes again
     assert len(first) == 2 and stranger.name in first
@@ -191,7 +207,12 @@ def wandb_run(folder):
         run = record.run if record.HasField("run") else run
         if items := record.history.item:
             read = {x.key or "/".join(x.nested_key): json.loads(x.value_json) for x in items}
-            values = {name: number(value) for name, value in read.items()}
+            if path := read.get("samples/path"):
+                assert (
+                    f"<b>Ü</b>{loss_of(read['_step'])}"
+                    in (file.parent / "files" / path).read_text()
+                )
+            values = {name: number(x) for name, x in read.items() if name[:8] != "samples/"}
             step = int(values.pop("_step"))
             assert step == values.pop("step") and step not in curve
             curve[step] = {k: v for k, v in values.items() if k[0] != "_" and k != "time"}
@@ -235,6 +256,7 @@ def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice, tmp_path):
     assert done.returncode == 0, output
     run, curve = wandb_run(killed_twice / "wandb")
     check_curve(curve)
+    assert len([*(killed_twice / "wandb").rglob("samples_*.html")]) == 2
     assert [path.name for path in (killed_twice / "wandb").iterdir()] == names and len(names) == 1
     assert (run.run_id, run.project, run.display_name) == ("0a1b2c3d", "theirs", "mine")
     assert run.run_group.startswith("quickstart-nope-canonABCD-")

@@ -195,6 +195,33 @@ def test_results_belong_to_a_run_and_a_checkpoint(run):
     assert str(other) in first and "ffffffff" in first and str(data) in second
 
 
+def sampled(at, *texts, **more):
+    """A `samples` event, with prompts "", EVIL and so on."""
+    pairs = zip(("", EVIL, "third"), texts, strict=False)
+    samples = [{"prompt": prompt, "text": text, "tokens": 3} for prompt, text in pairs]
+    return {"event": "samples", "step": at, "tokens": at, "samples": samples, **more}
+
+
+def test_samples_are_by_prompt_and_step(tmp_path):
+    """Side by side, at most 20 steps; one that a restart undid and damaged lines are not shown."""
+    one = [sampled(at, f"one {at}", f"{EVIL}\n\x1b[2J{at}") for at in range(10, 260, 10)]
+    first = [launch("start"), step(10, 7.0), *one[:5], launch("resume", from_step=40), *one[5:]]
+    damaged = [one[0] | {"samples": 3}, one[0] | {"samples": [{"prompt": "", "text": 4}]}]
+    runs = [plant_run(tmp_path / "one", [*first, *damaged])]
+    gone = sampled(250, "", "", reason="not finite")
+    runs.append(plant_run(tmp_path / "two", [launch("start"), sampled(240, "two", ""), gone]))
+    page = report([run.path for run in runs], tmp_path / "out")
+    start, evil = content(page)["samples"]
+    assert (start["prompt"], start["sampled"], evil["prompt"]) == ("", 24, EVIL)
+    assert [row["step"] for row in start["rows"]] == [20, 40, *range(70, 251, 20)]
+    assert start["rows"][-1]["cells"] == [{"text": "one 250"}, {"text": None}]
+    parsed, text = Page(page), markdown(page)
+    for row in (["230", "one 230", "–"], ["250", "one 250", "not finite"]):
+        assert row in parsed.rows and f"| {' | '.join(row)} |" in text
+    assert ["250", f"{EVIL} \ufffd[2J250", "not finite"] in parsed.rows
+    assert [tag for tag, _ in parsed.tags].count("script") == 4 and "<script" not in text
+
+
 def test_values_that_are_not_finite_are_gaps_and_counted(tmp_path):
     events = [step(1, 5.0), step(2, "NaN", "Infinity"), step(3, 4.0), step(4, "NaN")]
     planted = plant_run(tmp_path / "run", events)

@@ -29,6 +29,8 @@ def show_events(console):
     console.event("skip", {"step": 249, "reason": "not finite [x]\x1b[2J\n"})
     scores = {"loss": 3.5, "bits_per_byte": 1.75, "tokens_scored": 131072}
     console.event("validation", {"step": 200, "seconds": 1.25} | scores)
+    texts = [{"prompt": "The", "text": " a\n\x1b[2Jb"}, {"prompt": "", "text": "c"}]
+    console.event("samples", {"step": 200, "seconds": 0.5, "samples": texts})
 
 
 def test_plain_lines(caplog, snapshot):
@@ -37,7 +39,7 @@ def test_plain_lines(caplog, snapshot):
         console.begin(0)
         show_events(console)
         console.end()
-    assert [record.getMessage() for record in caplog.records][-3:] == snapshot
+    assert [record.getMessage() for record in caplog.records][-4:] == snapshot
 
 
 def test_live_view(snapshot):

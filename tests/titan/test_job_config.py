@@ -105,7 +105,8 @@ REFUSED = {
         *("data.path a --data.paths b --data.weights 1", "data.path a --data.weights 1"),
         *("job.dump_folder=", "job.dump_folder=~/x", "checkpoint.folder=a\0b"),
         *(f"{words} --data.task.name copy" for words in BESIDE_A_TASK),
-        "data.task.n 8",
+        *("data.task.n 8", "samples.interval 5"),
+        "samples.interval 5 --samples.prompts a --data.task.name copy",
     ],
     "config.unknown_choice": ["data.task.name kopy"],
     "task.unknown_setting": ["data.task.name copy --data.task.k 8"],
@@ -125,6 +126,7 @@ REFUSED = {
         *("data.data_seed=-1", "data.read_ahead=-1", "validation.freq=0", "run.heartbeat_s=inf"),
         *("guards.outlier_sigma=0", "activation_checkpoint.memory_budget=2"),
         *("validation.windows=0", "checkpoint.keep_latest_k=1", "checkpoint.max_held=-3"),
+        *("samples.interval=-1", "samples.max_tokens=0", "samples.temperature=nan"),
     ],
     "config.schedule": [
         *("lr_scheduler.warmup_steps 13", "lr_scheduler.decay_ratio .9"),

@@ -21,7 +21,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunLog
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import open_data
-from canon_pretrain.titan.validation import CanonValidator, is_validation_logged, num_windows
+from canon_pretrain.titan.validation import CanonValidator, logged_at, num_windows
 from eval.model.lm import CanonLM
 from eval.validation import model_loss
 from tests.fault_runs import flip
@@ -251,11 +251,13 @@ def test_an_undone_validation_is_repeated(tmp_path):
     log.write("start")
     for step in (50, 100):
         log.write("validation", step=step, loss=1.0)
+        log.write("samples", step=step, samples=[])
     log.flush()
-    assert is_validation_logged(log.path, 100)
+    assert logged_at(log.path, 100) == {"validation", "samples"}
     log.write("resume", from_step=80)
     log.write("step", step=100, loss=1.0)
     log.write("resume", from_step=100)
     log.flush()
-    assert not is_validation_logged(log.path, 100) and is_validation_logged(log.path, 50)
+    assert logged_at(log.path, 100) == {"step"} and "validation" in logged_at(log.path, 50)
+    assert logged_at(tmp_path / "nothing", 100) == set()
     log.close()
