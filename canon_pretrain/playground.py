@@ -63,7 +63,7 @@ from rich.live import Live
 from rich.text import Text
 
 from canon_pretrain.core.children import ForkedChild, ForkServer, end_with
-from canon_pretrain.core.cli import EXIT_INTERRUPTED, available_cores, command, positive
+from canon_pretrain.core.cli import EXIT_INTERRUPTED, available_cores, command, positive, program
 from canon_pretrain.core.errors import EPILOG, UserError, suggestion
 from canon_pretrain.core.files import UnreadableFile, read_record, write_atomic, write_json
 from canon_pretrain.core.lock import live_holder, locked
@@ -746,7 +746,7 @@ def report(given: argparse.Namespace) -> None:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m canon_pretrain.playground",
+        prog=program("canon_pretrain.playground"),
         description="Compare architectures on tasks: plan a board, train its runs, show them.",
         epilog=EPILOG,
         allow_abbrev=False,

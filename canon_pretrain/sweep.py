@@ -32,7 +32,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from rich.table import Table
 from rich.text import Text
 
-from canon_pretrain.core.cli import command, positive
+from canon_pretrain.core.cli import command, positive, program
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.holder import read_count
@@ -423,7 +423,7 @@ def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m canon_pretrain.sweep",
+        prog=program("canon_pretrain.sweep"),
         description="Configs x learning rates x seeds, each a run in its own folder.",
         epilog=EPILOG,
         allow_abbrev=False,

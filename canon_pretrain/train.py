@@ -122,16 +122,21 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     torch.distributed.destroy_process_group()
 
 
-def _split_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split `argv` into --force and --dry_run with its options, and the arguments of the job."""
+def launch_options() -> argparse.ArgumentParser:
+    """Return the parser of --force and --dry_run with its options."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--dry_run", "--dry-run", action="store_true")
     parser.add_argument("--force", action="store_true")
     parser.add_argument("--gpu")
     parser.add_argument("--world", type=int)
     parser.add_argument("--mfu", type=float)
+    return parser
+
+
+def _split_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Split `argv` into the options of a launch and the arguments of the job."""
     try:
-        options, rest = parser.parse_known_args(argv)
+        options, rest = launch_options().parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise UserError("option.invalid", str(error)) from None
     if not options.dry_run and {options.gpu, options.world, options.mfu} != {None}:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from canon_pretrain.core.cli import command
+from canon_pretrain.core.cli import command, program
 from canon_pretrain.core.errors import EPILOG
 
 # Modules data_prep.NAME with add_arguments(parser) and run(arguments), imported only if requested:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (None: sys.argv)."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
-        prog="python -m data_prep",
+        prog=program("data_prep"),
         description="Write text as token shards, and check them.",
         epilog=EPILOG,
     )

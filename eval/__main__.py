@@ -4,7 +4,7 @@ import argparse
 import sys
 from importlib import import_module
 
-from canon_pretrain.core.cli import command
+from canon_pretrain.core.cli import command, program
 from canon_pretrain.core.errors import EPILOG
 
 COMMANDS = {
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
     interrupted = "interrupted: what is finished is kept, the same command resumes"
     with command(prints=words[:1] in (["tasks"], ["compare"]), interrupted=interrupted):
         about = "Evaluate checkpoints."
-        parser = argparse.ArgumentParser(prog="python -m eval", description=about, epilog=EPILOG)
+        parser = argparse.ArgumentParser(prog=program("eval"), description=about, epilog=EPILOG)
         commands = parser.add_subparsers(dest="command", required=True)
         for name, (module, about) in COMMANDS.items():
             subparser = commands.add_parser(name, help=about, description=about.capitalize() + ".")

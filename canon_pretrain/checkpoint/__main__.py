@@ -19,7 +19,7 @@ from typing import Any
 from canon_pretrain.checkpoint.folder import CheckpointFolder, tree_bytes
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
 from canon_pretrain.checkpoint.retention import Retention, held_steps
-from canon_pretrain.core.cli import command, positive
+from canon_pretrain.core.cli import command, positive, program
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.core.terminal import size
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m canon_pretrain.checkpoint",
+        prog=program("canon_pretrain.checkpoint"),
         description="List, verify and prune the checkpoints of a run.",
         epilog=EPILOG,
     )

@@ -75,6 +75,12 @@ def resilient_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
+def program(module: str) -> str:
+    """Return how `module` was started, for its help: "canon STAGE", else as `python -m`."""
+    by_canon = os.path.basename(sys.argv[0]) == "canon" and len(sys.argv) > 1
+    return f"canon {sys.argv[1]}" if by_canon else f"python -m {module}"
+
+
 def positive(text: str) -> int:
     """Parse an integer of at least 1, for argparse."""
     if (number := int(text)) < 1:

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.core.cli import command
+from canon_pretrain.core.cli import command, program
 from canon_pretrain.core.errors import EPILOG
 
 
@@ -44,7 +44,7 @@ def _import(folder: Path, out: Path, **options: Any) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m canon_pretrain.hf",
+        prog=program("canon_pretrain.hf"),
         description="Export checkpoints to Hugging Face folders, and import them.",
         epilog=EPILOG,
     )

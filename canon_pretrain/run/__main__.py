@@ -7,7 +7,7 @@ from the parsed arguments to the exit code.
 import argparse
 import sys
 
-from canon_pretrain.core.cli import command
+from canon_pretrain.core.cli import command, program
 from canon_pretrain.core.errors import EPILOG
 from canon_pretrain.report import diff, export, plot, profile, status
 
@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run `python -m canon_pretrain.run` and exit."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
-        prog="python -m canon_pretrain.run",
+        prog=program("canon_pretrain.run"),
         description="Inspect runs, during training or later.",
         epilog=EPILOG,
     )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from canon_pretrain.core.cli import command, positive
+from canon_pretrain.core.cli import command, positive, program
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.synthetic.task import ANSWER, Task
 from canon_pretrain.synthetic.tasks import TASKS, build_task
@@ -147,7 +147,7 @@ def setting(text: str) -> tuple[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `python -m canon_pretrain.synthetic` and exit."""
     parser = argparse.ArgumentParser(
-        prog="python -m canon_pretrain.synthetic", description=__doc__, epilog=EPILOG
+        prog=program("canon_pretrain.synthetic"), description=__doc__, epilog=EPILOG
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for run in (show, score, stats):

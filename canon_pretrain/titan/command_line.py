@@ -2,20 +2,28 @@
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 from torchtitan.config.manager import custom_registry
 
+from canon_pretrain.core.cli import program
 from canon_pretrain.core.errors import UserError, suggestion
+from canon_pretrain.kernels.backends import BACKENDS, MIXER_BACKENDS
+from canon_pretrain.model.args import CHOICES, FLAVORS
+from canon_pretrain.model.attend import BACKENDS as ATTENTION_BACKENDS
 from canon_pretrain.run import config as experiment
 from canon_pretrain.run.config import read_experiment
-from canon_pretrain.titan.job_config import CanonJobConfig, check_job, value_of
+from canon_pretrain.synthetic.tasks import TASKS
+from canon_pretrain.titan.job_config import UNSUPPORTED, CanonJobConfig, check_job, value_of
 
 PROG = "torchrun -m canon_pretrain.train"
 SHORT_HELP = Path(__file__).with_name("help.txt")
@@ -26,13 +34,8 @@ def parse_job(arguments: Sequence[str], *, quiet: bool = False) -> CanonJobConfi
 
     Raises UserError. `--help` and `--help-all` print nothing if `quiet`, and exit.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    names = ("--config", "--job.config_file", "--job.config-file")  # the last two: torchtitan's
-    parser.add_argument(*names, dest="path", type=Path)
-    parser.add_argument("-h", "--help", action="store_true", dest="help")
-    parser.add_argument("--help-all", "--help_all", action="store_true", dest="help_all")
     try:
-        options, overrides = parser.parse_known_args(arguments)
+        options, overrides = own_options().parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise UserError("option.invalid", f"{error}. See {PROG} --help") from None
     wants_help = options.help or options.help_all
@@ -51,6 +54,50 @@ def parse_job(arguments: Sequence[str], *, quiet: bool = False) -> CanonJobConfi
     job.job.config_file = str(options.path)
     check_job(job)
     return job
+
+
+def own_options() -> argparse.ArgumentParser:
+    """Return the parser of the options that are no keys."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    names = ("--config", "--job.config_file", "--job.config-file")  # the last two: torchtitan's
+    parser.add_argument(*names, dest="path", type=Path)
+    parser.add_argument("-h", "--help", action="store_true", dest="help")
+    parser.add_argument("--help-all", "--help_all", action="store_true", dest="help_all")
+    return parser
+
+
+def add_keys(parser: argparse.ArgumentParser) -> None:
+    """Add an option per supported key, for a shell to complete; `parse_job` reads them by tyro."""
+    choices: dict[str, Iterable[str]] = {f"model.{name}": own for name, own in CHOICES.items()}
+    choices |= {"model.flavor": FLAVORS, "model.attention_backend": ATTENTION_BACKENDS}
+    choices |= {"model.canon_backend": BACKENDS, "model.mixer_backend": MIXER_BACKENDS}
+    choices |= {"data.task.name": TASKS}
+    switch = ("true", "false")
+    abouts = re.findall(r"^  --(\w+\.[\w.]+)\b.*?  +(\S.*)$", SHORT_HELP.read_text(), re.MULTILINE)
+    for name, kind in _keys(CanonJobConfig):
+        section, _, key = name.rpartition(".")
+        kinds = (kind, *typing.get_args(kind))  # such as Literal[...] | None
+        literals = [typing.get_args(each) for each in kinds if typing.get_origin(each) is Literal]
+        add = functools.partial(parser.add_argument, f"--{name}", help=dict(abouts).get(name))
+        if kind is bool:
+            add(f"--{section}.no_{key}", action="store_true")
+        elif words := [*choices.get(name, ()), *chain(*literals), *switch * (bool in kinds)]:
+            add(choices=words)
+        else:
+            is_path = key.endswith(("path", "paths", "folder"))
+            nargs = "*" if list in [typing.get_origin(each) for each in kinds] else None
+            add(type=Path if is_path else str, nargs=nargs)
+
+
+def _keys(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the type of each supported key of a section."""
+    for name, kind in typing.get_type_hints(section).items():
+        if prefix + name in (*UNSUPPORTED, "job.config_file"):  # the latter is in own_options
+            continue
+        if dataclasses.is_dataclass(kind):
+            yield from _keys(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name, kind
 
 
 def _apply(overrides: Sequence[str], base: CanonJobConfig) -> CanonJobConfig:
@@ -103,4 +150,4 @@ def _print_help(job: CanonJobConfig, *, everything: bool) -> None:
             value = value_of(job, key[1])
             if value not in (None, "", []):
                 line += f" [{str(value).lower() if isinstance(value, bool) else value}]"
-        print(line)
+        print(line.replace("PROGRAM", program("canon_pretrain.train")))

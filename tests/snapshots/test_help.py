@@ -4,6 +4,8 @@ import importlib
 
 import pytest
 
+from canon_pretrain.__main__ import main as canon
+
 COMMANDS = (
     "canon_pretrain.new",
     "canon_pretrain.train",
@@ -43,3 +45,15 @@ def test_help(words, snapshot, monkeypatch, capsys):
     assert not left.value.code
     assert printed == snapshot
     assert len(printed.splitlines()) <= 60 or "--help-all" in printed
+
+
+def test_canon(snapshot, capsys):
+    canon([])
+    assert capsys.readouterr().out == snapshot
+
+
+@pytest.mark.parametrize("word", ["evl", "export", "xyzzy"])
+def test_canon_suggests(word, snapshot, capsys):
+    with pytest.raises(SystemExit):
+        canon([word])
+    assert capsys.readouterr().err == snapshot

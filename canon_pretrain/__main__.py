@@ -1,0 +1,58 @@
+"""The command `canon`, also `python -m canon_pretrain`: every program under one name.
+
+It starts `main(argv)` of the module that its first word names, and imports no other. The stages
+are modules by name only: they still meet on disk alone.
+"""
+
+import sys
+from importlib import import_module
+
+from canon_pretrain.core.cli import command
+from canon_pretrain.core.errors import UserError, nearest
+
+STAGES = {
+    "new": ("canon_pretrain.new", "propose an experiment for your own text", ""),
+    "data": ("data_prep.__main__", "text to token shards", "build show stats verify finish bench"),
+    "train": ("canon_pretrain.train", "train or resume (several GPUs: torchrun)", ""),
+    "run": ("canon_pretrain.run.__main__", "inspect runs", "status plot diff export profile"),
+    "checkpoint": ("canon_pretrain.checkpoint.__main__", "those of a run", "list verify prune"),
+    "eval": ("eval.__main__", "scores", "run compare report tasks stage submit bench"),
+    "hf": ("canon_pretrain.hf.__main__", "to Hugging Face and back", "export import"),
+    "sweep": ("canon_pretrain.sweep", "configs x learning rates x seeds", "plan run table"),
+    "playground": ("canon_pretrain.playground", "models x tasks", "plan run status report"),
+    "synthetic": ("canon_pretrain.synthetic.__main__", "the tasks", "show score stats bench"),
+    "bench": ("canon_pretrain.bench.__main__", "speed and memory of models and kernels", ""),
+    "completion": ("canon_pretrain.completion", "print what a shell completes", "bash zsh"),
+}
+"""Word -> its module, what it is for, and its commands, in the order in which they are met."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the program that the first word names; print the table of them if there is none."""
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in STAGES:
+        import_module(STAGES[words[0]][0]).main(words[1:])
+        return
+    with command(prints=True):
+        if words and words[0] not in ("-h", "--help"):
+            raise _unknown(words[0])
+        print("usage: canon STAGE ...    (more: canon STAGE --help)\n")
+        for name, (_, about, commands) in STAGES.items():
+            print(f"  {name:11} {about}{': ' if commands else ''}{', '.join(commands.split())}")
+
+
+def _unknown(word: str) -> UserError:
+    """Return the error for an unknown word, with the nearest stage, or command of a stage."""
+    lines = {name: [f"canon {name}"] for name in STAGES}
+    for name, (_, _, commands) in STAGES.items():
+        for each in commands.split():
+            if each not in STAGES:
+                lines.setdefault(each, []).append(f"canon {name} {each}")
+    text = f'"{word}" is not a stage; `canon` lists them.'
+    if near := nearest(word, lines):
+        text += f" Did you mean `{'` or `'.join(lines[near])}`?"
+    return UserError("cli.unknown_stage", text, given=word, choices=[*STAGES])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The command `canon`: its table, what it starts, and the shells' completions of it."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from canon_pretrain.__main__ import STAGES, main
+from canon_pretrain.core.cli import program
+from tests.support import ROOT, error_codes
+
+
+def test_entry_points_and_stages_exist():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts["canon"] == f"{main.__module__}:{main.__name__}"
+    modules = [script.partition(":")[0] for script in scripts.values()]
+    for module in [*modules, *(module for module, _, _ in STAGES.values())]:
+        assert importlib.util.find_spec(module), module
+
+
+def test_the_table_fits_a_terminal_and_imports_no_stage():
+    code = "import sys; from canon_pretrain.__main__ import main; main([]); "
+    code += "import json; print(json.dumps([*sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    *lines, loaded = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == [*STAGES]
+    assert max(map(len, lines)) <= 80
+    own = {name for name in json.loads(loaded) if name.startswith(("canon_pretrain.", "eval"))}
+    assert {name for name in own if name.count(".") == 1} <= {
+        "canon_pretrain.core",
+        "canon_pretrain.__main__",
+    }
+    assert not {"torch", "numpy", "pydantic"} & {*json.loads(loaded)}
+
+
+def test_an_unknown_word_is_an_error(capsys):
+    for word in ("evl", "--bogus"):
+        with pytest.raises(SystemExit) as left:
+            main([word])
+        assert left.value.code == 2
+        assert error_codes(capsys.readouterr().err) == ["cli.unknown_stage"]
+
+
+def test_a_stage_gets_the_rest_of_the_words(capsys, tmp_path):
+    with pytest.raises(SystemExit) as left:
+        main(["checkpoint", "list", str(tmp_path)])
+    assert left.value.code == 2
+    assert error_codes(capsys.readouterr().err) == ["checkpoint.none"]
+
+
+@pytest.mark.parametrize("name", ["data", "run", "checkpoint", "eval", "hf", "sweep"])
+def test_help_names_what_was_typed(name, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["/usr/bin/canon", name, "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().out.startswith(f"usage: canon {name} ")
+    monkeypatch.setattr("sys.argv", ["/a/eval/__main__.py", "--help"])
+    assert program("eval") == "python -m eval"
+
+
+@pytest.fixture(scope="module")
+def bash(tmp_path_factory):
+    """Return a function from words to what bash completes the last of them to."""
+    script = tmp_path_factory.mktemp("completion") / "canon.bash"
+    command = [sys.executable, "-m", "canon_pretrain", "completion", "bash"]
+    with script.open("w") as out:
+        subprocess.run(command, stdout=out, check=True, cwd=ROOT)
+
+    def complete(*words):
+        lines = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); name=$(complete -p '
+        lines += 'canon); name=${name##*-F }; ${name% canon}; printf "%s\\n" "${COMPREPLY[@]}"'
+        asked = ["bash", "--norc", "-c", lines, "bash", script, "canon", *words]
+        done = subprocess.run(asked, capture_output=True, text=True, check=True, cwd=ROOT)
+        return done.stdout.split()
+
+    return complete
+
+
+@pytest.mark.system
+def test_bash_completes_stages_and_commands(bash):
+    assert bash("") == [*STAGES]
+    assert bash("che") == ["checkpoint"]
+    for name, (_, _, commands) in STAGES.items():
+        assert not commands or {*bash(name, "")} == {*commands.split()}, name
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("data build --sou", ["--source"]),
+        (
+            "data build --files train_configs/quick",
+            ["train_configs/quickstart.toml"],
+        ),
+        ("eval run --dtype ", ["auto", "float32", "bfloat16"]),
+        ("eval compare train_c", ["train_configs"]),
+        ("eval bench --check", ["--checkpoint"]),
+        ("hf export outputs --dt", ["--dtype"]),
+        ("bench step --js", ["--json"]),
+        ("checkpoint prune outputs --dry", ["--dry_run"]),
+        ("train --config train_configs/nope_c", ["train_configs/nope_canon.toml"]),
+        ("train --dry", ["--dry_run"]),
+        ("train --model.canon_s", ["--model.canon_set"]),
+        ("train --model.mixer g", ["gla", "gated_deltanet"]),
+        ("train --lr_scheduler.decay_type ", ["linear", "sqrt", "cosine"]),
+        ("train --compile.no_e", ["--compile.no_enable"]),
+        ("train --parallelism.tensor", []),
+        ("train --training.steps train_c", []),
+    ],
+)
+def test_bash_completes_options_values_and_files(bash, words, expected):
+    assert bash(*words.split(" ")) == expected
+
+
+@pytest.mark.system
+@pytest.mark.skipif(not shutil.which("zsh"), reason="needs zsh")
+def test_zsh_reads_its_script(tmp_path):
+    command = [sys.executable, "-m", "canon_pretrain", "completion", "zsh"]
+    script = subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout
+    (tmp_path / "_canon").write_bytes(script)
+    assert script.startswith(b"#compdef canon\n")
+    subprocess.run(["zsh", "-f", "-n", tmp_path / "_canon"], check=True)
