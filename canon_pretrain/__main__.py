@@ -15,12 +15,20 @@ STAGES = {
     "data": ("data_prep.__main__", "text to token shards", "build show stats verify finish bench"),
     "train": ("canon_pretrain.train", "train or resume (several GPUs: torchrun)", ""),
     "run": ("canon_pretrain.run.__main__", "inspect runs", "status plot diff export profile"),
-    "checkpoint": ("canon_pretrain.checkpoint.__main__", "those of a run", "list verify prune"),
+    "checkpoint": (
+        "canon_pretrain.checkpoint.__main__",
+        "a run's checkpoints",
+        "list verify prune",
+    ),
     "eval": ("eval.__main__", "scores", "run compare report tasks stage submit bench"),
     "hf": ("canon_pretrain.hf.__main__", "to Hugging Face and back", "export import"),
     "sweep": ("canon_pretrain.sweep", "configs x learning rates x seeds", "plan run table"),
     "playground": ("canon_pretrain.playground", "models x tasks", "plan run status report"),
-    "synthetic": ("canon_pretrain.synthetic.__main__", "the tasks", "show score stats bench"),
+    "synthetic": (
+        "canon_pretrain.synthetic.__main__",
+        "the paper's tasks",
+        "show score stats bench",
+    ),
     "bench": ("canon_pretrain.bench.__main__", "speed and memory of models and kernels", ""),
     "completion": ("canon_pretrain.completion", "print what a shell completes", "bash zsh"),
 }

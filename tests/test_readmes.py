@@ -1,8 +1,9 @@
 """The READMEs: their commands run, and every path, module, option and link in them exists.
 
-A document's `sh` blocks are one script, which the system tier runs in a copy of the
-repository (QUICK shortens README.md's own config). After `<!-- dry: gpu -->` (or network, slurm,
-minutes, hours) options go through the real parsers, training through its plan, jobs bash -n.
+A document's `sh` blocks are one script, which the system tier runs in a copy of the repository
+(QUICK shortens README.md's training; `canon` is this Python's). After `<!-- dry: gpu -->` (or
+network, slurm, minutes, hours) options go through the real parsers, training through its plan,
+jobs bash -n.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
+from canon_pretrain.__main__ import STAGES
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.dry_run import make_plans
 from canon_pretrain.titan.job_config import CanonJobConfig
@@ -34,7 +36,8 @@ NAMES = (
 )
 DOCS = {name: ROOT / name for name in (*NAMES, *(f"{folder}/README.md" for folder in FOLDERS))}
 BLOCK = re.compile(r"(<!-- dry: [a-z ]+ -->\n)?```sh\n(.*?)```", re.DOTALL)
-QUICK = {"steps = 300": "steps = 3", "warmup_steps = 30": "warmup_steps = 1"}
+STEPS = "--training.steps 3 --lr_scheduler.warmup_steps 1"
+QUICK = {"canon train --config mine.toml": f"canon train --config mine.toml {STEPS}"}
 OTHER_TOOLS = """--nproc-per-node --nodes --time --cpus-per-task --gpus-per-node --gres --signal
 --name --index-url --no-build-isolation --model_args --tasks --include_path --metadata --model
 --help --section.key --model.KEY --additional-suffix""".split()
@@ -91,6 +94,8 @@ def test_paths_modules_options_and_config_keys_exist(name):
             assert (ROOT / path).is_dir() if path[-1] == "/" else any(ROOT.glob(path)), path
     for module in re.findall(r"-m ([a-z_]\w+(?:\.\w+)*)", code(name)):
         assert module in ("system", "gpu", "slurm") or importlib.util.find_spec(module), module
+    for stage in re.findall(r"(?<![\w./-])canon ([a-z]+)", code(name)):
+        assert stage in STAGES, stage
     for option in re.findall(r"(?<![\w-])--[a-z][\w.-]*[\w]", code(name)):
         key = option[2:].replace("-", "_").replace(".no_", ".")
         assert option.replace("_", "-") in OPTIONS or key in KEYS or option in OTHER_TOOLS, option
@@ -121,6 +126,8 @@ def test_dry_commands_parse(monkeypatch):
         for script in scripts:
             subprocess.run(["bash", "-n", ROOT / script], check=True)
         module, *given = rest[rest.index("-m") + 1 :] if "-m" in rest else ["", *rest]
+        if tool == "canon":
+            module, given = STAGES[rest[0]][0].removesuffix(".__main__"), rest[1:]
         if scripts and scripts[-1].endswith("pretrain_1b3.sh"):
             config, *given = rest[rest.index(scripts[-1]) + 1 :]
             parse_job(["--config", str(ROOT / config), *given])
@@ -147,7 +154,11 @@ def test_commands_run(name, tmp_path):
         script = script.replace(long, short)
     for folder in FOLDERS[:5]:
         shutil.copytree(ROOT / folder, tmp_path / folder)
-    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    program = tmp_path / "bin" / "canon"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m canon_pretrain "$@"\n')
+    program.chmod(0o755)
+    path = f"{program.parent}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     own = {"HF_HOME": f"{tmp_path}/hf", "PATH": path, "PYTHONPATH": str(tmp_path)}
     own |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     kept = {"capture_output": True, "text": True, "cwd": tmp_path, "env": os.environ | own}
