@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import datasets
 import lm_eval.api.task
 import numpy as np
 import torch
-from lm_eval.api.task import Task
+from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -27,7 +27,13 @@ from lm_eval.utils import handle_non_serializable
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.report.noise import Clusters, mean_variance
-from canon_pretrain.run.results import Score, TaskResult, source_of_record, wilson_bound
+from canon_pretrain.run.results import (
+    GOLD_BITS,
+    Score,
+    TaskResult,
+    source_of_record,
+    wilson_bound,
+)
 from eval.model.lm import CanonLM, request_cost
 from eval.suite_names import TASKS, harness_names, harness_tasks
 
@@ -124,14 +130,18 @@ def _make_plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan
     source = lambda x: inspect.getsource(x) if inspect.isfunction(x) else repr(type(x))  # noqa: E731
     own = json.dumps(config, default=source, sort_keys=True)
     better = {metric: bool(up) for metric, up in task.higher_is_better().items()}
-    primary = metadata.get("primary") or list(better)[:1]
+    given = metadata.get("primary") or list(better)[:1]
+    primary = [given] if isinstance(given, str) else list(given)
+    if is_multiple_choice(task):
+        better[GOLD_BITS] = False
+        primary.append(GOLD_BITS)
     kept = ("part_of", "part", "chance", "source")
     # our tasks count the rows they keep and drop
     notes = [str(s.info.description) for s in task.dataset.values() if hasattr(s, "info")]
     counts = [json.loads(text) for text in notes if text.startswith('{"rows"')]
     description = {
         "version": task.VERSION,
-        "primary": [primary] if isinstance(primary, str) else list(primary),
+        "primary": primary,
         "higher_is_better": better,
         **{key: metadata[key] for key in kept if key in metadata},
         "files_sha256": hashlib.sha256(content).hexdigest(),
@@ -170,6 +180,8 @@ def evaluate_task(lm: CanonLM, name: str, task: Task, limit: int | None) -> Task
         found = evaluate(lm, {"tasks": {name: task}}, limit=limit, bootstrap_iters=0)
     assert found is not None  # None on ranks above 0, but lm_eval sees every rank as rank 0
     items = found["samples"][name]
+    if is_multiple_choice(task):
+        _add_gold_bits(task, items, found["results"][name])
     records: dict[tuple[int, str], dict[str, Any]] = {}
     for item in items:
         known = {key: item[key] for key in ITEM_KEYS}
@@ -197,6 +209,46 @@ def evaluate_task(lm: CanonLM, name: str, task: Task, limit: int | None) -> Task
         samples=json.loads(_json([*records.values()])),
         truncated=len(lm.truncated),
     )
+
+
+def is_multiple_choice(task: Task) -> TypeGuard[ConfigurableTask]:
+    """Return whether the log-likelihoods of given answers decide the task."""
+    return isinstance(task, ConfigurableTask) and task.OUTPUT_TYPE == "multiple_choice"
+
+
+def _add_gold_bits(
+    task: ConfigurableTask, items: Sequence[dict[str, Any]], results: dict[str, Any]
+) -> None:
+    """Add the metric GOLD_BITS to the items and results, unless an item has no gold answer."""
+    found = [gold_bits_per_byte(task, item) for item in items]
+    bits = [value for value in found if value is not None]
+    if len(bits) < len(items):
+        return
+    by_filter: dict[str, list[float]] = {}
+    for item, value in zip(items, bits, strict=True):
+        item[GOLD_BITS] = value
+        item["metrics"].append(GOLD_BITS)
+        by_filter.setdefault(item["filter"], []).append(value)
+    results |= {f"{GOLD_BITS},{name}": np.mean(values) for name, values in by_filter.items()}
+
+
+def gold_bits_per_byte(task: ConfigurableTask, item: Mapping[str, Any]) -> float | None:
+    """Return -log2 p(gold answer | context) / bytes of the gold answer, with the space before it.
+
+    The bytes are those whose likelihood it is, as in OLMES (`bits_per_byte_corr`). The smallest of
+    several gold answers; None if there is none.
+    """
+    choices: list[str] = task.doc_to_choice(item["doc"])
+    # such a task has the choices in its contexts, and one continuation
+    gold = task.doc_to_text(item["doc"]) if task.multiple_input else item["target"]
+    bits = []
+    for given in gold if isinstance(gold, list) else [gold]:
+        place = choices.index(given) if given in choices else given
+        if isinstance(place, int) and 0 <= place < len(choices):
+            scored = len(item["arguments"][place][1].encode())
+            likelihood = item["filtered_resps"][place][0]
+            bits += [-likelihood / math.log(2) / scored] if scored else []
+    return min(bits, default=None)
 
 
 def _score(value: float, by_item: Sequence[Any], sources: Sequence[str]) -> Score:

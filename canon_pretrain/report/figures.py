@@ -18,7 +18,7 @@ from canon_pretrain.core.terminal import printable
 from canon_pretrain.report import evaluations
 from canon_pretrain.report.curves import CHARTS, FEW_POINTS, Chart, downsample, rounded, segments
 from canon_pretrain.report.evaluations import tokens_at
-from canon_pretrain.report.items import Evaluation
+from canon_pretrain.report.items import Evaluation, is_loss
 from canon_pretrain.report.record import Curve, RunRecord
 from canon_pretrain.report.verdicts import BABILONG
 from canon_pretrain.run.log import json_value
@@ -220,7 +220,7 @@ def _points(
                 continue
             for metric, score in metrics.items():
                 key = (match[1], metric, int(match[2]))
-                if math.isfinite(score.value):
+                if math.isfinite(score.value) and not is_loss(metric):
                     points[key] = _Point(label, each, each.chance(task, metric), score.value, *key)
     found = list(points.values())
     for metric, length in {key[1:] for key in points if pattern is BABILONG}:

@@ -76,6 +76,8 @@ class Evaluation:
 
     def chance(self, task: str, metric: str) -> float | None:
         """Return the chance level that the task, or its part with that metric, declares."""
+        if is_loss(metric):
+            return None
         asked = [x for x in self._declarations(task) if metric in (x.get("primary") or ())]
         return next((float(x["chance"]) for x in asked if x.get("chance") is not None), None)
 

@@ -238,13 +238,14 @@ class Difference(NamedTuple):
 
 
 def paired_difference(
-    a: Sequence[ItemScores], b: Sequence[ItemScores], seeds: SeedNoise
+    a: Sequence[ItemScores], b: Sequence[ItemScores], seeds: SeedNoise, *, is_loss: bool = False
 ) -> Difference:
     """Compare two sides item by item on one task, or on the plain mean of several.
 
-    `seeds`: the noise of one run's score, or mean of scores. The variance is over items plus over
-    seeds, minus the `interaction_variance` in both (single runs keep it twice). Runs that share a
-    seed count as independent. Both err towards "within noise".
+    `is_loss`: no bound, even if all scores are between 0 and 1. `seeds`: the noise of one run's
+    score, or mean of scores. The variance is over items plus over seeds, minus the
+    `interaction_variance` in both (single runs keep it twice). Runs that share a seed count as
+    independent. Both err towards "within noise".
     """
     count = 1 + max(int(task.clusters_N.max()) for task in a)
     differences = [
@@ -254,7 +255,7 @@ def paired_difference(
     if len(a) == 1:
         (clusters,) = differences
         is_share = all(((x >= 0) & (x <= 1)).all() for x in (a[0].values_RN, b[0].values_RN))
-        bounded = bool(is_share and (a[0].weights_N == 1).all())
+        bounded = bool(is_share and not is_loss and (a[0].weights_N == 1).all())
         over_items = difference_variance(clusters, bounded=bounded)
     else:
         shares = [1 / (len(a) * x.weights_G.sum()) for x in differences]

@@ -19,7 +19,7 @@ from canon_pretrain.report.evaluations import differing_task_options
 from canon_pretrain.report.items import Evaluation, ItemCache, Items, Scale, ScoreKey, is_loss
 from canon_pretrain.report.noise import Clusters, Difference, ItemScores, SeedNoise
 from canon_pretrain.report.record import RunRecord
-from canon_pretrain.run.results import VALIDATION
+from canon_pretrain.run.results import GOLD_BITS, VALIDATION
 
 BETTER, WORSE, WITHIN, NOT_JUDGED = "better", "worse", "within noise", "not judged"
 UNINFORMATIVE = "uninformative"
@@ -93,6 +93,7 @@ class Comparator:
         """
         scale, suite, options = Scale.of(asked[0].metric), asked[0].suite, self.options
         ours = {each.run for side in sides for each in side}
+        is_plain = not scale.is_log and asked[0].metric != GOLD_BITS  # then TASK=SIGMA is of it
         each_tells = bool(sides) and all(len(side) > 1 for side in sides)
         groups, compared = [], []
         for recipe in self.recipes:
@@ -109,7 +110,7 @@ class Comparator:
                 compared.append(is_ours)
         given = [
             options.seed_sigma.get(
-                f"{task}:{metric}", None if scale.is_log else options.seed_sigma.get(task)
+                f"{task}:{metric}", options.seed_sigma.get(task) if is_plain else None
             )
             for _, task, metric in asked
         ]
@@ -167,7 +168,7 @@ class Comparator:
             about |= {"words": seeds.description, "scale": "log" if scale.is_log else "metric"}
             if all(task.sources.size > 1 for task in tasks):
                 a, b = zip(*answers, strict=True)
-                found = noise.paired_difference(a, b, seeds)
+                found = noise.paired_difference(a, b, seeds, is_loss=is_loss(asked[0].metric))
         row = {
             **asked[0]._asdict(),
             "metric": ", ".join(dict.fromkeys(key.metric for key in asked)),
@@ -310,12 +311,14 @@ def _tests(
 ) -> Iterator[tuple[str, Sequence[TaskPair], float]]:
     """Yield name, tasks and weight per test: first the mean of all tasks; Babilong by length.
 
-    A task enters a mean with its first metric between 0 and 1; the mean has half of the weight.
+    A task enters a mean with its first metric between 0 and 1, and another with GOLD_BITS; the
+    means have half of the weight.
     """
     scored: dict[str, TaskPair] = {}
     for task in tasks:
         if task.bounded and sides[0][0].higher_is_better(task.key):
             scored.setdefault(task.key.task, task)
+    gold = [task for task in tasks if task.key.metric == GOLD_BITS]
     rows = [(x.key.task, [x]) for x in tasks if not BABILONG.fullmatch(x.key.task)]
     lengths: dict[int, list[TaskPair]] = {}
     for name, task in scored.items():
@@ -324,8 +327,9 @@ def _tests(
     for length, members in sorted(lengths.items()):
         mean = f"babilong_{length}k, mean of {len(members)} tasks"
         rows.append((mean if len(members) > 1 else members[0].key.task, members))
-    if len(scored) > 1:
-        yield f"{suite}, mean of {len(scored)} tasks", list(scored.values()), float(len(rows))
+    means = [members for members in ([*scored.values()], gold) if len(members) > 1]
+    for members in means:
+        yield f"{suite}, mean of {len(members)} tasks", members, len(rows) / len(means)
     yield from ((name, members, 1.0) for name, members in rows)
 
 

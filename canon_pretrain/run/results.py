@@ -38,6 +38,9 @@ VALIDATION = "validation"
 # the held-out loss and the paper's suites (Figures 17 and 25), in report order
 SUITES = (VALIDATION, "discriminative", "jrt", "babilong", "birth-year")
 
+GOLD_BITS = "gold_bits_per_byte"
+"""Metric of multiple-choice tasks: mean over items of -log2 p(gold answer) / its bytes."""
+
 Z_95 = 1.959964  # the normal distribution's 97.5 % quantile
 
 ASKED = {
