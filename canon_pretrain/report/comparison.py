@@ -7,7 +7,7 @@ import argparse
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +18,17 @@ from rich.text import Text
 from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.report import architectures, evaluations, verdicts
+from canon_pretrain.report import architectures, evaluations, published, verdicts
 from canon_pretrain.report.architectures import Architecture, Choice, Recipe
 from canon_pretrain.report.decide import ALPHA, POWER
 from canon_pretrain.report.evaluations import full_results
 from canon_pretrain.report.items import Evaluation, Scale, ScoreKey, is_loss
 from canon_pretrain.report.noise import SeedNoise, expected_maximum
 from canon_pretrain.report.record import RunRecord
-from canon_pretrain.report.sections import interval, p_value, rounded, signed
+from canon_pretrain.report.sections import interval, p_value, percent, rounded, signed
 from canon_pretrain.report.verdicts import Comparator, Options, Row
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.results import VALIDATION
-
-SOURCE = (
-    "Published: Gated DeltaNet paper, models of 1.3B parameters trained on 100B tokens of "
-    "FineWeb-Edu. Other tokenizer and data order: not used in any verdict."
-)
-MODELS = ("Transformer++", "Mamba2", "Gated DeltaNet")
-PUBLISHED = {
-    ("wikitext", "word_perplexity"): (18.53, 16.56, 16.42),
-    ("lambada_openai", "perplexity"): (18.32, 12.56, 12.17),
-    ("lambada_openai", "acc"): (42.60, 45.66, 46.65),
-    ("piqa", "acc"): (70.02, 71.87, 72.25),
-    ("hellaswag", "acc_norm"): (50.23, 55.67, 55.76),
-    ("winogrande", "acc"): (53.51, 55.24, 57.45),
-    ("arc_easy", "acc"): (68.83, 72.47, 71.21),
-    ("arc_challenge", "acc_norm"): (35.10, 37.88, 38.39),
-    ("social_iqa", "acc"): (40.66, 40.20, 40.63),
-    ("boolq", "acc"): (57.09, 60.13, 60.24),
-}
-"""(task, metric): the scores of MODELS; accuracies in percent, as published."""
 
 Steps = Mapping[str, Mapping[str, int]]  # suite -> architecture's label -> step (table_steps)
 
@@ -110,6 +91,7 @@ def comparison_content(
     }
     for row in rows:
         row["suite_step"] = suite_step(steps[row["suite"]])
+    scores = _scores(found, choices, comparator, steps)
     content = {
         "alpha": ALPHA,
         "power": POWER,
@@ -122,7 +104,8 @@ def comparison_content(
         "pairs": rows,
         "refused": refused,
         "steps": steps,
-        "scores": _scores(found, choices, comparator, steps),
+        "scores": scores,
+        "decision": published.decision_accuracy(runs[0], [*rows, *scores]),
         "notes": [*_notes(found, choices[label], label, steps), *notes],
     }
     return json_safe(content)
@@ -141,16 +124,6 @@ def json_safe(value: Any) -> Any:
 def suite_step(shown: Mapping[str, int]) -> int:
     """Return the step of a suite's tables: the baseline's. Cells of other steps are marked."""
     return next(iter(shown.values()))
-
-
-def published_scores(shown: Iterable[tuple[str, str]]) -> Row | None:
-    """Return the published scores of the (task, metric) pairs, as fractions; None if none."""
-    rows = []
-    for task, metric in dict.fromkeys(shown):
-        scale = 100 if metric.startswith("acc") else 1
-        if values := [round(x / scale, 6) for x in PUBLISHED.get((task, metric), ())]:
-            rows.append({"task": task, "metric": metric, "values": values})
-    return {"source": SOURCE, "models": list(MODELS), "rows": rows} if rows else None
 
 
 def _architecture(each: Architecture, choice: Choice) -> Row:
@@ -235,6 +208,7 @@ def _notes(found: Sequence[Architecture], choice: Choice, baseline: str, steps: 
     return notes
 
 
+DECIDES = "decides"
 COLUMNS = {
     "task, metric": lambda row: f"{row['task']} {row['metric']}",
     "A": lambda row: rounded(row["baseline_value"]),
@@ -242,10 +216,11 @@ COLUMNS = {
     "B - A": lambda row: signed(row["difference"]),
     "p (Holm)": lambda row: p_value(row["p_holm"]),
     "verdict on B": lambda row: row["verdict"],
+    DECIDES: lambda row: percent(row["decision_accuracy"]),
     "95 % interval": lambda row: interval(row["ci"]),
     "detectable": lambda row: rounded(row["detectable"]),
 }
-NARROW_COLUMNS = 6  # shown in a terminal narrower than 120
+NARROW_COLUMNS = 7  # shown in a terminal narrower than 120
 STYLES = {verdicts.BETTER: "green", verdicts.WORSE: "red"}
 
 
@@ -296,6 +271,7 @@ def execute(arguments: argparse.Namespace) -> None:
         "family": family(rows),
         "pairs": rows,
         "refused": refused,
+        "decision": published.decision_accuracy(sides[0][1][0], rows),
         "notes": [*notes, *left],
     }
     _print(content)
@@ -341,12 +317,19 @@ def _print(content: Row) -> None:
     show(*(f"{name.upper()}: {', '.join(content[name])}" for name in ("a", "b")))
     for suite in dict.fromkeys(row["suite"] for row in content["pairs"]):
         rows = [row for row in content["pairs"] if row["suite"] == suite]
+        shown = [x for x in names if x != DECIDES or any(row["decision_accuracy"] for row in rows)]
         title = f"{suite}, A at step {rows[0]['baseline_step']}, B at step {rows[0]['step']}"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
-        for name in names:
-            table.add_column(name, no_wrap=name != names[0])
+        table = Table(
+            title=title,
+            title_justify="left",
+            box=box.SIMPLE,
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
+        )
+        for name in shown:
+            table.add_column(name, no_wrap=name != shown[0])
         for row in rows:
-            cells = (Text(COLUMNS[name](row)) for name in names)
+            cells = (Text(COLUMNS[name](row)) for name in shown)
             table.add_row(*cells, style=STYLES.get(row["verdict"]))
         console.print(table)
     tests = ", ".join(f"{suite} {count}" for suite, count in content["family"].items())
@@ -359,4 +342,6 @@ def _print(content: Row) -> None:
     lines += [
         f"not compared: {x['suite']} {x['task'] or ''}: {x['why']}" for x in content["refused"]
     ]
+    if content["decision"]:
+        lines.append(f"{DECIDES}: {content['decision']['source']}")
     show(*lines, *content["notes"])

@@ -26,7 +26,7 @@ from canon_pretrain.model.counts import (
     state_bytes,
 )
 from canon_pretrain.report import comparison as comparisons
-from canon_pretrain.report import evaluations, figures, sections
+from canon_pretrain.report import evaluations, figures, published, sections
 from canon_pretrain.report.record import (
     RunRecord,
     collapse_repeats,
@@ -36,7 +36,7 @@ from canon_pretrain.report.record import (
 from canon_pretrain.report.sections import Content
 from canon_pretrain.run.folder import named_runs
 
-VERSION = 5
+VERSION = 6
 TEMPLATES = Path(__file__).parent / "templates"
 TEMPLATE_MODULES: dict[str, Any] = {"tables": sections, "figures": figures}
 LAUNCH_FIELDS = ("world_size", "torch", "torchtitan")
@@ -52,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the architecture, or one of its runs, to compare with (default: the first run's)",
     )
     comparisons.add_noise_arguments(parser)
+    about = "a clone of facebookresearch/PhysicsLM4: show the curves in its HTML beside the runs'"
+    parser.add_argument("--published", type=Path, metavar="CLONE", help=about)
     about = "folder of the page (default: RUN/report, or ./report for several RUN)"
     parser.add_argument("--out", type=Path, metavar="DIR", help=about)
 
@@ -61,7 +63,7 @@ def execute(arguments: argparse.Namespace) -> None:
     runs = evaluations.read_runs(named_runs(arguments.runs))
     options = comparisons.noise_options(arguments, runs)
     compared = comparisons.comparison_content(runs, arguments.baseline, options)
-    content = report_content(runs, compared)
+    content = report_content(runs, compared, arguments.published)
     first, *more = arguments.runs
     folder = arguments.out or Path("report" if more else first / "report")
     write_report(folder, "index.html", content)
@@ -112,8 +114,13 @@ def _print(content: Content, path: Path) -> None:
     console.print(Text(f"report: {path.resolve()}"), soft_wrap=True)
 
 
-def report_content(runs: Sequence[RunRecord], comparison: Content) -> dict[str, Any]:
-    """Return all content of the report, JSON values only; `comparison`: comparison_content()."""
+def report_content(
+    runs: Sequence[RunRecord], comparison: Content, clone: Path | None = None
+) -> dict[str, Any]:
+    """Return all content of the report, JSON values only; `comparison`: comparison_content().
+
+    `clone`: of PhysicsLM4, whose curves to show beside the runs'.
+    """
     steps = {suite: comparisons.suite_step(shown) for suite, shown in comparison["steps"].items()}
     names = {each.suite for run in runs for each in run.evaluations}
     ordered = sorted(names, key=evaluations.suite_order)
@@ -129,15 +136,15 @@ def report_content(runs: Sequence[RunRecord], comparison: Content) -> dict[str, 
     if len(data) > 1:
         each = "; ".join(f"{label}: {fingerprint}" for fingerprint, label in data.items())
         warnings.insert(0, f"The runs were trained on different data ({each}).")
+    shown = [(row["task"], row["metric"]) for suite in suites for row in suite["rows"]]
     own = [{"setting": name, "values": [x]} for name, x in runs[0].identity.items()]
     return {
         "version": VERSION,
         "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
         "warnings": warnings,
         "comparison": comparison,
-        "anchors": comparisons.published_scores(
-            (r["task"], r["metric"]) for suite in suites for r in suite["rows"]
-        ),
+        "anchors": published.published_scores(shown),
+        "published": published.beside_published(clone, runs, shown) if clone else None,
         "held_out": figures.held_out_curves(runs, lines),
         "score_curves": figures.score_curves(runs),
         "lengths": figures.length_figures(runs, lines, comparison["steps"]),

@@ -313,6 +313,26 @@ def draw_scores(
     return drawn
 
 
+def draw_published(shown: Content, labels: Sequence[str]) -> list[Plot]:
+    """Draw own runs beside published models; a color is a run, or a model at several rates."""
+    names, drawn = [*labels, *shown["families"]], list[Plot]()
+    for plot in shown["plots"]:
+        traces = []
+        for line in plot["lines"]:
+            more = {"name": line["model"], "mode": "lines"}
+            x, y = line["tokens"], line["values"]
+            traces.append(_trace("published", names, line["family"], x, y, **more))
+        for line in plot["own"]:
+            more = {"mode": "lines+markers", "line": {"width": 3}}
+            x, y = line["tokens"], line["values"]
+            traces.append(_trace("published", names, line["run"], x, y, **more))
+        figure = _figure(traces, "tokens", "<b>%{y:,.4f}</b> at %{x:.4s} tokens")
+        figure["layout"] |= {"hovermode": "closest"}
+        figure["layout"]["xaxis"] |= {"type": "log"}
+        drawn.append((plot["task"], plot["metric"], figure))
+    return drawn
+
+
 def draw_means(
     lines: Sequence[Content],
     labels: Sequence[str],

@@ -11,7 +11,7 @@ from canon_pretrain.report.verdicts import BETTER, VERDICTS, WITHIN, WORSE
 from canon_pretrain.run.results import VALIDATION, format_bound
 
 MAX_ROWS = 1000  # browsers are slow with longer tables
-SHORT_COLUMNS = 12  # of the table of differences; the others are hidden, or missing if it is long
+SHORT_COLUMNS = 13  # of the table of differences; the others are hidden, or missing if it is long
 MISSING = "–"
 
 CHOSEN_TITLE = "Chosen learning rate per architecture, by validation loss"
@@ -46,6 +46,10 @@ def interval(bounds: Sequence[float] | None) -> str:
 
 def p_value(value: float | None) -> str:
     return MISSING if value is None else "< 0.0001" if value < 1e-4 else f"{value:.4f}"
+
+
+def percent(value: float | None) -> str:
+    return MISSING if value is None else f"{100 * value:.0f} %"
 
 
 def score_parts(cell: Content | None) -> tuple[str, str, str]:
@@ -149,7 +153,7 @@ def tally(content: Content) -> Table:
     for label, verdicts in verdicts_by_architecture(content).items():
         cells = [make_cell(label, f"against {content['comparison']['baseline']}")]
         for verdict, found in verdicts.items():
-            real = [f"{x['task']} {signed(x['difference'])}" for x in found]
+            real = [f"{x['task']} {x['metric']} {signed(x['difference'])}" for x in found]
             cells.append(make_cell(str(len(found)), *(real if verdict in (BETTER, WORSE) else ())))
         # perplexities have another scale
         within = [x["detectable"] for x in verdicts[WITHIN] if x["log_difference"] is None]
@@ -180,6 +184,7 @@ PAIR_COLUMNS: dict[str, Callable[[Content], Cell]] = {
     "baseline": lambda x: rounded(x["baseline_value"]),
     "detectable": lambda x: rounded(x["detectable"]),
     "seeds needed": lambda x: number(x["seeds_needed"], 0),
+    "decision accuracy": lambda x: percent(x["decision_accuracy"]),
     "items": lambda x: number(x["num_items"], 0),
     "suite": lambda x: x["suite"],
     "p alone": lambda x: p_value(x["p"]),
@@ -215,6 +220,10 @@ def pairs(comparison: Content) -> Table:
 def scores(content: Content) -> list[tuple[str, Table]]:
     comparison, runs = content["comparison"], [run["label"] for run in content["runs"]]
     labels = [each["label"] for each in comparison["architectures"]]
+    decides, known = comparison["decision"], list[tuple[str, str]]()
+    if decides:
+        known = [("decision accuracy", f"published, at {decides['size']}")]
+    share = {(x["task"], x["metric"]): x["decision_accuracy"] for x in comparison["scores"]}
     found: list[tuple[str, list[str], list[tuple[Content, list[Cell]]]]] = []
     titles = {"chosen": CHOSEN_TITLE} | ({"best": BEST_TITLE} if len(runs) > 1 else {})
     for kind, title in titles.items():
@@ -238,12 +247,14 @@ def scores(content: Content) -> list[tuple[str, Table]]:
     for title, names, lines in found:
         rows = [
             [make_cell(row["task"], row["metric"]), *cells]
+            + [percent(share.get((row["task"], row["metric"]))) for _ in known]
             + [rounded(x) for x in published.get((row["task"], row["metric"]), nothing)]
             for row, cells in lines
         ]
         name = title.split()[0].lower()
-        columns: list[str | tuple[str, str]] = ["task", *names, *beside]
-        tables.append((title, make_table(columns, rows, name, shown=1 + len(names), more=more)))
+        columns: list[str | tuple[str, str]] = ["task", *names, *known, *beside]
+        shown = 1 + len(names) + len(known)
+        tables.append((title, make_table(columns, rows, name, shown=shown, more=more)))
     return tables
 
 
@@ -257,6 +268,22 @@ def _score_cell(row: Content, cell: Content | None, kind: str) -> Cell:
         return make_cell(rounded(shown["value"]), error, f"{count} run(s)", at)
     bias = f"biased by about {rounded(shown['bias'])}" if shown["bias"] and count > 1 else ""
     return make_cell(rounded(shown["value"]), f"best of {count}", bias, at)
+
+
+def published(shown: Content) -> Table:
+    """Return the scores of own runs and of all published models, a row each."""
+    rows: list[list[Cell]] = []
+    for model in shown["models"]:
+        cells = [
+            MISSING
+            if value is None
+            else make_cell(rounded(value[0]), rounded(value[1]) if value[0] != value[1] else "")
+            for value in model["values"]
+        ]
+        rows.append([model["name"], model["size"], number(model["tokens"], 0), *cells])
+    columns = ["model", "size", "tokens", *shown["tasks"]]
+    filters = [{"size": model["size"]} for model in shown["models"]]
+    return make_table(columns, rows, "published", text=2, filters=filters)
 
 
 def architectures(comparison: Content) -> Table:

@@ -293,6 +293,91 @@ def test_one_row_by_hand(tmp_path):
     assert row["seed_noise"] == {**given, "words": row["seed_noise"]["words"]}
 
 
+GOLD = "gold_bits_per_byte"
+CHOICE = {"primary": ["acc", GOLD], "higher_is_better": {"acc": True, GOLD: False}, "chance": 0.5}
+
+
+def gold(level, rng, count=1000):
+    """Return records with half of the answers right, and gold answers of about `level` bits."""
+    bits = RNG(5).gamma(9, 0.04, count) + level + rng.normal(0, 0.02, count)
+    return records({"acc": right_or_wrong(count, 0.5, RNG(7)), GOLD: bits.tolist()})
+
+
+def test_bits_of_gold_answers_by_hand(tmp_path):
+    """Lower is better; bits below 1 are no shares, so no pseudo-items widen the interval."""
+    sides = [gold(level, RNG(k)) for k, level in enumerate((0.10, 0.09))]
+    paths = versus(tmp_path, *sides, described={"boolq": CHOICE})
+    acc, row = content(*paths, seed_sigma={"boolq": 0.02, f"boolq:{GOLD}": 0.001})["pairs"]
+    a, b = (np.array([record[GOLD] for record in side]) for side in sides)
+    assert max(a.max(), b.max()) < 1 and (acc["metric"], row["metric"]) == ("acc", GOLD)
+    error = math.sqrt((b - a).var(ddof=1) / 1000 + 2 * 0.001**2)
+    assert row["difference"] == pytest.approx((b - a).mean()) and row["difference"] < 0
+    assert row["stderr"] == pytest.approx(error, rel=2e-3) and not row["higher_is_better"]
+    assert row["p"] == pytest.approx(2 * stats.norm.sf(-row["difference"] / error), rel=0.05)
+    assert (row["verdict"], acc["verdict"], row["chance"]) == ("better", "uninformative", None)
+    back = content(*reversed(paths), seed_sigma={f"boolq:{GOLD}": 0.001})["pairs"][1]
+    assert back["verdict"] == "worse" and back["difference"] == -row["difference"]
+    # the noise of an accuracy is not that of its bits
+    row = content(*paths, seed_sigma={"boolq": 0.02})["pairs"][1]
+    assert row["verdict"] == "not judged" and row["items_ci"][1] < 0
+
+
+def test_bits_of_several_tasks_have_a_mean(tmp_path):
+    paths = []
+    for canon, level in (("", 0.10), ("A", 0.095)):
+        for seed in range(2):
+            rng = RNG([seed, len(canon)])
+            items = {x: gold(level + rng.normal(0, 2e-4), rng) for x in ("piqa", "boolq", "mine")}
+            described = dict.fromkeys(items, CHOICE)
+            paths.append(
+                plant(tmp_path / f"{canon}{seed}", items, canon, seed, described=described)
+            )
+    acc, mean, *rows = content(*paths)["pairs"]
+    assert (mean["metric"], mean["mean_of"]) == (GOLD, ["piqa", "boolq", "mine"])
+    tasks = [row for row in rows if row["metric"] == GOLD]
+    assert mean["difference"] == pytest.approx(np.mean([row["difference"] for row in tasks]))
+    assert mean["verdict"] == "better" and mean["stderr"] < min(row["stderr"] for row in tasks)
+    # half of the error rate is for the two means
+    assert min(x["p_holm"] for x in (acc, mean, *rows)) == pytest.approx(4 * mean["p"])
+
+
+def test_results_without_bits_stay_comparable(tmp_path):
+    new = gold(0.1, RNG(0))
+    old = [{name: x for name, x in record.items() if name != GOLD} for record in new]
+    before = CHOICE | {"primary": ["acc"], "higher_is_better": {"acc": True}}
+    paths = [
+        plant(tmp_path / "old", old, described={"boolq": before}),
+        plant(tmp_path / "new", new, "A", described={"boolq": CHOICE}),
+    ]
+    found = content(*paths)
+    assert [row["metric"] for row in found["pairs"]] == ["acc"]
+    assert [row["metric"] for row in found["refused"]] == [GOLD]
+    assert found["pairs"][0]["difference"] == 0 and Page(report(paths, tmp_path / "page")).rows
+
+
+@pytest.mark.parametrize(
+    ("dim", "size", "shares"), [(512, "150M", (48, 83)), (1536, "750M", (70, 76))]
+)
+def test_decision_accuracy_of_the_nearest_size(tmp_path, compare, dim, size, shares):
+    """As published, for accuracies; none for bits and for tasks that were not studied."""
+    identity = {"model__dim": dim, "model__ffn_dim": 4 * dim, "model__num_layers": 24}
+    paths, tasks = [], {x: gold(0.1, RNG(0)) for x in ("boolq", "arc_challenge", "mine")}
+    for name, canon in (("a", ""), ("b", "A")):
+        run = planted_run(tmp_path / name, model__canon_set=canon, **identity)
+        plant_answers(run, 20, SUITE, tasks, described=dict.fromkeys(tasks, CHOICE))
+        paths.append(tmp_path / name)
+    found, pair = content(*paths), compare(*paths)
+    assert found["decision"]["size"] == pair["decision"]["size"] == size
+    for rows in (found["pairs"], found["scores"], pair["pairs"]):
+        known = {(r["task"], r["metric"]): r["decision_accuracy"] for r in rows}
+        asked = [known.pop((task, "acc")) for task in ("boolq", "arc_challenge")]
+        assert asked == [share / 100 for share in shares] and set(known.values()) == {None}
+    page = Page(report(paths, tmp_path / "page"))
+    shown = [row for row in page.rows if row[0] == "boolq acc"]
+    assert len(shown) >= 2 and all(f"{shares[0]} %" in row for row in shown[:2])
+    assert found["decision"]["source"] in page.text
+
+
 def test_intervals_and_seeds_needed_agree_with_the_verdict(tmp_path):
     rng, tasks, paths = RNG(7), [f"task_{k}" for k in range(4)], []
     for canon in ("", "A"):

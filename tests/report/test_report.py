@@ -12,10 +12,10 @@ from canon_pretrain.core.files import write_json
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.report import sections
-from canon_pretrain.report.comparison import published_scores
 from canon_pretrain.report.eval_report import escape_markdown
 from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.report.figures import MEAN
+from canon_pretrain.report.published import published_scores
 from canon_pretrain.run.folder import unique_labels
 from canon_pretrain.run.results import Score
 from canon_pretrain.run.status import StatusWriter
@@ -311,7 +311,7 @@ def test_the_planted_difference_is_better(page):
     assert row in [found[:8] for found in parsed.rows]
     assert " | ".join(["| piqa (acc) | nope", *shown]).replace("<", "&lt;") in text
     (row,) = (row for row in parsed.rows if row[0] == "nope against rope")
-    assert row[1].startswith("2 ") and f"piqa {shown[1]}" in row[1] and row[2] == "0"
+    assert row[1].startswith("2 ") and f"piqa acc {shown[1]}" in row[1] and row[2] == "0"
     names = [x["aria-labelledby"] for tag, x in parsed.tags if tag == "section"]
     assert names[:5] == ["held-out", "verdicts", "tables", "over-steps", "runs"]
 

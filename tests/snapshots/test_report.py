@@ -28,6 +28,8 @@ from tests.report_runs import (
     training_run,
 )
 
+RNG = np.random.default_rng
+
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_run_status(tmp_path, monkeypatch, snapshot, width):
@@ -63,8 +65,10 @@ def test_eval_compare(tmp_path, capsys, monkeypatch, snapshot):
         for seed in range(2):
             evaluated(tmp_path / f"{name}{seed}", canon, loss + 0.002 * seed, seed)
             run = planted_run(tmp_path / f"{name}{seed}", seed, model__canon_set=canon)
-            items = {"boolq": records({"acc": right_or_wrong(1000, share, rng)})}
-            plant_answers(run, 20, "discriminative", items, described={"boolq": ACC})
+            bits = (RNG(2).gamma(9, 0.1, 1000) - share / 10 + rng.normal(0, 0.02, 1000)).tolist()
+            answers = {"acc": right_or_wrong(1000, share, rng), "gold_bits_per_byte": bits}
+            items, primary = {"boolq": records(answers)}, {"primary": [*answers]}
+            plant_answers(run, 20, "discriminative", items, described={"boolq": ACC | primary})
     runs = {x: [str(tmp_path / f"{x}{seed}") for seed in range(2)] for x in "ab"}
     eval_main(["compare", "--a", *runs["a"], "--b", *runs["b"]])
     assert capsys.readouterr().out == snapshot

@@ -1,0 +1,281 @@
+"""Numbers that others published, shown beside one's own and never used in a verdict.
+
+Scores of 1.3B models, the decision accuracy of tasks, and the curves in a clone of PhysicsLM4,
+whose plotly pages are read as text: nothing in the clone is executed. No torch.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import parsing, read_bytes, sha256_file
+from canon_pretrain.core.terminal import printable
+from canon_pretrain.model.counts import num_parameters
+from canon_pretrain.report import evaluations
+from canon_pretrain.report.record import RunRecord
+
+Json = dict[str, Any]
+
+SOURCE = (
+    "Published: Gated DeltaNet paper, models of 1.3B parameters trained on 100B tokens of "
+    "FineWeb-Edu. Other tokenizer and data order: not used in any verdict."
+)
+MODELS = ("Transformer++", "Mamba2", "Gated DeltaNet")
+PUBLISHED = {
+    ("wikitext", "word_perplexity"): (18.53, 16.56, 16.42),
+    ("lambada_openai", "perplexity"): (18.32, 12.56, 12.17),
+    ("lambada_openai", "acc"): (42.60, 45.66, 46.65),
+    ("piqa", "acc"): (70.02, 71.87, 72.25),
+    ("hellaswag", "acc_norm"): (50.23, 55.67, 55.76),
+    ("winogrande", "acc"): (53.51, 55.24, 57.45),
+    ("arc_easy", "acc"): (68.83, 72.47, 71.21),
+    ("arc_challenge", "acc_norm"): (35.10, 37.88, 38.39),
+    ("social_iqa", "acc"): (40.66, 40.20, 40.63),
+    ("boolq", "acc"): (57.09, 60.13, 60.24),
+}
+"""(task, metric): the scores of MODELS; accuracies in percent, as published."""
+
+DECISION_SIZES = {"150M": 150e6, "300M": 300e6, "750M": 750e6}
+DECISION_ACCURACY = {
+    "arc_challenge": (83, 86, 76),
+    "arc_easy": (93, 95, 78),
+    "boolq": (48, 56, 70),
+    "commonsense_qa": (69, 79, 64),
+    "hellaswag": (74, 83, 82),
+    "openbookqa": (65, 70, 63),
+    "piqa": (74, 71, 57),
+    "social_iqa": (55, 76, 66),
+    "winogrande": (50, 57, 62),
+}
+"""Task: percent of pairs that models of DECISION_SIZES order as models of 1B do."""
+DECISION_NOTE = (
+    "Decision accuracy, published: how often accuracy on the task orders two models of {} as it "
+    "orders models of 1B trained on the same two data sets (25 of DataDecide; near 50 % is a coin "
+    "flip). Heineman et al. 2025, Signal and Noise, arXiv 2508.13144: table in the README of "
+    "github.com/allenai/signal-and-noise, commit 48fbb34. Their prompts differ, and the pairs "
+    "differ in data, not in architecture."
+)
+
+
+def published_scores(shown: Iterable[tuple[str, str]]) -> Json | None:
+    """Return the published scores of the (task, metric) pairs, as fractions; None if none."""
+    rows = []
+    for task, metric in dict.fromkeys(shown):
+        scale = 100 if metric.startswith("acc") else 1
+        if values := [round(x / scale, 6) for x in PUBLISHED.get((task, metric), ())]:
+            rows.append({"task": task, "metric": metric, "values": values})
+    return {"source": SOURCE, "models": list(MODELS), "rows": rows} if rows else None
+
+
+def decision_accuracy(run: RunRecord, rows: Sequence[Json]) -> Json | None:
+    """Add `decision_accuracy` to rows of a task and metric: a fraction, None if not published.
+
+    Returns the published size nearest to the run's, and the source; None if no row has any.
+    """
+    args = run.model_args
+    size = math.log(num_parameters(args) if args else min(DECISION_SIZES.values()))
+    label = min(DECISION_SIZES, key=lambda x: abs(math.log(DECISION_SIZES[x]) - size))
+    at = [*DECISION_SIZES].index(label)
+    for row in rows:
+        known = DECISION_ACCURACY.get(row["task"]) if row["metric"].startswith("acc") else None
+        row["decision_accuracy"] = known[at] / 100 if known else None
+    has_any = any(row["decision_accuracy"] for row in rows)
+    return {"size": label, "source": DECISION_NOTE.format(label)} if has_any else None
+
+
+CLONE = "https://github.com/facebookresearch/PhysicsLM4"
+CLONE_NOTE = (
+    "Published: curves of {models} models in {clone}, commit {commit} ({files}), named as there. "
+    "Other data, tokenizer and settings of lm_eval: not used in any verdict, and their training "
+    "loss per token is not comparable with yours. The plots show the models of {size}, the nearest "
+    "to yours."
+)
+LOSS = ("training loss", "")
+POINTS = 60  # drawn of a line
+LOSS_WINDOW = 50  # logged steps of their moving average
+
+_PLOT = re.compile(r"Plotly\.newPlot\(")
+_BETWEEN = re.compile(r"\s*,?\s*")
+_TASK = re.compile(r"Task: (\S+) \((\S+)\)")
+_SIZE = re.compile(r"(?:^|-)(\d+(?:\.\d+)?)B(?=-|$)")
+_RATE = re.compile(r"-lr[\d.]+$")
+
+
+class Curve(NamedTuple):
+    """One line of a published plot: float64 [n] tokens and values."""
+
+    tokens: np.ndarray
+    values: np.ndarray
+
+
+Curves = dict[tuple[str, str], dict[str, Curve]]  # (task, metric) or LOSS -> model -> curve
+
+
+def read_clone(clone: Path) -> tuple[Curves, dict[str, str]]:
+    """Return the curves in a clone of PhysicsLM4, and the SHA-256 of each page that has any.
+
+    Raises UserError if there is none or a page is damaged.
+    """
+    found: Curves = {}
+    pages: dict[str, str] = {}
+    for path in sorted(clone.rglob("*.html")):
+        text = read_bytes(path).decode(errors="replace")
+        with parsing(path):
+            for (task, metric), curves in _plots(text):
+                found.setdefault((task, metric), {}).update(curves)
+                pages[str(path.relative_to(clone))] = sha256_file(path)
+    if not found:
+        message = f"--published {clone}: no plotly page of benchmarks or training loss; expected "
+        message += f"a clone of {CLONE}"
+        raise UserError("report.published", message, path=clone)
+    return found, pages
+
+
+def _plots(text: str) -> Iterator[tuple[tuple[str, str], dict[str, Curve]]]:
+    """Yield the curves of each plot with a known title; raises ValueError and the like."""
+    for match in _PLOT.finditer(text):
+        at, arguments = match.end(), []
+        for _ in range(3):  # the element's id, the traces, the layout
+            start = _BETWEEN.match(text, at)
+            try:
+                value, at = json.JSONDecoder().raw_decode(text, start.end() if start else at)
+            except RecursionError:
+                raise ValueError("a plot is nested too deeply") from None
+            arguments.append(value)
+        _, traces, layout = arguments
+        task = _TASK.fullmatch(str(layout.get("title", {}).get("text")))
+        is_loss = layout.get("yaxis", {}).get("title", {}).get("text") == "Training loss"
+        if task or is_loss:
+            key = (printable(task[1]), printable(task[2])) if task else LOSS
+            curves = {printable(str(trace["name"])): _curve(trace) for trace in traces}
+            yield key, {name: curve for name, curve in curves.items() if curve.tokens.size}
+
+
+def _curve(trace: Mapping[str, Any]) -> Curve:
+    tokens, values = (np.array(trace[name], np.float64) for name in "xy")
+    if not tokens.shape == values.shape == (tokens.size,) or not tokens.size:
+        raise ValueError(f"the line {trace['name']!r:.60} has no list of numbers in x and y")
+    kept = np.isfinite(values) & np.isfinite(tokens) & (tokens > 0)
+    order = np.argsort(tokens[kept], kind="stable")
+    return Curve(tokens[kept][order], values[kept][order])
+
+
+def commit_of(clone: Path) -> str | None:
+    """Return the commit that a clone has checked out, from its files; None if unknown."""
+    folder = clone / ".git"
+    try:
+        head = (folder / "HEAD").read_text().strip()
+        name = head.removeprefix("ref: ")
+        if name == head:
+            return head
+        if (folder / name).is_file():
+            return (folder / name).read_text().strip()
+        packed = (folder / "packed-refs").read_text().splitlines()
+    except (OSError, ValueError):
+        return None
+    return next((line.split()[0] for line in packed if line.endswith(f" {name}")), None)
+
+
+def beside_published(
+    clone: Path, runs: Sequence[RunRecord], shown: Iterable[tuple[str, str]]
+) -> Json:
+    """Return the published curves of the (task, metric) pairs `shown` and of the training loss.
+
+    `plots`: own runs, and the published models of the size nearest to the first run's;
+    `models`: every model's score at the tokens of the longest run, or at its first ones.
+    """
+    curves, pages = read_clone(clone)
+    keys = [key for key in (*dict.fromkeys(shown), LOSS) if key in curves]
+    models = [*dict.fromkeys(name for key in keys for name in curves[key])]
+    sizes = {name: match[1] if (match := _SIZE.search(name)) else "" for name in models}
+    args = runs[0].model_args
+    own_size = math.log(num_parameters(args) / 1e9) if args else 0.0
+    near = min(
+        sizes.values(),
+        key=lambda x: abs(math.log(float(x)) - own_size) if x else math.inf,
+        default="",
+    )
+    drawn = {name: _RATE.sub("", name) for name in models if sizes[name] == near}
+    longest = max((float(run.clock.tokens[-1]) for run in runs), default=0.0)
+    own = {key: {run.label: _own_curve(run, key) for run in runs} for key in keys}
+    note = CLONE_NOTE.format(
+        models=len(models),
+        clone=printable(str(clone)),
+        commit=printable(commit_of(clone) or "unknown")[:12],
+        files=printable(", ".join(pages)),
+        size=f"{near}B parameters" if near else "unknown size",
+    )
+    return {
+        "source": note,
+        "pages_sha256": pages,
+        "families": [*dict.fromkeys(drawn.values())],
+        "tasks": [list(key) for key in keys],
+        "plots": [
+            {
+                "task": key[0],
+                "metric": key[1],
+                "own": [{"run": x, **_points(c)} for x, c in own[key].items() if c.tokens.size],
+                "lines": [
+                    {"model": name, "family": drawn[name], **_points(curves[key][name])}
+                    for name in drawn
+                    if name in curves[key]
+                ],
+            }
+            for key in keys
+        ],
+        "models": [
+            *(_model(x.label, "yours", {k: own[k][x.label] for k in keys}, math.inf) for x in runs),
+            *(
+                _model(x, f"{sizes[x] or '?'}B", {k: curves[k].get(x) for k in keys}, longest)
+                for x in models
+            ),
+        ],
+    }
+
+
+def _own_curve(run: RunRecord, key: tuple[str, str]) -> Curve:
+    """Return a run's scores, or its training loss as a moving average, over tokens."""
+    if key == LOSS:
+        steps, values = run.curve("loss") or (np.zeros(0, np.int64), np.zeros(0))
+        tokens = run.clock.tokens[np.searchsorted(run.clock.steps, steps)]
+        kept = np.isfinite(values) & (tokens > 0)
+        sums, ends = np.append(0, np.cumsum(values[kept])), np.arange(1, kept.sum() + 1)
+        starts = np.maximum(ends - LOSS_WINDOW, 0)
+        return Curve(tokens[kept].astype(float), (sums[ends] - sums[starts]) / (ends - starts))
+    points: dict[int, float] = {}
+    for each in run.evaluations:
+        score = each.results.scores.get(key[0], {}).get(key[1])
+        tokens_seen = evaluations.tokens_at(run, each.step)
+        if score is not None and each.limit is None and tokens_seen and math.isfinite(score.value):
+            points[tokens_seen] = score.value
+    return Curve(*np.array(sorted(points.items()), np.float64).reshape(-1, 2).T)
+
+
+def _points(curve: Curve) -> Json:
+    """Return at most POINTS of a curve, evenly spaced on a logarithmic axis."""
+    last = curve.tokens.size - 1
+    places = np.geomspace(float(curve.tokens[0]), float(curve.tokens[last]), POINTS)
+    kept = np.unique(np.append(np.searchsorted(curve.tokens, places), last).clip(0, last))
+    return {"tokens": curve.tokens[kept].tolist(), "values": curve.values[kept].tolist()}
+
+
+def _model(name: str, size: str, of: Mapping[tuple[str, str], Curve | None], tokens: float) -> Json:
+    """Return a model's values by task at its last scores up to `tokens`, and at its end."""
+    found: list[list[float] | None] = []
+    seen = 0.0
+    for key, curve in of.items():
+        if curve is None or not curve.tokens.size:
+            found.append(None)
+            continue
+        # losses, which are last, are at the tokens of the scores
+        until = seen if key == LOSS and seen else tokens
+        at = max(int(np.searchsorted(curve.tokens, until, side="right")) - 1, 0)
+        seen = max(seen, float(curve.tokens[at]))
+        found.append([float(curve.values[at]), float(curve.values[-1])])
+    return {"name": name, "size": size, "tokens": seen, "values": found}
