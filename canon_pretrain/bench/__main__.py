@@ -19,6 +19,7 @@ COMMANDS = {
     "step": ("step", "cost of Canon in a training step, by set and backend"),
     "canon": ("kernels", "each Canon kernel alone: time and bytes"),
     "generate": ("generate", "cost of Canon in generation"),
+    "transformers": ("generate", "generation over that of transformers, on one export"),
     "memory": ("step", "memory saved for backward, and peak memory on a GPU"),
     "attention": ("kernels", "attention implementations compared"),
     "mixers": ("mixers", "recurrent mixers over SDPA, by length, and their layers over Llama's"),
@@ -34,7 +35,7 @@ ALL_OPTIONS = {
     "memory": ["--sets", "ABCD"],
     **{"attention": [], "mixers": [], "trainer": []},
 }
-"""The options of each in `all`; codegen, which fakes a GPU, needs a process of its own."""
+"""The options of each in `all`; codegen needs a process of its own, transformers an export."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -111,7 +112,9 @@ def _parse(words: list[str]) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     abouts = {name: about for name, (_, about) in COMMANDS.items()}
-    for name, about in (abouts | {ALL: "all but codegen, with few repeats"}).items():
+    for name, about in (
+        abouts | {ALL: "all but codegen and transformers, with few repeats"}
+    ).items():
         sub = commands.add_parser(name, help=about, description=about + ".")
         if name in COMMANDS and name in words:
             _load_bench(name).add_arguments(sub)

@@ -8,16 +8,26 @@ import argparse
 import gc
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from canon_pretrain.bench import tables, variants
 from canon_pretrain.bench.limits import Machine
-from canon_pretrain.bench.timing import BASE, Candidate, Seconds, gc_disabled, now, synchronize
+from canon_pretrain.bench.timing import (
+    BASE,
+    Candidate,
+    Seconds,
+    compare_steps,
+    gc_disabled,
+    now,
+    synchronize,
+)
 from canon_pretrain.bench.variants import Log, Result, Variant
 from canon_pretrain.core.cli import positive
 from canon_pretrain.core.terminal import Console
+from canon_pretrain.hf.loading import load_model
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.model.decode import generate
 from canon_pretrain.model.transformer import Transformer
@@ -143,4 +153,65 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     tables.print_table(console, result["rows"], columns, line)
 
 
-BENCHES = {"generate": variants.Bench(add_arguments, measure, print_result)}
+# -- beside transformers
+
+
+def add_transformers_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("export", type=Path, help="an exported folder")
+    parser.add_argument("--pairs", type=positive, default=7, help="(default: %(default)s)")
+    about = "batch sizes (default: 1 8)"
+    parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8], help=about)
+    for option, tokens in (("--prompt-tokens", 128), ("--new-tokens", 64)):
+        parser.add_argument(option, type=positive, default=tokens, help="(default: %(default)s)")
+
+
+def measure_transformers(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
+    """Compare whole greedy generations of one export, with a cache in both."""
+    import transformers
+
+    ours = load_model(arguments.export, machine.device)
+    # the export's own code, which `export` wrote
+    options: dict[str, Any] = {"trust_remote_code": True, "dtype": torch.float32}
+    auto: Any = transformers.AutoModelForCausalLM
+    theirs = auto.from_pretrained(str(arguments.export), **options).to(machine.device).eval()
+    num_new, rows = arguments.new_tokens, []
+    generator = torch.Generator().manual_seed(0)
+    for batch in arguments.batches:
+        shape = (batch, arguments.prompt_tokens)
+        ids = torch.randint(3, ours.args.vocab_size, shape, generator=generator)
+        prompts, on_device = ids.tolist(), ids.to(machine.device)
+        how = {"max_new_tokens": num_new, "min_new_tokens": num_new, "do_sample": False}
+        other = partial(
+            theirs.generate, on_device, attention_mask=torch.ones_like(on_device), **how
+        )
+        own = partial(generate, ours, prompts, max_new_tokens=num_new)
+        found = other()[:, shape[1] :].tolist()
+        equal = sum(a == b for a, b in zip(own(), found, strict=True))
+        log(f"batch {batch}: {equal} of {batch} answers are equal")
+        times = compare_steps(own, other, pairs=arguments.pairs, block_s=0.0)
+        rows.append({"batch": batch, "tokens": batch * num_new, "equal": equal, **times})
+    facts = {"prompt_tokens": arguments.prompt_tokens, "new_tokens": num_new}
+    return {"parameters": num_parameters(ours.args), **facts, "rows": rows}
+
+
+def print_transformers(result: dict[str, Any], console: Console) -> None:
+    columns: tables.Columns = {
+        "batch": lambda row: str(row["batch"]),
+        "tokens/s": lambda row: f"{row['tokens'] / row['base_s']:,.0f}",
+        "transformers": lambda row: f"{row['tokens'] / row['other_s']:,.0f}",
+        "ratio": lambda row: f"{row['ratio']:.2f}",
+        "10th to 90th": lambda row: f"{row['ratio_low']:.2f} to {row['ratio_high']:.2f}",
+    }
+    line = (
+        f"{result['parameters']:,} parameters, float32, prompts of {result['prompt_tokens']} "
+        f"tokens, answers of {result['new_tokens']}, greedy, prompts read included"
+    )
+    tables.print_table(console, result["rows"], columns, line)
+
+
+BENCHES = {
+    "generate": variants.Bench(add_arguments, measure, print_result),
+    "transformers": variants.Bench(
+        add_transformers_arguments, measure_transformers, print_transformers
+    ),
+}
