@@ -3,6 +3,7 @@
 import contextlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +55,7 @@ def find_tokenizer(
     or not that of the run's shards.
     """
     shards: TokenShards | None = None
-    known: str | int | None = None
+    known: Any = None
     if run is None:
         folder, first = checkpoint, read_json(checkpoint / CONFIG, finite=False).get("eos_token_id")
         known = first[0] if isinstance(first, list) and first else first

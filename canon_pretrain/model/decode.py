@@ -31,6 +31,7 @@ def generate(
     eos_id: int | None = None,
     stop: Callable[[int, list[int]], bool] | None = None,
     on_end: Callable[[int], None] | None = None,
+    on_token: Callable[[int, int, float], None] | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -42,10 +43,12 @@ def generate(
 
     An answer ends after `max_new_tokens` (one number, or one per prompt), before `eos_id`, or with
     the first token for which `stop(i, tokens)` is true of prompt i's answer so far; then
-    `on_end(i)` is called. `temperature` 0: the most likely token, the lowest id among equals.
-    Above 0: a sample of softmax(logits / temperature) from the `top_k` most likely tokens (0: all)
-    with a joint probability of `top_p`. `generator`, or one per prompt, draws a number per prompt
-    and position beforehand, so answers do not depend on batches.
+    `on_end(i)` is called. Before that, `on_token(i, token, logp)` is called for each token as it
+    comes, also `eos_id`, with its log-probability by softmax(logits). `temperature` 0: the most
+    likely token, the lowest id among equals. Above 0: a sample of softmax(logits / temperature)
+    from the `top_k` most likely tokens (0: all) with a joint probability of `top_p`. `generator`,
+    or one per prompt, draws a number per prompt and position beforehand, so answers do not depend
+    on batches.
 
     `batch_tokens` limits a batch's cache, answers included, except for a longer single sequence;
     `read_tokens` the prompt tokens per forward pass. On a sharded model all ranks must pass the
@@ -69,9 +72,11 @@ def generate(
         draws_B = draws_NT[batch, len(answers[batch[0]])].to(logits_BV.device)
         return sample(logits_BV, draws_B, temperature, top_k, top_p).tolist()
 
-    def append(i: int, token: int) -> bool:
+    def append(i: int, token: int, logp: float) -> bool:
         """Append to answer i unless it is EOS; return whether the answer continues."""
         ends = token == eos_id
+        if on_token is not None:
+            on_token(i, token, logp)
         if not ends:
             answers[i].append(token)
             stopped = stop is not None and stop(i, answers[i])
@@ -88,7 +93,11 @@ def generate(
         logits_BV = _prefill(model, [prompts[i] for i in batch], cache, chunk)
         while True:
             tokens = next_tokens(batch, logits_BV)
-            rows = [row for row, i in enumerate(batch) if append(i, tokens[row])]
+            logs = [0.0] * len(batch)
+            if on_token is not None:
+                ids_B1 = torch.tensor(tokens, device=device)[:, None]
+                logs = logits_BV.double().log_softmax(-1).gather(-1, ids_B1)[:, 0].tolist()
+            rows = [row for row, i in enumerate(batch) if append(i, tokens[row], logs[row])]
             if not rows:
                 break
             if len(rows) < len(batch):

@@ -171,6 +171,45 @@ def test_tokens_are_sampled_with_their_probabilities(options):
         sample(torch.full((1, 2), math.nan), draws[:1], 1.0, 0, 1.0)
 
 
+def chi_square_p(counts, probabilities):
+    """Return the p-value of Pearson's test, of ids that can be drawn."""
+    pairs = [(n, p * sum(counts)) for n, p in zip(counts, probabilities, strict=True) if p]
+    assert sum(n for n, _ in pairs) == sum(counts)
+    statistic = sum((n - mean) ** 2 / mean for n, mean in pairs)
+    halves = torch.tensor([len(pairs) - 1, statistic], dtype=torch.float64) / 2
+    return torch.special.gammaincc(*halves).item()
+
+
+@pytest.mark.parametrize(
+    ("options", "through_model"),
+    [
+        *(((t, k, p), False) for t, k, p in ((0.25, 0, 1.0), (0.2, 9, 1.0), (0.3, 0, 0.8))),
+        ((0.3, 20, 0.7), False),
+        pytest.param((0.3, 20, 0.9), True, marks=pytest.mark.system),
+    ],
+)
+def test_draws_have_the_softmax_distribution(options, through_model):
+    model, num_draws = build(BASE), 100_000
+    with torch.no_grad():
+        logits_V = model(torch.tensor([[7]]))[0, -1]
+    generator = torch.Generator().manual_seed(1)
+    if through_model:
+        names = dict(zip(("temperature", "top_k", "top_p"), options, strict=True))
+        names |= {"generator": generator, "batch_tokens": 80_000}
+        answers = generate(model, [[7]] * num_draws, max_new_tokens=1, **names)
+        ids = torch.tensor(answers).flatten()
+    else:
+        draws = torch.rand(num_draws, dtype=torch.float64, generator=generator)
+        ids = sample(logits_V.expand(num_draws, -1), draws, *options)
+    counts = ids.bincount(minlength=len(logits_V)).tolist()
+    logits = logits_V.tolist()
+    assert chi_square_p(counts, expected_probabilities(logits, *options)) > 0.01
+    temperature, top_k, top_p = options
+    if top_p == 1:  # else other ids may be left
+        other = expected_probabilities(logits, 1.03 * temperature, top_k, top_p)
+        assert chi_square_p(counts, other) < 1e-6
+
+
 def test_bad_arguments_are_refused_before_any_pass():
     model = build(BASE)
     with recorded(model) as passes:

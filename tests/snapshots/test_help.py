@@ -19,6 +19,7 @@ COMMANDS = (
     *(f"canon_pretrain.playground {name}" for name in ("plan", "run", "status")),
     "canon_pretrain.preflight",
     "canon_pretrain.chain",
+    "canon_pretrain.sample",
     "canon_pretrain.synthetic",
     *(f"canon_pretrain.synthetic {name}" for name in ("show", "score", "stats", "bench")),
     "canon_pretrain.hf",
@@ -35,7 +36,10 @@ COMMANDS = (
 @pytest.mark.parametrize("words", COMMANDS)
 def test_help(words, snapshot, monkeypatch, capsys):
     name, *command = words.split()
-    is_module = name.endswith((".new", ".train", ".sweep", ".playground", ".preflight", ".chain"))
+    # else a package with a __main__
+    is_module = name.endswith(
+        (".new", ".sample", ".train", ".sweep", ".playground", ".preflight", ".chain")
+    )
     module = importlib.import_module(name if is_module else f"{name}.__main__")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr("sys.argv", [name, *command, "--help"])

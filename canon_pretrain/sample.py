@@ -1,0 +1,297 @@
+"""Sample from a checkpoint or an export, or compare two.
+
+    python -m canon_pretrain.sample RUN --prompt "Once upon a time"     a run, step or export
+    python -m canon_pretrain.sample RUN                                 a loop, in a terminal
+    python -m canon_pretrain.sample --compare RUN OTHER --prompt TEXT   side by side, with losses
+
+On the GPU if there is one. Text goes to stdout, the rest to stderr.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from canon_pretrain.core.cli import command, positive
+from canon_pretrain.core.errors import EPILOG, UserError
+from canon_pretrain.core.terminal import Console, printable
+
+if TYPE_CHECKING:  # imports torch
+    from canon_pretrain.hf.sampling import Answer, Sampler, Segment, Settings
+
+TEMPERATURE = 0.8
+MAX_TOKENS = 128
+SHOWN_PROMPT = 300  # characters, the last ones
+SHOWN_SEGMENTS = 64  # of a compared prompt, the last ones
+COLORS = ((1.0, "green"), (3.0, "default"), (6.0, "yellow"), (math.inf, "red"))
+"""Upper bounds of a token's nats, and its color."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """`python -m canon_pretrain.sample`; exits with code 2 for bad input."""
+    with command(prints=True):
+        parser = _parser()
+        arguments = parser.parse_args(argv)
+        if (arguments.checkpoint is None) == (arguments.compare is None):
+            parser.error("expected a CHECKPOINT, or --compare A B")
+        if arguments.compare and arguments.num:
+            parser.error("--compare shows one sample of each: leave out --num")
+        run(arguments)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Load the models that `arguments` name, and print what they ask for."""
+    prompt = arguments.prompt
+    if (file := arguments.file) is not None:
+        try:
+            prompt = file.read_text(encoding="utf-8").removesuffix("\n")  # as $(<FILE)
+        except UnicodeDecodeError as error:
+            text = f"{file} is not UTF-8: {error.reason} at byte {error.start}"
+            raise UserError("sample.not_utf8", text, path=file) from None
+    from canon_pretrain.hf.sampling import Sampler, Settings, compare  # imports torch
+
+    given = arguments.compare or [arguments.checkpoint]
+    samplers = [Sampler.load(path, arguments.dtype, arguments.tokenizer) for path in given]
+    first, temperature = samplers[0], arguments.temperature
+    if temperature is None:
+        temperature = 0.0 if first.has_ids else TEMPERATURE
+    settings = Settings(temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    limit, num = arguments.max_tokens, arguments.num or 1
+    is_plain = prompt is None and arguments.num is None and not arguments.json
+    for sampler in samplers if not arguments.json else ():
+        _note(describe(sampler, settings))
+    if arguments.compare:
+        pair = samplers[0], samplers[1]
+        answers, parts = compare(pair, prompt or "", limit, settings)
+        print_compared(pair, answers, parts, settings, as_json=arguments.json)
+    elif is_plain and not first.has_ids and sys.stdin.isatty() and sys.stdout.isatty():
+        converse(first, settings, limit)
+    else:
+        ids = first.encode(prompt or "")
+        answers = [first.answer(ids, limit) for _ in range(num)]
+        if arguments.json:
+            first.extend(answers, settings)
+            for number, answer in enumerate(answers):
+                print(json.dumps(record(first, answer, settings) | {"sample": number}))
+            return
+        shown = first.decode(ids)
+        cut = "\u2026" if len(shown) > SHOWN_PROMPT else ""
+        Stream(first, answers, cut + shown[-SHOWN_PROMPT:]).run(settings)
+
+
+def record(sampler: "Sampler", answer: "Answer", settings: "Settings") -> dict[str, Any]:
+    """Return a sample with its ids and log-probabilities, as --json prints it."""
+    return {
+        "checkpoint": str(sampler.checkpoint),
+        "prompt": sampler.decode(answer.prompt),
+        "prompt_ids": answer.prompt,
+        "prompt_logps": [-nats for nats in sampler.losses(answer.prompt)],  # all but the first
+        "text": answer.text,
+        "ids": answer.ids,
+        "logps": answer.logps,
+        "ended": answer.has_ended,
+        **settings._asdict(),
+    }
+
+
+def describe(sampler: "Sampler", drawn: "Settings") -> str:
+    """Return a line: the model, its device and how tokens are drawn."""
+    weight, count = sampler.model.tok_embeddings.weight, sum(map(_size, sampler.model.parameters()))
+    how = f"temperature {drawn.temperature:g}, top_k {drawn.top_k or 'all'}, top_p {drawn.top_p:g}"
+    kind = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
+    return f"{sampler.checkpoint}: {count:,} parameters, {kind}; {how}, seed {drawn.seed}"
+
+
+def _size(parameter: Any) -> int:
+    return int(parameter.numel())
+
+
+def _note(text: str) -> None:
+    Console(stderr=True, highlight=False).print(Text(text, style="dim"), soft_wrap=True)
+
+
+class Stream:
+    """Prints answers in order, each as its tokens come; a later one waits for those before it."""
+
+    def __init__(self, sampler: "Sampler", answers: Sequence["Answer"], prompt: str) -> None:
+        self._sampler, self._answers, self._prompt = sampler, answers, prompt
+        self._number = -1
+
+    def run(self, settings: "Settings", first: int = 0) -> None:
+        """Sample, print, and say how fast; Ctrl-C ends all answers."""
+        start = time.perf_counter()
+        self._begin_next()
+        try:
+            self._sampler.extend(self._answers, settings, self._show, first)
+        finally:
+            if not self._answers[-1].is_done:
+                print(flush=True)
+        logps = [logp for answer in self._answers for logp in answer.logps]
+        loss = -math.fsum(logps) / max(1, len(logps))
+        speed = len(logps) / (time.perf_counter() - start)
+        _note(f"[{len(logps):,} tokens, {speed:,.0f} tokens/s, {loss:.2f} nats per token]")
+
+    def _begin_next(self) -> None:
+        self._number += 1
+        if self._number < len(self._answers):
+            if len(self._answers) > 1:
+                _note(f"-- {self._number + 1} of {len(self._answers)}")
+            prompt = Text(self._prompt, style="bold")
+            Console(highlight=False).print(prompt, end="", soft_wrap=True)
+
+    def _show(self) -> None:
+        while self._number < len(self._answers):
+            answer = self._answers[self._number]
+            sys.stdout.write(printable(answer.new_text(), "\n\t"))
+            if not answer.is_done:
+                break
+            print()
+            self._begin_next()
+        sys.stdout.flush()
+
+
+def converse(sampler: "Sampler", settings: "Settings", max_tokens: int) -> None:
+    """Read lines and continue the text so far, until Ctrl-D; Ctrl-C stops an answer."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (input() then edits lines)
+    longest = sampler.model.args.max_seq_len
+    limit = min(max_tokens, max(1, longest // 2))
+    room, text, turn = longest + 1 - limit, "", 0
+    _note(f"The model continues what you type, by at most {limit} tokens; Enter continues again.")
+    _note("Ctrl-C stops it, Ctrl-D ends.")
+    while True:
+        try:
+            line = input("> ")
+            text += ("\n" if text and line else "") + line
+            if len(ids := sampler.encode(text)) > room:
+                kept = f"reads the last {room:,} (max_seq_len {longest:,} less the answer)"
+                _note(f"[the text has {len(ids):,} tokens: the model {kept}]")
+            answer = sampler.answer(ids[-room:], limit)
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            continue
+        with contextlib.suppress(KeyboardInterrupt):
+            Stream(sampler, [answer], "").run(settings, turn)
+        text, turn = text + answer.text, turn + 1
+        if answer.has_ended:
+            _note("[the text has ended: what you type begins another]")
+            text = ""
+
+
+# -- two models
+
+
+def print_compared(
+    pair: tuple["Sampler", "Sampler"],
+    answers: Sequence["Answer"],
+    parts: Sequence[Sequence["Segment"]],
+    settings: "Settings",
+    *,
+    as_json: bool,
+) -> None:
+    """Print losses of prompt and answers under both models, the answers, and each token's nats."""
+    if as_json:
+        for sampler, answer, part in zip(pair, answers, parts[1:], strict=True):
+            both = {"prompt_segments": parts[0], "segments": part}  # [text, [nats of A, of B]]
+            print(json.dumps(record(sampler, answer, settings) | both))
+        return
+    console = Console(highlight=False)
+    console.print("\n".join(f"{k}  {one.checkpoint}" for k, one in zip("AB", pair, strict=True)))
+    table = _table("loss of", "tokens", "bytes", "A nats", "B nats", "A bits/byte", "B bits/byte")
+    for name, part in zip(("the prompt", "A's text", "B's text"), parts, strict=True):
+        size = sum(len(segment.text.encode()) for segment in part)
+        nats = [math.fsum(segment.nats[k] for segment in part) for k in (0, 1)]
+        bits = [f"{n / math.log(2) / size:.3f}" if size else "-" for n in nats]
+        table.add_row(name, f"{len(part):,}", f"{size:,}", *(f"{n:.2f}" for n in nats), *bits)
+    console.print(table)
+    table = Table("A", "B", box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
+    texts = [[(s.text, _color(s.nats[k])) for s in part] for k, part in enumerate(parts[1:])]
+    table.add_row(*(Text.assemble(*text) for text in texts))
+    console.print(table)
+    table = _table("prompt", "A", "B", "B - A")
+    for text, (a, b) in parts[0][-SHOWN_SEGMENTS:]:
+        table.add_row(_visible(text), _nats(a), _nats(b), f"{b - a:+.2f}")
+    console.print(table)
+    table = _table("A's text", "A", "B", "B's text", "A", "B")
+    for row in zip_longest(*parts[1:]):
+        cells = [(_visible(s.text), *map(_nats, s.nats)) if s else ("", "", "") for s in row]
+        table.add_row(*cells[0], *cells[1])
+    console.print(table)
+    console.print("nats of each token, of what one tokenizer splits more finely together")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        is_text = name in ("loss of", "prompt") or name.endswith("text")
+        table.add_column(name, justify="left" if is_text else "right", overflow="fold")
+    return table
+
+
+def _visible(text: str) -> Text:
+    return Text(text.replace(" ", "\u00b7").replace("\n", "\\n").replace("\t", "\\t"))
+
+
+def _color(nats: float) -> str:
+    return next((color for bound, color in COLORS if nats < bound), "red")
+
+
+def _nats(nats: float) -> Text:
+    return Text(f"{nats:.2f}", style=_color(nats))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m canon_pretrain.sample",
+        description="Sample from a checkpoint or an export, or compare two. Without a prompt, in a "
+        "terminal, it continues what you type.",
+        epilog=EPILOG,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    about = "a run (its newest step), RUN/checkpoint/step-N, or an export"
+    add("checkpoint", nargs="?", type=Path, metavar="CHECKPOINT", help=about)
+    about = "continuations side by side, with the losses of all tokens under both"
+    add("--compare", nargs=2, type=Path, metavar=("A", "B"), help=about)
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument("--prompt", metavar="TEXT", help="what to continue (default: a new text)")
+    given.add_argument("--file", type=Path, help="read the prompt from it, less one line end")
+    about = "of an answer, at most (default: %(default)s)"
+    add("--max_tokens", type=positive, default=MAX_TOKENS, metavar="N", help=about)
+    about = f"0: the likeliest token (default: {TEMPERATURE}; 0 on a synthetic task)"
+    add("--temperature", type=float, metavar="T", help=about)
+    add("--top_k", type=int, default=0, metavar="K", help="of the K likeliest tokens (0: all)")
+    about = "of the likeliest with joint probability P (default: 1)"
+    add("--top_p", type=float, default=1.0, metavar="P", help=about)
+    about = "of the draws; sample k is the same for any --num (default: 0)"
+    add("--seed", type=_seed, default=0, metavar="N", help=about)
+    add("--num", type=positive, metavar="N", help="samples of the prompt, in batches")
+    about = "an object per sample: ids, text, log-probabilities (nats, at temperature 1)"
+    add("--json", action="store_true", help=about)
+    add("--tokenizer", type=Path, metavar="PATH", help="the tokenizer, if the data were moved")
+    about = "(default: bfloat16 on a GPU, else float32)"
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help=about)
+    return parser
+
+
+def _seed(text: str) -> int:
+    if (number := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{number}, expected at least 0")
+    return number
+
+
+if __name__ == "__main__":
+    main()
