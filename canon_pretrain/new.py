@@ -34,7 +34,8 @@ SIZES = {
 }
 """Flavor -> vocabulary and sequence length: at most half of the parameters embed tokens."""
 TOKENS_PER_PARAMETER = 20
-EPOCHS = 4
+EPOCHS, WORN_EPOCHS = 16, 15.4
+"""The most epochs, and R* of Muennighoff et al. (2023): how repeated tokens lose their worth."""
 LEAST_STEPS = 300
 LEAST_BATCH_TOKENS = 2048
 LEAST_BYTES = 20_000
@@ -44,16 +45,17 @@ PAPER_LR, LR, LR_WIDTH = 1e-3, 4e-3, 128
 DOCUMENTS, HELD_OUT_DOCUMENTS = 200, 20
 MEASURE_S = 1.0
 TRAINER_SHARE = 0.8  # of forward and backward alone: measured 0.85 at width 64 on a CPU
-SHOWN_CHARACTERS = 200
+SHOWN_CHARACTERS, PROMPT_WORDS = 200, 3
 BYTES_PER_PARAMETER = 24  # float32 weights, gradients, AdamW's moments, and what FSDP2 gathers
 
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine's devices: GPUs, or all CPU cores as one; `memory` is one device's bytes."""
+    """This machine's devices: `ranks` GPUs, or all CPU cores as one; `memory` is of each."""
 
     name: str
-    num_gpus: int
+    is_gpu: bool
+    ranks: int
     memory: float
 
     @classmethod
@@ -63,36 +65,38 @@ class Machine:
         check_cuda()
         if gpus := torch.cuda.device_count():
             memory = torch.cuda.get_device_properties(0).total_memory
-            return cls(f"{gpus} x {torch.cuda.get_device_name(0)}", gpus, memory)
+            ranks = 1 << (gpus.bit_length() - 1)  # a power of two divides the batch
+            return cls(f"{gpus} x {torch.cuda.get_device_name(0)}", True, ranks, memory)
         name = f"{available_cores()} cores of {cpu_info('model name') or 'a CPU'}"
-        return cls(name, 0, available_memory())
+        return cls(name, False, 1, available_memory())
 
     def micro_batch(self, args: ModelArgs) -> int:
         """Return the windows of a forward pass that surely fit into half of the memory, or 0."""
-        # as titan/dry_run.py: several times what a token keeps
-        values = 64 * args.num_layers * (args.dim + args.ffn_dim) + 8 * args.vocab_size
+        # float32 values that a token keeps: about twice what --dry_run counts
+        values = 16 * args.num_layers * (args.dim + args.ffn_dim) + 8 * args.vocab_size
         room = self.memory / 2 - BYTES_PER_PARAMETER * num_parameters(args)
         fitting = int(room / (4 * values * args.max_seq_len))
         return min(64, 1 << (fitting.bit_length() - 1)) if fitting > 0 else 0
 
-    def tokens_per_second(self, args: ModelArgs, windows: int) -> float:
+    def tokens_per_second(self, args: ModelArgs) -> float:
         """Time forward and backward of the model on one device; return the speed of all."""
         import torch
         import torch.nn.functional as F
 
         from canon_pretrain.model.transformer import Transformer
 
-        device = torch.device("cuda" if self.num_gpus else "cpu")
+        device = torch.device("cuda" if self.is_gpu else "cpu")
         model = Transformer(args).to(device)
         model.init_weights()
-        if self.num_gpus:
+        if self.is_gpu:
             model.bfloat16()
-        tokens = torch.randint(args.vocab_size, (windows, args.max_seq_len), device=device)
+        shape = min(8, self.micro_batch(args)), args.max_seq_len
+        tokens = torch.randint(args.vocab_size, shape, device=device)
 
         def step() -> None:
             logits = model(tokens).flatten(0, 1).float()
             F.cross_entropy(logits, tokens.flatten()).backward()
-            if self.num_gpus:
+            if self.is_gpu:
                 torch.cuda.synchronize()
 
         step()  # compiles and allocates
@@ -101,16 +105,16 @@ class Machine:
             step()
             steps += 1
         per_device = TRAINER_SHARE * steps * tokens.numel() / seconds
-        return per_device * max(1, self.num_gpus)
+        return per_device * self.ranks
 
 
 @dataclass(frozen=True)
 class Proposal:
     """A size, with its speed on this machine, for a text of `unique` training tokens."""
 
+    machine: Machine
     name: str
     args: ModelArgs
-    windows: int
     speed: float
     unique: float
     seconds: float
@@ -127,15 +131,17 @@ class Proposal:
 
     @property
     def ratio(self) -> float:
-        """Tokens per parameter."""
-        return self.tokens / self.parameters
+        """Tokens per parameter, repeated ones counted as the new ones that they are worth."""
+        repeats = max(0.0, self.tokens / self.unique - 1)
+        worth = 1 + WORN_EPOCHS * (1 - math.exp(-repeats / WORN_EPOCHS))
+        return min(self.tokens, self.unique * worth) / self.parameters
 
     @property
     def batch(self) -> int:
         """Windows in a step: DeepSeek's 0.292 C^0.3271 tokens, down to a power of two."""
         flops = 6 * self.parameters * self.tokens
         tokens = max(LEAST_BATCH_TOKENS, 0.292 * flops**0.3271)
-        return 1 << int(math.log2(max(1, tokens / self.args.max_seq_len)))
+        return max(self.machine.ranks, 1 << int(math.log2(tokens / self.args.max_seq_len)))
 
     @property
     def steps(self) -> int:
@@ -158,11 +164,11 @@ def propose(machine: Machine, num_bytes: float, seconds: float) -> Proposal:
     found: list[Proposal] = []
     for name, (vocab_size, seq_len) in SIZES.items():
         args = replace(flavor(name), vocab_size=vocab_size, max_seq_len=seq_len, canon_set="ABCD")
-        if not (windows := machine.micro_batch(args)):
+        if not machine.micro_batch(args):
             break
-        speed = machine.tokens_per_second(args, min(windows, 8))
+        speed = machine.tokens_per_second(args)
         unique = num_bytes / BYTES_PER_TOKEN
-        found.append(Proposal(name, args, windows, speed, unique, seconds))
+        found.append(Proposal(machine, name, args, speed, unique, seconds))
         if found[-1].ratio < TOKENS_PER_PARAMETER:
             break
     if not found:
@@ -188,18 +194,20 @@ def steps_rule(given: Proposal) -> str:
     if given.epochs > EPOCHS + 1:
         why = "The text is short: it is repeated until the fewest useful steps are done."
     elif given.epochs > EPOCHS - 0.5:
-        why = f"Repeating text more than {EPOCHS} times teaches little (Muennighoff et al. 2023)."
+        why = f"Text seen more than {EPOCHS} times teaches little (Muennighoff et al. 2023)."
     else:
         why = f"The time limit: --minutes {given.seconds / 60:g}."
     return f"{facts} ({given.speed:,.0f} tokens/s).\n# {why}"
 
 
-def toml(name: str, files: str, given: Proposal, machine: Machine) -> str:
+def toml(name: str, files: str, prompt: str, given: Proposal) -> str:
     """Return the experiment's file, each value with its rule."""
+    machine = given.machine
     quoted = {
         "description": f"Llama(RoPE) + Canon-ABCD on {files}",
         "run": f"outputs/{name}/canon",
         "data": f"outputs/{name}/data",
+        "prompt": prompt,
     }
     text = Path(__file__).with_suffix(".toml").read_text()
     return text.format(
@@ -211,31 +219,26 @@ def toml(name: str, files: str, given: Proposal, machine: Machine) -> str:
         dim=given.args.dim,
         parameters=given.parameters,
         ratio=given.ratio,
-        sizes=", ".join(SIZES),
+        sizes=", ".join(each for each in SIZES if each != given.name),
         goal=TOKENS_PER_PARAMETER,
         steps_rule=steps_rule(given),
         steps=given.steps,
         seq_len=given.args.max_seq_len,
         least_batch=LEAST_BATCH_TOKENS,
         batch=given.batch,
-        windows=min(given.windows, given.batch),
-        dtype="bfloat16" if machine.num_gpus else "float32",
+        windows=min(machine.micro_batch(given.args), given.batch // machine.ranks),
+        dtype="bfloat16" if machine.is_gpu else "float32",
         lr_width=LR_WIDTH,
         lr=given.lr,
         warmup=min(1000, -(-given.steps // 10)),
         quarter=-(-given.steps // 4),
         tenth=-(-given.steps // 10),
-        compiles="true" if machine.num_gpus else "false",
+        compiles="true" if machine.is_gpu else "false",
     )
 
 
 def next_commands(
-    name: str,
-    paths: Sequence[Path],
-    found: Survey,
-    text_field: str | None,
-    vocab_size: int,
-    num_gpus: int,
+    name: str, paths: Sequence[Path], found: Survey, text_field: str | None, given: Proposal
 ) -> Iterator[tuple[str, str]]:
     """Yield (what it does, the command as it is pasted)."""
     canon = "canon" if shutil.which("canon") else "python -m canon_pretrain"
@@ -244,15 +247,22 @@ def next_commands(
     words += ["--text-suffixes", *found.suffixes] if found.suffixes else []
     words += ["--text-field", text_field] if text_field else []
     words += ["--max-document-bytes", str(cut)] if cut else []
-    words += ["--holdout", f"{holdout:g}", "--tokenizer", f"train:{vocab_size}"]
+    words += ["--holdout", f"{holdout:g}", "--tokenizer", f"train:{given.args.vocab_size}"]
     words += ["--out", f"outputs/{name}/data"]
     yield "text to shards of tokens", f"{canon} data build {shlex.join(words)}"
-    ranks = 1 << (num_gpus.bit_length() - 1) if num_gpus else 1
-    train = f"{canon} train"
-    if ranks > 1:
+    train, run, other = f"{canon} train", f"outputs/{name}/canon", f"outputs/{name}/none"
+    if (ranks := given.machine.ranks) > 1:
         train = f"torchrun --nproc-per-node {ranks} -m canon_pretrain.train"
-    yield "train, or resume after Ctrl-C", f"{train} --config {name}.toml"
-    yield "let it write", f"{canon} sample outputs/{name}/canon"
+    train += f" --config {name}.toml"
+    yield "train; Ctrl-C saves, the same command resumes", train
+    yield "let it write", f"{canon} sample {run}"
+    without = f'--model.canon_set "" --job.dump_folder {other}'
+    yield "then the same model without Canon layers", f"{train} {without}"
+    yield (
+        "score both on the held-out documents",
+        (f"{canon} eval run --suite validation --checkpoint {other} {run}"),
+    )
+    yield "what is different, and by how much", f"{canon} eval compare {other} {run}"
 
 
 def propose_experiment(given: argparse.Namespace) -> None:
@@ -287,9 +297,10 @@ def propose_experiment(given: argparse.Namespace) -> None:
     )
     show("training", *steps_rule(chosen).split("\n# "))
     with create_file(target) as file:
-        file.write(toml(given.name, files, chosen, machine).encode())
+        prompt = " ".join(found.sample[-1].split()[:PROMPT_WORDS])
+        file.write(toml(given.name, files, prompt, chosen).encode())
     print(f"\nWrote {target}, with the reason for each value. Next:\n")
-    named = given.name, given.data, found, given.text_field, vocab_size, machine.num_gpus
+    named = given.name, given.data, found, given.text_field, chosen
     for about, words in next_commands(*named):
         print(f"# {about}\n{words}\n")
 

@@ -9,7 +9,7 @@ from canon_pretrain.core.errors import EPILOG
 
 COMMANDS = {
     "stage": ("eval.stage", "download the suites' data once, on a machine with network"),
-    "run": ("eval.run_command", "evaluate one checkpoint on some suites, or on all"),
+    "run": ("eval.run_command", "evaluate checkpoints on some suites, or on all"),
     "tasks": ("eval.suite_names", "list suites and tasks, ours and lm_eval's"),
     "submit": ("eval.submit", "evaluate checkpoints as they are saved, by Slurm jobs or locally"),
     "report": ("canon_pretrain.report.eval_report", "scores and verdicts of runs as one HTML page"),

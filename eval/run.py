@@ -63,12 +63,16 @@ class TotalProgress:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Evaluate `arguments.checkpoint`; print tables and write results.json."""
+    """Evaluate each of `arguments.checkpoint`; print tables and write results.json."""
     suites = check_options(arguments)
+    if arguments.out and len(arguments.checkpoint) > 1:
+        raise UserError("option.conflict", "--out is for one --checkpoint", option="--out")
     check_cuda()
     # on an error, exit without waiting for busy ranks
     with Ranks.from_environment() as ranks:
-        Evaluation(arguments, ranks).run(suites)
+        for checkpoint in arguments.checkpoint:
+            one = argparse.Namespace(**{**vars(arguments), "checkpoint": checkpoint})
+            Evaluation(one, ranks).run(suites)
 
 
 def check_options(arguments: argparse.Namespace) -> dict[str, Path | None]:

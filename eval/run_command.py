@@ -8,7 +8,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `eval run`."""
     add = parser.add_argument
     about = "RUN (its newest checkpoint), RUN/checkpoint/step-N, or an exported folder (with --out)"
-    add("--checkpoint", type=Path, required=True, metavar="RUN", help=about)
+    add("--checkpoint", type=Path, required=True, nargs="+", metavar="RUN", help=about)
     about = "suites, tasks or groups listed by `python -m eval tasks`, a task's YAML, or all"
     add("--suite", required=True, metavar="A,B", help=about)
     add("--limit", type=int, help="evaluate only the first N windows or items, as a trial")

@@ -284,3 +284,24 @@ def test_a_damaged_plan_is_refused(tmp_path, reference):
         path.write_text(bad)
         with refused("plan.damaged", path=path):
             plans.load_plan(tmp_path)
+
+
+def test_one_long_file_of_plain_text_is_cut_and_held_out_from(tmp_path):
+    text = "".join(f"Paragraph {i} of one long naïve text.\n\n" for i in range(900))
+    (tmp_path / "book.md").write_text(text)
+    out, given = tmp_path / "data", {"files": [tmp_path / "book.md"], "text_suffixes": [".md"]}
+    options = Options(holdout=0.2, max_document_bytes=500)
+    build(out, "local", "train:300", options, workers=1, **given)
+    train, held_out = stored_texts(out), stored_texts(out, "validation")
+    assert len(train) > 4 * len(held_out) / 2 > 0 and len(train) + len(held_out) > 60
+    parts = sorted([*train, *held_out], key=text.index)
+    assert "".join(parts) == text
+    # part of the plan, unless it is the default
+    with refused("plan.changed"):
+        build(out, "local", "train:300", Options(holdout=0.2), workers=1, **given)
+    with refused("option.invalid", option="--max-document-bytes"):
+        Options(holdout=0.2, max_document_bytes=9)
+    plan = plans.load_plan(out)
+    assert plan.options.max_document_bytes == 500
+    default = plans.replace(plan, options=Options(holdout=0.2)).record()["options"]
+    assert "max_document_bytes" not in default

@@ -18,7 +18,7 @@ import zstandard
 from canon_pretrain.core.errors import UserError
 from data_prep import readers
 from data_prep.plan import Input
-from data_prep.readers import Document, InputReader, Skipped
+from data_prep.readers import Document, InputReader, Skipped, cut_documents
 from tests.support import refused
 
 TEXTS = [f"Document {i}: " + "déjà vu 😀 " * (i % 7 + 1) for i in range(40)]
@@ -231,3 +231,17 @@ def test_a_parquet_is_read_in_bounded_memory(tmp_path):
     for file, most in ((big, 45_000_000), (path, 12_000_000)):
         for _ in reader(file).rows():
             assert pyarrow.total_allocated_bytes() - before < most
+
+
+@pytest.mark.parametrize("mark", ["\n\n", "\n", " ", ""])
+def test_long_documents_are_cut_after_paragraphs_lines_or_words(mark):
+    text = mark.join("naïve😀" * (1 + i % 9) for i in range(200))
+    whole = [Skipped("empty"), Document(text, text.encode(), "g"), Document("short", b"short")]
+    skipped, *parts, short = cut_documents(iter(whole), 400)
+    assert (skipped, short) == (whole[0], whole[2]) and len(parts) > 2
+    assert "".join(part.text for part in parts) == text
+    for part in parts:
+        assert part.utf8 == part.text.encode() and part.group == "g"
+        assert len(part.utf8) <= 400
+    assert all(len(part.utf8) > 150 and part.text.endswith(mark) for part in parts[:-1])
+    assert list(cut_documents(iter(whole), None)) == whole
