@@ -15,6 +15,7 @@ STAGES = {
     "data": ("data_prep.__main__", "text to token shards", "build show stats verify finish bench"),
     "train": ("canon_pretrain.train", "train or resume (several GPUs: torchrun)", ""),
     "run": ("canon_pretrain.run.__main__", "inspect runs", "status plot diff export profile"),
+    "sample": ("canon_pretrain.sample", "text from a checkpoint, or from two side by side", ""),
     "checkpoint": (
         "canon_pretrain.checkpoint.__main__",
         "a run's checkpoints",
