@@ -8,20 +8,23 @@
 # make slurm-demo   text to report by Slurm jobs, command by command
 # make snapshots    renew the snapshots that hold the wording of help, tables and messages
 # make check        ruff, mypy, the contracts on imports, and counts of tests/weight.py
+# make constraints  write the versions in .venv to constraints.txt, after CI has passed with them
 #
 # Each makes .venv and installs into it once; a second call installs nothing.
-# PYTHON=python3.12 chooses the interpreter, TORCH=... what pip installs as torch before the rest.
+# PYTHON=python3.12 chooses the interpreter, TORCH=... what pip installs as torch before the rest,
+# CONSTRAINTS= (empty) the newest versions that pyproject.toml allows.
 
 SHELL := /bin/bash
 PYTHON ?= python3
 # the version that this is tested with; a range would take a newer one, with another CUDA
 TORCH ?= torch==2.13.0
+CONSTRAINTS ?= constraints.txt
 
 # as in train_configs/quickstart.toml
 RUN := outputs/quickstart
-STEPS := 500
-STOP_AT := 250
-STAGES := 6
+STEPS := 240
+STOP_AT := 120
+STAGES := 5
 playground-lm: STAGES := 2
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -33,7 +36,9 @@ THREADS := $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$
 GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)
 DEVICE := $(if $(filter 1,$(GPUS)),CUDA_VISIBLE_DEVICES= )
 LAUNCH := $(DEVICE)OMP_NUM_THREADS=$(THREADS) torchrun --nproc-per-node 2 -m canon_pretrain.train --config $(CONFIG)
-EVAL := $(DEVICE)python -m eval run --checkpoint $(RUN)/run/checkpoint/step-$(STEPS)
+EVAL := $(DEVICE)python -m eval run --checkpoint $(RUN)/run/checkpoint/step-$(STEPS) \
+	--suite validation,birth-year --limit 100 --max_length 256 --must_beat unigram
+, := ,
 INSTALLED := .venv/.installed
 # two processes of one thread each, so that nothing waits for a core
 PYTEST := OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal
@@ -50,22 +55,25 @@ DONE := $(RUN)/run/DONE
 
 # make deletes the target of an interrupted recipe, which here would be a checkpoint's heart
 .PRECIOUS: $(SHARDS) $(STOPPED) $(DONE)
-.PHONY: quickstart playground playground-lm test test-system test-learning test-slurm snapshots slurm-demo check install clean-quickstart
+.PHONY: quickstart playground playground-lm test test-system test-learning test-slurm snapshots slurm-demo check constraints install clean-quickstart
 
 quickstart: $(INSTALLED)
 	@$(MAKE) --no-print-directory $(DONE)
-	$(call stage,4/6 held-out loss beside count models of the same shards,$(EVAL) --suite validation --must_beat unigram)
-	$(call stage,5/6 birth-year probes: the first 100 items of each,$(EVAL) --suite birth-year --limit 100 --max_length 512)
-	$(call stage,6/6 a page to look at,python -m eval report $(RUN)/run)
+	$(call stage,4/5 held-out loss beside count models$(,) and birth-year probes: 100 windows or items of each,$(EVAL))
+	$(call stage,5/5 a page to look at,python -m eval report $(RUN)/run)
+	@printf '\n%s\n' 'report: $(RUN)/run/report/index.html' 'next:' \
+		'  source .venv/bin/activate' \
+		'  canon new mine --data FOLDER                  # a model of your own text' \
+		'  make playground                               # which architecture is better at what'
 
 $(SHARDS): | $(INSTALLED)
 	$(call stage,1/$(STAGES) text -> tokenizer -> shards,python -m data_prep build --source stdlib --tokenizer train:2048 --holdout 0.03 --out $(RUN)/data)
 
 $(STOPPED): | $(SHARDS)
-	$(call stage,2/6 train on two FSDP2 ranks and stop in the middle,$(LAUNCH) --run.stop_at $(STOP_AT))
+	$(call stage,2/5 train on two FSDP2 ranks and stop in the middle,$(LAUNCH) --run.stop_at $(STOP_AT))
 
 $(DONE): | $(STOPPED)
-	$(call stage,3/6 resume and finish,$(LAUNCH))
+	$(call stage,3/5 resume and finish,$(LAUNCH))
 
 playground: $(INSTALLED)
 	python -m canon_pretrain.playground run train_configs/playground/boards/laptop.toml
@@ -99,13 +107,30 @@ check: $(INSTALLED)
 	lint-imports
 	python -m tests.weight --check
 
+constraints: $(INSTALLED)
+	@{ grep '^#' constraints.txt; python -m pip freeze --exclude-editable --exclude torch \
+		--exclude triton | grep -Ev '^(nvidia|cuda)-'; } > .venv/constraints.txt
+	mv .venv/constraints.txt constraints.txt
+
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml
+# $(call step,title,command): a line; the command's output is in the log, whose end a failure shows
+LOG := .venv/install.log
+define step
+	@printf 'install: %s ... ' '$(1)'; start=$$SECONDS; if $(2) >> $(LOG) 2>&1; \
+	then printf '%d s\n' $$((SECONDS - start)); \
+	else printf 'failed\n\n'; tail -n 20 $(LOG); printf '\n%s\n' '$(HELP)'; exit 1; fi
+endef
+HELP := install: all output is in $(LOG). After a repair, the same command continues. CONSTRAINTS= \
+takes other versions than constraints.txt, TORCH= another torch, PYTHON= another interpreter (README.md)
+PIP := python -m pip install --progress-bar off $(CONSTRAINTS:%=--constraint %)
+
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and f"Python 3.11, 3.12 or 3.13 is needed; {sys.executable} is {sys.version.split()[0]}; choose one with PYTHON=")'
-	$(PYTHON) -m venv .venv
-	python -m pip install '$(TORCH)'
-	python -m pip install --editable '.[dev]'
+	@mkdir -p .venv && : > $(LOG)
+	$(call step,.venv of $(PYTHON),$(PYTHON) -m venv .venv)
+	$(call step,$(TORCH),$(PIP) "$(TORCH)")
+	$(call step,canon_pretrain and its dependencies,$(PIP) --editable '.[dev]')
 	@touch $@
 
 clean-quickstart:

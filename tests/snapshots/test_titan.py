@@ -59,12 +59,14 @@ def test_startup_warnings(snapshot, monkeypatch):
     assert [*startup_warnings(job, device, 1)] == snapshot
 
 
-@pytest.mark.parametrize("config", ["nope_canon", "quickstart"])
-def test_dry_run(config, snapshot, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "config, world", [("nope_canon", 8), ("quickstart", 4)], ids=("nope_canon", "quickstart")
+)
+def test_dry_run(config, world, snapshot, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(dry_run, "has_accelerator", lambda: False)
     monkeypatch.setattr(dry_run, "available_cores", lambda: 2)
     monkeypatch.setattr(dry_run, "available_memory", lambda: 16 * 2**30)
-    words = "--data.path= --dry_run --gpu H200 --world 8 --mfu 0.5 --loss.z_loss 1e-4"
+    words = f"--data.path= --dry_run --gpu H200 --world {world} --mfu 0.5 --loss.z_loss 1e-4"
     main(["--config", str(ROOT / "train_configs" / f"{config}.toml"), *words.split()])
     assert capsys.readouterr().out == snapshot
