@@ -50,8 +50,10 @@ class FakeHub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, repos: dict[str, dict[str, Files]]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(
+        self, repos: dict[str, dict[str, Files]], handler: type["_Handler"] | None = None
+    ) -> None:
+        super().__init__(("127.0.0.1", 0), handler or _Handler)
         self.repos = repos
         self.asked: list[str] = []
         self.status = 0

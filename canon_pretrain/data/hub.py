@@ -151,17 +151,31 @@ def hub_errors(
 
     Exceptions of the types `unexpected` mean that the data is not as expected.
     """
-    from huggingface_hub import errors
-
-    # requests or httpx, depending on the version: their base class is above the hub's own error
-    builtin = (Exception, BaseException, object, OSError)
-    transport: Any = [base for base in errors.HfHubHTTPError.__mro__ if base not in builtin][-1]
     try:
         yield
-    except (transport, OSError, *unexpected) as error:
+    except (transport_error(), OSError, *unexpected) as error:
         what = f"{repo}@{revision[:12]}" + (f" {path}" if path else "")
         detail = f"({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         raise _user_error(error, hints, unexpected, what, detail) from None
+
+
+def transport_error() -> Any:
+    """Return the base class of network errors: of requests or httpx, depending on the version."""
+    from huggingface_hub import errors
+
+    builtin = (Exception, BaseException, object, OSError)
+    # it is above the hub's own error
+    return [base for base in errors.HfHubHTTPError.__mro__ if base not in builtin][-1]
+
+
+def causes_of(error: BaseException) -> list[BaseException]:
+    """Return `error`, what caused it, and so on."""
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return causes
 
 
 def _user_error(
@@ -177,11 +191,7 @@ def _user_error(
     def message(problem: str) -> str:
         return f"{what}: {problem} {detail}"
 
-    causes: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in causes:
-        causes.append(cause)
-        cause = cause.__cause__ or cause.__context__
+    causes = causes_of(error)
 
     def is_any(*kinds: type[BaseException]) -> bool:
         return any(isinstance(one, kinds) for one in causes)

@@ -1,17 +1,24 @@
-"""Export checkpoints to Hugging Face folders, and import them.
+"""Export checkpoints to Hugging Face folders, push them to the hub, and import them.
 
     python -m canon_pretrain.hf export RUN OUT [--dtype bfloat16] [--force]
+    python -m canon_pretrain.hf push RUN USER/NAME [--private] [--dry_run]
     python -m canon_pretrain.hf import HF_FOLDER OUT [--state-from RUN/checkpoint/step-N]
 
 Runs on the CPU. Exit code 2: bad input; nothing was written.
+
+Imports the view of runs (report/) for the card; nothing else in hf/ does.
 """
 
 import argparse
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from canon_pretrain.core.cli import command, program
-from canon_pretrain.core.errors import EPILOG
+from canon_pretrain.core.errors import EPILOG, UserError
+from canon_pretrain.core.terminal import size
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -22,14 +29,59 @@ def main(argv: list[str] | None = None) -> None:
         run(**arguments)
 
 
-def _export(checkpoint: Path, out: Path, dtype: str, no_tokenizer: bool, **options: Any) -> None:
+def _export_with_card(
+    checkpoint: Path, out: Path, no_tokenizer: bool, **options: Any
+) -> dict[str, Any]:
     from canon_pretrain.hf.export import export  # imports torch
+    from canon_pretrain.report.card import model_card
 
-    record = export(checkpoint, out, dtype=dtype, with_tokenizer=not no_tokenizer, **options)
+    return export(checkpoint, out, with_tokenizer=not no_tokenizer, card=model_card, **options)
+
+
+def _export(checkpoint: Path, out: Path, dtype: str, **options: Any) -> None:
+    record = _export_with_card(checkpoint, out, dtype=dtype, **options)
     files = [name for name in record["files"] if name.endswith(".safetensors")]
     megabytes = sum((out / name).stat().st_size for name in files) / 1e6
     size = f"{record['num_parameters']:,} parameters, {dtype}, {megabytes:,.1f} MB"
     print(f"exported step {record['step']} to {out}: {size}")
+
+
+def _push(
+    checkpoint: Path,
+    repo: str,
+    private: bool,
+    revision: str | None,
+    dry_run: bool,
+    dtype: str | None,
+    license_id: str | None,
+    **options: Any,
+) -> None:
+    from canon_pretrain.hf import push
+    from canon_pretrain.hf.export import RECORD
+
+    push.check_name(repo)
+    is_export = (checkpoint / RECORD).is_file()
+    if is_export and any([dtype, license_id, *options.values()]):
+        text = f"{checkpoint} is an export, pushed as it is: give such options to `export`"
+        raise UserError("option.conflict", text, path=checkpoint)
+    if not dry_run:
+        repo = push.full_name(repo)
+    with tempfile.TemporaryDirectory(prefix="canon-push-") as scratch:
+        folder = checkpoint if is_export else Path(scratch) / "export"
+        if not is_export:
+            options |= {"dtype": dtype or "float32", "license_id": license_id}
+            _export_with_card(checkpoint, folder, **options)
+        upload = push.Upload.of(folder, repo)
+        total = f"{size(sum(upload.sizes.values()))} in {len(upload.files)} files"
+        if not dry_run:
+            address = push.push(upload, private=private, revision=revision)
+            print(f"pushed {total} to {repo}: {address}")
+            return
+        where = f"{repo}, branch {revision or 'main'}, {'private' if private else 'public if new'}"
+        print(f'would push {total} to {where}, as "{upload.message}":')
+        for name, num_bytes in upload.sizes.items():
+            print(f"{size(num_bytes):>12}  {name}")
+        print(f"\n---- {push.README} ----\n{bytes(upload.files[push.README]).decode()}")
 
 
 def _import(folder: Path, out: Path, **options: Any) -> None:
@@ -45,7 +97,7 @@ def _import(folder: Path, out: Path, **options: Any) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program("canon_pretrain.hf"),
-        description="Export checkpoints to Hugging Face folders, and import them.",
+        description="Export checkpoints to Hugging Face folders, push them, and import them.",
         epilog=EPILOG,
     )
     commands = parser.add_subparsers(required=True)
@@ -59,11 +111,20 @@ def _parser() -> argparse.ArgumentParser:
         help="a run (its newest step), or RUN/checkpoint/step-N",
     )
     add("out", type=Path, metavar="OUT", help="a new folder")
-    add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    add("--tokenizer", type=Path, metavar="PATH", help="the tokenizer, if it was moved")
-    add("--eos", metavar="TOKEN", help="end-of-text token, if its file does not name it")
-    add("--no-tokenizer", action="store_true", help="write only weights and code")
+    add("--dtype", default="float32", choices=DTYPES)
+    _add_export_options(out)
     add("--force", action="store_true", help="replace an earlier export")
+    up = commands.add_parser("push", help="upload an export with a model card to the hub")
+    up.set_defaults(run=_push)
+    add = up.add_argument
+    what = "a run (its newest step), RUN/checkpoint/step-N, or the folder of an export"
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help=what)
+    add("repo", metavar="REPO", help="USER/NAME, ORGANIZATION/NAME, or NAME for your own")
+    add("--private", action="store_true", help="create it private; refuse one that is public")
+    add("--revision", metavar="BRANCH", help="such as step-1000, created if missing (main)")
+    add("--dry_run", action="store_true", help="show files and card; use no network")
+    add("--dtype", choices=DTYPES, help="float32")
+    _add_export_options(up)
     into = commands.add_parser("import", help="write a Hugging Face folder as a checkpoint")
     into.set_defaults(run=_import)
     add = into.add_argument
@@ -73,6 +134,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--step", type=int, default=0, metavar="N", help="step of the checkpoint (0)")
     add("--ignore", nargs="+", default=[], metavar="FIELD", help="unknown fields to ignore")
     return parser
+
+
+def _add_export_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tokenizer", type=Path, metavar="PATH", help="the tokenizer, if it was moved")
+    add("--eos", metavar="TOKEN", help="end-of-text token, if its file does not name it")
+    add("--no-tokenizer", action="store_true", help="write only weights and code")
+    add("--license", dest="license_id", metavar="ID", help="for the card, such as apache-2.0")
 
 
 if __name__ == "__main__":

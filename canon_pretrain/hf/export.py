@@ -5,7 +5,7 @@
        /tokenizer.json          the training tokenizer (tokenizer_files.py), tokenizer_config.json
        /modeling_canon.py, ...  the model's code (writing.py), unless transformers has a class
        /canon_pretrain.json     the origin of the weights, and the names of these files
-       /README.md               how to load it
+       /README.md               how to load it, or the card that `card` makes of the run
 
 It is written beside OUT and renamed. If OUT is replaced, its files are replaced one by one while
 config.json is absent: either the export is complete, or it does not load.
@@ -14,7 +14,7 @@ config.json is absent: either the export is complete, or it does not load.
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,10 @@ POSITION = ("train_state.", "dataloader.", "lr_scheduler.")
 _TOKENIZER_HINT = "Use --tokenizer PATH or --no-tokenizer"
 
 
+Card = Callable[..., Mapping[str, bytes]]
+"""Makes README.md and its pictures: report.card.model_card, which this package does not import."""
+
+
 @dataclass(frozen=True)
 class _Files:
     files: list[str]
@@ -66,15 +70,23 @@ def export(
     with_tokenizer: bool = True,
     force: bool = False,
     max_file_bytes: int = writing.MAX_FILE_BYTES,
+    card: Card | None = None,
+    license_id: str | None = None,
 ) -> dict[str, Any]:
     """Write a checkpoint to the new folder `out` with weights of `dtype`; return its RECORD.
 
     `checkpoint` is RUN/checkpoint/step-N, or RUN for the newest. `tokenizer` is a file or folder,
     by default that of the run's data (or of the import); `eos` names its end-of-text token if
     nothing else does. `force` replaces the files of an earlier export, and nothing else in `out`.
+    `card` writes README.md, with `license_id` if known; without, it says how to load the folder.
     Raises UserError without changing `out` if a check fails.
     """
-    old = _files_of_export(out, force=force)
+    old = None
+    if os.path.lexists(out):
+        if not force:
+            text = f"{out} exists; choose another folder, or replace it with --force"
+            raise UserError("hf.out_exists", text, path=out)
+        old = files_of_export(out)
     if old is not None:
         out = out.resolve()  # the temporary folder must be on the same disk
     run, checkpoint = find_checkpoint(checkpoint)
@@ -103,9 +115,13 @@ def export(
         tensors = _tensors(checkpoint, args, like, DTYPES[dtype], kind)
         writing.write_files(temporary, plans, tensors, DTYPES[dtype])
         texts = _small_files(args, found, eos_id, dtype)
-        texts["README.md"] = _readme(args, dtype, manifest.step, has_tokenizer=found is not None)
-        for name, content in texts.items():
-            (temporary / name).write_text(content, encoding="utf-8")
+        about = _about(args, dtype, manifest.step, has_tokenizer=found is not None)
+        page = {"README.md": "# {title}\n\n{lead}\n\n{loading}".format_map(about).encode()}
+        if card is not None:
+            page = dict(card(run.path, manifest.step, license_id=license_id, **about))
+        contents = page | {name: text.encode() for name, text in texts.items()}
+        for name, content in contents.items():
+            (temporary / name).write_bytes(content)
         record["files"] = sorted({*(path.name for path in temporary.iterdir()), RECORD})
         disk.write_json(temporary / RECORD, record)
         _publish(temporary, out, old, record)
@@ -123,13 +139,8 @@ def _tensors(
         yield to_hf(name, kind), tensor[orders[name].argsort()] if name in orders else tensor
 
 
-def _files_of_export(out: Path, *, force: bool) -> list[str] | None:
-    """Return the files of the export in `out`, None if `out` does not exist. Raises UserError."""
-    if not os.path.lexists(out):
-        return None
-    if not force:
-        text = f"{out} exists; choose another folder, or replace it with --force"
-        raise UserError("hf.out_exists", text, path=out)
+def files_of_export(out: Path) -> list[str]:
+    """Return the names of the files of the export in `out`. Raises UserError."""
     files: list[str] = []
     with contextlib.suppress(disk.UnreadableFile):
         files = disk.read_record(out / RECORD, _Files).files
@@ -212,6 +223,20 @@ def _small_files(
     return files
 
 
+PLACE = "THIS_FOLDER"
+"""The folder in README.md, whose path is not known; a push puts the repository's name there."""
+_LOADING = f"""\
+```python
+{{code}}
+```
+
+```sh
+lm_eval --model hf --model_args {{options}} --tasks ...
+```
+
+{{serving}}
+`{RECORD}` records the origin of the weights and lists the files.
+"""
 _CUSTOM = """\
 Needs torch and transformers (4.57 or later); the modeling code is in this folder.
 vLLM, SGLang and llama.cpp have no such class.
@@ -246,7 +271,8 @@ def _state_text(args: ModelArgs) -> str:
     return text if sizes else ""
 
 
-def _readme(args: ModelArgs, dtype: str, step: int, *, has_tokenizer: bool) -> str:
+def _about(args: ModelArgs, dtype: str, step: int, *, has_tokenizer: bool) -> dict[str, str]:
+    """Return the parts of a README: title, lead (what the weights are) and loading."""
     plain, serving = plain_fields(args), _CUSTOM
     if plain is not None:
         servers = _SERVERS.get(plain["model_type"], "vLLM, SGLang and llama.cpp serve")
@@ -260,20 +286,14 @@ def _readme(args: ModelArgs, dtype: str, step: int, *, has_tokenizer: bool) -> s
         serving += "\nThe tokenizer adds no BOS, as in training; EOS starts an empty context.\n"
     loads = [("model", "AutoModelForCausalLM"), ("tokenizer", "AutoTokenizer")][: 1 + has_tokenizer]
     trust = "" if plain else "trust_remote_code=True"
-    call = f'from_pretrained("THIS FOLDER"{trust and f", {trust}"})'
+    call = f'from_pretrained("{PLACE}"{trust and f", {trust}"})'
     lines = [f"from transformers import {', '.join(loader for _, loader in loads)}"]
-    loading = "\n    ".join([*lines, *(f"{name} = {loader}.{call}" for name, loader in loads)])
+    lines += [f"{name} = {loader}.{call}" for name, loader in loads]
     canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon layers"
     mixer = f"position {args.position}" if args.mixer == "attention" else f"mixer {args.mixer}"
-    return f"""\
-# {args.num_layers} layers of width {args.dim}, {mixer}, {canon}
-
-{num_parameters(args):,} parameters in {dtype}, from step {step:,} of their training.
-
-    {loading}
-
-    lm_eval --model hf --model_args pretrained=THIS_FOLDER{trust and f",{trust}"} --tasks ...
-
-{serving}
-`{RECORD}` records the origin of the weights and lists the files.
-"""
+    options = f"pretrained={PLACE}{trust and f',{trust}'}"
+    return {
+        "title": f"{args.num_layers} layers of width {args.dim}, {mixer}, {canon}",
+        "lead": f"{num_parameters(args):,} parameters in {dtype}, from step {step:,} of training.",
+        "loading": _LOADING.format(code="\n".join(lines), options=options, serving=serving),
+    }

@@ -7,7 +7,7 @@ which show the tables of sections.py. No torch.
 import argparse
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from canon_pretrain.model.counts import (
 )
 from canon_pretrain.report import comparison as comparisons
 from canon_pretrain.report import evaluations, figures, published, sections
+from canon_pretrain.report.items import Evaluation
 from canon_pretrain.report.record import (
     RunRecord,
     collapse_repeats,
@@ -78,11 +79,12 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     stored = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(folder / "report.json", stored.encode())
-    write_atomic(folder / "report.md", _markdown_page(values).encode())
+    write_atomic(folder / "report.md", markdown_page(values).encode())
     write_atomic(folder / name, page.html_page(TEMPLATES, "report", {}, **values).encode())
 
 
-def _markdown_page(values: Content) -> str:
+def markdown_page(values: Content) -> str:
+    """Render KIND.body.jinja as Markdown; `values`: content, kind and modules, as write_report."""
     environment = page.environment(TEMPLATES, autoescape=False, md=escape_markdown)
     text = environment.get_template("report.md.jinja").render(values)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
@@ -124,7 +126,10 @@ def report_content(
     steps = {suite: comparisons.suite_step(shown) for suite, shown in comparison["steps"].items()}
     names = {each.suite for run in runs for each in run.evaluations}
     ordered = sorted(names, key=evaluations.suite_order)
-    suites = [_suite_content(name, runs, steps.get(name)) for name in ordered]
+    suites = []
+    for name in ordered:
+        latest = {run: each for run in runs for each in run.evaluations if each.suite == name}
+        suites.append(suite_content(name, latest, steps.get(name)))
     # an architecture is drawn by the runs of its chosen learning rate, all if there is none
     lines: dict[str, tuple[str, ...]] = {}
     for each in comparison["architectures"]:
@@ -218,9 +223,11 @@ def _samples_content(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     return shown
 
 
-def _suite_content(suite: str, runs: Sequence[RunRecord], step: int | None) -> dict[str, Any]:
-    latest = {run: each for run in runs for each in run.evaluations if each.suite == suite}
-    columns = list(latest.values())
+def suite_content(
+    suite: str, shown: Mapping[RunRecord, Evaluation], step: int | None
+) -> dict[str, Any]:
+    """Return the scores of one evaluation per run; `step`: the one that most are of, if known."""
+    columns = list(shown.values())
     tasks: dict[str, dict[str, Any]] = {}
     for each in columns:
         for task, metrics in each.results.scores.items():
@@ -237,7 +244,7 @@ def _suite_content(suite: str, runs: Sequence[RunRecord], step: int | None) -> d
     ]
     warnings = [
         f"{each.run}: its checkpoint has changed since; evaluate it again."
-        for run, each in latest.items()
+        for run, each in shown.items()
         if is_outdated(run.folder, each.results)
     ]
     unequal = evaluations.differing_options(columns)

@@ -17,6 +17,10 @@ MISSING = "–"
 CHOSEN_TITLE = "Chosen learning rate per architecture, by validation loss"
 BEST_TITLE = "Best of all learning rates, as in the paper"
 EVERY_RUN_TITLE = "Every run"
+SCORES_NOTE = (
+    "± is one standard error over the sources of a task’s n items. If all items are wrong or all "
+    "are right, ≤ or ≥ is the other end of Wilson’s 95 % interval."
+)
 
 Table = dict[str, Any]
 Content = Mapping[str, Any]

@@ -246,7 +246,7 @@ def test_force_replaces_only_the_files_of_an_export(of_texts, tmp_path):
     main(["export", str(of_texts), str(out), "--force", "--dtype", "bfloat16", "--no-tokenizer"])
     assert [(out / name).read_text() for name in kept] == kept and out.stat().st_ino == inode
     fresh = tmp_path / "fresh"
-    export(of_texts, fresh, dtype="bfloat16", with_tokenizer=False)
+    main(["export", str(of_texts), str(fresh), "--dtype", "bfloat16", "--no-tokenizer"])
     files = {path.name for path in fresh.iterdir()}
     assert {path.name for path in out.iterdir()} == files | {name.split("/")[0] for name in kept}
     for name in files - {RECORD}:

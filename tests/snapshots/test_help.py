@@ -23,7 +23,7 @@ COMMANDS = (
     "canon_pretrain.synthetic",
     *(f"canon_pretrain.synthetic {name}" for name in ("show", "score", "stats", "bench")),
     "canon_pretrain.hf",
-    *(f"canon_pretrain.hf {name}" for name in ("export", "import")),
+    *(f"canon_pretrain.hf {name}" for name in ("export", "push", "import")),
     "canon_pretrain.bench",
     *(f"canon_pretrain.bench {name}" for name in ("canon", "step", "generate", "codegen")),
     "data_prep",

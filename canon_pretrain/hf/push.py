@@ -1,0 +1,153 @@
+"""Upload an export to a model repository of the Hugging Face Hub, in one commit.
+
+huggingface_hub does login (HF_TOKEN), endpoints (HF_ENDPOINT), large files and retries. Files are
+uploaded first, and appear all at once: a push that fails leaves the repository as it was, or empty.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import read_json
+from canon_pretrain.data.hub import causes_of, transport_error
+from canon_pretrain.hf.export import PLACE, RECORD, files_of_export
+
+README = "README.md"
+_OTHERS = {".gitattributes", README, "LICENSE", "LICENSE.md", "LICENSE.txt"}
+"""Files that a repository may have before its first push."""
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What a push adds to the repository `repo`: `files` by name, as paths or bytes."""
+
+    repo: str
+    message: str
+    files: dict[str, Path | bytes]
+
+    @classmethod
+    def of(cls, export: Path, repo: str) -> "Upload":
+        """Return the files that the record of `export` lists. Raises UserError.
+
+        README.md names the repository, and the record no folder of this machine.
+        """
+        names = files_of_export(export)
+        if missing := [name for name in names if not (export / name).is_file()]:
+            text = f"{export} is incomplete: {', '.join(missing)} missing; export it again"
+            raise UserError("hf.incomplete_export", text, path=export, missing=missing)
+        files: dict[str, Path | bytes] = {name: export / name for name in sorted(names)}
+        record = read_json(export / RECORD, finite=False)
+        if record.get("checkpoint"):
+            record["checkpoint"] = "/".join(Path(record["checkpoint"]).parts[-3:])
+        files[RECORD] = (json.dumps(record, indent=2) + "\n").encode()
+        if README in files:
+            page = (export / README).read_text(encoding="utf-8")
+            files[README] = page.replace(PLACE, repo).encode()
+        return cls(repo, f"Step {record.get('step')} of run {record.get('run_id')}", files)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {
+            name: len(x) if isinstance(x, bytes) else x.stat().st_size
+            for name, x in self.files.items()
+        }
+
+
+def check_name(repo: str) -> None:
+    """Raise UserError unless `repo` can name a repository."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        text = f"{repo}: expected USER/NAME, ORGANIZATION/NAME or NAME: {error}"
+        raise UserError("hub.repo_name", text, given=repo) from None
+
+
+def full_name(repo: str) -> str:
+    """Log in; return `repo` with the user's name before it if it has no owner."""
+    from huggingface_hub import HfApi
+
+    with _errors(repo):
+        user = HfApi().whoami()["name"]
+    return repo if "/" in repo else f"{user}/{repo}"
+
+
+def push(upload: Upload, *, private: bool, revision: str | None) -> str:
+    """Commit `upload` to the branch `revision` (None: main); return the commit's address.
+
+    The repository and the branch are created if missing. Files of an earlier export that are not in
+    this one are deleted by the same commit; any other file is kept. Raises UserError.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    api, repo, old = HfApi(), upload.repo, list[str]()
+    with _errors(repo):
+        api.create_repo(repo, private=private or None, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        info = api.model_info(repo, revision=revision)
+        if private and not info.private:
+            text = f"{repo} is public: make it private in its settings, or choose another name"
+            raise UserError("hub.public_repo", text, repo=repo)
+        there = {sibling.rfilename for sibling in info.siblings or ()}
+        if RECORD in there:
+            record = Path(api.hf_hub_download(repo, RECORD, revision=info.sha))
+            with contextlib.suppress(UserError):  # damaged
+                old = files_of_export(record.parent)
+        elif others := there - _OTHERS:
+            text = f"{repo} has files of another model ({min(others)}): choose another name"
+            raise UserError("hub.name_taken", text, repo=repo)
+        changes: list[Any] = [CommitOperationAdd(*pair) for pair in upload.files.items()]
+        gone = sorted(set(old) & there - set(upload.files))
+        changes += [CommitOperationDelete(name, is_folder=False) for name in gone]
+        about: Any = {"commit_message": upload.message, "revision": revision}
+        try:
+            # fails if another push was faster
+            return api.create_commit(repo, changes, parent_commit=info.sha, **about).commit_url
+        except Exception:
+            print(file=sys.stderr)  # ends the line of a progress bar
+            raise
+
+
+@contextlib.contextmanager
+def _errors(repo: str) -> Iterator[None]:
+    """Raise UserError with the way out for errors of the hub or the network in the block."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError, transport_error()) as error:
+        causes = causes_of(error)
+        if any(isinstance(each, errors.LocalTokenNotFoundError) for each in causes):
+            text = "not logged in: run `hf auth login`, or set HF_TOKEN to a token that may write"
+            raise UserError("hub.no_token", text) from None
+        first = causes[-1]
+        detail = f"({type(first).__name__}: {' '.join(str(first).split())[:300]})"
+        replies = [e.response for e in causes if isinstance(e, errors.HfHubHTTPError)]
+        status = next((x.status_code for x in replies if x is not None), None)
+        if status in (401, 403, 404):
+            text = f"{repo}: this token may not write there: log in (`hf auth login` or HF_TOKEN) "
+            text += f"with one that may, or choose a name of yours {detail}"
+            raise UserError("hub.no_access", text, status=status) from None
+        if status in (409, 412):
+            text = f"{repo} was changed meanwhile; nothing was committed: run it again {detail}"
+            raise UserError("hub.conflict", text, status=status) from None
+        if status == 400 or (status is None and isinstance(error, ValueError)):
+            text = f"{repo}: the hub refused the content; nothing was committed {detail}"
+            raise UserError("hub.rejected", text, status=status) from None
+        if status is not None:
+            text = f"{repo}: the hub returned status {status}, and confirmed no commit: run the "
+            text += f"same command again later {detail}"
+            raise UserError("hub.http_error", text, status=status) from None
+        if isinstance(error, OSError) and error.filename:
+            raise  # a file of this machine
+        text = f"{repo}: the hub cannot be reached or the upload broke off, and it confirmed no "
+        text += f"commit: check HF_HUB_OFFLINE and the network, and run it again {detail}"
+        raise UserError("hub.unavailable", text) from None

@@ -1,0 +1,280 @@
+"""The model card of an exported checkpoint: Markdown with the hub's metadata, and a picture.
+
+Its tables are those of a report; it shows the run up to the checkpoint's step, and no paths or host
+names, because it is made to be published. No torch.
+"""
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from huggingface_hub import EvalResult, ModelCardData
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import read_json
+from canon_pretrain.core.terminal import printable
+from canon_pretrain.data.mixture import Mixture
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.counts import active_parameters, num_parameters
+from canon_pretrain.report import eval_report, evaluations, sections
+from canon_pretrain.report.curves import downsample, segments
+from canon_pretrain.report.items import Evaluation
+from canon_pretrain.report.picture import Line, Panel, charts_png
+from canon_pretrain.report.record import Curve, RunRecord, collapse_repeats, is_outdated
+from canon_pretrain.run.log import number
+from canon_pretrain.run.results import Z_95
+
+CARD, PICTURE = "README.md", "training_curves.png"
+MAX_POINTS = 400  # segments of a line in the picture
+MAX_SAMPLES, MAX_SCORES = 8, 4
+_CACHED = re.compile(r"/datasets--([\w.-]+?)--([\w.-]+)/snapshots/")
+_SETTINGS = ("optimizer.", "lr_scheduler.", "training.", "data.", "loss.", "guards.")
+_POSITIONS = {
+    "rope": "rotary (RoPE)",
+    "nope": "none (NoPE)",
+    "alibi": "ALiBi",
+    "h_alibi": "ALiBi by windows, one length per head (H-ALiBi)",
+    "partial_rope_a": "rotary in half of the heads and half of their dimensions",
+    "partial_rope_b": "rotary in a quarter of the heads",
+    "partial_rope_c": "rotary in {rope_dim} of the {head_dim} dimensions of each head",
+}
+_MIXERS = {
+    "attention": "causal self-attention, {num_heads} heads of {head_dim}",
+    "gla": "gated linear attention (GLA), {num_heads} heads",
+    "mamba2": "Mamba2, {num_heads} heads",
+    "gated_deltanet": "Gated DeltaNet, {num_heads} heads",
+}
+_SITES = {
+    "A": "before the mixer",
+    "B": "inside the mixer",
+    "C": "before the feed-forward",
+    "D": "inside the feed-forward",
+}
+
+Row = Sequence[str]
+
+
+def model_card(
+    path: Path, step: int, *, title: str, lead: str, loading: str, license_id: str | None
+) -> dict[str, bytes]:
+    """Return README.md and, if the run has a log, its picture, for the run's checkpoint at `step`.
+
+    `lead`: what the weights are, a sentence. `loading`: Markdown. Equal runs make equal bytes.
+    """
+    run = RunRecord(path, "score")  # what tables call its column
+    try:
+        has_log = bool(run.steps)
+    except UserError:  # an import has no log; a damaged one is no reason not to export
+        has_log = False
+    picture = _picture(run, step) if has_log else None
+    args, data, datasets = run.model_args, *_data(run)
+    evaluated = [
+        each
+        for each in run.evaluations
+        if each.step == step and not is_outdated(run.folder, each.results)
+    ]
+    shown = {each.suite: each for each in evaluated}  # a full result replaces a trial
+    in_order = [shown[name] for name in sorted(shown, key=evaluations.suite_order)]
+    about = printable(str(run.config.get("job", {}).get("description") or ""))
+    total = run.identity.get("training.steps") or step
+    unfinished = f"The training run has {total:,} steps; this is not its last checkpoint."
+    settings = [
+        {"setting": name, "values": [value]}
+        for name, value in run.identity.items()
+        if name.startswith(_SETTINGS) and value is not None
+    ]
+    results = [*_eval_results(in_order)]
+    content = {
+        "title": title,
+        "summary": [*[about] * bool(about), lead, *[unfinished] * (step < total)],
+        "loading": loading,
+        "model": args and sections.make_table(["", ""], [*_architecture(args)], text=2),
+        "training": sections.make_table(["", ""], [*_training(run, step, has_log), *data], text=2),
+        "settings": sections.settings(
+            {"runs": [{"label": "value"}], "differing_settings": settings}
+        ),
+        "picture": picture and PICTURE,
+        "suites": [eval_report.suite_content(x.suite, {run: x}, step) for x in in_order],
+        "at_chance": [*_at_chance(in_order)],
+        "samples": [*_samples(run, step)] if has_log else [],
+        "limits": [*_limits(run, license_id)],
+    }
+    metadata = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        license=license_id,
+        datasets=sorted(datasets) or None,
+        tags=["canon_pretrain", *([args.mixer, args.position] if args else [])],
+        model_name=title if results else None,
+        eval_results=results or None,
+    )
+    page = eval_report.markdown_page({"content": content, "kind": "card", "tables": sections})
+    files = {CARD: f"---\n{metadata.to_yaml()}\n---\n\n{page}".encode()}
+    return files | ({PICTURE: picture} if picture else {})
+
+
+def _architecture(args: ModelArgs) -> Iterator[Row]:
+    sizes = {name: getattr(args, name) for name in ("num_heads", "head_dim", "rope_dim")}
+    used = active_parameters(args)
+    per_token = "" if used == num_parameters(args) else f", {used:,} used per token"
+    yield "parameters", f"{num_parameters(args):,}{per_token}"
+    yield "layers", f"{args.num_layers} of width {args.dim:,}"
+    shared = f", {args.kv_heads} of keys and values" if args.num_kv_heads else ""
+    conv = ", with its convolution" if args.mixer_conv else ""
+    yield "mixer", _MIXERS[args.mixer].format(**sizes) + shared + conv
+    yield "positions", _POSITIONS[args.position].format(**sizes)
+    yield "Canon layers", _canon(args)
+    width = f"{args.ffn}, {args.ffn_activation}, width {args.ffn_dim:,}"
+    experts = f", {args.experts_per_token} of {args.num_experts} experts per token"
+    yield "feed-forward", "none" if args.ffn == "none" else width + experts * (args.ffn == "moe")
+    yield "norm", args.norm + (f", QK-norm {args.qk_norm}" if args.qk_norm != "none" else "")
+    tied = ", input and output embeddings tied" if args.tie_embeddings else ""
+    yield "vocabulary", f"{args.vocab_size:,} tokens{tied}"
+    masked = ", documents in it are separated" if args.document_mask else ""
+    yield "context in training", f"{args.max_seq_len:,} tokens{masked}"
+
+
+def _canon(args: ModelArgs) -> str:
+    """Return the Canon set in words (Physics of Language Models, part 4.1)."""
+    if not args.canon_set:
+        return "none"
+    what = {
+        f"over {args.canon_kernel} tokens": True,
+        "plus their input": args.canon_residual,
+        "with SiLU": args.canon_activation,
+        "fixed at their initial values": not args.canon_trainable,
+        "with filters that depend on the token": args.canon_filter == "dynamic",
+    }
+    words = " ".join(text for text, holds in what.items() if holds)
+    sites = ", ".join(f"{site} {_SITES[site]}" for site in args.canon_set)
+    return f"Canon-{args.canon_set}: causal convolutions per channel {words}; {sites}"
+
+
+def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:
+    yield "step", f"{step:,} of {run.identity.get('training.steps') or '?'}"
+    if not has_log:
+        yield "log", "none: the curves and the number of tokens are not known"
+        return
+    tokens = evaluations.tokens_at(run, step)
+    yield "tokens seen", sections.number(tokens, 0)
+    for event in run.own_validations:
+        if event["step"] == step:
+            bits = event.get("bits_per_byte")
+            loss = f"{sections.number(number(event['loss']))} nats per token"
+            per_byte = "" if bits is None else f", {sections.number(number(bits))} bits per byte"
+            yield "held-out loss in training", loss + per_byte
+            scores = (event.get("scores") or {}).items()
+            if named := [f"{name} {sections.number(number(value))}" for name, value in scores]:
+                yield "scores in training", printable(", ".join(named))
+    for name in eval_report.LAUNCH_FIELDS:
+        values = collapse_repeats(event.get(name) for event in run.launch_events)
+        yield name.replace("_", " "), ", ".join(map(str, values))
+
+
+def _data(run: RunRecord) -> tuple[list[Row], set[str]]:
+    """Return rows on the run's data, and the ids of the datasets of the hub in it."""
+    if task := run.identity.get("data.task.name"):
+        return [("data", f"the synthetic task {task}, generated while training")], set()
+    fingerprint = str(run.identity.get("data_fingerprint") or "")
+    rows: list[Row] = [("data fingerprint", fingerprint or "not recorded")]
+    data, datasets = run.config.get("data", {}), set()
+    folders = data.get("paths") or [x for x in [data.get("path")] if x]
+    with contextlib.suppress(UserError, OSError):  # moved or changed since: only the fingerprint
+        mixture = Mixture.open(folders, data.get("weights") or [1.0] * len(folders))
+        for folder, name, source, share in zip(
+            folders, mixture.names, mixture.sources, mixture.shares, strict=True
+        ):
+            plan: dict[str, Any] = {}
+            with contextlib.suppress(UserError):  # written by others than data_prep
+                plan = read_json(Path(folder) / "plan.json")
+            origin = " ".join(str(plan[x]) for x in ("source", "source_version") if plan.get(x))
+            if found := _CACHED.search(str(plan.get("root"))):
+                datasets.add("/".join(found.groups()))
+            about = f"{float(share):.1%} of the windows; " if len(folders) > 1 else ""
+            about += f"{source.num_tokens:,} tokens from {origin or 'a source not recorded'}"
+            label = f"data {Path(name).name}" if len(folders) > 1 else "data"
+            rows.append((printable(label), printable(about)))
+        if mixture.fingerprint != fingerprint:
+            return rows[:1], set()
+    return rows, datasets
+
+
+def _picture(run: RunRecord, step: int) -> bytes:
+    """Return training and held-out loss, and scores of a synthetic task or the gradient norm."""
+
+    def line(label: str, curve: Curve | None) -> Line:
+        steps, values = curve or (np.zeros(0, np.int64), np.zeros(0))
+        steps, values = steps[steps <= step], values[steps <= step]
+        kept = downsample(values, segments(len(values), MAX_POINTS))
+        tokens = np.array([evaluations.tokens_at(run, at) for at in steps[kept]], float)
+        return Line(label, tokens, values[kept])
+
+    held_out = Curve.of((each["step"], number(each["loss"])) for each in run.own_validations)
+    losses = [line("training", run.curve("loss")), line("held out", held_out)]
+    scores = [line(name, curve) for name, curve in run.scores.items() if name != "loss"]
+    norms = Panel("Gradient norm, before clipping", "tokens", [line("", run.curve("grad_norm"))])
+    right = Panel("Scores on the task", "tokens", scores[:MAX_SCORES]) if scores else norms
+    left = Panel("Loss, nats per token", "tokens", [x for x in losses if len(x.x)])
+    return charts_png([left, right])
+
+
+def _samples(run: RunRecord, step: int) -> Iterator[tuple[str, str]]:
+    """Yield captions and the last texts, as indented blocks, which nothing in them can end."""
+    for prompt, by_step in [*run.samples.items()][:MAX_SAMPLES]:
+        if at := max((x for x in by_step if x <= step), default=0):
+            text = "(not finite)" if (found := by_step[at]) is None else found
+            caption = f"Step {at:,}, after “{prompt}”:" if prompt else f"Step {at:,}, no prompt:"
+            yield caption, "\n".join(f"    {line}" for line in text.splitlines() or [""])
+
+
+def _at_chance(shown: Sequence[Evaluation]) -> Iterator[str]:
+    """Yield a sentence with the primary scores whose 95 % interval has the task's chance level."""
+    found = []
+    for each in shown:
+        for task, metrics in each.results.scores.items():
+            for metric, score in metrics.items():
+                chance = each.chance(task, metric)
+                if chance is not None and score.stderr is not None:
+                    if abs(score.value - chance) <= Z_95 * score.stderr:
+                        found.append(f"{task} {metric} (chance {sections.number(chance, 3)})")
+    if found:
+        yield f"Not distinguishable from guessing: {printable(', '.join(dict.fromkeys(found)))}."
+
+
+def _eval_results(shown: Sequence[Evaluation]) -> Iterator[EvalResult]:
+    """Yield the primary scores for the hub's index; trials of the first items are not results."""
+    for each in shown:
+        for task, metrics in each.results.scores.items() if each.limit is None else ():
+            # the baselines beside a loss are no tasks
+            is_task = each.described(task) or not each.results.asked.get("tasks")
+            for metric in each.primary_metrics(task) if is_task else ():
+                if math.isfinite(value := metrics[metric].value):
+                    title = task if task == each.suite else f"{each.suite}: {task}"
+                    yield EvalResult(
+                        task_type="text-generation",
+                        dataset_type=printable(task),
+                        dataset_name=printable(title),
+                        metric_type=printable(metric),
+                        metric_value=value,
+                    )
+
+
+def _limits(run: RunRecord, license_id: str | None) -> Iterator[str]:
+    task, length = run.identity.get("data.task.name"), run.identity.get("training.seq_len")
+    if task:
+        yield f"It was trained on token ids of the synthetic task {task}: it knows no language."
+    else:
+        yield "It continues text; it was not trained to follow instructions, or to be right."
+    if length:
+        yield f"It was trained on sequences of {length:,} tokens; use beyond that is untested."
+    yield (
+        "This card was written from the files of the training run. Not verified: that the training "
+        "data has none of the evaluation texts, that the data may be used for your purpose, and "
+        "all that is not stated here."
+    )
+    if license_id is None:
+        yield "No license is stated."

@@ -1,0 +1,109 @@
+"""Model cards of planted runs: their content up to one step, the hub's metadata, the picture."""
+
+import io
+
+import numpy as np
+import pytest
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+from PIL import Image
+
+from canon_pretrain.report.card import PICTURE, model_card
+from canon_pretrain.report.picture import HEIGHT, WIDTH, Line, Panel, charts_png, ticks
+from canon_pretrain.run.results import Score
+from tests.report_runs import ACC, FINGERPRINT, launch, plant_results, plant_run, step
+
+HOSTILE = "a\n```\n\n\n# no title\n    <script>\n| x |\x1b[31m---\n"
+
+
+def card(run, at, license_id=None):
+    about = {"title": "A title", "lead": "A lead.", "loading": "LOADING"}
+    return model_card(run.path, at, license_id=license_id, **about)
+
+
+@pytest.fixture
+def run(tmp_path):
+    losses = {n: 7.0 - n / 100 for n in range(10, 201, 10)}
+    events = [launch("start", hosts=["secret-host"]), *(step(n, x) for n, x in losses.items())]
+    events[6]["loss"] = "nan"
+    for n in (100, 200):
+        events.append({"event": "validation", "step": n, "loss": n / 50, "bits_per_byte": 1.5})
+        sample = {"prompt": "Say *", "text": HOSTILE if n == 100 else "later", "tokens": 9}
+        events.append({"event": "samples", "step": n, "tokens": 1, "samples": [sample]})
+    planted = plant_run(tmp_path / "secret" / "run", sorted(events, key=lambda e: e.get("step", 0)))
+    guess, sure = Score(0.52, 0.02), Score(0.9, 0.01)
+    for n, scores in ((100, {"easy": sure, "hard": guess}), (200, {"easy": Score(0.95, 0.01)})):
+        metrics = {task: {"acc": score} for task, score in scores.items()}
+        plant_results(planted, n, "discriminative", metrics, tasks=dict.fromkeys(metrics, ACC))
+    trial = {"qa1": {"acc": Score(0.7, 0.1)}}
+    plant_results(planted, 100, "babilong", trial, limit=20, tasks={"qa1": ACC})
+    return planted
+
+
+def test_a_card_is_of_one_step(run):
+    files = card(run, 100, "apache-2.0")
+    assert files == card(run, 100, "apache-2.0")
+    text = files["README.md"].decode()
+    found = ModelCard(text).data
+    assert (found.license, found.library_name) == ("apache-2.0", "transformers")
+    results = {(x.dataset_type, x.metric_type): x.metric_value for x in found.eval_results}
+    assert results == {("easy", "acc"): 0.9, ("hard", "acc"): 0.52}  # a trial is no result
+    tables = MarkdownIt("gfm-like", {"linkify": False}).parse(text)
+    cells = [token.content for token in tables if token.type == "inline"]
+    rows = {cells[k]: cells[k + 1] for k in range(len(cells) - 1)}
+    assert rows["step"] == "100 of 500" and rows["tokens seen"] == f"{100 * 2048:,}"
+    assert rows["held-out loss in training"].startswith("2.0000 ")
+    assert rows["data fingerprint"] == FINGERPRINT and rows["optimizer.lr"] == "0.004"
+    assert rows["easy (acc)"] == "0.9000 ± 0.0100 (n = 1,000)" and "qa1 (acc)" in rows
+    guesses = [cell for cell in cells if "hard acc" in cell]
+    assert len(guesses) == 1 and "easy acc" not in guesses[0]
+    blocks = [token.content for token in tables if token.type == "code_block"]
+    assert blocks == [HOSTILE.replace("\x1b", "\ufffd")]
+    assert "later" not in text and "0.95" not in text
+    assert "secret" not in text  # no folder, no host
+
+
+def test_a_card_without_log_or_evaluations(tmp_path):
+    bare = plant_run(tmp_path / "run", [])
+    bare.log_file.unlink()
+    files = card(bare, 500)
+    assert PICTURE not in files
+    found = ModelCard(files["README.md"].decode()).data.to_dict()
+    assert "license" not in found and "model-index" not in found and "model_name" not in found
+    bare.log_file.write_text('{"event": "step"\n{}\n')  # damaged
+    assert card(bare, 500) == files
+
+
+def test_a_card_of_a_synthetic_task(tmp_path):
+    scores = [
+        {"event": "validation", "step": n, "loss": 2.0, "scores": {"exact": n / 20, "first": 1.0}}
+        for n in (10, 20)
+    ]
+    events = [launch("start"), step(10, 3.0), step(20, 2.0), *scores]
+    task = plant_run(tmp_path / "run", events, data__task__name="copy")
+    files = card(task, 20)
+    assert "| scores in training | exact 1.0000, first 1.0000 |" in files["README.md"].decode()
+    assert files[PICTURE] != card(task, 10)[PICTURE]
+
+
+def test_the_picture_shows_its_lines():
+    x = np.arange(50) * 1e4
+    rising, gap = Line("up", x, x / 1e4), Line("gap", x, np.where(x < 1e5, np.nan, 20.0))
+    image = Image.open(io.BytesIO(charts_png([Panel("one", "tokens", [rising, gap])] * 2)))
+    assert image.size == (2 * WIDTH, HEIGHT)
+    pixels = np.asarray(image.convert("RGB"), int)[60 : HEIGHT - 70, 90 : WIDTH - 30]
+    redness = pixels[..., 0] - pixels[..., 2]  # the first color is blue, the second orange
+    for found, is_rising in ((redness < -50, True), (redness > 50, False)):
+        rows, columns = np.nonzero(found)
+        first, last = (rows[columns == end].mean() for end in (columns.min(), columns.max()))
+        assert (first - last > 240) if is_rising else (abs(first - last) < 3)
+        assert (columns.min() < 30) == is_rising and columns.max() > 470
+
+
+@pytest.mark.parametrize("ends", [(0, 1), (0.98, 1.02), (-3e-5, 4e6), (7.1, 7.1000001), (-9, -2)])
+def test_ticks_are_round_and_inside(ends):
+    found = ticks(*ends)
+    assert 2 <= len(found) <= 7 and ends[0] <= found[0] and found[-1] <= ends[1]
+    step = found[1] - found[0]
+    digits = step / 10 ** np.floor(np.log10(step) + 1e-6)
+    assert np.allclose(np.diff(found), step) and min(abs(digits - x) for x in (1, 2, 5)) < 1e-3
