@@ -155,7 +155,7 @@ class Stream:
             sys.stdout.write(printable(answer.new_text(), "\n\t"))
             if not answer.is_done:
                 break
-            print()
+            print(flush=True)  # before the next one's heading on stderr
             self._begin_next()
         sys.stdout.flush()
 
