@@ -11,6 +11,7 @@ from canon_pretrain.core.cli import command
 from canon_pretrain.core.errors import UserError, nearest
 
 STAGES = {
+    "doctor": ("canon_pretrain.doctor", "what this machine has and lacks", ""),
     "new": ("canon_pretrain.new", "propose an experiment for your own text", ""),
     "data": ("data_prep.__main__", "text to token shards", "build show stats verify finish bench"),
     "train": ("canon_pretrain.train", "train or resume (several GPUs: torchrun)", ""),

@@ -18,6 +18,7 @@ COMMANDS = (
     "canon_pretrain.playground",
     *(f"canon_pretrain.playground {name}" for name in ("plan", "run", "status")),
     "canon_pretrain.preflight",
+    "canon_pretrain.doctor",
     "canon_pretrain.chain",
     "canon_pretrain.sample",
     "canon_pretrain.synthetic",
@@ -38,7 +39,7 @@ def test_help(words, snapshot, monkeypatch, capsys):
     name, *command = words.split()
     # else a package with a __main__
     is_module = name.endswith(
-        (".new", ".sample", ".train", ".sweep", ".playground", ".preflight", ".chain")
+        (".new", ".sample", ".train", ".sweep", ".playground", ".preflight", ".chain", ".doctor")
     )
     module = importlib.import_module(name if is_module else f"{name}.__main__")
     monkeypatch.setenv("COLUMNS", "100")

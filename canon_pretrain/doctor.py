@@ -1,0 +1,535 @@
+"""Report what this machine has, what uses it, what is missing and how to get it; then train.
+
+    canon doctor [--dir DIR] [--no_train] [--json]
+
+Each group of checks is a process with a timeout: a driver, disk or server that hangs, or a library
+that crashes, becomes a line of the report. The training check runs a tiny model on two ranks (on
+the GPUs, if there are any) in a temporary folder of DIR. Exit code 0 if nothing is broken, else 1.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from canon_pretrain.core.cli import available_cores, command, program
+from canon_pretrain.core.errors import EPILOG, UserError
+from canon_pretrain.core.terminal import Console, Progress, printable, size
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = ROOT / "train_configs" / "playground" / "tiny" / "copy.toml"
+STYLES = {"ok": "green", "note": "cyan", "missing": "yellow", "broken": "bold red"}
+GROUP_TIMEOUT_S, TRAIN_TIMEOUT_S = 90.0, 60.0
+HUB_TIMEOUT_S = 5.0
+STEPS = 40
+CHECKPOINT_BYTES = 16_200_000_000  # 1.3B parameters and AdamW's two moments, float32
+WRITE_BYTES, WRITE_S = 64 << 20, 3.0
+NETWORK_DISKS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "9p", "fuse")
+CHILD = "import sys; from canon_pretrain.doctor import print_group as f; f(*sys.argv[1:])"
+SCRATCH = ".canon-doctor-"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of the report. `broken` makes the exit code 1; `missing` limits `used_for` only."""
+
+    state: str
+    what: str
+    found: str
+    used_for: str
+    remedy: str
+    facts: dict[str, Any] = field(default_factory=dict)  # numbers for --json
+
+
+Findings = Iterator[Finding]
+
+
+def judge(
+    what: str,
+    good: str,
+    problem: str | None,
+    used_for: str,
+    remedy: str = "",
+    bad: str = "broken",
+    **facts: Any,
+) -> Finding:
+    """Return a finding that is ok, and shows `good`, unless there is a problem."""
+    if problem is None:
+        return Finding("ok", what, good, used_for, "", facts)
+    return Finding(bad, what, problem, used_for, remedy, facts)
+
+
+# -- groups of checks, each a process
+
+
+def check_machine(folder: Path) -> Findings:
+    """Check Python and its packages, cores, memory and locale."""
+    import locale
+    import platform
+    import tomllib
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    from canon_pretrain.kernels.hardware import available_memory, cpu_info
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    required = [f"python{project['requires-python']}", *project["dependencies"]]
+    optional, good = [*extras["dev"], *extras["cuda"]], []
+    for each in map(Requirement, [*required, *optional]):
+        if each.marker is not None and not each.marker.evaluate():
+            continue
+        found = platform.python_version() if each.name == "python" else None
+        with suppress(metadata.PackageNotFoundError):
+            found = found or str(metadata.version(each.name))
+        with suppress(ValueError):  # no version in its metadata
+            if found is not None and each.specifier.contains(found, prereleases=True):
+                good.append(f"{each.name} {found}")
+                continue
+        is_needed, bounds = str(each) in map(str, map(Requirement, required)), str(each.specifier)
+        if found is None and not is_needed:
+            continue  # the kernels report theirs
+        problem = "not installed" if found is None else f"{found}, outside {bounds}"
+        bad = "broken" if is_needed else "note"
+        facts: dict[str, Any] = {"version": found, "expected": bounds}
+        remedy = f"pip install '{each.name}{bounds}'"
+        yield judge(
+            each.name, "", problem, "all" if is_needed else "an option", remedy, bad, **facts
+        )
+    text = f"{len(good)} within pyproject.toml's bounds: {', '.join(good[:4])}; {sys.executable}"
+    yield judge("packages", text, None, "all", count=len(good))
+    cores, memory = available_cores(), available_memory()
+    text = f"{cores} of {os.cpu_count()} cores, {cpu_info('model name') or platform.machine()}"
+    yield judge("CPU", text, None, "data, evaluation, training without a GPU", cores=cores)
+    yield judge("memory", f"{size(memory)} available", None, "models on the CPU", bytes=memory)
+    # another encoding has ended the command
+    yield judge("locale", locale.getpreferredencoding(False), None, "text files")
+
+
+def check_gpu(folder: Path) -> Findings:
+    """Check the GPUs, the kernels for them, collectives and compilers."""
+    import torch
+    import torch.distributed as dist
+
+    from canon_pretrain.kernels.hardware import check_cuda, find_gpu, query_gpu
+
+    evidence, uses = find_gpu(), "training and evaluation"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    facts: dict[str, Any] = {"gpus": count, "evidence": evidence}
+    try:
+        check_cuda()
+        each = [torch.cuda.get_device_properties(k) for k in range(count)]
+        names = sorted({f"{x.name}, sm_{x.major}{x.minor}, {size(x.total_memory)}" for x in each})
+        state: dict[str, Any] = query_gpu("0") or {} if count else {}
+        driver = f"driver {state.get('driver')}, torch's CUDA {torch.version.cuda}"
+        none = "hidden by CUDA_VISIBLE_DEVICES" if evidence else "none"
+        problem = None if count else f"{none}: the CPU trains"
+        text = f"{count} x {' or '.join(names)}; {driver}"
+        yield judge("GPU", text, problem, uses, "", "note", **facts, **state)
+    except UserError as error:
+        problem, _, remedy = error.message.partition(". ")
+        yield judge("GPU", "", problem, uses, remedy, **facts)
+    yield from check_kernels("cuda" if count else "cpu")
+    for name in ("gloo", "nccl") if count else ("gloo",):
+        problem = None if dist.is_backend_available(name) else "not in this build of torch"
+        uses = "collectives on the GPU" if name == "nccl" else "collectives on the CPU"
+        yield judge(name, f"in torch {torch.__version__}", problem, uses, "another torch wheel")
+    yield _check_compiler()
+
+
+def check_kernels(device_type: str) -> Findings:
+    """Report the backends that `auto` selects on this device, and why not the faster ones."""
+    from dataclasses import replace
+
+    from canon_pretrain.kernels.backends import OPTIONAL, backend_problem, fla_mixers
+    from canon_pretrain.model.args import flavor
+    from canon_pretrain.model.attend import FLASH_IMPLS, Attend, check_backend
+
+    args, on_gpu = replace(flavor("1b3"), canon_set="ABCD"), device_type == "cuda"
+    problems = {f"canon {name}": backend_problem(name, device_type) for name in OPTIONAL}
+    problems["mixer fla"] = fla_mixers().fla_problem("gla", args.head_dim)
+    for name in (*FLASH_IMPLS, "flash_attn"):
+        problems[f"attention {name}"] = None
+        try:
+            check_backend(args, name)
+        except UserError as error:
+            problems[f"attention {name}"] = str(error.fields["reason"])
+    fast = {name for name, problem in problems.items() if on_gpu and problem is None}
+    auto = {"attention": Attend(args).describe(device_type)}
+    auto["canon"] = "triton, checked at startup" if "canon triton" in fast else "compiled"
+    auto["mixer"] = "fla, checked at startup" if "mixer fla" in fast else "chunked"
+    for key, text in auto.items():
+        text += "" if on_gpu else "; faster ones need a GPU"
+        yield judge(f"{key} auto", text, None, f'model.{key}_backend = "auto"')
+    for words, problem in problems.items() if on_gpu else ():
+        key, name = words.split()
+        reason, _, remedy = (problem or "").partition(": ")
+        why, uses = problem and reason, f'model.{key}_backend = "{name}"'
+        yield judge(words, "works here", why, uses, remedy, "missing")
+
+
+def _check_compiler() -> Finding:
+    import sysconfig
+
+    import torch._inductor.cpp_builder as builder
+
+    problem, compiler = None, ""
+    try:
+        compiler = builder.get_cpp_compiler()
+        with tempfile.TemporaryDirectory() as scratch:
+            source = Path(scratch) / "try.cpp"
+            source.write_text("#include <Python.h>\n#include <omp.h>\n#include <vector>\n")
+            options = ["-shared", "-fPIC", "-fopenmp", f"-I{sysconfig.get_path('include')}"]
+            words = [compiler, *options, "-o", f"{source}.so", str(source)]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line]
+            problem = " ".join([compiler, *lines[:1]])
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        problem = str(error).splitlines()[0]
+    remedy = "apt install g++ python3-dev, or conda install cxx-compiler; CXX names another"
+    found = str(shutil.which(compiler))
+    return judge("C++ compiler", found, problem, "compile.enable (torch.compile)", remedy)
+
+
+def check_disk(folder: Path) -> Findings:
+    """Check the file system of `folder`: space, speed, clock and locks."""
+    from canon_pretrain.core.files import free_bytes
+    from canon_pretrain.preflight import CLOCK_FAULT_S, report_node
+
+    uses, remedy = "run folders", "--dir with a folder on another file system"
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    above = [m for m in mounts if folder.resolve().is_relative_to(m[1].replace("\\040", " "))]
+    kind = max(above, key=lambda mount: len(mount[1]), default=["", "", "unknown"])[2]
+    free = free_bytes(folder)
+    text = f"{size(free)} free in {folder.resolve()} ({kind})"
+    few = f"{text}; a checkpoint of 1.3B parameters has {size(CHECKPOINT_BYTES)}"
+    problem = few if free < CHECKPOINT_BYTES else None
+    yield judge("disk space", text, problem, uses, remedy, "note", free=free, kind=kind)
+    if faults := report_node(folder, 1 << 20, 0).disk:
+        yield judge("disk", "", "; ".join(faults), uses, remedy)
+        return
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=SCRATCH) as file:
+        ahead_s = os.fstat(file.fileno()).st_mtime - time.time()
+        block, count, start = os.urandom(1 << 20), 0, time.monotonic()
+        while count < WRITE_BYTES and time.monotonic() - start < WRITE_S:
+            count += file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        rate = count / (time.monotonic() - start)
+    text = f"{size(rate)}/s, each MB synced"
+    yield judge("disk speed", text, None, "checkpoints", bytes_per_s=rate)
+    text = f"{ahead_s:+.2f} s from this machine's to the disk's"
+    problem = text if abs(ahead_s) > CLOCK_FAULT_S else None
+    yield judge("clock", text, problem, "heartbeats", "synchronize clocks (NTP)", s=ahead_s)
+    problem = _lock_problem(folder)
+    text = "a second launch is kept out"
+    if problem is None and kind.startswith(NETWORK_DISKS):
+        note = f"{text} on this machine; other machines were not tried ({kind})"
+        yield judge("file locks", "", note, "one launch per run", "", "note")
+    else:
+        yield judge("file locks", text, problem, "one launch per run", remedy)
+
+
+def _lock_problem(folder: Path) -> str | None:
+    from canon_pretrain.core.lock import LinkLock, locked
+
+    problem = None
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=SCRATCH) as scratch:
+            path, quiet = Path(scratch) / "lock.json", lambda text: None
+            held = LinkLock.acquire(path, log=quiet)
+            if LinkLock(path, log=quiet).try_acquire() or not held.is_owner():
+                problem = "two launches hold one run lock"
+            held.release()
+            with suppress(UserError), locked(path, ""), locked(path, ""):
+                problem = "two processes hold one flock"
+    except (OSError, UserError) as error:
+        problem = str(error)
+    return problem
+
+
+def check_network(folder: Path) -> Findings:
+    """Check the hub: answer, token and cache; and the login of wandb."""
+    import netrc
+    from urllib.error import HTTPError
+    from urllib.parse import urlsplit
+    from urllib.request import Request, urlopen
+
+    from huggingface_hub import constants, get_token
+
+    url, problem = constants.ENDPOINT, None
+    if constants.HF_HUB_OFFLINE:
+        problem = "not asked: HF_HUB_OFFLINE is set"
+    else:
+        try:
+            urlopen(Request(url, method="HEAD"), timeout=HUB_TIMEOUT_S).close()
+        except HTTPError:  # an answer
+            pass
+        except (OSError, ValueError) as error:
+            problem = f"{url} cannot be reached: {error}"
+    remedy = "download on a node with network: python -m eval stage, data_prep"
+    yield judge("hub", f"{url} answers", problem, "data, tokenizers", remedy, "note", url=url)
+    problem, remedy = None if get_token() else "none", "hf auth login, or set HF_TOKEN"
+    yield judge("hub token", "found", problem, "gated data, hf push", remedy, "missing")
+    cache, problem = Path(constants.HF_HOME).expanduser(), None
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=cache).close()
+    except OSError as error:
+        problem = f"{cache} cannot be written: {error.strerror}"
+    yield judge("hub cache", str(cache), problem, "downloads", "set HF_HOME to another folder")
+    base, logins = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"), dict[str, Any]()
+    with suppress(OSError, netrc.NetrcParseError):
+        logins = netrc.netrc(os.environ.get("NETRC")).hosts
+    known = "WANDB_API_KEY" in os.environ or urlsplit(base).hostname in logins
+    problem, remedy = None if known else f"no login for {base}", "wandb login"
+    yield judge("wandb", base, problem, "metrics.enable_wandb, online", remedy, "missing")
+
+
+def check_slurm(folder: Path) -> Findings:
+    """Check Slurm's commands, its controller and the settings of the cluster."""
+    from canon_pretrain.preflight import scontrol
+
+    if absent := [name for name in ("sbatch", "squeue") if shutil.which(name) is None]:
+        text = f"not on PATH: {', '.join(absent)}"
+        yield judge("Slurm", "", text, "jobs", "a login node of a cluster", "missing")
+        return
+    pairs = (line.partition("=") for line in scontrol("config").splitlines())
+    found = {key.strip(): value.strip() for key, _, value in pairs}
+    problem = None if "ClusterName" in found else "its controller does not answer"
+    text = f"{found.get('SLURM_VERSION')}, cluster {found.get('ClusterName')}"
+    yield judge("Slurm", text, problem, "jobs", "scontrol ping", "missing")
+    file = Path(os.environ.get("CANON_CLUSTER_ENV") or ROOT / "slurm" / "cluster.env")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    count = sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in lines)
+    problem = None if count else f"{file} {'sets nothing' if lines else 'does not exist'}"
+    remedy = "copy slurm/cluster.env.example to it and fill it in"
+    yield judge("cluster.env", f"{count} lines in {file}", problem, "jobs", remedy, "missing")
+
+
+GROUPS: dict[str, Callable[[Path], Findings]] = {
+    "machine": check_machine,
+    "GPU and kernels": check_gpu,
+    "disk": check_disk,
+    "network": check_network,
+    "Slurm": check_slurm,
+}
+
+
+def print_group(name: str, folder: str) -> None:
+    """Print a group's findings, a line of JSON each; an exception is the last one."""
+    try:
+        for each in GROUPS[name](Path(folder)):
+            print(json.dumps(asdict(each)), flush=True)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        print(json.dumps(asdict(judge(name, "", text, "this group of checks"))), flush=True)
+
+
+def run_groups(folder: Path) -> Iterator[tuple[str, list[Finding]]]:
+    """Run the groups side by side; yield the findings of each, in order."""
+    started, end = [], time.monotonic() + GROUP_TIMEOUT_S
+    for name in GROUPS:
+        output = tempfile.TemporaryFile("w+", errors="replace")
+        words, nothing = [sys.executable, "-c", CHILD, name, str(folder)], subprocess.DEVNULL
+        child = subprocess.Popen(words, stdin=nothing, stdout=output, stderr=subprocess.STDOUT)
+        started.append((name, output, child))
+    for name, output, child in started:
+        problem, found = None, list[Finding]()
+        try:
+            child.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            problem = _late(GROUP_TIMEOUT_S)
+            child.kill()
+            with suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
+                child.wait(1.0)
+        with output:
+            output.seek(0)
+            lines = output.read().splitlines()
+        for line in lines:
+            with suppress(ValueError, TypeError):  # a library printed it
+                found.append(Finding(**json.loads(line)))
+        if child.returncode and problem is None:
+            problem = f"ended with code {child.returncode}: {''.join(lines[-1:])}"
+        if problem:
+            found.append(judge(name, "", problem, "this group of checks"))
+        yield name, found
+
+
+def _late(seconds: float) -> str:
+    load, cores = os.getloadavg()[0], available_cores()
+    return f"no end in {seconds:.0f} s (load average {load:.1f} on {cores} cores)"
+
+
+# -- the training check
+
+
+def check_training(folder: Path, gpus: int, progress: Progress) -> Findings:
+    """Add up tensors over the ranks, train a tiny model, and verify its checkpoint."""
+    from canon_pretrain.checkpoint.folder import CheckpointFolder
+    from canon_pretrain.checkpoint.manifest import verify
+    from canon_pretrain.core.holder import host_name
+    from canon_pretrain.preflight import IN_NODE, MATMUL, read_reports
+    from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
+    from canon_pretrain.run.log import LogFollower
+
+    ranks, uses = min(gpus, 2) or 2, "training"
+    where = f"{'1 rank' if ranks == 1 else f'{ranks} ranks'} on {'CUDA' if gpus else 'the CPU'}"
+    try:
+        scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=folder))
+    except OSError as error:
+        text = f"not tried: {folder} cannot be written: {error.strerror}"
+        yield judge("training", "", text, uses, "--dir with a folder that can be written")
+        return
+    try:
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+        words = ["canon_pretrain.preflight", "ranks", "--report", str(scratch), "--gpus", str(gpus)]
+        progress.update(0.0, f"all-reduce: {where}")
+        problem = _run([*launch, *words], scratch / "ranks.out", lambda: None)
+        report = read_reports(scratch, [host_name()], ranks=True)[host_name()]
+        speeds: dict[str, Any] = next(iter(report.speeds.values()), {}) if report else {}
+        if report and (faults := [*report.faults, *filter(None, [report.left_alone])]):
+            problem = "; ".join(faults)
+        text = f"{where}: right sums, {size(speeds.get(IN_NODE, 0.0))}/s; "
+        text += f"matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s"
+        yield judge("all-reduce", text, problem, "training on several ranks", **speeds)
+
+        run = RunFolder(scratch / "run")
+        follower, events = LogFollower(run.log_file), list[dict[str, Any]]()
+
+        def follow() -> None:
+            with suppress(OSError, UserError):  # not there yet
+                events.extend(x for x in follower.poll() if x["event"] in ("start", "step"))
+            step = events[-1].get("step", 0) if events else 0
+            progress.update(step / STEPS, f"training check: step {step} of {STEPS}, {where}")
+
+        options = f"--training.steps {STEPS} --training.global_batch_size 8 --compile.no-enable "
+        options += "--lr_scheduler.warmup_steps 5 --metrics.log_freq 5"
+        words = ["canon_pretrain.train", "--config", str(CONFIG), *options.split()]
+        start = time.monotonic()
+        problem = _run(
+            [*launch, *words, "--job.dump_folder", str(run.path)], scratch / "out", follow
+        )
+        seconds = time.monotonic() - start
+        follow()
+        try:
+            if problem is None:
+                verify(CheckpointFolder(run.path / CHECKPOINTS).step_path(STEPS))
+        except (OSError, UserError) as error:
+            problem = str(error)
+        steps = [event for event in events if event["event"] == "step"]
+        text, rate = where, None
+        if len(steps) > 1:
+            first, last = (datetime.fromisoformat(each["time"]) for each in (steps[0], steps[-1]))
+            rate = (steps[-1]["step"] - steps[0]["step"]) / (last - first).total_seconds()
+            text += f": {rate:.1f} steps/s, not compiled, {seconds:.0f} s with the start; loss "
+            text += f"{steps[0]['loss']:.2f} to {steps[-1]['loss']:.2f}; checkpoint verified"
+        remedy = f"train it yourself: python -m canon_pretrain.train --config {CONFIG}"
+        facts: dict[str, Any] = {"steps_per_s": rate, "seconds": seconds, "ranks": ranks}
+        yield judge("training", text, problem, uses, remedy, **facts)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _run(words: Sequence[str], log: Path, watch: Callable[[], None]) -> str | None:
+    """Run Python with `words` and its output in `log`; return why it failed and the last lines."""
+    end, environ = time.monotonic() + TRAIN_TIMEOUT_S, {"OMP_NUM_THREADS": "1"} | os.environ
+    with log.open("wb") as output:
+        words, nothing = [sys.executable, *words], subprocess.DEVNULL
+        child = subprocess.Popen(words, stdin=nothing, stdout=output, stderr=output, env=environ)
+    try:
+        while child.poll() is None and time.monotonic() < end:
+            time.sleep(0.1)
+            watch()
+        code = child.poll()
+    finally:
+        _kill(child.pid)
+        with suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
+            child.wait(5.0)
+    if code == 0:
+        return None
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error[")]
+    why = _late(TRAIN_TIMEOUT_S) if code is None else f"exit code {code}"
+    return "\n".join([why, *(errors or lines[-8:])])
+
+
+def _kill(pid: int) -> None:
+    """Kill a process and its descendants: torchrun's ranks are in sessions of their own."""
+    with suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            _kill(int(child))
+        os.kill(pid, signal.SIGKILL)
+
+
+# -- the command
+
+
+def show(console: Console, name: str, found: Sequence[Finding]) -> None:
+    """Print a group as a table."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for width in (7, 20, None):
+        table.add_column(width=width, overflow="fold")
+    for each in found:
+        text = Text(printable(each.found, "\n"))
+        text.append(f"  for: {each.used_for}", "dim")
+        text.append(printable(f"\n-> {each.remedy}", "\n") if each.remedy else "", "bold")
+        table.add_row(Text(each.state, STYLES[each.state]), Text(each.what), text)
+    console.print(Text(name, "bold"))
+    console.print(table)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """`python -m canon_pretrain.doctor`; exits with code 1 if something is broken."""
+    parser = argparse.ArgumentParser(
+        prog=program("canon_pretrain.doctor"),
+        description="What this machine has, what uses it, what is missing and how to get it.",
+        epilog=EPILOG,
+        allow_abbrev=False,
+    )
+    where = "where runs will be written (default: this folder)"
+    parser.add_argument("--dir", type=Path, default=Path(), metavar="DIR", help=where)
+    parser.add_argument("--no_train", action="store_true", help="skip the training check")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    with command(prints=True):
+        given = parser.parse_args(argv)
+        console, every = Console(highlight=False), list[tuple[str, Finding]]()
+
+        def add(name: str, found: Sequence[Finding]) -> None:
+            every.extend((name, each) for each in found)
+            if not given.json:
+                show(console, name, found)
+
+        with Progress(Console(stderr=True, highlight=False, soft_wrap=True)) as progress:
+            for name, found in run_groups(given.dir):
+                add(name, found)
+            gpus = sum(each.facts.get("gpus", 0) for _, each in every)
+            if not given.no_train:
+                add("training", list(check_training(given.dir, gpus, progress)))
+        broken = [each.what for _, each in every if each.state == "broken"]
+        if given.json:
+            rows = [{"group": name, **asdict(each)} for name, each in every]
+            print(json.dumps({"works": not broken, "findings": rows}, indent=2))
+        else:
+            console.print(f"broken: {', '.join(broken)}" if broken else "nothing is broken")
+    raise SystemExit(1 if broken else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""The doctor finds what is broken: packages, disks, locks, hub, Slurm, GPU, compiler, training."""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from canon_pretrain import doctor
+from canon_pretrain.core import lock
+from canon_pretrain.core.terminal import Console, Progress
+from tests.fake_hub import FakeHub
+from tests.fake_slurm import FakeSlurm
+from tests.flash_packages import flash_impl
+from tests.support import ROOT
+
+NOWHERE = Path("/proc/1")  # which root cannot write either
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(doctor, "WRITE_BYTES", 2 << 20)
+
+
+def by_name(findings):
+    return {each.what: each for each in findings}
+
+
+def states(findings):
+    return {each.what: each.state for each in findings}
+
+
+def write_program(path, text):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+# -- machine
+
+
+def test_packages_outside_their_bounds(tmp_path, monkeypatch):
+    assert not {"numpy", "isal", "pytest"} & {*by_name(doctor.check_machine(tmp_path))}
+    for name, version in (("numpy", "1.0"), ("isal", "not a version"), ("pytest", "1.0")):
+        (tmp_path / f"{name}-1.dist-info").mkdir()
+        about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (tmp_path / f"{name}-1.dist-info" / "METADATA").write_text(about)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = by_name(doctor.check_machine(tmp_path))
+    assert (found["numpy"].state, found["isal"].state) == ("broken", "broken")
+    assert found["pytest"].state == "note", "nothing trains with it"
+    assert found["numpy"].facts == {"version": "1.0", "expected": "<3,>=2.0"}
+    assert found["packages"].state == "ok"
+
+
+def test_a_missing_package_and_an_old_python(tmp_path, monkeypatch):
+    lines = ["[project]", 'requires-python = ">=4"', 'dependencies = ["no-such-package>=1"]']
+    lines += ["[project.optional-dependencies]", 'dev = ["not-there"]', "cuda = []"]
+    (tmp_path / "pyproject.toml").write_text("\n".join(lines))
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    found = by_name(doctor.check_machine(tmp_path))
+    assert found["python"].state == found["no-such-package"].state == "broken"
+    assert found["no-such-package"].facts["version"] is None
+    assert "not-there" not in found
+
+
+# -- disk
+
+
+def test_a_sound_disk_and_one_that_cannot_be_written(tmp_path, monkeypatch):
+    found = by_name(doctor.check_disk(tmp_path))
+    assert found["disk speed"].facts["bytes_per_s"] > 0
+    assert abs(found["clock"].facts["s"]) < 2
+    assert {each.state for each in found.values()} <= {"ok", "note"}
+    assert not [*tmp_path.iterdir()]
+    assert by_name(doctor.check_disk(NOWHERE))["disk"].state == "broken"
+    assert by_name(doctor.check_disk(tmp_path / "nothing"))["disk"].state == "broken"
+    (finding,) = doctor.check_training(NOWHERE, 0, Progress(Console(quiet=True)))
+    assert (finding.what, finding.state) == ("training", "broken")
+    monkeypatch.setattr(doctor, "NETWORK_DISKS", (found["disk space"].facts["kind"],))
+    assert by_name(doctor.check_disk(tmp_path))["file locks"].state == "note"
+
+
+def test_locks_that_keep_nobody_out(tmp_path, monkeypatch):
+    def refuse(file, kind):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    with monkeypatch.context() as patch:  # Lustre without -o flock: links do
+        patch.setattr(fcntl, "flock", refuse)
+        assert doctor._lock_problem(tmp_path) is None
+        patch.setattr(lock, "link", lambda temporary, name: bool(temporary.replace(name)))
+        patch.setattr(lock, "read_lock", lambda path: None)
+        assert doctor._lock_problem(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", lambda file, kind: None)
+        assert doctor._lock_problem(tmp_path)
+        assert states(doctor.check_disk(tmp_path))["file locks"] == "broken"
+    assert not [*tmp_path.iterdir()]
+
+
+# -- network and Slurm
+
+
+def test_a_hub_that_cannot_be_reached(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(doctor, "HUB_TIMEOUT_S", 0.2)
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", closed)
+        assert states(doctor.check_network(tmp_path))["hub"] == "note"
+        silent.listen()  # and never answers
+        assert states(doctor.check_network(tmp_path))["hub"] == "note"
+    monkeypatch.setattr(constants, "ENDPOINT", "no address")
+    assert states(doctor.check_network(tmp_path))["hub"] == "note"
+    hub = FakeHub({})
+    monkeypatch.setattr(doctor, "HUB_TIMEOUT_S", 5)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    found = states(doctor.check_network(tmp_path))
+    hub.shutdown()
+    hub.server_close()
+    assert (found["hub"], found["hub cache"]) == ("ok", "ok"), "it answers, with 404"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HOME", str(NOWHERE / "home"))
+    found = states(doctor.check_network(tmp_path))
+    assert (found["hub"], found["hub cache"]) == ("note", "broken")
+
+
+def test_logins(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert states(doctor.check_network(tmp_path))["wandb"] == "missing"
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    (tmp_path / "netrc").chmod(0o600)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    found = by_name(doctor.check_network(tmp_path))
+    assert found["wandb"].state == found["hub token"].state == "ok"
+    assert "secret" not in str(found)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert states(doctor.check_network(tmp_path))["wandb"] == "missing"
+
+
+def test_slurm(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert states(doctor.check_slurm(tmp_path)) == {"Slurm": "missing"}
+    slurm = FakeSlurm(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", str(slurm.folder))
+    file = tmp_path / "cluster.env"
+    monkeypatch.setenv("CANON_CLUSTER_ENV", str(file))
+    assert states(doctor.check_slurm(tmp_path)) == {"Slurm": "ok", "cluster.env": "missing"}
+    file.write_text((ROOT / "slurm" / "cluster.env.example").read_text())
+    assert states(doctor.check_slurm(tmp_path))["cluster.env"] == "missing", "comments only"
+    file.write_text("export SBATCH_PARTITION=gpu\n")
+    assert states(doctor.check_slurm(tmp_path))["cluster.env"] == "ok"
+    slurm.break_down("scontrol")
+    assert states(doctor.check_slurm(tmp_path))["Slurm"] == "missing"
+
+
+# -- GPU, kernels, compiler
+
+
+@no_gpu
+def test_a_gpu_that_torch_cannot_use(tmp_path, monkeypatch):
+    program = tmp_path / "bin" / "nvidia-smi"
+    write_program(program, "[ $1 = -L ] && echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'")
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    finding = next(doctor.check_gpu(tmp_path))
+    assert (finding.what, finding.state, finding.facts["gpus"]) == ("GPU", "broken", 0)
+    assert "H100" in finding.facts["evidence"] and finding.remedy
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert next(doctor.check_gpu(tmp_path)).state == "note"
+
+
+@no_gpu
+def test_kernels_by_device():
+    assert set(states(doctor.check_kernels("cpu")).values()) == {"ok"}
+    with flash_impl("fa3"):  # a GPU of capability 9.0, with one package
+        found = by_name(doctor.check_kernels("cuda"))
+    assert found["attention fa3"].state == found["canon triton"].state == "ok"
+    absent = {name for name, each in found.items() if each.state == "missing"}
+    expected = {"canon causal_conv1d", "canon fla", "mixer fla", "attention flash_attn"}
+    assert absent == expected | {"attention fa4"}
+    assert all("pip install" in found[name].remedy for name in absent)
+
+
+@pytest.mark.system
+def test_compilers(tmp_path, monkeypatch):
+    assert doctor._check_compiler().state == "ok"
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor._check_compiler().state == "broken", "none"
+    write_program(
+        tmp_path / "g++", '[ "$1" = --version ] || { echo "error: no Python.h" >&2; false; }'
+    )
+    finding = doctor._check_compiler()
+    assert finding.state == "broken" and "Python.h" in finding.found
+
+
+# -- the report
+
+
+def test_groups_that_hang_and_crash(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "GROUPS", {"disk": None, "network": None})
+    monkeypatch.setattr(doctor, "GROUP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(doctor, "CHILD", "import time; time.sleep(60)")
+    found = dict(doctor.run_groups(tmp_path))
+    assert [states(each) for each in found.values()] == [{name: "broken"} for name in found]
+    monkeypatch.setattr(doctor, "GROUP_TIMEOUT_S", 60)
+    good = json.dumps(doctor.asdict(doctor.judge("first", "", None, "")))
+    monkeypatch.setattr(
+        doctor, "CHILD", f"import os; print('noise', '{good}', sep='\\n', flush=True); os.abort()"
+    )
+    found = dict(doctor.run_groups(tmp_path))
+    assert states(found["disk"]) == {"first": "ok", "disk": "broken"}
+
+
+def test_a_check_that_raises(tmp_path, monkeypatch, capsys):
+    def fail(folder):
+        yield doctor.judge("first", "", None, "")
+        raise ImportError("no libcudnn")
+
+    monkeypatch.setitem(doctor.GROUPS, "disk", fail)
+    doctor.print_group("disk", str(tmp_path))
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["state"] for each in lines] == ["ok", "broken"]
+
+
+@pytest.mark.parametrize("state", ["ok", "note", "missing", "broken"])
+def test_exit_code_and_json(state, monkeypatch, capsys):
+    finding = doctor.judge("thing", "", "a problem", "", "", state)
+    monkeypatch.setattr(doctor, "run_groups", lambda folder: [("disk", [finding])])
+    monkeypatch.setattr(doctor, "check_training", lambda *given: [doctor.judge("t", "", None, "")])
+    for options in (["--json"], ["--json", "--no_train"], []):
+        with pytest.raises(SystemExit) as ended:
+            doctor.main(options)
+        assert ended.value.code == (state == "broken")
+        if options:
+            found = json.loads(capsys.readouterr().out)
+            assert found["works"] == (state != "broken")
+            assert len(found["findings"]) == 3 - len(options)
+
+
+# -- the training check
+
+RANK = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+
+
+def test_a_hanging_launch_ends_with_its_ranks(tmp_path, monkeypatch):
+    output = tmp_path / "out"
+
+    def interrupt():
+        if output.read_text().endswith("\n"):
+            raise KeyboardInterrupt
+
+    launcher = f"subprocess.run([sys.executable, '-c', {RANK!r}], start_new_session=True)"
+    with pytest.raises(KeyboardInterrupt):
+        doctor._run(["-c", f"import subprocess, sys; {launcher}"], output, interrupt)
+    rank = output.read_text().strip()
+    monkeypatch.setattr(doctor, "TRAIN_TIMEOUT_S", 0.3)
+    assert doctor._run(["-c", "import time; time.sleep(60)"], output, int)
+    status = Path(f"/proc/{rank}/stat")
+    for _ in range(100):
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail(f"{rank} runs")
+
+
+@pytest.mark.system
+def test_the_training_check(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(doctor, "TRAIN_TIMEOUT_S", 300)  # on a busy machine
+    run = lambda: by_name(doctor.check_training(tmp_path, 0, Progress(Console(quiet=True))))  # noqa: E731
+    found = run()
+    assert states(found.values()) == {"all-reduce": "ok", "training": "ok"}
+    assert found["training"].facts["ranks"] == 2 and found["training"].facts["steps_per_s"] > 0
+    bad = tmp_path / "bad.toml"
+    bad.write_text(doctor.CONFIG.read_text().replace("dim = 32", "dim = 33"))
+    bad.write_text(bad.read_text().replace('"../base', f'"{doctor.CONFIG.parents[1]}/base'))
+    monkeypatch.setattr(doctor, "CONFIG", bad)
+    finding = run()["training"]
+    assert finding.state == "broken" and "error[" in finding.found
+    assert [*tmp_path.iterdir()] == [bad]
+
+
+@no_gpu
+@pytest.mark.system
+def test_the_command_without_a_compiler(tmp_path):
+    program = tmp_path / "bin" / "nvidia-smi"
+    write_program(program, "echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'")
+    environ = os.environ | {"PATH": str(program.parent), "PYTHONPATH": str(ROOT)}
+    environ |= {"HF_ENDPOINT": "http://127.0.0.1:9", "CXX": "g++", "HF_HOME": str(tmp_path / "hf")}
+    environ.pop("CUDA_VISIBLE_DEVICES", None)
+    words = [sys.executable, "-m", "canon_pretrain.doctor", "--no_train", "--json"]
+    done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, timeout=200)
+    found = {each["what"]: each["state"] for each in json.loads(done.stdout)["findings"]}
+    assert (done.returncode, found["GPU"], found["C++ compiler"]) == (1, "broken", "broken")
+    assert (found["hub"], found["Slurm"], found["gloo"]) == ("note", "missing", "ok")
