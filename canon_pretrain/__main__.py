@@ -23,7 +23,7 @@ STAGES = {
         "list verify prune",
     ),
     "eval": ("eval.__main__", "scores", "run compare report tasks stage submit bench"),
-    "hf": ("canon_pretrain.hf.__main__", "to Hugging Face and back, to the hub", "export push import"),
+    "hf": ("canon_pretrain.hf.__main__", "to Hugging Face and back", "export push import"),
     "sweep": ("canon_pretrain.sweep", "configs x learning rates x seeds", "plan run table"),
     "playground": ("canon_pretrain.playground", "models x tasks", "plan run status report"),
     "synthetic": (
