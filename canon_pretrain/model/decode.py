@@ -110,7 +110,9 @@ def generate(
 
 def sample_generator(item: int, number: int) -> torch.Generator:
     """Return the generator of sample `number` of an item."""
-    return torch.Generator().manual_seed((item << 20) + number)
+    seed = (item << 20) + number
+    # torch keeps 32 bits of a seed: mix the others in
+    return torch.Generator().manual_seed((seed ^ (seed >> 32) * 0x9E3779B1) & 0xFFFFFFFF)
 
 
 def sample(

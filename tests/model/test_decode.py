@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from canon_pretrain.model.cache import FIRST_CAPACITY, Cache
-from canon_pretrain.model.decode import generate, sample
+from canon_pretrain.model.decode import generate, sample, sample_generator
 from tests.support import refused
 from tests.variants import BASE, EOS_ID, VARIANTS, build, every_variant, random_tokens, variant
 
@@ -345,3 +345,12 @@ def test_a_cache_after_an_interrupted_pass_is_refused():
     hook.remove()
     with refused("cache.incomplete"):
         model(tokens[:, 5:6], cache=cache)
+
+
+def test_generators_of_far_items_draw_differently():
+    draws = {
+        (item, number): torch.rand(1, generator=sample_generator(item, number)).item()
+        for item in (0, 1, 4096, 8192, 4096 * 4096, 4097)
+        for number in (0, 1, 5)
+    }
+    assert len({*draws.values()}) == len(draws)
