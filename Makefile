@@ -24,7 +24,7 @@ CONSTRAINTS ?= constraints.txt
 RUN := outputs/quickstart
 STEPS := 240
 STOP_AT := 120
-STAGES := 5
+STAGES := 6
 playground-lm: STAGES := 2
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -38,6 +38,7 @@ DEVICE := $(if $(filter 1,$(GPUS)),CUDA_VISIBLE_DEVICES= )
 LAUNCH := $(DEVICE)OMP_NUM_THREADS=$(THREADS) torchrun --nproc-per-node 2 -m canon_pretrain.train --config $(CONFIG)
 EVAL := $(DEVICE)python -m eval run --checkpoint $(RUN)/run/checkpoint/step-$(STEPS) \
 	--suite validation,birth-year --limit 100 --max_length 256 --must_beat unigram
+SAMPLE := $(DEVICE)canon sample $(RUN)/run --prompt "This module provides" --max_tokens 60 --seed 0
 , := ,
 INSTALLED := .venv/.installed
 # two processes of one thread each, so that nothing waits for a core
@@ -59,21 +60,23 @@ DONE := $(RUN)/run/DONE
 
 quickstart: $(INSTALLED)
 	@$(MAKE) --no-print-directory $(DONE)
-	$(call stage,4/5 held-out loss beside count models$(,) and birth-year probes: 100 windows or items of each,$(EVAL))
-	$(call stage,5/5 a page to look at,python -m eval report $(RUN)/run)
-	@printf '\n%s\n' 'report: $(RUN)/run/report/index.html' 'next:' \
+	$(call stage,4/6 held-out loss beside count models$(,) and birth-year probes: 100 windows or items of each,$(EVAL))
+	$(call stage,5/6 a page to look at,python -m eval report $(RUN)/run)
+	$(call stage,6/6 a sample,$(SAMPLE))
+	@printf '\n'; printf '%s\n' 'report: $(RUN)/run/report/index.html' 'next:' \
 		'  source .venv/bin/activate' \
-		'  canon new mine --data FOLDER                  # a model of your own text' \
-		'  make playground                               # which architecture is better at what'
+		'  canon sample $(RUN)/run       # a prompt of your own' \
+		'  canon new mine --data FOLDER              # a model of your own text' \
+		'  make playground                           # which architecture is better at what'
 
 $(SHARDS): | $(INSTALLED)
 	$(call stage,1/$(STAGES) text -> tokenizer -> shards,python -m data_prep build --source stdlib --tokenizer train:2048 --holdout 0.03 --out $(RUN)/data)
 
 $(STOPPED): | $(SHARDS)
-	$(call stage,2/5 train on two FSDP2 ranks and stop in the middle,$(LAUNCH) --run.stop_at $(STOP_AT))
+	$(call stage,2/6 train on two FSDP2 ranks and stop in the middle,$(LAUNCH) --run.stop_at $(STOP_AT))
 
 $(DONE): | $(STOPPED)
-	$(call stage,3/5 resume and finish,$(LAUNCH))
+	$(call stage,3/6 resume and finish,$(LAUNCH))
 
 playground: $(INSTALLED)
 	python -m canon_pretrain.playground run train_configs/playground/boards/laptop.toml
