@@ -37,7 +37,7 @@ GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)
 DEVICE := $(if $(filter 1,$(GPUS)),CUDA_VISIBLE_DEVICES= )
 LAUNCH := $(DEVICE)OMP_NUM_THREADS=$(THREADS) torchrun --nproc-per-node 2 -m canon_pretrain.train --config $(CONFIG)
 EVAL := $(DEVICE)python -m eval run --checkpoint $(RUN)/run/checkpoint/step-$(STEPS) \
-	--suite validation,birth-year --limit 100 --max_length 256 --must_beat unigram
+	--suite validation,birth-year --limit 100 --max_length 384 --must_beat unigram
 SAMPLE := $(DEVICE)canon sample $(RUN)/run --prompt "This module provides" --max_tokens 60 --seed 0
 , := ,
 INSTALLED := .venv/.installed
@@ -63,11 +63,10 @@ quickstart: $(INSTALLED)
 	$(call stage,4/6 held-out loss beside count models$(,) and birth-year probes: 100 windows or items of each,$(EVAL))
 	$(call stage,5/6 a page to look at,python -m eval report $(RUN)/run)
 	$(call stage,6/6 a sample,$(SAMPLE))
-	@printf '\n'; printf '%s\n' 'report: $(RUN)/run/report/index.html' 'next:' \
-		'  source .venv/bin/activate' \
-		'  canon sample $(RUN)/run       # a prompt of your own' \
-		'  canon new mine --data FOLDER              # a model of your own text' \
-		'  make playground                           # which architecture is better at what'
+	@printf '\nreport: $(RUN)/run/report/index.html\nnext:\n  source .venv/bin/activate\n'
+	@printf '  %-37s # %s\n' 'canon sample $(RUN)/run' 'a prompt of your own' \
+		'canon new mine --data FOLDER' 'a model of your own text' \
+		'make playground' 'which architecture is better at what'
 
 $(SHARDS): | $(INSTALLED)
 	$(call stage,1/$(STAGES) text -> tokenizer -> shards,python -m data_prep build --source stdlib --tokenizer train:2048 --holdout 0.03 --out $(RUN)/data)

@@ -1,6 +1,7 @@
 """Exports of small models, folders of LlamaCanon models (llama_canon.py), and their imports."""
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import dynamic_module_utils
 
 from canon_pretrain.checkpoint.manifest import Kind, Manifest, verify
 from canon_pretrain.checkpoint.weights import TRAINING_STATE
@@ -62,6 +64,15 @@ def hub_environment(scratch: Path) -> dict[str, str]:
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1")
     folders = {"HF_HOME": str(scratch / "hf"), "HF_MODULES_CACHE": str(scratch / "hf" / "modules")}
     return os.environ | offline | folders | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def isolate_remote_code(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """An export's code is copied there, by default to the home folder; the import is forgotten."""
+    patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(folder))
+    patch.setenv("HF_MODULES_CACHE", str(folder))
+    patch.syspath_prepend(str(folder))
+    for name in [n for n in sys.modules if n.split(".")[0] == "transformers_modules"]:
+        patch.delitem(sys.modules, name)
 
 
 @pytest.fixture(autouse=True)

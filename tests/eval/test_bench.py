@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers.dynamic_module_utils
 
 from eval.__main__ import main
 from eval.bench import CASES, agreement
 from tests.data_folders import make_data_folder, sentence
-from tests.hf_exports import plant_run
+from tests.hf_exports import isolate_remote_code, plant_run
 from tests.support import refused
 from tests.variants import build, variant
 
@@ -43,10 +42,7 @@ def test_what_counts_as_the_same_answer(name, ours, theirs, found):
 @pytest.mark.parametrize("trained", [False, True])
 def test_every_case_is_measured_and_agrees(trained, tmp_path, monkeypatch):
     """A trained model may have a shorter max_seq_len than the requests."""
-    modules = str(tmp_path / "modules")
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
-    monkeypatch.syspath_prepend(modules)
-    monkeypatch.setenv("HF_MODULES_CACHE", modules)
+    isolate_remote_code(monkeypatch, tmp_path / "modules")
     options = ["--model", "debug,vocab_size=400"]
     if trained:
         texts = [sentence(seed, 60) for seed in range(10)]

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers.dynamic_module_utils
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
@@ -24,7 +23,7 @@ from canon_pretrain.run.results import read_samples
 from eval.model.lm import CanonLM
 from tests.data_folders import make_data_folder, sentence
 from tests.eval_fixtures import stage_fixtures
-from tests.hf_exports import hub_environment, plant_run
+from tests.hf_exports import hub_environment, isolate_remote_code, plant_run
 from tests.support import ROOT
 from tests.variants import build, variant
 
@@ -109,10 +108,7 @@ def models(tmp_path_factory):
         return Models(*ours, HFLM(pretrained=str(out), **given))
 
     with pytest.MonkeyPatch.context() as patch:
-        # an export's code is copied there, by default to the home folder
-        modules = str(folder / "modules")
-        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
-        patch.syspath_prepend(modules)
+        isolate_remote_code(patch, folder / "modules")
         yield make
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from canon_pretrain.hf.__main__ import main
 from canon_pretrain.hf.export import RECORD
 from tests.fake_model_hub import USER, model_hub
-from tests.hf_exports import plant_run
+from tests.hf_exports import isolate_remote_code, plant_run
 from tests.hf_exports import quick as quick
 from tests.support import ROOT, error_codes
 from tests.variants import VARIANTS, build, random_tokens
@@ -61,7 +61,9 @@ def refusal(capsys, *words):
     return error_codes(capsys.readouterr().err)
 
 
-def test_a_push_loads_from_the_hub(hub, checkpoint, model, tmp_path, capsys):
+@pytest.mark.system
+def test_a_push_loads_from_the_hub(hub, checkpoint, model, tmp_path, capsys, monkeypatch):
+    isolate_remote_code(monkeypatch, tmp_path / "modules")
     push(checkpoint, "model", "--private", "--no-tokenizer", "--license", "apache-2.0")
     assert hub.private == {REPO} and len(hub.models[REPO]["main"]) == 2
     assert f"{hub.url}/{REPO}/commit/" in capsys.readouterr().out
