@@ -516,12 +516,13 @@ def main(argv: list[str] | None = None) -> None:
             if not given.json:
                 show(console, name, found)
 
-        with Progress(Console(stderr=True, highlight=False, soft_wrap=True)) as progress:
-            for name, found in run_groups(given.dir):
-                add(name, found)
-            gpus = sum(each.facts.get("gpus", 0) for _, each in every)
-            if not given.no_train:
-                add("training", list(check_training(given.dir, gpus, progress)))
+        for name, found in run_groups(given.dir):
+            add(name, found)
+        gpus = sum(each.facts.get("gpus", 0) for _, each in every)
+        if not given.no_train:
+            with Progress(Console(stderr=True, highlight=False, soft_wrap=True)) as progress:
+                checked = list(check_training(given.dir, gpus, progress))
+            add("training", checked)
         broken = [each.what for _, each in every if each.state == "broken"]
         if given.json:
             rows = [{"group": name, **asdict(each)} for name, each in every]

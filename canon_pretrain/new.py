@@ -204,7 +204,7 @@ def toml(name: str, files: str, prompt: str, given: Proposal) -> str:
     """Return the experiment's file, each value with its rule."""
     machine = given.machine
     quoted = {
-        "description": f"Llama(RoPE) + Canon-ABCD on {files}",
+        "description": f"{name}, on {files}",
         "run": f"outputs/{name}/canon",
         "data": f"outputs/{name}/data",
         "prompt": prompt,
@@ -233,6 +233,7 @@ def toml(name: str, files: str, prompt: str, given: Proposal) -> str:
         warmup=min(1000, -(-given.steps // 10)),
         quarter=-(-given.steps // 4),
         tenth=-(-given.steps // 10),
+        hundredth=-(-given.steps // 100),
         compiles="true" if machine.is_gpu else "false",
     )
 
@@ -284,7 +285,8 @@ def propose_experiment(given: argparse.Namespace) -> None:
         raise UserError("new.too_little_text", message, given=found.num_bytes)
     _, holdout = cut_and_holdout(found)
     machine = Machine.find()
-    show("machine", f"{machine.name}: {size(machine.memory)} of memory each")
+    each = " each" if machine.ranks > 1 else ""
+    show("machine", f"{machine.name}, {size(machine.memory)} of memory{each}")
     chosen = propose(machine, (1 - holdout) * found.num_bytes, 60.0 * given.minutes)
     vocab_size, share = found.tokens_per_byte(chosen.args.vocab_size)
     total = share * found.num_bytes
@@ -321,7 +323,7 @@ def print_survey(found: Survey) -> None:
         show("", f"read as plain text: {' '.join(found.suffixes)}")
     if found.skipped:
         kinds = (f"{count:,} {kind or 'without suffix'}" for kind, count in found.skipped.items())
-        show("", f"skipped: {', '.join([*kinds][:5])}; --text_suffixes reads more as plain text")
+        show("", f"skipped: {', '.join([*kinds][:5])}; --text-suffixes reads more as plain text")
     if found.sample:
         text = " ".join(found.sample[len(found.sample) // 2].split())
         show("sample", f"{text[:SHOWN_CHARACTERS]} ...")
@@ -341,9 +343,9 @@ def main(argv: list[str] | None = None) -> None:
     files = "files or folders: .txt, .jsonl (.zst, .gz), .parquet, or other plain text"
     add("--data", nargs="+", type=Path, required=True, metavar="PATH", help=files)
     add("--minutes", type=positive, default=10, help="of training here (default: %(default)s)")
-    add("--text_field", metavar="F", help="name of the text in .jsonl and .parquet (default: text)")
+    add("--text-field", metavar="F", help="name of the text in .jsonl and .parquet (default: text)")
     suffixes = "read files of these suffixes as plain text too, such as .md .rst"
-    add("--text_suffixes", nargs="+", default=(), metavar=".S", help=suffixes)
+    add("--text-suffixes", nargs="+", default=(), metavar=".S", help=suffixes)
     with command():
         propose_experiment(parser.parse_args(argv))
 
