@@ -230,7 +230,7 @@ def print_compared(
         cells = [(_visible(s.text), *map(_nats, s.nats)) if s else ("", "", "") for s in row]
         table.add_row(*cells[0], *cells[1])
     console.print(table)
-    console.print("nats per token; where tokenizers split the text differently, of the shortest common part")
+    console.print("nats per token; where tokenizers differ, per shortest piece in common")
 
 
 def _table(*columns: str) -> Table:
