@@ -9,6 +9,7 @@ the GPUs, if there are any) in a temporary folder of DIR. Exit code 0 if nothing
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -264,6 +265,7 @@ def _lock_problem(folder: Path) -> str | None:
 def check_network(folder: Path) -> Findings:
     """Check the hub: answer, token and cache; and the login of wandb."""
     import netrc
+    from http.client import HTTPException
     from urllib.error import HTTPError
     from urllib.parse import urlsplit
     from urllib.request import Request, urlopen
@@ -278,8 +280,8 @@ def check_network(folder: Path) -> Findings:
             urlopen(Request(url, method="HEAD"), timeout=HUB_TIMEOUT_S).close()
         except HTTPError:  # an answer
             pass
-        except (OSError, ValueError) as error:
-            problem = f"{url} cannot be reached: {error}"
+        except (OSError, ValueError, HTTPException) as error:
+            problem = f"{url} cannot be reached: {getattr(error, 'reason', error)}"
     remedy = "download on a node with network: python -m eval stage, data_prep"
     yield judge("hub", f"{url} answers", problem, "data, tokenizers", remedy, "note", url=url)
     problem, remedy = None if get_token() else "none", "hf auth login, or set HF_TOKEN"
@@ -403,7 +405,8 @@ def check_training(folder: Path, gpus: int, progress: Progress) -> Findings:
         speeds: dict[str, Any] = next(iter(report.speeds.values()), {}) if report else {}
         if report and (faults := [*report.faults, *filter(None, [report.left_alone])]):
             problem = "; ".join(faults)
-        text = f"{where}: right sums, {size(speeds.get(IN_NODE, 0.0))}/s; "
+        rate = f", {size(speeds[IN_NODE])}/s" if IN_NODE in speeds else ""
+        text = f"{where}: right sums{rate}; "
         text += f"matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s"
         yield judge("all-reduce", text, problem, "training on several ranks", **speeds)
 
@@ -431,14 +434,18 @@ def check_training(folder: Path, gpus: int, progress: Progress) -> Findings:
         except (OSError, UserError) as error:
             problem = str(error)
         steps = [event for event in events if event["event"] == "step"]
-        text, rate = where, None
+        text, steps_per_s = where, None
         if len(steps) > 1:
             first, last = (datetime.fromisoformat(each["time"]) for each in (steps[0], steps[-1]))
-            rate = (steps[-1]["step"] - steps[0]["step"]) / (last - first).total_seconds()
-            text += f": {rate:.1f} steps/s, not compiled, {seconds:.0f} s with the start; loss "
-            text += f"{steps[0]['loss']:.2f} to {steps[-1]['loss']:.2f}; checkpoint verified"
+            count = steps[-1]["step"] - steps[0]["step"]
+            steps_per_s = count / (last - first).total_seconds()
+            losses = [float(each["loss"]) for each in (steps[0], steps[-1])]  # "nan" is a string
+            if problem is None and not all(map(math.isfinite, losses)):
+                problem = f"the loss goes from {losses[0]:.2f} to {losses[1]:.2f}"
+            text += f": {steps_per_s:.1f} steps/s, not compiled, {seconds:.0f} s with the start; "
+            text += f"loss {losses[0]:.2f} to {losses[1]:.2f}; checkpoint verified"
         remedy = f"train it yourself: python -m canon_pretrain.train --config {CONFIG}"
-        facts: dict[str, Any] = {"steps_per_s": rate, "seconds": seconds, "ranks": ranks}
+        facts: dict[str, Any] = {"steps_per_s": steps_per_s, "seconds": seconds, "ranks": ranks}
         yield judge("training", text, problem, uses, remedy, **facts)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -456,7 +463,8 @@ def _run(words: Sequence[str], log: Path, watch: Callable[[], None]) -> str | No
             watch()
         code = child.poll()
     finally:
-        _kill(child.pid)
+        if child.poll() is None:  # else the number may be another's
+            _kill(child.pid)
         with suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
             child.wait(5.0)
     if code == 0:

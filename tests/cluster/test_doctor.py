@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,9 +15,11 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from canon_pretrain import doctor
-from canon_pretrain.core import lock
+from canon_pretrain import doctor, preflight
+from canon_pretrain.checkpoint import manifest
+from canon_pretrain.core import holder, lock
 from canon_pretrain.core.terminal import Console, Progress
+from canon_pretrain.run.folder import RunFolder
 from tests.fake_hub import FakeHub
 from tests.fake_slurm import FakeSlurm
 from tests.flash_packages import flash_impl
@@ -121,9 +124,22 @@ def test_a_hub_that_cannot_be_reached(tmp_path, monkeypatch):
         silent.bind(("127.0.0.1", 0))
         closed = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setattr(constants, "ENDPOINT", closed)
-        assert states(doctor.check_network(tmp_path))["hub"] == "note"
+        finding = by_name(doctor.check_network(tmp_path))["hub"]
+        assert finding.state == "note" and "urlopen" not in finding.found
         silent.listen()  # and never answers
         assert states(doctor.check_network(tmp_path))["hub"] == "note"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            with server.accept()[0] as client:
+                client.recv(1 << 16)
+                client.sendall(b"no HTTP\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert states(doctor.check_network(tmp_path))["hub"] == "note"
+        thread.join()
     monkeypatch.setattr(constants, "ENDPOINT", "no address")
     assert states(doctor.check_network(tmp_path))["hub"] == "note"
     hub = FakeHub({})
@@ -280,6 +296,38 @@ def test_a_hanging_launch_ends_with_its_ranks(tmp_path, monkeypatch):
             return
         time.sleep(0.05)
     pytest.fail(f"{rank} runs")
+
+
+def test_an_ended_process_is_not_killed(tmp_path, monkeypatch):
+    """Its number may already be another's."""
+    killed = []
+    monkeypatch.setattr(doctor, "_kill", killed.append)
+    assert doctor._run(["-c", ""], tmp_path / "out", int) is None
+    assert not killed
+
+
+@pytest.mark.parametrize("loss, state", [(2.5, "ok"), ("nan", "broken")])
+def test_the_loss_of_one_gpu(tmp_path, monkeypatch, loss, state):
+    def run(words, output, watch):
+        if "canon_pretrain.preflight" in words:
+            report = preflight.Report(speeds={"cuda:0": {preflight.MATMUL: 1e12}})
+            path = output.parent / f"{holder.host_name()}.rank0.json"
+            path.write_text(json.dumps(doctor.asdict(report)))
+            return
+        folder = RunFolder(Path(words[-1]))
+        folder.log_file.parent.mkdir(parents=True)
+        lines = [
+            {"event": "step", "time": f"2026-01-01T00:00:0{k}+00:00", "step": 5 * k, "loss": each}
+            for k, each in ((1, 3.5), (2, loss))
+        ]
+        folder.log_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    monkeypatch.setattr(doctor, "_run", run)
+    monkeypatch.setattr(manifest, "verify", lambda path: None)
+    found = by_name(doctor.check_training(tmp_path, 1, Progress(Console(quiet=True))))
+    assert (found["all-reduce"].state, found["training"].state) == ("ok", state)
+    assert found["training"].facts["steps_per_s"] == 5
+    assert "B/s" not in found["all-reduce"].found, "one rank sends nothing"
 
 
 @pytest.mark.system
