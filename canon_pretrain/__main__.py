@@ -5,6 +5,7 @@ are modules by name only: they still meet on disk alone.
 """
 
 import sys
+from contextlib import redirect_stdout, suppress
 from importlib import import_module
 
 from canon_pretrain.core.cli import command
@@ -41,7 +42,13 @@ def main(argv: list[str] | None = None) -> None:
     """Run the program that the first word names; print the table of them if there is none."""
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in STAGES:
-        import_module(STAGES[words[0]][0]).main(words[1:])
+        module, _, commands = STAGES[words[0]]
+        start = import_module(module).main
+        if commands and not words[1:]:  # help, as an error
+            with redirect_stdout(sys.stderr), suppress(SystemExit):
+                start(["--help"])
+            raise SystemExit(2)
+        start(words[1:])
         return
     with command(prints=True):
         if words and words[0] not in ("-h", "--help"):

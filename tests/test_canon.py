@@ -52,6 +52,15 @@ def test_a_stage_gets_the_rest_of_the_words(capsys, tmp_path):
     assert error_codes(capsys.readouterr().err) == ["checkpoint.none"]
 
 
+@pytest.mark.parametrize("name", [name for name, (_, _, commands) in STAGES.items() if commands])
+def test_a_stage_without_its_command_prints_help(name, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([name])
+    output = capsys.readouterr()
+    assert (left.value.code, output.out) == (2, "")
+    assert "--help" in output.err and "required" not in output.err
+
+
 @pytest.mark.parametrize("name", ["data", "run", "checkpoint", "eval", "hf", "sweep"])
 def test_help_names_what_was_typed(name, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["/usr/bin/canon", name, "--help"])
