@@ -204,6 +204,7 @@ def test_a_gpu_that_torch_cannot_use(tmp_path, monkeypatch):
 
 
 @no_gpu
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # torch 2.11
 def test_kernels_by_device():
     assert set(states(doctor.check_kernels("cpu")).values()) == {"ok"}
     with flash_impl("fa3"):  # a GPU of capability 9.0, with one package
