@@ -36,6 +36,7 @@ HUB_TIMEOUT_S = 5.0
 STEPS = 40
 CHECKPOINT_BYTES = 16_200_000_000  # 1.3B parameters and AdamW's two moments, float32
 WRITE_BYTES, WRITE_S = 64 << 20, 3.0
+MOUNTS = Path("/proc/mounts")
 NETWORK_DISKS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "9p", "fuse")
 CHILD = "import sys; from canon_pretrain.doctor import print_group as f; f(*sys.argv[1:])"
 SCRATCH = ".canon-doctor-"
@@ -88,8 +89,9 @@ def check_machine(folder: Path) -> Findings:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     required = [f"python{project['requires-python']}", *project["dependencies"]]
-    optional, good = [*extras["dev"], *extras["cuda"]], []
-    for each in map(Requirement, [*required, *optional]):
+    good = []
+    for line in [*required, *extras["dev"], *extras["cuda"]]:
+        each, is_needed = Requirement(line), line in required
         if each.marker is not None and not each.marker.evaluate():
             continue
         found = platform.python_version() if each.name == "python" else None
@@ -99,16 +101,16 @@ def check_machine(folder: Path) -> Findings:
             if found is not None and each.specifier.contains(found, prereleases=True):
                 good.append(f"{each.name} {found}")
                 continue
-        is_needed, bounds = str(each) in map(str, map(Requirement, required)), str(each.specifier)
         if found is None and not is_needed:
             continue  # the kernels report theirs
+        bounds = str(each.specifier)
         problem = "not installed" if found is None else f"{found}, outside {bounds}"
-        bad = "broken" if is_needed else "note"
-        facts: dict[str, Any] = {"version": found, "expected": bounds}
+        state, uses = ("broken", "all") if is_needed else ("note", "an option")
         remedy = f"pip install '{each.name}{bounds}'"
-        yield judge(
-            each.name, "", problem, "all" if is_needed else "an option", remedy, bad, **facts
-        )
+        if each.name == "python":
+            remedy = "make install PYTHON=... with another Python"
+        facts = {"version": found, "expected": bounds}
+        yield Finding(state, each.name, problem, uses, remedy, facts)
     text = f"{len(good)} within pyproject.toml's bounds: {', '.join(good[:4])}; {sys.executable}"
     yield judge("packages", text, None, "all", count=len(good))
     cores, memory = available_cores(), available_memory()
@@ -211,9 +213,10 @@ def check_disk(folder: Path) -> Findings:
     from canon_pretrain.preflight import CLOCK_FAULT_S, report_node
 
     uses, remedy = "run folders", "--dir with a folder on another file system"
-    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    mounts = [line.split() for line in MOUNTS.read_text().splitlines()]
     above = [m for m in mounts if folder.resolve().is_relative_to(m[1].replace("\\040", " "))]
-    kind = max(above, key=lambda mount: len(mount[1]), default=["", "", "unknown"])[2]
+    # the last of those at one place is on top: autofs lists itself below the disk
+    kind = max(reversed(above), key=lambda mount: len(mount[1]), default=["", "", "unknown"])[2]
     free = free_bytes(folder)
     text = f"{size(free)} free in {folder.resolve()} ({kind})"
     few = f"{text}; a checkpoint of 1.3B parameters has {size(CHECKPOINT_BYTES)}"

@@ -74,6 +74,7 @@ def test_a_missing_package_and_an_old_python(tmp_path, monkeypatch):
     found = by_name(doctor.check_machine(tmp_path))
     assert found["python"].state == found["no-such-package"].state == "broken"
     assert found["no-such-package"].facts["version"] is None
+    assert "pip" not in found["python"].remedy, "pip has no Python"
     assert "not-there" not in found
 
 
@@ -90,8 +91,10 @@ def test_a_sound_disk_and_one_that_cannot_be_written(tmp_path, monkeypatch):
     assert by_name(doctor.check_disk(tmp_path / "nothing"))["disk"].state == "broken"
     (finding,) = doctor.check_training(NOWHERE, 0, Progress(Console(quiet=True)))
     assert (finding.what, finding.state) == ("training", "broken")
-    monkeypatch.setattr(doctor, "NETWORK_DISKS", (found["disk space"].facts["kind"],))
-    assert by_name(doctor.check_disk(tmp_path))["file locks"].state == "note"
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/a / ext4\nauto {tmp_path} autofs\nhost:/a {tmp_path} nfs4\n")
+    monkeypatch.setattr(doctor, "MOUNTS", mounts)
+    assert by_name(doctor.check_disk(tmp_path))["file locks"].state == "note", "autofs is below it"
 
 
 def test_locks_that_keep_nobody_out(tmp_path, monkeypatch):
