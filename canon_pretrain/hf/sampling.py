@@ -6,7 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Self
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -16,7 +15,7 @@ from canon_pretrain.data.id_tokenizer import is_id_tokenizer
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf.loading import dtype_for, find_tokenizer, load_model, locate
 from canon_pretrain.kernels.hardware import check_cuda
-from canon_pretrain.model.decode import generate
+from canon_pretrain.model.decode import generate, sample_generator
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.synthetic.evaluation import task_of_run
 from canon_pretrain.synthetic.task import Task
@@ -150,7 +149,7 @@ class Sampler:
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            generator=[seeded(seed, first + k) for k in range(len(answers))]
+            generator=[sample_generator(seed, first + k) for k in range(len(answers))]
             if temperature
             else None,
         )
@@ -178,12 +177,6 @@ class Sampler:
             if text.startswith(before):
                 sums.setdefault(len(before), total)
         return sums | {len(text): total}
-
-
-def seeded(seed: int, number: int) -> torch.Generator:
-    """Return the generator of sample `number`; torch uses 32 bits of a seed on the CPU."""
-    state = np.random.SeedSequence((seed, number)).generate_state(1)
-    return torch.Generator().manual_seed(int(state[0]))
 
 
 class Segment(NamedTuple):

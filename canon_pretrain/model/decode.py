@@ -109,7 +109,7 @@ def generate(
 
 
 def sample_generator(item: int, number: int) -> torch.Generator:
-    """Return the generator of sample `number` of an item."""
+    """Return the generator of sample `number` of an item, or of a seed."""
     seed = (item << 20) + number
     # torch keeps 32 bits of a seed: mix the others in
     return torch.Generator().manual_seed((seed ^ (seed >> 32) * 0x9E3779B1) & 0xFFFFFFFF)

@@ -155,7 +155,7 @@ def _canon(args: ModelArgs) -> str:
 
 
 def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:
-    yield "step", f"{step:,} of {run.identity.get('training.steps') or '?'}"
+    yield "step", f"{step:,} of {sections.number(run.identity.get('training.steps'), 0)}"
     if not has_log:
         yield "log", "none: the curves and the number of tokens are not known"
         return
