@@ -104,8 +104,9 @@ def test_repeated_tokens_are_worth_less():
         return one.ratio * one.parameters
 
     assert ratio(9e4) == pytest.approx(9e4)
-    # Muennighoff et al.: four epochs are worth almost four, sixteen clearly less
-    assert 0.93 < ratio(4e5) / 4e5 < 1 and 0.6 < ratio(1.6e6) / 1.6e6 < 0.7
+    # Muennighoff et al.: four epochs are worth almost four, eight clearly less; more are not made
+    assert 0.93 < ratio(4e5) / 4e5 < 1 and 0.8 < ratio(8e5) / 8e5 < 0.85
+    assert ratio(1.6e6) == ratio(8e5)
 
 
 def test_refusals_lose_nothing(tmp_path, capsys):
