@@ -338,7 +338,11 @@ def test_several_suites_and_tasks_of_lm_eval(copy, evaluate, monkeypatch, capsys
     splits = datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), rows))
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: splits)
     evaluate("openbookqa,validation,openbookqa", of=copy)
-    assert set(result_of(copy, "openbookqa").scores["openbookqa"]) == {"acc", "acc_norm"}
+    assert set(result_of(copy, "openbookqa").scores["openbookqa"]) == {
+        "acc",
+        "acc_norm",
+        "gold_bits_per_byte",
+    }
     assert len(paths_of(copy, "validation")) == 1
     assert not is_new(evaluate("openbookqa", of=copy))
     assert "zen_of_python" in evaluate("zen_of_pyton", refused="eval.unknown_suite")
