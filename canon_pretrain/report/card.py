@@ -155,7 +155,8 @@ def _canon(args: ModelArgs) -> str:
 
 
 def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:
-    yield "step", f"{step:,} of {sections.number(run.identity.get('training.steps'), 0)}"
+    total = run.identity.get("training.steps")
+    yield "step", f"{step:,} of {total:,}" if total else f"{step:,}"
     if not has_log:
         yield "log", "none: the curves and the number of tokens are not known"
         return
