@@ -1,5 +1,6 @@
 """Which evaluations of runs exist, at which steps, and which can be compared. No torch."""
 
+import bisect
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -51,7 +52,9 @@ def logged_losses(run: RunRecord) -> dict[Scored, float]:
 
 def tokens_at(run: RunRecord, step: int) -> int | None:
     """Return the tokens seen by `step`, logged or not; None if no step is logged."""
-    near = min(run.steps, key=lambda event: abs(event["step"] - step), default=None)
+    after = bisect.bisect_left(run.steps, step, key=lambda event: event["step"])
+    around = run.steps[max(after - 1, 0) : after + 1]
+    near = min(around, key=lambda event: abs(event["step"] - step), default=None)
     return round(step * near["tokens"] / near["step"]) if near and near["step"] else None
 
 

@@ -9,7 +9,9 @@ from markdown_it import MarkdownIt
 from PIL import Image
 
 from canon_pretrain.report.card import PICTURE, model_card
+from canon_pretrain.report.evaluations import tokens_at
 from canon_pretrain.report.picture import HEIGHT, WIDTH, Line, Panel, charts_png, ticks
+from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run.results import Score
 from tests.report_runs import ACC, FINGERPRINT, launch, plant_results, plant_run, step
 
@@ -84,6 +86,24 @@ def test_a_card_of_a_synthetic_task(tmp_path):
     files = card(task, 20)
     assert "| scores in training | exact 1.0000, first 1.0000 |" in files["README.md"].decode()
     assert files[PICTURE] != card(task, 10)[PICTURE]
+
+
+def test_tokens_of_a_step_are_found_without_reading_all_steps(tmp_path):
+    lookups = []
+
+    class Counted(dict):
+        def __getitem__(self, name):
+            lookups.append(name)
+            return super().__getitem__(name)
+
+    run = RunRecord(tmp_path)
+    run.steps = [Counted(step=n, tokens=n * n) for n in range(10, 5001, 10)]
+    for at in (1, 10, 14, 15, 16, 4990, 5000, 9000):
+        near = min(range(10, 5001, 10), key=lambda n, at=at: abs(n - at))
+        assert tokens_at(run, at) == at * near
+    assert len(lookups) < 8 * 20
+    run.steps = []
+    assert tokens_at(run, 1) is None
 
 
 def test_the_picture_shows_its_lines():
