@@ -217,9 +217,9 @@ def _picture(run: RunRecord, step: int) -> bytes:
     held_out = Curve.of((each["step"], number(each["loss"])) for each in run.own_validations)
     losses = [line("training", run.curve("loss")), line("held out", held_out)]
     scores = [line(name, curve) for name, curve in run.scores.items() if name != "loss"]
-    norms = Panel("Gradient norm, before clipping", "tokens", [line("", run.curve("grad_norm"))])
-    right = Panel("Scores on the task", "tokens", scores[:MAX_SCORES]) if scores else norms
-    left = Panel("Loss, nats per token", "tokens", [x for x in losses if len(x.x)])
+    norms = Panel("Gradient norm, before clipping", [line("", run.curve("grad_norm"))])
+    right = Panel("Scores on the task", scores[:MAX_SCORES]) if scores else norms
+    left = Panel("Loss, nats per token", [x for x in losses if len(x.x)])
     return charts_png([left, right])
 
 

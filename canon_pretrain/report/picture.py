@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 WIDTH, HEIGHT = 640, 400  # of a panel, in pixels
-OVERSAMPLING = 3  # lines are smooth after the reduction
+SCALE = 3  # of the drawing: lines are smooth after the reduction
 COLORS = ("#4878a8", "#d1603d", "#3d8b57", "#8a5fa8", "#b58b1f", "#5f6b76")
 INK, GRID, SIZE = "#333333", "#e3e3e3", 20
 
@@ -26,22 +26,19 @@ class Line(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One chart: its title, the name of its x axis, and up to as many lines as COLORS."""
+    """One chart over tokens: its title, and up to as many lines as COLORS."""
 
     title: str
-    over: str
     lines: Sequence[Line]
 
 
 def charts_png(panels: Sequence[Panel]) -> bytes:
     """Return the panels, side by side, as a PNG on white; equal panels make equal bytes."""
-    scale = OVERSAMPLING
-    large = Image.new("RGB", (WIDTH * len(panels) * scale, HEIGHT * scale), "white")
+    large = Image.new("RGB", (WIDTH * len(panels) * SCALE, HEIGHT * SCALE), "white")
     for k, panel in enumerate(panels):
-        _draw(ImageDraw.Draw(large), panel, k * WIDTH * scale, scale)
+        _draw(ImageDraw.Draw(large), panel, k * WIDTH * SCALE)
     out = io.BytesIO()
-    small = large.resize((WIDTH * len(panels), HEIGHT), Image.Resampling.LANCZOS)
-    small.save(out, "PNG", optimize=True)
+    large.reduce(SCALE).save(out, "PNG", optimize=True)
     return out.getvalue()
 
 
@@ -68,10 +65,10 @@ def _range(values: Sequence[np.ndarray]) -> tuple[float, float]:
     return low - room, high + room
 
 
-def _draw(draw: ImageDraw.ImageDraw, panel: Panel, begin: int, scale: int) -> None:
-    font = ImageFont.load_default(SIZE * scale)
-    left, right = begin + 84 * scale, begin + (WIDTH - 24) * scale
-    top, bottom = 44 * scale, (HEIGHT - 66) * scale
+def _draw(draw: ImageDraw.ImageDraw, panel: Panel, begin: int) -> None:
+    font = ImageFont.load_default(SIZE * SCALE)
+    left, right = begin + 84 * SCALE, begin + (WIDTH - 24) * SCALE
+    top, bottom = 44 * SCALE, (HEIGHT - 66) * SCALE
     x_low, x_high = _range([line.x for line in panel.lines])
     y_low, y_high = _range([line.y for line in panel.lines])
 
@@ -85,26 +82,21 @@ def _draw(draw: ImageDraw.ImageDraw, panel: Panel, begin: int, scale: int) -> No
         draw.text((x, y), text, fill=color, font=font, anchor=anchor)
 
     for y in ticks(y_low, y_high):
-        draw.line([(left, row(y)), (right, row(y))], GRID, scale)
-        write(left - 8 * scale, row(y), tick_label(y), "rm")
+        draw.line([(left, row(y)), (right, row(y))], GRID, SCALE)
+        write(left - 8 * SCALE, row(y), tick_label(y), "rm")
     for x in ticks(x_low, x_high):
-        draw.line([(column(x), top), (column(x), bottom)], GRID, scale)
-        write(column(x), bottom + 8 * scale, tick_label(x), "ma")
-    write(left, 14 * scale, panel.title, "la")
-    write((left + right) / 2, (HEIGHT - 12) * scale, panel.over, "ms")
+        draw.line([(column(x), top), (column(x), bottom)], GRID, SCALE)
+        write(column(x), bottom + 8 * SCALE, tick_label(x), "ma")
+    write(left, 14 * SCALE, panel.title, "la")
+    write((left + right) / 2, (HEIGHT - 12) * SCALE, "tokens", "ms")
     legend = float(right)
     for k, line in reversed([*enumerate(panel.lines)]):
-        color, points = COLORS[k], list(zip(line.x, line.y, strict=True))
-        write(legend, 14 * scale, line.label, "ra", color)
-        legend -= font.getlength(line.label) + 16 * scale
-        segments: list[list[tuple[float, float]]] = [[]]
-        for x, y in points:
-            if math.isfinite(y):
-                segments[-1].append((column(x), row(y)))
-            elif segments[-1]:
-                segments.append([])
-        for segment in segments:
-            draw.line(segment, color, 2 * scale, "curve")
-            radius = (3.5 if len(points) <= 30 else 1.0) * scale
-            for x, y in segment if len(segment) == 1 or len(points) <= 30 else ():
-                draw.ellipse([x - radius, y - radius, x + radius, y + radius], color)
+        write(legend, 14 * SCALE, line.label, "ra", COLORS[k])
+        legend -= font.getlength(line.label) + 16 * SCALE
+        is_sparse = len(line.x) <= 30
+        radius = (3.5 if is_sparse else 1.0) * SCALE
+        for part in np.ma.flatnotmasked_contiguous(np.ma.masked_invalid(line.y)):
+            points = [*zip(map(column, line.x[part]), map(row, line.y[part]), strict=True)]
+            draw.line(points, COLORS[k], 2 * SCALE, "curve")
+            for x, y in points if is_sparse or len(points) == 1 else ():
+                draw.ellipse([x - radius, y - radius, x + radius, y + radius], COLORS[k])

@@ -88,6 +88,14 @@ def test_a_card_of_a_synthetic_task(tmp_path):
     assert files[PICTURE] != card(task, 10)[PICTURE]
 
 
+def test_a_card_of_a_run_that_diverged(tmp_path):
+    losses = {10: 7.0, 20: 6.0, 30: "nan", 40: "nan"}
+    events = [launch("start"), *(step(n, x, grad_norm=None) for n, x in losses.items())]
+    run = plant_run(tmp_path / "run", events)
+    known, diverged = (card(run, at)[PICTURE] for at in (20, 40))
+    assert known != diverged  # the second has a longer axis
+
+
 def test_tokens_of_a_step_are_found_without_reading_all_steps(tmp_path):
     lookups = []
 
@@ -109,7 +117,7 @@ def test_tokens_of_a_step_are_found_without_reading_all_steps(tmp_path):
 def test_the_picture_shows_its_lines():
     x = np.arange(50) * 1e4
     rising, gap = Line("up", x, x / 1e4), Line("gap", x, np.where(x < 1e5, np.nan, 20.0))
-    image = Image.open(io.BytesIO(charts_png([Panel("one", "tokens", [rising, gap])] * 2)))
+    image = Image.open(io.BytesIO(charts_png([Panel("one", [rising, gap])] * 2)))
     assert image.size == (2 * WIDTH, HEIGHT)
     pixels = np.asarray(image.convert("RGB"), int)[60 : HEIGHT - 70, 90 : WIDTH - 30]
     redness = pixels[..., 0] - pixels[..., 2]  # the first color is blue, the second orange
