@@ -81,7 +81,7 @@ def model_card(
     in_order = [shown[name] for name in sorted(shown, key=evaluations.suite_order)]
     about = printable(str(run.config.get("job", {}).get("description") or ""))
     total = run.identity.get("training.steps") or step
-    unfinished = f"The training run has {total:,} steps; this is not its last checkpoint."
+    unfinished = f"The run was configured for {total:,} steps of training."
     settings = [
         {"setting": name, "values": [value]}
         for name, value in run.identity.items()
@@ -182,10 +182,12 @@ def _data(run: RunRecord) -> tuple[list[Row], set[str]]:
         return [("data", f"the synthetic task {task}, generated while training")], set()
     fingerprint = str(run.identity.get("data_fingerprint") or "")
     rows: list[Row] = [("data fingerprint", fingerprint or "not recorded")]
-    data, datasets = run.config.get("data", {}), set()
+    data, datasets = run.config.get("data", {}), set[str]()
     folders = data.get("paths") or [x for x in [data.get("path")] if x]
     with contextlib.suppress(UserError, OSError):  # moved or changed since: only the fingerprint
         mixture = Mixture.open(folders, data.get("weights") or [1.0] * len(folders))
+        if mixture.fingerprint != fingerprint:
+            return rows, datasets
         for folder, name, source, share in zip(
             folders, mixture.names, mixture.sources, mixture.shares, strict=True
         ):
@@ -199,8 +201,6 @@ def _data(run: RunRecord) -> tuple[list[Row], set[str]]:
             about += f"{source.num_tokens:,} tokens from {origin or 'a source not recorded'}"
             label = f"data {Path(name).name}" if len(folders) > 1 else "data"
             rows.append((printable(label), printable(about)))
-        if mixture.fingerprint != fingerprint:
-            return rows[:1], set()
     return rows, datasets
 
 
