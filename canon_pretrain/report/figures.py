@@ -46,7 +46,7 @@ Content = Mapping[str, Any]
 Plot = tuple[str, str, Json]  # title, small print and figure
 
 
-def _logged_values(run: RunRecord, field: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def logged_values(run: RunRecord, field: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return [n] int64 steps and tokens, and float64 values, finite or not."""
     empty = Curve(np.zeros(0, np.int64), np.zeros(0))
     steps, values = run.curve(field) or empty
@@ -58,7 +58,7 @@ def training_curve(runs: Sequence[RunRecord], chart: Chart) -> Json:
     most = min(MAX_SEGMENTS, 1 + ALL_SEGMENTS // (len(runs) * len(REPORT_CHARTS)))
     lines = []
     for run in runs:
-        steps, tokens, values = _logged_values(run, chart.id)
+        steps, tokens, values = logged_values(run, chart.id)
         kept = downsample(values, segments(len(values), most))
         line: Json = {"run": run.label, "logged": len(values), "values": _finite(values[kept])}
         line |= {"steps": steps[kept].tolist(), "tokens": tokens[kept].tolist()}
@@ -72,7 +72,7 @@ def _finite(values: np.ndarray) -> list[float | None]:
 
 def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> list[Json]:
     """Return curves of the last half of the training loss, smoothed, and minus the baseline's."""
-    logged = {run.label: np.stack(_logged_values(run, "loss")[1:]) for run in runs}
+    logged = {run.label: np.stack(logged_values(run, "loss")[1:]) for run in runs}
     half = max((rows[0].max() for rows in logged.values() if rows.size), default=0) / 2
     points = {x: rows[:, (rows[0] > half) & np.isfinite(rows[1])] for x, rows in logged.items()}
     longest = max(rows.shape[1] for rows in points.values())

@@ -4,6 +4,7 @@ Scores of 1.3B models, the decision accuracy of tasks, and the curves in a clone
 whose plotly pages are read as text: nothing in the clone is executed. No torch.
 """
 
+import hashlib
 import json
 import math
 import re
@@ -14,10 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import parsing, read_bytes, sha256_file
+from canon_pretrain.core.files import parsing, read_bytes
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.report import evaluations
+from canon_pretrain.report.figures import logged_values
 from canon_pretrain.report.record import RunRecord
 
 Json = dict[str, Any]
@@ -125,11 +127,11 @@ def read_clone(clone: Path) -> tuple[Curves, dict[str, str]]:
     found: Curves = {}
     pages: dict[str, str] = {}
     for path in sorted(clone.rglob("*.html")):
-        text = read_bytes(path).decode(errors="replace")
+        content = read_bytes(path)
         with parsing(path):
-            for (task, metric), curves in _plots(text):
-                found.setdefault((task, metric), {}).update(curves)
-                pages[str(path.relative_to(clone))] = sha256_file(path)
+            for key, curves in _plots(content.decode(errors="replace")):
+                found.setdefault(key, {}).update(curves)
+                pages[str(path.relative_to(clone))] = hashlib.sha256(content).hexdigest()
     if not found:
         message = f"--published {clone}: no plotly page of benchmarks or training loss; expected "
         message += f"a clone of {CLONE}"
@@ -242,8 +244,7 @@ def beside_published(
 def _own_curve(run: RunRecord, key: tuple[str, str]) -> Curve:
     """Return a run's scores, or its training loss as a moving average, over tokens."""
     if key == LOSS:
-        steps, values = run.curve("loss") or (np.zeros(0, np.int64), np.zeros(0))
-        tokens = run.clock.tokens[np.searchsorted(run.clock.steps, steps)]
+        _, tokens, values = logged_values(run, "loss")
         kept = np.isfinite(values) & (tokens > 0)
         sums, ends = np.append(0, np.cumsum(values[kept])), np.arange(1, kept.sum() + 1)
         starts = np.maximum(ends - LOSS_WINDOW, 0)
