@@ -10,6 +10,7 @@ Imports the view of runs (report/) for the card; nothing else in hf/ does.
 """
 
 import argparse
+import functools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,9 @@ def _export_with_card(
 def _export(checkpoint: Path, out: Path, dtype: str, **options: Any) -> None:
     record = _export_with_card(checkpoint, out, dtype=dtype, **options)
     files = [name for name in record["files"] if name.endswith(".safetensors")]
-    megabytes = sum((out / name).stat().st_size for name in files) / 1e6
-    size = f"{record['num_parameters']:,} parameters, {dtype}, {megabytes:,.1f} MB"
-    print(f"exported step {record['step']} to {out}: {size}")
+    total = size(sum((out / name).stat().st_size for name in files))
+    about = f"{record['num_parameters']:,} parameters, {dtype}, {total}"
+    print(f"exported step {record['step']} to {out}: {about}")
 
 
 def _push(
@@ -99,9 +100,11 @@ def _parser() -> argparse.ArgumentParser:
         prog=program("canon_pretrain.hf"),
         description="Export checkpoints to Hugging Face folders, push them, and import them.",
         epilog=EPILOG,
+        allow_abbrev=False,
     )
     commands = parser.add_subparsers(required=True)
-    out = commands.add_parser("export", help="write a checkpoint as a folder for transformers")
+    new = functools.partial(commands.add_parser, allow_abbrev=False)
+    out = new("export", help="write a checkpoint as a folder for transformers")
     out.set_defaults(run=_export)
     add = out.add_argument
     add(
@@ -114,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", default="float32", choices=DTYPES)
     _add_export_options(out)
     add("--force", action="store_true", help="replace an earlier export")
-    up = commands.add_parser("push", help="upload an export with a model card to the hub")
+    up = new("push", help="upload an export with a model card to the hub")
     up.set_defaults(run=_push)
     add = up.add_argument
     what = "a run (its newest step), RUN/checkpoint/step-N, or the folder of an export"
@@ -125,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dry_run", action="store_true", help="show files and card; use no network")
     add("--dtype", choices=DTYPES, help="float32")
     _add_export_options(up)
-    into = commands.add_parser("import", help="write a Hugging Face folder as a checkpoint")
+    into = new("import", help="write a Hugging Face folder as a checkpoint")
     into.set_defaults(run=_import)
     add = into.add_argument
     add("folder", type=Path, metavar="HF_FOLDER")

@@ -114,6 +114,8 @@ def test_a_dry_run_uses_no_network(checkpoint, capsys, monkeypatch, tmp_path):
     main(["export", str(checkpoint), str(tmp_path / "out"), "--no-tokenizer"])
     for path in (tmp_path / "out").iterdir():
         assert f"  {path.name}\n" in printed
+    with pytest.raises(SystemExit, match="2"):
+        push(checkpoint, "someone/model", "--no-tokenizer", "--dry")  # options are not abbreviated
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.replace("THIS_FOLDER", "someone/model") in printed
 
