@@ -22,8 +22,8 @@ CONSTRAINTS ?= constraints.txt
 
 # as in train_configs/quickstart.toml
 RUN := outputs/quickstart
-STEPS := 240
-STOP_AT := 120
+STEPS := 160
+STOP_AT := 80
 STAGES := 6
 playground-lm: STAGES := 2
 
