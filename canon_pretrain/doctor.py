@@ -235,7 +235,7 @@ def check_disk(folder: Path) -> Findings:
         rate = count / (time.monotonic() - start)
     text = f"{size(rate)}/s, each MB synced"
     yield judge("disk speed", text, None, "checkpoints", bytes_per_s=rate)
-    text = f"{ahead_s:+.2f} s from this machine's to the disk's"
+    text = f"this machine's and the disk's are {abs(ahead_s):.2f} s apart"
     problem = text if abs(ahead_s) > CLOCK_FAULT_S else None
     yield judge("clock", text, problem, "heartbeats", "synchronize clocks (NTP)", s=ahead_s)
     problem = _lock_problem(folder)
