@@ -195,6 +195,19 @@ def test_the_readmes_tables_are_true():
         assert len({getattr(args, option) for args in seen}) > 1, option
 
 
+def test_the_table_of_experiments_is_true():
+    """Parameters and tokens, to the stated digits, of each row that names one file."""
+    pattern = r"^\| `(\w+)` \|.*\| ([\d,]+) \| ([\d,.]+)([MB]?) \|$"
+    rows = re.findall(pattern, (FOLDER / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) > 10
+    for name, count, tokens, unit in rows:
+        job = job_of(name)
+        assert f"{num_parameters(job.model_args):,}" == count, name
+        training, digits = job.training, len(tokens.partition(".")[2])
+        number = training.steps * training.global_batch_size * training.seq_len
+        assert f"{number / {'M': 1e6, 'B': 1e9}.get(unit, 1):,.{digits}f}" == tokens, name
+
+
 # Parameters of a layer with d = 2048: a d^2 + b d + c. Appendix C, F = 5504 where it says 8d/3.
 MATRICES = {
     ("attention", "gated"): (4 + 3 * 2.6875, 2, 0),
