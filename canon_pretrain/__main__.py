@@ -8,7 +8,7 @@ import sys
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
 
-from canon_pretrain.core.cli import command
+from canon_pretrain.core.cli import command, run_process
 from canon_pretrain.core.errors import UserError, nearest
 
 STAGES = {
@@ -71,5 +71,10 @@ def _unknown(word: str) -> UserError:
     return UserError("cli.unknown_stage", text, given=word, choices=[*STAGES])
 
 
+def start() -> None:
+    """Run `main` as the console script."""
+    run_process(main)
+
+
 if __name__ == "__main__":
-    main()
+    start()

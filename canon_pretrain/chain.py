@@ -22,7 +22,7 @@ from typing import Annotated, Literal, NamedTuple, get_args
 from pydantic import Field
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
-from canon_pretrain.core.cli import command, positive
+from canon_pretrain.core.cli import command, positive, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_atomic, write_json
 from canon_pretrain.core.holder import read_count
@@ -288,4 +288,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import shtab
 
 from canon_pretrain.__main__ import STAGES
-from canon_pretrain.core.cli import command, program
+from canon_pretrain.core.cli import command, program, run_process
 from canon_pretrain.core.errors import EPILOG
 
 PATHS = re.compile("PATH|FILE|DIR|RUN|FOLDER|CHECKPOINT")
@@ -117,4 +117,4 @@ def _mark_paths(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

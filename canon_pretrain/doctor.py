@@ -24,7 +24,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.core.cli import available_cores, command, program
+from canon_pretrain.core.cli import available_cores, command, program, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.terminal import Console, Progress, printable, size
 
@@ -544,4 +544,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

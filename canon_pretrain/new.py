@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from canon_pretrain.core.cli import available_cores, command, positive, program
+from canon_pretrain.core.cli import available_cores, command, positive, program, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import create_file
 from canon_pretrain.core.terminal import duration, printable, size
@@ -353,4 +353,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

@@ -63,7 +63,14 @@ from rich.live import Live
 from rich.text import Text
 
 from canon_pretrain.core.children import ForkedChild, ForkServer, end_with
-from canon_pretrain.core.cli import EXIT_INTERRUPTED, available_cores, command, positive, program
+from canon_pretrain.core.cli import (
+    EXIT_INTERRUPTED,
+    available_cores,
+    command,
+    positive,
+    program,
+    run_process,
+)
 from canon_pretrain.core.errors import EPILOG, UserError, suggestion
 from canon_pretrain.core.files import UnreadableFile, read_record, write_atomic, write_json
 from canon_pretrain.core.lock import live_holder, locked
@@ -787,4 +794,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

@@ -27,7 +27,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from canon_pretrain.core.cli import command
+from canon_pretrain.core.cli import command, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import UnreadableFile, free_bytes, read_record, write_json
 from canon_pretrain.core.holder import host_name
@@ -438,4 +438,4 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

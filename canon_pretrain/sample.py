@@ -22,7 +22,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from canon_pretrain.core.cli import command, positive, program
+from canon_pretrain.core.cli import command, positive, program, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.terminal import Console, printable
 
@@ -294,4 +294,4 @@ def _seed(text: str) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

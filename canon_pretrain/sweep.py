@@ -32,7 +32,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from rich.table import Table
 from rich.text import Text
 
-from canon_pretrain.core.cli import command, positive, program
+from canon_pretrain.core.cli import command, positive, program, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.holder import read_count
@@ -456,4 +456,4 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

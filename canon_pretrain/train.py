@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from canon_pretrain.core.children import serve
-from canon_pretrain.core.cli import check_encoding, resilient_output
+from canon_pretrain.core.cli import check_encoding, resilient_output, run_process
 from canon_pretrain.core.errors import UserError, exit_with
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.hardware import check_cuda
@@ -145,4 +145,4 @@ def _split_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from canon_pretrain.core.cli import command, program
+from canon_pretrain.core.cli import command, program, run_process
 from canon_pretrain.core.errors import EPILOG
 
 # Modules data_prep.NAME with add_arguments(parser) and run(arguments), imported only if requested:
@@ -48,4 +48,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

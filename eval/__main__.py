@@ -4,7 +4,7 @@ import argparse
 import sys
 from importlib import import_module
 
-from canon_pretrain.core.cli import command, program
+from canon_pretrain.core.cli import command, program, run_process
 from canon_pretrain.core.errors import EPILOG
 
 COMMANDS = {
@@ -36,4 +36,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

@@ -9,14 +9,14 @@ import tomllib
 
 import pytest
 
-from canon_pretrain.__main__ import STAGES, main
+from canon_pretrain.__main__ import STAGES, main, start
 from canon_pretrain.core.cli import program
 from tests.support import ROOT, error_codes
 
 
 def test_entry_points_and_stages_exist():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts["canon"] == f"{main.__module__}:{main.__name__}"
+    assert scripts["canon"] == f"{start.__module__}:{start.__name__}"
     modules = [script.partition(":")[0] for script in scripts.values()]
     for module in [*modules, *(module for module, _, _ in STAGES.values())]:
         assert importlib.util.find_spec(module), module

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.bench import tables
-from canon_pretrain.core.cli import command, program
+from canon_pretrain.core.cli import command, program, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import write_json
 from canon_pretrain.core.terminal import Console
@@ -127,4 +127,4 @@ def _parse(words: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

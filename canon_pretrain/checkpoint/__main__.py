@@ -19,7 +19,7 @@ from typing import Any
 from canon_pretrain.checkpoint.folder import CheckpointFolder, tree_bytes
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
 from canon_pretrain.checkpoint.retention import Retention, held_steps
-from canon_pretrain.core.cli import command, positive, program
+from canon_pretrain.core.cli import command, positive, program, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.core.terminal import size
@@ -197,4 +197,4 @@ def _prune(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: N
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

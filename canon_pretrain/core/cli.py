@@ -1,13 +1,16 @@
 """Standard streams that never fail, and the exit codes of all commands."""
 
 import argparse
+import atexit
 import codecs
 import contextlib
+import gc
 import io
 import locale
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from canon_pretrain.core.errors import UserError, exit_with
@@ -73,6 +76,25 @@ def resilient_output() -> Iterator[None]:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
         sys.stdout, sys.stderr = before
+
+
+def run_process(main: Callable[[], None]) -> None:
+    """Run `main` as the whole process, and exit without freeing modules: 1 to 3 s with torch's."""
+    gc.set_threshold(50_000, 20, 100)  # torch's imports allocate a lot and leave no garbage
+    code = 0
+    try:
+        main()
+    except SystemExit as stop:
+        if not isinstance(stop.code, int | None):
+            raise
+        code = stop.code or 0
+    # what Python does before it frees modules
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):  # a full disk, a closed stream
+            stream.flush()
+    os._exit(code)
 
 
 def program(module: str) -> str:

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.core.cli import command, program
+from canon_pretrain.core.cli import command, program, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.terminal import size
 
@@ -148,4 +148,4 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

@@ -190,7 +190,9 @@ class Transformer(nn.Module):
         check_mixer_backend(args.mixer, args.key_dim, mixer_backend)
         backends = canon_backend, mixer_backend
         self.args, self.canon_backend = args, canon_backend
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        # with its weight: torch draws one, which on the meta device imports torch._dynamo first
+        weight_VD = torch.empty(args.vocab_size, args.dim)
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim, _weight=weight_VD)
         self.rope = Rope(args) if args.rope_dim else None
         is_attention = args.mixer == "attention"
         self.attend = Attend(args, attention_backend) if is_attention else None

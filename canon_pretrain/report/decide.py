@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from scipy import optimize, stats
+import scipy  # imports its other submodules when they are used
 from scipy.special import ndtr
 
 ALPHA, POWER = 0.05, 0.8
@@ -39,9 +39,9 @@ def _variance_nodes(df: float, finer: int = 1) -> tuple[np.ndarray, np.ndarray]:
     if df >= KNOWN_DF:
         return np.ones(1), np.ones(1)
     count = 25 if df >= 30 else 49 if df >= 5 else 129  # small ones have long tails
-    ends = stats.chi2.ppf(1e-15, df), stats.chi2.isf(1e-15, df)
+    ends = scipy.stats.chi2.ppf(1e-15, df), scipy.stats.chi2.isf(1e-15, df)
     logs = np.linspace(math.log(ends[0]), math.log(ends[1]), count * finer)
-    weights = np.exp(stats.chi2.logpdf(np.exp(logs), df) + logs)
+    weights = np.exp(scipy.stats.chi2.logpdf(np.exp(logs), df) + logs)
     return df / np.exp(logs), weights / weights.sum()
 
 
@@ -73,7 +73,7 @@ def critical_value(p: float, *noise: float) -> float:
     high = 1.0
     while excess(high) > 0:
         high += 2.0
-    return stderr * math.exp(optimize.brentq(excess, -20.0, high, xtol=1e-7))
+    return stderr * math.exp(scipy.optimize.brentq(excess, -20.0, high, xtol=1e-7))
 
 
 def holm(p: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -121,7 +121,7 @@ def detectable(alpha: float, *noise: float) -> float:
     high = critical + stderr
     while missing(high) > 0:
         high *= 2
-    return float(optimize.brentq(missing, 0.0, high, xtol=1e-7 * stderr))
+    return float(scipy.optimize.brentq(missing, 0.0, high, xtol=1e-7 * stderr))
 
 
 def seeds_needed(

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import integrate, stats
+import scipy  # imports its other submodules, a second in all, when they are used
 from scipy.special import fdtrc
 
 from canon_pretrain.report.decide import Noise
@@ -210,9 +210,11 @@ def expected_maximum(count: int) -> float:
     """Return the expected maximum of `count` independent standard normals: 0.564 for 2."""
 
     def density(x: float) -> float:
-        return x * count * math.exp((count - 1) * stats.norm.logcdf(x)) * stats.norm.pdf(x)
+        return (
+            x * count * math.exp((count - 1) * scipy.stats.norm.logcdf(x)) * scipy.stats.norm.pdf(x)
+        )
 
-    return float(integrate.quad(density, -12, 12, limit=200)[0]) if count > 1 else 0.0
+    return float(scipy.integrate.quad(density, -12, 12, limit=200)[0]) if count > 1 else 0.0
 
 
 class Difference(NamedTuple):

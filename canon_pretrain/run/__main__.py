@@ -7,7 +7,7 @@ from the parsed arguments to the exit code.
 import argparse
 import sys
 
-from canon_pretrain.core.cli import command, program
+from canon_pretrain.core.cli import command, program, run_process
 from canon_pretrain.core.errors import EPILOG
 from canon_pretrain.report import diff, export, plot, profile, status
 
@@ -30,4 +30,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from canon_pretrain.core.cli import command, positive, program
+from canon_pretrain.core.cli import command, positive, program, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.synthetic.task import ANSWER, Task
 from canon_pretrain.synthetic.tasks import TASKS, build_task
@@ -184,4 +184,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)
