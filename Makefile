@@ -22,8 +22,8 @@ CONSTRAINTS ?= constraints.txt
 
 # as in train_configs/quickstart.toml
 RUN := outputs/quickstart
-STEPS := 160
-STOP_AT := 80
+STEPS := 80
+STOP_AT := 40
 STAGES := 6
 playground-lm: STAGES := 2
 
@@ -37,7 +37,7 @@ GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)
 DEVICE := $(if $(filter 1,$(GPUS)),CUDA_VISIBLE_DEVICES= )
 LAUNCH := $(DEVICE)OMP_NUM_THREADS=$(THREADS) torchrun --nproc-per-node 2 -m canon_pretrain.train --config $(CONFIG)
 EVAL := $(DEVICE)python -m eval run --checkpoint $(RUN)/run/checkpoint/step-$(STEPS) \
-	--suite validation,birth-year --limit 50 --max_length 384 --must_beat unigram
+	--suite validation,birth-year --limit 32 --max_length 384 --must_beat unigram
 SAMPLE := $(DEVICE)canon sample $(RUN)/run --prompt "This module provides" --max_tokens 60 --seed 0
 , := ,
 INSTALLED := .venv/.installed
@@ -60,7 +60,7 @@ DONE := $(RUN)/run/DONE
 
 quickstart: $(INSTALLED)
 	@$(MAKE) --no-print-directory $(DONE)
-	$(call stage,4/6 held-out loss beside count models$(,) and birth-year probes: 50 windows or items of each,$(EVAL))
+	$(call stage,4/6 held-out loss beside count models$(,) and birth-year probes: 32 windows or items of each,$(EVAL))
 	$(call stage,5/6 a page to look at,python -m eval report $(RUN)/run)
 	$(call stage,6/6 a sample,$(SAMPLE))
 	@printf '\nreport: $(RUN)/run/report/index.html\nnext:\n  source .venv/bin/activate\n'
