@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -26,20 +27,25 @@ from typing import Any
 
 from canon_pretrain.core.cli import available_cores, command, program, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
-from canon_pretrain.core.terminal import Console, Progress, printable, size
+from canon_pretrain.core.terminal import Console, Progress, duration, printable, size
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "train_configs" / "playground" / "tiny" / "copy.toml"
 STYLES = {"ok": "green", "note": "cyan", "missing": "yellow", "broken": "bold red"}
-GROUP_TIMEOUT_S, TRAIN_TIMEOUT_S = 90.0, 60.0
-HUB_TIMEOUT_S = 5.0
+GROUP_TIMEOUT_S, HUB_TIMEOUT_S = 90.0, 5.0
+START_TIMEOUT_S, STEP_TIMEOUT_S = 120.0, 60.0  # until the first step, and between two
 STEPS = 40
 CHECKPOINT_BYTES = 16_200_000_000  # 1.3B parameters and AdamW's two moments, float32
 WRITE_BYTES, WRITE_S = 64 << 20, 3.0
+SLOW_DISK = 50e6  # bytes per second
 MOUNTS = Path("/proc/mounts")
 NETWORK_DISKS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "9p", "fuse")
 CHILD = "import sys; from canon_pretrain.doctor import print_group as f; f(*sys.argv[1:])"
 SCRATCH = ".canon-doctor-"
+INSTALL_CU126 = (  # as in README.md
+    "TORCH=torch==2.13.0+cu126 "
+    "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 make install"
+)
 
 
 @dataclass(frozen=True)
@@ -136,19 +142,24 @@ def check_gpu(folder: Path) -> Findings:
         each = [torch.cuda.get_device_properties(k) for k in range(count)]
         names = sorted({f"{x.name}, sm_{x.major}{x.minor}, {size(x.total_memory)}" for x in each})
         state: dict[str, Any] = query_gpu("0") or {} if count else {}
-        driver = f"driver {state.get('driver')}, torch's CUDA {torch.version.cuda}"
+        driver = f"driver {state['driver']}, " if state else ""  # empty without nvidia-smi
         none = "hidden by CUDA_VISIBLE_DEVICES" if evidence else "none"
         problem = None if count else f"{none}: the CPU trains"
-        text = f"{count} x {' or '.join(names)}; {driver}"
+        text = f"{count} x {' or '.join(names)}; {driver}torch's CUDA {torch.version.cuda}"
         yield judge("GPU", text, problem, uses, "", "note", **facts, **state)
     except UserError as error:
-        problem, _, remedy = error.message.partition(". ")
+        problem, _, remedy = error.message.rpartition(". ")
+        remedy += f"; for drivers from 525 on: {INSTALL_CU126}"
         yield judge("GPU", "", problem, uses, remedy, **facts)
     yield from check_kernels("cuda" if count else "cpu")
-    for name in ("gloo", "nccl") if count else ("gloo",):
-        problem = None if dist.is_backend_available(name) else "not in this build of torch"
-        uses = "collectives on the GPU" if name == "nccl" else "collectives on the CPU"
-        yield judge(name, f"in torch {torch.__version__}", problem, uses, "another torch wheel")
+    absent, text = "not in this build of torch", f"in torch {torch.__version__}"
+    problem = None if dist.is_backend_available("gloo") else absent
+    yield judge("gloo", text, problem, "collectives on the CPU", "make install, in a new .venv")
+    if count:
+        has_nccl = dist.is_backend_available("nccl")
+        text = f"{'.'.join(map(str, torch.cuda.nccl.version()))} {text}" if has_nccl else ""
+        problem = None if has_nccl else absent
+        yield judge("nccl", text, problem, "collectives on the GPU", INSTALL_CU126)
     yield _check_compiler()
 
 
@@ -178,8 +189,10 @@ def check_kernels(device_type: str) -> Findings:
         yield judge(f"{key} auto", text, None, f'model.{key}_backend = "auto"')
     for words, problem in problems.items() if on_gpu else ():
         key, name = words.split()
-        reason, _, remedy = (problem or "").partition(": ")
+        reason, _, remedy = (problem or "").rpartition(": ")
         why, uses = problem and reason, f'model.{key}_backend = "{name}"'
+        if not remedy.startswith("pip install"):
+            why, remedy = problem, ""
         yield judge(words, "works here", why, uses, remedy, "missing")
 
 
@@ -204,7 +217,8 @@ def _check_compiler() -> Finding:
         problem = str(error).splitlines()[0]
     remedy = "apt install g++ python3-dev, or conda install cxx-compiler; CXX names another"
     found = str(shutil.which(compiler))
-    return judge("C++ compiler", found, problem, "compile.enable (torch.compile)", remedy)
+    uses = "compile.enable (torch.compile)"
+    return judge("C++ compiler", found, problem, uses, remedy, "missing")
 
 
 def check_disk(folder: Path) -> Findings:
@@ -213,6 +227,10 @@ def check_disk(folder: Path) -> Findings:
     from canon_pretrain.preflight import CLOCK_FAULT_S, report_node
 
     uses, remedy = "run folders", "--dir with a folder on another file system"
+    if not folder.exists():
+        create = shlex.join(["mkdir", "-p", str(folder)])
+        yield judge("disk", "", f"{folder} does not exist", uses, create)
+        return
     mounts = [line.split() for line in MOUNTS.read_text().splitlines()]
     above = [m for m in mounts if folder.resolve().is_relative_to(m[1].replace("\\040", " "))]
     # the last of those at one place is on top: autofs lists itself below the disk
@@ -234,7 +252,10 @@ def check_disk(folder: Path) -> Findings:
             os.fsync(file.fileno())
         rate = count / (time.monotonic() - start)
     text = f"{size(rate)}/s, each MB synced"
-    yield judge("disk speed", text, None, "checkpoints", bytes_per_s=rate)
+    large = f"1.3B parameters ({size(CHECKPOINT_BYTES)})"
+    slow = f"{text}: a checkpoint of {large} takes {duration(CHECKPOINT_BYTES / rate)}"
+    problem = slow if rate < SLOW_DISK else None
+    yield judge("disk speed", text, problem, "checkpoints", remedy, "note", bytes_per_s=rate)
     text = f"this machine's and the disk's are {abs(ahead_s):.2f} s apart"
     problem = text if abs(ahead_s) > CLOCK_FAULT_S else None
     yield judge("clock", text, problem, "heartbeats", "synchronize clocks (NTP)", s=ahead_s)
@@ -276,8 +297,10 @@ def check_network(folder: Path) -> Findings:
     from huggingface_hub import constants, get_token
 
     url, problem = constants.ENDPOINT, None
+    remedy = "on a node with network: canon eval stage --suite all --to outputs/eval_data"
     if constants.HF_HUB_OFFLINE:
-        problem = "not asked: HF_HUB_OFFLINE is set"
+        problem = "not asked: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
+        remedy = "unset HF_HUB_OFFLINE TRANSFORMERS_OFFLINE"
     else:
         try:
             urlopen(Request(url, method="HEAD"), timeout=HUB_TIMEOUT_S).close()
@@ -285,7 +308,6 @@ def check_network(folder: Path) -> Findings:
             pass
         except (OSError, ValueError, HTTPException) as error:
             problem = f"{url} cannot be reached: {getattr(error, 'reason', error)}"
-    remedy = "download on a node with network: python -m eval stage, data_prep"
     yield judge("hub", f"{url} answers", problem, "data, tokenizers", remedy, "note", url=url)
     problem, remedy = None if get_token() else "none", "hf auth login, or set HF_TOKEN"
     yield judge("hub token", "found", problem, "gated data, hf push", remedy, "missing")
@@ -312,11 +334,14 @@ def check_slurm(folder: Path) -> Findings:
         text = f"not on PATH: {', '.join(absent)}"
         yield judge("Slurm", "", text, "jobs", "a login node of a cluster", "missing")
         return
-    pairs = (line.partition("=") for line in scontrol("config").splitlines())
+    lines = scontrol("config").splitlines()
+    pairs = (line.partition("=") for line in lines)
     found = {key.strip(): value.strip() for key, _, value in pairs}
-    problem = None if "ClusterName" in found else "its controller does not answer"
+    why = ": ".join(["its controller does not answer", *lines[-1:]])
+    problem = None if "ClusterName" in found else why
     text = f"{found.get('SLURM_VERSION')}, cluster {found.get('ClusterName')}"
-    yield judge("Slurm", text, problem, "jobs", "scontrol ping", "missing")
+    remedy = "set SLURM_CONF, or use a login node"
+    yield judge("Slurm", text, problem, "jobs", remedy, "missing")
     file = Path(os.environ.get("CANON_CLUSTER_ENV") or ROOT / "slurm" / "cluster.env")
     lines = file.read_text().splitlines() if file.is_file() else []
     count = sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in lines)
@@ -357,7 +382,7 @@ def run_groups(folder: Path) -> Iterator[tuple[str, list[Finding]]]:
         try:
             child.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
-            problem = _late(GROUP_TIMEOUT_S)
+            problem = _late("end", GROUP_TIMEOUT_S)
             child.kill()
             with suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
                 child.wait(1.0)
@@ -374,15 +399,15 @@ def run_groups(folder: Path) -> Iterator[tuple[str, list[Finding]]]:
         yield name, found
 
 
-def _late(seconds: float) -> str:
+def _late(awaited: str, seconds: float) -> str:
     load, cores = os.getloadavg()[0], available_cores()
-    return f"no end in {seconds:.0f} s (load average {load:.1f} on {cores} cores)"
+    return f"no {awaited} in {seconds:.0f} s (load average {load:.1f} on {cores} cores)"
 
 
 # -- the training check
 
 
-def check_training(folder: Path, gpus: int, progress: Progress) -> Findings:
+def check_training(folder: Path, gpus: int, console: Console) -> Findings:
     """Add up tensors over the ranks, train a tiny model, and verify its checkpoint."""
     from canon_pretrain.checkpoint.folder import CheckpointFolder
     from canon_pretrain.checkpoint.manifest import verify
@@ -393,34 +418,59 @@ def check_training(folder: Path, gpus: int, progress: Progress) -> Findings:
 
     ranks, uses = min(gpus, 2) or 2, "training"
     where = f"{'1 rank' if ranks == 1 else f'{ranks} ranks'} on {'CUDA' if gpus else 'the CPU'}"
+    if not folder.exists():  # `check_disk` has the remedy
+        yield judge("training", "", f"not tried: {folder} does not exist", uses, "", "note")
+        return
     try:
         scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=folder))
     except OSError as error:
         text = f"not tried: {folder} cannot be written: {error.strerror}"
         yield judge("training", "", text, uses, "--dir with a folder that can be written")
         return
+    bars = ExitStack()
     try:
+        progress = bars.enter_context(Progress(console))
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
         words = ["canon_pretrain.preflight", "ranks", "--report", str(scratch), "--gpus", str(gpus)]
         progress.update(0.0, f"all-reduce: {where}")
-        problem = _run([*launch, *words], scratch / "ranks.out", lambda: None)
+        problem = _run([*launch, *words], scratch / "ranks.out", lambda: 0)
         report = read_reports(scratch, [host_name()], ranks=True)[host_name()]
         speeds: dict[str, Any] = next(iter(report.speeds.values()), {}) if report else {}
+        state, remedy = "broken", "name the network interface (ip -br addr): "
+        remedy += "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
         if report and (faults := [*report.faults, *filter(None, [report.left_alone])]):
             problem = "; ".join(faults)
+            if report.faults:  # of a device
+                remedy = ""
+            if all(fault.endswith("GiB are in use") for fault in faults):
+                state = "note"
+                remedy = "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES=N selects another GPU"
         rate = f", {size(speeds[IN_NODE])}/s" if IN_NODE in speeds else ""
         text = f"{where}: right sums{rate}; "
         text += f"matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s"
-        yield judge("all-reduce", text, problem, "training on several ranks", **speeds)
+        several = "training on several ranks"
+        yield judge("all-reduce", text, problem, several, remedy, state, **speeds)
 
         run = RunFolder(scratch / "run")
-        follower, events = LogFollower(run.log_file), list[dict[str, Any]]()
+        follower, steps = LogFollower(run.log_file), list[dict[str, Any]]()
 
-        def follow() -> None:
+        def follow() -> int:
+            """Show the progress; return the last step in the log, or 0."""
+            nonlocal progress
+            new = []
             with suppress(OSError, UserError):  # not there yet
-                events.extend(x for x in follower.poll() if x["event"] in ("start", "step"))
-            step = events[-1].get("step", 0) if events else 0
-            progress.update(step / STEPS, f"training check: step {step} of {STEPS}, {where}")
+                new = [event for event in follower.poll() if event["event"] == "step"]
+            if new and not steps:  # the time left counts from here
+                bars.close()
+                progress = bars.enter_context(Progress(console))
+            steps.extend(new)
+            if not steps:
+                progress.update(0.0, f"training check: starting, {where}")
+                return 0
+            first, last = steps[0]["step"], int(steps[-1]["step"])
+            share = (last - first) / (STEPS - first)
+            progress.update(share, f"training check: step {last} of {STEPS}, {where}")
+            return last
 
         options = f"--training.steps {STEPS} --training.global_batch_size 8 --compile.no-enable "
         options += "--lr_scheduler.warmup_steps 5 --metrics.log_freq 5"
@@ -436,7 +486,6 @@ def check_training(folder: Path, gpus: int, progress: Progress) -> Findings:
                 verify(CheckpointFolder(run.path / CHECKPOINTS).step_path(STEPS))
         except (OSError, UserError) as error:
             problem = str(error)
-        steps = [event for event in events if event["event"] == "step"]
         text, steps_per_s = where, None
         if len(steps) > 1:
             first, last = (datetime.fromisoformat(each["time"]) for each in (steps[0], steps[-1]))
@@ -451,19 +500,25 @@ def check_training(folder: Path, gpus: int, progress: Progress) -> Findings:
         facts: dict[str, Any] = {"steps_per_s": steps_per_s, "seconds": seconds, "ranks": ranks}
         yield judge("training", text, problem, uses, remedy, **facts)
     finally:
+        bars.close()
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _run(words: Sequence[str], log: Path, watch: Callable[[], None]) -> str | None:
-    """Run Python with `words` and its output in `log`; return why it failed and the last lines."""
-    end, environ = time.monotonic() + TRAIN_TIMEOUT_S, {"OMP_NUM_THREADS": "1"} | os.environ
+def _run(words: Sequence[str], log: Path, watch: Callable[[], int]) -> str | None:
+    """Run Python with `words` and its output in `log`; return why it failed and the last lines.
+
+    `watch` returns the last step, or 0. The timeout restarts at each new one.
+    """
+    environ = {"OMP_NUM_THREADS": "1"} | os.environ
+    awaited, limit_s, step, since = "progress", START_TIMEOUT_S, 0, time.monotonic()
     with log.open("wb") as output:
         words, nothing = [sys.executable, *words], subprocess.DEVNULL
         child = subprocess.Popen(words, stdin=nothing, stdout=output, stderr=output, env=environ)
     try:
-        while child.poll() is None and time.monotonic() < end:
+        while child.poll() is None and time.monotonic() - since < limit_s:
             time.sleep(0.1)
-            watch()
+            if (seen := watch()) != step:
+                awaited, limit_s, step, since = "new step", STEP_TIMEOUT_S, seen, time.monotonic()
         code = child.poll()
     finally:
         if child.poll() is None:  # else the number may be another's
@@ -474,7 +529,7 @@ def _run(words: Sequence[str], log: Path, watch: Callable[[], None]) -> str | No
         return None
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error[")]
-    why = _late(TRAIN_TIMEOUT_S) if code is None else f"exit code {code}"
+    why = _late(awaited, limit_s) if code is None else f"exit code {code}"
     return "\n".join([why, *(errors or lines[-8:])])
 
 
@@ -531,9 +586,8 @@ def main(argv: list[str] | None = None) -> None:
             add(name, found)
         gpus = sum(each.facts.get("gpus", 0) for _, each in every)
         if not given.no_train:
-            with Progress(Console(stderr=True, highlight=False, soft_wrap=True)) as progress:
-                checked = list(check_training(given.dir, gpus, progress))
-            add("training", checked)
+            errors = Console(stderr=True, highlight=False, soft_wrap=True)
+            add("training", list(check_training(given.dir, gpus, errors)))
         broken = [each.what for _, each in every if each.state == "broken"]
         if given.json:
             rows = [{"group": name, **asdict(each)} for name, each in every]

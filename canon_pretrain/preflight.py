@@ -121,10 +121,11 @@ def slow_save_warning(run: RunFolder, show: Callable[[str], str]) -> str | None:
 
 
 def scontrol(what: str) -> str:
-    """Return the output of `scontrol show WHAT`; empty without Slurm."""
+    """Return the output of `scontrol show WHAT`, or its errors; empty without Slurm."""
     try:
         words = ["scontrol", "show", *what.split()]
-        return subprocess.run(words, capture_output=True, text=True, timeout=30).stdout
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+        return done.stdout or done.stderr
     except (OSError, subprocess.TimeoutExpired):
         return ""
 

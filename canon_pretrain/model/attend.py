@@ -224,6 +224,10 @@ def activate_flash(backend: str) -> str | None:
     registry: Any = torch.nn.attention
     if impl.name not in getattr(registry, "list_flash_attention_impls", list)():
         return f"torch {torch.__version__} has no {impl.name}: install torch 2.11 or later"
+    needed = " or ".join(f"sm_{major}0" for major in impl.majors)
+    has_gpu = torch.cuda.is_available()
+    if has_gpu and (found := torch.cuda.get_device_capability())[0] not in impl.majors:
+        return f"this GPU is sm_{found[0]}{found[1]}: use one of {needed}"
     try:
         missing = importlib.util.find_spec(impl.module) is None
     except ImportError:  # of the folder around it
@@ -231,12 +235,8 @@ def activate_flash(backend: str) -> str | None:
     install = f"pip install {impl.package}{impl.version}"
     if missing:
         return f"the package {impl.package} is not installed: {install}"
-    needed = " or ".join(f"sm_{major}0" for major in impl.majors)
-    if not torch.cuda.is_available():
+    if not has_gpu:
         return f"there is no GPU: use one of {needed}"
-    major, minor = torch.cuda.get_device_capability()
-    if major not in impl.majors:
-        return f"this GPU is sm_{major}{minor}: use one of {needed}"
     if registry.current_flash_attention_impl() != impl.name:
         try:
             registry.activate_flash_attention_impl(impl.name)

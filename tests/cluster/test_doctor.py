@@ -1,7 +1,9 @@
 """The doctor finds what is broken: packages, disks, locks, hub, Slurm, GPU, compiler, training."""
 
+import contextlib
 import errno
 import fcntl
+import importlib.util
 import json
 import os
 import socket
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,9 @@ from huggingface_hub import constants
 from canon_pretrain import doctor, preflight
 from canon_pretrain.checkpoint import manifest
 from canon_pretrain.core import holder, lock
-from canon_pretrain.core.terminal import Console, Progress
+from canon_pretrain.core.terminal import Console
+from canon_pretrain.kernels import backends, hardware
+from canon_pretrain.model import attend
 from canon_pretrain.run.folder import RunFolder
 from tests.fake_hub import FakeHub
 from tests.fake_slurm import FakeSlurm
@@ -26,6 +31,7 @@ from tests.flash_packages import flash_impl
 from tests.support import ROOT
 
 NOWHERE = Path("/proc/1")  # which root cannot write either
+QUIET = Console(quiet=True)
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
@@ -88,13 +94,29 @@ def test_a_sound_disk_and_one_that_cannot_be_written(tmp_path, monkeypatch):
     assert {each.state for each in found.values()} <= {"ok", "note"}
     assert not [*tmp_path.iterdir()]
     assert by_name(doctor.check_disk(NOWHERE))["disk"].state == "broken"
-    assert by_name(doctor.check_disk(tmp_path / "nothing"))["disk"].state == "broken"
-    (finding,) = doctor.check_training(NOWHERE, 0, Progress(Console(quiet=True)))
+    (finding,) = doctor.check_training(NOWHERE, 0, QUIET)
     assert (finding.what, finding.state) == ("training", "broken")
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/a / ext4\nauto {tmp_path} autofs\nhost:/a {tmp_path} nfs4\n")
     monkeypatch.setattr(doctor, "MOUNTS", mounts)
     assert by_name(doctor.check_disk(tmp_path))["file locks"].state == "note", "autofs is below it"
+
+
+def test_a_folder_that_does_not_exist(tmp_path):
+    folder = tmp_path / "no thing"
+    (finding,) = doctor.check_disk(folder)
+    assert (finding.what, finding.state) == ("disk", "broken")
+    subprocess.run(finding.remedy, shell=True, check=True)
+    assert folder.is_dir()
+    (finding,) = doctor.check_training(tmp_path / "other", 0, QUIET)
+    assert (finding.state, finding.remedy) == ("note", ""), "one remedy is enough"
+
+
+def test_a_slow_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "SLOW_DISK", float("inf"))
+    finding = by_name(doctor.check_disk(tmp_path))["disk speed"]
+    assert (finding.state, finding.facts["bytes_per_s"] > 0) == ("note", True)
+    assert doctor.duration(doctor.CHECKPOINT_BYTES / finding.facts["bytes_per_s"]) in finding.found
 
 
 def test_locks_that_keep_nobody_out(tmp_path, monkeypatch):
@@ -129,6 +151,7 @@ def test_a_hub_that_cannot_be_reached(tmp_path, monkeypatch):
         monkeypatch.setattr(constants, "ENDPOINT", closed)
         finding = by_name(doctor.check_network(tmp_path))["hub"]
         assert finding.state == "note" and "urlopen" not in finding.found
+        assert finding.remedy.endswith(": canon eval stage --suite all --to outputs/eval_data")
         silent.listen()  # and never answers
         assert states(doctor.check_network(tmp_path))["hub"] == "note"
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -154,8 +177,9 @@ def test_a_hub_that_cannot_be_reached(tmp_path, monkeypatch):
     assert (found["hub"], found["hub cache"]) == ("ok", "ok"), "it answers, with 404"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HOME", str(NOWHERE / "home"))
-    found = states(doctor.check_network(tmp_path))
-    assert (found["hub"], found["hub cache"]) == ("note", "broken")
+    found = by_name(doctor.check_network(tmp_path))
+    assert (found["hub"].state, found["hub cache"].state) == ("note", "broken")
+    assert found["hub"].remedy.startswith("unset HF_HUB_OFFLINE")
 
 
 def test_logins(tmp_path, monkeypatch):
@@ -187,7 +211,9 @@ def test_slurm(tmp_path, monkeypatch):
     file.write_text("export SBATCH_PARTITION=gpu\n")
     assert states(doctor.check_slurm(tmp_path))["cluster.env"] == "ok"
     slurm.break_down("scontrol")
-    assert states(doctor.check_slurm(tmp_path))["Slurm"] == "missing"
+    finding = by_name(doctor.check_slurm(tmp_path))["Slurm"]
+    assert finding.state == "missing" and "SLURM_CONF" in finding.remedy
+    assert finding.found.endswith(": error: Unable to contact controller")
 
 
 # -- GPU, kernels, compiler
@@ -207,6 +233,40 @@ def test_a_gpu_that_torch_cannot_use(tmp_path, monkeypatch):
 
 
 @no_gpu
+def test_the_reason_of_torch_is_not_a_remedy(tmp_path, monkeypatch):
+    def fail():
+        raise RuntimeError("Found no driver. Please check that you have one")
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(hardware, "find_gpu", lambda: "/dev/nvidia0")
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    finding = next(doctor.check_gpu(tmp_path))
+    assert "Please check" in finding.found and "Please check" not in finding.remedy
+    assert doctor.INSTALL_CU126 in finding.remedy
+
+
+@no_gpu
+@pytest.mark.parametrize("has_nccl", [False, True])
+def test_a_gpu_without_nvidia_smi(tmp_path, monkeypatch, has_nccl):
+    place = types.SimpleNamespace(name="H100", major=9, minor=0, total_memory=80e9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda k: place)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 99, 1))
+    available = lambda name: has_nccl or name == "gloo"  # noqa: E731
+    monkeypatch.setattr(torch.distributed, "is_backend_available", available)
+    monkeypatch.setattr(hardware, "query_gpu", lambda gpu: None)
+    monkeypatch.setattr(doctor, "check_kernels", lambda device_type: iter(()))
+    found = by_name(doctor.check_gpu(tmp_path))
+    assert found["GPU"].state == "ok" and "driver" not in found["GPU"].found
+    assert found["nccl"].state == ("ok" if has_nccl else "broken")
+    assert found["nccl"].found.startswith("2.99.1 ") == has_nccl
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    remedy = found["nccl"].remedy
+    assert has_nccl or (remedy.startswith("TORCH=") and remedy in readme)
+
+
+@no_gpu
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # torch 2.11
 def test_kernels_by_device():
     assert set(states(doctor.check_kernels("cpu")).values()) == {"ok"}
@@ -216,7 +276,27 @@ def test_kernels_by_device():
     absent = {name for name, each in found.items() if each.state == "missing"}
     expected = {"canon causal_conv1d", "canon fla", "mixer fla", "attention flash_attn"}
     assert absent == expected | {"attention fa4"}
-    assert all("pip install" in found[name].remedy for name in absent)
+    assert all(found[name].remedy.startswith("pip install") for name in absent)
+
+
+@no_gpu
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")  # torch 2.11
+def test_remedies_of_kernels(monkeypatch):
+    def fail():
+        raise ImportError("libcudart.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(backends, "backend_problem", lambda *given: "no import: OSError: lib: gone")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "flash_attn" or None)
+    monkeypatch.setattr(attend, "_flash_attn_func", fail)
+    with flash_impl("fa3", capability=(8, 0)):
+        found = by_name(doctor.check_kernels("cuda"))
+    triton, flash = found["canon triton"], found["attention flash_attn"]
+    assert (triton.found, triton.remedy) == ("no import: OSError: lib: gone", "")
+    assert "libcudart.so.12: cannot open" in flash.found
+    assert flash.remedy.startswith("pip install")
+    for name in ("fa3", "fa4"):  # a package does not help this GPU
+        finding = found[f"attention {name}"]
+        assert (finding.state, finding.remedy) == ("missing", "") and "sm_80" in finding.found
 
 
 @pytest.mark.system
@@ -224,12 +304,12 @@ def test_compilers(tmp_path, monkeypatch):
     assert doctor._check_compiler().state == "ok"
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor._check_compiler().state == "broken", "none"
+    assert doctor._check_compiler().state == "missing", "none"
     write_program(
         tmp_path / "g++", '[ "$1" = --version ] || { echo "error: no Python.h" >&2; false; }'
     )
     finding = doctor._check_compiler()
-    assert finding.state == "broken" and "Python.h" in finding.found
+    assert finding.state == "missing" and "Python.h" in finding.found
 
 
 # -- the report
@@ -292,7 +372,7 @@ def test_a_hanging_launch_ends_with_its_ranks(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         doctor._run(["-c", f"import subprocess, sys; {launcher}"], output, interrupt)
     rank = output.read_text().strip()
-    monkeypatch.setattr(doctor, "TRAIN_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(doctor, "START_TIMEOUT_S", 0.3)
     assert doctor._run(["-c", "import time; time.sleep(60)"], output, int)
     status = Path(f"/proc/{rank}/stat")
     for _ in range(100):
@@ -300,6 +380,16 @@ def test_a_hanging_launch_ends_with_its_ranks(tmp_path, monkeypatch):
             return
         time.sleep(0.05)
     pytest.fail(f"{rank} runs")
+
+
+def test_the_timeout_restarts_at_each_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "START_TIMEOUT_S", 60)
+    monkeypatch.setattr(doctor, "STEP_TIMEOUT_S", 0.5)
+    calls = iter(range(1000))
+    step = lambda: min(next(calls), 10)  # noqa: E731  # hangs at step 10, after a second
+    begin = time.monotonic()
+    problem = doctor._run(["-c", "import time; time.sleep(60)"], tmp_path / "out", step)
+    assert problem and 1.4 < time.monotonic() - begin < 30
 
 
 def test_an_ended_process_is_not_killed(tmp_path, monkeypatch):
@@ -328,17 +418,74 @@ def test_the_loss_of_one_gpu(tmp_path, monkeypatch, loss, state):
 
     monkeypatch.setattr(doctor, "_run", run)
     monkeypatch.setattr(manifest, "verify", lambda path: None)
-    found = by_name(doctor.check_training(tmp_path, 1, Progress(Console(quiet=True))))
+    found = by_name(doctor.check_training(tmp_path, 1, QUIET))
     assert (found["all-reduce"].state, found["training"].state) == ("ok", state)
     assert found["training"].facts["steps_per_s"] == 5
     assert "B/s" not in found["all-reduce"].found, "one rank sends nothing"
 
 
+def test_the_progress_counts_from_the_first_step(tmp_path, monkeypatch):
+    shown, steps = [], []
+
+    class Progress(contextlib.ExitStack):
+        def __init__(self, console):
+            super().__init__()
+
+        def update(self, share, text):
+            shown.append((self, share, "starting" in text))
+
+    def run(words, output, watch):
+        if "canon_pretrain.preflight" in words:
+            return
+        file = RunFolder(Path(words[-1])).log_file
+        steps.append(watch())
+        file.parent.mkdir(parents=True)
+        with file.open("a", buffering=1) as log:
+            for step in (5, 10, 40):
+                event = {"event": "step", "time": f"2026-01-01T00:00:{step:02}+00:00", "loss": 1}
+                log.write(json.dumps(event | {"step": step}) + "\n")
+                steps.append(watch())
+
+    monkeypatch.setattr(doctor, "_run", run)
+    monkeypatch.setattr(doctor, "Progress", Progress)
+    list(doctor.check_training(tmp_path, 0, QUIET))
+    assert steps == [0, 5, 10, 40]
+    bars, shares, is_starting = zip(*shown[1:5], strict=True)
+    assert is_starting == (True, False, False, False)
+    assert shares == (0, 0, 1 / 7, 1)
+    assert bars[0] is not bars[1] and bars[1] is bars[2] is bars[3]
+
+
+@pytest.mark.parametrize(
+    ("report", "state", "remedy"),
+    [
+        ("full", "note", "CUDA_VISIBLE_DEVICES"),
+        (preflight.Report(["cuda:0: a product of ones is wrong"]), "broken", ""),
+        (preflight.Report(left_alone="a collective failed: no route"), "broken", "_SOCKET_IFNAME"),
+    ],
+)
+def test_remedies_of_the_all_reduce(tmp_path, monkeypatch, report, state, remedy):
+    if report == "full":
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 << 30, 80 << 30))
+        report = preflight.Report(preflight.check_device(torch.device("cuda:0"))[0])
+
+    def run(words, output, watch):
+        path = output.parent / f"{holder.host_name()}.rank0.json"
+        path.write_text(json.dumps(doctor.asdict(report)))
+        return "not trained" if "canon_pretrain.train" in words else None
+
+    monkeypatch.setattr(doctor, "_run", run)
+    finding = next(doctor.check_training(tmp_path, 1, QUIET))
+    assert (finding.what, finding.state) == ("all-reduce", state)
+    assert remedy in finding.remedy and bool(remedy) == bool(finding.remedy)
+
+
 @pytest.mark.system
 def test_the_training_check(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(doctor, "TRAIN_TIMEOUT_S", 300)  # on a busy machine
-    run = lambda: by_name(doctor.check_training(tmp_path, 0, Progress(Console(quiet=True))))  # noqa: E731
+    monkeypatch.setattr(doctor, "START_TIMEOUT_S", 300)  # on a busy machine
+    run = lambda: by_name(doctor.check_training(tmp_path, 0, QUIET))  # noqa: E731
     found = run()
     assert states(found.values()) == {"all-reduce": "ok", "training": "ok"}
     assert found["training"].facts["ranks"] == 2 and found["training"].facts["steps_per_s"] > 0
@@ -362,5 +509,5 @@ def test_the_command_without_a_compiler(tmp_path):
     words = [sys.executable, "-m", "canon_pretrain.doctor", "--no_train", "--json"]
     done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, timeout=200)
     found = {each["what"]: each["state"] for each in json.loads(done.stdout)["findings"]}
-    assert (done.returncode, found["GPU"], found["C++ compiler"]) == (1, "broken", "broken")
+    assert (done.returncode, found["GPU"], found["C++ compiler"]) == (1, "broken", "missing")
     assert (found["hub"], found["Slurm"], found["gloo"]) == ("note", "missing", "ok")
