@@ -309,12 +309,13 @@ def print_results(console: Console, target: str, results: Results) -> None:
     rows: list[tuple[str, ...]] = []
     if asked["suite"] == VALIDATION:
         title = f"held-out loss over {counts[VALIDATION]:,} tokens: {target}"
-        columns, num_labels = ("model", "nats/token", "bits/byte"), 1
+        columns, num_labels = ("model", "nats/token", "+-", "bits/byte"), 1
         losses = [(scores["bits_per_byte"].value, name) for name, scores in results.scores.items()]
         for bits, name in sorted(losses):
             model = "this checkpoint" if name == VALIDATION else f"{name} of the training shards"
-            nats = results.scores[name]["nats_per_token"].value
-            rows.append((model, f"{nats:.4f}", f"{bits:.4f}"))
+            nats = results.scores[name]["nats_per_token"]
+            noise = "" if nats.stderr is None else f"{nats.stderr:.4f}"
+            rows.append((model, f"{nats.value:.4f}", noise, f"{bits:.4f}"))
     else:
         limit = asked["limit"]
         cut = "" if limit is None else f"; only the first {limit:,} items"

@@ -6,7 +6,7 @@ The windows and their mean are those of the trainer (data/held_out.py).
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from canon_pretrain.data.held_out import HeldOutLoss, held_out_loss, windows
 from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.report.noise import Clusters, mean_variance
 from canon_pretrain.run.results import VALIDATION, Score, TaskResult
 from eval.harness import TaskPlan
 from eval.model.lm import CanonLM
@@ -37,9 +38,10 @@ def validation_task(
         baselines = baseline_losses(train, held_out, seq_len=seq_len, limit=limit)
         answers = {}
         for name, found in {VALIDATION: loss, **baselines}.items():
-            # no standard error: tokens are not independent
-            scores = {metric: Score(getattr(found, metric)) for metric in METRICS}
             samples = documents if name == VALIDATION else []
+            relative = relative_error(samples)
+            values = {metric: getattr(found, metric) for metric in METRICS}
+            scores = {x: Score(value, relative and relative * value) for x, value in values.items()}
             answers[name] = TaskResult(scores, found.num_tokens, samples)
         return answers
 
@@ -95,6 +97,18 @@ def model_loss(
             }
         )
     return loss, records
+
+
+def relative_error(documents: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the standard error of the loss over its value; None if it is unknown.
+
+    Tokens of a document are not independent, so it is over the records of documents.
+    """
+    sums = np.array([record["nats_per_token"] for record in documents], float).reshape(-1, 2)
+    if len(sums) < 2 or not np.isfinite(sums).all() or not sums[:, 0].any():
+        return None
+    clusters = Clusters(*sums.T)
+    return abs(math.sqrt(mean_variance(clusters)) / clusters.mean)
 
 
 def _by_document(ends_D: np.ndarray, offset: int, size: int) -> dict[int, int]:

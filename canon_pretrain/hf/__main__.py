@@ -72,13 +72,14 @@ def _push(
         if not is_export:
             options |= {"dtype": dtype or "float32", "license_id": license_id}
             _export_with_card(checkpoint, folder, **options)
-        upload = push.Upload.of(folder, repo)
+        upload = push.Upload.of(folder, repo, revision)
         total = f"{size(sum(upload.sizes.values()))} in {len(upload.files)} files"
         if not dry_run:
             address = push.push(upload, private=private, revision=revision)
             print(f"pushed {total} to {repo}: {address}")
             return
-        where = f"{repo}, branch {revision or 'main'}, {'private' if private else 'public if new'}"
+        where = f"{'' if '/' in repo else 'YOUR_NAME/'}{repo}, branch {revision or 'main'}, "
+        where += "private" if private else "public if new"
         print(f'would push {total} to {where}, as "{upload.message}":')
         for name, num_bytes in upload.sizes.items():
             print(f"{size(num_bytes):>12}  {name}")

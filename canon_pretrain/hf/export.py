@@ -289,11 +289,12 @@ def _about(args: ModelArgs, dtype: str, step: int, *, has_tokenizer: bool) -> di
     call = f'from_pretrained("{PLACE}"{trust and f", {trust}"})'
     lines = [f"from transformers import {', '.join(loader for _, loader in loads)}"]
     lines += [f"{name} = {loader}.{call}" for name, loader in loads]
+    origin = f"step {step:,} of training" if step else "a checkpoint without a step of training"
     canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon layers"
     mixer = f"position {args.position}" if args.mixer == "attention" else f"mixer {args.mixer}"
     options = f"pretrained={PLACE}{trust and f',{trust}'}"
     return {
         "title": f"{args.num_layers} layers of width {args.dim}, {mixer}, {canon}",
-        "lead": f"{num_parameters(args):,} parameters in {dtype}, from step {step:,} of training.",
+        "lead": f"{num_parameters(args):,} parameters in {dtype}, from {origin}.",
         "loading": _LOADING.format(code="\n".join(lines), options=options, serving=serving),
     }

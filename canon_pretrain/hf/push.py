@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from canon_pretrain.core.files import read_json
 from canon_pretrain.data.hub import causes_of, transport_error
 from canon_pretrain.hf.export import PLACE, RECORD, files_of_export
 
-README = "README.md"
+README, CARD_HASH = "README.md", "card_sha256"
 _OTHERS = {".gitattributes", README, "LICENSE", "LICENSE.md", "LICENSE.txt"}
 """Files that a repository may have before its first push."""
 
@@ -31,10 +32,10 @@ class Upload:
     files: dict[str, Path | bytes]
 
     @classmethod
-    def of(cls, export: Path, repo: str) -> "Upload":
+    def of(cls, export: Path, repo: str, revision: str | None = None) -> "Upload":
         """Return the files that the record of `export` lists. Raises UserError.
 
-        README.md names the repository, and the record no folder of this machine.
+        README.md names repository and branch, and the record no folder of this machine.
         """
         names = files_of_export(export)
         if missing := [name for name in names if not (export / name).is_file()]:
@@ -44,10 +45,14 @@ class Upload:
         record = read_json(export / RECORD, finite=False)
         if record.get("checkpoint"):
             record["checkpoint"] = "/".join(Path(record["checkpoint"]).parts[-3:])
-        files[RECORD] = (json.dumps(record, indent=2) + "\n").encode()
         if README in files:
             page = (export / README).read_text(encoding="utf-8")
-            files[README] = page.replace(PLACE, repo).encode()
+            if revision is not None:
+                page = page.replace(f'"{PLACE}"', f'"{PLACE}", revision="{revision}"')
+                page = page.replace(f"={PLACE}", f"={PLACE},revision={revision}")
+            page = page.replace(PLACE, repo)
+            files[README], record[CARD_HASH] = page.encode(), sha256(page.encode()).hexdigest()
+        files[RECORD] = (json.dumps(record, indent=2) + "\n").encode()
         return cls(repo, f"Step {record.get('step')} of run {record.get('run_id')}", files)
 
     @property
@@ -83,11 +88,13 @@ def push(upload: Upload, *, private: bool, revision: str | None) -> str:
     """Commit `upload` to the branch `revision` (None: main); return the commit's address.
 
     The repository and the branch are created if missing. Files of an earlier export that are not in
-    this one are deleted by the same commit; any other file is kept. Raises UserError.
+    this one are deleted by the same commit; any other file, and a card that was edited on the hub,
+    are kept. Raises UserError.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     api, repo, old = HfApi(), upload.repo, list[str]()
+    files = dict(upload.files)
     with _errors(repo):
         api.create_repo(repo, private=private or None, exist_ok=True)
         if revision is not None:
@@ -101,10 +108,17 @@ def push(upload: Upload, *, private: bool, revision: str | None) -> str:
             record = Path(api.hf_hub_download(repo, RECORD, revision=info.sha))
             with contextlib.suppress(UserError):  # damaged
                 old = files_of_export(record.parent)
+                written = read_json(record, finite=False).get(CARD_HASH)
+                if written and README in there:
+                    card = Path(api.hf_hub_download(repo, README, revision=info.sha))
+                    if sha256(card.read_bytes()).hexdigest() != written:
+                        files.pop(README, None)
+                        note = f"NOTE: {README} was edited on the hub, and is kept: delete it there"
+                        print(f"{note} for a new one", file=sys.stderr)
         elif others := there - _OTHERS:
             text = f"{repo} has files of another model ({min(others)}): choose another name"
             raise UserError("hub.name_taken", text, repo=repo)
-        changes: list[Any] = [CommitOperationAdd(*pair) for pair in upload.files.items()]
+        changes: list[Any] = [CommitOperationAdd(*pair) for pair in files.items()]
         gone = sorted(set(old) & there - set(upload.files))
         changes += [CommitOperationDelete(name, is_folder=False) for name in gone]
         about: Any = {"commit_message": upload.message, "revision": revision}

@@ -22,7 +22,7 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import active_parameters, num_parameters
 from canon_pretrain.report import eval_report, evaluations, sections
 from canon_pretrain.report.curves import downsample, segments
-from canon_pretrain.report.items import Evaluation
+from canon_pretrain.report.items import Evaluation, ItemCache
 from canon_pretrain.report.picture import Line, Panel, charts_png
 from canon_pretrain.report.record import Curve, RunRecord, collapse_repeats, is_outdated
 from canon_pretrain.run.log import number
@@ -63,7 +63,7 @@ def model_card(
 ) -> dict[str, bytes]:
     """Return README.md and, if the run has a log, its picture, for the run's checkpoint at `step`.
 
-    `lead`: what the weights are, a sentence. `loading`: Markdown. Equal runs make equal bytes.
+    `lead`: what the weights are. `loading`: Markdown. Equal runs make equal bytes.
     """
     run = RunRecord(path, "score")  # what tables call its column
     try:
@@ -135,7 +135,7 @@ def _architecture(args: ModelArgs) -> Iterator[Row]:
     tied = ", input and output embeddings tied" if args.tie_embeddings else ""
     yield "vocabulary", f"{args.vocab_size:,} tokens{tied}"
     masked = ", documents in it are separated" if args.document_mask else ""
-    yield "context in training", f"{args.max_seq_len:,} tokens{masked}"
+    yield "longest context", f"{args.max_seq_len:,} tokens{masked}"
 
 
 def _canon(args: ModelArgs) -> str:
@@ -156,10 +156,13 @@ def _canon(args: ModelArgs) -> str:
 
 def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:
     total = run.identity.get("training.steps")
-    yield "step", f"{step:,} of {total:,}" if total else f"{step:,}"
+    if total or has_log or step:
+        yield "step", f"{step:,} of {total:,}" if total else f"{step:,}"
     if not has_log:
-        yield "log", "none: the curves and the number of tokens are not known"
+        yield "log", "none: steps, tokens and curves of the training are not known"
         return
+    if started := run.initial_load:
+        yield "started from", f"{started}, not from random weights; its training is not shown here"
     tokens = evaluations.tokens_at(run, step)
     yield "tokens seen", sections.number(tokens, 0)
     for event in run.own_validations:
@@ -171,8 +174,9 @@ def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:
             scores = (event.get("scores") or {}).items()
             if named := [f"{name} {sections.number(number(value))}" for name, value in scores]:
                 yield "scores in training", printable(", ".join(named))
+    launches = [event for event in run.launch_events if event.get("from_step", 0) < step]
     for name in eval_report.LAUNCH_FIELDS:
-        values = collapse_repeats(event.get(name) for event in run.launch_events)
+        values = collapse_repeats(event.get(name) for event in launches)
         yield name.replace("_", " "), ", ".join(map(str, values))
 
 
@@ -234,11 +238,14 @@ def _samples(run: RunRecord, step: int) -> Iterator[tuple[str, str]]:
 
 def _at_chance(shown: Sequence[Evaluation]) -> Iterator[str]:
     """Yield a sentence with the primary scores whose 95 % interval has the task's chance level."""
-    found = []
+    found, cache = [], ItemCache()
     for each in shown:
         for task, metrics in each.results.scores.items():
             for metric, score in metrics.items():
                 chance = each.chance(task, metric)
+                if chance is None and metric.startswith("acc"):  # as the verdicts do
+                    items = cache.get(each.folder, task, metric)
+                    chance = items.chance if items else None
                 if chance is not None and score.stderr is not None:
                     if abs(score.value - chance) <= Z_95 * score.stderr:
                         found.append(f"{task} {metric} (chance {sections.number(chance, 3)})")
@@ -273,7 +280,7 @@ def _limits(run: RunRecord, license_id: str | None) -> Iterator[str]:
     if length:
         yield f"It was trained on sequences of {length:,} tokens; use beyond that is untested."
     yield (
-        "This card was written from the files of the training run. Not verified: that the training "
+        "This card was written from the files of the run. Not verified: that the training "
         "data has none of the evaluation texts, that the data may be used for your purpose, and "
         "all that is not stated here."
     )

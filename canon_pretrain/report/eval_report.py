@@ -191,6 +191,7 @@ def _run_content(run: RunRecord) -> dict[str, Any]:
         "total_steps": identity.get("training.steps"),
         "facts": {
             "tokens": run.steps[-1]["tokens"] if run.steps else 0,
+            "started from": run.initial_load,
             "resumed at": [
                 event["from_step"] for event in run.launch_events if event["event"] == "resume"
             ],

@@ -68,7 +68,11 @@ def _range(values: Sequence[np.ndarray]) -> tuple[float, float]:
 def _draw(draw: ImageDraw.ImageDraw, panel: Panel, begin: int) -> None:
     font = ImageFont.load_default(SIZE * SCALE)
     left, right = begin + 84 * SCALE, begin + (WIDTH - 24) * SCALE
-    top, bottom = 44 * SCALE, (HEIGHT - 66) * SCALE
+    labels = [panel.title, *(line.label for line in panel.lines)]
+    # the legend is on the title's line, or below it if both are too long
+    width = sum(font.getlength(label) + 16 * SCALE for label in labels)
+    legend_at = (14 if width <= right - left else 40) * SCALE
+    top, bottom = legend_at + 30 * SCALE, (HEIGHT - 66) * SCALE
     x_low, x_high = _range([line.x for line in panel.lines])
     y_low, y_high = _range([line.y for line in panel.lines])
 
@@ -91,7 +95,7 @@ def _draw(draw: ImageDraw.ImageDraw, panel: Panel, begin: int) -> None:
     write((left + right) / 2, (HEIGHT - 12) * SCALE, "tokens", "ms")
     legend = float(right)
     for k, line in reversed([*enumerate(panel.lines)]):
-        write(legend, 14 * SCALE, line.label, "ra", COLORS[k])
+        write(legend, legend_at, line.label, "ra", COLORS[k])
         legend -= font.getlength(line.label) + 16 * SCALE
         is_sparse = len(line.x) <= 30
         radius = (3.5 if is_sparse else 1.0) * SCALE

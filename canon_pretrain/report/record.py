@@ -145,6 +145,16 @@ class RunRecord:
         """The `start` and `resume` events."""
         return [event for event in self.events if event["event"] in SEGMENT_EVENTS]
 
+    @property
+    def initial_load(self) -> str | None:
+        """From which checkpoint of another run this one started; None if it began untrained."""
+        for event in self.events:
+            if event["event"] == "initial_load":
+                what = "the weights" if event.get("model_only") else "the full state"
+                sha256 = str(event.get("manifest_sha256"))[:12]
+                return f"{what} of step {event['checkpoint_step']:,} of manifest {sha256}"
+        return None
+
     def curve(self, field: str) -> Curve | None:
         """Return one field of the `step` events; None if no event has it."""
         logged = [(event["step"], event.get(field)) for event in self.steps]

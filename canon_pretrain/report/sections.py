@@ -4,11 +4,11 @@ templates/report.body.jinja has their order and the text around them.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from canon_pretrain.report.verdicts import BETTER, VERDICTS, WITHIN, WORSE
-from canon_pretrain.run.results import VALIDATION, format_bound
+from canon_pretrain.run.results import GOLD_BITS, VALIDATION, format_bound
 
 MAX_ROWS = 1000  # browsers are slow with longer tables
 SHORT_COLUMNS = 13  # of the table of differences; the others are hidden, or missing if it is long
@@ -17,10 +17,6 @@ MISSING = "–"
 CHOSEN_TITLE = "Chosen learning rate per architecture, by validation loss"
 BEST_TITLE = "Best of all learning rates, as in the paper"
 EVERY_RUN_TITLE = "Every run"
-SCORES_NOTE = (
-    "± is one standard error over the sources of a task’s n items. If all items are wrong or all "
-    "are right, ≤ or ≥ is the other end of Wilson’s 95 % interval."
-)
 
 Table = dict[str, Any]
 Content = Mapping[str, Any]
@@ -50,6 +46,23 @@ def interval(bounds: Sequence[float] | None) -> str:
 
 def p_value(value: float | None) -> str:
     return MISSING if value is None else "< 0.0001" if value < 1e-4 else f"{value:.4f}"
+
+
+def score_notes(suites: Sequence[Content]) -> Iterator[str]:
+    """Yield what a reader must know about the scores in the tables of `suites`."""
+    if suites:
+        yield (
+            "± is one standard error over the sources of a task’s n items, over the documents of a "
+            "held-out loss, whose n are tokens. If all items are wrong or all are right, ≤ or ≥ is "
+            "the other end of Wilson’s 95 % interval."
+        )
+    if any(row["metric"].startswith(GOLD_BITS) for suite in suites for row in suite["rows"]):
+        yield (
+            f"{GOLD_BITS}: -log2 of the probability of the right answer per byte of it. Lower is "
+            "better; it tells models apart before accuracy does."
+        )
+    if any(x["limit"] is not None for suite in suites for x in suite["columns"]):
+        yield "A trial used only the first items of a task: it is no result."
 
 
 def percent(value: float | None) -> str:
@@ -352,7 +365,7 @@ def _text_cell(cell: Content | None) -> Cell:
     return (
         make_cell("not finite", chip="worse")
         if text is None
-        else make_cell(text.strip() or "(no text)", chip="text")
+        else make_cell(text if text.strip() else "(no text)", chip="text")
     )
 
 

@@ -347,7 +347,7 @@ def _family(tests: Sequence[Test]) -> Iterator[Row]:
         elif row["uninformative"]:
             yield row | NO_TEST | {"verdict": UNINFORMATIVE}
         else:
-            of = "of each task" if row["mean_of"] else f"{row['task']}:{row['metric']}=SIGMA"
+            of = "of each task" if row["mean_of"] else "TASK:METRIC=SIGMA"
             why = f"unknown seed noise: give a second seed, or --seed_sigma {of}"
             if row["num_clusters"] == 1:
                 why = "all items have one source, so their noise is unknown"

@@ -62,3 +62,33 @@ def test_a_locale_that_is_not_utf8_is_refused(words, tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=other, capture_output=True, timeout=60)
     assert done.returncode == 2 and not os.path.exists(path)
     assert error_codes(done.stderr.decode()) == ["cli.encoding"]
+
+
+def test_a_process_ends_as_python_would_end_it(tmp_path):
+    """run_process frees no modules, but loses nothing: threads, exit functions, output, code."""
+    script = """
+import atexit, os, sys, threading, time
+from canon_pretrain.core.cli import run_process
+class Kept:
+    def __del__(self):
+        os.write(2, b"freed")
+sys.modules["kept"] = Kept()
+def late():
+    time.sleep(0.3)
+    open(sys.argv[1], "w").write("thread")
+def main():
+    atexit.register(print, "exit function")
+    threading.Thread(target=late).start()
+    sys.stdout.write("no newline ")
+    if sys.argv[2] == "raise":
+        raise ValueError("unexpected")
+    raise SystemExit(int(sys.argv[2]))
+run_process(main)
+"""
+    for given, code, error in (("0", 0, ""), ("3", 3, ""), ("raise", 1, "ValueError: unexpected")):
+        words = [sys.executable, "-c", script, tmp_path / given, given]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == code and error in done.stderr, done.stderr
+        assert done.stdout == "no newline exit function\n"
+        assert (tmp_path / given).read_text() == "thread"
+        assert error or done.stderr == ""

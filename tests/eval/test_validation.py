@@ -14,7 +14,7 @@ from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.results import read_results, read_samples
 from eval.__main__ import main
 from eval.model.lm import CanonLM
-from eval.validation import CountModels, model_loss, windows
+from eval.validation import CountModels, model_loss, relative_error, windows
 from tests.support import error_codes
 
 CPU = torch.device("cpu")
@@ -58,6 +58,19 @@ def test_document_records_sum_to_the_loss(data_folder, limit):
     assert -math.fsum(by_window) == total
     of_bytes = math.fsum(r["bits_per_byte"][1] for r in records)
     assert total / math.log(2) / of_bytes == pytest.approx(loss.bits_per_byte, rel=1e-12)
+
+
+def test_the_error_of_a_loss_is_over_documents():
+    """Equal to a jackknife with a document left out at a time; unknown for one document."""
+    rng = np.random.default_rng(1)
+    sums, counts = rng.uniform(100, 900, 7), rng.integers(20, 300, 7)
+    pairs = zip(sums.tolist(), counts.tolist(), strict=True)
+    records = [{"nats_per_token": [*pair]} for pair in pairs]
+    left = [(sums.sum() - s) / (counts.sum() - n) for s, n in zip(sums, counts, strict=True)]
+    loss = sums.sum() / counts.sum()
+    expected = math.sqrt(6 / 7 * sum((value - loss) ** 2 for value in left)) / loss
+    assert relative_error(records) == pytest.approx(expected)
+    assert relative_error(records[:1]) is None and relative_error([]) is None
 
 
 def test_count_models_equal_a_count_by_hand():

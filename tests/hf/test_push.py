@@ -118,6 +118,22 @@ def test_a_dry_run_uses_no_network(checkpoint, capsys, monkeypatch, tmp_path):
         push(checkpoint, "someone/model", "--no-tokenizer", "--dry")  # options are not abbreviated
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.replace("THIS_FOLDER", "someone/model") in printed
+    push(checkpoint, "someone/model", "--dry_run", "--no-tokenizer", "--revision", "step-3")
+    printed = capsys.readouterr().out
+    assert 'from_pretrained("someone/model", revision="step-3", ' in printed
+    assert "pretrained=someone/model,revision=step-3," in printed and "THIS_FOLDER" not in printed
+
+
+def test_a_card_that_was_edited_on_the_hub_is_kept(hub, checkpoint, capsys):
+    words = checkpoint, REPO, "--no-tokenizer"
+    push(*words)
+    push(*words, "--license", "mit")
+    assert b"license: mit" in hub.files()["README.md"]
+    hub.files()["README.md"] = b"mine"
+    capsys.readouterr()
+    push(*words, "--dtype", "bfloat16")
+    assert hub.files()["README.md"] == b"mine" and "README.md" in capsys.readouterr().err
+    assert json.loads(hub.files()[RECORD])["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("at", ERRORS)

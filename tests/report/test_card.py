@@ -76,6 +76,36 @@ def test_a_card_without_log_or_evaluations(tmp_path):
     assert card(bare, 500) == files
 
 
+def test_a_card_says_what_a_run_started_from_and_ran_on(tmp_path):
+    sha256 = "ab" * 32
+    load = {"checkpoint_step": 7000, "manifest_sha256": sha256, "model_only": True}
+    events = [
+        launch("start", world_size=2),
+        {"event": "initial_load", "checkpoint": "/secret", **load},
+        step(10, 3.0),
+        launch("resume", from_step=10, world_size=4),
+        step(20, 2.0),
+    ]
+    run = plant_run(tmp_path / "run", events)
+    first, second = (card(run, at)["README.md"].decode() for at in (10, 20))
+    assert "weights of step 7,000" in first and sha256[:12] in first and "secret" not in first
+    assert "| world size | 2 |" in first and "| world size | 2, 4 |" in second
+
+
+def test_a_card_names_guesses_at_the_chance_of_the_items(tmp_path):
+    """Tasks of lm_eval declare no chance level: the number of answers per item is it."""
+    run = plant_run(tmp_path / "run", [launch("start"), step(10, 3.0)])
+    items = [
+        {"doc_id": n, "doc_hash": f"{n}", "prompt_hash": "", "filter": "none", "acc": n % 2}
+        | {"answers": [[-1.0, False]] * 2}
+        for n in range(100)
+    ]
+    scores = {"piqa": {"acc": Score(0.5, 0.05)}}
+    samples = {"piqa": items}
+    plant_results(run, 10, "piqa", scores, tasks={"piqa": {"primary": ["acc"]}}, samples=samples)
+    assert "guessing: piqa acc (chance 0.500)" in card(run, 10)["README.md"].decode()
+
+
 def test_a_card_of_a_synthetic_task(tmp_path):
     scores = [
         {"event": "validation", "step": n, "loss": 2.0, "scores": {"exact": n / 20, "first": 1.0}}
@@ -126,6 +156,15 @@ def test_the_picture_shows_its_lines():
         first, last = (rows[columns == end].mean() for end in (columns.min(), columns.max()))
         assert (first - last > 240) if is_rising else (abs(first - last) < 3)
         assert (columns.min() < 30) == is_rising and columns.max() > 470
+
+
+def test_a_long_legend_is_below_the_title():
+    x = np.arange(50) * 1e4
+    lines = [Line(f"exact_birth_place_{k}", x, x * 0 + k) for k in range(2)]
+    image = Image.open(io.BytesIO(charts_png([Panel("Scores on the task", lines)])))
+    pixels = np.asarray(image.convert("RGB"), int)
+    is_colored = pixels.max(axis=2) - pixels.min(axis=2) > 60
+    assert not is_colored[:38].any() and is_colored[38:66].any()
 
 
 @pytest.mark.parametrize("ends", [(0, 1), (0.98, 1.02), (-3e-5, 4e6), (7.1, 7.1000001), (-9, -2)])
