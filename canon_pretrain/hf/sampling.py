@@ -30,6 +30,39 @@ class Settings(NamedTuple):
     seed: int = 0
 
 
+class Detokenizer:
+    """Decodes ids as they come, each time from a few tokens before the new ones.
+
+    `pending`: the end of the text that later ids may change.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode, self.pending = decode, ""
+        self._ids: list[int] = []  # of the text's end
+        self._settled = self._returned = 0  # of these ids, and characters of their text
+
+    def add(self, ids: Sequence[int]) -> str:
+        """Return the text that `ids` complete."""
+        self._ids += ids
+        text = self._decode(self._ids)
+        # an incomplete UTF-8 sequence decodes to replacement characters
+        stable = max(self._returned, len(text.rstrip("\ufffd")))
+        new, self.pending = text[self._returned : stable], text[stable:]
+        self._returned = stable
+        if not self.pending:
+            if new.strip():  # a tokenizer may drop the first spaces of what it decodes
+                self._ids = self._ids[self._settled :]
+                self._returned = len(self._decode(self._ids))
+            self._settled = len(self._ids)
+        return new
+
+    def flush(self) -> str:
+        """Return `pending`, which is then as complete as it gets."""
+        new, self.pending = self.pending, ""
+        self._returned += len(new)
+        return new
+
+
 class Answer:
     """What was sampled after `prompt` so far: `ids` and the model's log-probabilities `logps`.
 
@@ -41,7 +74,8 @@ class Answer:
         self.ids: list[int] = []
         self.logps: list[float] = []
         self.has_ended = self.is_done = False
-        self._start, self._shown = len(sampler.decode(prompt)), 0
+        self._detokenizer, self._num_returned = Detokenizer(sampler.decode), 0
+        self._start = len(self._detokenizer.add(self.prompt) + self._detokenizer.flush())
 
     def add(self, token: int, logp: float) -> None:
         """Append a token, unless it is EOS."""
@@ -57,11 +91,9 @@ class Answer:
 
     def new_text(self) -> str:
         """Return what was not returned before, without characters that later tokens may change."""
-        text = self.text
-        # an incomplete UTF-8 sequence decodes to replacement characters
-        stable = text if self.is_done else text.rstrip("\ufffd")
-        new, self._shown = stable[self._shown :], max(self._shown, len(stable))
-        return new
+        new = self._detokenizer.add(self.ids[self._num_returned :])
+        self._num_returned = len(self.ids)
+        return new + (self._detokenizer.flush() if self.is_done else "")
 
 
 @dataclass(frozen=True)
@@ -97,6 +129,11 @@ class Sampler:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text that starts a document: EOS first, unless texts are ids."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # such as a byte of the command line
+            message = f"the text is not UTF-8: see character {error.start + 1:,}"
+            raise UserError("sample.not_utf8", message, character=error.start + 1) from None
         found: list[int] = self.tokenizer.encode(text).tolist()
         if self.has_ids and not found:
             message = f"{self.checkpoint} knows ids, no words: give some, as in --prompt '12 45'"
@@ -113,6 +150,7 @@ class Sampler:
         longest = self.model.args.max_seq_len
         if len(prompt) > longest:
             text = f"a prompt of {len(prompt):,} tokens, more than max_seq_len = {longest:,}"
+            text += f" of {self.checkpoint}"
             raise UserError("sample.prompt_too_long", text, given=len(prompt), expected=longest)
         # the last token is not read
         return Answer(self, prompt, min(max_tokens, longest + 1 - len(prompt)))
@@ -169,14 +207,24 @@ class Sampler:
 
         A token that ends within a character, or adds none, counts at the next place.
         """
-        text, total = self.decode(ids), 0.0
-        sums = {len(self.decode(ids[:1])): 0.0}
-        for k, nats in enumerate(self.losses(ids), 2):
+        text, total, place = self.decode(ids), 0.0, 0
+        sums: dict[int, float] = {}
+        detokenizer = Detokenizer(self.decode)
+        for token, nats in zip(ids, [0.0, *self.losses(ids)], strict=True):
             total += nats
-            before = self.decode(ids[:k])
-            if text.startswith(before):
-                sums.setdefault(len(before), total)
+            new = detokenizer.add([token])
+            if text.startswith(new + detokenizer.pending, place):
+                sums.setdefault(place + len(new + detokenizer.pending), total)
+            place += len(new)
         return sums | {len(text): total}
+
+    def cut(self, ids: Sequence[int]) -> Sequence[int]:
+        """Return the first of `ids`, as many as `losses` can read, up to the end of a character."""
+        num_kept = self.model.args.max_seq_len + 1  # the last one is not read
+        if num_kept < len(ids):
+            while self.decode(ids[:num_kept]).endswith("\ufffd"):
+                num_kept -= 1
+        return ids[:num_kept]
 
 
 class Segment(NamedTuple):
@@ -198,22 +246,38 @@ def segments(
 
 
 def compare(
-    pair: tuple[Sampler, Sampler], prompt: str, max_tokens: int, settings: Settings
+    pair: tuple[Sampler, Sampler],
+    prompt: str,
+    max_tokens: int,
+    settings: Settings,
+    note: Callable[[str], None] = lambda text: None,
 ) -> tuple[list[Answer], list[list[Segment]]]:
     """Return each model's answer to `prompt`, with the same draws, and the losses under both.
 
     The segments are those of the prompt, of the first and of the second answer. A model of another
-    tokenizer reads an answer's text in tokens of its own.
+    tokenizer reads an answer's text in tokens of its own, as many as it can: `note` is called with
+    a line if there are more. Of the same tokenizer, answers end where one model's context does.
     """
     is_same = pair[0].tokenizer.sha256 == pair[1].tokenizer.sha256
     answers = [one.answer(one.encode(prompt), max_tokens) for one in pair]
-    sums, texts = [], []
+    if is_same:
+        limit = min(answer.limit for answer in answers)
+        answers = [
+            one.answer(answer.prompt, limit) for one, answer in zip(pair, answers, strict=True)
+        ]
+    sums: list[list[dict[int, float]]] = []
+    texts: list[str] = []
     for own, answer in zip(pair, answers, strict=True):
         own.extend([answer], settings)
         ids = [*answer.prompt, *answer.ids]
         texts.append(text := own.decode(ids))
-        read = [ids if one is own or is_same else one.encode(text) for one in pair]
-        sums.append([one.loss_sums(each) for one, each in zip(pair, read, strict=True)])
+        sums.append([])
+        for one in pair:
+            whole = ids if one is own or is_same else one.encode(text)
+            if len(read := one.cut(whole)) < len(whole):
+                size = f"{len(whole):,} tokens of {one.checkpoint}"
+                note(f"[a text has {size}: it reads the first {len(read):,}, losses end there]")
+            sums[-1].append(one.loss_sums(read))
     end = len(pair[0].decode(answers[0].prompt))
     # of the prompt each by itself: with an answer, its last token may reach into that
     parts = [segments(texts[0], (sums[0][0], sums[1][1]), 0, end)]

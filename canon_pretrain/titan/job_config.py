@@ -371,7 +371,7 @@ def _schedule_faults(job: CanonJobConfig) -> Iterator[str]:
 def _conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
     """Yield (key, fault) of each value that contradicts another key or is no path."""
     data, stop_at, steps, loss = job.data, job.run.stop_at, job.training.steps, job.loss
-    checkpoint, profiling = job.checkpoint, job.profiling
+    checkpoint, profiling, prompts = job.checkpoint, job.profiling, job.samples.prompts
     for name in ("job.dump_folder", "checkpoint.folder"):
         if not (value := value_of(job, name)) or "\0" in value or value.startswith("~"):
             yield name, f"{name} = {value!r}: expected a folder's path (only a shell expands ~)"
@@ -391,6 +391,8 @@ def _conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
         yield "data.task.name", f"data.task.name is unset, but has {', '.join(data.task.given)}"
     if job.samples.interval and not job.samples.prompts:
         yield "samples.prompts", "samples.interval is set, but samples.prompts is empty: set both"
+    if repeated := [each for k, each in enumerate(prompts) if each in prompts[:k]]:
+        yield "samples.prompts", f"samples.prompts has {repeated[0]!r} more than once: list it once"
     if len(data.weights) != len(data.paths):
         yield "data.weights", f"data.weights: expected {len(data.paths)} numbers, one per path"
     if stop_at is not None and not 1 <= stop_at <= steps:

@@ -1,18 +1,24 @@
 """Samples of checkpoints and exports: seeds, streams of text, losses, the loop in a terminal."""
 
+import copy
+import io
 import json
 import math
+import os
+import random
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
+from canon_pretrain.core.cli import _DroppingFile
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.data.id_tokenizer import id_tokenizer
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf.export import export
-from canon_pretrain.hf.sampling import Answer, Sampler, Settings, compare
-from canon_pretrain.sample import converse, main
+from canon_pretrain.hf.sampling import Answer, Detokenizer, Sampler, Segment, Settings, compare
+from canon_pretrain.sample import converse, main, print_compared
 from tests.data_folders import sentence
 from tests.eval_text_runs import write_run
 from tests.support import error_codes, refused
@@ -139,7 +145,7 @@ def test_bad_input_is_refused(base, samplers, capsys, tmp_path):
     for code, words in (
         ("sample.not_utf8", ["--file", str(broken)]),
         ("sample.prompt_too_long", ["--prompt", "the a one " * 400]),
-        ("generate.sampling", ["--prompt", "a", "--top_p", "2"]),
+        ("sample.not_utf8", ["--prompt", "bad\udcff"]),
     ):
         with pytest.raises(SystemExit, match="2"):
             main([str(base / "run"), *words])
@@ -169,7 +175,7 @@ def test_the_loop_keeps_its_text_and_says_what_it_drops(samplers, monkeypatch, c
                 answers[0].add(self.tokenizer.eos_id, 0.0)
             answers[0].is_done = True
 
-    lines = iter(["the", "a", "", "", KeyboardInterrupt, "one", EOFError])
+    lines = iter(["the", "a", "", "", KeyboardInterrupt, "bad\udcff", "one", EOFError])
 
     def read(_):
         if isinstance(line := next(lines), str):
@@ -186,4 +192,201 @@ def test_the_loop_keeps_its_text_and_says_what_it_drops(samplers, monkeypatch, c
     room = run.model.args.max_seq_len + 1 - 100
     assert [len(prompt) for prompt in prompts[2:4]] == [room, room]
     assert prompts[4] == run.encode("one")  # the text before had ended
-    assert capsys.readouterr().err.count(str(run.model.args.max_seq_len)[1:]) >= 2
+    printed = capsys.readouterr().err
+    assert printed.count(str(run.model.args.max_seq_len)[1:]) >= 2
+    assert "not UTF-8" in printed
+
+
+def test_the_loop_continues_its_own_tokens(samplers, monkeypatch):
+    """Encoding the text again would replace these bytes by tokens of letters."""
+    prompts = []
+    run = samplers[0]
+    added = [3 + byte for byte in b" of the"]
+
+    class Scripted(Sampler):
+        def extend(self, answers, settings, on_change=None, first=0):
+            prompts.append(answers[0].prompt)
+            for token in added:
+                answers[0].add(token, 0.0)
+            answers[0].is_done = True
+
+    def read(_):
+        if isinstance(line := next(lines), str):
+            return line
+        raise line
+
+    lines = iter(["the", "", "", "bad\udcff", "", EOFError])
+    monkeypatch.setattr("builtins.input", read)
+    converse(Scripted(run.checkpoint, run.model, run.tokenizer, None), Settings(), 20)
+    assert run.encode(run.decode(prompts[0] + added)) != prompts[0] + added
+    assert prompts == [prompts[0] + added * k for k in range(4)]
+
+
+class Counting(Sampler):
+    """Counts decoded ids; a nat per token."""
+
+    num_decoded = 0
+
+    def decode(self, ids):
+        Counting.num_decoded += len(ids)
+        return super().decode(ids)
+
+    def losses(self, ids):
+        return [1.0] * (len(ids) - 1)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_text_is_decoded_in_steps_as_at_once(samplers, which):
+    sampler = samplers[which]
+    counting = Counting(sampler.checkpoint, sampler.model, sampler.tokenizer, None)
+    rng = random.Random(which)
+    words = sampler.tokenizer.encode(ODD * 4 + "  the    a\n\n" * 9).tolist()
+    for _ in range(30):
+        ids = [sampler.tokenizer.eos_id, *rng.sample(words, 40), *words]
+        text, detokenizer, shown = sampler.decode(ids), Detokenizer(sampler.decode), ""
+        while ids:
+            count = rng.randint(1, 3)
+            shown += detokenizer.add(ids[:count])
+            ids = ids[count:]
+        # tokenizers decodes a run of bytes as a whole, so that those shown may change
+        is_same = shown + detokenizer.flush() == text
+        assert is_same or (which == 1 and len(shown) == len(text))
+    ids = [sampler.tokenizer.eos_id, *words]
+    text, expected = sampler.decode(ids), {}
+    for k in range(1, len(ids) + 1):
+        if text.startswith(before := sampler.decode(ids[:k])):
+            expected.setdefault(len(before), float(k - 1))
+    Counting.num_decoded = 0
+    assert counting.loss_sums(ids) == expected | {len(text): len(ids) - 1}
+    assert Counting.num_decoded < 20 * len(ids)
+    Counting.num_decoded = 0
+    answer = Answer(counting, [counting.tokenizer.eos_id], 999)
+    for token in words:
+        answer.add(token, 0.0)
+        answer.new_text()
+    assert Counting.num_decoded < 20 * len(ids)
+
+
+def short(sampler, length):
+    """Return `sampler` with a context of `length` tokens."""
+    model = copy.copy(sampler.model)
+    model.args = replace(model.args, max_seq_len=length)
+    return replace(sampler, model=model)
+
+
+def test_models_of_unequal_context_are_compared(samplers):
+    run, _, other = samplers
+    length = len(run.encode(PROMPT)) + 8
+    notes = []
+    for pair in ((run, short(run, length)), (short(run, length), run)):
+        answers, parts = compare(pair, PROMPT, 30, Settings(), notes.append)
+        assert [len(answer.ids) for answer in answers] == [9, 9] and not notes
+    length = max(len(one.encode(PROMPT)) for one in (run, other)) + 8
+    answers, parts = compare((run, short(other, length)), PROMPT, 30, Settings(), notes.append)
+    assert len(answers[0].ids) == 30 and len(notes) == 1
+    read = "".join(segment.text for segment in parts[1])
+    assert read and read in answers[0].text and len(read) < len(answers[0].text)
+    with refused("sample.prompt_too_long") as error:
+        compare((run, replace(short(run, 3), checkpoint="tiny")), PROMPT, 30, Settings())
+    assert "tiny" in str(error.value)
+
+
+def test_compared_tables_do_not_claim_too_much(samplers, capsys):
+    run = samplers[0]
+    answers = [run.answer(run.encode(""), 5) for _ in range(2)]
+    piece = Segment("a", (1.0, 2.0))
+    broken = [Segment("\ufffd", (1.0, 2.0))]
+    print_compared((run, run), answers, [[piece] * 76, broken, []], Settings(), as_json=False)
+    printed = capsys.readouterr().out
+    assert "the last 64 of 76" in printed and "pieces" in printed
+    rows = [line.split() for line in printed.splitlines() if "A's text" in line]
+    assert rows[0][-2:] == ["-", "-"]
+    print_compared((run, run), answers, [[], [], []], Settings(), as_json=False)
+    assert "B - A" not in capsys.readouterr().out
+
+
+def test_a_prompt_may_be_piped(base, monkeypatch, capsys):
+    words = [str(base / "run"), "--max_tokens", "1", "--json"]
+    for more, given, expected in (
+        ([], b"the river\n", "the river"),
+        (["--file", "-"], b"the\n\n", "the\n"),
+        ([], b"", ""),
+        (["--prompt", "a"], b"the", "a"),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given), "utf-8"))
+        main([*words, *more])
+        assert json.loads(capsys.readouterr().out)["prompt"] == expected
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"))
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert error_codes(capsys.readouterr().err) == ["sample.not_utf8"]
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_closed_pipe_stops_the_model(base, monkeypatch, more):
+    read, write = os.pipe()
+    os.close(read)
+    tokens, add = [], Answer.add
+    monkeypatch.setattr(Answer, "add", lambda *x: (tokens.append(1), add(*x))[1])
+    with io.TextIOWrapper(io.BufferedWriter(_DroppingFile(write, "w"))) as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with pytest.raises(SystemExit, match="0"):
+            main([str(base / "run"), "--prompt", "a", "--num", "40", "--max_tokens", "400", *more])
+        monkeypatch.undo()
+    assert len(tokens) < (12_000 if more else 100)
+
+
+def test_a_written_prompt_is_exact(base, capsys):
+    prompt = "the\triver " + "said " * 70
+    main([str(base / "run"), "--prompt", prompt, "--max_tokens", "1"])
+    assert capsys.readouterr().out.startswith(prompt)
+
+
+def test_the_note_has_the_reason_of_an_early_end(samplers, base, monkeypatch, capsys):
+    token = 9
+
+    def generated(*_, max_new_tokens, on_token, on_end, **__):
+        for _ in range(max_new_tokens[0]):
+            on_token(0, token, -1.0)
+        on_end(0)
+
+    monkeypatch.setattr("canon_pretrain.hf.sampling.generate", generated)
+    words = [str(base / "run"), "--prompt", "the " * 240, "--max_tokens"]
+    notes = []
+    for limit in ("900", "3"):
+        main([*words, limit])
+        notes.append(capsys.readouterr().err.splitlines()[-1])
+    assert notes[0].endswith(", the context of 1,000 tokens is full]")
+    assert notes[1].endswith("1.00 nats per token]")
+    token = samplers[0].tokenizer.eos_id
+    main([*words, "1"])
+    note = capsys.readouterr().err.splitlines()[-1]
+    assert note.endswith(", the text ended]") and "nats" not in note
+
+
+def test_losses_of_the_prompt_are_computed_once(base, monkeypatch, capsys):
+    calls, losses = [], Sampler.losses
+    monkeypatch.setattr(Sampler, "losses", lambda *x: (calls.append(1), losses(*x))[1])
+    main([str(base / "run"), "--prompt", PROMPT, "--num", "3", "--max_tokens", "2", "--json"])
+    assert len(capsys.readouterr().out.splitlines()) == 3 and len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--temperature nan",
+        "--temperature -1",
+        "--top_k -1",
+        "--top_p 2",
+        "--temperature 0 --top_k 3",
+        "--temperature 0 --top_p 0.5",
+        "--seed abc",
+        "--seed -1",
+    ],
+)
+def test_options_are_checked_before_loading(tmp_path, capsys, words):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "nothing"), "--prompt", "a", *words.split()])
+    printed = capsys.readouterr().err
+    assert words.split()[0] in printed and "value: " not in printed
+    assert not error_codes(printed)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from canon_pretrain import data, titan
 from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.report import sections
 from canon_pretrain.report.record import unix_time
 from canon_pretrain.run.config import Samples
 from canon_pretrain.titan.command_line import parse_job
@@ -142,6 +143,18 @@ def test_what_cannot_be_sampled_is_refused_at_the_start(text, tmp_path, data_fol
     job = job_of(other)
     job.samples = Samples(prompts=PROMPTS)  # off
     assert open_data(job).prompts == []
+
+
+def test_a_prompt_is_listed_once(text):
+    """Reports have one row of texts per prompt."""
+    with refused("config.conflict", key="samples.prompts"):
+        job_of(text, PROMPTS, "--samples.interval", "4", "--samples.prompts", "a", "b", "a")
+
+
+def test_a_report_keeps_the_spaces_of_a_text():
+    rows = [{"step": k, "cells": [{"text": each}]} for k, each in enumerate((" the\n", " \n"))]
+    table = sections.samples({"rows": rows}, ["run"])
+    assert [cells[1]["text"] for cells, _ in table["rows"]] == [" the\n", "(no text)"]
 
 
 def forbid_samples(rank):
