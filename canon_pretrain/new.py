@@ -6,11 +6,12 @@ and every proposed value is written beside the rule that it follows from.
 
 import argparse
 import math
+import os
 import re
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -45,9 +46,11 @@ BYTES_PER_TOKEN = 3.5
 """Assumed until the tokenizer of the chosen size is trained."""
 PAPER_LR, LR, LR_WIDTH = 1e-3, 4e-3, 128
 DOCUMENTS, HELD_OUT_DOCUMENTS = 200, 20
-MEASURE_S = 1.0
+HELD_OUT_BYTES, LEAST_BUILT_BYTES = 4_000_000, 20_000_000
+MEASURE_S, MEASUREMENTS = 1.0, 3
 TRAINER_SHARE = 0.8  # of forward and backward alone: measured 0.85 at width 64 on a CPU
-SHOWN_CHARACTERS, PROMPT_WORDS = 200, 3
+SHOWN_CHARACTERS, PROMPT_WORDS, PROMPT_CHARACTERS = 200, 3, 40
+SHOWN_SUFFIXES = 5
 BYTES_PER_PARAMETER = 24  # float32 weights, gradients, AdamW's moments, and what FSDP2 gathers
 
 
@@ -73,11 +76,16 @@ class Machine:
         return cls(name, False, 1, available_memory())
 
     def micro_batch(self, args: ModelArgs) -> int:
-        """Return the windows of a forward pass that surely fit into half of the memory, or 0."""
-        # float32 values that a token keeps: about twice what --dry_run counts
-        values = 16 * args.num_layers * (args.dim + args.ffn_dim) + 8 * args.vocab_size
-        room = self.memory / 2 - BYTES_PER_PARAMETER * num_parameters(args)
-        fitting = int(room / (4 * values * args.max_seq_len))
+        """Return the windows of a forward pass that surely fit into the memory, or 0.
+
+        A CPU's is left to half to other programs.
+        """
+        # bytes per value, and values that a token keeps of a block's width: what --dry_run counts
+        # in bfloat16, about twice that on a CPU
+        width, kept, share = (2, 8, 0.8) if self.is_gpu else (4, 16, 0.5)
+        values = kept * args.num_layers * (args.dim + args.ffn_dim) + 8 * args.vocab_size
+        room = share * self.memory - BYTES_PER_PARAMETER * num_parameters(args) / self.ranks
+        fitting = int(room / (width * values * args.max_seq_len))
         return min(64, 1 << (fitting.bit_length() - 1)) if fitting > 0 else 0
 
     def tokens_per_second(self, args: ModelArgs) -> float:
@@ -102,17 +110,28 @@ class Machine:
                 torch.cuda.synchronize()
 
         step()  # compiles and allocates
-        begin, steps = time.perf_counter(), 0
-        while (seconds := time.perf_counter() - begin) < MEASURE_S:
+        return TRAINER_SHARE * best_rate(step) * tokens.numel() * self.ranks
+
+
+def best_rate(step: Callable[[], None]) -> float:
+    """Return the most calls per second of MEASUREMENTS, in MEASURE_S: other programs disturb."""
+    rates: list[float] = []
+    begin = time.perf_counter()
+    while not rates or time.perf_counter() - begin < MEASURE_S:
+        start, steps = time.perf_counter(), 0
+        while (seconds := time.perf_counter() - start) < MEASURE_S / MEASUREMENTS:
             step()
             steps += 1
-        per_device = TRAINER_SHARE * steps * tokens.numel() / seconds
-        return per_device * self.ranks
+        rates.append(steps / seconds)
+    return max(rates)
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A size, with its speed on this machine, for a text of `unique` training tokens."""
+    """A size, with its speed on this machine, for a text of `unique` training tokens.
+
+    `share` of it is built for `max_tokens` (0: all).
+    """
 
     machine: Machine
     name: str
@@ -120,6 +139,8 @@ class Proposal:
     speed: float
     unique: float
     seconds: float
+    max_tokens: int = 0
+    share: float = 1.0
 
     @property
     def tokens(self) -> float:
@@ -139,6 +160,19 @@ class Proposal:
         return min(self.tokens, self.unique * worth) / self.parameters
 
     @property
+    def shortfall(self) -> str:
+        """What keeps the ratio below half of TOKENS_PER_PARAMETER, or ""."""
+        if self.ratio >= TOKENS_PER_PARAMETER / 2:
+            return ""
+        best = min(TOKENS_PER_PARAMETER, replace(self, seconds=math.inf).ratio)
+        if best < 2 * self.ratio:
+            return "too little text for this size"
+        worth = best * self.parameters / self.unique - 1
+        repeats = worth if worth < 0 else -WORN_EPOCHS * math.log(1 - worth / WORN_EPOCHS)
+        minutes = math.ceil((1 + repeats) * self.unique / self.speed / 60)
+        return f"for {best:.3g} tokens each: --minutes {minutes}"
+
+    @property
     def batch(self) -> int:
         """Windows in a step: DeepSeek's 0.292 C^0.3271 tokens, down to a power of two."""
         flops = 6 * self.parameters * self.tokens
@@ -155,7 +189,7 @@ class Proposal:
 
     @property
     def epochs(self) -> float:
-        return self.steps * self.batch * self.args.max_seq_len / self.unique
+        return self.steps * self.batch * self.args.max_seq_len / (self.max_tokens or self.unique)
 
 
 def propose(machine: Machine, num_bytes: float, seconds: float) -> Proposal:
@@ -179,14 +213,32 @@ def propose(machine: Machine, num_bytes: float, seconds: float) -> Proposal:
     return min(found, key=lambda one: abs(math.log(one.ratio / TOKENS_PER_PARAMETER)))
 
 
-def cut_and_holdout(found: Survey) -> tuple[int, float]:
-    """Return --max-document-bytes (0: none) and --holdout, for HELD_OUT_DOCUMENTS or more."""
+def cut_and_holdout(found: Survey, share: float = 1.0) -> tuple[int, float]:
+    """Return --max-document-bytes (0: none) and --holdout, for a build of `share` of the text.
+
+    HELD_OUT_DOCUMENTS or more, and of a large text no more than HELD_OUT_BYTES beyond them.
+    """
     cut, documents = 0, float(found.num_documents)
     if documents < DOCUMENTS:
         cut = min(20_000, max(1_000, found.num_bytes // (2 * DOCUMENTS)))
         cut = round(cut, 1 - len(str(cut)))
         documents = found.num_bytes / cut
-    return cut, min(0.2, max(0.02, math.ceil(100 * HELD_OUT_DOCUMENTS / documents) / 100))
+    most = max(HELD_OUT_DOCUMENTS / documents, min(0.02, HELD_OUT_BYTES / found.num_bytes))
+    most = min(0.2, most / share)
+    digits = max(2, 1 - math.floor(math.log10(most)))
+    return cut, math.ceil(most * 10**digits) / 10**digits
+
+
+def limit_tokens(found: Survey, total: float, given: Proposal) -> Proposal:
+    """Set max_tokens if the run uses less than a quarter of the text's `total` tokens.
+
+    Whole files are built, so it saves nothing of a single one, and little of a small text.
+    """
+    needed = given.steps * given.batch * given.args.max_seq_len
+    most = max(4 * needed, round(LEAST_BUILT_BYTES * total / found.num_bytes))
+    most = round(most, 2 - len(str(most)))
+    share = math.ceil(found.num_files * most / total) / found.num_files
+    return replace(given, max_tokens=most, share=share) if share < 1 else given
 
 
 def steps_rule(given: Proposal) -> str:
@@ -221,6 +273,7 @@ def toml(name: str, files: str, prompt: str, given: Proposal) -> str:
         dim=given.args.dim,
         parameters=given.parameters,
         ratio=given.ratio,
+        choice=given.shortfall or "of all sizes nearest to it",
         sizes=", ".join(each for each in SIZES if each != given.name),
         goal=TOKENS_PER_PARAMETER,
         steps_rule=steps_rule(given),
@@ -241,15 +294,20 @@ def toml(name: str, files: str, prompt: str, given: Proposal) -> str:
 
 
 def next_commands(
-    name: str, paths: Sequence[Path], found: Survey, text_field: str | None, given: Proposal
+    name: str,
+    paths: Sequence[Path],
+    found: Survey,
+    text_field: str | None,
+    given: Proposal,
 ) -> Iterator[tuple[str, str]]:
     """Yield (what it does, the command as it is pasted)."""
     canon = "canon" if shutil.which("canon") else "python -m canon_pretrain"
-    cut, holdout = cut_and_holdout(found)
+    cut, holdout = cut_and_holdout(found, given.share)
     words = ["--source", "local", "--files", *map(str, paths)]
     words += ["--text-suffixes", *found.suffixes] if found.suffixes else []
     words += ["--text-field", text_field] if text_field else []
     words += ["--max-document-bytes", str(cut)] if cut else []
+    words += ["--max-tokens", str(given.max_tokens)] if given.max_tokens else []
     words += ["--holdout", f"{holdout:g}", "--tokenizer", f"train:{given.args.vocab_size}"]
     words += ["--out", f"outputs/{name}/data"]
     yield "text to shards of tokens", f"{canon} data build {shlex.join(words)}"
@@ -278,35 +336,82 @@ def propose_experiment(given: argparse.Namespace) -> None:
         if path.exists():
             message = f"{path}: exists; give another name, or remove it if you do not need it"
             raise UserError("new.exists", message, path=path)
+    for path in given.data:
+        if Path("outputs").resolve().is_relative_to(path.resolve()):
+            message = (
+                f"--data {path}: outputs/ would be in it and be read as text; run `canon new` "
+            )
+            message += "in a folder outside of the text's"
+            raise UserError("new.outputs_in_data", message, path=path)
     files = ", ".join(map(str, given.data))
-    found = survey(given.data, given.text_field, given.text_suffixes)
+    found = survey(given.data, given.text_field, given.text_suffixes, "--data")
     print_survey(found)
-    if found.num_bytes < LEAST_BYTES:
-        message = f"{files}: {found.num_bytes:,} bytes of text, expected at least {LEAST_BYTES:,}; "
-        message += "add text, or try `--source stdlib` (the quickstart's text, 12 MB)"
-        raise UserError("new.too_little_text", message, given=found.num_bytes)
+    check_text(found, files)
     _, holdout = cut_and_holdout(found)
     machine = Machine.find()
     each = " each" if machine.ranks > 1 else ""
     show("machine", f"{machine.name}, {size(machine.memory)} of memory{each}")
+    load, cores = os.getloadavg()[0], available_cores()
+    if load > cores / 2:
+        show("", f"load average {load:.1f} on {cores} cores: times are those of a busy machine")
     chosen = propose(machine, (1 - holdout) * found.num_bytes, 60.0 * given.minutes)
     vocab_size, share = found.tokens_per_byte(chosen.args.vocab_size)
     total = share * found.num_bytes
-    args = replace(chosen.args, vocab_size=vocab_size)
-    chosen = replace(chosen, args=args, unique=(1 - holdout) * total)
+    chosen = replace(chosen, unique=(1 - holdout) * total)
+    if vocab_size != chosen.args.vocab_size:
+        args = replace(chosen.args, vocab_size=vocab_size)
+        chosen = replace(chosen, args=args, speed=machine.tokens_per_second(args))
+    chosen = limit_tokens(found, total, chosen)
     kind = f"of a vocabulary of {vocab_size:,}, {1 / share:.2f} bytes each"
     show("tokens", f"{total:,.0f} {kind}")
-    show(
-        "model", f"{chosen.name}: {chosen.parameters:,} parameters, {chosen.ratio:.1f} tokens each"
-    )
+    if chosen.max_tokens:
+        part = f"of the first files, {chosen.max_tokens:,} are built"
+        show("", f"{part}: at least four times what the run uses")
+    facts = f"{chosen.name}: {chosen.parameters:,} parameters, {chosen.ratio:.1f} tokens each"
+    show("model", *filter(None, (facts, chosen.shortfall)))
     show("training", *steps_rule(chosen).split("\n# "))
     with create_file(target) as file:
-        prompt = " ".join(found.sample[-1].split()[:PROMPT_WORDS])
+        prompt = first_words(found.sample)
         file.write(toml(given.name, files, prompt, chosen).encode())
     print(f"\nWrote {target}, with the reason for each value. Next:\n")
     named = given.name, given.data, found, given.text_field, chosen
     for about, words in next_commands(*named):
         print(f"# {about}\n{words}\n")
+
+
+def check_text(found: Survey, files: str) -> None:
+    """Raise UserError if the text is too little, or most of it not UTF-8."""
+    if found.num_bytes < LEAST_BYTES:
+        message = f"{files}: {found.num_bytes:,} bytes of text, expected at least {LEAST_BYTES:,}; "
+        manual = f"--data {Path(os.__file__).parent / 'pydoc_data'} --text-suffixes .py"
+        message += skipped_advice(found) or f"add text, or try Python's manual: {manual}"
+        raise UserError("new.too_little_text", message, given=found.num_bytes)
+    if 2 * found.num_damaged > found.num_probed:
+        message = f"{files}: most of the text is not UTF-8: {damage(found)}"
+        raise UserError("new.not_utf8", message, given=found.num_damaged)
+
+
+def damage(found: Survey) -> str:
+    """Return how many sampled documents are not UTF-8, and what to do."""
+    counts = f"{found.num_damaged:,} of {found.num_probed:,} sampled documents"
+    return f"{counts} are not UTF-8 text: convert with `iconv -f ENCODING -t utf-8 OLD > NEW`"
+
+
+def skipped_advice(found: Survey) -> str:
+    """Return the option that reads skipped text, if it is more than what is read, or ""."""
+    suffixes = [*found.skipped_text][:SHOWN_SUFFIXES]
+    num_bytes = sum(found.skipped_text[suffix] for suffix in suffixes)
+    if num_bytes <= found.num_bytes:
+        return ""
+    counts = ", ".join(f"{found.skipped[suffix]:,} {suffix}" for suffix in suffixes)
+    option = shlex.join(["--text-suffixes", *found.suffixes, *suffixes])
+    return f"{counts} hold {size(num_bytes)}: add {option}"
+
+
+def first_words(texts: Sequence[str]) -> str:
+    """Return the first words of the last text that has some; a text may be without spaces."""
+    words = next((found for text in reversed(texts) if (found := text.split())), [])
+    return " ".join(words[:PROMPT_WORDS])[:PROMPT_CHARACTERS]
 
 
 def show(label: str, *lines: str) -> None:
@@ -324,8 +429,16 @@ def print_survey(found: Survey) -> None:
     if found.suffixes:
         show("", f"read as plain text: {' '.join(found.suffixes)}")
     if found.skipped:
-        kinds = (f"{count:,} {kind or 'without suffix'}" for kind, count in found.skipped.items())
-        show("", f"skipped: {', '.join([*kinds][:5])}; --text-suffixes reads more as plain text")
+        common = found.skipped.most_common(SHOWN_SUFFIXES)
+        kinds = ", ".join(f"{count:,} {kind or 'without suffix'}" for kind, count in common)
+        advice = [skipped_advice(found)]
+        if found.skipped_text and not advice[0]:
+            suffixes = " ".join([*found.skipped_text][:SHOWN_SUFFIXES])
+            advice = [f"--text-suffixes reads {suffixes} as plain text"]
+        advice += ["gunzip .gz first"] if ".gz" in found.skipped else []
+        show("", "; ".join(filter(None, (f"skipped: {kinds}", *advice))))
+    if found.num_damaged:
+        show("", damage(found))
     if found.sample:
         text = " ".join(found.sample[len(found.sample) // 2].split())
         show("sample", f"{text[:SHOWN_CHARACTERS]} ...")

@@ -21,6 +21,7 @@ STDLIB = "stdlib"
 LOCAL = "local"
 INPUT_GROUP_BYTES = 2_000_000
 TEXT_FIELD = "text"
+FILES_OPTION = "--files"
 HUB_HINTS = hub.HubHints(
     revision="give another commit, tag or branch with --revision",
     without_hub="or give a copy of the files with --files FOLDER",
@@ -89,8 +90,12 @@ def select(
     revision: str | None = None,
     text_field: str | None = None,
     text_suffixes: Sequence[str] = (),
+    files_option: str = FILES_OPTION,
 ) -> Selection:
-    """Return the inputs of the options of these names. Raises UserError."""
+    """Return the inputs of the options of these names; `files_option` is what errors name.
+
+    Raises UserError.
+    """
     check_choice("--source", source, SOURCES)
     for option, value, takers in (
         ("--text-field", text_field, (LOCAL,)),
@@ -104,7 +109,7 @@ def select(
     if source == STDLIB:
         return _select_stdlib()
     if source == LOCAL:
-        return _select_local(files, text_field or TEXT_FIELD, text_suffixes)
+        return _select_local(files, text_field or TEXT_FIELD, text_suffixes, files_option)
     known = HUB_SOURCES[source]
     if files:
         version, root, inputs = _list_mirror(source, known, files, revision)
@@ -133,18 +138,23 @@ def _select_stdlib() -> Selection:
 
 
 def _select_local(
-    files: Sequence[Path], text_field: str, text_suffixes: Sequence[str]
+    files: Sequence[Path], text_field: str, text_suffixes: Sequence[str], files_option: str
 ) -> Selection:
     if not files:
         message = f"--source {LOCAL} needs --files FILE_OR_FOLDER ..."
         raise UserError("option.missing", message, option="--files")
-    found, named = find_files(files)
+    listed, named = find_files(files, files_option)
+    found = [path for path in listed if path.exists()]
+    if dangling := set(listed).difference(found):
+        log(f"{LOCAL}: skipped {len(dangling):,} dangling links: {summarize_paths(dangling)}")
     suffixes = (*SUFFIXES, *text_suffixes)
     others = [path for path in found if not path.name.endswith(suffixes)]
     readable = [path for path in found if path.name.endswith(suffixes)]
     if not readable or named.intersection(others):
         given = summarize_paths(named.intersection(others) or files)
-        message = f"--files {given}: unknown format; expected one of: {', '.join(suffixes)}; "
+        message = (
+            f"{files_option} {given}: unknown format; expected one of: {', '.join(suffixes)}; "
+        )
         message += "--text-suffixes .md .rst reads other files as text"
         raise UserError("input.unknown_format", message)
     if others:
@@ -222,11 +232,13 @@ def natural_order(path: str) -> tuple[list[tuple[int, int, str]], str]:
     return [(0, int(w), "") if w[0] in "0123456789" else (1, 0, w) for w in words], path
 
 
-def find_files(given: Sequence[Path]) -> tuple[list[Path], frozenset[Path]]:
+def find_files(
+    given: Sequence[Path], option: str = FILES_OPTION
+) -> tuple[list[Path], frozenset[Path]]:
     """Return the absolute paths of all files in or below `given`, and those given as files.
 
     Hidden files below a folder are skipped. Links are followed, because the hub's cache consists of
-    them, but not resolved, because their targets have no suffix. Raises UserError.
+    them, but not resolved, because their targets have no suffix; some may dangle. Raises UserError.
     """
     found: dict[Path, Path] = {}
     named = set()
@@ -235,16 +247,16 @@ def find_files(given: Sequence[Path]) -> tuple[list[Path], frozenset[Path]]:
         if absolute.is_file():
             named.add(absolute)
         elif not absolute.is_dir():
-            raise UserError("input.none", f"--files {path}: does not exist", path=path)
-        for file in [absolute] if absolute in named else _walk(absolute):
+            raise UserError("input.none", f"{option} {path}: does not exist", path=path)
+        for file in [absolute] if absolute in named else _walk(absolute, option):
             if file in found:
-                message = f"--files {path}: {file} is already given by {found[file]}"
+                message = f"{option} {path}: {file} is already given by {found[file]}"
                 raise UserError("input.given_twice", message, path=file)
             found[file] = path
     return list(found), frozenset(named)
 
 
-def _walk(root: Path) -> Iterator[Path]:
+def _walk(root: Path, option: str) -> Iterator[Path]:
     seen = set()
 
     def raise_user_error(error: OSError) -> None:
@@ -253,7 +265,10 @@ def _walk(root: Path) -> Iterator[Path]:
 
     for folder, folders, names in os.walk(root, followlinks=True, onerror=raise_user_error):
         if (identity := os.path.realpath(folder)) in seen:
-            message = f"--files {root}: {folder} is reached twice, through links"
+            message = (
+                f"{option} {root}: {folder} is reached twice, through links; remove the link, "
+            )
+            message += "or give the folders separately"
             raise UserError("input.given_twice", message, path=Path(folder))
         seen.add(identity)
         folders[:] = [name for name in folders if not name.startswith(".")]

@@ -4,10 +4,13 @@ Reads a sample of a large source only: the start of files that are spread over i
 """
 
 import codecs
+import os
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -16,9 +19,11 @@ from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.plan import Input
 from data_prep.planning import train_tokenizer
 from data_prep.readers import SUFFIXES, Document, InputReader, from_utf8
-from data_prep.sources import LOCAL, find_files, select
+from data_prep.sources import FILES_OPTION, LOCAL, find_files, select
 
 SAMPLE_BYTES = 4 << 20
+SPREAD_FILES = 16
+"""Fewest files of a sample: the first of a source may be of one language."""
 MAX_SAMPLED_FILES = 2000
 PROBE_BYTES = 4096
 PROBED_FILES = 5
@@ -30,18 +35,22 @@ SPECIAL_TOKENS = 3 + 256
 class Survey:
     """What is known of a source's text; documents and bytes of rows are estimated from a sample.
 
-    `sampled`: the sample's bytes. `suffixes` are those to give as --text-suffixes, `skipped` counts
-    the other files by suffix.
+    `sampled`: the sample's bytes; `num_probed` documents were decoded, `num_damaged` of them are
+    not UTF-8 or contain NUL. `suffixes` are those to give as --text-suffixes, `skipped` counts the
+    other files by suffix, `skipped_text` has the bytes of those that look like text, most first.
     """
 
     num_files: int
     file_bytes: int
     suffixes: Sequence[str]
     skipped: Counter[str]
+    skipped_text: dict[str, int]
     sample: list[str]
     num_documents: int
     num_bytes: int
     sampled: int
+    num_probed: int
+    num_damaged: int
 
     def tokens_per_byte(self, vocab_size: int) -> tuple[int, float]:
         """Train a tokenizer on the sample; return its vocab_size and the sample's tokens per byte.
@@ -62,42 +71,63 @@ class Survey:
         return vocab_size, num_tokens / self.sampled
 
 
-def survey(files: Sequence[Path], text_field: str | None, suffixes: Sequence[str]) -> Survey:
+def survey(
+    files: Sequence[Path],
+    text_field: str | None,
+    suffixes: Sequence[str],
+    files_option: str = FILES_OPTION,
+) -> Survey:
     """Look at the files; without any of a known format, at plain text. Raises UserError."""
-    found, named = find_files(files)
+    found, named = find_files(files, files_option)
+    found = [path for path in found if path.exists()]
     others = [path for path in found if not path.name.endswith((*SUFFIXES, *suffixes))]
+    text_suffixes = _text_suffixes(others)
     if len(others) == len(found) or named.intersection(others):
-        suffixes = sorted({*suffixes, *_text_suffixes(others)})
-    selection = select(LOCAL, files, text_field=text_field, text_suffixes=suffixes)
+        suffixes = sorted({*suffixes, *text_suffixes})
+    selection = select(
+        LOCAL, files, text_field=text_field, text_suffixes=suffixes, files_option=files_option
+    )
     inputs = [known for known in selection.inputs if known.size]
     file_bytes = sum(known.size for known in inputs)
-    count = 1 + SAMPLE_BYTES * len(inputs) // max(file_bytes, 1)
-    count = min(len(inputs), MAX_SAMPLED_FILES, count)
+    by_size = min(MAX_SAMPLED_FILES, 1 + SAMPLE_BYTES * len(inputs) // max(file_bytes, 1))
+    count = min(len(inputs), max(SPREAD_FILES, by_size))
+    # read of each, so that sizes are estimated well and large files stand in for small ones
     budget = min(SAMPLE_BYTES, 4 * SAMPLE_BYTES // max(count, 1))
+    kept = budget if by_size >= count else SAMPLE_BYTES // count
     sample: list[str] = []
+    num_probed = num_damaged = 0
     texts = [known for known in inputs if not known.path.endswith(ROW_SUFFIXES)]
     counts, sampled = np.zeros(2), 0
     for known in (inputs[k * len(inputs) // count] for k in range(count)):
         if known.path.endswith(ROW_SUFFIXES):
             own, share = _read_rows(selection.root, known, selection.text_field, budget)
-            counts += np.array([len(own), sum(len(text.encode()) for text in own)]) / share
+            counts += np.array([len(own), sum(len(row.utf8) for row in own)]) / share
             sampled += known.size
         else:
-            with open(selection.root / known.path, "rb") as file:
-                head = from_utf8(file.read(budget).removeprefix(codecs.BOM_UTF8))
-            own = [head.text] if isinstance(head, Document) else []
-        sample += own
+            own = _read_head(selection.root / known.path, kept)
+        num_probed += len(own)
+        num_damaged += sum(bool(row.repaired) or "\0" in row.text for row in own)
+        before = accumulate((len(row.utf8) for row in own), initial=0)
+        sample += [row.text for row, size in zip(own, before, strict=False) if size <= kept]
+    skipped = [path for path in others if path.suffix not in suffixes]
+    skipped_text = Counter[str]()
+    for path in skipped:
+        if path.suffix in text_suffixes:
+            skipped_text[path.suffix] += path.stat().st_size
     num_text_bytes = sum(known.size for known in texts)
     share = sampled / max(file_bytes - num_text_bytes, 1)
     return Survey(
         num_files=len(inputs),
         file_bytes=file_bytes,
         suffixes=suffixes,
-        skipped=Counter(path.suffix for path in others if path.suffix not in suffixes),
+        skipped=Counter(path.suffix for path in skipped),
+        skipped_text=dict(skipped_text.most_common()),
         sample=sample,
         num_documents=len(texts) + round(counts[0] / (share or 1)),
         num_bytes=num_text_bytes + round(counts[1] / (share or 1)),
         sampled=sum(len(text.encode()) for text in sample),
+        num_probed=num_probed,
+        num_damaged=num_damaged,
     )
 
 
@@ -111,6 +141,8 @@ def _text_suffixes(paths: Sequence[Path]) -> list[str]:
 
 
 def _is_text(path: Path) -> bool:
+    if not path.is_file() or not os.access(path, os.R_OK):
+        return False
     with open(path, "rb") as file:
         head = file.read(PROBE_BYTES)
     try:  # the last character may be cut
@@ -119,20 +151,41 @@ def _is_text(path: Path) -> bool:
         return False
 
 
-def _read_rows(root: Path, known: Input, text_field: str, budget: int) -> tuple[list[str], float]:
-    """Return texts of the start of a file, and the share of its rows that were read."""
-    reader, is_parquet = InputReader(root, known, text_field, None), known.path.endswith("parquet")
-    texts: list[str] = []
+class _UnhashedParquet(InputReader):
+    """Reader without the first pass, which hashes the whole file."""
+
+    def _chunks(self, file: IO[bytes], size: int) -> Iterator[bytes]:
+        self.bytes_read = self.known.size
+        return iter(())
+
+
+def _read_head(path: Path, budget: int) -> list[Document]:
+    """Return the start of a text file, without a character that is cut; none of an empty file."""
+    with open(path, "rb") as file:
+        utf8 = file.read(budget)
+    _, whole = codecs.utf_8_decode(utf8, "replace", len(utf8) < budget)
+    head = from_utf8(utf8[:whole].removeprefix(codecs.BOM_UTF8))
+    return [head] if isinstance(head, Document) else []
+
+
+def _read_rows(
+    root: Path, known: Input, text_field: str, budget: int
+) -> tuple[list[Document], float]:
+    """Return documents of the start of a file, and the share of its rows that were read."""
+    is_parquet = known.path.endswith("parquet")
+    kind = _UnhashedParquet if is_parquet else InputReader
+    reader = kind(root, known, text_field, None)
+    documents: list[Document] = []
     size = seen = 0
     for number, row in enumerate(reader.rows()):
-        # the rows so far are those of the first `seen` bytes; a parquet file is hashed first
+        # the rows so far are those of the first `seen` bytes
         if size > budget and (is_parquet or reader.bytes_read > seen):
-            return texts, number / _num_rows(reader.path) if is_parquet else seen / known.size
+            return documents, number / _num_rows(reader.path) if is_parquet else seen / known.size
         seen = reader.bytes_read
         if isinstance(row, Document):
-            texts.append(row.text)
+            documents.append(row)
             size += len(row.utf8)
-    return texts, 1.0
+    return documents, 1.0
 
 
 def _num_rows(path: Path) -> int:

@@ -13,6 +13,7 @@ import pytest
 from canon_pretrain import new
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.dry_run import count_memory, on_meta
 from canon_pretrain.titan.job_config import check_job, micro_batch_size
 from tests.support import ROOT, error_codes
 
@@ -132,6 +133,152 @@ def test_micro_batches_follow_memory():
     args = new.flavor("162M")
     sizes = [new.Machine("", True, 1, memory).micro_batch(args) for memory in (1e9, 1e11, 4e11)]
     assert sizes[0] == 0 < sizes[1] <= sizes[2] <= 64
+
+
+def test_gpus_share_the_states_and_fit_what_dry_run_counts(tmp_path):
+    for name, (vocab_size, seq_len) in new.SIZES.items():
+        args = replace(
+            new.flavor(name), vocab_size=vocab_size, max_seq_len=seq_len, canon_set="ABCD"
+        )
+        proposal = new.Proposal(NODE, name, args, 1e6, 1e11, 1e6)
+        (tmp_path / "x.toml").write_text(new.toml("x", "text", "a", proposal))
+        job = job_of("x")
+        assert micro_batch_size(job, 8) == NODE.micro_batch(args) >= 4
+        parts = count_memory(job, on_meta(job.model_args), 8)
+        assert sum(parts.values()) < NODE.memory
+
+
+def test_outputs_are_never_read_as_text(tmp_path, capsys, monkeypatch):
+    text = write_text(tmp_path / "text", 40)
+    monkeypatch.chdir(text)
+    for data in (".", "..", text):
+        run("mine", "--data", data, "fails")
+        assert error_codes(capsys.readouterr().err) == ["new.outputs_in_data"]
+
+
+def test_the_prompt_is_short_and_has_words(tmp_path):
+    assert new.first_words(["one", " two  three four five ", " \n"]) == "two three four"
+    assert len(new.first_words(["文" * 5000])) == new.PROMPT_CHARACTERS
+    folder = write_text(tmp_path / "text", 40)
+    (folder / "z.txt").write_text(" \n")
+    run("mine", "--data", folder)
+    assert all(job_of("mine").samples.prompts)
+
+
+def test_text_of_another_encoding_is_refused(tmp_path, capsys):
+    folder = write_text(tmp_path / "text", 3, 10_000)
+    (folder / "latin.txt").write_bytes(b"caf\xe9 " * 9)
+    run("mine", "--data", folder)
+    assert "1 of 4 sampled documents" in capsys.readouterr().out
+    for path in folder.iterdir():
+        path.write_text(path.read_text(errors="replace"), encoding="utf-16")
+    run("other", "--data", folder, "fails")
+    assert error_codes(capsys.readouterr().err) == ["new.not_utf8"]
+
+
+def test_skipped_text_is_advised_if_it_is_most(tmp_path, capsys):
+    folder = write_text(tmp_path / "text", 1, 20)
+    for number in range(150):
+        (folder / f"{number}.md").write_text(prose(number, 1000))
+    run("mine", "--data", folder, "fails")
+    printed = capsys.readouterr()
+    assert error_codes(printed.err) == ["new.too_little_text"]
+    for text in (printed.out, printed.err):
+        assert "150 .md" in text and "add --text-suffixes .md" in text
+    run("mine", "--data", folder, "--text-suffixes", ".md")
+    # most common first, and no advice to read what is not text
+    for number in range(3):
+        (folder / f"{number}.gz").write_bytes(b"\x1f\x8b\xff")
+    (folder / "a.png").write_bytes(b"\x89PNG\0")
+    run("other", "--data", folder, "--text-suffixes", ".md")
+    [line] = [one for one in capsys.readouterr().out.splitlines() if " skipped: " in one]
+    assert "skipped: 3 .gz, 1 .png; gunzip" in line and "--text-suffixes" not in line
+    # the manual that is advised exists
+    (tmp_path / "short.txt").write_text("short")
+    run("x", "--data", tmp_path / "short.txt", "fails")
+    words = capsys.readouterr().err.split("manual: ")[1].split()
+    run("x", *words)
+
+
+def test_options_are_called_as_the_user_gave_them(tmp_path, capsys):
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\0")
+    for path in ("nowhere", "a.png"):
+        run("x", "--data", tmp_path / path, "fails")
+        assert "--files" not in capsys.readouterr().err
+
+
+def test_the_best_of_several_measurements_counts(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(new.time, "perf_counter", lambda: now)
+
+    def step():
+        nonlocal now
+        now += 0.1 if now < 0.5 else 0.01
+
+    assert new.best_rate(step) == pytest.approx(100, rel=0.05)
+    assert now == pytest.approx(new.MEASURE_S, rel=0.2)
+
+
+def test_a_larger_vocabulary_is_timed(tmp_path, monkeypatch, capsys):
+    timed = []
+    speed = new.Machine.tokens_per_second
+    monkeypatch.setattr(
+        new.Machine,
+        "tokens_per_second",
+        lambda self, args: timed.append(args.vocab_size) or speed(self, args),
+    )
+    monkeypatch.setattr(new.os, "getloadavg", lambda: (1e4, 0, 0))
+    folder = write_text(tmp_path / "text", 3, 10_000)
+    (folder / "z.txt").write_text("".join(map(chr, range(0x4E00, 0x4E00 + 3000))) * 10)
+    run("mine", "--data", folder)
+    vocab_size = new.SIZES["debug"][0]
+    assert timed[0] == vocab_size < timed[-1]
+    assert "load average 10000.0" in capsys.readouterr().out
+
+
+def test_a_low_ratio_has_its_reason():
+    def shortfall(unique, seconds):
+        return new.Proposal(CPU, "debug", new.flavor("debug"), 1e5, unique, seconds).shortfall
+
+    parameters = num_parameters(new.flavor("debug"))
+    assert "text" in shortfall(parameters / 2, 1e9)
+    assert not shortfall(1e9, 1e9)
+    # both limit: the most that the text allows
+    assert float(shortfall(parameters / 2, 0.1).split()[1]) < 10
+    for unique in (1e9, 5 * parameters):
+        minutes = int(shortfall(unique, 10.0).split()[-1])
+        one = new.Proposal(CPU, "debug", new.flavor("debug"), 1e5, unique, 60.0 * minutes)
+        assert one.ratio >= 20 > replace(one, seconds=60.0 * (minutes - 1)).ratio
+
+
+def test_large_text_is_held_out_and_built_in_part():
+    def found(num_files, num_bytes):
+        return new.Survey(num_files, 0, (), {}, {}, [], num_files, num_bytes, 0, 0, 0)
+
+    assert new.cut_and_holdout(found(1000, 10**6)) == (0, 0.02)
+    for num_files in (1000, 10**6):
+        holdout = new.cut_and_holdout(found(num_files, 10**10))[1]
+        assert holdout * num_files >= new.HELD_OUT_DOCUMENTS
+        assert holdout * 10**10 <= 1.1 * max(4e6, new.HELD_OUT_DOCUMENTS * 1e10 / num_files)
+    one = new.propose(CPU, 1e10, 6000.0)
+    needed = one.steps * one.batch * one.args.max_seq_len
+    assert 4 * needed > new.LEAST_BUILT_BYTES / 3.5
+    large, total = found(10**6, 10**10), 1e10 / 3.5
+    limited = new.limit_tokens(large, total, one)
+    assert limited.max_tokens == pytest.approx(4 * needed, rel=0.05)
+    assert limited.share == pytest.approx(limited.max_tokens / total, rel=0.01)
+    assert limited.epochs == pytest.approx(0.25, rel=0.05) and limited.steps == one.steps
+    [build, *_] = [command for _, command in new.next_commands("x", [], large, None, limited)]
+    words = build.split()
+    assert int(words[words.index("--max-tokens") + 1]) == limited.max_tokens
+    # of the part that is built
+    held_out = float(words[words.index("--holdout") + 1]) * limited.share * 1e10
+    assert held_out == pytest.approx(min(4e6, 0.2 * limited.share * 1e10), rel=0.1)
+    small = found(10**6, 10**7)
+    assert not new.limit_tokens(small, 1e7 / 3.5, new.propose(CPU, 1e7, 1.0)).max_tokens
+    # a single file is built whole, and a run may use most of the text
+    assert not new.limit_tokens(found(1, 10**10), total, one).max_tokens
+    assert not new.limit_tokens(large, 3.0 * needed, one).max_tokens
 
 
 MODULES = {"data": "data_prep", "train": "canon_pretrain.train", "eval": "eval"}

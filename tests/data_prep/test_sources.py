@@ -57,15 +57,20 @@ def test_local_folders_and_files(tmp_path):
     assert paths(both) == ["a/9.jsonl.zst", "a/10.jsonl", "a/deep/x.parquet", "b/x.txt"]
 
 
-def test_links_are_followed_but_never_twice(tmp_path):
+def test_links_are_followed_but_never_twice(tmp_path, capsys):
     blob = make(tmp_path, "blobs/1f") / "blobs" / "1f"
     folder = make(tmp_path / "data", "a.jsonl")
     (folder / "b.jsonl").symlink_to(blob)
     (folder / "more").symlink_to(make(tmp_path / "elsewhere", "c.jsonl"))
     assert paths(select("local", [folder])) == ["a.jsonl", "b.jsonl", "more/c.jsonl"]
+    # a link to nothing is skipped
+    (folder / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    assert paths(select("local", [folder])) == ["a.jsonl", "b.jsonl", "more/c.jsonl"]
+    assert capsys.readouterr().out.count("gone.jsonl") == 1
     (folder / "loop").symlink_to(folder)
-    with refused("input.given_twice", path=folder / "loop"):
-        select("local", [folder])
+    with refused("input.given_twice", path=folder / "loop") as caught:
+        select("local", [folder], files_option="--data")
+    assert "--data" in str(caught.value) and "--files" not in str(caught.value)
 
 
 def test_a_copy_is_the_same_from_any_of_its_folders(tmp_path):

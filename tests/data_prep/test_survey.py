@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 
 import pyarrow
@@ -93,3 +94,39 @@ def test_tokens_per_byte(tmp_path):
     # many characters need more tokens than requested
     (tmp_path / "a.txt").write_text("".join(map(chr, range(0x4E00, 0x4E00 + 700))) * 20)
     assert survey([tmp_path], None, ()).tokens_per_byte(512)[0] >= 1024
+
+
+def test_the_sample_is_spread_over_large_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(surveys, "SAMPLE_BYTES", 3_000)
+    for number in range(40):
+        (tmp_path / f"{number:02}.txt").write_text(chr(0x4E00 + number) * 2_000)
+        (tmp_path / f"{number:02}.jsonl").write_text(json.dumps({"text": "a" * 6000}))
+    found = survey([tmp_path], None, ())
+    assert len(found.sample) == surveys.SPREAD_FILES and len(set("".join(found.sample))) >= 8
+    # no character is cut in two
+    assert found.num_damaged == 0
+
+
+def test_a_parquet_file_is_not_read_whole(tmp_path, monkeypatch):
+    write(tmp_path, ".parquet")
+    monkeypatch.setattr(surveys.InputReader, "_chunks", None)
+    assert survey([tmp_path], None, ()).num_documents == 400
+
+
+def test_text_that_is_not_utf8_is_counted(tmp_path):
+    (tmp_path / "good.txt").write_text("é" * 100)
+    (tmp_path / "latin.txt").write_bytes(b"\xe9" * 100)
+    (tmp_path / "zeros.txt").write_text("a\0b")
+    (tmp_path / "rows.jsonl").write_bytes(b'{"text": "\xe9"}\n{"text": "e"}\n')
+    found = survey([tmp_path], None, ())
+    assert (found.num_probed, found.num_damaged) == (5, 3)
+
+
+def test_skipped_text_is_measured(tmp_path):
+    (tmp_path / "known.txt").write_text("known")
+    (tmp_path / "a.md").write_text("12345678")
+    (tmp_path / "b.gz").write_bytes(gzip.compress(b"packed"))
+    (tmp_path / "c.md").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "d.pipe")
+    found = survey([tmp_path], None, ())
+    assert found.skipped_text == {".md": 8} and found.skipped == {".md": 1, ".gz": 1, ".pipe": 1}
