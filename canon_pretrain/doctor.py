@@ -411,8 +411,6 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
     """Add up tensors over the ranks, train a tiny model, and verify its checkpoint."""
     from canon_pretrain.checkpoint.folder import CheckpointFolder
     from canon_pretrain.checkpoint.manifest import verify
-    from canon_pretrain.core.holder import host_name
-    from canon_pretrain.preflight import IN_NODE, MATMUL, read_reports
     from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
     from canon_pretrain.run.log import LogFollower
 
@@ -431,25 +429,8 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
     try:
         progress = bars.enter_context(Progress(console))
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-        words = ["canon_pretrain.preflight", "ranks", "--report", str(scratch), "--gpus", str(gpus)]
         progress.update(0.0, f"all-reduce: {where}")
-        problem = _run([*launch, *words], scratch / "ranks.out", lambda: 0)
-        report = read_reports(scratch, [host_name()], ranks=True)[host_name()]
-        speeds: dict[str, Any] = next(iter(report.speeds.values()), {}) if report else {}
-        state, remedy = "broken", "name the network interface (ip -br addr): "
-        remedy += "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
-        if report and (faults := [*report.faults, *filter(None, [report.left_alone])]):
-            problem = "; ".join(faults)
-            if report.faults:  # of a device
-                remedy = ""
-            if all(fault.endswith("GiB are in use") for fault in faults):
-                state = "note"
-                remedy = "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES=N selects another GPU"
-        rate = f", {size(speeds[IN_NODE])}/s" if IN_NODE in speeds else ""
-        text = f"{where}: right sums{rate}; "
-        text += f"matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s"
-        several = "training on several ranks"
-        yield judge("all-reduce", text, problem, several, remedy, state, **speeds)
+        yield _check_all_reduce(launch, scratch, where, gpus)
 
         run = RunFolder(scratch / "run")
         follower, steps = LogFollower(run.log_file), list[dict[str, Any]]()
@@ -502,6 +483,31 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
     finally:
         bars.close()
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _check_all_reduce(launch: Sequence[str], scratch: Path, where: str, gpus: int) -> Finding:
+    """Add up tensors over the ranks that `launch` starts; reports and output go to `scratch`."""
+    from canon_pretrain.core.holder import host_name
+    from canon_pretrain.preflight import IN_NODE, MATMUL, read_reports
+
+    words = ["canon_pretrain.preflight", "ranks", "--report", str(scratch), "--gpus", str(gpus)]
+    problem = _run([*launch, *words], scratch / "ranks.out", lambda: 0)
+    report = read_reports(scratch, [host_name()], ranks=True)[host_name()]
+    speeds: dict[str, Any] = next(iter(report.speeds.values()), {}) if report else {}
+    state, remedy = "broken", "name the network interface (ip -br addr): "
+    remedy += "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
+    if report and (faults := [*report.faults, *filter(None, [report.left_alone])]):
+        problem = "; ".join(faults)
+        if report.faults:  # of a device
+            remedy = ""
+        if all(fault.endswith("GiB are in use") for fault in faults):
+            state = "note"
+            remedy = "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES=N selects another GPU"
+    rate = f", {size(speeds[IN_NODE])}/s" if IN_NODE in speeds else ""
+    text = f"{where}: right sums{rate}; "
+    text += f"matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s"
+    several = "training on several ranks"
+    return judge("all-reduce", text, problem, several, remedy, state, **speeds)
 
 
 def _run(words: Sequence[str], log: Path, watch: Callable[[], int]) -> str | None:

@@ -294,11 +294,7 @@ def toml(name: str, files: str, prompt: str, given: Proposal) -> str:
 
 
 def next_commands(
-    name: str,
-    paths: Sequence[Path],
-    found: Survey,
-    text_field: str | None,
-    given: Proposal,
+    name: str, paths: Sequence[Path], found: Survey, text_field: str | None, given: Proposal
 ) -> Iterator[tuple[str, str]]:
     """Yield (what it does, the command as it is pasted)."""
     canon = "canon" if shutil.which("canon") else "python -m canon_pretrain"
