@@ -1,4 +1,5 @@
-"""The project's commands as processes, forked from a server that has imported torch and the trainer.
+"""The project's commands as processes, forked from a server that has imported torch.
+
 
 A new interpreter takes 5 to 40 s of CPU until torch and torchtitan are imported, a fork 0.1 s. The
 fork then runs the module as `python -m` does: own arguments, folder, environment and streams.
@@ -30,7 +31,7 @@ class Command:
     """`python -m MODULE WORDS...` in a process of its own, with Popen's methods and attributes.
 
     Standard output goes to `stdout`, a file that is created, or appended to; standard error to
-    `stderr`, or to the same file if it is None. `input` is what standard input holds.
+    `stderr`, or to the same file if it is None. `stdin` is what standard input holds.
     """
 
     def __init__(
@@ -41,13 +42,13 @@ class Command:
         stderr: Path | None = None,
         cwd: Path = ROOT,
         environment: Mapping[str, str] | None = None,
-        input: str = "",
+        stdin: str = "",
     ) -> None:
         variables = os.environ | _DEFAULTS | dict(environment or {})
         arguments = [str(word) for word in words]
         self.args = [module, *arguments]
         self._process = fork_server.Process(
-            target=_run, args=(module, arguments, variables, cwd, stdout, stderr, input)
+            target=_run, args=(module, arguments, variables, cwd, stdout, stderr, stdin)
         )
         self._process.start()
 
@@ -87,7 +88,7 @@ def run_command(
     *words: object,
     cwd: Path = ROOT,
     environment: Mapping[str, str] | None = None,
-    input: str = "",
+    stdin: str = "",
     timeout: float = 300,
     check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
@@ -105,7 +106,7 @@ def run_command(
             stderr=stderr,
             cwd=cwd,
             environment=environment,
-            input=input,
+            stdin=stdin,
         )
         try:
             code = command.wait(timeout)
@@ -126,10 +127,10 @@ def _run(
     cwd: Path,
     stdout: Path,
     stderr: Path | None,
-    input: str,
+    stdin: str,
 ) -> None:
     """Become the command: streams, environment, folder, arguments; then run the module."""
-    _redirect(0, _file_with(input))
+    _redirect(0, _file_with(stdin))
     _redirect(1, os.open(stdout, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     _redirect(2, 1 if stderr is None else os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # the server's is closed
