@@ -1,6 +1,5 @@
 """The project's commands as processes, forked from a server that has imported torch.
 
-
 A new interpreter takes 5 to 40 s of CPU until torch and torchtitan are imported, a fork 0.1 s. The
 fork then runs the module as `python -m` does: own arguments, folder, environment and streams.
 """
