@@ -4,15 +4,19 @@ A new interpreter takes 5 to 40 s of CPU until torch and torchtitan are imported
 fork then runs the module as `python -m` does: own arguments, folder, environment and streams.
 """
 
+import contextlib
+import json
 import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -47,7 +51,7 @@ class Command:
         arguments = [str(word) for word in words]
         self.args = [module, *arguments]
         self._process = fork_server.Process(
-            target=_run, args=(module, arguments, variables, cwd, stdout, stderr, stdin)
+            target=_start, args=(module, arguments, variables, cwd, stdout, stderr, stdin)
         )
         self._process.start()
 
@@ -119,33 +123,115 @@ def run_command(
     return done
 
 
-def _run(
+@contextlib.contextmanager
+def canon_program(folder: Path) -> Iterator[Path]:
+    """Write a program `canon` into `folder`, for scripts: its commands run in forks, too.
+
+    It passes its words, folder, environment and streams to a server process, and exits as the
+    command does. Signals to it do not reach the command.
+    """
+    address, program = folder / "socket", folder / "canon"
+    folder.mkdir()
+    program.write_text(_PROGRAM.format(python=sys.executable, address=str(address)))
+    program.chmod(0o755)
+    server = fork_server.Process(target=_serve, args=(str(address),))
+    server.start()
+    try:
+        deadline = time.monotonic() + 120
+        while not address.exists():
+            assert server.is_alive() and time.monotonic() < deadline
+            time.sleep(0.01)
+        yield program
+    finally:
+        server.kill()
+        server.join()
+
+
+_PROGRAM = """#!{python} -SE
+import json, os, socket, sys
+
+connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+connection.connect({address!r})
+message = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+socket.send_fds(connection, [message], [0, 1, 2])
+sys.exit(int(connection.recv(100) or b"70"))
+"""
+
+
+def _serve(address: str) -> None:
+    """Answer each connection in a process of its own."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.bind(address)
+        server.listen()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that answer
+        while True:
+            connection, _ = server.accept()
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _answer(connection)
+                os._exit(0)
+            connection.close()
+
+
+def _answer(connection: socket.socket) -> None:
+    """Run the command of one message, and send its exit code."""
+    message, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    words, cwd, variables = json.loads(message)
+    pid = os.fork()
+    if pid == 0:
+        for number, stream in enumerate(streams):
+            _redirect(number, stream)
+        os._exit(_exit_code("canon", words, variables, Path(cwd)))
+    _, status = os.waitpid(pid, 0)
+    connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _exit_code(module: str, words: list[str], variables: dict[str, str], cwd: Path) -> int:
+    """Run a module as the interpreter would, and return its exit code."""
+    try:
+        _run(module, words, variables, cwd)
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+def _start(
     module: str,
-    arguments: list[str],
+    words: list[str],
     variables: dict[str, str],
     cwd: Path,
     stdout: Path,
     stderr: Path | None,
     stdin: str,
 ) -> None:
-    """Become the command: streams, environment, folder, arguments; then run the module."""
+    """Open the streams of a command, then run it."""
     _redirect(0, _file_with(stdin))
     _redirect(1, os.open(stdout, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     _redirect(2, 1 if stderr is None else os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # the server's is closed
+    _run(module, words, variables, cwd)
 
+
+def _run(module: str, words: list[str], variables: dict[str, str], cwd: Path) -> None:
+    """Become the command: environment, folder and arguments; then run the module."""
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # the server's is closed
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(cwd)
-    if "TZ" in variables:
-        time.tzset()
 
     import torch
 
     torch.set_num_threads(1)  # OMP_NUM_THREADS was read when the server imported torch
 
     name = "canon_pretrain" if module == "canon" else module
-    sys.argv = ["canon" if module == "canon" else module, *arguments]
+    sys.argv = [module, *words]
     runpy.run_module(name, run_name="__main__", alter_sys=module != "canon")
 
 
