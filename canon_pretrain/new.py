@@ -451,10 +451,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("name", metavar="NAME", help="of NAME.toml and of outputs/NAME")
-    files = "files or folders: .txt, .jsonl (.zst, .gz), .parquet, or other plain text"
+    files = "files or folders: .txt, .jsonl or .json (.zst, .gz), .parquet, or other plain text"
     add("--data", nargs="+", type=Path, required=True, metavar="PATH", help=files)
     add("--minutes", type=positive, default=10, help="of training here (default: %(default)s)")
-    add("--text-field", metavar="F", help="name of the text in .jsonl and .parquet (default: text)")
+    add("--text-field", metavar="F", help="name of the text in rows, also a.b (default: text)")
     suffixes = "read files of these suffixes as plain text too, such as .md .rst"
     add("--text-suffixes", nargs="+", default=(), metavar=".S", help=suffixes)
     with command():

@@ -223,3 +223,12 @@ def is_held_out(utf8: bytes, holdout: float) -> bool:
     """Return whether a document is for validation, by a hash of its text alone."""
     digest = hashlib.sha256(b"holdout" + utf8).digest()
     return int.from_bytes(digest[:8], "big") / 2**64 < holdout
+
+
+def all_held_out(where: str, num_documents: int, holdout: float) -> UserError:
+    """Return the error of a build without a document to train on."""
+    message = (
+        f"{where}all {num_documents:,} documents were held out: --holdout {holdout:g} chooses by a "
+        "hash of the text, equal texts alike; add different documents, or lower --holdout"
+    )
+    return UserError("data.all_held_out", message, given=holdout, documents=num_documents)

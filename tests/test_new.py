@@ -15,6 +15,7 @@ from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.dry_run import count_memory, on_meta
 from canon_pretrain.titan.job_config import check_job, micro_batch_size
+from data_prep.planning import train_tokenizer
 from tests.support import ROOT, error_codes
 
 CPU = new.Machine("2 cores", False, 1, 8e9)
@@ -173,6 +174,10 @@ def test_text_of_another_encoding_is_refused(tmp_path, capsys):
     for path in folder.iterdir():
         path.write_text(path.read_text(errors="replace"), encoding="utf-16")
     run("other", "--data", folder, "fails")
+    assert error_codes(capsys.readouterr().err) == ["input.other_format"]
+    for path in folder.iterdir():
+        path.write_bytes(prose(1, 5000).replace("e", "é").encode("latin-1"))
+    run("third", "--data", folder, "fails")
     assert error_codes(capsys.readouterr().err) == ["new.not_utf8"]
 
 
@@ -305,3 +310,30 @@ def test_one_long_file_to_a_comparison(tmp_path, monkeypatch, capsys):
     manifest = json.loads((tmp_path / "outputs/mine/data/validation/manifest.json").read_text())
     assert len(list(tmp_path.glob("outputs/mine/*/evals/step-12/validation/*/results.json"))) == 2
     assert manifest["plan_sha256"]
+
+
+DIGITS = random.Random(0).choices("0123456789", k=25_000)
+FEW_WORDS = {
+    "digits": "".join(DIGITS),
+    "numbers": " ".join(DIGITS),
+    "words": "the cat sat on the mat. " * 1000,
+    "letter": "a" * 25_000,
+    "lines": "\n".join("ab"[int(digit) % 2] for digit in DIGITS),
+}
+
+
+@pytest.mark.parametrize("text", FEW_WORDS)
+def test_texts_of_few_words_have_a_small_vocabulary(text, tmp_path, capsys):
+    (tmp_path / "few.txt").write_text(FEW_WORDS[text])
+    run("few", "--data", "few.txt")
+    [build] = [line for line in capsys.readouterr().out.splitlines() if " data build " in line]
+    vocab_size = int(build.split("--tokenizer train:")[1].split()[0])
+    assert 259 < vocab_size < 300
+    assert len(train_tokenizer([FEW_WORDS[text]], vocab_size))
+
+
+def test_a_text_without_words_is_refused_by_its_name(tmp_path, capsys):
+    (tmp_path / "blank.txt").write_text("\n" * 25_000)
+    run("x", "--data", "blank.txt", "fails")
+    printed = capsys.readouterr().err
+    assert error_codes(printed) == ["input.no_tokenizer"] and "--tokenizer" not in printed

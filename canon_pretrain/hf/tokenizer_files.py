@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.cached_encoder import SPACE, SentencePieceInfo
+from canon_pretrain.data.hf_tokenizer import without_random_options
 from canon_pretrain.data.id_tokenizer import is_id_tokenizer
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
 
@@ -34,7 +35,7 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
     if tokenizer.file_name == SENTENCEPIECE_FILE:
         content = _from_sentencepiece(tokenizer.model)
     else:
-        content = json.loads(tokenizer.model)
+        content, _ = without_random_options(json.loads(tokenizer.model))
     for entry in content["added_tokens"]:
         # only special tokens can be excluded from matching
         entry["special"] = entry["special"] or entry["id"] in (tokenizer.eos_id, tokenizer.bos_id)

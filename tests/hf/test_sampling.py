@@ -140,11 +140,15 @@ def test_the_command_prints_text_or_an_object_per_sample(base, capsys, tmp_path)
 
 
 def test_bad_input_is_refused(base, samplers, capsys, tmp_path):
-    run, broken = samplers[0], tmp_path / "broken.txt"
+    run, broken, large = samplers[0], tmp_path / "broken.txt", tmp_path / "large.txt"
     broken.write_bytes(b"a\xff")
+    large.touch()
+    os.truncate(large, 20_000_000_000)  # takes no disk space
     for code, words in (
         ("sample.not_utf8", ["--file", str(broken)]),
         ("sample.prompt_too_long", ["--prompt", "the a one " * 400]),
+        ("sample.prompt_too_long", ["--file", str(large)]),
+        ("sample.prompt_too_long", ["--file", "/dev/zero"]),
         ("sample.not_utf8", ["--prompt", "bad\udcff"]),
     ):
         with pytest.raises(SystemExit, match="2"):

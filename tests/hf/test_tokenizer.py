@@ -96,3 +96,11 @@ def test_auto_tokenizer(name, tmp_path):
 def test_a_tokenizer_without_an_exact_conversion_is_refused(name):
     with refused("hf.inexact_tokenizer"):
         tokenizer_files(training_tokenizer(name), 64)
+
+
+def test_an_export_draws_no_split():
+    content = json.loads(training_tokenizer("byte-level").model)
+    content["model"]["dropout"] = 0.5
+    tokenizer = Tokenizer(json.dumps(content).encode(), "drawing")
+    made = tokenizer_files(tokenizer, 64)["tokenizer.json"]
+    assert not made["model"].get("dropout")
