@@ -220,8 +220,8 @@ def _points(
                 continue
             for metric, score in metrics.items():
                 key = (match[1], metric, int(match[2]))
-                if math.isfinite(score.value) and not is_loss(metric):
-                    points[key] = _Point(label, each, each.chance(task, metric), score.value, *key)
+                if math.isfinite(score.number) and not is_loss(metric):
+                    points[key] = _Point(label, each, each.chance(task, metric), score.number, *key)
     found = list(points.values())
     for metric, length in {key[1:] for key in points if pattern is BABILONG}:
         parts = [points[key] for k in range(1, 6) if (key := (f"qa{k}", metric, length)) in points]
