@@ -99,10 +99,12 @@ def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> 
 
 
 def score_cell(results: Results, task: str, metric: str) -> Json | None:
-    """Return one score as JSON; None if missing."""
+    """Return one score as JSON, with the reason `why` if it has no value; None if missing."""
     score = results.scores.get(task, {}).get(metric)
-    count = results.num_samples.get(task)
-    return None if score is None else {**json_value(asdict(score)), "num_samples": count}
+    if score is None:
+        return None
+    cell = {**json_value(asdict(score)), "num_samples": results.num_samples.get(task)}
+    return cell if score.why else {name: cell[name] for name in cell if name != "why"}
 
 
 def score_curves(runs: Sequence[RunRecord]) -> list[Json]:

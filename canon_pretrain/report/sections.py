@@ -79,7 +79,7 @@ def score_parts(cell: Content | None) -> tuple[str, str, str]:
     value, stderr, count = cell["value"], cell["stderr"], cell["num_samples"]
     error = ""
     if value is None:
-        error = cell["why"]
+        error = cell.get("why", "")
     elif cell["bound"] is not None:
         error = format_bound(value, cell["bound"])
     elif stderr is not None and not isinstance(value, str):

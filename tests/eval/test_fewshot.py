@@ -106,9 +106,11 @@ def test_a_group_that_asks_for_examples(prompts):
 def test_prompts_of_another_split_are_those_of_lm_eval(prompts, more):
     found = prompts(f"test_split: test\n{more}")
     with quiet_harness():
-        (task,) = TaskManager(include_defaults=False).load([str(prompts.folder / "shots.yaml")])[
-            "tasks"
-        ].values()
+        (task,) = (
+            TaskManager(include_defaults=False)
+            .load([str(prompts.folder / "shots.yaml")])["tasks"]
+            .values()
+        )
         task.set_fewshot_seed(1234)
         task.build_all_requests(rank=0, world_size=1)
     assert found == {request.doc_id: request.args[0] for request in task.instances}
