@@ -152,33 +152,30 @@ class ItemCache:
     """Reads the items of evaluation folders, each once."""
 
     def __init__(self) -> None:
-        self._folders: dict[Path, dict[tuple[str, str], list[Record]]] = {}
-        self._items: dict[tuple[Path, str, str, str], Items | None] = {}
+        self._folders: dict[Path, dict[tuple[str, str], Items | list[Record]]] = {}
 
     def get(self, folder: Path, task: str, metric: str) -> Items | None:
         """Return the items that `metric` averages; None if the evaluation has no item records."""
         if folder not in self._folders:
             self._folders[folder] = self._read(folder)
         name, _, filtered = metric.partition(", ")  # lm_eval's filter, if the task has several
-        found = {f: records for (t, f), records in self._folders[folder].items() if t == task}
+        found = {f: items for (t, f), items in self._folders[folder].items() if t == task}
         if not filtered and len(found) == 1:
             filtered = next(iter(found))
-        records = found.get(filtered, [])
+        items = found.get(filtered)
+        if not isinstance(items, list):
+            return items
+        scored = [record for record in items if name in record or "error" not in record]
+        return _items(scored) if scored else None
 
-        # items that could not be scored are in no mean
-        scored = [record for record in records if name in record or "error" not in record]
-        key = folder, task, filtered, name if len(scored) < len(records) else ""
-        if key not in self._items:
-            self._items[key] = _items(scored) if scored else None
-        return self._items[key]
-
-    def _read(self, folder: Path) -> dict[tuple[str, str], list[Record]]:
+    def _read(self, folder: Path) -> dict[tuple[str, str], Items | list[Record]]:
+        """Return items by task and filter; records if some have no score, thus are in no mean."""
         kept: dict[tuple[str, str], list[Record]] = {}
         for task, records in read_samples(folder).items():
             for record in records:
                 kept.setdefault((task, str(record.get("filter"))), []).append(record)
         return {
-            name: records
+            name: records if any("error" in r for r in records) else _items(records)
             for name, records in kept.items()
             if all("doc_hash" in r and "prompt_hash" in r for r in records)
         }
