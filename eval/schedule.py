@@ -40,7 +40,12 @@ EXIT_NO_PROGRESS, EXIT_TAKEN_OVER = 1, 3
 ACTIVE_STATES = ("claimed", "queued", "running")
 FINAL_STATES = ("done", "failed", "missing", "damaged")
 # files added to a suite's folder as tasks are evaluated
-PROGRESS_FILES = ("*/unfinished/*.task.json", "*/samples-*.jsonl", "*/results.json")
+PROGRESS_FILES = (
+    "*/unfinished/*.answers.json",
+    "*/unfinished/*.task.json",
+    "*/samples-*.jsonl",
+    "*/results.json",
+)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from canon_pretrain.data.held_out import HeldOutLoss, held_out_loss, windows
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.report.noise import Clusters, mean_variance
 from canon_pretrain.run.results import VALIDATION, Score, TaskResult
-from eval.harness import TaskPlan
+from eval.harness import Remember, TaskPlan, no_memory
 from eval.model.lm import CanonLM
 
 METRICS = ("nats_per_token", "bits_per_byte")
@@ -32,7 +32,7 @@ def validation_task(
 ) -> TaskPlan:
     """Return the suite's one task: losses of the model and of count models of `train`."""
 
-    def evaluate(lm: CanonLM) -> dict[str, TaskResult]:
+    def evaluate(lm: CanonLM, remember: Remember = no_memory) -> dict[str, TaskResult]:
         loss, documents = model_loss(lm, held_out, seq_len=seq_len, limit=limit)
         log("counting the training shards' unigrams and bigrams")
         baselines = baseline_losses(train, held_out, seq_len=seq_len, limit=limit)

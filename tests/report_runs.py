@@ -127,7 +127,7 @@ def plant_answers(
     suite: str,
     tasks: Mapping[str, Sequence[Mapping[str, Any]]],
     *,
-    scores: Mapping[str, Mapping[str, float]] | None = None,
+    scores: Mapping[str, Mapping[str, float | Score]] | None = None,
     described: Mapping[str, Mapping[str, Any]] | None = None,
     **asked: Any,
 ) -> Path:
@@ -139,8 +139,12 @@ def plant_answers(
     found: dict[str, dict[str, Score]] = {}
     for name, items in tasks.items():
         metrics = [metric for metric in (items[0] if items else ()) if metric not in NOT_METRICS]
-        found[name] = {x: _score(x, [item[x] for item in items]) for x in metrics}
-        found[name] |= {x: Score(value) for x, value in (scores or {}).get(name, {}).items()}
+        scored = [item for item in items if "error" not in item]
+        found[name] = {x: _score(x, [item[x] for item in scored]) for x in metrics}
+        given = (scores or {}).get(name, {}).items()
+        found[name] |= {
+            x: value if isinstance(value, Score) else Score(value) for x, value in given
+        }
     about = {name: {"version": 1.0, **(described or {}).get(name, {})} for name in tasks}
     more = {"items": max(map(len, tasks.values())), "samples": tasks, "max_length": 256} | asked
     return plant_results(run, at, suite, found, tasks=about, **more)

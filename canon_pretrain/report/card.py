@@ -247,7 +247,7 @@ def _at_chance(shown: Sequence[Evaluation]) -> Iterator[str]:
                     items = cache.get(each.folder, task, metric)
                     chance = items.chance if items else None
                 if chance is not None and score.stderr is not None:
-                    if abs(score.value - chance) <= Z_95 * score.stderr:
+                    if abs(score.number - chance) <= Z_95 * score.stderr:
                         found.append(f"{task} {metric} (chance {sections.number(chance, 3)})")
     if found:
         yield f"Not distinguishable from guessing: {printable(', '.join(dict.fromkeys(found)))}."
@@ -260,7 +260,7 @@ def _eval_results(shown: Sequence[Evaluation]) -> Iterator[EvalResult]:
             # the baselines beside a loss are no tasks
             is_task = each.described(task) or not each.results.asked.get("tasks")
             for metric in each.primary_metrics(task) if is_task else ():
-                if math.isfinite(value := metrics[metric].value):
+                if math.isfinite(value := metrics[metric].number):
                     title = task if task == each.suite else f"{each.suite}: {task}"
                     yield EvalResult(
                         task_type="text-generation",

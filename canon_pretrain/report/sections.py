@@ -70,12 +70,17 @@ def percent(value: float | None) -> str:
 
 
 def score_parts(cell: Content | None) -> tuple[str, str, str]:
-    """Return value, ± standard error or Wilson bound, and n = items; "" if unknown."""
+    """Return value, ± standard error or Wilson bound, and n = items; "" if unknown.
+
+    A value that could not be computed has the reason instead of its error.
+    """
     if cell is None:
         return MISSING, "", ""
     value, stderr, count = cell["value"], cell["stderr"], cell["num_samples"]
     error = ""
-    if cell["bound"] is not None:
+    if value is None:
+        error = cell.get("why", "")
+    elif cell["bound"] is not None:
         error = format_bound(value, cell["bound"])
     elif stderr is not None and not isinstance(value, str):
         error = f"± {stderr if isinstance(stderr, str) else number(stderr, _decimals(value))}"

@@ -208,7 +208,7 @@ class Comparator:
         for each in evaluated:
             score = each.score(key)
             if score is None:
-                raise NotComparable(f"{each.run} has no {key.metric}")
+                raise NotComparable(each.why_missing(key))
             items = self.items.get(each.folder, key.task, key.metric)
             found = items.metric_values(key.metric) if items else None
             if items is None or found is None:
