@@ -22,7 +22,13 @@ from canon_pretrain.core.terminal import Console, Progress
 from canon_pretrain.hf.loading import dtype_for, locate
 from canon_pretrain.kernels.hardware import check_cuda
 from canon_pretrain.run import results as stored
-from canon_pretrain.run.results import RESULTS, PartialResults, Results, TaskResult
+from canon_pretrain.run.results import (
+    RESULTS,
+    PartialResults,
+    Results,
+    TaskResult,
+    source_of_record,
+)
 from eval.harness import TaskPlan, open_tasks
 from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM
@@ -288,6 +294,8 @@ def merge_tasks(
         for item in given.samples:
             kept = records.setdefault(reported, {}).setdefault((item["doc_id"], item["filter"]), {})
             kept.update({**item, **kept})  # the first task's prompt hash counts
+    for name, items in records.items():
+        results.num_sources[name] = len({source_of_record(item) for item in items.values()})
     return results, {name: [*items.values()] for name, items in records.items()}
 
 
@@ -308,7 +316,10 @@ def print_results(console: Console, target: str, results: Results) -> None:
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]] = []
     if asked["suite"] == VALIDATION:
-        title = f"held-out loss over {counts[VALIDATION]:,} tokens: {target}"
+        documents = results.num_sources.get(VALIDATION)
+        text = f"{counts[VALIDATION]:,} tokens"
+        text += "" if documents is None else f" of {documents:,} document(s)"
+        title = f"held-out loss over {text}: {target}"
         columns, num_labels = ("model", "nats/token", "+-", "bits/byte"), 1
         losses = [(scores["bits_per_byte"].value, name) for name, scores in results.scores.items()]
         for bits, name in sorted(losses):

@@ -102,7 +102,10 @@ def score_cell(results: Results, task: str, metric: str) -> Json | None:
     """Return one score as JSON; None if missing."""
     score = results.scores.get(task, {}).get(metric)
     count = results.num_samples.get(task)
-    return None if score is None else {**json_value(asdict(score)), "num_samples": count}
+    if score is None:
+        return None
+    counts = {"num_samples": count, "num_sources": results.num_sources.get(task)}
+    return {**json_value(asdict(score)), **counts}
 
 
 def score_curves(runs: Sequence[RunRecord]) -> list[Json]:

@@ -86,13 +86,15 @@ class Results:
 
     `asked`: all that the scores depend on (question_of), and PROVENANCE_KEYS.
     `scores[task][metric]`; `num_samples[task]`: items, or predicted tokens of a loss;
-    `truncated[task]`: items whose context was cut to max_length. Older results lack the last two.
+    `truncated[task]`: items whose context was cut to max_length; `num_sources[task]`: items of one
+    source count once, of a loss its documents. Older results lack the last three.
     """
 
     asked: Annotated[dict[str, Any], AfterValidator(_checked)]
     scores: dict[str, dict[str, Score]]
     num_samples: dict[str, int]
     truncated: dict[str, int] = field(default_factory=dict)
+    num_sources: dict[str, int] = field(default_factory=dict)
     written: str = field(default="", compare=False)
 
 
