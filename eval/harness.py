@@ -252,16 +252,23 @@ def gold_bits_per_byte(task: ConfigurableTask, item: Mapping[str, Any]) -> float
 
 
 def _score(value: float, by_item: Sequence[Any], sources: Sequence[str]) -> Score:
-    # items of perplexities are pairs (log-likelihood, weight)
-    if not by_item or not all(isinstance(x, NUMBERS) for x in by_item):
+    # items may be pairs: a sum and a weight, or of perplexities the log-likelihood and a weight
+    pairs = [(x, 1.0) if isinstance(x, NUMBERS) else x for x in by_item]
+    if not pairs or not all(isinstance(x, tuple | list) and len(x) == 2 for x in pairs):
         return Score(value)
-    values_N = np.array(by_item, dtype=np.float64)
-    if not np.isfinite(values_N).all() or not math.isclose(values_N.mean(), value, abs_tol=1e-12):
+    try:
+        sums_N, weights_N = np.array(pairs, dtype=np.float64).T
+    except (TypeError, ValueError):  # not of numbers
         return Score(value)
+    if not np.isfinite(sums_N).all() or not (weights_N > 0).all():
+        return Score(value)
+    if not math.isclose(sums_N.sum() / weights_N.sum(), value, abs_tol=1e-12):
+        return Score(value)
+
     codes_N = np.unique(sources, return_inverse=True)[1]
-    if value in (0, 1) and (values_N == value).all():
+    if value in (0, 1) and (sums_N == value * weights_N).all():
         return Score(value, bound=wilson_bound(value, int(codes_N.max()) + 1))
-    variance = mean_variance(Clusters.of(values_N, np.ones(values_N.size), codes_N))
+    variance = mean_variance(Clusters.of(sums_N / weights_N, weights_N, codes_N))
     return Score(value, math.sqrt(variance) if math.isfinite(variance) else None)
 
 
