@@ -53,7 +53,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import reduce
-from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
@@ -75,7 +74,7 @@ from canon_pretrain.core.errors import EPILOG, UserError, suggestion
 from canon_pretrain.core.files import UnreadableFile, read_record, write_atomic, write_json
 from canon_pretrain.core.lock import live_holder, locked
 from canon_pretrain.core.terminal import Console, duration
-from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.args import ModelArgs, fill_sizes
 from canon_pretrain.report.status import summarize_run
 from canon_pretrain.run.config import Data, build, merge, read_experiment, to_toml
 from canon_pretrain.run.folder import PLAN, RunFolder, is_run_folder
@@ -108,6 +107,7 @@ NAME = re.compile(r"\w+", re.ASCII)  # no "-": it separates the parts of a run's
 MODEL_KEYS = {each.name for each in dataclasses.fields(ModelArgs)} - {"max_seq_len"} | {
     *("flavor", "tokenizer_path", "attention_backend", "mixer_backend", "canon_backend")
 }
+WINDOWS = 128  # of a synthetic task that score a run; a trainer's 16 have few questions
 POLL_S, SHOW_S, REPORT_S = 0.2, 1.0, 30.0
 PATIENCE_S = 120.0  # a run whose driver was killed saves its last step before it ends
 # imports what a trainer does once, for all runs
@@ -248,11 +248,7 @@ def _check(board: Board, path: Path) -> None:
             text = f"{path}: unknown key {table}.{key}, expected one of [model]."
             raise UserError("board.unknown_key", text + suggestion(key, MODEL_KEYS), key=key)
         _check_free(f"model.{key}", {*SEED_KEYS["both"]}, path)
-    both = {*chain(*board.architectures.values())} & {*chain(*board.sizes.values())}
-    if both:
-        key = min(both)
-        text = f"{path}: an architecture and a size set {key}: set it in one of them"
-        raise UserError("board.repeated", text, key=key)
+    _check_sizes(board, path)
     for name, values in board.settings.values():
         rates = {RATE_KEY} if board.tasks[name].learning_rates else set()
         for key in values:
@@ -274,6 +270,34 @@ def _check(board: Board, path: Path) -> None:
             raise UserError("board.claim", text, given=word)
 
 
+def _check_sizes(board: Board, path: Path) -> None:
+    """Raise UserError for a key of [model] that is set twice, or that a mixer sets otherwise."""
+    tables = {f"architectures.{name}": model for name, model in board.architectures.items()}
+    tables |= {f"sizes.{name}": model for name, model in board.sizes.items()}
+    for setting, (_, values) in board.settings.items():
+        own = {key: x for key, x in values.items() if key.startswith("model.")}
+        tables[f"tasks.{setting}"] = {key.removeprefix("model."): x for key, x in own.items()}
+
+    for (one, model), (other, values) in itertools.combinations(tables.items(), 2):
+        if one.partition(".")[0] != other.partition(".")[0]:
+            if both := model.keys() & values.keys():
+                key = min(both)
+                text = f"{path}: {one} and {other} set {key} of [model]: set it in one of them"
+                raise UserError("board.repeated", text, key=key)
+
+    # a flavor is completed for each mixer; sizes of attention would replace what another needs
+    for name, model in board.architectures.items():
+        needed = fill_sizes(ModelArgs(), model)
+        for table, values in tables.items():
+            others = values.keys() & needed.keys() - model.keys()
+            if wrong := [key for key in sorted(others) if values[key] != needed[key]]:
+                key = wrong[0]
+                text = f"{path}: {table} sets {key}, but architectures.{name} has another {key} "
+                text += "than attention at the same size: set flavor instead, or set "
+                text += f"{key} in each architecture"
+                raise UserError("board.size", text, key=key)
+
+
 def _check_free(key: str, owned: set[str], path: Path) -> None:
     if key in owned:
         text = f"{path} sets {key}: the board sets it for each run (seeds, learning_rates, --out)"
@@ -287,6 +311,9 @@ def plan_board(board: Board, folder: Path, *, extend: bool = False) -> tuple[Swe
     """Write the board's configs, sweep.json and board.json; return the sweep and its new runs."""
     paths = {place: _path(folder, stem) for stem, place in board.places.items()}
     texts = {path: _config(board, *place) for place, path in paths.items()}
+    older = {path: _config(board, *place, windows=None) for place, path in paths.items()}
+    if any(x.exists() and x.read_text() == older[x] != texts[x] for x in paths.values()):
+        texts = older  # planned before boards had WINDOWS
     if (folder / PLAN).exists():
         _relocate(folder)
         _check_unchanged(board, folder, {str(path): text for path, text in texts.items()})
@@ -315,10 +342,17 @@ def _path(folder: Path, stem: str) -> Path:
     return folder.absolute() / CONFIGS / f"{stem}.toml"
 
 
-def _config(board: Board, setting: str, arm: str) -> str:
-    """Return the TOML of an arm at a task/difficulty."""
+def _config(board: Board, setting: str, arm: str, windows: int | None = WINDOWS) -> str:
+    """Return the TOML of an arm at a task/difficulty.
+
+    `windows`: of a synthetic task, unless the board or the config sets them.
+    """
     name, values = board.settings[setting]
     dotted = values | {f"model.{key}": x for key, x in board.arms[arm].items()}
+    config = read_experiment(Path(board.tasks[name].config))
+    is_asked = "task" in config.get("data", {}) and board.tasks[name].score != "loss"
+    if windows and is_asked and "windows" not in config.get("validation", {}):
+        dotted.setdefault("validation.windows", windows)
     tables = (
         reduce(lambda inner, word: {word: inner}, reversed(key.split(".")), x)
         for key, x in dotted.items()

@@ -29,6 +29,7 @@ from canon_pretrain.run.results import (
     Results,
     TaskAnswers,
     TaskResult,
+    source_of_record,
 )
 from eval.harness import TaskPlan, open_tasks
 from eval.model.budget import batch_tokens_for
@@ -331,6 +332,8 @@ def merge_tasks(
         for item in given.samples:
             kept = records.setdefault(reported, {}).setdefault((item["doc_id"], item["filter"]), {})
             kept.update({**item, **kept})  # the first task's prompt hash counts
+    for name, items in records.items():
+        results.num_sources[name] = len({source_of_record(item) for item in items.values()})
     return results, {name: [*items.values()] for name, items in records.items()}
 
 
@@ -351,7 +354,10 @@ def print_results(console: Console, target: str, results: Results) -> None:
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]] = []
     if asked["suite"] == VALIDATION:
-        title = f"held-out loss over {counts[VALIDATION]:,} tokens: {target}"
+        documents = results.num_sources.get(VALIDATION)
+        text = f"{counts[VALIDATION]:,} tokens"
+        text += "" if documents is None else f" of {documents:,} document(s)"
+        title = f"held-out loss over {text}: {target}"
         columns, num_labels = ("model", "nats/token", "+-", "bits/byte"), 1
         losses = [(scores["bits_per_byte"].number, name) for name, scores in results.scores.items()]
         for bits, name in sorted(losses):

@@ -248,14 +248,22 @@ def _score(aggregation: Aggregation, by_item: Sequence[Any], sources: Sequence[s
     if not math.isfinite(value):
         return Score(None, why=f"it is {value}")
 
-    # items of perplexities are pairs (log-likelihood, weight); a count has no standard error
-    if aggregation is sum or not all(isinstance(x, NUMBERS) for x in by_item):
+    # items may be pairs: a sum and a weight, or of perplexities the log-likelihood and a weight
+    pairs = [(x, 1.0) if isinstance(x, NUMBERS) else x for x in by_item]
+    are_pairs = all(isinstance(x, tuple | list) and len(x) == 2 for x in pairs)
+    if aggregation is sum or not are_pairs:  # a count has no standard error
         return Score(value)
-    values_N = np.array(by_item, dtype=np.float64)
-    if not np.isfinite(values_N).all() or not math.isclose(values_N.mean(), value, abs_tol=1e-12):
+    try:
+        sums_N, weights_N = np.array(pairs, dtype=np.float64).T
+    except (TypeError, ValueError):  # not of numbers
         return Score(value)
+    if not np.isfinite(sums_N).all() or not (weights_N > 0).all():
+        return Score(value)
+    if not math.isclose(sums_N.sum() / weights_N.sum(), value, abs_tol=1e-12):
+        return Score(value)
+
     codes_N = np.unique(sources, return_inverse=True)[1]
-    if value in (0, 1) and (values_N == value).all():
+    if value in (0, 1) and (sums_N == value * weights_N).all():
         return Score(value, bound=wilson_bound(value, int(codes_N.max()) + 1))
-    variance = mean_variance(Clusters.of(values_N, np.ones(values_N.size), codes_N))
+    variance = mean_variance(Clusters.of(sums_N / weights_N, weights_N, codes_N))
     return Score(value, math.sqrt(variance) if math.isfinite(variance) else None)

@@ -27,7 +27,6 @@ from canon_pretrain.synthetic.evaluation import (
 
 LOSS = "loss"
 RACED = "stopped by the race"
-UNBOUNDED = 1 << 40  # items behind a score that is not a share of right answers
 
 Json = dict[str, Any]
 
@@ -186,7 +185,8 @@ def _mark_raced(plan: BoardPlan, results: Sequence[Result]) -> None:
     for result in results:
         if result.state != "done" and result.run[1:4] in steps:
             result.state, result.reason = RACED, ""
-            result.raced_score = result.curve.get(steps[result.run[1:4]])
+            score = result.curve.get(steps[result.run[1:4]])
+            result.raced_score = score if score is None or math.isfinite(score) else None
 
 
 def choose(results: Sequence[Result], lower: bool) -> Choice:

@@ -103,7 +103,11 @@ def score_cell(results: Results, task: str, metric: str) -> Json | None:
     score = results.scores.get(task, {}).get(metric)
     if score is None:
         return None
-    cell = {**json_value(asdict(score)), "num_samples": results.num_samples.get(task)}
+    counts = {
+        "num_samples": results.num_samples.get(task),
+        "num_sources": results.num_sources.get(task),
+    }
+    cell = {**json_value(asdict(score)), **counts}
     return cell if score.why else {name: cell[name] for name in cell if name != "why"}
 
 

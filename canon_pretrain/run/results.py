@@ -111,7 +111,8 @@ class Results:
     `asked`: all that the scores depend on (question_of), and PROVENANCE_KEYS.
     `scores[task][metric]`; `num_samples[task]`: items, or predicted tokens of a loss;
     `truncated[task]`: items whose context was cut to max_length; `failures[task]`: items without a
-    score. Older results lack the last three.
+    score; `num_sources[task]`: items of one source count once, of a loss its documents. Older
+    results lack the last four.
     """
 
     asked: Annotated[dict[str, Any], AfterValidator(_checked)]
@@ -119,6 +120,7 @@ class Results:
     num_samples: dict[str, int]
     truncated: dict[str, int] = field(default_factory=dict)
     failures: dict[str, Failures] = field(default_factory=dict)
+    num_sources: dict[str, int] = field(default_factory=dict)
     written: str = field(default="", compare=False)
 
     def problems(self) -> list[str]:

@@ -13,7 +13,7 @@ from canon_pretrain.synthetic.evaluation import (
     END,
     Asked,
     evaluation_windows,
-    mean_scores,
+    pooled_scores,
     score_window,
 )
 from canon_pretrain.synthetic.task import Question, Task
@@ -40,7 +40,7 @@ class TaskScores:
         finally:
             reshard(model)
         size = num_parameters(model.args)
-        return mean_scores([score_window(each, answers, logs, size)[0] for each in self._windows])
+        return pooled_scores(score_window(each, answers, logs, size)[0] for each in self._windows)
 
     def _answers(self, model: Transformer) -> list[list[int]]:
         asked: list[tuple[Asked, Question]] = []

@@ -112,12 +112,29 @@ def test_standard_errors_are_over_windows():
     plan = open_task(task, limit=12, playground_windows=20)
     lm = scripted(task, 20, lambda gold: gold if draw.random() < 0.6 else gold[:1])
     found = plan.run(lm)["playground"]
-    means = [record["exact"] for record in found.samples]
+    pairs = np.array([record["exact"] for record in found.samples])
+    means = pairs[:, 0] / pairs[:, 1]
     assert len(means) == found.num_samples == 12 and len(lm.asked) == 12 * 7
     assert set(means) != {0.0, 1.0}
     score = found.scores["exact"]
     assert score.value == pytest.approx(math.fsum(means) / 12, abs=1e-15)
     assert score.stderr == pytest.approx(np.std(means, ddof=1) / math.sqrt(12), rel=1e-12)
+
+
+def test_parts_add_up_to_the_whole():
+    """Every question counts once, however many its window has."""
+    task, draw = build_task("depo1", {"n": 4, "k": 2, "vocab": 9, "seq_len": 40}), random.Random(4)
+    plan = open_task(task, playground_windows=30)
+    lm = scripted(task, 30, lambda gold: gold if draw.random() < 0.5 else gold[:-1])
+    found = plan.run(lm)["playground"]
+    parts = [[record.get(f"exact_k{k}") for record in found.samples] for k in (1, 2)]
+    sums = np.sum([x for part in parts for x in part if x], axis=0)
+    exact = found.scores["exact"].value
+    assert sums[1] == len(lm.asked) and exact == pytest.approx(sums[0] / sums[1])
+    assert exact == pytest.approx(found.scores["right"].value / len(lm.asked))
+    of_parts = [found.scores[f"exact_k{k}"].value for k in (1, 2)]
+    assert min(of_parts) < exact < max(of_parts)
+    assert found.scores["exact"].stderr > 0 and found.scores["exact_k1"].stderr > 0
 
 
 def evaluate(run, *options):
