@@ -52,9 +52,9 @@ def _assigned_values(module: ast.Module) -> dict[str, Any]:
                 pass
             case _:
                 # it may change what it names
-                for node in ast.walk(statement):
-                    if isinstance(node, ast.Name):
-                        values.pop(node.id, None)
+                for part in ast.walk(statement):
+                    if isinstance(part, ast.Name):
+                        values.pop(part.id, None)
     return values
 
 
