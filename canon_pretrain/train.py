@@ -92,7 +92,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
         device_here = dry_run.this_machine(int(os.environ["LOCAL_WORLD_SIZE"]))
         if not options.force:
             dry_run.check_memory(job, device_here, world_size)
-        notes = [*data.notices, *dry_run.startup_warnings(job, device_here, world_size)]
+        notes = [*data.notices, *dry_run.startup_notes(job, data.training, device_here, world_size)]
     init_logging(rank)
     for note in notes:
         logger.info(f"NOTE: {note}")

@@ -24,12 +24,10 @@ from canon_pretrain.data.loader import BatchLoader, samples_digest
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import ShardError, TokenShards
 from canon_pretrain.titan.device import has_accelerator
-from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.job_config import HELD_OUT, CanonJobConfig
 from canon_pretrain.titan.tasks import TaskWindows
 
 T = TypeVar("T")
-HELD_OUT = "held_out_fingerprint"
-"""Key of the held-out fingerprint in a run's identity; absent if validation is off."""
 OFF_HINT = "To skip validation: --validation.enable False"
 IDENTITY_FIELDS = ("fingerprint", "seed", "mode", "seq_len", "global_batch")
 """Fields of the loader's state that are also part of the run's identity."""

@@ -32,8 +32,8 @@ from canon_pretrain.run.session import LOST_LOCK, REASONS, Session, describe
 from canon_pretrain.titan import data as titan_data
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager
 from canon_pretrain.titan.console import is_terminal
-from canon_pretrain.titan.data import HELD_OUT, CanonDataLoader, OpenedData
-from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
+from canon_pretrain.titan.data import CanonDataLoader, OpenedData
+from canon_pretrain.titan.job_config import HELD_OUT, CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.launch import Comparison, compare, record_launch
 from canon_pretrain.titan.metrics import CanonMetrics, named_data, profiling
 from canon_pretrain.titan.parallelize import choose_canon, choose_mixer, clip_gradients
