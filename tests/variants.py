@@ -55,6 +55,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "mimetic": {"mimetic_init": True},
     "moe": {"ffn": "moe", "num_experts": 4, "experts_per_token": 2},
     "gated_moe": {"ffn": "moe", "num_experts": 3, "moe_gated": True, "num_shared_experts": 2},
+    "capacity": {"moe_capacity": 0.5},  # drops half of the choices, in training
     **{canon_set: {"canon_set": canon_set} for canon_set in ("AB", "B", "ABC")},
 }
 NAMES = (
