@@ -2,7 +2,8 @@
 
     OUT/model*.safetensors      the weights under the names of LlamaCanonForCausalLM, + index
        /config.json             the model (config.py), generation_config.json
-       /tokenizer.json          the training tokenizer (tokenizer_files.py), tokenizer_config.json
+       /tokenizer.json          the training tokenizer (tokenizer_files.py), tokenizer_config.json,
+                                tokenizer.model of a SentencePiece model
        /modeling_canon.py, ...  the model's code (writing.py), unless transformers has a class
        /canon_pretrain.json     the origin of the weights, and the names of these files
        /README.md               how to load it, or the card that `card` makes of the run
@@ -26,7 +27,7 @@ from canon_pretrain.checkpoint import weights
 from canon_pretrain.checkpoint.architecture import find_checkpoint, model_args_of
 from canon_pretrain.core import files as disk
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.data.tokenizer import Tokenizer
+from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
 from canon_pretrain.hf import writing
 from canon_pretrain.hf.config import (
     ARCHITECTURE,
@@ -38,7 +39,7 @@ from canon_pretrain.hf.config import (
 )
 from canon_pretrain.hf.loading import find_tokenizer, run_data
 from canon_pretrain.hf.reading import CONFIG, interleave_orders, meta_weights
-from canon_pretrain.hf.tokenizer_files import tokenizer_files
+from canon_pretrain.hf.tokenizer_files import llama_cpp_reads, sentencepiece_file, tokenizer_files
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import num_parameters, state_bytes, state_size
 from canon_pretrain.run.folder import RunFolder
@@ -115,11 +116,13 @@ def export(
         tensors = _tensors(checkpoint, args, like, DTYPES[dtype], kind)
         writing.write_files(temporary, plans, tensors, DTYPES[dtype])
         texts = _small_files(args, found, eos_id, dtype)
-        about = _about(args, dtype, manifest.step, has_tokenizer=found is not None)
+        about = _about(args, dtype, manifest.step, found)
         page = {"README.md": "# {title}\n\n{lead}\n\n{loading}".format_map(about).encode()}
         if card is not None:
             page = dict(card(run.path, manifest.step, license_id=license_id, **about))
         contents = page | {name: text.encode() for name, text in texts.items()}
+        if found is not None and (model := sentencepiece_file(found)) is not None:
+            contents[SENTENCEPIECE_FILE] = model
         for name, content in contents.items():
             (temporary / name).write_bytes(content)
         record["files"] = sorted({*(path.name for path in temporary.iterdir()), RECORD})
@@ -251,6 +254,10 @@ in which this state would mix neighboring requests and be lost between steps. So
 `_supports_attention_backend` is not set, and they reject the model.
 """
 _TOKENS = "Keys and values take {:,} bytes per token in bfloat16.\n\n"
+_NO_GGUF = """\
+llama.cpp's converter may misread this tokenizer: compare the token ids of a GGUF file with
+transformers'.
+"""
 _SERVERS = {"smollm3": "vLLM and SGLang serve", "mamba2": "vLLM serves"}
 
 
@@ -271,20 +278,23 @@ def _state_text(args: ModelArgs) -> str:
     return text if sizes else ""
 
 
-def _about(args: ModelArgs, dtype: str, step: int, *, has_tokenizer: bool) -> dict[str, str]:
+def _about(args: ModelArgs, dtype: str, step: int, tokenizer: Tokenizer | None) -> dict[str, str]:
     """Return the parts of a README: title, lead (what the weights are) and loading."""
     plain, serving = plain_fields(args), _CUSTOM
     if plain is not None:
         servers = _SERVERS.get(plain["model_type"], "vLLM, SGLang and llama.cpp serve")
         serving = f"A standard {plain['architectures'][0]}, without custom code.\n"
         serving += f"{servers} it like any model of that class.\n"
+        if "llama.cpp" in servers and tokenizer is not None and not llama_cpp_reads(tokenizer):
+            serving += _NO_GGUF
         if plain["model_type"] == MAMBA2:  # found by trying 4.57.1; 5.23 is right
             serving += "Beam search in transformers 4.57 needs `use_cache=False`.\n"
     else:
         serving += _state_text(args)
-    if has_tokenizer:
+    if tokenizer is not None:
         serving += "\nThe tokenizer adds no BOS, as in training; EOS starts an empty context.\n"
-    loads = [("model", "AutoModelForCausalLM"), ("tokenizer", "AutoTokenizer")][: 1 + has_tokenizer]
+    loads = [("model", "AutoModelForCausalLM")]
+    loads += [("tokenizer", "AutoTokenizer")] if tokenizer is not None else []
     trust = "" if plain else "trust_remote_code=True"
     call = f'from_pretrained("{PLACE}"{trust and f", {trust}"})'
     lines = [f"from transformers import {', '.join(loader for _, loader in loads)}"]
