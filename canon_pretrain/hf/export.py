@@ -258,6 +258,11 @@ _NO_GGUF = """\
 llama.cpp's converter may misread this tokenizer: compare the token ids of a GGUF file with
 transformers'.
 """
+# found by trying 4.57.1; 5.23 is right
+_OLD_MAMBA2 = """\
+In transformers 4.57 this class is wrong for padding on the left and for a prompt that is read in
+parts; its beam search needs `use_cache=False`. Transformers 5 is right.
+"""
 _SERVERS = {"smollm3": "vLLM and SGLang serve", "mamba2": "vLLM serves"}
 
 
@@ -287,8 +292,8 @@ def _about(args: ModelArgs, dtype: str, step: int, tokenizer: Tokenizer | None) 
         serving += f"{servers} it like any model of that class.\n"
         if "llama.cpp" in servers and tokenizer is not None and not llama_cpp_reads(tokenizer):
             serving += _NO_GGUF
-        if plain["model_type"] == MAMBA2:  # found by trying 4.57.1; 5.23 is right
-            serving += "Beam search in transformers 4.57 needs `use_cache=False`.\n"
+        if plain["model_type"] == MAMBA2:
+            serving += _OLD_MAMBA2
     else:
         serving += _state_text(args)
     if tokenizer is not None:

@@ -42,6 +42,8 @@ class LlamaCanonConfig(PretrainedConfig):
     # class attributes, so that no null is written, which the released class can't read; and
     # transformers 5 has a property rope_scaling, which renames the field and adds to it
     rope_scaling = rope_dim = partial_rotary_factor = num_key_value_heads = head_dim = None
+    # transformers 5 has no such attributes unless a class defines them
+    bos_token_id = eos_token_id = pad_token_id = None
 
     def __init__(self, **kwargs: Any) -> None:
         rope = kwargs.pop("rope_parameters", None) or {}  # as transformers 5 writes a config

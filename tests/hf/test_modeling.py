@@ -285,6 +285,15 @@ def test_unsupported_options_raise():
     assert not model._supports_attention_backend  # vLLM would mix neighboring requests
 
 
+def test_ids_of_special_tokens_may_be_unknown(tmp_path):
+    config = LlamaCanonConfig(**to_fields(VARIANTS["nope ABCD"]))
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None,) * 3
+    config.save_pretrained(tmp_path)
+    assert None not in json.loads((tmp_path / "config.json").read_text()).values()
+    given = LlamaCanonConfig(**to_fields(VARIANTS["nope ABCD"]), eos_token_id=2, pad_token_id=3)
+    assert (given.eos_token_id, given.pad_token_id) == (2, 3)
+
+
 # words of variants that the released class can express
 EXPRESSIBLE = {"rope", "nope", "partial_rope_c", "A", "AC", "BD", "ABCD", "k2", "k3", "no_res"}
 EXPRESSIBLE |= {"act", "cst", "qk_full", "gqa", "tied", "relu2", "half", "k5"}
