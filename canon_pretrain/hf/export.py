@@ -44,6 +44,7 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import num_parameters, state_bytes, state_size
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import own_version, read_run
+from canon_pretrain.synthetic.evaluation import task_of_run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RECORD = "canon_pretrain.json"
@@ -95,7 +96,7 @@ def export(
     args = model_args_of(run)
     like = meta_weights(args)
     manifest = weights.check_weights(checkpoint, like)
-    found, eos_id = _find_tokenizer(run, args, tokenizer, eos, wanted=with_tokenizer)
+    found, ids = _find_tokenizer(run, args, tokenizer, eos, wanted=with_tokenizer)
     facts = read_run(run)
     names = ("sha256", "bos_id", "eos_id", "vocab_size")
     record: dict[str, Any] = {
@@ -115,7 +116,7 @@ def export(
         plans = writing.plan_files(shapes, DTYPES[dtype], max_file_bytes)
         tensors = _tensors(checkpoint, args, like, DTYPES[dtype], kind)
         writing.write_files(temporary, plans, tensors, DTYPES[dtype])
-        texts = _small_files(args, found, eos_id, dtype)
+        texts = _small_files(args, found, ids, dtype)
         about = _about(args, dtype, manifest.step, found)
         page = {"README.md": "# {title}\n\n{lead}\n\n{loading}".format_map(about).encode()}
         if card is not None:
@@ -181,23 +182,34 @@ def _publish(temporary: Path, out: Path, old: list[str] | None, record: dict[str
     disk.fsync_folder(out)
 
 
+@dataclass(frozen=True)
+class _Ids:
+    """What is known of the model's ids: EOS, and how many are in texts; others are padding."""
+
+    eos_id: int | None
+    vocab_size: int
+
+
 def _find_tokenizer(
     run: RunFolder, args: ModelArgs, asked: Path | None, eos: str | None, *, wanted: bool
-) -> tuple[Tokenizer | None, int | None]:
-    """Return the training tokenizer (None unless `wanted`) and the id of EOS if known."""
+) -> tuple[Tokenizer | None, _Ids]:
+    """Return the training tokenizer (None unless `wanted`) and its ids."""
     if not wanted:
+        if (task := task_of_run(run.read_config()["identity"])) is not None:
+            return None, _Ids(None, task.vocab_size)
         _, shards = run_data(run)
-        return None, shards.eos_id if shards else None
+        known = (shards.eos_id, shards.vocab_size) if shards else (None, args.vocab_size)
+        return None, _Ids(*known)
     found = find_tokenizer(run.path, run, asked, eos, hint=_TOKENIZER_HINT)
     if found.vocab_size > args.vocab_size:
         sizes = f"{found.vocab_size} tokens, the model {args.vocab_size}"
         text = f"the tokenizer has {sizes}. {_TOKENIZER_HINT}"
         raise UserError("hf.vocab_size", text, given=found.vocab_size, expected=args.vocab_size)
-    return found, found.eos_id
+    return found, _Ids(found.eos_id, found.vocab_size)
 
 
 def _small_files(
-    args: ModelArgs, tokenizer: Tokenizer | None, eos_id: int | None, dtype: str
+    args: ModelArgs, tokenizer: Tokenizer | None, ids: _Ids, dtype: str
 ) -> dict[str, str]:
     plain = plain_fields(args)
     files = {} if plain else dict(writing.bundled_code(own_version()))
@@ -211,10 +223,13 @@ def _small_files(
         **to_fields(args),
     }
     # EOS also starts a text, see tokenizer_files.py
-    names = () if eos_id is None else ("bos_token_id", "eos_token_id", "pad_token_id")
-    ends = dict.fromkeys(names[:2], eos_id)
+    names = () if ids.eos_id is None else ("bos_token_id", "eos_token_id", "pad_token_id")
+    ends = dict.fromkeys(names[:2], ids.eos_id)
     records = {CONFIG: {**fields, **ends, "torch_dtype": dtype}}
-    records["generation_config.json"] = dict.fromkeys(names, eos_id)
+    records["generation_config.json"] = dict.fromkeys(names, ids.eos_id)
+    if ids.vocab_size < args.vocab_size:
+        unused = list(range(ids.vocab_size, args.vocab_size))
+        records["generation_config.json"]["suppress_tokens"] = unused
     if tokenizer is not None:
         try:
             records |= tokenizer_files(tokenizer, args.max_seq_len)
