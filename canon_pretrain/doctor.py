@@ -7,7 +7,6 @@ that crashes, becomes a line of the report. The training check runs a tiny model
 the GPUs, if there are any) in a temporary folder of DIR. Exit code 0 if nothing is broken, else 1.
 """
 
-import argparse
 import json
 import math
 import os
@@ -25,7 +24,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.core.cli import available_cores, command, program, run_process
+from canon_pretrain.core.cli import Parser, available_cores, command, program, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.terminal import Console, Progress, duration, printable, size
 
@@ -569,7 +568,7 @@ def show(console: Console, name: str, found: Sequence[Finding]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """`python -m canon_pretrain.doctor`; exits with code 1 if something is broken."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program("canon_pretrain.doctor"),
         description="What this machine has, what uses it, what is missing and how to get it.",
         epilog=EPILOG,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.bench import tables
-from canon_pretrain.core.cli import command, program, run_process
+from canon_pretrain.core.cli import Parser, command, program, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import write_json
 from canon_pretrain.core.terminal import Console
@@ -107,9 +107,7 @@ def _run_one(arguments: argparse.Namespace, machine: Any, console: Console) -> d
 
 def _parse(words: list[str]) -> argparse.Namespace:
     """Parse the command line, importing only the chosen command's module."""
-    parser = argparse.ArgumentParser(
-        prog=program("canon_pretrain.bench"), description=__doc__, epilog=EPILOG
-    )
+    parser = Parser(prog=program("canon_pretrain.bench"), description=__doc__, epilog=EPILOG)
     commands = parser.add_subparsers(dest="command", required=True)
     abouts = {name: about for name, (_, about) in COMMANDS.items()}
     for name, about in (

@@ -42,8 +42,7 @@ def check_choice(name: str, given: str, choices: Iterable[str]) -> None:
         raise UserError("config.unknown_choice", text, name=name, given=given, choices=[*choices])
 
 
-def exit_with(error: UserError, *, quiet: bool = False) -> NoReturn:
-    """Print `error` to stderr (unless `quiet`: the ranks above 0) and exit with code 2."""
-    if not quiet:
-        print(f"error[{error.code}]: {error}", file=sys.stderr, flush=True)
+def exit_with(error: UserError) -> NoReturn:
+    """Print `error` to stderr and exit with code 2."""
+    print(f"error[{error.code}]: {error}", file=sys.stderr, flush=True)
     raise SystemExit(EXIT_CODE)

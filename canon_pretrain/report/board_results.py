@@ -17,7 +17,6 @@ from canon_pretrain.report.board import Claim, rate_optimum
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.report.status import summarize_run
 from canon_pretrain.run.folder import is_run_folder
-from canon_pretrain.run.log import number
 from canon_pretrain.synthetic.evaluation import (
     SCORED_WINDOWS,
     metrics,
@@ -84,10 +83,12 @@ class Score(NamedTuple):
 
 def score_curve(run: RunRecord, name: str) -> dict[int, float]:
     """Return a score by step; NaN if the model had diverged, which has no scores."""
-    return {
-        event["step"]: number((event if name == LOSS else event.get("scores", {})).get(name, "NaN"))
-        for event in run.own_validations
-    }
+    curve = {}
+    for event in run.own_validations:
+        scores = event if name == LOSS else event.get("scores") or {}
+        score = scores.get(name)
+        curve[event["step"]] = math.nan if score is None else score
+    return curve
 
 
 @dataclass
@@ -150,11 +151,7 @@ def _take_score(result: Result, name: str) -> None:
     """Set the curve, and the score of a run that is done."""
     if result.record is None:
         return
-    try:
-        result.curve = score_curve(result.record, name)
-    except (KeyError, TypeError, ValueError):
-        result.state, result.reason = "damaged", "its log has a validation without scores"
-        return
+    result.curve = score_curve(result.record, name)
     if result.state == "done":
         result.score = result.curve.get(result.step, math.nan)
         if not result.has_score:

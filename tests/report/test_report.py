@@ -13,9 +13,9 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.report import sections
 from canon_pretrain.report.eval_report import escape_markdown
-from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.report.figures import MEAN
 from canon_pretrain.report.published import published_scores
+from canon_pretrain.report.record import read_runs
 from canon_pretrain.run.folder import unique_labels
 from canon_pretrain.run.results import Score
 from canon_pretrain.run.status import StatusWriter
@@ -291,10 +291,10 @@ def test_missing_and_damaged_files_are_errors(run, tmp_path, capsys):
 
 
 def test_bad_lines_of_a_log_are_reported_once(run, caplog):
-    before = read_runs([run.path])[0].events
+    before = read_runs([run.path])[0][0].events
     for line in (b'{"event": "step"}', b"[" * 100_000, b"\xff\xfe{}"):
         run.log_file.write_bytes(line + b"\n" + run.log_file.read_bytes())
-    assert read_runs([run.path])[0].events == before
+    assert read_runs([run.path])[0][0].events == before
     assert len(caplog.records) == 1
 
 
