@@ -79,9 +79,8 @@ def find_tokenizer(
         other, expected = found.sha256, shards.tokenizer_sha256
         hashes = f"SHA-256 {other[:16]}, not {expected[:16]}"
         text = f"the tokenizer of {given or folder} is not that of the run's data ({hashes}). "
-        text += (
-            hint if given is None or hint != USE_TOKENIZER else f"That of {folder} is the default"
-        )
+        is_default = given is None or hint != USE_TOKENIZER
+        text += hint if is_default else f"Without --tokenizer, that of {folder} is used"
         raise UserError("hf.other_tokenizer", text, given=other, expected=expected)
     return found
 
