@@ -57,11 +57,12 @@ def main(argv: list[str] | None = None) -> None:
         start(words[1:])
         return
     from canon_pretrain.core.cli import command
-    from canon_pretrain.run.launches import own_version
 
     _catch_interrupts()
     with command(prints=True):
         if words == ["--version"]:
+            from canon_pretrain.run.launches import own_version
+
             print(f"canon_pretrain {own_version() or 'not installed'}")
             return
         if words and words[0] not in ("-h", "--help"):
