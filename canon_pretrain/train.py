@@ -104,6 +104,8 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     if os.environ["LOCAL_RANK"] == "0":  # the node's other ranks receive it by broadcast
         data = open_data(job)
         device_here = dry_run.this_machine(int(os.environ["LOCAL_WORLD_SIZE"]))
+        if job.compile.enable:
+            device.check_compiler_cache()
         if not options.force:
             dry_run.check_memory(job, device_here, world_size)
         notes = [*data.notices, *dry_run.startup_warnings(job, device_here, world_size)]

@@ -244,8 +244,9 @@ def _at_chance(shown: Sequence[Evaluation]) -> Iterator[str]:
             for metric, score in metrics.items():
                 chance = each.chance(task, metric)
                 if chance is None and metric.startswith("acc"):  # as the verdicts do
-                    items = cache.get(each.folder, task, metric)
-                    chance = items.chance if items else None
+                    with contextlib.suppress(UserError):  # damaged answers
+                        items = cache.get(each.folder, task, metric)
+                        chance = items.chance if items else None
                 if chance is not None and score.stderr is not None:
                     if abs(score.value - chance) <= Z_95 * score.stderr:
                         found.append(f"{task} {metric} (chance {sections.number(chance, 3)})")

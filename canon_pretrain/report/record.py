@@ -36,7 +36,7 @@ TYPES: dict[str, type] = {
     **dict.fromkeys(("job.description", "model.flavor", "checkpoint.folder"), str),
     **dict.fromkeys(("training.steps", "training.seq_len", "training.global_batch_size"), int),
     **dict.fromkeys(("optimizer.lr", "run.heartbeat_s"), float),
-    "validation.windows": int,
+    **dict.fromkeys(("validation.windows", *SEEDS), int),
 }
 """Types of the settings that views compute with, in identity and config; null if unknown."""
 
@@ -301,6 +301,8 @@ class RunRecord:
         for path in sorted((self.folder.path / EVALS).glob(f"step-*/*/*/{RESULTS}")):
             try:
                 each = Evaluation(self.label, read_results(path), path.parent)
+                if each.step is None:
+                    raise UnreadableFile(path, "is damaged: step is None")
             except UserError as error:
                 damaged.append(error)
                 continue

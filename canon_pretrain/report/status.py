@@ -28,7 +28,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import process_lives
 from canon_pretrain.core.lock import EXPIRY_HEARTBEATS, HEARTBEAT_S, read_holder
 from canon_pretrain.core.terminal import Console, duration, printable
-from canon_pretrain.report.record import RunRecord
+from canon_pretrain.report.record import RunRecord, unix_time
 from canon_pretrain.run.folder import CHECKPOINTS, EVALS, natural_key, not_a_run, runs_below
 from canon_pretrain.run.launches import read_run
 from canon_pretrain.run.log import json_value, read_tail
@@ -90,8 +90,8 @@ class _RunReader:
         return self.config.get(section, {}).get(key)
 
     def _age_s(self, time: str | None) -> float | None:
-        since = self.now - datetime.fromisoformat(time) if time else None
-        return None if since is None else max(0.0, since.total_seconds())
+        age_s = self.now.timestamp() - unix_time(time)
+        return max(0.0, age_s) if math.isfinite(age_s) else None
 
     def facts(self) -> Facts:
         beat: Facts = asdict(self.status) if self.status else {}

@@ -67,7 +67,7 @@ NUMBERS = (
     *("tokens_per_second", "tokens_per_second_per_device", "seconds_per_step"),
     *("checkpoint_seconds", "checkpoint_stall_seconds"),
 )
-TEXTS = ("time", "run_id")
+TEXTS = ("time", "run_id", "reason")
 TAIL_BYTES, MAX_TAIL_BYTES = 1 << 16, 1 << 24
 OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -78,7 +78,7 @@ class RunFacts:
 
     run_id: str  # 8 hexadecimal digits; a fresh start is a new run
     created: str
-    launches: Annotated[int, Field(ge=0)]  # that trained or wrote to the log
+    launches: Annotated[int, Field(ge=0, lt=1 << 63)]  # that trained or wrote to the log
 
 
 class RunLog:

@@ -5,6 +5,7 @@ import os
 import platform
 import resource
 import socket
+import tempfile
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from canon_pretrain.core.holder import read_count
 from canon_pretrain.kernels.hardware import numa_cores
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+CACHE_BYTES = 1 << 20  # that the compiler's cache must have room for
 
 
 def has_accelerator() -> bool:
@@ -35,6 +37,25 @@ def prepare_process() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # macOS enforces less than it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def check_compiler_cache() -> None:
+    """Raise UserError unless torch.compile can write to its cache."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+
+    path = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
+    try:
+        with tempfile.NamedTemporaryFile(dir=cache_dir()) as probe:  # which creates it
+            probe.write(bytes(CACHE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        raise UserError(
+            "compile.cache",
+            f"torch.compile cannot write to its cache {path}: {error.strerror}. Free space, set "
+            "TORCHINDUCTOR_CACHE_DIR to another folder, or --compile.no-enable",
+            path=path,
+        ) from None
 
 
 def prepare_device() -> None:
