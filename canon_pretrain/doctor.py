@@ -476,7 +476,7 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
             first, last = (datetime.fromisoformat(each["time"]) for each in (steps[0], steps[-1]))
             count = steps[-1]["step"] - steps[0]["step"]
             steps_per_s = count / (last - first).total_seconds()
-            losses = [float(each["loss"]) for each in (steps[0], steps[-1])]  # "nan" is a string
+            losses = [each["loss"] for each in (steps[0], steps[-1])]
             if problem is None and not all(map(math.isfinite, losses)):
                 problem = f"the loss goes from {losses[0]:.2f} to {losses[1]:.2f}"
             text += f": {steps_per_s:.1f} steps/s, not compiled, {seconds:.0f} s with the start; "

@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> None:
 
         try:
             device.check_launch()
+            device.check_compiler_cache()
             device.bind_device()
             _run(argv, quiet=quiet)
         except UserError as error:
@@ -105,7 +106,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
         data = open_data(job)
         device_here = dry_run.this_machine(int(os.environ["LOCAL_WORLD_SIZE"]))
         if job.compile.enable:
-            device.check_compiler_cache()
+            device.check_compiler_cache(device.CACHE_BYTES)
         if not options.force:
             dry_run.check_memory(job, device_here, world_size)
         notes = [*data.notices, *dry_run.startup_warnings(job, device_here, world_size)]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import parsing
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.report.board import Claim, rate_optimum
 from canon_pretrain.report.record import RunRecord
@@ -133,7 +134,9 @@ def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
         return result
     record = RunRecord(path, run.name)
     try:
-        _ = record.identity, record.steps, record.own_validations
+        record.check()
+        with parsing(record.folder.config_file):
+            task_of_run(record.identity)
         result.record = record
         result.step = max((event.get("step", 0) for event in record.events), default=0)
     except (UserError, OSError) as error:

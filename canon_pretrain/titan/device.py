@@ -16,7 +16,7 @@ from canon_pretrain.core.holder import read_count
 from canon_pretrain.kernels.hardware import numa_cores
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-CACHE_BYTES = 1 << 20  # that the compiler's cache must have room for
+CACHE_BYTES = 1 << 20  # for which the cache of a compiled job must have room
 
 
 def has_accelerator() -> bool:
@@ -39,21 +39,29 @@ def prepare_process() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def check_compiler_cache() -> None:
-    """Raise UserError unless torch.compile can write to its cache."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+def check_compiler_cache(num_bytes: int = 0) -> None:
+    """Raise UserError unless torch.compile can write to its cache, `num_bytes` for example.
 
-    path = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
+    Without a size only a folder of the user's is checked: torch creates it when it is imported.
+    """
+    path = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if path is None and not num_bytes:
+        return
     try:
-        with tempfile.NamedTemporaryFile(dir=cache_dir()) as probe:  # which creates it
-            probe.write(bytes(CACHE_BYTES))
+        if path is None:
+            from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+            path = cache_dir()
+        os.makedirs(path, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path) as probe:
+            probe.write(bytes(num_bytes))
             probe.flush()
             os.fsync(probe.fileno())
     except OSError as error:
         raise UserError(
             "compile.cache",
-            f"torch.compile cannot write to its cache {path}: {error.strerror}. Free space, set "
-            "TORCHINDUCTOR_CACHE_DIR to another folder, or --compile.no-enable",
+            f"torch.compile cannot write to its cache {path or error.filename}: {error.strerror}. "
+            "Free space, or set TORCHINDUCTOR_CACHE_DIR to another folder",
             path=path,
         ) from None
 

@@ -6,6 +6,7 @@ once, the views of one run each in turn. Nothing may raise what the command line
 
 import copy
 import json
+import logging
 import os
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from canon_pretrain.checkpoint.__main__ import main as checkpoint
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
+from canon_pretrain.playground import main as playground
 from canon_pretrain.report import card, picture
 from canon_pretrain.report.comparison import comparison_content
 from canon_pretrain.report.diff import compare, describe
@@ -25,7 +27,15 @@ from canon_pretrain.report.status import overview, summarize_run
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import begin_launch
 from canon_pretrain.run.log import json_value
-from canon_pretrain.sweep import PlannedRun, Sweep, held_out_verdicts, show_table, sweep_rows
+from canon_pretrain.sweep import (
+    PlannedRun,
+    Sweep,
+    held_out_verdicts,
+    read_sweep,
+    show_table,
+    sweep_rows,
+)
+from tests.board_runs import plant_board
 from tests.checkpoint_folders import make_step
 from tests.report_runs import (
     NOW,
@@ -56,8 +66,11 @@ ODD = {
     "-1": -1,
     "too large": 10**400,
 }
-QUICK = ("the text NaN", "null", "text")
-VALUES = [pytest.param(x, id=x, marks=[] if x in QUICK else pytest.mark.system) for x in ODD]
+QUICK = ("the text NaN", "null")
+# a page of some 240 runs takes seconds
+VALUES = [
+    pytest.param(x, id=x, marks=[] if x == "the text NaN" else pytest.mark.system) for x in ODD
+]
 
 
 def at(number, event, **fields):
@@ -206,7 +219,8 @@ VIEWS = {
 
 @pytest.mark.parametrize("runs", VALUES, indirect=True)
 class TestViews:
-    def test_of_several_runs(self, runs, tmp_path, capsys):
+    def test_of_several_runs(self, runs, tmp_path, capsys, caplog):
+        caplog.set_level(logging.ERROR)  # of lines that are left out
         folder, names = runs
         paths = [*names, folder / "good"]
         facts = [summarize_run(path, NOW) for path in paths]
@@ -235,6 +249,7 @@ class TestViews:
         compared = comparison_content(kept)
         write_report(tmp_path, "index.html", report_content(kept, compared))
 
+    @pytest.mark.system
     def test_of_one_run(self, runs, tmp_path, monkeypatch):
         folder, names = runs
         monkeypatch.setattr(picture, "SCALE", 1)
@@ -249,3 +264,31 @@ class TestViews:
                     failed.append((name, names[path], repr(error)))
         assert not failed
         assert refused < len(names), "most odd values are no reason to show nothing"
+
+
+BOARD_FIELDS = [
+    *(("config.json", ("identity", name)) for name in ("training.seq_len", "training.steps")),
+    *(("config.json", ("identity", name)) for name in ("data.task.name", "data.task.n")),
+    *(("config.json", ("identity", name)) for name in ("optimizer.lr", "model.dim")),
+    *(("config.json", path) for path in ((), ("identity",), ("config",), ("config", "model"))),
+    *(("log.jsonl", (name,)) for name in ("loss", "scores", "step", "event", "time")),
+    ("log.jsonl", ("scores", "exact")),
+]
+
+
+@pytest.mark.parametrize("odd", [pytest.param(x, id=x) for x in (*QUICK, "list")])
+def test_a_board_shows_its_other_runs(odd, tmp_path, capsys):
+    board = plant_board(tmp_path, lambda run: {500: 0.5 + 0.1 * run.seed})
+    planned = read_sweep(tmp_path).runs
+    for (name, path), run in zip(BOARD_FIELDS, planned, strict=False):
+        file = tmp_path / run.name / name
+        *before, last = file.read_text().splitlines() if name == "log.jsonl" else [file.read_text()]
+        changed = json.dumps(replaced(json.loads(last), path, ODD[odd]))
+        file.write_text("".join(f"{line}\n" for line in (*before, changed)))
+    assert len(planned) > len(BOARD_FIELDS), "some are whole"
+    for words in (["status", "--json"], ["status"], ["report"]):
+        playground([words[0], str(board), "--out", str(tmp_path), *words[1:]])
+        assert planned[-1].name in capsys.readouterr().out or words == ["report"]
+    shown = json.loads((tmp_path / "report.json").read_text())
+    states = {run["name"]: run["state"] for run in shown["runs"]}
+    assert states[planned[-1].name] == "done" and "damaged" in states.values()

@@ -13,7 +13,7 @@ import torch
 from canon_pretrain.data.sampler import window_offset
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.titan.device import check_compiler_cache
+from canon_pretrain.titan.device import CACHE_BYTES, check_compiler_cache
 from canon_pretrain.train import main
 from tests.fault_runs import flip
 from tests.ranks import assert_refused, assert_same_run, events, launch
@@ -222,7 +222,9 @@ def test_a_compiler_cache_that_cannot_be_written_is_refused(folder, tmp_path, mo
     path = tmp_path if folder == "full" else folder
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(path))
     if folder == "full":
-        check_compiler_cache()
+        check_compiler_cache(CACHE_BYTES)
         monkeypatch.setattr(os, "fsync", full)
     with refused("compile.cache", path=str(path)):
-        check_compiler_cache()
+        check_compiler_cache(CACHE_BYTES)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    check_compiler_cache()  # torch's own default
