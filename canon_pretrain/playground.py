@@ -41,7 +41,6 @@ DIR/report.html, .json and .md. No torch.
 import argparse
 import dataclasses
 import itertools
-import json
 import os
 import re
 import signal
@@ -64,6 +63,7 @@ from rich.text import Text
 from canon_pretrain.core.children import ForkedChild, ForkServer, end_with
 from canon_pretrain.core.cli import (
     EXIT_INTERRUPTED,
+    Parser,
     available_cores,
     command,
     positive,
@@ -88,6 +88,7 @@ from canon_pretrain.sweep import (
     Seed,
     Sweep,
     config_hash,
+    print_rows,
     read_sweep,
     run_name,
     show_table,
@@ -754,7 +755,7 @@ def _rows(folder: Path) -> list[Row]:
 def status(given: argparse.Namespace) -> None:
     rows = _rows(given.out)
     if given.json:
-        print(json.dumps([row._asdict() for row in rows], indent=2, ensure_ascii=False))
+        print_rows(rows)
     else:
         show_table(rows)
 
@@ -786,20 +787,20 @@ def report(given: argparse.Namespace) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program("canon_pretrain.playground"),
         description="Compare architectures on tasks: plan a board, train its runs, show them.",
         epilog=EPILOG,
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = Parser(add_help=False)
     shared.add_argument(
         "board", type=Path, metavar="BOARD.toml", help="format: canon_pretrain/playground.py"
     )
     about = "folder of the runs (default: outputs/boards/BOARD)"
     shared.add_argument("--out", type=Path, metavar="DIR", help=about)
-    planned = argparse.ArgumentParser(add_help=False, parents=[shared])
+    planned = Parser(add_help=False, parents=[shared])
     planned.add_argument("--extend", action="store_true", help="add runs to an existing plan")
     first = commands.add_parser(
         "plan", help="write DIR/sweep.json and configs", parents=[planned], allow_abbrev=False

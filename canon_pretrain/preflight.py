@@ -27,7 +27,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from canon_pretrain.core.cli import command, run_process
+from canon_pretrain.core.cli import Parser, command, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import UnreadableFile, free_bytes, read_record, write_json
 from canon_pretrain.core.holder import host_name
@@ -416,7 +416,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m canon_pretrain.preflight",
         description="Used by slurm/lib.sh.",
         epilog=EPILOG,

@@ -32,16 +32,17 @@ from pydantic import Field, TypeAdapter, ValidationError
 from rich.table import Table
 from rich.text import Text
 
-from canon_pretrain.core.cli import command, positive, program, run_process
+from canon_pretrain.core.cli import Parser, command, positive, program, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.holder import read_count
 from canon_pretrain.core.terminal import Console, printable
 from canon_pretrain.report.evaluations import logged_losses, suite_losses
 from canon_pretrain.report.record import RunRecord
-from canon_pretrain.report.status import summarize_run
+from canon_pretrain.report.status import format_number, summarize_run
 from canon_pretrain.run.config import Data, read_experiment
 from canon_pretrain.run.folder import PLAN, RunFolder, is_run_folder
+from canon_pretrain.run.log import json_value
 
 _OPTION = re.compile(r"--[A-Za-z_][\w-]*\.[\w.-]+(=.*)?", re.DOTALL)
 ALPHA = 0.05
@@ -265,7 +266,7 @@ def table(given: argparse.Namespace) -> None:
     sweep = read_sweep(given.sweep)
     rows = sweep_rows(sweep, given.sweep, datetime.now(UTC))
     if given.json:
-        print(json.dumps([row._asdict() for row in rows], indent=2, ensure_ascii=False))
+        print_rows(rows)
     else:
         show_table(rows, held_out_verdicts(sweep, rows))
 
@@ -317,7 +318,7 @@ class Row(NamedTuple):
     state: str = "waiting"  # not started
     step: int | None = None
     steps: int | None = None
-    loss: float | str | None = None
+    loss: float | None = None
     job_id: str | None = None
     reason: str | None = None
     held_out_loss: float | None = None
@@ -401,6 +402,11 @@ def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def print_rows(rows: Sequence[Row]) -> None:
+    """Print the rows as JSON."""
+    print(json.dumps(json_value([row._asdict() for row in rows]), indent=2, ensure_ascii=False))
+
+
 def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
     """Print the verdicts, the rows, and the number of runs by state."""
     console = Console()
@@ -410,7 +416,7 @@ def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
         console.print(Text(words, style="bold"), soft_wrap=True)
     table = Table(*COLUMNS, box=None, pad_edge=False, header_style="bold")
     for row in rows:
-        loss = f"{row.loss:.4f}" if isinstance(row.loss, float | int) else row.loss
+        loss = format_number(row.loss, ".4f")
         step = "" if row.step is None else f"{row.step:,}/{row.steps or '?'}"
         held_out = "" if row.held_out_loss is None else f"{row.held_out_loss:.4f}"
         cells = (row.number, row.name, row.state, step, held_out, loss, row.job_id, row.reason)
@@ -422,14 +428,14 @@ def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program("canon_pretrain.sweep"),
         description="Configs x learning rates x seeds, each a run in its own folder.",
         epilog=EPILOG,
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="{plan,table,run}")
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = Parser(add_help=False)
     shared.add_argument("sweep", type=Path, metavar="SWEEP", help="folder of the sweep")
     new = functools.partial(commands.add_parser, parents=[shared], allow_abbrev=False)
     about = "The first --section.key and all that follows is passed to every run."

@@ -184,6 +184,17 @@ def create_file(path: Path, mode: int = 0o666) -> BinaryIO:
     return os.fdopen(os.open(path, flags, mode), "wb")
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name `path` in an OSError that names no file, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def _write_new(path: Path, content: bytes, mode: int = 0o666) -> None:
     with create_file(path, mode) as file:
         file.write(content)
@@ -195,8 +206,9 @@ def write_atomic(path: Path, content: bytes) -> None:
     """Write `content` to `path` so that a reader sees either the old file or the new one."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        _write_new(temporary, content)
-        publish(temporary, path)
+        with naming(path):
+            _write_new(temporary, content)
+            publish(temporary, path)
     except OSError as error:
         if not isinstance(error, FileExistsError):  # then it is not ours
             temporary.unlink(missing_ok=True)
@@ -216,7 +228,8 @@ def write_folder(target: Path, contents: Mapping[str, bytes]) -> None:
     try:
         for name, content in contents.items():
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            _write_new(temporary / name, content, mode=0o600)
+            with naming(target / name):
+                _write_new(temporary / name, content, mode=0o600)
         publish(temporary, target)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import parsing
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.report.board import Claim, rate_optimum
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.report.status import summarize_run
 from canon_pretrain.run.folder import is_run_folder
-from canon_pretrain.run.log import number
 from canon_pretrain.synthetic.evaluation import (
     SCORED_WINDOWS,
     metrics,
@@ -83,10 +83,12 @@ class Score(NamedTuple):
 
 def score_curve(run: RunRecord, name: str) -> dict[int, float]:
     """Return a score by step; NaN if the model had diverged, which has no scores."""
-    return {
-        event["step"]: number((event if name == LOSS else event.get("scores", {})).get(name, "NaN"))
-        for event in run.own_validations
-    }
+    curve = {}
+    for event in run.own_validations:
+        scores = event if name == LOSS else event.get("scores") or {}
+        score = scores.get(name)
+        curve[event["step"]] = math.nan if score is None else score
+    return curve
 
 
 @dataclass
@@ -131,7 +133,9 @@ def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
         return result
     record = RunRecord(path, run.name)
     try:
-        _ = record.identity, record.steps, record.own_validations
+        record.check()
+        with parsing(record.folder.config_file):
+            task_of_run(record.identity)
         result.record = record
         result.step = max((event.get("step", 0) for event in record.events), default=0)
     except (UserError, OSError) as error:
@@ -149,11 +153,7 @@ def _take_score(result: Result, name: str) -> None:
     """Set the curve, and the score of a run that is done."""
     if result.record is None:
         return
-    try:
-        result.curve = score_curve(result.record, name)
-    except (KeyError, TypeError, ValueError):
-        result.state, result.reason = "damaged", "its log has a validation without scores"
-        return
+    result.curve = score_curve(result.record, name)
     if result.state == "done":
         result.score = result.curve.get(result.step, math.nan)
         if not result.has_score:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.report import decide, evaluations, noise
 from canon_pretrain.report.architectures import Recipe
 from canon_pretrain.report.decide import ALPHA
@@ -215,7 +216,10 @@ class Comparator:
             score = each.score(key)
             if score is None:
                 raise NotComparable(each.why_missing(key))
-            items = self.items.get(each.folder, key.task, key.metric)
+            try:
+                items = self.items.get(each.folder, key.task, key.metric)
+            except UserError as error:
+                raise NotComparable(f"{each.run}: {error}") from None
             found = items.metric_values(key.metric) if items else None
             if items is None or found is None:
                 raise NotComparable(f"{each.run} has no item records: evaluate it again")
