@@ -262,18 +262,26 @@ class BoardRace:
                 runs = chain.from_iterable(left.values())
                 if any(at[run] < stage.step and run not in failed for run in runs):
                     break
-                new += self._look(entry, stage, left)
+                new += self._look(entry, stage, left, failed)
                 # the last arm has nothing to race with: the rest of its seeds
                 entry.stage = entry.stage + 1 if len(entry.left) > 1 else last
         if before != [entry.stage for entry in self.entries]:
             self._write()
         return new
 
-    def _look(self, entry: Entry, stage: Stage, runs: Mapping[Arm, Sequence[str]]) -> list[Stop]:
+    def _look(
+        self,
+        entry: Entry,
+        stage: Stage,
+        runs: Mapping[Arm, Sequence[str]],
+        failed: Collection[str],
+    ) -> list[Stop]:
         kind, scores = Score(LOSS, True, None), dict[Arm, list[float]]()
         for arm, names in runs.items():
             scores[arm] = [math.nan] * len(names)
             for place, name in enumerate(names):
+                if name in failed:  # it may be a run of another plan
+                    continue
                 with suppress(UserError, OSError, KeyError, TypeError, ValueError):  # no score
                     record = RunRecord(self.folder / name)
                     kind = Score.of(record, entry.score)
