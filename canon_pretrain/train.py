@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from canon_pretrain.core.children import serve
+from canon_pretrain.core.children import end_with_torchrun, separate_sessions, serve
 from canon_pretrain.core.cli import check_encoding, resilient_output, run_process
 from canon_pretrain.core.errors import UserError, exit_with
 from canon_pretrain.core.terminal import Console
@@ -24,6 +24,7 @@ from canon_pretrain.titan.console import init_logging, logger
 def main(argv: list[str] | None = None) -> None:
     """Train one job; exit with code 2 on bad input."""
     argv = sys.argv[1:] if argv is None else argv
+    end_with_torchrun()
     # print an error of all ranks once per node: a file may be missing on one node only
     quiet = os.environ.get("LOCAL_RANK", "0") != "0" and "LOCAL_WORLD_SIZE" in os.environ
     try:
@@ -32,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     except UserError as error:
         exit_with(error, quiet=quiet)
     device.prepare_device()
-    with resilient_output(), device.single_rank_environment():
+    with separate_sessions(), resilient_output(), device.single_rank_environment():
         import torch.distributed
 
         try:

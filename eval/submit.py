@@ -23,6 +23,7 @@ from rich.text import Text
 
 from canon_pretrain.cluster import leases as cluster
 from canon_pretrain.cluster.leases import LOCAL, SCRIPTS, Lease, Leases, Slurm
+from canon_pretrain.core.children import kill_tree, start_child
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.run.folder import RunFolder, named_runs
@@ -299,17 +300,21 @@ class Watcher:
         self.log(f"local: {work.name}")
         command = ["bash", str(SCRIPTS / work.script), "--local", *words]
         environ = os.environ | {"CANON_REPO": str(SCRIPTS.parent)}
-        process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL)
+        process = start_child(command, env=environ, stdin=subprocess.DEVNULL)
         try:
             while process.poll() is None:
                 try:
                     process.wait(cluster.BEAT_S)
                 except subprocess.TimeoutExpired:
                     work.leases.beat(lease)
-        except BaseException:  # the child has received Ctrl-C too
+        except BaseException:
             process.terminate()
-            process.wait()
-            work.leases.record(lease, job=None, ended="given back: interrupted")
+            try:
+                process.wait()
+            finally:  # a second Ctrl-C does not wait
+                if process.returncode is None:
+                    kill_tree(process.pid)
+                work.leases.record(lease, job=None, ended="given back: interrupted")
             raise
         work.leases.record(lease, ended=f"exit code {process.returncode}")
 
