@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from canon_pretrain.core.cli import positive
-from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.terminal import Progress, duration, size
 from canon_pretrain.data.hub import COMMIT
 from canon_pretrain.data.shard_writer import committed_records, remove_changed_records
@@ -117,9 +117,19 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def print_unbuilt(arguments: argparse.Namespace, limits: Limits) -> None:
-    """Print, NUL-terminated: the unbuilt i of --shard as i,j,...; DATA; the arguments of finish."""
+    """Print, NUL-terminated: the unbuilt i of --shard as i,j,...; DATA; the arguments of finish.
+
+    Raises UserError for what a job would refuse first: options, folder, tokenizer, files.
+    """
     if arguments.shard:
         raise UserError("option.conflict", "--shard: each job gets its own", option="--shard")
+    _check_folder(arguments.out)
+    Options(arguments.holdout, max_document_bytes=arguments.max_document_bytes)
+    TokenizerRequest.parse(arguments.tokenizer, arguments.eos)
+    check_choice("--source", arguments.source, sources.SOURCES)
+    if arguments.files or arguments.source not in sources.HUB_SOURCES:  # else by network
+        names = ("files", "revision", "text_field", "text_suffixes")
+        sources.select(arguments.source, **{name: getattr(arguments, name) for name in names})
     left = unbuilt_slices(arguments.out, arguments.unbuilt_of, limits)
     words = [",".join(map(str, left)), str(arguments.out), str(arguments.out)]
     for name, limit in vars(limits).items():
