@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from canon_pretrain.core.cli import positive
-from canon_pretrain.core.errors import UserError, check_choice
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Progress, duration, size
 from canon_pretrain.data.hub import COMMIT
 from canon_pretrain.data.shard_writer import committed_records, remove_changed_records
@@ -126,10 +126,11 @@ def print_unbuilt(arguments: argparse.Namespace, limits: Limits) -> None:
     _check_folder(arguments.out)
     Options(arguments.holdout, max_document_bytes=arguments.max_document_bytes)
     TokenizerRequest.parse(arguments.tokenizer, arguments.eos)
-    check_choice("--source", arguments.source, sources.SOURCES)
-    if arguments.files or arguments.source not in sources.HUB_SOURCES:  # else by network
-        names = ("files", "revision", "text_field", "text_suffixes")
-        sources.select(arguments.source, **{name: getattr(arguments, name) for name in names})
+    names = ("files", "revision", "text_field", "text_suffixes")
+    how = {name: getattr(arguments, name) for name in names}
+    is_remote = arguments.source in sources.HUB_SOURCES and not arguments.files
+    # jobs may have the network that this machine lacks
+    (sources.check_options if is_remote else sources.select)(arguments.source, **how)
     left = unbuilt_slices(arguments.out, arguments.unbuilt_of, limits)
     words = [",".join(map(str, left)), str(arguments.out), str(arguments.out)]
     for name, limit in vars(limits).items():

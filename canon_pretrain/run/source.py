@@ -159,13 +159,16 @@ def newest_snapshot(run: RunFolder) -> Path | None:
 
 
 def take_snapshot(run: RunFolder) -> Path:
-    """Return a snapshot of the program's source: RUN/code/NNN, a new one if the newest differs."""
+    """Return a snapshot of the program's source: RUN/code/NNN, a new one if the newest differs.
+
+    Raises UserError if it cannot be written, or others may write it.
+    """
+    run.code.mkdir(mode=0o755, parents=True, exist_ok=True)
+    check_private(run)
     newest = newest_snapshot(run)
     if newest is not None and not _faults(newest) and not differences(newest):
         return newest
     target = run.code / f"{int(newest.name) + 1 if newest else 1:03}"
-    run.code.mkdir(mode=0o755, parents=True, exist_ok=True)
-    check_private(run)
     tree = asdict(read_source_tree(Path(canon_pretrain.__file__).resolve()))
     tree["patch"] = tree["patch"].decode(errors="surrogateescape")
     contents = {name: files.read_bytes(path) for name, path in _program().items()}

@@ -339,6 +339,40 @@ def test_a_job_that_lost_its_lease_ends(slurm, run, monkeypatch):
     assert (run / "evals/step-20/jrt,validation/leases/restarts.json").is_file()
 
 
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["none/checkpoint/step-1", "validation"], "checkpoint.damaged"),
+        (["none", "validation"], "checkpoint.none"),
+        (["run/checkpoint/step-20", "no-such-suite"], "eval.unknown_suite"),
+        (["run/checkpoint/step-20", "validation", "--limit", "0"], "eval.option_range"),
+        (["run/checkpoint/step-20", "jrt", "--staged", "none"], "stage.missing"),
+        (["run/checkpoint/step-20"], "slurm.usage"),
+        (["--limit", "run/checkpoint/step-20"], "slurm.usage"),
+    ],
+)
+def test_what_an_evaluation_would_refuse_is_refused_before_the_queue(
+    words, code, run, monkeypatch, capsys
+):
+    monkeypatch.chdir(run.parent)
+    with pytest.raises(SystemExit, match="2"):
+        schedule.main(["check", *words])
+    assert error_codes(capsys.readouterr().err) == [code]
+    schedule.main(["check", "run/checkpoint/step-20", "validation", "--limit", "3"])
+    schedule.main(["check", "run", "validation"])
+    data = run / "checkpoint" / "step-20" / "data"
+    data.write_text("torn")
+    with pytest.raises(SystemExit, match="2"):
+        schedule.main(["check", "run/checkpoint/step-20", "validation"])
+    assert error_codes(capsys.readouterr().err) == ["checkpoint.damaged"]
+
+
+def test_a_watch_of_runs_to_come_is_of_known_suites(slurm, tmp_path, capsys):
+    for suites, code in (("jrt", "run.not_a_run"), ("no-such-suite", "eval.unknown_suite")):
+        assert submit(tmp_path / "later", "--suites", suites, "--is_finished") == 2
+        assert error_codes(capsys.readouterr().err) == [code]
+
+
 def test_a_job_without_progress_ends(run):
     """After three restarts without a further task; a task resets the count."""
     leases = leases_of(run, 10, "jrt")
