@@ -12,8 +12,9 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -158,7 +159,7 @@ def read_record(
 def sha256_file(path: Path) -> str:
     """Return the hex SHA-256 of a regular file. Raises OSError, also if it is not regular."""
     with open_file(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(cast("BufferedReader", file), "sha256").hexdigest()
 
 
 def fsync_folder(folder: Path) -> None:

@@ -143,12 +143,20 @@ def test_what_a_script_refuses_is_not_submitted(programs, words, squeue, code):
     assert not calls(programs, "sbatch") and not (programs / "x.logs").exists()
 
 
-def test_a_job_is_checked_with_its_data(programs):
+@pytest.mark.parametrize(
+    ("flags", "checked"),
+    [((), True), (("--dependency=afterok:5",), False), (("-d", "afterok:5"), False)],
+)
+def test_data_and_checkpoints_of_earlier_jobs_may_be_missing(programs, flags, checked):
     stub(programs, "sbatch")
     stub(programs, "python", "printf '%s\\0' /run 1")
-    assert bash(programs, slurm_script(TRAIN[0]), *TRAIN[1:]).returncode == 0
+    assert bash(programs, slurm_script(TRAIN[0]), *flags, *TRAIN[1:]).returncode == 0
     _, plan = calls(programs, "python")
-    assert "preflight job" in plan and "--nodes 1 --data -- --config a.toml" in plan
+    assert "preflight job" in plan and ("--nodes 1 --data -- --config a.toml" in plan) == checked
+    (programs / "calls").unlink()
+    for words in (EVAL, ("submit.sh", slurm_script("eval_report.sh"), ".")):
+        assert bash(programs, slurm_script(words[0]), *flags, *words[1:]).returncode == 0
+    assert len(calls(programs, "python")) == checked and len(calls(programs, "sbatch")) == 2
 
 
 @pytest.mark.parametrize(
