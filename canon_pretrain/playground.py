@@ -34,8 +34,8 @@ architecture, DIR/sweep.json the runs, DIR/board.json the board. BOARD.toml:
 (canon_pretrain/report/race.py); DIR/race.json lists them, and none of their runs is started again.
 
 `run` trains several runs at once, one core or GPU each. The first Ctrl-C saves and stops, the
-second stops at once; the same command continues, and nohup keeps it running. `report`, and `run` at its end, write
-DIR/report.html, .json and .md. No torch.
+second stops at once; the same command continues. A signal that is ignored, such as nohup's SIGHUP,
+stays so. `report`, and `run` at its end, write DIR/report.html, .json and .md. No torch.
 """
 
 import argparse
