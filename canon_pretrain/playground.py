@@ -38,8 +38,8 @@ the board. A folder that holds a run of another plan, or an earlier one, has fai
 trained nor counted. DIR/failures.json has the reason of each run that failed.
 
 `run` trains several runs at once, one core or GPU each. The first Ctrl-C saves and stops, the
-second stops at once; the same command continues. `report`, and `run` at its end, write
-DIR/report.html, .json and .md. No torch.
+second stops at once; the same command continues. A signal that is ignored, such as nohup's SIGHUP,
+stays so. `report`, and `run` at its end, write DIR/report.html, .json and .md. No torch.
 """
 
 import argparse
@@ -64,7 +64,7 @@ from pydantic import Field
 from rich.live import Live
 from rich.text import Text
 
-from canon_pretrain.core.children import ForkedChild, ForkServer, end_with
+from canon_pretrain.core.children import ForkedChild, ForkServer, kill_tree, start_child
 from canon_pretrain.core.cli import (
     EXIT_INTERRUPTED,
     Parser,
@@ -77,6 +77,7 @@ from canon_pretrain.core.cli import (
 from canon_pretrain.core.errors import EPILOG, UserError, suggestion
 from canon_pretrain.core.files import (
     UnreadableFile,
+    open_file,
     read_bytes,
     read_record,
     write_atomic,
@@ -658,37 +659,45 @@ class Driver:
             if (target := self._target(run)) < self._steps[run.name]:
                 words += ["--run.stop_at", str(target)]
             path.mkdir(parents=True, exist_ok=True)
-            with open(path / OUTPUT, "ab") as output:
+            with open_file(path / OUTPUT, "ab") as output:
                 process = self._launch(words, output, gpu)
         except UserError as error:
             return self._fail(run, str(error))
         except OSError as error:
             return self._fail(run, f"{error.filename or path}: {error.strerror or error}")
+        if process is None:
+            return
         self._children.append(_Child(run, process, self._at[run.name], gpu))
         if self.stops:  # since the child was started
             process.terminate()
 
     def _launch(
         self, words: Sequence[str], output: BinaryIO, gpu: str | None
-    ) -> "subprocess.Popen[bytes] | ForkedChild":
-        """Start a trainer, forked from a process that has imported torch if there is no GPU."""
+    ) -> "subprocess.Popen[bytes] | ForkedChild | None":
+        """Start a trainer, forked from a process that has imported torch if there is no GPU.
+
+        Returns None if a request to stop comes first: the imports take seconds, or minutes on a
+        busy machine.
+        """
         environ = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
         environ |= TRAINER_ENVIRONMENT | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
         if gpu is None:
             try:
                 self._server = self._server or ForkServer(SERVER, environ)
-                return self._server.start(["--config", *words], output)
+                process = self._server.start(
+                    ["--config", *words], output, gives_up=lambda: self.stops > 0
+                )
+                if process is None:
+                    self._close_server()
+                return process
             except OSError:  # the trainer that is started next says why
                 self._close_server()
-        parent = os.getpid()
-        return subprocess.Popen(
+        return start_child(
             train_command(words),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environ,
-            start_new_session=True,  # Ctrl-C is for the driver, which passes it on
-            preexec_fn=lambda: end_with(parent),
         )
 
     def _close_server(self) -> None:
@@ -757,9 +766,15 @@ class Driver:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Stop the children at SIGINT, SIGTERM and SIGHUP, and whenever the block ends."""
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, self._stop) for number in numbers}
+        """Stop the children at SIGINT, SIGTERM and SIGHUP, and whenever the block ends.
+
+        A signal that is ignored stays so: nohup's SIGHUP.
+        """
+        before = {
+            number: signal.signal(number, self._stop)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
         try:
             yield
         finally:
@@ -770,13 +785,16 @@ class Driver:
                 signal.signal(number, handler)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
+        """Ask the children to save and stop; the second time kill them, and end all waits."""
         self.stops += 1
-        for child in self._children:
-            if self.stops == 1:
+        if self.stops == 1:
+            for child in self._children:
                 child.process.terminate()
-            elif child.process.returncode is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(child.process.pid, signal.SIGKILL)  # and its compilers
+            return
+        for child in self._children:
+            if child.process.returncode is None:
+                kill_tree(child.process.pid)  # and its compilers
+        raise KeyboardInterrupt
 
 
 def visible_gpus() -> list[str]:

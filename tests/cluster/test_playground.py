@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -562,6 +564,77 @@ def test_runs_that_cannot_start_do_not_end_the_driver(tmp_path, capfd):
     trained.train()
     assert [*trained.failures] == NAMES and not trained.stops
     assert (out / NAMES[0]).is_file() and not (out / NAMES[1]).exists()
+
+
+def sleeping_trainers(monkeypatch, seconds):
+    words = [sys.executable, "-c", f"import time; time.sleep({seconds})"]
+    monkeypatch.setattr("canon_pretrain.playground.train_command", lambda _: words)
+
+
+@contextmanager
+def handler(number, chosen):
+    """Set a handler of this process, as a shell or nohup does, within the block."""
+    before = signal.signal(number, chosen)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def send(number, *delays_s):
+    """Signal this process from a thread; a call that waits must end."""
+    for delay_s in delays_s:
+        threading.Timer(delay_s, os.kill, (os.getpid(), number)).start()
+
+
+def test_ctrl_c_while_the_server_of_trainers_imports(tmp_path, capfd, monkeypatch):
+    """Nothing has started, and nothing is waited for."""
+    monkeypatch.setattr("canon_pretrain.playground.SERVER", ("sleep", "60"))
+    trained = Driver(plan(tmp_path, SMALL), tmp_path / "out", parallel=2)
+    with handler(signal.SIGINT, signal.default_int_handler):
+        send(signal.SIGINT, 0.3)
+        began = time.monotonic()
+        trained.train()
+    assert time.monotonic() - began < 20
+    assert trained.stops == 1 and not trained.failures
+
+
+def test_a_second_ctrl_c_ends_any_wait_and_the_trainers(tmp_path, capfd, monkeypatch):
+    sleeping_trainers(monkeypatch, 60)
+    trained = Driver(plan(tmp_path, SMALL), tmp_path / "out", parallel=2, gpus=["0"])
+    monkeypatch.setattr(trained, "_next", lambda waiting: waiting[0] if waiting else None)
+    monkeypatch.setattr(trained, "_progress", lambda: time.sleep(60))  # as a disk that hangs
+    started = []
+    launch = trained._launch
+    monkeypatch.setattr(
+        trained, "_launch", lambda *given: started.append(launch(*given)) or started[-1]
+    )
+    with handler(signal.SIGINT, signal.default_int_handler), pytest.raises(KeyboardInterrupt):
+        send(signal.SIGINT, 0.5, 1.0)
+        trained.train()
+    assert len(started) == 2 and all(each.wait(20) < 0 for each in started)
+
+
+@pytest.mark.parametrize(("chosen", "stops"), [(signal.SIG_IGN, 0), (signal.SIG_DFL, 1)])
+def test_nohup_keeps_a_board_running(chosen, stops, tmp_path, capfd, monkeypatch):
+    sleeping_trainers(monkeypatch, 1)
+    trained = Driver(plan(tmp_path, SMALL), tmp_path / "out", parallel=2, gpus=["0"])
+    with handler(signal.SIGHUP, chosen):
+        send(signal.SIGHUP, 0.3)
+        trained.train()
+    assert trained.stops == stops
+
+
+def test_a_fifo_as_the_output_of_a_run(tmp_path, capfd, monkeypatch):
+    """Opening it would wait for a reader, and the other runs with it."""
+    sleeping_trainers(monkeypatch, 0)
+    out = tmp_path / "out"
+    trained = Driver(plan(tmp_path, SMALL), out, parallel=1, gpus=["0"])
+    (out / NAMES[0]).mkdir()
+    os.mkfifo(out / NAMES[0] / OUTPUT)
+    trained.train()
+    assert str(out / NAMES[0] / OUTPUT) in trained.failures[NAMES[0]]
+    assert (out / NAMES[1] / OUTPUT).is_file()
 
 
 def test_a_race_looks_at_runs_that_have_ended(tmp_path, capfd, monkeypatch):
