@@ -350,8 +350,8 @@ def _config(board: Board, setting: str, arm: str, windows: int | None = WINDOWS)
     name, values = board.settings[setting]
     dotted = values | {f"model.{key}": x for key, x in board.arms[arm].items()}
     config = read_experiment(Path(board.tasks[name].config))
-    is_asked = "task" in config.get("data", {}) and board.tasks[name].score != "loss"
-    if windows and is_asked and "windows" not in config.get("validation", {}):
+    is_synthetic = "task" in config.get("data", {})
+    if windows and is_synthetic and "windows" not in config.get("validation", {}):
         dotted.setdefault("validation.windows", windows)
     tables = (
         reduce(lambda inner, word: {word: inner}, reversed(key.split(".")), x)

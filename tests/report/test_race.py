@@ -80,7 +80,7 @@ def test_a_diverged_arm_is_stopped_and_decides_nothing():
     assert {(x.arm, x.learning_rate) for x in stops} == {*scores} - {("a", 1e-3)}
     assert {(x.better, x.better_rate, x.p) for x in stops} == {("a", 1e-3, None)}
     assert not run.decided and run.look(STAGES[1], scores) == []
-    assert Race("t", STAGES).look(STAGES[0], {arm: bad for arm in scores}) == []
+    assert Race("t", STAGES).look(STAGES[0], dict.fromkeys(scores, bad)) == []
     assert Race("t", STAGES).look(STAGES[0], FAR | {("b", 1.0): [None, math.nan]})[0].arm == "c"
 
 
