@@ -195,9 +195,10 @@ class Session:
         step = self.status.status.step if self.status is not None else 0
 
         def leave() -> None:
-            self.end("failed" if reason == TWICE else "stopped", reason, step)
-            with contextlib.suppress(UserError):
-                self.stop.remove_stop_file()
+            if self.is_owner():
+                self.end("failed" if reason == TWICE else "stopped", reason, step)
+                with contextlib.suppress(UserError):
+                    self.stop.remove_stop_file()
             self._release()
 
         # in a thread: the disk may block
