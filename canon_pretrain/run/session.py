@@ -201,7 +201,8 @@ class Session:
         try:
             if self.status is not None and error is not None:
                 first_line = str(error).strip().partition("\n")[0]
-                reason = f"{type(error).__name__}: {first_line}"
+                kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+                reason = f"{kind}{first_line}"
                 self.end("failed", reason, self.status.status.step)
             self._release()
         finally:

@@ -4,9 +4,12 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import SIGNALS, Session, StopRequests
 from canon_pretrain.run.status import Status, StatusWriter, health, read_status
@@ -112,6 +115,20 @@ def test_a_signal_at_the_end_does_not_interrupt_it(tmp_path, monkeypatch, previo
     with pytest.raises(RuntimeError), session(tmp_path):
         raise RuntimeError
     assert previous == [], "by default it would have killed the process"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (UserError("a.b", "no such data\nsee there"), "no such data"),
+        (UnreadableFile(Path("x"), "is damaged"), "x is damaged"),
+        (KeyError("steps"), "KeyError: 'steps'"),  # without its class it says nothing
+    ],
+)
+def test_a_failure_has_the_errors_own_words(error, reason, tmp_path):
+    with pytest.raises(type(error)), session(tmp_path):
+        raise error
+    assert read_status(RunFolder(tmp_path).status_file).reason == reason
 
 
 def test_an_unwritable_folder_is_refused(tmp_path):
