@@ -192,9 +192,7 @@ def _answer(connection: socket.socket) -> None:
 def _exit_code(module: str, words: list[str], variables: dict[str, str], cwd: Path) -> int:
     """Run a module as the interpreter would, and return its exit code."""
     try:
-        if interrupts:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    _run(module, words, variables, cwd)
+        _run(module, words, variables, cwd)
     except SystemExit as stop:
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
@@ -222,6 +220,8 @@ def _start(
     _redirect(0, _file_with(stdin))
     _redirect(1, os.open(stdout, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     _redirect(2, 1 if stderr is None else os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    if interrupts:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     _run(module, words, variables, cwd)
 
 

@@ -15,7 +15,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.report.board import Claim, rate_optimum
 from canon_pretrain.report.record import RunRecord
-from canon_pretrain.report.status import summarize_run
+from canon_pretrain.report.status import ACTIVE_STATES, summarize_run
 from canon_pretrain.run.folder import is_run_folder
 from canon_pretrain.run.log import number
 from canon_pretrain.synthetic.evaluation import (
@@ -32,7 +32,7 @@ Json = dict[str, Any]
 
 
 class BoardRun(NamedTuple):
-    """A planned run; `problem`: why it did not start. None: the learning rate of its config."""
+    """A planned run; `problem`: why it failed. None: the learning rate of its config."""
 
     name: str
     task: str
@@ -60,6 +60,8 @@ class BoardPlan:
     """Of ALPHA, what a race left for the final scores."""
     reference: Mapping[str, Any] | None = None
     """`source`, and `values` by task and arm, of a publication."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """How the run in a planned run's folder differs from the planned one, by name."""
 
 
 class Score(NamedTuple):
@@ -126,7 +128,10 @@ class Choice(NamedTuple):
 
 def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
     """Return a planned run's state; its record if it has a readable one."""
-    path, result = plan.folder / run.name, Result(run, reason=printable(run.problem))
+    path, state = plan.folder / run.name, "failed" if run.problem else "waiting"
+    if (other := plan.others.get(run.name)) is not None:
+        return Result(run, "failed", printable(other))
+    result = Result(run, state, printable(run.problem))
     if not is_run_folder(path):
         return result
     record = RunRecord(path, run.name)
@@ -138,10 +143,12 @@ def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
         result.state, result.reason = "damaged", printable(str(error))
         return result
     if record.is_done:
-        result.state = "done"
-    else:
-        found = summarize_run(path, now)
-        result.state, result.reason = found["state"], printable(found["reason"] or "")
+        result.state, result.reason = "done", ""
+        return result
+    found = summarize_run(path, now)
+    if not run.problem or found["state"] in ACTIVE_STATES:
+        result.state, result.reason = found["state"], ""
+    result.reason = printable(found["reason"] or result.reason)
     return result
 
 

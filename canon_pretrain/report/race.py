@@ -327,6 +327,7 @@ class BoardRace:
             for place, name in enumerate(names):
                 if DIVERGED in failed.get(name, ""):
                     scores[arm][place] = math.nan
+                if name in failed:  # it may be a run of another plan
                     continue
                 with suppress(UserError, OSError, KeyError, TypeError, ValueError):  # no score
                     record = RunRecord(self.folder / name)
