@@ -4,17 +4,10 @@ It starts `main(argv)` of the module that its first word names, and imports no o
 are modules by name only: they still meet on disk alone.
 """
 
+# nothing else is imported here: Ctrl-C during an import must leave no traceback, see `start`
 import os
 import signal
 import sys
-from contextlib import redirect_stdout, suppress
-from importlib import import_module
-from types import FrameType
-from typing import TYPE_CHECKING
-
-# nothing else is imported here: Ctrl-C during an import must leave no traceback, see `start`
-if TYPE_CHECKING:
-    from canon_pretrain.core.errors import UserError
 
 STAGES = {
     "doctor": ("canon_pretrain.doctor", "what this machine has and lacks", ""),
@@ -45,6 +38,9 @@ STAGES = {
 
 def main(argv: list[str] | None = None) -> None:
     """Run the program that the first word names; print the table of them if there is none."""
+    from contextlib import redirect_stdout, suppress
+    from importlib import import_module
+
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in STAGES:
         module, _, commands = STAGES[words[0]]
@@ -72,8 +68,8 @@ def main(argv: list[str] | None = None) -> None:
             print(f"  {name:11} {about}{': ' if commands else ''}{', '.join(commands.split())}")
 
 
-def _unknown(word: str) -> "UserError":
-    """Return the error for an unknown word, with the nearest stage, or command of a stage."""
+def _unknown(word: str) -> Exception:
+    """Return the UserError for an unknown word, with the nearest stage, or command of a stage."""
     from canon_pretrain.core.errors import UserError, nearest
 
     lines = {name: [f"canon {name}"] for name in STAGES}
@@ -96,7 +92,7 @@ def start() -> None:
     run_process(main)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _leave(number: int, frame: object) -> None:
     """Exit at once: an exception in the middle of an import would print a traceback."""
     os._exit(128 + number)
 

@@ -411,8 +411,8 @@ def _own_values(board: Board, setting: str, arm: str, windows: int | None) -> Se
     name, values = board.settings[setting]
     dotted = values | {f"model.{key}": x for key, x in board.arms[arm].items()}
     config = read_experiment(Path(board.tasks[name].config))
-    is_asked = "task" in config.get("data", {}) and board.tasks[name].score != "loss"
-    if windows and is_asked and "windows" not in config.get("validation", {}):
+    is_synthetic = "task" in config.get("data", {})
+    if windows and is_synthetic and "windows" not in config.get("validation", {}):
         dotted.setdefault("validation.windows", windows)
     return reduce(merge, (nested(key, x) for key, x in dotted.items()), {})
 

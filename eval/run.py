@@ -334,7 +334,8 @@ def print_results(console: Console, target: str, results: Results) -> None:
     if asked["suite"] == VALIDATION:
         documents = results.num_sources.get(VALIDATION)
         text = f"{counts[VALIDATION]:,} tokens"
-        text += "" if documents is None else f" of {documents:,} document(s)"
+        if documents is not None:
+            text += f" of {documents:,} document{'s' * (documents != 1)}"
         title = f"held-out loss over {text}: {target}"
         columns, num_labels = ("model", "nats/token", "+-", "bits/byte"), 1
         losses = [(scores["bits_per_byte"].number, name) for name, scores in results.scores.items()]

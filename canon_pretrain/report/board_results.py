@@ -193,7 +193,10 @@ def _mark_raced(plan: BoardPlan, results: Sequence[Result]) -> None:
         if result.state != "done" and result.run[1:4] in steps:
             result.state, result.reason = RACED, ""
             score = result.curve.get(steps[result.run[1:4]])
-            result.raced_score = score if score is None or math.isfinite(score) else None
+            if score is not None and math.isfinite(score):
+                result.raced_score = score
+            elif score is not None:
+                result.reason = "diverged"
 
 
 def choose(results: Sequence[Result], lower: bool) -> Choice:

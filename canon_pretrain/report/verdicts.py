@@ -408,7 +408,8 @@ def held_out_summary(rows: Sequence[Row], refused: Sequence[Row], pair: tuple[Si
             return f"{start} not compared: {row['why']}"
         is_lower = row["difference"] < 0
         size = f"{'lower' if is_lower else 'higher'} by {abs(row['difference']):.3g} nats/token"
-        known = [f"over {row['num_clusters']:,} document(s)"]
+        count = row["num_clusters"]
+        known = [f"over {count:,} document{'s' * (count != 1)}"]
         if ends := row["items_ci"] if row["ci"] is None else row["ci"]:
             low, high = sorted(-x if is_lower else x for x in ends)
             known.insert(0, f"95 % {low:.3g} to {high:.3g}")

@@ -129,7 +129,7 @@ def test_standard_errors_are_over_windows():
 
 def test_parts_add_up_to_the_whole():
     """Every question counts once, however many its window has."""
-    task, draw = build_task("depo1", {"n": 4, "k": 2, "vocab": 9, "seq_len": 40}), random.Random(4)
+    task, draw = build_task("depo1", {"n": 4, "k": 2, "vocab": 9, "seq_len": 60}), random.Random(4)
     plan = open_task(task, playground_windows=30)
     lm = scripted(task, 30, lambda gold: gold if draw.random() < 0.5 else gold[:-1])
     found = plan.run(lm)["playground"]
