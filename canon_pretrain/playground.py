@@ -312,8 +312,9 @@ def _check_sizes(board: Board, path: Path) -> None:
     for name, model in board.architectures.items():
         needed = fill_sizes(ModelArgs(), model)
         for table, values in tables.items():
-            others = values.keys() & needed.keys() - model.keys()
-            if wrong := [key for key in sorted(others) if values[key] != needed[key]]:
+            filled = values.keys() & (needed.keys() - model.keys())
+            wrong = [key for key in sorted(filled) if values[key] != needed[key]]
+            if wrong and not table.startswith("architectures."):
                 key = wrong[0]
                 text = f"{path}: {table} sets {key}, but architectures.{name} has another {key} "
                 text += "than attention at the same size: set flavor instead, or set "

@@ -197,7 +197,7 @@ def _with_all_or_nothing(cells: Cells) -> Cells:
             name: with_all_or_nothing(
                 cell,
                 num_split["task", task] + num_split["name", name],
-                expected["task", task] + expected["name", name] - splits_expected(cell),
+                expected["task", task] + expected["name", name] - 2 * splits_expected(cell),
             )
             for name, cell in by_name.items()
         }
@@ -216,8 +216,8 @@ def splits_expected(cell: Cell) -> float:
 def with_all_or_nothing(cell: Cell, num_split: float, expected: float) -> Cell:
     """Set the probability that a cell which is not split is all-or-nothing.
 
-    Of its task and architecture `num_split` cells are split, and `expected` would be if all of them
-    were all-or-nothing.
+    Of the other cells of its task and architecture `num_split` are split, and `expected` would be
+    if all were all-or-nothing.
     """
     if cell.is_split is not False or not num_split:
         return cell

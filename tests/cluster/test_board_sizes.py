@@ -71,6 +71,13 @@ def test_sizes_that_fit_the_mixer_are_taken(text, num_layers, tmp_path):
     assert (job.model_args.dim, job.model_args.num_layers) == (512, num_layers)
 
 
+def test_architectures_set_sizes_of_their_own(tmp_path):
+    own = ROPE + "num_heads = 12\nnum_layers = 2\n" + GLA + MAMBA + "num_layers = 6\n"
+    jobs = plan(tmp_path, own)
+    layers = {name: job.model_args.num_layers for name, job in jobs.items()}
+    assert layers == {"t-rope": 2, "t-gla": 12, "t-m": 6}
+
+
 @pytest.mark.parametrize("place", ["set", "difficulties.n9"])
 @pytest.mark.parametrize(
     "arms", [ROPE + "[sizes.d32]\ndim = 32\n", "[architectures.rope]\ndim = 32\n"]
