@@ -114,7 +114,7 @@ class Race:
     2021, doi:10.1214/20-AOS1991): the scores of one run are dependent, so that martingales over
     steps would not be valid. Within a look Holm's correction counts what was not decided before.
     That an arm would not have overtaken later is not tested: of simulated boards with level arms of
-    which one learns at half the speed, about one in ten stops it (tests/simulate_boards.py).
+    which one learns at half the speed, about one in five stops it (tests/simulate_boards.py).
     """
 
     task: str
