@@ -27,7 +27,8 @@ LIMITS: tuple[tuple[Any, str], ...] = (
     (Annotated[float, Field(gt=0, allow_inf_nan=False)], "optimizer.eps"),
     (SECONDS, "comm.init_timeout_seconds comm.train_timeout_seconds"),
     (Annotated[int, Field(ge=1, le=1 << 40)], "training.steps"),
-    (Annotated[int, Field(ge=1)] | None, "lr_scheduler.decay_steps lr_scheduler.total_steps"),
+    (Annotated[int, Field(ge=1)] | None, "lr_scheduler.decay_steps"),
+    (int | None, "lr_scheduler.total_steps"),  # see schedule_faults
     (Annotated[float, Field(gt=0, le=1)] | None, "lr_scheduler.decay_ratio"),
     (Annotated[float, Field(ge=0, le=1)], "activation_checkpoint.memory_budget"),
     (Annotated[float, Field(ge=0.01, le=3600)], "run.heartbeat_s"),
