@@ -4,12 +4,10 @@ It starts `main(argv)` of the module that its first word names, and imports no o
 are modules by name only: they still meet on disk alone.
 """
 
+# nothing else is imported here: Ctrl-C during an import must leave no traceback, see `start`
+import os
+import signal
 import sys
-from contextlib import redirect_stdout, suppress
-from importlib import import_module
-
-from canon_pretrain.core.cli import command, run_process
-from canon_pretrain.core.errors import UserError, nearest
 
 STAGES = {
     "doctor": ("canon_pretrain.doctor", "what this machine has and lacks", ""),
@@ -40,17 +38,29 @@ STAGES = {
 
 def main(argv: list[str] | None = None) -> None:
     """Run the program that the first word names; print the table of them if there is none."""
+    from contextlib import redirect_stdout, suppress
+    from importlib import import_module
+
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in STAGES:
         module, _, commands = STAGES[words[0]]
         start = import_module(module).main
+        _catch_interrupts()
         if commands and not words[1:]:  # help, as an error
             with redirect_stdout(sys.stderr), suppress(SystemExit):
                 start(["--help"])
             raise SystemExit(2)
         start(words[1:])
         return
+    from canon_pretrain.core.cli import command
+
+    _catch_interrupts()
     with command(prints=True):
+        if words == ["--version"]:
+            from canon_pretrain.run.launches import own_version
+
+            print(f"canon_pretrain {own_version() or 'not installed'}")
+            return
         if words and words[0] not in ("-h", "--help"):
             raise _unknown(words[0])
         print("usage: canon STAGE ...    (more: canon STAGE --help)\n")
@@ -58,8 +68,10 @@ def main(argv: list[str] | None = None) -> None:
             print(f"  {name:11} {about}{': ' if commands else ''}{', '.join(commands.split())}")
 
 
-def _unknown(word: str) -> UserError:
-    """Return the error for an unknown word, with the nearest stage, or command of a stage."""
+def _unknown(word: str) -> Exception:
+    """Return the UserError for an unknown word, with the nearest stage, or command of a stage."""
+    from canon_pretrain.core.errors import UserError, nearest
+
     lines = {name: [f"canon {name}"] for name in STAGES}
     for name, (_, _, commands) in STAGES.items():
         for each in commands.split():
@@ -72,8 +84,23 @@ def _unknown(word: str) -> UserError:
 
 
 def start() -> None:
-    """Run `main` as the console script."""
+    """Run `main` as the console script; Ctrl-C ends it with code 130, also while it imports."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+        signal.signal(signal.SIGINT, _leave)
+    from canon_pretrain.core.cli import run_process
+
     run_process(main)
+
+
+def _leave(number: int, frame: object) -> None:
+    """Exit at once: an exception in the middle of an import would print a traceback."""
+    os._exit(128 + number)
+
+
+def _catch_interrupts() -> None:
+    """Raise KeyboardInterrupt at Ctrl-C from now on."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 if __name__ == "__main__":

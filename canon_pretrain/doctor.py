@@ -7,7 +7,6 @@ that crashes, becomes a line of the report. The training check runs a tiny model
 the GPUs, if there are any) in a temporary folder of DIR. Exit code 0 if nothing is broken, else 1.
 """
 
-import argparse
 import json
 import math
 import os
@@ -19,14 +18,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import IO, Any
 
-from canon_pretrain.core.cli import available_cores, command, program, run_process
-from canon_pretrain.core.errors import EPILOG, UserError
+from canon_pretrain.core.children import kill_tree, start_child
+from canon_pretrain.core.cli import Parser, available_cores, command, program, run_process
+from canon_pretrain.core.errors import EPILOG, UserError, reason_in
 from canon_pretrain.core.terminal import Console, Progress, duration, printable, size
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +42,7 @@ SLOW_DISK = 50e6  # bytes per second
 MOUNTS = Path("/proc/mounts")
 NETWORK_DISKS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "9p", "fuse")
 CHILD = "import sys; from canon_pretrain.doctor import print_group as f; f(*sys.argv[1:])"
-SCRATCH = ".canon-doctor-"
+SCRATCH, OWNER = ".canon-doctor-", "owner.json"  # a folder for the checks, and whose it is
 INSTALL_CU126 = (  # as in README.md
     "TORCH=torch==2.13.0+cu126 "
     "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 make install"
@@ -375,28 +376,40 @@ def run_groups(folder: Path) -> Iterator[tuple[str, list[Finding]]]:
     for name in GROUPS:
         output = tempfile.TemporaryFile("w+", errors="replace")
         words, nothing = [sys.executable, "-c", CHILD, name, str(folder)], subprocess.DEVNULL
-        child = subprocess.Popen(words, stdin=nothing, stdout=output, stderr=subprocess.STDOUT)
+        child = start_child(words, stdin=nothing, stdout=output, stderr=subprocess.STDOUT)
         started.append((name, output, child))
-    for name, output, child in started:
-        problem, found = None, list[Finding]()
-        try:
-            child.wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            problem = _late("end", GROUP_TIMEOUT_S)
-            child.kill()
-            with suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
-                child.wait(1.0)
-        with output:
-            output.seek(0)
-            lines = output.read().splitlines()
-        for line in lines:
-            with suppress(ValueError, TypeError):  # a library printed it
-                found.append(Finding(**json.loads(line)))
-        if child.returncode and problem is None:
-            problem = f"ended with code {child.returncode}: {''.join(lines[-1:])}"
-        if problem:
-            found.append(judge(name, "", problem, "this group of checks"))
-        yield name, found
+    try:
+        for name, output, child in started:
+            yield name, _findings_of(name, output, child, end)
+    finally:
+        for _, _, child in started:
+            if child.poll() is None:
+                kill_tree(child.pid)
+
+
+def _findings_of(
+    name: str, output: IO[str], child: "subprocess.Popen[bytes]", end: float
+) -> list[Finding]:
+    """Return the findings of a group's process, which is killed at `end`."""
+    problem, found = None, list[Finding]()
+    try:
+        child.wait(max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        problem = _late("end", GROUP_TIMEOUT_S)
+        kill_tree(child.pid)
+        with suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
+            child.wait(1.0)
+    with output:
+        output.seek(0)
+        lines = output.read().splitlines()
+    for line in lines:
+        with suppress(ValueError, TypeError):  # a library printed it
+            found.append(Finding(**json.loads(line)))
+    if child.returncode and problem is None:
+        problem = f"ended with code {child.returncode}: {''.join(lines[-1:])}"
+    if problem:
+        found.append(judge(name, "", problem, "this group of checks"))
+    return found
 
 
 def _late(awaited: str, seconds: float) -> str:
@@ -411,6 +424,7 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
     """Add up tensors over the ranks, train a tiny model, and verify its checkpoint."""
     from canon_pretrain.checkpoint.folder import CheckpointFolder
     from canon_pretrain.checkpoint.manifest import verify
+    from canon_pretrain.core.holder import Holder, content_of
     from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
     from canon_pretrain.run.log import LogFollower
 
@@ -420,13 +434,16 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
         yield judge("training", "", f"not tried: {folder} does not exist", uses, "", "note")
         return
     try:
+        _remove_leftovers(folder)
         scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=folder))
+        (scratch / OWNER).write_bytes(content_of(Holder.of_this_process()))
     except OSError as error:
         text = f"not tried: {folder} cannot be written: {error.strerror}"
         yield judge("training", "", text, uses, "--dir with a folder that can be written")
         return
-    bars = ExitStack()
+    bars, signals = ExitStack(), ExitStack()
     try:
+        signals.enter_context(_exit_on_signals())
         progress = bars.enter_context(Progress(console))
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
         progress.update(0.0, f"all-reduce: {where}")
@@ -472,7 +489,7 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
             first, last = (datetime.fromisoformat(each["time"]) for each in (steps[0], steps[-1]))
             count = steps[-1]["step"] - steps[0]["step"]
             steps_per_s = count / (last - first).total_seconds()
-            losses = [float(each["loss"]) for each in (steps[0], steps[-1])]  # "nan" is a string
+            losses = [each["loss"] for each in (steps[0], steps[-1])]
             if problem is None and not all(map(math.isfinite, losses)):
                 problem = f"the loss goes from {losses[0]:.2f} to {losses[1]:.2f}"
             text += f": {steps_per_s:.1f} steps/s, not compiled, {seconds:.0f} s with the start; "
@@ -483,6 +500,35 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
     finally:
         bars.close()
         shutil.rmtree(scratch, ignore_errors=True)
+        signals.close()
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what a doctor that was killed left in `folder`."""
+    from canon_pretrain.core.holder import process_lives
+    from canon_pretrain.core.lock import read_holder
+
+    for left in folder.glob(f"{SCRATCH}*"):
+        owner = read_holder(left / OWNER) if left.is_dir() else None
+        if owner is not None and process_lives(owner) is False:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+@contextmanager
+def _exit_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit within the block, so that it cleans up."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    for number in numbers:  # one that is ignored, as by nohup, stays ignored
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _check_all_reduce(launch: Sequence[str], scratch: Path, where: str, gpus: int) -> Finding:
@@ -519,7 +565,7 @@ def _run(words: Sequence[str], log: Path, watch: Callable[[], int]) -> str | Non
     awaited, limit_s, step, since = "progress", START_TIMEOUT_S, 0, time.monotonic()
     with log.open("wb") as output:
         words, nothing = [sys.executable, *words], subprocess.DEVNULL
-        child = subprocess.Popen(words, stdin=nothing, stdout=output, stderr=output, env=environ)
+        child = start_child(words, stdin=nothing, stdout=output, stderr=output, env=environ)
     try:
         while child.poll() is None and time.monotonic() - since < limit_s:
             time.sleep(0.1)
@@ -528,23 +574,15 @@ def _run(words: Sequence[str], log: Path, watch: Callable[[], int]) -> str | Non
         code = child.poll()
     finally:
         if child.poll() is None:  # else the number may be another's
-            _kill(child.pid)
+            kill_tree(child.pid)
         with suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
             child.wait(5.0)
     if code == 0:
         return None
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error[")]
+    text = log.read_text(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
     why = _late(awaited, limit_s) if code is None else f"exit code {code}"
-    return "\n".join([why, *(errors or lines[-8:])])
-
-
-def _kill(pid: int) -> None:
-    """Kill a process and its descendants: torchrun's ranks are in sessions of their own."""
-    with suppress(OSError):
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            _kill(int(child))
-        os.kill(pid, signal.SIGKILL)
+    return "\n".join([why, reason_in(text) or "\n".join(lines[-8:])])
 
 
 # -- the command
@@ -569,7 +607,7 @@ def show(console: Console, name: str, found: Sequence[Finding]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """`python -m canon_pretrain.doctor`; exits with code 1 if something is broken."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program("canon_pretrain.doctor"),
         description="What this machine has, what uses it, what is missing and how to get it.",
         epilog=EPILOG,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from canon_pretrain.core.cli import available_cores, command, positive, program, run_process
+from canon_pretrain.core.cli import Parser, available_cores, command, positive, program, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import create_file
 from canon_pretrain.core.terminal import duration, printable, size
@@ -443,7 +443,7 @@ def print_survey(found: Survey) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """The command; exits with code 2 on bad input."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program("canon_pretrain.new"),
         description="Propose an experiment for your text: look at it and at this machine, write "
         "NAME.toml, and print the next commands.",

@@ -27,7 +27,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from canon_pretrain.core.cli import command, run_process
+from canon_pretrain.core.children import end_with_torchrun
+from canon_pretrain.core.cli import Parser, command, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import UnreadableFile, free_bytes, read_record, write_json
 from canon_pretrain.core.holder import host_name
@@ -185,6 +186,7 @@ def report_ranks(gpus: int) -> Report:
     import torch
     import torch.distributed as dist
 
+    end_with_torchrun()
     timeout = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", timeout=timeout)
     try:
@@ -416,7 +418,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m canon_pretrain.preflight",
         description="Used by slurm/lib.sh.",
         epilog=EPILOG,

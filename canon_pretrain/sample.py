@@ -23,7 +23,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from canon_pretrain.core.cli import command, positive, program, run_process
+from canon_pretrain.core.cli import Parser, command, positive, program, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.terminal import Console, printable
 
@@ -342,7 +342,7 @@ def _nats(nats: float) -> Text:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program("canon_pretrain.sample"),
         description="Sample from a checkpoint or an export, or compare two. Without a prompt, in a "
         "terminal, it continues what you type.",

@@ -8,9 +8,11 @@ Any `--section.key value` overrides the file; see --help.
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
+from typing import NoReturn
 
-from canon_pretrain.core.children import serve
+from canon_pretrain.core.children import end_with_torchrun, separate_sessions, serve
 from canon_pretrain.core.cli import check_encoding, resilient_output, run_process
 from canon_pretrain.core.errors import UserError, exit_with
 from canon_pretrain.core.terminal import Console
@@ -20,23 +22,27 @@ from canon_pretrain.run.session import Session
 from canon_pretrain.titan import device
 from canon_pretrain.titan.console import init_logging, logger
 
+QUIET_S = 10.0  # that a rank waits for another one to print the error that both have
+
 
 def main(argv: list[str] | None = None) -> None:
     """Train one job; exit with code 2 on bad input."""
     argv = sys.argv[1:] if argv is None else argv
+    end_with_torchrun()
     # print an error of all ranks once per node: a file may be missing on one node only
     quiet = os.environ.get("LOCAL_RANK", "0") != "0" and "LOCAL_WORLD_SIZE" in os.environ
     try:
         check_encoding()
         device.prepare_process()
     except UserError as error:
-        exit_with(error, quiet=quiet)
+        _exit_with(error, quiet=quiet)
     device.prepare_device()
-    with resilient_output(), device.single_rank_environment():
+    with separate_sessions(), resilient_output(), device.single_rank_environment():
         import torch.distributed
 
         try:
             device.check_launch()
+            device.check_compiler_cache()
             device.bind_device()
             _run(argv, quiet=quiet)
         except UserError as error:
@@ -46,7 +52,17 @@ def main(argv: list[str] | None = None) -> None:
             # in a process group a single rank may fail, and prints its own message
             connected = torch.distributed.is_initialized()
             printed_by_rank_0 = error.shared and os.environ.get("RANK", "0") != "0"
-            exit_with(error, quiet=printed_by_rank_0 or quiet and not connected)
+            _exit_with(error, quiet=printed_by_rank_0 or quiet and not connected)
+
+
+def _exit_with(error: UserError, *, quiet: bool) -> NoReturn:
+    """Print `error` and exit with code 2; if `quiet`, let the rank that prints it end first.
+
+    torchrun ends all ranks with the first that fails: nobody would print it if that were this one.
+    """
+    if quiet:
+        time.sleep(QUIET_S)
+    exit_with(error)
 
 
 def serve_forks() -> None:
@@ -90,6 +106,8 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     if os.environ["LOCAL_RANK"] == "0":  # the node's other ranks receive it by broadcast
         data = open_data(job)
         device_here = dry_run.this_machine(int(os.environ["LOCAL_WORLD_SIZE"]))
+        if job.compile.enable:
+            device.check_compiler_cache(device.CACHE_BYTES)
         if not options.force:
             dry_run.check_memory(job, device_here, world_size)
         notes = [*data.notices, *dry_run.startup_notes(job, data.training, device_here, world_size)]

@@ -6,12 +6,11 @@
 Also installed as `canon-data`.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from canon_pretrain.core.cli import command, program, run_process
+from canon_pretrain.core.cli import Parser, command, program, run_process
 from canon_pretrain.core.errors import EPILOG
 
 # Modules data_prep.NAME with add_arguments(parser) and run(arguments), imported only if requested:
@@ -29,7 +28,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (None: sys.argv)."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program("data_prep"),
         description="Write text as token shards, and check them.",
         epilog=EPILOG,

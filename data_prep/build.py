@@ -119,9 +119,20 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def print_unbuilt(arguments: argparse.Namespace, limits: Limits) -> None:
-    """Print, NUL-terminated: the unbuilt i of --shard as i,j,...; DATA; the arguments of finish."""
+    """Print, NUL-terminated: the unbuilt i of --shard as i,j,...; DATA; the arguments of finish.
+
+    Raises UserError for what a job would refuse first: options, folder, tokenizer, files.
+    """
     if arguments.shard:
         raise UserError("option.conflict", "--shard: each job gets its own", option="--shard")
+    _check_folder(arguments.out)
+    Options(arguments.holdout, max_document_bytes=arguments.max_document_bytes)
+    TokenizerRequest.parse(arguments.tokenizer, arguments.eos)
+    names = ("files", "revision", "text_field", "text_suffixes")
+    how = {name: getattr(arguments, name) for name in names}
+    is_remote = arguments.source in sources.HUB_SOURCES and not arguments.files
+    # jobs may have the network that this machine lacks
+    (sources.check_options if is_remote else sources.select)(arguments.source, **how)
     left = unbuilt_slices(arguments.out, arguments.unbuilt_of, limits)
     words = [",".join(map(str, left)), str(arguments.out), str(arguments.out)]
     for name, limit in vars(limits).items():

@@ -84,6 +84,27 @@ class Selection:
     unit_bytes: int | None = None
 
 
+def check_options(
+    source: str,
+    files: Sequence[Path] = (),
+    *,
+    revision: str | None = None,
+    text_field: str | None = None,
+    text_suffixes: Sequence[str] = (),
+) -> None:
+    """Raise UserError for options of these names that do not fit together."""
+    check_choice("--source", source, SOURCES)
+    for option, value, takers in (
+        ("--text-field", text_field, (LOCAL,)),
+        ("--text-suffixes", text_suffixes or None, (LOCAL,)),
+        ("--revision", revision, tuple(HUB_SOURCES)),
+        ("--files", files or None, (*HUB_SOURCES, LOCAL)),
+    ):
+        if value is not None and source not in takers:
+            message = f"{option} with --source {source}: it is for {', '.join(takers)} only"
+            raise UserError("option.conflict", message, option=option)
+
+
 def select(
     source: str,
     files: Sequence[Path] = (),
@@ -97,16 +118,9 @@ def select(
 
     Raises UserError.
     """
-    check_choice("--source", source, SOURCES)
-    for option, value, takers in (
-        ("--text-field", text_field, (LOCAL,)),
-        ("--text-suffixes", text_suffixes or None, (LOCAL,)),
-        ("--revision", revision, tuple(HUB_SOURCES)),
-        ("--files", files or None, (*HUB_SOURCES, LOCAL)),
-    ):
-        if value is not None and source not in takers:
-            message = f"{option} with --source {source}: it is for {', '.join(takers)} only"
-            raise UserError("option.conflict", message, option=option)
+    check_options(
+        source, files, revision=revision, text_field=text_field, text_suffixes=text_suffixes
+    )
     if source == STDLIB:
         return _select_stdlib()
     if source == LOCAL:

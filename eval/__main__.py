@@ -1,10 +1,9 @@
 """Evaluate checkpoints and report the scores: `python -m eval COMMAND`, or `canon-eval`."""
 
-import argparse
 import sys
 from importlib import import_module
 
-from canon_pretrain.core.cli import command, program, run_process
+from canon_pretrain.core.cli import Parser, command, program, run_process
 from canon_pretrain.core.errors import EPILOG
 
 COMMANDS = {
@@ -25,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     interrupted = "interrupted: what is finished is kept, the same command resumes"
     with command(prints=words[:1] in (["tasks"], ["compare"]), interrupted=interrupted):
         about = "Evaluate checkpoints."
-        parser = argparse.ArgumentParser(prog=program("eval"), description=about, epilog=EPILOG)
+        parser = Parser(prog=program("eval"), description=about, epilog=EPILOG)
         commands = parser.add_subparsers(dest="command", required=True)
         for name, (module, about) in COMMANDS.items():
             subparser = commands.add_parser(name, help=about, description=about.capitalize() + ".")

@@ -36,8 +36,9 @@ from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM
 from eval.model.ranks import Ranks
 from eval.model.target import EvalTarget
+from eval.run_command import check_options
 from eval.staged import staged_folder
-from eval.suite_names import VALIDATION, find_suite, split_suites, suite_settings, task_folder
+from eval.suite_names import VALIDATION, suite_settings, task_folder
 from eval.tasks.birth_year.task import FrozenSets, find_corpus
 from eval.validation import validation_task
 
@@ -89,29 +90,6 @@ def run(arguments: argparse.Namespace) -> None:
             f"some items. The first: {problems[0]}",
             problems=problems,
         )
-
-
-def check_options(arguments: argparse.Namespace) -> dict[str, Path | None]:
-    """Return the task file by suite; raises UserError for invalid options."""
-    for name in ("limit", "max_length", "batch_tokens"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            message = f"--{name} {value}: expected at least 1"
-            raise UserError("eval.option_range", message, option=name)
-    found = [find_suite(suite) for suite in split_suites(arguments.suite)]
-    suites = dict(found)
-    if len(suites) < len(found):
-        message = f"--suite {arguments.suite}: two suites of one name; rename a file"
-        raise UserError("eval.ambiguous_suite", message)
-    has_probes = any(task_folder(path) == "birth_year" for path in suites.values())
-    for name, suite, is_served in (
-        ("must_beat", VALIDATION, VALIDATION in suites),
-        ("junk", "birth-year", has_probes),
-    ):
-        if getattr(arguments, name) is not None and not is_served:
-            message = f"--{name} is for --suite {suite}, not for {arguments.suite}"
-            raise UserError("eval.option_suite", message, option=name)
-    return suites
 
 
 class Evaluation:
@@ -356,7 +334,8 @@ def print_results(console: Console, target: str, results: Results) -> None:
     if asked["suite"] == VALIDATION:
         documents = results.num_sources.get(VALIDATION)
         text = f"{counts[VALIDATION]:,} tokens"
-        text += "" if documents is None else f" of {documents:,} document(s)"
+        if documents is not None:
+            text += f" of {documents:,} document{'s' * (documents != 1)}"
         title = f"held-out loss over {text}: {target}"
         columns, num_labels = ("model", "nats/token", "+-", "bits/byte"), 1
         losses = [(scores["bits_per_byte"].number, name) for name, scores in results.scores.items()]

@@ -34,7 +34,8 @@ class Command:
     """`python -m MODULE WORDS...` in a process of its own, with Popen's methods and attributes.
 
     Standard output goes to `stdout`, a file that is created, or appended to; standard error to
-    `stderr`, or to the same file if it is None. `stdin` is what standard input holds.
+    `stderr`, or to the same file if it is None. `stdin` is what standard input holds. `interrupts`:
+    Ctrl-C has its default effect, even if this process is a background job, which ignores it.
     """
 
     def __init__(
@@ -46,12 +47,14 @@ class Command:
         cwd: Path = ROOT,
         environment: Mapping[str, str] | None = None,
         stdin: str = "",
+        interrupts: bool = False,
     ) -> None:
         variables = os.environ | _DEFAULTS | dict(environment or {})
         arguments = [str(word) for word in words]
         self.args = [module, *arguments]
         self._process = fork_server.Process(
-            target=_start, args=(module, arguments, variables, cwd, stdout, stderr, stdin)
+            target=_start,
+            args=(module, arguments, variables, cwd, stdout, stderr, stdin, interrupts),
         )
         self._process.start()
 
@@ -211,11 +214,14 @@ def _start(
     stdout: Path,
     stderr: Path | None,
     stdin: str,
+    interrupts: bool,
 ) -> None:
     """Open the streams of a command, then run it."""
     _redirect(0, _file_with(stdin))
     _redirect(1, os.open(stdout, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     _redirect(2, 1 if stderr is None else os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    if interrupts:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     _run(module, words, variables, cwd)
 
 

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.bench import tables
-from canon_pretrain.core.cli import command, program, run_process
+from canon_pretrain.core.cli import Parser, command, program, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import write_json
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.titan.console import init_logging
-from canon_pretrain.titan.device import prepare_device
 
 COMMANDS = {
     "step": ("step", "cost of Canon in a training step, by set and backend"),
@@ -40,11 +38,12 @@ ALL_OPTIONS = {
 
 def main(argv: list[str] | None = None) -> None:
     """Run one bench, or all, and print the tables; exit with code 2 on bad input."""
-    prepare_device()  # torchtitan reads the device when it is imported
-    from canon_pretrain.bench.limits import Machine
-
     with command():
         arguments = _parse(sys.argv[1:] if argv is None else argv)
+        # after parsing: they import torch
+        from canon_pretrain.bench.limits import Machine
+        from canon_pretrain.titan.console import init_logging
+
         file: Path | None = arguments.json
         if file is not None and not (folder := file.absolute().parent).is_dir():
             raise UserError("bench.no_folder", f"--json {file}: the folder {folder} does not exist")
@@ -79,6 +78,9 @@ def _run_all(file: Path | None, machine: Any, console: Console) -> None:
 
 
 def _load_bench(name: str) -> Any:
+    from canon_pretrain.titan.device import prepare_device
+
+    prepare_device()  # torchtitan reads the device when it is imported
     return import_module(f"canon_pretrain.bench.{COMMANDS[name][0]}").BENCHES[name]
 
 
@@ -107,9 +109,7 @@ def _run_one(arguments: argparse.Namespace, machine: Any, console: Console) -> d
 
 def _parse(words: list[str]) -> argparse.Namespace:
     """Parse the command line, importing only the chosen command's module."""
-    parser = argparse.ArgumentParser(
-        prog=program("canon_pretrain.bench"), description=__doc__, epilog=EPILOG
-    )
+    parser = Parser(prog=program("canon_pretrain.bench"), description=__doc__, epilog=EPILOG)
     commands = parser.add_subparsers(dest="command", required=True)
     abouts = {name: about for name, (_, about) in COMMANDS.items()}
     for name, about in (

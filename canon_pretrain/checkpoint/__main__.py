@@ -19,7 +19,7 @@ from typing import Any
 from canon_pretrain.checkpoint.folder import CheckpointFolder, tree_bytes
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
 from canon_pretrain.checkpoint.retention import Retention, held_steps
-from canon_pretrain.core.cli import command, positive, program, run_process
+from canon_pretrain.core.cli import Parser, command, positive, program, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.core.terminal import size
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program("canon_pretrain.checkpoint"),
         description="List, verify and prune the checkpoints of a run.",
         epilog=EPILOG,
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 def find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
     """Return the run folder and the checkpoint folder; `path` is one of them."""
     run, folder = RunFolder(path), CheckpointFolder(path)
-    if run.config_file.exists():
+    if run.has_config():
         return path, CheckpointFolder.of_run(run)
     if (path / CHECKPOINTS).is_dir():
         return path, CheckpointFolder(path / CHECKPOINTS)

@@ -24,7 +24,7 @@ def find_checkpoint(given: Path) -> tuple[RunFolder, Path]:
     RUN and RUN/checkpoint/latest name the newest undamaged checkpoint, the folder of an import its
     only step; any other path is returned unchecked. Raises UserError if there is no checkpoint.
     """
-    if _is_run(RunFolder(given)):
+    if RunFolder(given).has_config():
         run = RunFolder(given)
         folder = CheckpointFolder.of_run(run)
         if imported := CheckpointFolder(run.path).steps():
@@ -53,13 +53,8 @@ def run_of_checkpoint(checkpoint: Path) -> RunFolder:
     # RUN/checkpoint may be a link to another disk
     paths = checkpoint.absolute(), checkpoint.resolve()
     above = [parent for path in paths for parent in path.parents[:_MAX_DEPTH]]
-    runs = (RunFolder(folder) for folder in above if _is_run(RunFolder(folder)))
+    runs = (RunFolder(folder) for folder in above if RunFolder(folder).has_config())
     return next(runs, RunFolder(checkpoint.resolve().parent.parent))
-
-
-def _is_run(folder: RunFolder) -> bool:
-    """Return whether config.json is that of a run; other programs write such files too."""
-    return folder.config_file.is_file() and "identity" in folder.read_config()
 
 
 def model_args_of(folder: RunFolder) -> ModelArgs:

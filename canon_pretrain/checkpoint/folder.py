@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
-from canon_pretrain.core.files import free_bytes, fsync_folder, rename, write_atomic
+from canon_pretrain.core.files import free_bytes, fsync_folder, parsing, rename, write_atomic
 from canon_pretrain.core.holder import utc_now
 from canon_pretrain.run.folder import CHECKPOINTS, EVALS, RunFolder
 
@@ -60,8 +60,9 @@ class CheckpointFolder:
     @classmethod
     def of_run(cls, run: RunFolder) -> "CheckpointFolder":
         """Return the folder that the run's config.json names. Raises UserError without one."""
-        section = run.read_config().get("config", {}).get("checkpoint", {})
-        return cls(run.path / section.get("folder", CHECKPOINTS))
+        with parsing(run.config_file):
+            section = run.read_config().get("config", {}).get("checkpoint", {})
+            return cls(run.path / section.get("folder", CHECKPOINTS))
 
     def steps(self) -> list[int]:
         """Return N of each folder (or link to one) named exactly step-N, ascending."""

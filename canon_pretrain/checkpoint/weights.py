@@ -1,5 +1,6 @@
 """Read the weights of a checkpoint (torch.distributed.checkpoint) in one process."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,35 @@ from canon_pretrain.checkpoint.manifest import HASH_WORKERS, DamagedCheckpoint, 
 from canon_pretrain.checkpoint.safe_load import SafePlanner, SafeReader, read_metadata
 from canon_pretrain.checkpoint.writer import ignore_no_dist_warning, save_no_dist
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.run.folder import CHECKPOINTS
+from canon_pretrain.run.folder import CHECKPOINTS, runs_below
 
 TRAINING_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.", "guards.")
 """Prefixes of names in a checkpoint that are not weights."""
+MAX_NAMED = 3  # runs that an error names
 
 
 def checkpoint_step(checkpoint: Path) -> int:
     """Return the N of a folder named step-N. Raises UserError for any other name."""
     if (step := step_number(checkpoint.name)) is None:
-        text = f"{checkpoint} is not a checkpoint: expected RUN or RUN/{CHECKPOINTS}/step-N"
-        raise UserError("checkpoint.not_a_step", text, path=checkpoint)
+        expected = f"expected RUN or RUN/{CHECKPOINTS}/step-N"
+        raise UserError(
+            "checkpoint.not_a_step", f"{_what_is_at(checkpoint)}: {expected}", path=checkpoint
+        )
     return step
+
+
+def _what_is_at(path: Path) -> str:
+    """Say what is at a path that is not a checkpoint."""
+    if not path.exists():
+        return f"{path} does not exist"
+    if not path.is_dir():
+        return f"{path} is a file"
+    if not any(path.iterdir()):
+        return f"{path} is empty"
+    if runs := [str(run) for run in itertools.islice(runs_below(path), MAX_NAMED + 1)]:
+        more = ", ..." if len(runs) > MAX_NAMED else ""
+        return f"{path} is a folder of runs ({', '.join(runs[:MAX_NAMED])}{more})"
+    return f"{path} is not a checkpoint"
 
 
 def check_checkpoint(checkpoint: Path) -> None:

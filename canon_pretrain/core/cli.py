@@ -11,12 +11,20 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from canon_pretrain.core.errors import UserError, exit_with
 from canon_pretrain.core.terminal import Rendered, printable
 
 EXIT_INTERRUPTED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are UserErrors, with a code."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError."""
+        raise UserError("cli.usage", f"{message}. See {self.prog} --help", program=self.prog)
 
 
 class _DroppingFile(io.FileIO):
@@ -83,14 +91,17 @@ def run_process(main: Callable[[], None]) -> None:
     gc.set_threshold(50_000, 20, 100)  # torch's imports allocate a lot and leave no garbage
     code = 0
     try:
-        main()
-    except SystemExit as stop:
-        if not isinstance(stop.code, int | None):
-            raise
-        code = stop.code or 0
-    # what Python does before it frees modules
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
+        try:
+            main()
+        except SystemExit as stop:
+            if not isinstance(stop.code, int | None):
+                raise
+            code = stop.code or 0
+        # what Python does before it frees modules
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):  # a full disk, a closed stream
             stream.flush()

@@ -1,6 +1,7 @@
 """UserError, which every command turns into a message and exit code 2."""
 
 import difflib
+import re
 import sys
 from collections.abc import Iterable
 from typing import NoReturn
@@ -42,8 +43,27 @@ def check_choice(name: str, given: str, choices: Iterable[str]) -> None:
         raise UserError("config.unknown_choice", text, name=name, given=given, choices=[*choices])
 
 
-def exit_with(error: UserError, *, quiet: bool = False) -> NoReturn:
-    """Print `error` to stderr (unless `quiet`: the ranks above 0) and exit with code 2."""
-    if not quiet:
-        print(f"error[{error.code}]: {error}", file=sys.stderr, flush=True)
+_ERROR = re.compile(r"error\[[\w.]+\]: .*")
+_EXCEPTION = re.compile(
+    r"^(?:\[(?:rank|default)?(\d+)\]:\s*)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?::.*)?)$",
+    re.MULTILINE,
+)
+_OF_TORCHRUN = "ChildFailedError"
+
+
+def reason_in(output: str) -> str | None:
+    """Return why the ranks that wrote `output` failed; None if it does not say.
+
+    The `error[...]` lines, wherever they stand, else the exception of rank 0, else the first one.
+    """
+    if errors := dict.fromkeys(_ERROR.findall(output)):
+        return "\n".join(errors)
+    found = [pair for pair in _EXCEPTION.findall(output) if _OF_TORCHRUN not in pair[1]]
+    found.sort(key=lambda pair: pair[0] != "0")
+    return found[0][1] if found else None
+
+
+def exit_with(error: UserError) -> NoReturn:
+    """Print `error` to stderr and exit with code 2."""
+    print(f"error[{error.code}]: {error}", file=sys.stderr, flush=True)
     raise SystemExit(EXIT_CODE)

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.core.cli import command, program, run_process
+from canon_pretrain.core.cli import Parser, command, program, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.terminal import size
 
@@ -97,7 +97,7 @@ def _import(folder: Path, out: Path, **options: Any) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program("canon_pretrain.hf"),
         description="Export checkpoints to Hugging Face folders, push them, and import them.",
         epilog=EPILOG,

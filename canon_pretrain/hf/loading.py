@@ -22,6 +22,8 @@ from canon_pretrain.model.transformer import Head, Transformer
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.synthetic.evaluation import task_of_run
 
+USE_TOKENIZER = "Use --tokenizer PATH"
+
 
 def locate(given: Path) -> tuple[Path, RunFolder | None]:
     """Return the checkpoint of `given` and its run, or an exported folder and None."""
@@ -46,7 +48,7 @@ def find_tokenizer(
     run: RunFolder | None,
     given: Path | None = None,
     eos: str | None = None,
-    hint: str = "Use --tokenizer PATH",
+    hint: str = USE_TOKENIZER,
 ) -> Tokenizer:
     """Return the tokenizer of a checkpoint of `run`, or of an export (`run` is None).
 
@@ -62,8 +64,8 @@ def find_tokenizer(
     else:
         identity = run.read_config()["identity"]
         args = architecture.model_args(identity, run.config_file)
-        if given is None and task_of_run(identity):
-            return Tokenizer(id_tokenizer(args.vocab_size), "of the task")
+        if given is None and (task := task_of_run(identity)):
+            return Tokenizer(id_tokenizer(task.vocab_size), "of the task")
         folder, shards = run_data(run)
         if shards is None and given is not None:  # the data may have moved there
             with contextlib.suppress(UserError):
@@ -75,8 +77,10 @@ def find_tokenizer(
         raise UserError("hf.no_tokenizer", f"no tokenizer: {error}. {hint}") from None
     if shards and shards.tokenizer_sha256 not in (None, found.sha256):
         other, expected = found.sha256, shards.tokenizer_sha256
-        hashes = f"{other[:16]}, that of the run's data {expected[:16]}"
-        text = f"the tokenizer has SHA-256 {hashes}. {hint}"
+        hashes = f"SHA-256 {other[:16]}, not {expected[:16]}"
+        text = f"the tokenizer of {given or folder} is not that of the run's data ({hashes}). "
+        is_default = given is None or hint != USE_TOKENIZER
+        text += hint if is_default else f"Without --tokenizer, that of {folder} is used"
         raise UserError("hf.other_tokenizer", text, given=other, expected=expected)
     return found
 

@@ -118,7 +118,8 @@ class Sampler:
         model = load_model(checkpoint, device, dtype=dtype_for(dtype, device), run=run)
         if found.vocab_size > model.args.vocab_size:
             sizes = f"{found.vocab_size} tokens, the model {model.args.vocab_size}"
-            text = f"the tokenizer has {sizes}: give that of training with --tokenizer"
+            way_out = "leave out --tokenizer" if tokenizer else "name that of training: --tokenizer"
+            text = f"the tokenizer {tokenizer or 'in ' + str(checkpoint)} has {sizes}: {way_out}"
             raise UserError("sample.vocab_size", text)
         return cls(checkpoint, model, found, task)
 
@@ -190,6 +191,7 @@ class Sampler:
             generator=[sample_generator(seed, first + k) for k in range(len(answers))]
             if temperature
             else None,
+            vocab_size=self.tokenizer.vocab_size,
         )
 
     @torch.no_grad()

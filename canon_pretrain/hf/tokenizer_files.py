@@ -31,7 +31,7 @@ UNKNOWN = " \u2047 "
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
-    """Return the contents of both files by name. Raises UserError if the ids would differ."""
+    """Return the contents of both JSON files by name. Raises UserError if ids would differ."""
     if tokenizer.file_name == SENTENCEPIECE_FILE:
         content = _from_sentencepiece(tokenizer.model)
     else:
@@ -46,13 +46,38 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.eos_token),
+        # as in training; llama.cpp adds a BOS unless told not to
+        "add_bos_token": False,
         "split_special_tokens": True,
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
         "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],
     }
+    if tokenizer.file_name == SENTENCEPIECE_FILE:
+        if not SentencePieceInfo.read(tokenizer.model).dummy_prefix:
+            config["add_prefix_space"] = False  # read by llama.cpp's converter only
     return {"tokenizer.json": content, "tokenizer_config.json": config}
+
+
+def sentencepiece_file(tokenizer: Tokenizer) -> bytes | None:
+    """Return the tokenizer.model of an export, None if there is none.
+
+    llama.cpp's converter reads its scores; from a tokenizer.json alone it gives all tokens the same
+    score, and texts get other ids. It takes every tokenizer.model for BPE with bytes: others are
+    left out, and it refuses them.
+    """
+    if tokenizer.file_name != SENTENCEPIECE_FILE:
+        return None
+    facts = SentencePieceInfo.read(tokenizer.model)
+    return tokenizer.model if facts.model_type == _BPE and facts.byte_fallback else None
+
+
+def llama_cpp_reads(tokenizer: Tokenizer) -> bool:
+    """Return whether a GGUF file that llama.cpp's converter writes has the ids of training."""
+    if sentencepiece_file(tokenizer) is None:
+        return False
+    return not SentencePieceInfo.read(tokenizer.model).drops_spaces
 
 
 def _from_sentencepiece(model: bytes) -> dict[str, Any]:

@@ -16,7 +16,7 @@ too: what that makes of a difference is added to its p.
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -185,7 +185,7 @@ def measure(
 def _with_all_or_nothing(cells: Cells) -> Cells:
     """Set `all_or_nothing` by the cells of the same task or architecture."""
     num_split: Counter[tuple[str, str]] = Counter()
-    expected: Counter[tuple[str, str]] = Counter()
+    expected: defaultdict[tuple[str, str], float] = defaultdict(float)
     for task, by_name in cells.items():
         for name, cell in by_name.items():
             for line in (("task", task), ("name", name)) if cell.is_split is not None else ():

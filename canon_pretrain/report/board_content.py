@@ -31,9 +31,9 @@ from canon_pretrain.report.board_results import (
 from canon_pretrain.report.curves import Band, rounded
 from canon_pretrain.report.decide import ALPHA
 from canon_pretrain.report.items import HELD_OUT
-from canon_pretrain.report.record import Curve, RunRecord, collapse_repeats
+from canon_pretrain.report.record import Curve, RunRecord, collapse_repeats, unix_time
 from canon_pretrain.run.launches import newest_launch
-from canon_pretrain.run.log import json_value, number
+from canon_pretrain.run.log import json_value
 
 VERSION = 1
 PAGE = "report.html"
@@ -351,8 +351,8 @@ def _hours(record: RunRecord) -> float | None:
 
 def _share_of_steps(results: Sequence[Result]) -> float:
     """Return the steps that were trained over those planned."""
-    planned = {r.run.task: r.record.identity.get("training.steps", 0) for r in results if r.record}
-    total = sum(planned.get(r.run.task, 0) for r in results)
+    planned = {r.run.task: r.record.identity.get("training.steps") for r in results if r.record}
+    total = sum(planned.get(r.run.task) or 0 for r in results)
     return sum(r.step for r in results) / total if total else 0.0
 
 
@@ -360,7 +360,8 @@ def _facts(results: Sequence[Result]) -> Json:
     """Return versions, machines, dates and times of all launches."""
     records = [r.record for r in results if r.record is not None]
     events = [event for record in records for event in record.launch_events]
-    times = sorted(record.events[k]["time"] for record in records for k in (0, -1) if record.events)
+    ends = [record.events[k].get("time") for record in records for k in (0, -1) if record.events]
+    times = sorted((time for time in ends if math.isfinite(unix_time(time))), key=unix_time)
     hours = [x for record in records if (x := _hours(record)) is not None]
     newest = [newest_launch(record.folder) for record in records[:: max(1, len(records) // 8)]]
     cpu = [event.get("cpu_seconds") for record in records for event in record.events]
@@ -369,14 +370,13 @@ def _facts(results: Sequence[Result]) -> Json:
         values = (event.get(name) for event in events)
         flat = (x for each in values for x in (each if isinstance(each, list) else [each]))
         versions[name] = [*dict.fromkeys(map(str, collapse_repeats(flat)))]
-    spans = [datetime.fromisoformat(time) for time in (times[0], times[-1])] if times else []
     return {
         **versions,
         "platforms": [*dict.fromkeys(x["platform"] for x in newest if x and "platform" in x)],
         **{"first_event": times[0] if times else None, "last_event": times[-1] if times else None},
-        "wall_seconds": (spans[1] - spans[0]).total_seconds() if spans else None,
+        "wall_seconds": unix_time(times[-1]) - unix_time(times[0]) if times else None,
         "training_seconds": 3600 * math.fsum(hours),
-        "cpu_seconds": math.fsum(map(number, filter(None, cpu))) or None,
+        "cpu_seconds": math.fsum(filter(None, cpu)) or None,
         "launches": len(events),
     }
 

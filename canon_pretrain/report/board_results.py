@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import parsing
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.report.board import Claim, rate_optimum
 from canon_pretrain.report.record import RunRecord
-from canon_pretrain.report.status import summarize_run
+from canon_pretrain.report.status import ACTIVE_STATES, summarize_run
 from canon_pretrain.run.folder import is_run_folder
-from canon_pretrain.run.log import number
 from canon_pretrain.synthetic.evaluation import (
     SCORED_WINDOWS,
     metrics,
@@ -32,7 +32,7 @@ Json = dict[str, Any]
 
 
 class BoardRun(NamedTuple):
-    """A planned run; `problem`: why it did not start. None: the learning rate of its config."""
+    """A planned run; `problem`: why it failed. None: the learning rate of its config."""
 
     name: str
     task: str
@@ -60,6 +60,8 @@ class BoardPlan:
     """Of ALPHA, what a race left for the final scores."""
     reference: Mapping[str, Any] | None = None
     """`source`, and `values` by task and arm, of a publication."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """How the run in a planned run's folder differs from the planned one, by name."""
 
 
 class Score(NamedTuple):
@@ -83,10 +85,12 @@ class Score(NamedTuple):
 
 def score_curve(run: RunRecord, name: str) -> dict[int, float]:
     """Return a score by step; NaN if the model had diverged, which has no scores."""
-    return {
-        event["step"]: number((event if name == LOSS else event.get("scores", {})).get(name, "NaN"))
-        for event in run.own_validations
-    }
+    curve = {}
+    for event in run.own_validations:
+        scores = event if name == LOSS else event.get("scores") or {}
+        score = scores.get(name)
+        curve[event["step"]] = math.nan if score is None else score
+    return curve
 
 
 @dataclass
@@ -126,22 +130,29 @@ class Choice(NamedTuple):
 
 def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
     """Return a planned run's state; its record if it has a readable one."""
-    path, result = plan.folder / run.name, Result(run, reason=printable(run.problem))
+    path, state = plan.folder / run.name, "failed" if run.problem else "waiting"
+    if (other := plan.others.get(run.name)) is not None:
+        return Result(run, "failed", printable(other))
+    result = Result(run, state, printable(run.problem))
     if not is_run_folder(path):
         return result
     record = RunRecord(path, run.name)
     try:
-        _ = record.identity, record.steps, record.own_validations
+        record.check()
+        with parsing(record.folder.config_file):
+            task_of_run(record.identity)
         result.record = record
         result.step = max((event.get("step", 0) for event in record.events), default=0)
     except (UserError, OSError) as error:
         result.state, result.reason = "damaged", printable(str(error))
         return result
     if record.is_done:
-        result.state = "done"
-    else:
-        found = summarize_run(path, now)
-        result.state, result.reason = found["state"], printable(found["reason"] or "")
+        result.state, result.reason = "done", ""
+        return result
+    found = summarize_run(path, now)
+    if not run.problem or found["state"] in ACTIVE_STATES:
+        result.state, result.reason = found["state"], ""
+    result.reason = printable(found["reason"] or result.reason)
     return result
 
 
@@ -149,11 +160,7 @@ def _take_score(result: Result, name: str) -> None:
     """Set the curve, and the score of a run that is done."""
     if result.record is None:
         return
-    try:
-        result.curve = score_curve(result.record, name)
-    except (KeyError, TypeError, ValueError):
-        result.state, result.reason = "damaged", "its log has a validation without scores"
-        return
+    result.curve = score_curve(result.record, name)
     if result.state == "done":
         result.score = result.curve.get(result.step, math.nan)
         if not result.has_score:
@@ -186,7 +193,10 @@ def _mark_raced(plan: BoardPlan, results: Sequence[Result]) -> None:
         if result.state != "done" and result.run[1:4] in steps:
             result.state, result.reason = RACED, ""
             score = result.curve.get(steps[result.run[1:4]])
-            result.raced_score = score if score is None or math.isfinite(score) else None
+            if score is not None and math.isfinite(score):
+                result.raced_score = score
+            elif score is not None:
+                result.reason = "diverged"
 
 
 def choose(results: Sequence[Result], lower: bool) -> Choice:

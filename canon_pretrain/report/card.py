@@ -26,7 +26,6 @@ from canon_pretrain.report.items import Evaluation, ItemCache
 from canon_pretrain.report.noise import MIN_CLUSTERS, student_half_width
 from canon_pretrain.report.picture import Line, Panel, charts_png
 from canon_pretrain.report.record import Curve, RunRecord, collapse_repeats, is_outdated
-from canon_pretrain.run.log import number
 
 CARD, PICTURE = "README.md", "training_curves.png"
 MAX_POINTS = 400  # segments of a line in the picture
@@ -168,11 +167,11 @@ def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:
     for event in run.own_validations:
         if event["step"] == step:
             bits = event.get("bits_per_byte")
-            loss = f"{sections.number(number(event['loss']))} nats per token"
-            per_byte = "" if bits is None else f", {sections.number(number(bits))} bits per byte"
+            loss = f"{sections.number(event.get('loss'))} nats per token"
+            per_byte = "" if bits is None else f", {sections.number(bits)} bits per byte"
             yield "held-out loss in training", loss + per_byte
             scores = (event.get("scores") or {}).items()
-            if named := [f"{name} {sections.number(number(value))}" for name, value in scores]:
+            if named := [f"{name} {sections.number(value)}" for name, value in scores]:
                 yield "scores in training", printable(", ".join(named))
     launches = [event for event in run.launch_events if event.get("from_step", 0) < step]
     for name in eval_report.LAUNCH_FIELDS:
@@ -218,7 +217,8 @@ def _picture(run: RunRecord, step: int) -> bytes:
         tokens = np.array([evaluations.tokens_at(run, at) for at in steps[kept]], float)
         return Line(label, tokens, values[kept])
 
-    held_out = Curve.of((each["step"], number(each["loss"])) for each in run.own_validations)
+    validations = [each for each in run.own_validations if "loss" in each]
+    held_out = Curve.of((each["step"], each["loss"]) for each in validations)
     losses = [line("training", run.curve("loss")), line("held out", held_out)]
     scores = [line(name, curve) for name, curve in run.scores.items() if name != "loss"]
     norms = Panel("Gradient norm, before clipping", [line("", run.curve("grad_norm"))])
@@ -245,8 +245,9 @@ def _at_chance(shown: Sequence[Evaluation]) -> Iterator[str]:
             for metric, score in metrics.items():
                 chance = each.chance(task, metric)
                 if chance is None and metric.startswith("acc"):  # as the verdicts do
-                    items = cache.get(each.folder, task, metric)
-                    chance = items.chance if items else None
+                    with contextlib.suppress(UserError):  # damaged answers
+                        items = cache.get(each.folder, task, metric)
+                        chance = items.chance if items else None
                 count = results.num_sources.get(task, results.num_samples.get(task, 0))
                 if chance is None or score.stderr is None or count < MIN_CLUSTERS:
                     continue

@@ -24,7 +24,7 @@ from canon_pretrain.report.decide import ALPHA, POWER
 from canon_pretrain.report.evaluations import full_results
 from canon_pretrain.report.items import Evaluation, Scale, ScoreKey, is_loss
 from canon_pretrain.report.noise import SeedNoise, expected_maximum
-from canon_pretrain.report.record import RunRecord
+from canon_pretrain.report.record import RunRecord, exit_if_left_out, read_runs
 from canon_pretrain.report.sections import interval, p_value, percent, rounded, signed
 from canon_pretrain.report.verdicts import Comparator, Options, Row
 from canon_pretrain.run.folder import named_runs
@@ -238,9 +238,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Print the comparison. Raises UserError if the two sides cannot be compared."""
-    given = _read_sides(arguments)
+    """Print the comparison. Raises UserError if the two sides cannot be compared.
+
+    Runs and results that cannot be read are left out; then it exits with code 2.
+    """
+    given, errors = _read_sides(arguments)
     runs = [run for side in given for run in side]
+    errors += [error for run in runs for error in run.damaged]
     options = noise_options(arguments, runs, step=arguments.step, suites=arguments.suite)
     sides, recipes = [], []
     notes = [line for run in runs for line in run.left_out]
@@ -258,6 +262,7 @@ def execute(arguments: argparse.Namespace) -> None:
         reasons = [f"{x['suite']} {x['task'] or ''}: {x['why']}" for x in refused]
         results = {run.label: _available(run) for run in runs}
         reasons += [f"{label} has {', '.join(x) or 'no results'}" for label, x in results.items()]
+        reasons += map(str, errors)
         raise UserError(
             "compare.nothing",
             f"nothing to compare: {'; '.join(reasons)}. `python -m eval run` evaluates checkpoints",
@@ -279,16 +284,24 @@ def execute(arguments: argparse.Namespace) -> None:
         stored = json.dumps(json_safe(content), indent=1, ensure_ascii=False, allow_nan=False)
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(arguments.json, stored.encode())
+    exit_if_left_out(errors)
 
 
-def _read_sides(arguments: argparse.Namespace) -> Sequence[Sequence[RunRecord]]:
+def _read_sides(
+    arguments: argparse.Namespace,
+) -> tuple[Sequence[Sequence[RunRecord]], list[UserError]]:
+    """Return the runs of A and of B, and the errors of those that cannot be read."""
     pair, a, b = arguments.pair, arguments.a, arguments.b
     paths = [named_runs(side) for side in (a or pair[:1], b or pair[1:])]
-    runs = evaluations.read_runs([*paths[0], *paths[1]])
-    sides = [runs[: len(paths[0])], runs[len(paths[0]) :]]
+    runs, errors = read_runs([*paths[0], *paths[1]])
+    sides = [[run for run in runs if run.folder.path in side] for side in paths]
+    if errors and any(named and not side for named, side in zip(paths, sides, strict=True)):
+        raise errors[0]
     if len(pair) == 1 and not (a or b):
         found = architectures.architectures(runs)
         sides = [[run for r in x.recipes for run in (*r.runs, *r.repeats)] for x in found]
+        if errors and len(sides) != 2:
+            raise errors[0]
     is_pair = len(pair) in (1, 2) and not (a or b)
     if len(sides) != 2 or not (is_pair or (a and b and not pair)):
         raise UserError(
@@ -296,7 +309,7 @@ def _read_sides(arguments: argparse.Namespace) -> Sequence[Sequence[RunRecord]]:
             "expected two runs (`compare A B`), one sweep of two architectures, or seeds of each "
             "(`compare --a RUN RUN --b RUN RUN`)",
         )
-    return sides
+    return sides, errors
 
 
 def _available(run: RunRecord) -> list[str]:
@@ -332,8 +345,10 @@ def _print(content: Row) -> None:
             cells = (Text(COLUMNS[name](row)) for name in shown)
             table.add_row(*cells, style=STYLES.get(row["verdict"]))
         console.print(table)
-    tests = ", ".join(f"{suite} {count}" for suite, count in content["family"].items())
-    show(f"tests: {tests or 'none'}; any false verdict in a suite has a probability of 5 % (Holm)")
+    if tests := ", ".join(f"{suite} {count}" for suite, count in content["family"].items()):
+        show(f"tests: {tests}; any false verdict in a suite has a probability of 5 % (Holm)")
+    else:
+        show("tests: none")
     reasons: dict[str, list[str]] = {}
     for row in content["pairs"]:
         noise = row["why"] or f"seed noise {(row['seed_noise'] or {'words': 'unknown'})['words']}"

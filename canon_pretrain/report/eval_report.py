@@ -32,10 +32,13 @@ from canon_pretrain.report.record import (
     RunRecord,
     collapse_repeats,
     differing_settings,
+    exit_if_left_out,
     is_outdated,
+    read_runs,
 )
 from canon_pretrain.report.sections import Content
 from canon_pretrain.run.folder import named_runs
+from canon_pretrain.run.log import json_value
 
 VERSION = 6
 TEMPLATES = Path(__file__).parent / "templates"
@@ -60,15 +63,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Write the report of `arguments.runs` and print its scores. Raises UserError, OSError."""
-    runs = evaluations.read_runs(named_runs(arguments.runs))
+    """Write the report of `arguments.runs` and print its scores. Raises UserError, OSError.
+
+    Runs and results that cannot be read are left out; then it exits with code 2.
+    """
+    runs, errors = read_runs(named_runs(arguments.runs))
+    errors += [error for run in runs for error in run.damaged]
     options = comparisons.noise_options(arguments, runs)
     compared = comparisons.comparison_content(runs, arguments.baseline, options)
     content = report_content(runs, compared, arguments.published)
+    content["warnings"] += [f"{error}; it is left out." for error in errors]
     first, *more = arguments.runs
     folder = arguments.out or Path("report" if more else first / "report")
     write_report(folder, "index.html", content)
     _print(content, folder / "index.html")
+    exit_if_left_out(errors)
 
 
 def write_report(
@@ -77,7 +86,7 @@ def write_report(
     """Write report.json, report.md and the page `name`, by the template KIND.body.jinja."""
     values = {"content": content, "kind": kind, **TEMPLATE_MODULES, **modules}
     folder.mkdir(parents=True, exist_ok=True)
-    stored = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+    stored = json.dumps(json_value(content), indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(folder / "report.json", stored.encode())
     write_atomic(folder / "report.md", markdown_page(values).encode())
     write_atomic(folder / name, page.html_page(TEMPLATES, "report", {}, **values).encode())

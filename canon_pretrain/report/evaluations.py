@@ -3,11 +3,9 @@
 import bisect
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 
 from canon_pretrain.report.items import HELD_OUT, Evaluation, ScoreKey
 from canon_pretrain.report.record import RunRecord, flatten
-from canon_pretrain.run.log import number
 from canon_pretrain.run.results import PER_CHECKPOINT_KEYS, SUITES, VALIDATION
 
 # keys of `asked` that may differ between comparable runs, and more for a single task
@@ -15,16 +13,6 @@ PER_RUN_KEYS = (*PER_CHECKPOINT_KEYS, "suite", "limit")
 PER_SUITE_KEYS = ("tasks", HELD_OUT, "lm_eval")
 
 Scored = tuple[int, str]  # a step and the fingerprint of the held-out text, "None" if unknown
-
-
-def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Read runs. Raises UserError if one is damaged, before anything is computed."""
-    found = RunRecord.of_all(paths)
-    for run in found:
-        _ = run.identity, run.steps
-        if run.damaged:
-            raise run.damaged[0]
-    return found
 
 
 def full_results(run: RunRecord, suite: str, step: int | None = None) -> dict[int, Evaluation]:
@@ -44,7 +32,7 @@ def logged_losses(run: RunRecord) -> dict[Scored, float]:
     """Return the held-out losses that training logged, by step and text."""
     own = run.identity.get(HELD_OUT)
     return {
-        (event["step"], str(event.get(HELD_OUT, own))): number(event["loss"])
+        (event["step"], str(event.get(HELD_OUT, own))): event["loss"]
         for event in run.events
         if event["event"] == "validation" and "step" in event and "loss" in event
     }

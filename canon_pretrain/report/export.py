@@ -32,7 +32,7 @@ from canon_pretrain.core.files import fsync_folder
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.report.record import RunRecord, unix_time
 from canon_pretrain.run.launches import allowed_environment
-from canon_pretrain.run.log import SEGMENT_EVENTS, LogFollower, drop_superseded, number
+from canon_pretrain.run.log import SEGMENT_EVENTS, LogFollower, drop_superseded
 
 POLL_S = 1.0
 FINISH_S = 60.0  # a live copy is killed this long after its trainer has ended
@@ -95,13 +95,8 @@ def row_from_event(event: Event) -> Row | None:
         samples = [(each["prompt"], each["text"]) for each in event.get("samples") or ()]
     else:
         return None
-    try:
-        numbers = {name: number(value) for name, value in values.items() if value is not None}
-        tokens = int(event.get("tokens") or 0)
-        return Row(int(event["step"]), tokens, _time(event), numbers, samples)
-    except (TypeError, ValueError) as error:
-        message = f"the log is damaged at step {event['step']}: {error}"
-        raise UserError("file.unreadable", message) from None
+    numbers = {name: value for name, value in values.items() if value is not None}
+    return Row(event["step"], event.get("tokens", 0), _time(event), numbers, samples)
 
 
 def _evaluations(run: RunRecord, last_time: float) -> Iterable[Row]:

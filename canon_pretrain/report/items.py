@@ -4,6 +4,7 @@ Reads samples-TASK.jsonl (run/results.py). An item is identified by its document
 are compared only on items with identical prompts. No torch.
 """
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -217,9 +218,10 @@ def _values(records: Sequence[Record]) -> dict[str, np.ndarray]:
 
 def _value_and_weight(value: Any) -> tuple[float, float] | None:
     """Return a value and its weight; a summed log-likelihood is divided by its weight."""
-    match value:
-        case bool() | int() | float():
-            return float(value), 1.0
-        case [int() | float() as total, int() | float() as weight] if weight > 0:
-            return total / weight, float(weight)
+    with contextlib.suppress(OverflowError):  # an integer beyond the largest float
+        match value:
+            case bool() | int() | float():
+                return float(value), 1.0
+            case [int() | float() as total, int() | float() as weight] if weight > 0:
+                return total / weight, float(weight)
     return None

@@ -19,7 +19,7 @@ from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import printable, size
 from canon_pretrain.report import curves
 from canon_pretrain.report.curves import CHARTS, FEW_POINTS, Band, Chart, Entry, rounded
-from canon_pretrain.report.record import Curve, RunRecord
+from canon_pretrain.report.record import Curve, RunRecord, exit_if_left_out, read_runs
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.results import Score
@@ -236,9 +236,12 @@ def run(arguments: argparse.Namespace) -> int:
     if out.suffix.lower() not in PAGE_ENDINGS or out.is_dir():
         message = f"--out {out}: expected the name of a page, such as curves.html"
         raise UserError("plot.out", message, path=out)
-    runs = RunRecord.of_all(named_runs(arguments.runs))
-    page = html_page(page_content(runs)).encode()
+    runs, errors = read_runs(named_runs(arguments.runs))
+    content = page_content(runs)
+    content["notes"] += [f"{error}; it is left out" for error in errors]
+    page = html_page(content).encode()
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, page)
     print(f"plot: {out} ({len(runs)} run{'s' * (len(runs) > 1)}, {size(len(page))})")
+    exit_if_left_out(errors)
     return 0

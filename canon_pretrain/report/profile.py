@@ -20,7 +20,7 @@ from rich.text import Text
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console, size
-from canon_pretrain.run.folder import CANON, DATA, VALIDATION
+from canon_pretrain.run.folder import CANON, DATA, VALIDATION, is_run_folder, not_a_run
 from canon_pretrain.run.trace import LAUNCH, OPERATOR, SCOPE, STEP, Event, Trace, read_trace
 
 TRACES = "profile_traces"
@@ -220,11 +220,14 @@ def find_trace(run: Path, rank: int) -> Path:
     traces = run.glob(f"{TRACES}/iteration_*/rank*_trace.json*")
     by_time = sorted(traces, key=lambda path: path.stat().st_mtime_ns)
     newest = {path.name.partition("_")[0]: path for path in by_time}
+    if not newest and not is_run_folder(run):
+        raise not_a_run(run)
     if f"rank{rank}" not in newest:
+        there = f", only of {', '.join(sorted(newest))}" if newest else ""
         raise UserError(
             "profile.no_trace",
-            f"{run / TRACES} has no trace of rank {rank}, found {', '.join(sorted(newest))}. A run "
-            "writes them with --profiling.enable_profiling, every profiling.profile_freq steps",
+            f"{run} has no trace of rank {rank}{there}. A run writes traces to {TRACES}/ with "
+            "--profiling.enable_profiling, every profiling.profile_freq steps",
             found=sorted(newest),
         )
     return newest[f"rank{rank}"]

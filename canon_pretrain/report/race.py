@@ -325,8 +325,9 @@ class BoardRace:
         for arm, names in runs.items():
             scores[arm] = [None] * len(names)
             for place, name in enumerate(names):
-                if DIVERGED in failed.get(name, ""):
-                    scores[arm][place] = math.nan
+                if name in failed:  # it may be a run of another plan
+                    if DIVERGED in failed[name]:
+                        scores[arm][place] = math.nan
                     continue
                 with suppress(UserError, OSError, KeyError, TypeError, ValueError):  # no score
                     record = RunRecord(self.folder / name)

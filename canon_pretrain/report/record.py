@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -15,20 +16,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from canon_pretrain.checkpoint.architecture import model_args
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import Manifest
-from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import UnreadableFile, parsing
+from canon_pretrain.core.errors import EXIT_CODE, UserError
+from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.report.items import HELD_OUT, Evaluation
 from canon_pretrain.run.folder import EVALS, RunFolder, unique_labels
 from canon_pretrain.run.launches import read_run
-from canon_pretrain.run.log import SEGMENT_EVENTS, number
+from canon_pretrain.run.log import SEGMENT_EVENTS
 from canon_pretrain.run.results import RESULTS, VALIDATION, Results, read_results
 from canon_pretrain.run.status import Status, read_status
 
 SEEDS = ("model.init_seed", "data.data_seed")
+TYPES: dict[str, type] = {
+    **dict.fromkeys(("data_fingerprint", HELD_OUT, "data.task.name"), str),
+    **dict.fromkeys(("job.description", "model.flavor", "checkpoint.folder"), str),
+    **dict.fromkeys(("training.steps", "training.seq_len", "training.global_batch_size"), int),
+    **dict.fromkeys(("optimizer.lr", "run.heartbeat_s"), float),
+    **dict.fromkeys(("validation.windows", *SEEDS), int),
+}
+"""Types of the settings that views compute with, in identity and config; null if unknown."""
 
 
 class Curve(NamedTuple):
@@ -86,13 +96,34 @@ class RunRecord:
             raise UnreadableFile(self.folder.config_file, f"is damaged: it has no `{name}`")
         return section
 
+    def _check_types(self, settings: Mapping[str, Any]) -> None:
+        for name, kind in TYPES.items():
+            value = settings.get(name)
+            kinds = (int, float) if kind is float else (kind,)
+            if value is not None and type(value) not in kinds:
+                text = f"is damaged: {name} is {value!r:.40}, expected {kind.__name__}"
+                raise UnreadableFile(self.folder.config_file, text, field=name)
+
     @cached_property
     def identity(self) -> dict[str, Any]:
-        return self._section("identity")
+        identity = self._section("identity")
+        self._check_types(identity)
+        return identity
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        return self._section("config")
+        """The settings by section; each section is a dict."""
+        config = self._section("config")
+        for name, section in config.items():
+            if not isinstance(section, dict):
+                text = f"is damaged: config.{name} is {section!r:.40}, expected an object"
+                raise UnreadableFile(self.folder.config_file, text, field=name)
+        self._check_types(flatten(config))
+        return config
+
+    def check(self) -> None:
+        """Read all that views of several runs show. Raises UserError if a file is damaged."""
+        _ = self.config, self.identity, self.steps, self.clock, self.evaluations
 
     @property
     def seeds(self) -> tuple[Any, ...]:
@@ -101,9 +132,8 @@ class RunRecord:
     @property
     def model_args(self) -> ModelArgs | None:
         """The model's settings; None if another version with other fields wrote them."""
-        found = {k.removeprefix("model."): v for k, v in self.identity.items() if k[:6] == "model."}
-        with contextlib.suppress(TypeError, UserError):
-            return ModelArgs(**found)
+        with contextlib.suppress(UserError):
+            return model_args(self.identity, self.folder.config_file)
         return None
 
     @property
@@ -158,8 +188,7 @@ class RunRecord:
     def curve(self, field: str) -> Curve | None:
         """Return one field of the `step` events; None if no event has it."""
         logged = [(event["step"], event.get(field)) for event in self.steps]
-        with parsing(self.folder.log_file):
-            return Curve.of((step, number(value)) for step, value in logged if value is not None)
+        return Curve.of((step, value) for step, value in logged if value is not None)
 
     @cached_property
     def own_validations(self) -> list[dict[str, Any]]:
@@ -173,9 +202,8 @@ class RunRecord:
         """Bits per byte of the held-out text, by source; "" is the whole text."""
         return self._validation_curves(
             lambda event: {
-                name: measured["bits_per_byte"]
+                name: measured.get("bits_per_byte")
                 for name, measured in ({"": event} | (event.get("sources") or {})).items()
-                if measured.get("bits_per_byte") is not None
             }
         )
 
@@ -183,7 +211,9 @@ class RunRecord:
     def scores(self) -> dict[str, Curve]:
         """Held-out loss and scores of a synthetic task while training, by name."""
         return self._validation_curves(
-            lambda event: {"loss": event["loss"], **event["scores"]} if event.get("scores") else {}
+            lambda event: (
+                {"loss": event.get("loss"), **event["scores"]} if event.get("scores") else {}
+            )
         )
 
     def _validation_curves(
@@ -191,10 +221,10 @@ class RunRecord:
     ) -> dict[str, Curve]:
         """Return the curves, by printable name, of the values of each validation."""
         pairs: dict[str, list[tuple[int, float]]] = {}
-        with parsing(self.folder.log_file):
-            for event in self.own_validations:
-                for name, value in values_of(event).items():
-                    pairs.setdefault(printable(name), []).append((event["step"], number(value)))
+        for event in self.own_validations:
+            for name, value in values_of(event).items():
+                if value is not None:
+                    pairs.setdefault(printable(name), []).append((event["step"], value))
         return {name: curve for name, rows in pairs.items() if (curve := Curve.of(rows))}
 
     @cached_property
@@ -271,6 +301,8 @@ class RunRecord:
         for path in sorted((self.folder.path / EVALS).glob(f"step-*/*/*/{RESULTS}")):
             try:
                 each = Evaluation(self.label, read_results(path), path.parent)
+                if each.step is None:
+                    raise UnreadableFile(path, "is damaged: step is None")
             except UserError as error:
                 damaged.append(error)
                 continue
@@ -308,6 +340,32 @@ class RunRecord:
         if others := validations - len(self.own_validations):
             found.append(f"{others} validation(s) on another held-out text are left out")
         return found
+
+
+def read_runs(paths: Sequence[Path]) -> tuple[list[RunRecord], list[UserError]]:
+    """Return the runs that can be read, with unique labels, and the errors of the others.
+
+    Raises the first error if no run can be read, and UserError if one is given twice.
+    """
+    runs, errors = list[RunRecord](), list[UserError]()
+    for run in RunRecord.of_all(paths):
+        try:
+            run.check()
+        except UserError as error:
+            errors.append(error)
+        else:
+            runs.append(run)
+    if errors and not runs:
+        raise errors[0]
+    return runs, errors
+
+
+def exit_if_left_out(errors: Sequence[UserError]) -> None:
+    """Print the errors of what a view has left out, and exit with code 2 if there are any."""
+    for error in errors:
+        print(f"error[{error.code}]: {error}; it is left out", file=sys.stderr)
+    if errors:
+        raise SystemExit(EXIT_CODE)
 
 
 def is_outdated(folder: RunFolder, results: Results) -> bool:

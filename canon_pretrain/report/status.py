@@ -7,6 +7,7 @@ None, and `problems` names the file. No torch.
 import argparse
 import glob
 import json
+import math
 import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
@@ -27,10 +28,10 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import process_lives
 from canon_pretrain.core.lock import EXPIRY_HEARTBEATS, HEARTBEAT_S, read_holder
 from canon_pretrain.core.terminal import Console, duration, printable
-from canon_pretrain.report.record import RunRecord
-from canon_pretrain.run.folder import CHECKPOINTS, EVALS, natural_key, runs_below
+from canon_pretrain.report.record import RunRecord, unix_time
+from canon_pretrain.run.folder import CHECKPOINTS, EVALS, natural_key, not_a_run, runs_below
 from canon_pretrain.run.launches import read_run
-from canon_pretrain.run.log import read_tail
+from canon_pretrain.run.log import json_value, read_tail
 from canon_pretrain.run.results import RESULTS
 from canon_pretrain.run.status import health
 
@@ -62,7 +63,8 @@ def summarize_run(path: Path, now: datetime) -> Facts:
     try:
         facts |= _RunReader(RunRecord(path), now.astimezone(UTC), problems).facts()
     except Exception as error:  # an unexpected error in one run must not hide the others
-        problems.append(f"{type(error).__name__}: {error}")
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        problems.append(f"{kind}{error}")
     return {key: facts.get(key) for key in JSON_KEYS}
 
 
@@ -86,12 +88,11 @@ class _RunReader:
             return None
 
     def _setting(self, section: str, key: str) -> Any:
-        keys = self.config.get(section)
-        return keys.get(key) if isinstance(keys, dict) else None
+        return self.config.get(section, {}).get(key)
 
     def _age_s(self, time: str | None) -> float | None:
-        since = self.now - datetime.fromisoformat(time) if time else None
-        return None if since is None else max(0.0, since.total_seconds())
+        age_s = self.now.timestamp() - unix_time(time)
+        return max(0.0, age_s) if math.isfinite(age_s) else None
 
     def facts(self) -> Facts:
         beat: Facts = asdict(self.status) if self.status else {}
@@ -111,14 +112,15 @@ class _RunReader:
         pace = beat.get("seconds_per_step") or last.get("seconds_per_step")
         launches = counts.launches if counts else beat.get("launches")
         state, reason = self._state()
-        has_eta = state in ACTIVE_STATES and None not in (step, steps, pace)
+        eta_s = max(steps - step, 0) * pace if None not in (step, steps, pace) else None
+        has_eta = state in ACTIVE_STATES and eta_s is not None and math.isfinite(eta_s)
         evals = self.folder.path / EVALS
         return {
             **{name: last.get(name) for name in STEP_FIELDS},
             **{name: beat.get(name) for name in STATUS_FIELDS},
             **{"state": state, "reason": reason, "step": step, "steps": steps},
             "run_id": counts.run_id if counts else None,
-            "eta_s": max(steps - step, 0) * pace if has_eta else None,
+            "eta_s": eta_s if has_eta else None,
             "restarts": None if launches is None else max(launches - 1, 0),
             "skipped_steps": skipped,
             "checkpoint": self._newest_checkpoint(),
@@ -164,8 +166,11 @@ class _RunReader:
         return None
 
 
-def _format(value: float | None, form: str = ",") -> str:
-    return "" if value is None else format(value, form)
+def format_number(value: float | None, form: str = ",") -> str:
+    """Return a number, or its name in JSON if it is not finite; "" for None."""
+    if value is None:
+        return ""
+    return format(value, form) if math.isfinite(value) else str(json_value(value))
 
 
 def _age(seconds: float | None) -> str:
@@ -182,14 +187,14 @@ def _cells(run: Facts) -> dict[str, str]:
     return {
         "run": printable(run["path"]),
         "state": run["state"],
-        "step": f"{_format(step) or '-'}/{_format(steps) or '?'}",
+        "step": f"{format_number(step) or '-'}/{format_number(steps) or '?'}",
         "": f"{100 * step / steps:.1f} %" if steps and step is not None else "",
-        "loss": _format(run["loss"], ".4f"),
-        "tokens/s": _format(run["tokens_per_second"], ",.0f"),
+        "loss": format_number(run["loss"], ".4f"),
+        "tokens/s": format_number(run["tokens_per_second"], ",.0f"),
         "ETA": _age(run["eta_s"]),
-        "MFU": _format(run["mfu"], ".1%"),
-        "restarts": _format(run["restarts"]),
-        "skipped": _format(run["skipped_steps"]),
+        "MFU": format_number(run["mfu"], ".1%"),
+        "restarts": format_number(run["restarts"]),
+        "skipped": format_number(run["skipped_steps"]),
         "checkpoint": f"{newest}, then {failed} failed" if failed else newest,
         "heartbeat": _age(run["heartbeat_age_s"]),
         "evals done+pending": f"{evals['done']}+{evals['pending']}" if any(evals.values()) else "",
@@ -245,12 +250,7 @@ def find_runs(patterns: Iterable[str]) -> list[Path]:
         paths = [given] if os.path.lexists(given) else sorted(glob.glob(given), key=natural_key)
         found = [run for path in paths for run in runs_below(Path(path))]
         if not found:
-            raise UserError(
-                "run.not_a_run",
-                f"no run in {given}: expected a run folder (job.dump_folder), a folder of runs, "
-                "or a pattern that matches one",
-                path=given,
-            )
+            raise not_a_run(Path(given))
         for run in found:
             runs.setdefault(run.resolve(), run)
     return list(runs.values())
@@ -288,7 +288,8 @@ def show_status(args: argparse.Namespace) -> int:
     runs = summarize_runs(args.runs)
     if args.json:
         time = datetime.now(UTC).isoformat(timespec="seconds")
-        print(json.dumps({"time": time, "runs": runs}, indent=2, ensure_ascii=False))
+        document = json_value({"time": time, "runs": runs})
+        print(json.dumps(document, indent=2, ensure_ascii=False))
     else:
         if not console.is_terminal:
             console = Console(width=PIPED_WIDTH, color_system=None)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.report import decide, evaluations, noise
 from canon_pretrain.report.architectures import Recipe
 from canon_pretrain.report.decide import ALPHA
@@ -215,7 +216,10 @@ class Comparator:
             score = each.score(key)
             if score is None:
                 raise NotComparable(each.why_missing(key))
-            items = self.items.get(each.folder, key.task, key.metric)
+            try:
+                items = self.items.get(each.folder, key.task, key.metric)
+            except UserError as error:
+                raise NotComparable(f"{each.run}: {error}") from None
             found = items.metric_values(key.metric) if items else None
             if items is None or found is None:
                 raise NotComparable(f"{each.run} has no item records: evaluate it again")
@@ -404,7 +408,8 @@ def held_out_summary(rows: Sequence[Row], refused: Sequence[Row], pair: tuple[Si
             return f"{start} not compared: {row['why']}"
         is_lower = row["difference"] < 0
         size = f"{'lower' if is_lower else 'higher'} by {abs(row['difference']):.3g} nats/token"
-        known = [f"over {row['num_clusters']:,} document(s)"]
+        count = row["num_clusters"]
+        known = [f"over {count:,} document{'s' * (count != 1)}"]
         if ends := row["items_ci"] if row["ci"] is None else row["ci"]:
             low, high = sorted(-x if is_lower else x for x in ends)
             known.insert(0, f"95 % {low:.3g} to {high:.3g}")

@@ -4,10 +4,9 @@ Each command is a module of `report/` with `add_parser(subparsers)`, which sets 
 from the parsed arguments to the exit code.
 """
 
-import argparse
 import sys
 
-from canon_pretrain.core.cli import command, program, run_process
+from canon_pretrain.core.cli import Parser, command, program, run_process
 from canon_pretrain.core.errors import EPILOG
 from canon_pretrain.report import diff, export, plot, profile, status
 
@@ -15,7 +14,7 @@ from canon_pretrain.report import diff, export, plot, profile, status
 def main(argv: list[str] | None = None) -> None:
     """Run `python -m canon_pretrain.run` and exit."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program("canon_pretrain.run"),
         description="Inspect runs, during training or later.",
         epilog=EPILOG,

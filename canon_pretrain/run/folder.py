@@ -6,6 +6,7 @@
     log.jsonl       one line per event (run/log.py)
     launches/NNN/   the record of each launch (run/launches.py)
     code/NNN/       snapshots of the source, which job scripts use (run/source.py)
+    planned.json    the plan of a sweep or board under which the run started (report/planned.py)
     README.md       this list, and the commands to resume, inspect and evaluate the run
     status.json     the run's state and last heartbeat (run/status.py)
     lock.json       the running launch, if any (run/session.py)
@@ -35,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import read_json, write_atomic, write_json
+from canon_pretrain.core.files import UnreadableFile, read_json, write_atomic, write_json
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.run.log import read_log
 
@@ -56,6 +57,7 @@ class RunFolder:
     def __post_init__(self) -> None:
         self.config_file = self.path / "config.json"
         self.run_file = self.path / "run.json"
+        self.planned_file = self.path / "planned.json"
         self.readme_file = self.path / "README.md"
         self.launches = self.path / "launches"
         self.code = self.path / "code"
@@ -75,12 +77,24 @@ class RunFolder:
     def launch_path(self, number: int) -> Path:
         return self.launches / f"{number:03}"
 
+    def has_config(self) -> bool:
+        """Return whether config.json is that of a run; an export, for example, has one too.
+
+        Raises UnreadableFile if it is damaged.
+        """
+        is_there = self.config_file.is_file()
+        return is_there and "identity" in read_json(self.config_file, finite=False)
+
     def read_config(self) -> dict[str, Any]:
-        """Return the content of config.json. Raises UserError if it is missing or damaged."""
-        if not self.config_file.exists():
-            text = f"{self.path} has no {self.config_file.name}: expected a run (job.dump_folder)"
-            raise UserError("run.not_a_run", text, path=self.path)
-        return read_json(self.config_file, finite=False)
+        """Return the content of config.json. Raises UserError unless it is that of a run."""
+        problem = f"{self.path} has no {self.config_file.name}"
+        if self.config_file.exists():
+            config = read_json(self.config_file, finite=False)
+            if "identity" in config:
+                return config
+            problem = f"{self.config_file} was not written by a run (an export is not a run)"
+        text = f"{problem}: expected a run (job.dump_folder)"
+        raise UserError("run.not_a_run", text, path=self.path)
 
     def read_log(self) -> list[dict[str, Any]]:
         """Return the events of log.jsonl (see log.read_log). Raises UserError if it is missing."""
@@ -109,10 +123,25 @@ def named_runs(given: Iterable[Path], *, planned: bool = False) -> list[Path]:
     for path in given:
         found = list(runs_below(path, planned=planned)) or ([path] if planned else [])
         if not found:
-            text = f"no run in {path}: expected a run (job.dump_folder) or a sweep"
-            raise UserError("run.not_a_run", text, path=path)
+            raise not_a_run(path)
         runs += found
     return runs
+
+
+def not_a_run(path: Path) -> UserError:
+    """Return the error for a path at which there is no run, with what is there."""
+    what = f"no run in {path}"
+    if not path.exists():
+        what = f"{path} does not exist"
+    elif path.is_dir() and not os.listdir(path):
+        what = f"{path} is empty"
+    elif (path / "config.json").exists():
+        try:
+            RunFolder(path).read_config()
+        except UserError as error:
+            return error
+    text = f"{what}: expected a run folder (job.dump_folder) or a folder of runs, such as a sweep"
+    return UserError("run.not_a_run", text, path=path)
 
 
 def runs_below(path: Path, depth: int = DEPTH, *, planned: bool = False) -> Iterator[Path]:
@@ -131,10 +160,14 @@ def runs_below(path: Path, depth: int = DEPTH, *, planned: bool = False) -> Iter
 
 
 def is_run_folder(path: Path) -> bool:
-    """Return whether `path` has one of a run's files."""
+    """Return whether `path` has one of a run's files; config.json may be another program's."""
     run = RunFolder(path)
-    files = (run.config_file, run.status_file, run.log_file, run.lock_file, run.run_file)
-    return any(os.path.isfile(file) for file in files)
+    files = (run.status_file, run.log_file, run.lock_file, run.run_file)
+    if any(os.path.isfile(file) for file in files):
+        return True
+    with contextlib.suppress(UnreadableFile):
+        return run.has_config()
+    return False
 
 
 def natural_key(name: str) -> list[tuple[bool, int, str]]:

@@ -1,7 +1,8 @@
 """The run's log: one JSON object per line, the source of all curves.
 
 Lines of two writers never mix, and a crash truncates at most the last one. A thread writes them, so
-that the trainer does not wait for the disk. NaN and infinities are strings, which JSON lacks.
+that the trainer does not wait for the disk. NaN and infinities, which JSON lacks, are the strings
+"NaN", "Infinity" and "-Infinity" in the file, and floats in the events that this module returns.
 
     event, time (UTC)        in every line; with a run.json also run_id and segment (launch number)
     start, resume            first event of a launch: its first step, code and hosts
@@ -52,8 +53,21 @@ REPEATABLE_EVENTS = ("step", "validation", "samples")  # written again if their 
 SEGMENT_EVENTS = ("start", "resume")
 STEP_EVENTS = (*REPEATABLE_EVENTS, "skip", "checkpoint", "archive")
 # integer fields, and the events that require them
-INTEGERS: dict[str, tuple[str, ...]] = {"step": STEP_EVENTS, "from_step": ("resume",), "tokens": ()}
-NUMBERS = ("loss", "max_loss", "grad_norm", "lr", "tokens_per_second", "mfu", "data_wait")
+INTEGERS: dict[str, tuple[str, ...]] = {
+    "step": STEP_EVENTS,
+    "from_step": ("resume",),
+    "checkpoint_step": ("initial_load",),
+    "tokens": (),
+    "world_size": (),
+    "skipped_steps": (),
+    "restarts": (),
+}
+NUMBERS = (
+    *("loss", "max_loss", "bits_per_byte", "grad_norm", "lr", "mfu", "data_wait", "memory_gib"),
+    *("tokens_per_second", "tokens_per_second_per_device", "seconds_per_step"),
+    *("checkpoint_seconds", "checkpoint_stall_seconds", "cpu_seconds"),
+)
+TEXTS = ("time", "run_id", "reason")
 TAIL_BYTES, MAX_TAIL_BYTES = 1 << 16, 1 << 24
 OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -64,7 +78,7 @@ class RunFacts:
 
     run_id: str  # 8 hexadecimal digits; a fresh start is a new run
     created: str
-    launches: Annotated[int, Field(ge=0)]  # that trained or wrote to the log
+    launches: Annotated[int, Field(ge=0, lt=1 << 63)]  # that trained or wrote to the log
 
 
 class RunLog:
@@ -201,7 +215,7 @@ def json_value(value: Any) -> Any:
 
 
 def number(value: Any) -> float:
-    """Return a log value as a float. Raises ValueError."""
+    """Return a number of JSON, or the text of one that is not finite, as a float. ValueError."""
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):  # an integer beyond the largest float
             return float(value)
@@ -271,25 +285,61 @@ def parse_events(lines: Iterable[bytes]) -> list[Event]:
 
 
 def _parse(line: bytes) -> Event | None:
-    """Return the event in a line; None if it is invalid or its fields have wrong types."""
+    """Return the event in a line; None if it is invalid or one of its fields has a wrong type."""
     try:
         event = files.parse_json(line, finite=False)
         if not isinstance(event["event"], str):
             return None
-        for name, kinds in INTEGERS.items():
-            if name in event or event["event"] in kinds:
-                if type(event[name]) is not int or abs(event[name]) >= 1 << 63:
-                    return None
-        for name in NUMBERS:
-            if event.get(name) is not None or (name == "loss" and name in event):
-                number(event[name])
-        sources, digests = event.get("sources") or {}, event.get("data_digests") or []
-        is_valid = isinstance(digests, list) and all(isinstance(x, dict) for x in sources.values())
-        texts = (each[name] for each in event.get("samples") or () for name in ("prompt", "text"))
-        return event if is_valid and all(isinstance(text, str) for text in texts) else None
+        return _checked(event)
     # truncated, zeros after a crash, not UTF-8, not an object
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
+
+
+def _checked(event: Event) -> Event:
+    """Return the event with all its numbers as floats. Raises ValueError and the like."""
+    for name, kinds in INTEGERS.items():
+        if name in event or event["event"] in kinds:
+            _check_integer(event[name])
+    for name in TEXTS:
+        if not isinstance(event.get(name, ""), str):
+            raise ValueError(f"{name} is not a text")
+
+    # an optional number may be null, except a loss
+    numbers = {name: event[name] for name in NUMBERS if name in event}
+    event |= _numbers(numbers, required=("loss",))
+    if scores := event.get("scores"):
+        event["scores"] = _numbers(scores)
+    if sources := event.get("sources"):
+        event["sources"] = {name: _source_losses(losses) for name, losses in sources.items()}
+    for num_tokens in (event.get("source_tokens") or {}).values():
+        _check_integer(num_tokens)
+
+    lists = [event.get("data_digests") or [], event.get("samples") or []]
+    if not all(isinstance(each, list) for each in lists):
+        raise ValueError("data_digests or samples is not a list")
+    digests, samples = lists
+    texts = [each[name] for each in samples for name in ("prompt", "text")]
+    if not all(isinstance(text, str) for text in (*digests, *texts)):
+        raise ValueError("a digest or a sample is not a text")
+    return event
+
+
+def _check_integer(value: Any) -> None:
+    if type(value) is not int or abs(value) >= 1 << 63:
+        raise ValueError(f"{value!r:.40} is not an integer of 64 bits")
+
+
+def _numbers(values: dict[str, Any], required: Iterable[str] = ()) -> dict[str, float | None]:
+    return {
+        name: None if value is None and name not in required else number(value)
+        for name, value in values.items()
+    }
+
+
+def _source_losses(losses: dict[str, Any]) -> dict[str, Any]:
+    """Return what a validation measured on one source, its losses as floats."""
+    return losses | _numbers({name: losses[name] for name in NUMBERS if name in losses})
 
 
 class LogFollower:

@@ -101,7 +101,22 @@ def _checked(asked: dict[str, Any]) -> dict[str, Any]:
     for name, kind in ASKED.items():
         if name not in asked or not isinstance(asked[name], kind):
             raise ValueError(f"{name} is {str(asked.get(name, 'missing'))[:40]}")
+    for name in ("step", "limit"):
+        if asked[name] is not None and not 0 <= asked[name] < 1 << 63:
+            raise ValueError(f"{name} is {asked[name]!r:.40}")
+    _check_tasks(asked.get("tasks"))
     return asked
+
+
+def _check_tasks(tasks: Any) -> None:
+    """Raise ValueError or AttributeError unless the properties of tasks have their types."""
+    for task, properties in ({} if tasks is None else tasks).items():
+        primary = properties.get("primary") or []
+        is_valid = isinstance(primary, str) or all(isinstance(name, str) for name in primary)
+        is_valid &= isinstance(properties.get("higher_is_better") or {}, dict)
+        chance = properties.get("chance")
+        if not is_valid or not (chance is None or math.isfinite(chance)):
+            raise ValueError(f"tasks.{task} is {properties!r:.80}")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ HUNG_AFTER_S, HUNG_AFTER_STEPS, SLOW_AFTER_STEPS = 60.0, 10, 3
 PHASE_TIMEOUT_S = 1800.0  # of a phase without steps: data, a checkpoint, compilation
 
 
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Time = Annotated[str, Field(pattern=r"^\d{4}-[01]\d-[0-3]\dT[0-2]\d(:[0-5]\d){2}.*\+00:00$")]
 
 
@@ -34,25 +35,25 @@ class Status:
     """
 
     state: States
-    step: int
-    steps: int
+    step: Count
+    steps: Count
     heartbeat: Time  # of the last step or change of phase
     written: Time
     reason: str = ""  # of the state; empty while running
     phase: Phases = "starting"
     seconds_per_step: float | None = None
-    world_size: int = 1
+    world_size: Count = 1
     host: str = ""
     pid: int = 0
     job_id: str | None = None
-    restart_count: int = 0
+    restart_count: Count = 0
     nodes: str | None = None
-    launches: int = 1  # including this one
+    launches: Count = 1  # including this one
     checkpoint_step: int | None = None  # the newest verified one
     checkpoint_saved: str | None = None
-    checkpoint_failures: int = 0  # in a row
+    checkpoint_failures: Count = 0  # in a row
     weights_only: list[int] = field(default_factory=list)  # steps kept for evaluations
-    skipped_steps: int = 0
+    skipped_steps: Count = 0
 
 
 class StatusWriter:

@@ -32,6 +32,32 @@ from canon_pretrain.titan.job_config import (
 )
 
 PROG = "torchrun -m canon_pretrain.train"
+MAX_MEANT = 3  # keys that an error suggests
+TORCHRUN = ("nodes", "nnodes", "num_nodes", "gpus", "num_gpus", "ngpus", "ranks", "world_size")
+SYNONYMS = {
+    **dict.fromkeys(("learning_rate", "lr", "max_lr"), ("optimizer.lr",)),
+    **dict.fromkeys(("batch_size", "train_batch_size"), ("training.global_batch_size",)),
+    **dict.fromkeys(
+        ("micro_batch_size", "per_device_train_batch_size"), ("training.local_batch_size",)
+    ),
+    **dict.fromkeys(("max_steps", "max_iters", "iterations", "epochs"), ("training.steps",)),
+    **dict.fromkeys(
+        ("context_length", "block_size", "max_seq_len", "sequence_length"), ("training.seq_len",)
+    ),
+    **dict.fromkeys(("warmup", "warmup_iters", "warmup_steps"), ("lr_scheduler.warmup_steps",)),
+    **dict.fromkeys(("grad_clip", "max_grad_norm", "clip"), ("training.max_norm",)),
+    **dict.fromkeys(("out", "out_dir", "output", "output_dir"), ("job.dump_folder",)),
+    **dict.fromkeys(("data", "dataset", "data_dir", "train_data"), ("data.path",)),
+    **dict.fromkeys(("seed", "random_seed"), ("model.init_seed", "data.data_seed")),
+    **dict.fromkeys(("layers", "n_layer", "num_hidden_layers"), ("model.num_layers",)),
+    **dict.fromkeys(("n_embd", "hidden_size", "d_model"), ("model.dim",)),
+    **dict.fromkeys(("n_head", "num_attention_heads"), ("model.num_heads",)),
+    **dict.fromkeys(("save_steps", "save_interval"), ("checkpoint.interval",)),
+    **dict.fromkeys(("log_interval", "logging_steps"), ("metrics.log_freq",)),
+    **dict.fromkeys(("eval_interval", "eval_steps"), ("validation.freq",)),
+    **dict.fromkeys(("wandb", "use_wandb"), ("metrics.enable_wandb",)),
+}
+"""Words of other trainers (nanoGPT, transformers) and the keys that they mean."""
 SHORT_HELP = Path(__file__).with_name("help.txt")
 
 
@@ -51,7 +77,10 @@ def parse_job(arguments: Sequence[str], *, quiet: bool = False) -> CanonJobConfi
     elif wants_help:
         base = CanonJobConfig()
     else:
-        raise UserError("option.missing", f"no --config FILE.toml given. See {PROG} --help")
+        text = f"no --config FILE.toml given. See {PROG} --help"
+        if file := next((word for word in overrides if word.endswith(".toml")), None):
+            text = f"no --config given. Did you mean --config {file}?"
+        raise UserError("option.missing", text)
     if wants_help:
         if not quiet:
             _print_help(base, everything=options.help_all)
@@ -112,7 +141,9 @@ def _apply(overrides: Sequence[str], base: CanonJobConfig) -> CanonJobConfig:
     for word in overrides:
         given = word.removeprefix("--").partition("=")[0].replace("-", "_")
         if word.startswith("--") and not known & {given, given.replace(".no_", ".")}:
-            near = suggestion(f"--{given}", [f"--{name}" for name in known])
+            near = _meant_by(given, known) or suggestion(
+                f"--{given}", [f"--{name}" for name in known]
+            )
             text = f"unknown key --{given}.{near or ' See --help-all'}"
             raise UserError("config.unknown_key", text, given=given)
     # tyro takes an optional bool as Python writes it only, TOML and our help have it in lower case
@@ -128,6 +159,22 @@ def _apply(overrides: Sequence[str], base: CanonJobConfig) -> CanonJobConfig:
         paragraphs = re.split("[─-]{9,}", caught.getvalue())[:2]
         text = " ".join(paragraphs[-1].strip("│╮. \n").split())
         raise UserError("config.invalid_value", f"{text}. See {PROG} --help-all") from None
+
+
+def _meant_by(given: str, known: Iterable[str]) -> str:
+    """Return a sentence on the keys that a word of another trainer means; "" if unknown."""
+    word = given.rpartition(".")[2]
+    if word in TORCHRUN:
+        return (
+            " Ranks are not set by a key: torchrun --nproc-per-node GPUS --nnodes NODES "
+            "-m canon_pretrain.train ..., or slurm/pretrain_1b3.sh"
+        )
+    meant = [name for name in SYNONYMS.get(word, ()) if name in known]
+    if "." not in given:  # a key without its section
+        meant += sorted(name for name in known if name.endswith(f".{word}") and name not in meant)
+    if not meant:
+        return ""
+    return f" Did you mean {' or '.join(f'--{name}' for name in meant[:MAX_MEANT])}?"
 
 
 def _dotted_names(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -5,6 +5,7 @@ import os
 import platform
 import resource
 import socket
+import tempfile
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from canon_pretrain.core.holder import read_count
 from canon_pretrain.kernels.hardware import numa_cores
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+CACHE_BYTES = 1 << 20  # for which the cache of a compiled job must have room
 
 
 def has_accelerator() -> bool:
@@ -35,6 +37,33 @@ def prepare_process() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # macOS enforces less than it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def check_compiler_cache(num_bytes: int = 0) -> None:
+    """Raise UserError unless torch.compile can write to its cache, `num_bytes` for example.
+
+    Without a size only a folder of the user's is checked: torch creates it when it is imported.
+    """
+    path = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if path is None and not num_bytes:
+        return
+    try:
+        if path is None:
+            from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+            path = cache_dir()
+        os.makedirs(path, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path) as probe:
+            probe.write(bytes(num_bytes))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        raise UserError(
+            "compile.cache",
+            f"torch.compile cannot write to its cache {path or error.filename}: {error.strerror}. "
+            "Free space, or set TORCHINDUCTOR_CACHE_DIR to another folder",
+            path=path,
+        ) from None
 
 
 def prepare_device() -> None:

@@ -264,6 +264,7 @@ class Plan:
         self.tokens = training.steps * training.global_batch_size * training.seq_len
         drawn, self.data_fingerprint = self.tokens, ""
         self.epochs = ["no data yet"]
+        self.data_vocab_size: int | None = None  # unknown
         self.windows = open_task(job)
         if self.windows is not None:
             drawn, self.data_fingerprint = 0, self.windows.fingerprint
@@ -273,6 +274,7 @@ class Plan:
                 with open_shards(job) as data:
                     drawn, self.data_fingerprint = data.num_tokens, data.fingerprint
                     self.epochs = [draws.text() for draws in count_draws(job, data)]
+                    self.data_vocab_size = data.vocab_size
         args = job.model_args  # open_shards() has set vocab_size
         model = on_meta(args)
         self.parameters, self.trained = count_parameters(model)
@@ -285,7 +287,7 @@ class Plan:
         self.checkpoint_bytes = (self.parameters + 2 * self.trained) * itemsize
         saves = -(-training.steps // job.checkpoint.interval)
         self.checkpoints_kept = min(job.checkpoint.keep_latest_k or saves, saves)
-        self.data_bytes = drawn * dtype_for(args.vocab_size).itemsize
+        self.data_bytes = drawn * dtype_for(self.data_vocab_size or args.vocab_size).itemsize
         self.flops_per_token = flops_per_token(args, training.seq_len)
         self.seconds = self.tokens * self.flops_per_token / (world_size * device.flops_per_s)
 
@@ -373,6 +375,8 @@ def _facts(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
         "disk for data": f"{size(plan.data_bytes)} ({where})",
         "epochs over the data": "; ".join(plan.epochs),
     }
+    if plan.data_vocab_size not in (None, args.vocab_size):
+        data["vocabulary"] = f"{args.vocab_size:,}, {plan.data_vocab_size:,} of them in the data"
     if (windows := plan.windows) is not None:
         own = [f"{key} = {json.dumps(value)}" for key, value in windows.task.settings.items()]
         found = windows.windows(job.data.data_seed, 0, SHOWN_WINDOWS)

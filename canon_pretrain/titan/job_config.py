@@ -6,9 +6,8 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
 from torchtitan.config import job_config as titan
 
 from canon_pretrain.core.errors import UserError, check_choice
@@ -19,6 +18,8 @@ from canon_pretrain.model.args import flavor as model_flavor
 from canon_pretrain.model.attend import check_backend_fits
 from canon_pretrain.run import config as experiment
 from canon_pretrain.run.config import valid_world_sizes
+from canon_pretrain.run.identity import IDENTITY
+from canon_pretrain.run.limits import LIMITED, check_limits, schedule_faults
 from canon_pretrain.synthetic.task import Task
 
 
@@ -270,43 +271,6 @@ def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
     return next(size for size in range(bound, 0, -1) if share % size == 0)
 
 
-COUNT = Annotated[int, Field(ge=1, le=1 << 31)]
-SIZE = Annotated[int, Field(ge=0, le=1 << 31)]
-SECONDS = Annotated[int, Field(ge=1, le=86_400)]
-AMOUNT = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-LIMITS: tuple[tuple[Any, str], ...] = (
-    (COUNT, "training.seq_len training.global_batch_size training.local_batch_size"),
-    (COUNT, "training.gc_freq checkpoint.interval metrics.log_freq validation.freq"),
-    (COUNT, "guards.max_bad_steps parallelism.data_parallel_replicate_degree"),
-    (COUNT, "parallelism.expert_parallel_degree samples.max_tokens"),
-    (COUNT, "profiling.profile_freq profiling.profiler_active"),
-    (SIZE, "lr_scheduler.warmup_steps checkpoint.max_held comm.trace_buf_size"),
-    (SIZE, "loss.chunk_tokens data.read_ahead samples.interval profiling.profiler_warmup"),
-    (AMOUNT, "optimizer.lr optimizer.weight_decay training.max_norm"),
-    (AMOUNT, "lr_scheduler.min_lr_factor loss.z_loss loss.squared_loss samples.temperature"),
-    (Annotated[float, Field(ge=0, lt=1)], "optimizer.beta1 optimizer.beta2"),
-    # not 0: the update of a weight without gradients, such as a rare token's row, would be 0 / 0
-    (Annotated[float, Field(gt=0, allow_inf_nan=False)], "optimizer.eps"),
-    (SECONDS, "comm.init_timeout_seconds comm.train_timeout_seconds"),
-    (Annotated[int, Field(ge=1, le=1 << 40)], "training.steps"),
-    (Annotated[int, Field(ge=1)] | None, "lr_scheduler.decay_steps"),
-    (Annotated[float, Field(gt=0, le=1)] | None, "lr_scheduler.decay_ratio"),
-    (Annotated[float, Field(ge=0, le=1)], "activation_checkpoint.memory_budget"),
-    (Annotated[float, Field(ge=0.01, le=3600)], "run.heartbeat_s"),
-    (Annotated[int, Field(ge=2, le=1024)], "guards.outlier_window"),
-    (Annotated[float, Field(gt=0, allow_inf_nan=False)] | None, "guards.outlier_sigma"),
-    (Annotated[int, Field(ge=0, lt=1 << 64)], "data.data_seed"),
-    # -1: the whole held-out split
-    (Literal[-1] | Annotated[int, Field(ge=1)] | None, "validation.windows"),
-    # -1: the newest
-    (Literal[-1] | Annotated[int, Field(ge=0)], "checkpoint.load_step"),
-    # 0: all; not 1, because the newest may be incomplete
-    (Literal[0] | Annotated[int, Field(ge=2)], "checkpoint.keep_latest_k"),
-    (Literal["default", "none"], "activation_checkpoint.determinism_check"),
-    (list[Literal["model", "loss"]], "compile.components"),
-)
-"""By name, since redeclaring a torchtitan field would drop its text in --help-all."""
-
 UNSUPPORTED = """
     model.name job.custom_config_module model.converters model.hf_assets_path model.tokenizer_path
     optimizer.early_step_in_backward training.dataset training.dataset_path training.dataloader
@@ -350,17 +314,6 @@ FINGERPRINT = "data_fingerprint"
 """Name of the training data in a run's identity."""
 HELD_OUT = "held_out_fingerprint"
 """Name of the held-out split in a run's identity; absent if validation is off."""
-IDENTITY = {
-    "model": "",
-    "optimizer": "",
-    "lr_scheduler": "",
-    "data": "data_seed order",
-    "loss": "z_loss squared_loss",
-    "guards": "outlier_sigma outlier_window",
-    "training": "seq_len global_batch_size steps max_norm dtype mixed_precision_param "
-    "mixed_precision_reduce",
-}
-"""Section -> its keys in a run's identity; empty: all."""
 
 
 def check_job(job: CanonJobConfig) -> None:
@@ -378,16 +331,8 @@ def check_job(job: CanonJobConfig) -> None:
     check_choice("optimizer.name", job.optimizer.name, OPTIMIZERS)
     _check_compile_backend(job.compile.backend)
     check_allowed_changes(job.run.allow_changes, _identity_names())
-    for kind, names in LIMITS:
-        for name in names.split():
-            try:
-                _adapter(kind).validate_python(value_of(job, name))
-            except ValidationError as error:
-                expected = " or ".join(dict.fromkeys(each["msg"] for each in error.errors()))
-                expected = expected.replace("Input should be", "expected")
-                text = f"{name} = {value_of(job, name)!r}: {expected}"
-                raise UserError("config.invalid_value", text, key=name) from None
-    for fault in _schedule_faults(job):
+    check_limits({name: value_of(job, name) for name in LIMITED})
+    for fault in schedule_faults(job.lr_scheduler, job.training.steps):
         raise UserError("config.schedule", fault)
     for name, fault in _conflicts(job):
         raise UserError("config.conflict", fault, key=name)
@@ -417,7 +362,7 @@ def _identity_names() -> Iterator[str]:
     for section, keys in IDENTITY.items():
         owner: Any = ModelArgs if section == "model" else getattr(CanonJobConfig(), section)
         fields = [f.name for f in dataclasses.fields(owner)]
-        yield from (f"{section}.{key}" for key in keys.split() or fields)
+        yield from (f"{section}.{key}" for key in keys or fields)
     yield from (f"data.task.{f.name}" for f in dataclasses.fields(experiment.Task))
 
 
@@ -432,26 +377,6 @@ def _check_compile_backend(name: str) -> None:
 
 def value_of(job: CanonJobConfig, dotted: str) -> Any:
     return functools.reduce(getattr, dotted.split("."), job)
-
-
-_adapter = functools.cache(TypeAdapter)
-
-
-def _schedule_faults(job: CanonJobConfig) -> Iterator[str]:
-    """Yield conflicts that would make torchtitan truncate the schedule or run past its end."""
-    schedule, steps = job.lr_scheduler, job.training.steps
-    warmup, ratio, total = schedule.warmup_steps, schedule.decay_ratio, schedule.total_steps
-    if schedule.decay_steps is not None:
-        if ratio is not None or total is not None:
-            yield "lr_scheduler.decay_steps: unset decay_ratio and total_steps beside it"
-        return
-    if total is not None and total < steps:
-        yield f"lr_scheduler.total_steps = {total} < training.steps = {steps}: unset total_steps"
-    name, length = ("training.steps", steps) if total is None else ("total_steps", total)
-    decay = 0 if ratio is None else round(length * ratio)
-    if warmup + decay > length:
-        text = f"{warmup} + {decay} decay steps (decay_ratio = {ratio}) exceed "
-        yield f"lr_scheduler.warmup_steps = {text}{name} = {length}: shorten one"
 
 
 def _conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:

@@ -21,6 +21,7 @@ from canon_pretrain.core.holder import host_name
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run import launches
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.identity import IDENTITY, Changes, differences
 from canon_pretrain.run.launches import LaunchRecord, config_hash
 from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.run.source import code_hashes
@@ -31,7 +32,6 @@ from canon_pretrain.titan.job_config import (
     CODE,
     FINGERPRINT,
     HELD_OUT,
-    IDENTITY,
     CanonJobConfig,
     check_allowed_changes,
     split_names,
@@ -39,9 +39,6 @@ from canon_pretrain.titan.job_config import (
 from canon_pretrain.titan.metrics import CanonMetrics
 from canon_pretrain.titan.parallelize import CanonChoice
 from canon_pretrain.titan.resume import RankZero, check_initial
-
-Changes = dict[str, list[Any]]
-"""Dotted name -> [old, new]"""
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def run_identity(
     identity = {FINGERPRINT: fingerprint, **(held_out or {})}
     for section, keys in IDENTITY.items():
         values = asdict(job.model_args if section == "model" else getattr(job, section))
-        identity |= {f"{section}.{key}": values[key] for key in keys.split() or values}
+        identity |= {f"{section}.{key}": values[key] for key in keys or values}
     return identity
 
 
@@ -116,7 +113,7 @@ def check_identity(
     defaults = run_identity(CanonJobConfig(), "")  # of keys that older runs did not have
     old = {name: old for name, old in defaults.items() if name.startswith(("model.", "loss."))}
     old |= _recorded(folder, "identity")
-    changed = _differences(old, identity)
+    changed = differences(old, identity)
     if HELD_OUT not in old.keys() & identity.keys():
         changed.pop(HELD_OUT, None)
     if refused := {name: pair for name, pair in changed.items() if name not in names}:
@@ -130,7 +127,7 @@ def check_identity(
 def code_changes(folder: RunFolder, code: dict[str, str], *, refuse: bool) -> Changes:
     """Return path -> [old, new] hash of source files that changed since the last launch."""
     old = _recorded(folder, "code")
-    changed = _differences(old, code) if old else {}
+    changed = differences(old, code) if old else {}
     if changed and refuse:
         text = f"run.code = refuse, and {', '.join(changed)} changed since the last launch of "
         text += f"{folder.path}: restore the code, or allow it: --run.allow_changes code"
@@ -143,7 +140,7 @@ def config_changes(folder: RunFolder, config: dict[str, Any]) -> Changes:
     if not folder.config_file.exists():
         return {}
     old = _flatten(CanonJobConfig().to_dict()) | _flatten(_recorded(folder, "config"))
-    changed = _differences(old, _flatten(config))
+    changed = differences(old, _flatten(config))
     return {name: pair for name, pair in changed.items() if name not in launches.PER_LAUNCH_KEYS}
 
 
@@ -181,11 +178,6 @@ def _data_of(name: str, config: Mapping[str, Any]) -> str:
         return f"validation.path = {validation['path']!r}"
     keys = ("paths", "weights") if data.get("paths") else ("path",)
     return ", ".join(f"data.{key} = {data.get(key)!r}" for key in keys)
-
-
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
-    pairs = {name: [old.get(name), new.get(name)] for name in sorted(old.keys() | new.keys())}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

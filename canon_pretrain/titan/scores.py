@@ -25,7 +25,7 @@ class TaskScores:
 
     def __init__(self, task: Task, num_windows: int) -> None:
         self._windows = evaluation_windows(task, num_windows)
-        self._temperature = task.temperature
+        self._temperature, self._vocab_size = task.temperature, task.vocab_size
 
     def measure(self, model: Transformer) -> dict[str, float]:
         """Return the scores by name, none of a model that has diverged; collective."""
@@ -57,6 +57,7 @@ class TaskScores:
             stop=lambda i, tokens: asked[i][0].task.is_complete(tokens),
             temperature=self._temperature,
             generator=[sample_generator(*each) for each in samples] if self._temperature else None,
+            vocab_size=self._vocab_size,
         )
 
     @torch.no_grad()

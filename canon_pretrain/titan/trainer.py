@@ -212,6 +212,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         """Create the process group, receive rank 0's data, and choose Canon's backend."""
         dims, job = super().init_distributed(), self.job_config
         self.data, self.compared = titan_data.broadcast_data(job, *self._own)
+        self.session.connected()
         self.canon = choose_canon(job, self.device, self.compared.code)
         if self.canon is not None:
             job.model.canon_backend = self.canon.backend

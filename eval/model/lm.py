@@ -319,6 +319,7 @@ class CanonLM(TemplateLM):
             generator=[sample_generator(*prompt.sample) for prompt in prompts]
             if temperature
             else None,
+            vocab_size=self.text_tokenizer.vocab_size,
             batch_tokens=batch_tokens,
             read_tokens=self.read_tokens,
         )

@@ -18,6 +18,7 @@ from canon_pretrain.checkpoint.weights import (
     strip_to_weights,
 )
 from canon_pretrain.checkpoint.writer import save_no_dist
+from canon_pretrain.run.folder import RunFolder
 from tests.checkpoint_folders import flip_byte
 from tests.support import refused
 
@@ -132,3 +133,17 @@ def test_a_folder_without_a_manifest_is_not_a_checkpoint(checkpoint):
     for name in ("step-3.backup", "step-", "3"):
         with refused("checkpoint.not_a_step", path=parent / name):
             check_checkpoint(parent / name)
+
+
+def test_what_is_no_checkpoint_is_described(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for number in range(5):
+        RunFolder(tmp_path / "runs" / f"run-{number}").write_config({}, {})
+    said = {}
+    for name in ("nowhere", "empty", "file", "runs", "."):
+        with refused("checkpoint.not_a_step", path=tmp_path / name) as caught:
+            check_checkpoint(tmp_path / name)
+        said[name] = str(caught.value)
+    assert len({text.replace(name, "") for name, text in said.items()}) >= 4
+    assert "run-2" in said["runs"] and "run-3" not in said["runs"]

@@ -6,6 +6,7 @@ import fcntl
 import importlib.util
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -395,9 +396,44 @@ def test_the_timeout_restarts_at_each_step(tmp_path, monkeypatch):
 def test_an_ended_process_is_not_killed(tmp_path, monkeypatch):
     """Its number may already be another's."""
     killed = []
-    monkeypatch.setattr(doctor, "_kill", killed.append)
+    monkeypatch.setattr(doctor, "kill_tree", killed.append)
     assert doctor._run(["-c", ""], tmp_path / "out", int) is None
     assert not killed
+
+
+def test_a_failed_launch_says_its_reason(tmp_path):
+    script = "import sys; print('[rank1]: error[a.b]: why'); print('banner\\n' * 20); sys.exit(1)"
+    assert doctor._run(["-c", script], tmp_path / "out", int).splitlines()[1:] == [
+        "error[a.b]: why"
+    ]
+
+
+def test_what_a_killed_doctor_left_is_removed(tmp_path, monkeypatch):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        taken = {"id": "a", "host": holder.host_name(), "job_id": None, "restart_count": 0}
+        taken |= {"taken": holder.utc_now()}
+        folders = {}
+        for name, pid in (("killed", child.pid), ("living", os.getpid())):
+            folders[name] = tmp_path / f"{doctor.SCRATCH}{name}"
+            folders[name].mkdir()
+            owner = holder.Holder(pid=pid, boot=holder.boot_of(pid), **taken)
+            (folders[name] / doctor.OWNER).write_bytes(holder.content_of(owner))
+        (tmp_path / f"{doctor.SCRATCH}file").touch()
+    monkeypatch.setattr(doctor, "_run", lambda *given: "not trained")
+    list(doctor.check_training(tmp_path, 1, QUIET))
+    names = {path.name.removeprefix(doctor.SCRATCH) for path in tmp_path.iterdir()}
+    assert names == {"living", "file"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_terminated_doctor_leaves_nothing(number, tmp_path, monkeypatch):
+    before = signal.signal(number, signal.SIG_DFL)
+    monkeypatch.setattr(doctor, "_run", lambda *given: os.kill(os.getpid(), number))
+    with pytest.raises(SystemExit) as ended:
+        list(doctor.check_training(tmp_path, 1, QUIET))
+    assert ended.value.code == 128 + number and not [*tmp_path.iterdir()]
+    assert signal.getsignal(number) is signal.SIG_DFL
+    signal.signal(number, before)
 
 
 @pytest.mark.parametrize("loss, state", [(2.5, "ok"), ("nan", "broken")])

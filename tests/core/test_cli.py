@@ -1,11 +1,18 @@
-"""Standard streams of commands that can fail or hold control characters; the encoding."""
+"""Standard streams, the encoding, usage errors, Ctrl-C while importing, and what output says."""
 
+import errno
+import importlib
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
+from canon_pretrain import __main__ as canon
+from canon_pretrain.core import files
+from canon_pretrain.core.cli import EXIT_INTERRUPTED, command, run_process
+from canon_pretrain.core.errors import reason_in
 from canon_pretrain.core.terminal import printable
 from tests.support import ROOT, error_codes
 
@@ -92,3 +99,110 @@ run_process(main)
         assert done.stdout == "no newline exit function\n"
         assert (tmp_path / given).read_text() == "thread"
         assert error or done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["run", "run stauts", "run status", "run plot x", "checkpoint prune x --keep 0", "sample"]
+    + ["doctor --jsn", "eval run", "data build --workers x", "hf export", "completion fish"]
+    + ["sweep plan", "playground run", "synthetic score", "bench steps", "new"],
+)
+def test_a_usage_error_has_a_code(words, capsys):
+    stage, *rest = words.split()
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(canon.STAGES[stage][0]).main(rest)
+    assert ended.value.code == 2
+    assert error_codes(capsys.readouterr().err) == ["cli.usage"]
+
+
+def test_the_version_is_printed(capsys):
+    canon.main(["--version"])
+    assert capsys.readouterr().out.split()[0] == "canon_pretrain"
+
+
+SLOW_IMPORT = """
+import sys, types
+from canon_pretrain import __main__ as canon
+canon.STAGES["slow"] = ("slow_module", "", "")
+sys.argv[1:] = ["slow"]
+canon.start()
+"""
+
+
+def test_an_interrupt_while_importing_leaves_no_traceback(tmp_path):
+    """Even if the module that is being imported would catch the exception."""
+    slow = tmp_path / "slow_module.py"
+    slow.write_text("""
+import sys, time
+print("importing", flush=True)
+try:
+    time.sleep(60)
+except BaseException:
+    print("caught")
+""")
+    # a background job of a shell, as this suite may be, ignores SIGINT, and so would its children
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    words = [sys.executable, "-c", SLOW_IMPORT]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, env=environ, stdout=pipe, stderr=pipe) as process:
+        signal.signal(signal.SIGINT, before)
+        assert process.stdout.readline() == b"importing\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (EXIT_INTERRUPTED, b"", b"")
+
+
+def test_an_interrupt_ends_a_process_with_its_code(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    run_process(interrupted)
+    assert codes == [EXIT_INTERRUPTED]
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch, capsys):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    page = tmp_path / "page.html"
+    for write in (
+        lambda: files.write_atomic(page, b"x"),
+        lambda: files.write_json(page, {}),
+        lambda: files.write_folder(tmp_path / "folder", {"page.html": b"x"}),
+    ):
+        with pytest.raises(SystemExit), command():
+            write()
+        err = capsys.readouterr().err
+        assert error_codes(err) == ["file.os_error"] and "page.html" in err
+    assert not [*tmp_path.iterdir()]
+
+
+TRACEBACK = "Traceback (most recent call last):\n  File x\n"
+BANNER = """torch.distributed.elastic.multiprocessing.errors.ChildFailedError: 
+====
+[0]:
+  time      : 2026-11-28
+  rank      : 1 (local_rank: 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        (f"W1128 x\n{BANNER}", None),
+        (f"error[config.x]: 33 heads\n{BANNER}", "error[config.x]: 33 heads"),
+        # two ranks print at once, one after the beginning of a line
+        ("[rank1]: error[a.b]: no\nload error[a.b]: no\n", "error[a.b]: no"),
+        ("error[a.b]: one\nValueError: x\nerror[c.d]: two", "error[a.b]: one\nerror[c.d]: two"),
+        (f"[rank1]: {TRACEBACK}[rank1]: RuntimeError: one\n{BANNER}", "RuntimeError: one"),
+        (f"[rank1]: ValueError: one\n[rank0]: OSError: zero\n{BANNER}", "OSError: zero"),
+        (f"{TRACEBACK}torch.OutOfMemoryError: CUDA\n{BANNER}", "torch.OutOfMemoryError: CUDA"),
+        ("", None),
+    ],
+)
+def test_the_reason_of_failed_ranks(output, reason):
+    assert reason_in(output) == reason

@@ -121,7 +121,11 @@ def outcome(door, *words, **options):
         return error.code
 
 
-@pytest.mark.parametrize(("name", "content", "expected"), CASES)
+IDS = [f"{number}-{name}" for number, (name, *_) in enumerate(CASES)]
+
+
+# not by content, which holds times: the processes that share the tests would have different names
+@pytest.mark.parametrize(("name", "content", "expected"), CASES, ids=IDS)
 def test_both_doors(name, content, expected, tmp_path, tokenizer):
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -140,6 +144,7 @@ def test_both_doors(name, content, expected, tmp_path, tokenizer):
         ("a.parquet", parquet(pyarrow.array([{"text": None}] * 4), "doc"), (0, 4)),
         ("a.jsonl", NESTED, (1, 2)),
     ],
+    ids=("structs", "null in a struct", "null", "text", "struct of nulls", "lines"),
 )
 def test_fields_of_fields_and_columns_without_values(name, content, found, tmp_path, tokenizer):
     folder = tmp_path / "texts"

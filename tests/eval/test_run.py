@@ -19,7 +19,7 @@ from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.hf.loading import load_model
-from canon_pretrain.report.evaluations import read_runs
+from canon_pretrain.report.record import read_runs
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import (
     PartialResults,
@@ -355,7 +355,7 @@ def test_results_belong_to_what_was_evaluated(copy, evaluate, tmp_path):
     weights["tok_embeddings.weight"] = torch.zeros(300, 32)
     save_no_dist(weights, other / "checkpoint/step-3", step=3)
     assert is_new(evaluate("zen_of_python", *words, of=other))
-    found = [run.evaluations[-1].results for run in read_runs([moved, other])]
+    found = [run.evaluations[-1].results for run in read_runs([moved, other])[0]]
     scores = [results.scores["zen_of_python"]["bits_per_byte"].value for results in found]
     assert scores[0] != scores[1] and found[0].asked["content"] != found[1].asked["content"]
 

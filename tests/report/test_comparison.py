@@ -11,9 +11,9 @@ from scipy import stats
 
 from canon_pretrain.report.architectures import architectures, choose
 from canon_pretrain.report.comparison import add_arguments, comparison_content, execute
-from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.report.figures import score_curves
 from canon_pretrain.report.items import ItemCache, Scale, _values
+from canon_pretrain.report.record import read_runs
 from canon_pretrain.report.verdicts import Options
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Score
@@ -37,7 +37,7 @@ RNG = np.random.default_rng
 
 
 def content(*folders, baseline=None, **options):
-    return comparison_content(read_runs(folders), baseline, Options(**options))
+    return comparison_content(read_runs(folders)[0], baseline, Options(**options))
 
 
 def only_pair(*folders, **options):
@@ -78,7 +78,7 @@ def test_runs_are_grouped_by_architecture(tmp_path):
     ]
     for k, change in enumerate(changes):
         planted_run(tmp_path / "abcdefg"[k], k, **({"optimizer__lr": 0.001} | change))
-    found = architectures(read_runs([tmp_path / name for name in "abcdefg"]))
+    found = architectures(read_runs([tmp_path / name for name in "abcdefg"])[0])
     assert ["".join(run.label for run in each.runs) for each in found] == ["abgc", "d", "e", "f"]
     assert [r.learning_rate for r in found[0].recipes] == [0.001, 0.002]
     assert found[3].label.split(", ") == ["rope", "dim 96", "decay_type cosine"]
@@ -99,7 +99,7 @@ def test_labels_name_the_mixer(tmp_path):
     for k, change in enumerate(changes):
         planted_run(tmp_path / "abcdef"[k], k, **change)
     runs = [tmp_path / name for name in "abcdef"]
-    labels = [each.label.split(", ") for each in architectures(read_runs(runs))]
+    labels = [each.label.split(", ") for each in architectures(read_runs(runs)[0])]
     assert [(each[0], each[-1]) for each in labels] == [
         ("attention", "ffn gated"),
         ("gla", "ffn gated"),
@@ -113,9 +113,9 @@ def test_labels_name_the_mixer(tmp_path):
         ["conv1d", "no Canon"],
         ["no conv1d", "Canon-AB"],
     ]
-    pair = [each.label for each in architectures(read_runs(runs[1:3]))]
+    pair = [each.label for each in architectures(read_runs(runs[1:3])[0])]
     assert pair == ["gla", "mamba2"]
-    (one,) = architectures(read_runs(runs[1:2]))
+    (one,) = architectures(read_runs(runs[1:2])[0])
     assert one.label.endswith(", gla")
 
 
@@ -129,7 +129,7 @@ def scored(run, at, loss, **asked):
 
 
 def chosen(*paths):
-    (one,) = architectures(read_runs(paths))
+    (one,) = architectures(read_runs(paths)[0])
     return one, choose(one)
 
 
@@ -163,7 +163,7 @@ def test_losses_of_different_texts_are_not_compared(tmp_path):
             scored(paths[-1], at, 3.0, held_out_fingerprint=text)
     _, choice = chosen(*paths)
     assert choice.recipe is None and choice.losses == [None, None]
-    curves = score_curves(read_runs(paths))
+    curves = score_curves(read_runs(paths)[0])
     assert [[line["run"] for line in curve["lines"]] for curve in curves] == [["low"], ["high"]]
     # both evaluated on the same text
     scored(paths[1], 20, 2.9, held_out_fingerprint=texts["low"])
@@ -244,7 +244,7 @@ def test_held_out_loss_against_formulas_by_hand(tmp_path):
     low, high = row["ci"]
     assert low < row["difference"] < high < 0 and row["p"] < 0.05
     # over documents: the linearized variance of a ratio of sums
-    read = (evaluation for run in read_runs(paths) for evaluation in run.evaluations)
+    read = (evaluation for run in read_runs(paths)[0] for evaluation in run.evaluations)
     found = [ItemCache().get(each.folder, "validation", "nats_per_token") for each in read]
     a0, a1, b0, b1 = (items.values["nats_per_token"] for items in found if items)
     weights, each = a0[:, 1], (b0 + b1 - a0 - a1)[:, 0] / 2

@@ -84,6 +84,7 @@ def test_a_real_trace_and_the_command(traced, command):
     document = json.loads(command(traced, "--rank", 1, "--json", "--top", 3))
     assert document["trace"].endswith("rank1_trace.json") and len(document["rows"]) == 3
     assert command(traced, "--rank", 7, code=2) == "profile.no_trace"
+    assert command(traced / "nowhere", code=2) == "run.not_a_run"
 
 
 def host(name, ts, dur, cat="cpu_op", tid=1, **args):

@@ -1,5 +1,6 @@
 """The report shows planted numbers in all three formats."""
 
+import json
 import math
 import re
 import shutil
@@ -13,10 +14,10 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.report import sections
 from canon_pretrain.report.eval_report import escape_markdown
-from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.report.figures import MEAN
 from canon_pretrain.report.published import published_scores
-from canon_pretrain.run.folder import unique_labels
+from canon_pretrain.report.record import read_runs
+from canon_pretrain.run.folder import is_run_folder, named_runs, unique_labels
 from canon_pretrain.run.results import Score
 from canon_pretrain.run.status import StatusWriter
 from eval.__main__ import main
@@ -34,8 +35,10 @@ from tests.report_runs import (
     plant_run,
     records,
     right_or_wrong,
+    run_command,
     step,
 )
+from tests.support import error_codes
 
 EVIL = "</script><script>alert(1)</script>"
 EVENTS = [
@@ -292,10 +295,10 @@ def test_missing_and_damaged_files_are_errors(run, tmp_path, capsys):
 
 
 def test_bad_lines_of_a_log_are_reported_once(run, caplog):
-    before = read_runs([run.path])[0].events
+    before = read_runs([run.path])[0][0].events
     for line in (b'{"event": "step"}', b"[" * 100_000, b"\xff\xfe{}"):
         run.log_file.write_bytes(line + b"\n" + run.log_file.read_bytes())
-    assert read_runs([run.path])[0].events == before
+    assert read_runs([run.path])[0][0].events == before
     assert len(caplog.records) == 1
 
 
@@ -396,3 +399,62 @@ def test_long_tables_have_fewer_columns(page):
     (pair, *_) = content(page)["comparison"]["pairs"]
     short, long = (sections.pairs({"pairs": [pair] * count}) for count in (1000, 1001))
     assert len(long["rows"]) == 1001 and len(long["columns"]) < len(short["columns"])
+
+
+EXPORT = {"model_type": "canon", "architectures": ["CanonForCausalLM"], "vocab_size": 600}
+
+
+@pytest.mark.parametrize("foreign", [EXPORT, {"config": {"model": {}}}, {}, [], "torn"])
+def test_a_folder_with_a_foreign_config_is_no_run(foreign, run, tmp_path, capsys):
+    """`hf export outputs/mine/hf` puts an export beside the runs of outputs/mine."""
+    other = run.path.parent / "hf" / "config.json"
+    other.parent.mkdir()
+    other.write_text(foreign if foreign == "torn" else json.dumps(foreign))
+    assert named_runs([run.path.parent]) == [run.path]
+    assert not is_run_folder(other.parent)
+    report([run.path.parent], tmp_path / "out")
+    page = tmp_path / "x.html"
+    for words in (["status", run.path.parent], ["plot", run.path.parent, "--out", page]):
+        assert run_command(*words) == 0
+        assert "hf" not in capsys.readouterr().out.replace(str(run.path.parent), "")
+    code = "run.not_a_run" if isinstance(foreign, dict) else "file.unreadable"
+    for words in (["status"], ["plot", "--out", page], ["export", "tensorboard"]):
+        assert run_command(*words, other.parent) == 2
+        assert error_codes(capsys.readouterr().err) == [code]
+
+
+BROKEN = {
+    "config.json": "{",
+    "log.jsonl": '{"event": "step", "step": 1}\n',
+    "evals/step-30/paper/0/results.json": "{",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_run_hides_no_other(name, run, tmp_path, capsys):
+    """It is left out, said on the page and as an error; the exit code is 2."""
+    broken = plant_run(tmp_path / "broken", EVENTS, model__init_seed=8)
+    plant_results(broken, 30, "paper", SCORES)
+    (broken.path / name).parent.mkdir(parents=True, exist_ok=True)
+    (broken.path / name).write_text(BROKEN[name])
+    code = "results.damaged" if name.endswith("results.json") else "file.unreadable"
+    out, kept = tmp_path / "out", ["canon", *["broken"] * (code == "results.damaged")]
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(run.path), str(broken.path), "--out", str(out)])
+    assert error_codes(capsys.readouterr().err) == [code]
+    found = content(out / "index.html")
+    assert [each["label"] for each in found["runs"]] == kept
+    assert any(str(broken.path) in line for line in found["warnings"])
+    page = tmp_path / "curves.html"
+    is_whole = code == "results.damaged"  # plots note damaged results only
+    assert run_command("plot", run.path, broken.path, "--out", page) == (0 if is_whole else 2)
+    assert str(broken.path) in page.read_text()
+    assert run_command("status", run.path, broken.path) == 0
+    assert {"canon", "broken"} <= {*re.findall("canon|broken", capsys.readouterr().out)}
+
+
+def test_a_setting_that_is_not_finite_is_shown(tmp_path):
+    """`--training.max_norm inf` is a setting of the run."""
+    run = plant_run(tmp_path / "run", EVENTS, training__max_norm=math.inf)
+    page = report([run.path], None)
+    assert ["training.max_norm", "inf"] in Page(page).rows

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
 
@@ -106,7 +107,7 @@ def test_evaluations_done_and_pending(tmp_path):
 DAMAGE = [
     ("status.json", b'{"state": "runn', "status.json"),
     ("config.json", b"\xff\xfe", "config.json"),
-    ("config.json", b'{"identity": {}, "config": {"run": 3, "checkpoint": []}}', None),
+    ("config.json", b'{"identity": {}, "config": {"run": 3, "checkpoint": []}}', "config.json"),
     ("run.json", b"{}", "run.json"),
     ("lock.json", b"nonsense", None),
     ("log.jsonl", b"\0" * 5000, None),
@@ -161,7 +162,7 @@ def test_runs_are_found_by_name_folder_and_pattern(tmp_path, monkeypatch):
     assert found("[bold]x[/bold] y") == ["[bold]x[/bold] y"]  # a name, not a pattern
     assert found("deep") == ["deep/er/run"]
     for word in ("notes.txt", "nowhere*"):
-        with refused("run.not_a_run", path=word):
+        with refused("run.not_a_run", path=Path(word)):
             find_runs(["lr2", word])
 
 

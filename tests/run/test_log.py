@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 
-from canon_pretrain.run.log import LogFollower, RunLog, number, read_log, read_tail
+from canon_pretrain.run.log import LogFollower, RunLog, read_log, read_tail
 from tests.support import refused
 
 FORK = multiprocessing.get_context("fork")
@@ -73,17 +74,32 @@ def test_only_a_truncated_last_line_is_lost(tmp_path, cut):
     assert steps(path) == [*survivors, 3]
 
 
-def test_non_finite_numbers_survive_as_strings(tmp_path):
+def test_numbers_that_are_not_finite_are_strings_on_disk_and_floats_again(tmp_path):
     log = RunLog(tmp_path / "log.jsonl")
-    values = [1.5, math.inf, -math.inf]
-    log.write("validation", step=1, sources={"a": {"loss": math.nan}}, list=values)
+    values = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": None, "e": 1}
+    sources = {"web": {"loss": math.inf, "bits_per_byte": None, "tokens": 5}}
+    log.write("validation", step=1, loss=math.nan, scores=values, sources=sources)
     log.close()
-    (event,) = read_log(tmp_path / "log.jsonl")
-    assert event["sources"]["a"]["loss"] == "NaN" and math.isnan(number("NaN"))
-    assert [number(value) for value in event["list"]] == values
-    for value in (None, True, [1.0], "fast"):
-        with pytest.raises(ValueError):
-            number(value)
+    stored = json.loads((tmp_path / "log.jsonl").read_text())
+    assert (stored["loss"], stored["scores"]["c"]) == ("NaN", "-Infinity")
+    for read in (read_log, LogFollower.poll, read_tail):
+        source = LogFollower(log.path) if read is LogFollower.poll else log.path
+        (event,) = read(source) if read is not read_tail else read(source, until=None)
+        np.testing.assert_equal(event["loss"], math.nan)
+        np.testing.assert_equal(event["scores"], values)
+        assert event["sources"] == sources
+
+
+@pytest.mark.parametrize("odd", ["fast", True, [], {}, 10**400])
+@pytest.mark.parametrize("name", ["loss", "mfu", "tokens", "world_size", "time", "scores"])
+def test_a_line_with_a_field_of_a_wrong_type_is_left_out(name, odd, tmp_path):
+    """Of `time` and `scores`, a text and an empty object are right."""
+    path = tmp_path / "log.jsonl"
+    good = {"event": "step", "step": 1, "loss": 2.0}
+    lines = (json.dumps(event) + "\n" for event in (good, good | {"step": 2, name: odd}, good))
+    path.write_text("".join(lines))
+    is_right = (name, odd) in (("time", "fast"), ("scores", {}), ("scores", []))
+    assert steps(path) == ([1, 2, 1] if is_right else [1, 1])
 
 
 def test_lines_of_two_writers_never_mix(tmp_path):

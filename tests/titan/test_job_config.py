@@ -11,7 +11,7 @@ import torch
 from torchtitan.components.optimizer import OptimizersContainer
 
 from canon_pretrain.model.args import FLAVORS
-from canon_pretrain.titan.command_line import SHORT_HELP, parse_job
+from canon_pretrain.titan.command_line import SHORT_HELP, SYNONYMS, _dotted_names, parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree, value_of
 from canon_pretrain.titan.spec import build_schedule
 from tests.support import ROOT, refused
@@ -161,6 +161,13 @@ def test_what_makes_no_sense_is_refused(code, words):
         ("config.unknown_key", "--comm.trace-buf-sise=2", "--comm.trace_buf_size"),
         ("config.unknown_key", "--quantize.linear.mx.recipe 2", "--quantize.linear.mx.recipe_name"),
         ("config.unknown_key", "--foo", ""),
+        ("config.unknown_key", "--lr 1e-3", "--optimizer.lr"),
+        ("config.unknown_key", "--learning_rate 1e-3", "--optimizer.lr"),
+        ("config.unknown_key", "--learning-rate=1e-3", "--optimizer.lr"),
+        ("config.unknown_key", "--steps 3", "--training.steps"),
+        ("config.unknown_key", "--training.batch_size 3", "--training.global_batch_size"),
+        ("config.unknown_key", "--nodes 2", "--nnodes"),
+        ("config.unknown_key", "--gpus 2", "--nproc-per-node"),
         ("config.invalid_value", "--training.steps many", "--training.steps"),
         ("config.invalid_value", "--training.steps", "--training.steps"),
         ("config.invalid_value", "positional", "positional"),
@@ -249,3 +256,14 @@ def test_a_run_prolonged_at_a_stable_rate_is_the_longer_run():
         long = job_of(**schedule)
         long.training.steps = 40
         assert (rates(long, 15) == rates(job_of(**schedule), 15)) is bool(schedule)
+
+
+def test_a_config_without_its_option_is_suggested():
+    with refused("option.missing") as caught:
+        parse_job(["mine.toml"])
+    assert "--config mine.toml" in str(caught.value)
+
+
+def test_the_synonyms_of_other_trainers_name_keys():
+    known = {*_dotted_names(CanonJobConfig().to_dict())}
+    assert {key for keys in SYNONYMS.values() for key in keys} <= known

@@ -1,8 +1,11 @@
 """The training command: stop, resume, other world sizes, golden losses, errors."""
 
+import errno
 import hashlib
 import json
+import os
 import shutil
+import time
 
 import pytest
 import torch
@@ -10,10 +13,11 @@ import torch
 from canon_pretrain.data.sampler import window_offset
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.titan.device import CACHE_BYTES, check_compiler_cache
 from canon_pretrain.train import main
 from tests.fault_runs import flip
-from tests.ranks import assert_same_run, events, launch
-from tests.support import ROOT, debug_run, error_codes, train
+from tests.ranks import assert_refused, assert_same_run, events, launch
+from tests.support import ROOT, debug_run, error_codes, refused, train
 
 GOLDEN = ROOT / "tests" / "golden" / "debug_losses.json"
 STEPS = 12
@@ -196,3 +200,31 @@ def test_a_launch_that_does_not_fit_exits_with_2(data_folder, tmp_path, capsys, 
     set_world_size("1")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "abc")
     code_of(argv, capsys)
+
+
+def be_late(rank):
+    if rank == 0:
+        time.sleep(1.0)
+
+
+def test_the_rank_that_prints_an_error_may_be_the_last_to_find_it(tmp_path):
+    """torchrun ends all ranks with the first that fails: the others wait for rank 0."""
+    words = ["--config", ROOT / "train_configs" / "debug.toml", "--training.stepz", 3]
+    ended = launch(*words, output=tmp_path, before=be_late, check=False)
+    assert_refused(ended, "config.unknown_key")
+
+
+@pytest.mark.parametrize("folder", ["/proc/1/cache", "full"])
+def test_a_compiler_cache_that_cannot_be_written_is_refused(folder, tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path if folder == "full" else folder
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(path))
+    if folder == "full":
+        check_compiler_cache(CACHE_BYTES)
+        monkeypatch.setattr(os, "fsync", full)
+    with refused("compile.cache", path=str(path)):
+        check_compiler_cache(CACHE_BYTES)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    check_compiler_cache()  # torch's own default

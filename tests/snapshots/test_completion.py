@@ -1,0 +1,14 @@
+"""The scripts that `canon completion` prints are those of today's options."""
+
+from canon_pretrain.completion import SCRIPTS, main
+from tests.completions import scripts
+
+
+def test_the_completions_are_current(request, capsys):
+    for shell, text in scripts().items():
+        path = SCRIPTS / f"canon.{shell}"
+        if request.config.getoption("--snapshot-update"):
+            path.write_text(text)
+        assert path.read_text() == text
+        main([shell])
+        assert capsys.readouterr().out == text
