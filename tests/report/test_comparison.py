@@ -19,6 +19,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Score
 from tests import simulate_statistics as simulate
 from tests.report_pages import Page, report
+from tests.report_pages import content as content_of
 from tests.report_runs import (
     ACC,
     evaluated,
@@ -645,3 +646,13 @@ def test_sides_that_cannot_be_compared_are_errors(tmp_path, compare):
     for words in ([], [a, b, trial], ["--a", a], [a, b, "--a", bare]):
         with refused("compare.sides"):
             compare(*words)
+
+
+def test_a_suite_that_one_seed_lacks_is_reported(tmp_path):
+    """There is no common step of the architecture, and no reason to fail."""
+    runs = [planted_run(tmp_path / f"seed-{seed}", seed) for seed in (1, 2)]
+    plant_results(runs[0], 20, SUITE, {"piqa": {"acc": Score(0.5, 0.1)}})
+    found = content_of(report([run.path for run in runs], tmp_path / "out"))
+    (suite,) = found["suites"]
+    assert suite["columns"] == [{"run": "seed-1", "step": 20, "limit": None}]
+    assert found["comparison"]["steps"] == {}
